@@ -1,0 +1,71 @@
+"""The vocabulary of a layer graph: what an operator computes, moves and keeps.
+
+An operator is priced by its `Work` items (one GEMM, one attention core, one pass over memory, one
+collective) and remembered by its `saved` tensors (what autograd keeps for the backward pass).
+All sizes are sympy expressions in the symbols of `cost/symbols.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from sympy import Expr, Integer
+
+ZERO = Integer(0)
+
+
+class WorkKind(Enum):
+    """What limits a piece of work, and so how a profile prices it."""
+
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    """A fused (flash) attention core."""
+    MEMORY = "memory"
+    """Reads and writes of device memory with negligible arithmetic."""
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One kernel or collective. Fields that do not apply are None or zero."""
+
+    name: str
+    kind: WorkKind
+    flops: Expr = ZERO
+    moved_bytes: Expr = ZERO
+    """Device-memory traffic; for a collective the full (gathered / unreduced) message in bytes."""
+    gemm: tuple[Expr, Expr, Expr, Expr] | None = None
+    """(M, N, K, batch) of a GEMM: `batch` independent products of (M x K)(K x N)."""
+    attention: tuple[Expr, Expr, Expr, Expr, Expr] | None = None
+    """(batch, seq, query heads, key-value heads, head dim) on this rank, causal."""
+    kernels: int = 1
+    """Kernel launches, for the launch-overhead floor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A storage kept from forward to backward. Equal `key` in one layer = the same storage."""
+
+    key: str
+    size_bytes: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """A node of the layer graph."""
+
+    name: str
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    saved: tuple[SavedTensor, ...] = ()
+    output_bytes: Expr = ZERO
+    """Bytes of the output tensor while it lives in the forward pass (liveness)."""
+    forward_workspace_bytes: Expr = ZERO
+    backward_workspace_bytes: Expr = ZERO
+    parameters: Expr = ZERO
+    """Trainable elements on this tensor-parallel rank."""
+    recomputed_when_selective: bool = False
+    """Part of the attention core that selective recompute drops and computes again."""

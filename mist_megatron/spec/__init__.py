@@ -1,0 +1,1 @@
+"""The nouns: frozen dataclasses for models, training jobs, clusters, profiles and plans."""
