@@ -1,0 +1,65 @@
+"""The symbols in which every cost is written, and what they mean.
+
+One table, because people read the expressions (`mist-megatron explain`) and learn from them.
+"""
+
+from __future__ import annotations
+
+from sympy import Symbol
+
+
+def _symbol(name: str) -> Symbol:
+    return Symbol(name, nonnegative=True)
+
+
+B = _symbol("b")
+S = _symbol("s")
+TP = _symbol("tp")
+DP = _symbol("dp")
+CP = _symbol("cp")
+SP = _symbol("sp")
+SELECTIVE = _symbol("sel")
+LAYERS = _symbol("l")
+CKPT = _symbol("c")
+IN_FLIGHT = _symbol("p")
+GRAD_ACCUM = _symbol("G")
+Z1 = _symbol("z1")
+Z2 = _symbol("z2")
+Z3 = _symbol("z3")
+WO = _symbol("wo")
+GO = _symbol("go")
+OO = _symbol("oo")
+AO = _symbol("ao")
+HIDDEN = _symbol("h")
+FFN = _symbol("f")
+HEADS = _symbol("a")
+KV_HEADS = _symbol("k")
+HEAD_DIM = _symbol("e")
+VOCAB = _symbol("v")
+
+MEANINGS: dict[Symbol, str] = {
+    B: "micro-batch: sequences per GPU and micro-step",
+    S: "sequence length in tokens",
+    TP: "tensor-parallel size of the stage",
+    DP: "data-parallel size of the stage",
+    CP: "context-parallel size",
+    SP: "1 with sequence parallelism, else 0",
+    SELECTIVE: "1 when layers that are not fully recomputed recompute their attention core, else 0",
+    LAYERS: "transformer layers of the stage",
+    CKPT: "layers of the stage recomputed in full",
+    IN_FLIGHT: "micro-batches whose activations the stage holds at its peak, the current one included",
+    GRAD_ACCUM: "micro-batches per optimizer step",
+    Z1: "1 when optimizer states are sharded over data-parallel ranks (ZeRO >= 1), else 0",
+    Z2: "1 when gradients are sharded (ZeRO >= 2), else 0",
+    Z3: "1 when weights are sharded (ZeRO 3), else 0",
+    WO: "fraction of weights kept in host memory",
+    GO: "fraction of gradients kept in host memory",
+    OO: "fraction of optimizer states kept in host memory",
+    AO: "fraction of saved activations kept in host memory",
+    HIDDEN: "hidden size",
+    FFN: "inner size of the MLP",
+    HEADS: "query heads",
+    KV_HEADS: "key-value heads",
+    HEAD_DIM: "size of one head",
+    VOCAB: "vocabulary rows, padded as the target pads them",
+}
