@@ -1,0 +1,222 @@
+"""The event engine: what runs when, on four streams per device that slow each other down.
+
+Events are columns, not objects: a run of a large pipeline has a hundred thousand of them. Each
+stream runs one event at a time, in the order in which events become ready. While several streams
+of a device are busy, each proceeds at 1 / f of its speed, f from the interference table of
+METHODS.md section 1; the slowdown applies piecewise to the overlapping intervals, so that work is
+conserved: the integral of an event's speed over its life is its exclusive time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+class Stream(IntEnum):
+    """The four streams of a device; the value is the bit position in an interference row."""
+
+    COMPUTE = 0
+    GPU_TO_GPU = 1
+    HOST_TO_DEVICE = 2
+    DEVICE_TO_HOST = 3
+
+
+STREAMS = len(Stream)
+
+
+class Deadlock(Exception):
+    """Events that can never start because they wait for each other; `waiting` names the first few."""
+
+    def __init__(self, waiting: tuple[str, ...]) -> None:
+        super().__init__("schedule cannot complete; waiting for each other: " + ", ".join(waiting))
+        self.waiting = waiting
+
+
+@dataclass(slots=True)
+class Program:
+    """Events of one run, built up by `add` and then handed to `run_program`."""
+
+    devices: int
+    device: list[int] = field(default_factory=list)
+    stream: list[int] = field(default_factory=list)
+    work_s: list[float] = field(default_factory=list)
+    name: list[str] = field(default_factory=list)
+    after: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(
+        self, name: str, device: int, stream: Stream, work_s: float, after: Sequence[int] = ()
+    ) -> int:
+        """Append one event and return its number. `after` names events that must end first."""
+        if not work_s >= 0.0:
+            raise ValueError(f"event {name} has a duration of {work_s} s")
+        self.device.append(device)
+        self.stream.append(int(stream))
+        self.work_s.append(work_s)
+        self.name.append(name)
+        self.after.append(tuple(after))
+        return len(self.name) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When every event of a program ran."""
+
+    program: Program
+    start_s: Array
+    end_s: Array
+    cause: NDArray[np.int64]
+    """The event whose end let this one start (a dependency, or the event before it on its stream);
+    -1 for events that start at once."""
+
+    @property
+    def makespan_s(self) -> float:
+        return float(self.end_s.max(initial=0.0))
+
+
+class _Device:
+    """Running events of one device and the speeds at which they proceed."""
+
+    __slots__ = ("active", "queue", "rates", "remaining_s", "updated_s", "version")
+
+    def __init__(self) -> None:
+        self.active = [-1] * STREAMS
+        self.queue: list[deque[int]] = [deque() for _ in range(STREAMS)]
+        self.remaining_s = [0.0] * STREAMS
+        self.rates: Sequence[float] = (1.0,) * STREAMS
+        self.updated_s = 0.0
+        self.version = 0
+
+    def advance(self, now_s: float) -> None:
+        """Do the work that the running events got done since the last change."""
+        passed_s = now_s - self.updated_s
+        if passed_s > 0.0:
+            for stream in range(STREAMS):
+                if self.active[stream] >= 0:
+                    self.remaining_s[stream] -= passed_s * self.rates[stream]
+        self.updated_s = now_s
+
+    def next_end_s(self) -> float:
+        return self.updated_s + min(
+            max(self.remaining_s[k], 0.0) / self.rates[k] for k in range(STREAMS) if self.active[k] >= 0
+        )
+
+
+def speed_table(factors: Array) -> list[tuple[float, ...]]:
+    """Speeds (1 / slowdown) per set of active streams, from the (16, 4) interference table."""
+    if factors.shape != (1 << STREAMS, STREAMS):
+        raise ValueError(f"interference table has shape {factors.shape}, wanted (16, 4)")
+    return [tuple(1.0 / f for f in row) for row in factors.tolist()]
+
+
+class _Run:
+    """State of one simulation."""
+
+    def __init__(self, program: Program, factors: Array) -> None:
+        self.program = program
+        self.speeds = speed_table(factors)
+        self.devices = [_Device() for _ in range(program.devices)]
+        count = len(program.name)
+        self.waits = [len(after) for after in program.after]
+        self.successors: list[list[int]] = [[] for _ in range(count)]
+        for event, after in enumerate(program.after):
+            for earlier in after:
+                self.successors[earlier].append(event)
+        self.start_s = [-1.0] * count
+        self.end_s = [-1.0] * count
+        self.cause = [-1] * count
+        self.heap: list[tuple[float, int, int]] = []
+        self.done = 0
+
+    def offer(self, event: int, now_s: float, cause: int, touched: set[int]) -> None:
+        """An event whose dependencies are met: start it, or queue it behind its stream's work."""
+        device = self.devices[self.program.device[event]]
+        stream = self.program.stream[event]
+        if device.active[stream] >= 0 or device.queue[stream]:
+            device.queue[stream].append(event)
+            return
+        self.begin(event, now_s, cause, touched)
+
+    def begin(self, event: int, now_s: float, cause: int, touched: set[int]) -> None:
+        number = self.program.device[event]
+        device, stream = self.devices[number], self.program.stream[event]
+        device.advance(now_s)
+        device.active[stream] = event
+        device.remaining_s[stream] = self.program.work_s[event]
+        self.start_s[event] = now_s
+        self.cause[event] = cause
+        touched.add(number)
+
+    def finish(self, number: int, now_s: float, touched: set[int]) -> list[tuple[int, int]]:
+        """End what is done on a device; returns newly ready events with what released them."""
+        device = self.devices[number]
+        device.advance(now_s)
+        ready: list[tuple[int, int]] = []
+        for stream in range(STREAMS):
+            event = device.active[stream]
+            # 1e-12 relative: the remainder is a difference of sums of the same size as the work.
+            if event < 0 or device.remaining_s[stream] > 1e-12 * (self.program.work_s[event] + now_s):
+                continue
+            device.active[stream] = -1
+            self.end_s[event] = now_s
+            self.done += 1
+            touched.add(number)
+            for later in self.successors[event]:
+                self.waits[later] -= 1
+                if self.waits[later] == 0:
+                    ready.append((later, event))
+            if device.queue[stream]:
+                self.begin(device.queue[stream].popleft(), now_s, event, touched)
+        return ready
+
+    def reschedule(self, touched: set[int]) -> None:
+        for number in touched:
+            device = self.devices[number]
+            device.version += 1
+            row = sum(1 << k for k in range(STREAMS) if device.active[k] >= 0)
+            if row:
+                device.rates = self.speeds[row]
+                heappush(self.heap, (device.next_end_s(), number, device.version))
+
+
+def run_program(program: Program, factors: Array) -> Timeline:
+    """Simulate a program; `factors` is the (16, 4) interference table of the profile."""
+    run = _Run(program, factors)
+    touched: set[int] = set()
+    for event, waits in enumerate(run.waits):
+        if waits == 0:
+            run.offer(event, 0.0, -1, touched)
+    run.reschedule(touched)
+    while run.heap:
+        now_s, number, version = heappop(run.heap)
+        if version != run.devices[number].version:
+            continue
+        touched = set()
+        for event, cause in run.finish(number, now_s, touched):
+            run.offer(event, now_s, cause, touched)
+        touched.add(number)
+        run.reschedule(touched)
+    if run.done < len(program.name):
+        stuck = [k for k, end in enumerate(run.end_s) if end < 0.0]
+        raise Deadlock(tuple(program.name[k] for k in stuck[:6]))
+    return Timeline(program, np.array(run.start_s), np.array(run.end_s), np.array(run.cause))
+
+
+def critical_path(timeline: Timeline) -> tuple[int, ...]:
+    """Events from the first to the last that determine the makespan, each released by the one before."""
+    if not len(timeline.end_s):
+        return ()
+    event = int(timeline.end_s.argmax())
+    path = [event]
+    while timeline.cause[event] >= 0:
+        event = int(timeline.cause[event])
+        path.append(event)
+    return tuple(reversed(path))

@@ -1,0 +1,235 @@
+"""The order in which each pipeline rank runs its passes.
+
+A schedule is a function from (ranks, micro-batches, chunks) to one tuple of passes per rank. The
+event engine then decides *when*; a schedule only decides *in which order*.
+
+Virtual stages are numbered chunk-major: chunk c of rank i is virtual stage c * ranks + i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from mist_megatron.errors import InputError
+
+
+class PassKind(Enum):
+    """What a pass computes."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward pass, or only the input gradient where a schedule splits it."""
+    WEIGHT = "W"
+    """The weight gradient, where a schedule splits the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One chunk of one rank working on one micro-batch."""
+
+    kind: PassKind
+    micro_batch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """Relative durations of the three passes; a schedule that balances them needs their ratio."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    weight: float = 1.0
+
+
+Order = tuple[Pass, ...]
+SPLIT_BACKWARD = frozenset({"zb-h1", "zb-2p"})
+"""Schedules whose backward pass is split into input-gradient and weight-gradient passes."""
+
+
+def schedule_orders(
+    schedule: str, ranks: int, micro_batches: int, vpp: int = 1, costs: PassCosts | None = None
+) -> tuple[Order, ...]:
+    """Passes of every rank, in the order in which the rank runs them."""
+    if ranks < 1 or micro_batches < 1 or vpp < 1:
+        raise InputError(
+            f"schedule {schedule}: ranks ({ranks}), micro-batches ({micro_batches}) and vpp ({vpp}) "
+            "must be at least 1"
+        )
+    if vpp > 1 and schedule != "interleaved":
+        raise InputError(f"schedule {schedule} has one chunk per rank, got vpp {vpp}; use interleaved")
+    if schedule == "interleaved":
+        return _interleaved(ranks, micro_batches, vpp)
+    if schedule == "zb-2p":
+        return _zero_bubble_2p(ranks, micro_batches, costs or PassCosts())
+    builder = _PER_RANK.get(schedule)
+    if builder is None:
+        known = ", ".join((*_PER_RANK, "interleaved", "zb-2p"))
+        raise InputError(f"unknown schedule {schedule!r}; known: {known}")
+    return tuple(builder(rank, ranks, micro_batches) for rank in range(ranks))
+
+
+def _gpipe(rank: int, ranks: int, micro_batches: int) -> Order:
+    forwards = [Pass(PassKind.FORWARD, k) for k in range(micro_batches)]
+    return (*forwards, *(Pass(PassKind.BACKWARD, k) for k in range(micro_batches)))
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> Order:
+    warm_up = min(ranks - rank - 1, micro_batches)
+    passes = [Pass(PassKind.FORWARD, k) for k in range(warm_up)]
+    for k in range(micro_batches):
+        if warm_up + k < micro_batches:
+            passes.append(Pass(PassKind.FORWARD, warm_up + k))
+        passes.append(Pass(PassKind.BACKWARD, k))
+    return tuple(passes)
+
+
+def _zero_bubble_h1(rank: int, ranks: int, micro_batches: int) -> Order:
+    """1F1B's warm-up and memory; rank i puts its weight gradients off by i micro-batches.
+
+    Every rank then holds `ranks` micro-batches, as the first rank of 1F1B does, and the weight
+    gradients that were put off fill the bubble at the end (Qi et al., Zero Bubble Pipeline
+    Parallelism, ICLR 2024, schedule ZB-H1).
+    """
+    passes: list[Pass] = []
+    weights = 0
+    for step in _one_forward_one_backward(rank, ranks, micro_batches):
+        passes.append(step)
+        if step.kind is PassKind.BACKWARD and step.micro_batch >= rank:
+            passes.append(Pass(PassKind.WEIGHT, weights))
+            weights += 1
+    passes.extend(Pass(PassKind.WEIGHT, k) for k in range(weights, micro_batches))
+    return tuple(passes)
+
+
+_PER_RANK: dict[str, Callable[[int, int, int], Order]] = {
+    "1f1b": _one_forward_one_backward,
+    "gpipe": _gpipe,
+    "zb-h1": _zero_bubble_h1,
+}
+
+
+def _interleaved(ranks: int, micro_batches: int, vpp: int) -> tuple[Order, ...]:
+    """Megatron-core's interleaved 1F1B with its default group of `ranks` micro-batches per chunk.
+
+    Rules of megatron/core/pipeline_parallel/schedules.py (0.19.2): the micro-batch count is at
+    least the group and leaves a remainder of 0 or at least `ranks`.
+    """
+    if ranks == 1:
+        raise InputError("the interleaved schedule needs at least 2 pipeline ranks, got 1")
+    rest = micro_batches % ranks
+    if micro_batches < ranks or rest:
+        raise InputError(
+            f"interleaved schedule: {micro_batches} micro-batches must be a multiple of the "
+            f"{ranks} pipeline ranks"
+        )
+    table = [
+        (first + k, chunk)
+        for first in range(0, micro_batches, ranks)
+        for chunk in range(vpp)
+        for k in range(ranks)
+    ]
+    orders = []
+    for rank in range(ranks):
+        warm_up = min((ranks - rank - 1) * 2 + (vpp - 1) * ranks, len(table))
+        forwards = [Pass(PassKind.FORWARD, k, c) for k, c in table]
+        backwards = [Pass(PassKind.BACKWARD, k, vpp - 1 - c) for k, c in table]
+        passes = forwards[:warm_up]
+        for k, backward in enumerate(backwards):
+            passes.extend(forwards[warm_up + k : warm_up + k + 1])
+            passes.append(backward)
+        orders.append(tuple(passes))
+    return tuple(orders)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """Progress of one rank while the greedy 2p schedule is built."""
+
+    clock: float
+    forwards: int
+    backwards: int
+    weights: int
+    passes: list[Pass]
+
+
+def _zero_bubble_2p(ranks: int, micro_batches: int, costs: PassCosts) -> tuple[Order, ...]:
+    """Greedy zero-bubble schedule within twice the activation memory of 1F1B.
+
+    After the rules published with ZB-2P (Qi et al. 2024, section 3.1): as many forwards as memory
+    allows until the first backward can start, then one forward and one backward in turn; a weight
+    gradient fills any gap that is long enough for it, or frees memory when the limit is reached.
+    """
+    limit = 2 * ranks
+    state = [_Rank(0.0, 0, 0, 0, []) for _ in range(ranks)]
+    forward_end = [[float("inf")] * micro_batches for _ in range(ranks)]
+    backward_end = [[float("inf")] * micro_batches for _ in range(ranks)]
+    total = 3 * ranks * micro_batches
+    for _ in range(total):
+        choice = min(
+            (
+                (start, rank, step)
+                for rank in range(ranks)
+                for start, step in _next_pass(rank, state, forward_end, backward_end, (limit, costs))
+            ),
+            key=lambda item: (item[0], item[1]),
+        )
+        start, rank, step = choice
+        _advance(state[rank], start, step, costs)
+        if step.kind is PassKind.FORWARD:
+            forward_end[rank][step.micro_batch] = state[rank].clock
+        elif step.kind is PassKind.BACKWARD:
+            backward_end[rank][step.micro_batch] = state[rank].clock
+    return tuple(tuple(rank.passes) for rank in state)
+
+
+def _advance(rank: _Rank, start: float, step: Pass, costs: PassCosts) -> None:
+    rank.passes.append(step)
+    if step.kind is PassKind.FORWARD:
+        rank.forwards += 1
+        rank.clock = start + costs.forward
+    elif step.kind is PassKind.BACKWARD:
+        rank.backwards += 1
+        rank.clock = start + costs.backward
+    else:
+        rank.weights += 1
+        rank.clock = start + costs.weight
+
+
+def _next_pass(
+    index: int,
+    state: list[_Rank],
+    forward_end: list[list[float]],
+    backward_end: list[list[float]],
+    rules: tuple[int, PassCosts],
+) -> list[tuple[float, Pass]]:
+    """The pass this rank would run next and when it could start; empty when it has to wait."""
+    limit, costs = rules
+    rank, ranks, micro_batches = state[index], len(state), len(forward_end[0])
+    inf = float("inf")
+    forward_at = backward_at = inf
+    if rank.forwards < micro_batches and rank.forwards - rank.weights < limit:
+        arrival = 0.0 if index == 0 else forward_end[index - 1][rank.forwards]
+        forward_at = max(rank.clock, arrival)
+    if rank.backwards < rank.forwards:
+        source = forward_end[index] if index == ranks - 1 else backward_end[index + 1]
+        backward_at = max(rank.clock, source[rank.backwards])
+    # In turn: after a forward the backward goes first when both could start at the same moment,
+    # and no forward may run so far ahead that it delays a backward that is about to be ready.
+    warm = rank.backwards == 0
+    owed = rank.forwards - rank.backwards >= (2 * (ranks - index) - 1)
+    take_backward = backward_at < inf and (owed or backward_at <= forward_at)
+    options: list[tuple[float, Pass]] = []
+    if take_backward or forward_at == inf or (owed and not warm):
+        start, step = backward_at, Pass(PassKind.BACKWARD, min(rank.backwards, micro_batches - 1))
+    else:
+        start, step = forward_at, Pass(PassKind.FORWARD, rank.forwards)
+    if rank.weights < rank.backwards and start >= rank.clock + costs.weight * (1 - 1e-9):
+        return [(rank.clock, Pass(PassKind.WEIGHT, rank.weights))]
+    if start < inf:
+        options.append((start, step))
+    return options
