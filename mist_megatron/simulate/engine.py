@@ -52,9 +52,7 @@ class Program:
     name: list[str] = field(default_factory=list)
     after: list[tuple[int, ...]] = field(default_factory=list)
 
-    def add(
-        self, name: str, device: int, stream: Stream, work_s: float, after: Sequence[int] = ()
-    ) -> int:
+    def add(self, name: str, device: int, stream: Stream, work_s: float, after: Sequence[int] = ()) -> int:
         """Append one event and return its number. `after` names events that must end first."""
         if not work_s >= 0.0:
             raise ValueError(f"event {name} has a duration of {work_s} s")

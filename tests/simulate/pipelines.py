@@ -33,9 +33,7 @@ def bare_program(orders: tuple[Order, ...], costs: PassCosts) -> Program:
             if step.kind is PassKind.FORWARD and virtual > 0:
                 needs.append(numbers[PassKind.FORWARD, virtual - 1, step.micro_batch])
             elif step.kind is PassKind.BACKWARD:
-                source = (
-                    (PassKind.FORWARD, virtual) if virtual == last else (PassKind.BACKWARD, virtual + 1)
-                )
+                source = (PassKind.FORWARD, virtual) if virtual == last else (PassKind.BACKWARD, virtual + 1)
                 needs.append(numbers[(*source, step.micro_batch)])
             elif step.kind is PassKind.WEIGHT:
                 needs.append(numbers[PassKind.BACKWARD, virtual, step.micro_batch])
