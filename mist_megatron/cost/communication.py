@@ -1,0 +1,135 @@
+"""Who talks to whom, how much, and what a target hides behind compute.
+
+A `Template` says for one target which traffic runs beside compute and which stops it. The volumes are
+per layer and tensor-parallel rank; groups are counted in ranks and in the nodes that they span, with
+ranks laid out as Megatron and DeepSpeed do: tensor parallel innermost, then context, then data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mist_megatron.cost.pricing import Array
+from mist_megatron.spec.plan import Execution, Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """The schedule of traffic around compute that one target really runs."""
+
+    zero3_gather_overlaps: bool
+    """Weights of the next layer are gathered while this one computes."""
+    zero3_reduce_overlaps: bool
+    zero2_reduce_overlaps: bool
+    """Gradients of the last layer are reduced while this one computes, every micro-batch."""
+    last_reduce_overlaps: bool
+    """ZeRO 0 and 1 reduce once per step: inside the last backward pass, or after it."""
+    first_gather_overlaps: bool
+    """ZeRO 1 and 2 gather updated weights inside the first forward pass, or before it."""
+    host_copies_overlap: bool
+    step_in_first_forward: bool
+    """Each layer's optimizer step is taken just before its first forward (Mist), or all at the end."""
+    adam_on_host: bool
+    """Offloaded optimizer states are updated by the host (DeepSpeed, Megatron), not swapped in (Mist)."""
+    accumulation_pass: bool
+    """Gradients are added in a pass of their own; fused into the weight-gradient GEMM otherwise."""
+    grad_norm_pass: bool
+    """The step first reads all gradients for the global norm and scales them."""
+    boundary_overlaps_when_interleaved: bool
+    bucket_elements: float | None
+    """Least elements per reduction; None reduces layer by layer."""
+    bucket_elements_per_rank: float = 0.0
+    edges_zero: int | None = None
+    """ZeRO level that embedding and head always have, whatever the stage's; None for the stage's."""
+    edges_offload: bool = True
+    """Embedding and head follow the stage's offload ratios."""
+
+
+MIST = Template(
+    zero3_gather_overlaps=True,
+    zero3_reduce_overlaps=True,
+    zero2_reduce_overlaps=True,
+    last_reduce_overlaps=True,
+    first_gather_overlaps=True,
+    host_copies_overlap=True,
+    step_in_first_forward=True,
+    adam_on_host=False,
+    accumulation_pass=True,
+    grad_norm_pass=False,
+    boundary_overlaps_when_interleaved=False,
+    bucket_elements=None,
+    edges_zero=1,
+    edges_offload=False,
+)
+"""Mist's runtime (EuroSys 2025, section 4; the artifact fixes embedding and head at ZeRO 1)."""
+
+
+def template_of(target: Target, execution: Execution) -> Template:
+    """The template of a target under its execution switches; None switches take the target's default."""
+    if target == "mist":
+        return MIST
+    if target == "deepspeed":
+        return _deepspeed(execution)
+    return _megatron(execution, patched=target == "megatron+patches")
+
+
+def _megatron(execution: Execution, *, patched: bool) -> Template:
+    """Megatron-core: reductions once per step in buckets of max(40e6, 1e6 * dp) elements
+    (distributed_data_parallel_config.py), optimizer step and host Adam at the end. The patches take
+    the step layer by layer in the first forward pass, which is also where its gathers then hide."""
+    reduce_overlaps = bool(execution.overlap_grad_reduce)
+    gather_overlaps = bool(execution.overlap_param_gather)
+    return Template(
+        zero3_gather_overlaps=True,
+        zero3_reduce_overlaps=True,
+        zero2_reduce_overlaps=True,
+        last_reduce_overlaps=reduce_overlaps,
+        first_gather_overlaps=gather_overlaps,
+        host_copies_overlap=True,
+        step_in_first_forward=False,
+        adam_on_host=True,
+        accumulation_pass=False,
+        grad_norm_pass=True,
+        boundary_overlaps_when_interleaved=True,
+        bucket_elements=40e6,
+        bucket_elements_per_rank=1e6,
+    )
+
+
+def _deepspeed(execution: Execution) -> Template:
+    """DeepSpeed: `overlap_comm` defaults to stage 3 only (runtime/zero/config.py), the step is taken at
+    the end, offloaded states by DeepSpeedCPUAdam; reduce_bucket_size is 5e8 elements."""
+    overlap = execution.overlap_grad_reduce
+    return Template(
+        zero3_gather_overlaps=True,
+        zero3_reduce_overlaps=overlap is not False,
+        zero2_reduce_overlaps=bool(overlap),
+        last_reduce_overlaps=bool(overlap),
+        first_gather_overlaps=False,
+        host_copies_overlap=True,
+        step_in_first_forward=False,
+        adam_on_host=True,
+        accumulation_pass=True,
+        grad_norm_pass=True,
+        boundary_overlaps_when_interleaved=False,
+        bucket_elements=5e8,
+    )
+
+
+def nodes_spanned(ranks: Array, stride: Array, gpus_per_node: float) -> Array:
+    """Nodes touched by a group whose ranks are `stride` GPUs apart on nodes of that many GPUs."""
+    per_node = np.maximum(np.floor(gpus_per_node / np.maximum(stride, 1.0)), 1.0)
+    return np.ceil(ranks / per_node)
+
+
+def boundary_crossing_share(stages: int, stage_gpus: int, gpus_per_node: int) -> float:
+    """Share of a pipeline's boundaries that lie between nodes: all when a stage fills nodes, else
+    one boundary per node border."""
+    if stages <= 1:
+        return 0.0
+    if stage_gpus >= gpus_per_node:
+        return 1.0
+    nodes = -(-stages * stage_gpus // gpus_per_node)
+    return (nodes - 1) / (stages - 1)

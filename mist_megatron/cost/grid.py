@@ -1,0 +1,75 @@
+"""What is asked of the evaluator and what it answers: configurations in bulk, and their costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+class StageRole(Enum):
+    """Where in the pipeline a stage stands: decides embedding, head and boundary transfers."""
+
+    FIRST = "first"
+    MIDDLE = "middle"
+    LAST = "last"
+    ONLY = "only"
+
+    @property
+    def has_embedding(self) -> bool:
+        return self in (StageRole.FIRST, StageRole.ONLY)
+
+    @property
+    def has_head(self) -> bool:
+        return self in (StageRole.LAST, StageRole.ONLY)
+
+
+def role_of(position: int, stages: int) -> StageRole:
+    """The role of stage `position` (from 0) in a pipeline of `stages`."""
+    if stages == 1:
+        return StageRole.ONLY
+    if position == 0:
+        return StageRole.FIRST
+    return StageRole.LAST if position == stages - 1 else StageRole.MIDDLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageGrid:
+    """Configurations of one role and mesh; the arrays broadcast together (an open grid is cheapest)."""
+
+    role: StageRole
+    nodes: int
+    gpus_per_node: int
+    """GPUs of the stage = nodes * gpus_per_node = dp * tp * cp."""
+    sequence_parallel: bool
+    selective: bool
+    layers: Array
+    ckpt: Array
+    in_flight: Array
+    """Micro-batches held at the peak, the current one included; fractional when interleaved."""
+    micro_batch: Array
+    dp: Array
+    tp: Array
+    zero: Array
+    grad_accum: Array
+    weights_offload: Array
+    grads_offload: Array
+    optimizer_offload: Array
+    activations_offload: Array
+    stages: int = 1
+    vpp: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """What eq. 1 and the memory budget need."""
+
+    stable_s: Array
+    """t: forward plus backward of one micro-batch in the steady state."""
+    delta_s: Array
+    """d: extra time of the first plus the last micro-batch."""
+    peak_bytes: Array

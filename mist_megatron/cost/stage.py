@@ -1,0 +1,212 @@
+"""From layer graphs to a priceable stage: which distinct pieces of work there are, and who uses them.
+
+Equal work is priced once: a transformer layer has some sixty kernels of which about half are
+the same shape (DistSim's observation), and recomputation repeats the forward ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mist_megatron.cost.compile import (
+    Program,
+    compile_expressions,
+    program_from_document,
+    program_to_document,
+)
+from mist_megatron.cost.pricing import Array, Collective, Priced, Prices
+
+if TYPE_CHECKING:
+    from sympy import Expr
+
+    from mist_megatron.cost.operators import Operator, Work
+
+LAYER_KINDS = ("embedding", "block", "head")
+PASSES = ("forward", "backward", "selective")
+"""`selective` is what selective recomputation runs again: the forward of the attention core."""
+_FIELDS = {
+    "gemm": ("m", "n", "k", "batch"),
+    "attention": ("batch", "seq", "heads", "kv_heads", "head_dim"),
+}
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """One distinct piece of work; its sizes are outputs `w<index>.<field>` of the stage program."""
+
+    kind: str
+    kernels: int
+    backward: bool
+    """Of attention only, whose backward is priced from a table of its own."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """`count` times work item `item` in one pass over one layer."""
+
+    layer: str
+    run: str
+    item: int
+    count: int
+    weight_grad: bool
+    """A GEMM that only makes weight gradients, which zero-bubble schedules may delay."""
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """Everything about a model's stages that does not depend on numbers: compiled once, cached."""
+
+    program: Program
+    items: tuple[WorkItem, ...]
+    uses: tuple[Use, ...]
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "program": program_to_document(self.program),
+            "items": [[i.kind, i.kernels, i.backward] for i in self.items],
+            "uses": [[u.layer, u.run, u.item, u.count, u.weight_grad] for u in self.uses],
+        }
+
+
+def stage_program_from_document(document: Any) -> StageProgram | None:
+    """Read back what `to_document` wrote, or None when anything in it is off."""
+    try:
+        program = program_from_document(document["program"])
+        items = tuple(WorkItem(str(k), int(n), bool(b)) for k, n, b in document["items"])
+        uses = tuple(
+            Use(str(layer), str(run), int(item), int(count), bool(weight))
+            for layer, run, item, count, weight in document["uses"]
+        )
+    except (TypeError, KeyError, ValueError):
+        return None
+    sane = all(
+        u.layer in LAYER_KINDS and u.run in PASSES and 0 <= u.item < len(items) and u.count > 0
+        for u in uses
+    )
+    if program is None or not sane:
+        return None
+    return StageProgram(program, items, uses)
+
+
+def build_stage_program(
+    layers: Mapping[str, Sequence[Operator]], sizes: Mapping[str, Expr]
+) -> StageProgram:
+    """`layers` maps each of LAYER_KINDS to its operators; `sizes` are further named expressions
+    (parameters, saved bytes, memory terms) compiled along, so that they share subexpressions."""
+    table = _WorkTable()
+    for kind in LAYER_KINDS:
+        for operator in layers[kind]:
+            table.add(kind, "forward", operator.forward, backward=False)
+            table.add(kind, "backward", operator.backward, backward=True)
+            if kind == "block" and operator.recomputed_when_selective:
+                table.add(kind, "selective", operator.forward, backward=False)
+    expressions = {**sizes, **table.expressions}
+    return StageProgram(compile_expressions(expressions), tuple(table.items), table.uses())
+
+
+class _WorkTable:
+    """Collects distinct work and counts its uses."""
+
+    def __init__(self) -> None:
+        self.items: list[WorkItem] = []
+        self.expressions: dict[str, Expr] = {}
+        self._index: dict[Any, int] = {}
+        self._counts: dict[tuple[str, str, int, bool], int] = {}
+
+    def add(self, layer: str, run: str, works: Sequence[Work], *, backward: bool) -> None:
+        for work in works:
+            sizes = _sizes(work)
+            kind = work.kind.value
+            is_backward = backward and kind == "attention"
+            key = (kind, work.kernels, is_backward, tuple(sizes.values()))
+            if key not in self._index:
+                index = len(self.items)
+                self._index[key] = index
+                self.items.append(WorkItem(kind, work.kernels, is_backward))
+                self.expressions.update({f"w{index}.{name}": e for name, e in sizes.items()})
+            use = (layer, run, self._index[key], backward and "weight" in work.name)
+            self._counts[use] = self._counts.get(use, 0) + 1
+
+    def uses(self) -> tuple[Use, ...]:
+        return tuple(
+            Use(layer, run, item, count, weight)
+            for (layer, run, item, weight), count in self._counts.items()
+        )
+
+
+def _sizes(work: Work) -> dict[str, Expr]:
+    kind = work.kind.value
+    values = {"gemm": work.gemm, "attention": work.attention}.get(kind)
+    if values is None:
+        return {"bytes": work.moved_bytes}
+    return dict(zip(_FIELDS[kind], values, strict=True))
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Time of one pass over one layer, arrays over the priced combinations."""
+
+    compute_s: Array
+    collective_s: Array
+    """Tensor-parallel collectives inside the pass."""
+    exact_s: Array
+    interpolated_s: Array
+    extrapolated_s: Array
+    weight_grad_s: Array
+
+
+def price_passes(
+    stage: StageProgram,
+    sizes: Mapping[str, Array],
+    prices: Prices,
+    ranks: Array,
+    nodes: Array,
+) -> dict[tuple[str, str], PassTime]:
+    """Seconds of every (layer kind, pass); `sizes` are the program's outputs, `ranks` and `nodes` the
+    tensor-parallel group's."""
+    priced = [_price(item, index, sizes, prices, ranks, nodes) for index, item in enumerate(stage.items)]
+    shape = np.broadcast_shapes(ranks.shape, *(p.seconds.shape for p in priced))
+    result: dict[tuple[str, str], PassTime] = {}
+    for layer in LAYER_KINDS:
+        for run in PASSES:
+            sums = {name: np.zeros(shape) for name in PassTime.__dataclass_fields__}
+            for use in stage.uses:
+                if use.layer == layer and use.run == run:
+                    _add_use(sums, use, stage.items[use.item], priced[use.item])
+            result[layer, run] = PassTime(**sums)
+    return result
+
+
+def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced) -> None:
+    main = "compute_s" if item.kind in ("gemm", "attention", "memory") else "collective_s"
+    sums[main] += use.count * priced.seconds
+    sums["exact_s"] += use.count * priced.exact_s
+    sums["interpolated_s"] += use.count * priced.interpolated_s
+    sums["extrapolated_s"] += use.count * priced.extrapolated_s
+    if use.weight_grad:
+        sums["weight_grad_s"] += use.count * priced.seconds
+
+
+def _price(
+    item: WorkItem,
+    index: int,
+    sizes: Mapping[str, Array],
+    prices: Prices,
+    ranks: Array,
+    nodes: Array,
+) -> Priced:
+    if item.kind == "gemm":
+        m, n, k, batch = (sizes[f"w{index}.{name}"] for name in _FIELDS["gemm"])
+        return prices.gemm(m, n, k, batch, kernels=item.kernels)
+    if item.kind == "attention":
+        b, s, a, kv, e = (sizes[f"w{index}.{name}"] for name in _FIELDS["attention"])
+        return prices.attention(b, s, a, kv, e, backward=item.backward)
+    moved = sizes[f"w{index}.bytes"]
+    if item.kind == "memory":
+        return prices.memory_bound(moved, kernels=item.kernels)
+    kind: Collective = item.kind  # type: ignore[assignment]
+    return prices.collective(kind, moved, ranks, nodes)

@@ -1,0 +1,101 @@
+"""Eq. 1 and its schedules, held against a naive simulation of a pipeline and against hand sums."""
+
+from __future__ import annotations
+
+import pytest
+
+from mist_megatron.cost.iteration import StageTiming, iteration_time
+
+
+def pipeline_makespan(forward: list[float], backward: list[float], micro_batches: int) -> float:
+    """1F1B by brute force: every stage runs its tasks in order, each as soon as its input is there."""
+    stages = len(forward)
+    orders = []
+    for stage in range(stages):
+        warm = min(stages - stage - 1, micro_batches)
+        order = [("f", i) for i in range(warm)]
+        for i in range(micro_batches - warm):
+            order += [("f", warm + i), ("b", i)]
+        order += [("b", i) for i in range(micro_batches - warm, micro_batches)]
+        orders.append(order)
+    done: dict[tuple[str, int, int], float] = {}
+    clock, position = [0.0] * stages, [0] * stages
+    while any(position[s] < len(orders[s]) for s in range(stages)):
+        for s in range(stages):
+            while position[s] < len(orders[s]):
+                kind, i = orders[s][position[s]]
+                if kind == "f":
+                    need = ("f", s - 1, i) if s else None
+                else:
+                    need = ("b", s + 1, i) if s < stages - 1 else ("f", s, i)
+                if need is not None and need not in done:
+                    break
+                start = max(clock[s], done[need] if need else 0.0)
+                clock[s] = start + (forward[s] if kind == "f" else backward[s])
+                done[kind, s, i] = clock[s]
+                position[s] += 1
+    return max(clock)
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches"), [(1, 1), (1, 5), (2, 4), (4, 4), (4, 16), (8, 9)]
+)
+def test_equal_stages_are_exact(stages: int, micro_batches: int) -> None:
+    timing = [StageTiming(stable_s=3.0, delta_s=0.0)] * stages
+    truth = pipeline_makespan([1.0] * stages, [2.0] * stages, micro_batches)
+    assert iteration_time(timing, micro_batches).total_s == pytest.approx(truth)
+
+
+def test_stages_that_get_slower_are_exact() -> None:
+    times = [1.0, 2.0, 3.0]
+    timing = [StageTiming(stable_s=t, delta_s=0.0) for t in times]
+    truth = pipeline_makespan([t / 3 for t in times], [2 * t / 3 for t in times], 12)
+    assert iteration_time(timing, 12).total_s == pytest.approx(truth)
+
+
+@pytest.mark.parametrize("times", [[3.0, 2.0, 1.5], [1.0, 3.0, 2.0], [2.0, 2.5, 2.0, 1.0]])
+def test_unequal_stages_are_bounded_from_above(times: list[float]) -> None:
+    """A slow early stage fills part of its wait with warm-up forwards, which eq. 1 does not count."""
+    timing = [StageTiming(stable_s=t, delta_s=0.0) for t in times]
+    truth = pipeline_makespan([t / 3 for t in times], [2 * t / 3 for t in times], 12)
+    assert truth * (1 - 1e-12) <= iteration_time(timing, 12).total_s <= truth * 1.07
+
+
+def test_extras_hide_behind_earlier_stages() -> None:
+    timing = [StageTiming(stable_s=2.0, delta_s=0.5), StageTiming(stable_s=3.0, delta_s=2.25)]
+    result = iteration_time(timing, 4)
+    # 3 * 3 + (2 + 3) + max(0.5, 2.25 - 2)
+    assert result.total_s == pytest.approx(9.0 + 5.0 + 0.5)
+    assert (result.slowest_stage, result.binding_extra_stage) == (1, 0)
+
+
+def test_interleaving_divides_the_bubble_by_the_chunks() -> None:
+    timing = [StageTiming(stable_s=6.0, delta_s=0.0)] * 4
+    # G t + (S - 1) t / v
+    assert iteration_time(timing, 8, "interleaved", 3).total_s == pytest.approx(48.0 + 3 * 2.0)
+    plain = iteration_time(timing, 8).total_s
+    assert iteration_time(timing, 8, "interleaved", 1).total_s == pytest.approx(plain)
+
+
+def test_interleaving_is_eq1_with_v_times_the_micro_batches() -> None:
+    times = [5.0, 7.0, 6.0]
+    v, g = 2, 8
+    whole = [StageTiming(stable_s=t, delta_s=1.0) for t in times]
+    chunks = [StageTiming(stable_s=t / v, delta_s=1.0) for t in times]
+    inter = iteration_time(whole, g, "interleaved", v).total_s
+    assert inter == pytest.approx(iteration_time(chunks, v * g).total_s)
+
+
+def test_zero_bubble_h1_has_a_third_of_the_bubble_when_the_three_parts_are_equal() -> None:
+    timing = [StageTiming(stable_s=3.0, delta_s=0.0, weight_grad_s=1.0)] * 4
+    # Qi et al. 2023: (p - 1) (F + B - W) with F = B = W = 1.
+    assert iteration_time(timing, 8, "zb-h1").total_s == pytest.approx(24.0 + 3.0)
+
+
+def test_parts_add_up_and_bubble_is_the_waiting_share() -> None:
+    timing = [StageTiming(stable_s=1.0, delta_s=0.25)] * 4
+    result = iteration_time(timing, 12)
+    assert result.total_s == pytest.approx(
+        result.steady_s + result.ramp_s + result.first_and_last_s
+    )
+    assert result.bubble_fraction == pytest.approx(3.0 / 15.25)
