@@ -1,1 +1,1 @@
-"""."""
+"""The command line: the only room with typer, rich and logging; here the other rooms are wired together."""

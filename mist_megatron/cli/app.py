@@ -1,0 +1,137 @@
+"""Entry point: parses, runs one command, and turns failures into one line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import TyperException
+
+from mist_megatron import __version__
+from mist_megatron.cli.commands import COMMANDS
+from mist_megatron.cli.expand import expand_groups
+from mist_megatron.errors import MistError
+
+PROGRAM = "mist-megatron"
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+REPORT = "this is a bug of mist-megatron: please report it with the lines above"
+INTERRUPTED = 130
+"""128 + SIGINT, what shells expect of an interrupted program."""
+
+
+class LazyGroup(TyperGroup):
+    """Lists commands from the table and imports a command only when it runs.
+
+    What `--help` and completion see are stand-ins that know their name and summary.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for entry in COMMANDS:
+            self.add_command(TyperCommand(entry.name, help=entry.summary, rich_help_panel=entry.panel))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [entry.name for entry in COMMANDS]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return name, stand_in and load_command(str(name)), rest
+
+
+def load_command(name: str) -> Any:
+    """Imports the command's module and builds its parser; a mapping of functions makes subcommands."""
+    entry = next(entry for entry in COMMANDS if entry.name == name)
+    module, attribute = entry.target.split(":")
+    found = getattr(importlib.import_module(f"mist_megatron.cli.{module}"), attribute)
+    parser = typer.Typer(add_completion=False, help=entry.summary, context_settings=HELP_NAMES)
+    if isinstance(found, Mapping):
+        parser.callback()(lambda: None)  # a Typer with a callback is a group, even with one subcommand
+        for subcommand, function in found.items():
+            parser.command(name=subcommand)(expand_groups(function))
+    else:
+        parser.command(name=name)(expand_groups(found))
+    return typer.main.get_command(parser)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"{PROGRAM} {__version__}")  # noqa: T201 - the one line that --version is for
+        raise typer.Exit
+
+
+app = typer.Typer(cls=LazyGroup, rich_markup_mode="rich", context_settings=HELP_NAMES)
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Finds the fastest way to train a large language model on given GPUs, for Megatron-LM and DeepSpeed.
+
+    Exit codes: 2 bad input, 3 no plan fits, 4 bad profile, 5 target cannot run it.
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())  # noqa: T201 - no command given: the help is the answer
+
+
+def main() -> None:
+    """The `mist-megatron` script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command line and gives its exit code; never raises."""
+    try:
+        code = typer.main.get_command(app).main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except MistError as error:
+        _show(error.message, error.details)
+        return error.exit_code
+    except TyperException as error:
+        _show(*usage_message(error))
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        _show("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) left: nobody is there to be told. stdout must not be flushed again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:
+        traceback.print_exc()
+        _show(REPORT)
+        return 1
+
+
+def usage_message(error: TyperException) -> tuple[str, tuple[str, ...]]:
+    """A wrong command line in our words, with the nearest option and where to look."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    message = message[:1].lower() + message[1:]
+    context = getattr(error, "ctx", None)
+    wrong = getattr(error, "option_name", None)
+    details: list[str] = []
+    if wrong and context and "such option" in message:
+        known = [name for p in context.command.params for name in (*p.opts, *p.secondary_opts)]
+        message = f"no such option: {wrong}"
+        nearest = get_close_matches(wrong, known, n=1, cutoff=0.5)
+        details += [f"did you mean {nearest[0]}?"] if nearest else []
+    details.append(f"try: {context.command_path if context else PROGRAM} --help")
+    return message, tuple(details)
+
+
+def _show(message: str, details: tuple[str, ...] = ()) -> None:
+    from mist_megatron.cli.output import show_error  # rich is not needed before something is shown
+
+    show_error(message, details)

@@ -1,0 +1,48 @@
+"""The table of commands, and how to add one.
+
+A command is one function in one file of this folder and one line in `COMMANDS`; a command is in the table
+only when it works. Its module is imported when it is run, so `--help` and `--version` import none of them.
+
+    # mist_megatron/cli/predict.py
+    def predict(
+        plan: Annotated[Path, typer.Argument(help="plan.yaml to price.")],
+        *,
+        breakdown: Annotated[bool, typer.Option(help="Show every memory term.")] = False,
+        output: OutputOptions,
+    ) -> None:
+        '''Time and memory of a given plan.'''                     # becomes `predict --help`
+        result = price(read_plan(plan))                            # InputError and friends just pass
+        output.finish(result_document(result))                     # with --json: the one document on stdout
+        output.people.print(result_table(result))                  # for people: stderr when --json is given
+
+`target` may also name a mapping, subcommand name -> function, for `calibrate fit` and its like.
+
+A parameter whose type is a dataclass deriving from `OptionGroup` stands for all its fields: `OutputOptions`
+gives `--json`, `JobOptions` (options.py) the job options. Heavy imports (numpy, sympy, the solver) go inside
+the function where they would slow down `predict --help`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CommandEntry:
+    """One line of `mist-megatron --help`: what it is called, where it lives, what it does."""
+
+    name: str
+    target: str
+    """`module:function` below mist_megatron.cli."""
+    summary: str
+    panel: str
+    """Heading of `--help` under which it is listed."""
+
+
+LISTS = "What is known"
+
+COMMANDS: tuple[CommandEntry, ...] = (
+    CommandEntry("models", "lists:models", "Model presets with their shapes and parameter counts.", LISTS),
+    CommandEntry("gpus", "lists:gpus", "The GPU catalogue, with the source of each figure.", LISTS),
+    CommandEntry("recipes", "lists:recipes", "Tuned plans that come with this package.", LISTS),
+)

@@ -1,0 +1,1 @@
+"""Commands that list what is known: models, gpus, spaces, recipes."""

@@ -1,0 +1,75 @@
+"""The job options, the same on every command that takes a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from mist_megatron.cli.expand import OptionGroup
+
+PANEL = "Job"
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Preset names for the shell; a path completes as a file does when nothing matches."""
+    from mist_megatron.spec.presets import preset_names
+
+    return [name for name in preset_names() if name.startswith(incomplete)]
+
+
+def complete_gpus(incomplete: str) -> list[str]:
+    """Catalogue names for the shell."""
+    from mist_megatron.spec.catalogue import gpu_names
+
+    return [name for name in gpu_names() if name.startswith(incomplete)]
+
+
+@dataclass(frozen=True)
+class JobOptions(OptionGroup):
+    """What was typed; None where the user said nothing, so that the defaults taken can be told."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Preset name, Hugging Face config.json, or model YAML.",
+            autocompletion=complete_models,
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    gpus: Annotated[int | None, typer.Option(help="GPUs of the whole cluster.", rich_help_panel=PANEL)] = None
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="GPU name, see `gpus`, or a calibrated profile file.",
+            autocompletion=complete_gpus,
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of one node.", rich_help_panel=PANEL)] = None
+    global_batch: Annotated[
+        int | None, typer.Option(help="Sequences per optimizer step, whole cluster.", rich_help_panel=PANEL)
+    ] = None
+    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.", rich_help_panel=PANEL)] = None
+    precision: Annotated[str | None, typer.Option(help="fp16, bf16 or fp8.", rich_help_panel=PANEL)] = None
+    flash_attention: Annotated[
+        bool | None,
+        typer.Option(
+            "--flash-attention/--no-flash-attention", help="Fused attention kernel.", rich_help_panel=PANEL
+        ),
+    ] = None
+    dropout: Annotated[float | None, typer.Option(help="Dropout probability.", rich_help_panel=PANEL)] = None
+    target: Annotated[
+        str | None, typer.Option(help="mist, megatron, megatron+patches or deepspeed.", rich_help_panel=PANEL)
+    ] = None
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Budget per GPU, such as 76GiB.", rich_help_panel=PANEL)
+    ] = None
+    bandwidth: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Link speed that replaces the catalogue's, such as inter=50GB/s; may be repeated.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
