@@ -2,57 +2,171 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from mist_megatron.cost.communication import nodes_spanned, template_of
+from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
+from mist_megatron.cost.pricing import Prices
+from mist_megatron.cost.stage import PassTime, StageProgram, price_passes
+from mist_megatron.cost.stage_time import (
+    LayerLoad,
+    Linear,
+    StageLoads,
+    StageTerms,
+    TimeContext,
+    stage_terms,
+    totals,
+)
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.plan import Execution, Target
+from mist_megatron.spec.training import TrainingSpec
 
-
-class StageRole(Enum):
-    """Where in the pipeline a stage stands: decides embedding, head and boundary transfers."""
-
-    FIRST = "first"
-    MIDDLE = "middle"
-    LAST = "last"
-    ONLY = "only"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageGrid:
-    """Configurations of one role and mesh; the arrays broadcast together (an open grid is cheapest)."""
-
-    role: StageRole
-    nodes: int
-    gpus_per_node: int
-    """GPUs of the stage = nodes * gpus_per_node = dp * tp * cp."""
-    sequence_parallel: bool
-    selective: bool
-    layers: Array
-    ckpt: Array
-    in_flight: Array
-    """Micro-batches held at the peak, the current one included; fractional when interleaved."""
-    micro_batch: Array
-    dp: Array
-    tp: Array
-    zero: Array
-    grad_accum: Array
-    weights_offload: Array
-    grads_offload: Array
-    optimizer_offload: Array
-    activations_offload: Array
-    stages: int = 1
-    vpp: int = 1
+__all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "StageRole", "Workload"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageCost:
-    """What eq. 1 and the memory budget need."""
+class Workload:
+    """What is trained on what by which framework: fixed while configurations are compared."""
 
-    stable_s: Array
-    """t: forward plus backward of one micro-batch in the steady state."""
-    delta_s: Array
-    """d: extra time of the first plus the last micro-batch."""
-    peak_bytes: Array
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: ClusterSpec
+    target: Target
+    execution: Execution = Execution()
+
+
+@dataclass(frozen=True)
+class StageFactors:
+    """t and d as `fixed + layers * per_layer + ckpt * per_ckpt`, each over the remaining axes."""
+
+    stable: Linear
+    delta: Linear
+
+
+class StageEvaluator:
+    """Callable on a StageGrid. Holds no state but a memo of layer passes already priced."""
+
+    def __init__(
+        self, workload: Workload, prices: Prices, stage: StageProgram, *, without: frozenset[str] = frozenset()
+    ) -> None:
+        self.workload = workload
+        self.prices = prices
+        self.stage = stage
+        self._context = _time_context(workload, prices, without)
+        self._memo: dict[tuple[object, ...], _PricedPairs] = {}
+
+    def __call__(self, grid: StageGrid) -> StageCost:
+        factors = self.factors(grid)
+        return StageCost(
+            stable_s=factors.stable.at(grid.layers, grid.ckpt),
+            delta_s=factors.delta.at(grid.layers, grid.ckpt),
+            peak_bytes=self.peak_bytes(grid),
+        )
+
+    def factors(self, grid: StageGrid) -> StageFactors:
+        """t and d before layers and ckpt are multiplied in, for searches that prune."""
+        terms = self.terms(grid)
+        return StageFactors(totals(terms.stable), totals(terms.delta))
+
+    def terms(self, grid: StageGrid) -> StageTerms:
+        """Every named part of t and d."""
+        return stage_terms(grid, self._loads(grid), self._context)
+
+    def _loads(self, grid: StageGrid) -> StageLoads:
+        pairs = self._priced(grid)
+        role = grid.role
+        return StageLoads(
+            block=pairs.load("block"),
+            embedding=pairs.load("embedding") if role.has_embedding else None,
+            head=pairs.load("head") if role.has_head else None,
+            boundary_bytes=pairs.size("boundary_bytes"),
+        )
+
+    def _priced(self, grid: StageGrid) -> _PricedPairs:
+        """Distinct (micro-batch, tp) pairs of the grid, priced once each."""
+        micro_batch, tp = np.broadcast_arrays(grid.micro_batch, grid.tp)
+        pairs, positions = np.unique(
+            np.stack([micro_batch.reshape(-1), tp.reshape(-1)]), axis=1, return_inverse=True
+        )
+        key = (grid.gpus_per_node, grid.sequence_parallel, pairs.tobytes())
+        if key not in self._memo:
+            values = {
+                **_model_values(self.workload),
+                "b": pairs[0],
+                "tp": pairs[1],
+                "sp": float(grid.sequence_parallel),
+            }
+            sizes = self.stage.program.run(values)
+            nodes = nodes_spanned(pairs[1], np.ones(()), grid.gpus_per_node)
+            passes = price_passes(self.stage, sizes, self.prices, pairs[1], nodes)
+            self._memo[key] = _PricedPairs(passes, sizes, positions.reshape(-1), micro_batch.shape)
+        found = self._memo[key]
+        return _PricedPairs(found.passes, found.sizes, positions.reshape(-1), micro_batch.shape)
+
+
+@dataclass(frozen=True)
+class _PricedPairs:
+    """Prices per distinct pair, spread over the axes of the grid on demand."""
+
+    passes: Mapping[tuple[str, str], PassTime]
+    sizes: Mapping[str, Array]
+    positions: Array
+    shape: tuple[int, ...]
+
+    def spread(self, values: Array) -> Array:
+        if np.ndim(values) == 0:
+            return values
+        return values[self.positions].reshape(self.shape)
+
+    def size(self, name: str) -> Array:
+        return self.spread(self.sizes[name])
+
+    def load(self, layer: str) -> LayerLoad:
+        forward, backward = self.passes[layer, "forward"], self.passes[layer, "backward"]
+        selective = self.passes[layer, "selective"]
+        return LayerLoad(
+            forward_s=self.spread(forward.compute_s),
+            backward_s=self.spread(backward.compute_s),
+            forward_collective_s=self.spread(forward.collective_s),
+            backward_collective_s=self.spread(backward.collective_s),
+            parameters=self.size(f"{layer}_parameters"),
+            saved_bytes=self.size("saved_bytes") if layer == "block" else np.zeros(()),
+            input_bytes=self.size("input_bytes") if layer == "block" else np.zeros(()),
+            selective_s=self.spread(selective.compute_s),
+            selective_collective_s=self.spread(selective.collective_s),
+        )
+
+
+def _model_values(workload: Workload) -> dict[str, float]:
+    """Values of the symbols (`cost/symbols.py`) that do not change between configurations."""
+    model = workload.model
+    return {
+        "s": float(workload.training.seq_len),
+        "cp": float(workload.execution.context_parallel),
+        "h": float(model.hidden),
+        "f": float(model.ffn_hidden),
+        "a": float(model.heads),
+        "k": float(model.kv_heads),
+        "e": float(model.head_dim),
+        "v": float(model.vocab),
+    }
+
+
+def _time_context(workload: Workload, prices: Prices, without: frozenset[str]) -> TimeContext:
+    execution = workload.execution
+    return TimeContext(
+        prices=prices,
+        template=template_of(workload.target, execution),
+        interference=prices.interference(),
+        weight_bytes=2.0,
+        grad_bytes=float(execution.grad_bytes or (4 if workload.target.startswith("megatron") else 2)),
+        optimizer_bytes=12.0,
+        tensor_collectives_overlap=bool(execution.tp_comm_overlap),
+        cluster_gpus_per_node=workload.cluster.gpus_per_node,
+        context_parallel=execution.context_parallel,
+        without=without,
+    )
