@@ -1,0 +1,52 @@
+"""Per-stage activation offload for Megatron-core, by bytes, without Transformer Engine.
+
+Why: `--cpu-offloading-num-layers` needs pipeline size 1 and no recomputation at all; the fine-grained offload
+counts groups, needs Transformer Engine and deadlocks in 0.19.2 when only some stages use it.
+
+What: every TransformerBlock built after this call gets `activation_offload.ActivationOffload` on its layers.
+Layers that Megatron recomputes in full (`--recompute-method block`) are recognised when they run and left
+alone, so the fraction counts the bytes that the stage really keeps.
+
+Tested with megatron-core 0.16.1 and 0.19.2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mist_patches.activation_offload import MIN_BYTES, ActivationOffload
+from mist_patches.hooking import check_fraction, replace
+
+_PARAMETERS = (
+    "self",
+    "config",
+    "spec",
+    "post_layer_norm",
+    "pre_process",
+    "post_process",
+    "pg_collection",
+    "vp_stage",
+)
+
+
+def offload_block_activations(fraction: float, min_bytes: int = MIN_BYTES) -> Callable[[], None]:
+    """Offload this fraction of what this rank's layers save; returns the function that undoes it."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    check_fraction("activation offload fraction", fraction)
+
+    def build(original: Callable[..., None]) -> Any:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if fraction > 0.0:
+                # Kept on the module, so that it lives and ends with the layers it works on.
+                object.__setattr__(
+                    self, "mist_activation_offload", ActivationOffload(self.layers, fraction, min_bytes)
+                )
+
+        return __init__
+
+    return replace(TransformerBlock, "__init__", _PARAMETERS, build)
