@@ -2,10 +2,10 @@
 
 Two levels, because the second rewires torch for the whole process:
 
-* `import_megatron()`  makes `import megatron.core` work (Python 3.11, no Triton); safe inside a pytest process,
-  and enough for its argument parser and its configuration classes (`pretend_transformer_engine`).
-* `install(...)`       makes "cuda" mean the CPU, so that real layers, schedules, optimizers and `pretrain()` run on
-  gloo. Call it in a process of its own, before anything of Megatron is imported.
+* `import_megatron()`  makes `import megatron.core` work (Python 3.11, no Triton); safe inside a pytest
+  process, and enough for its argument parser and its configuration classes (`pretend_transformer_engine`).
+* `install(...)`       makes "cuda" mean the CPU, so that real layers, schedules, optimizers and `pretrain()`
+  run on gloo. Call it in a process of its own, before anything of Megatron is imported.
 
 Nothing here changes arithmetic: every replaced function either answers a question about a device
 that is not there or does nothing (streams, events, pinning).
@@ -34,7 +34,7 @@ class _EmptyModule(types.ModuleType):
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        return None
+        return
 
 
 class _TritonStand(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -58,7 +58,9 @@ def import_megatron() -> None:
         import typing_extensions
 
         typing.override = typing_extensions.override
-    if importlib.util.find_spec("triton") is None and not any(isinstance(f, _TritonStand) for f in sys.meta_path):
+    if importlib.util.find_spec("triton") is None and not any(
+        isinstance(f, _TritonStand) for f in sys.meta_path
+    ):
         sys.meta_path.insert(0, _TritonStand())
 
 
@@ -86,8 +88,13 @@ def pretend_transformer_engine(version: str = "2.12.0", *, capability: int = 9) 
             if hasattr(module, "get_te_version"):
                 module.get_te_version = lambda: have
     rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb_thd = object()
-    for name in ("fused_permute", "fused_permute_with_probs", "fused_unpermute",
-                 "fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs"):
+    for name in (
+        "fused_permute",
+        "fused_permute_with_probs",
+        "fused_unpermute",
+        "fused_sort_chunks_by_index",
+        "fused_sort_chunks_by_index_with_probs",
+    ):
         setattr(moe_utils, name, object())
 
     class FusedAdam:
@@ -164,7 +171,9 @@ def _device_queries(torch, cpu) -> None:
     c.mem_get_info = lambda *a: (80 << 30, 80 << 30)
     c.current_device = lambda: cpu
     c.is_available, c.device_count = (lambda: True), (lambda: 1)
-    properties = types.SimpleNamespace(major=9, minor=0, total_memory=80 << 30, name="cpu", multi_processor_count=1)
+    properties = types.SimpleNamespace(
+        major=9, minor=0, total_memory=80 << 30, name="cpu", multi_processor_count=1
+    )
     c.get_device_properties = lambda *a: properties
     c.get_device_capability, c.get_device_name = (lambda *a: (9, 0)), (lambda *a: "cpu")
     generator = torch.random.default_generator
@@ -190,8 +199,24 @@ def _creation_on_cpu(torch, cpu) -> None:
 
         return call
 
-    for name in ("tensor", "empty", "zeros", "ones", "full", "rand", "randn", "arange", "randint", "as_tensor",
-                 "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"):
+    for name in (
+        "tensor",
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "rand",
+        "randn",
+        "arange",
+        "randint",
+        "as_tensor",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+    ):
         setattr(torch, name, moved(getattr(torch, name)))
     tensor = torch.Tensor
     to, kind = tensor.to, tensor.type
@@ -248,7 +273,8 @@ def _gloo_only(torch) -> None:
 
     dist.init_process_group = gloo
     for name in ("new_group", "new_subgroups_by_enumeration"):
-        def call(*a, _make=getattr(dist, name), **k):
+
+        def call(*a, _make=getattr(dist, name), **k):  # noqa: B008
             if k.get("backend") == "nccl":
                 k["backend"] = "gloo"
             return _make(*a, **k)
@@ -309,7 +335,7 @@ def install(*, two_devices: bool = False, threads: int = 1) -> None:
 
 
 def allow_activation_offload() -> None:
-    """Megatron's fine-grained activation offload asks for Transformer Engine and CUDA tensors; allow CPU ones."""
+    """Megatron's fine-grained activation offload wants Transformer Engine and CUDA tensors; allow CPU ones."""
     import torch
     from megatron.core.extensions import transformer_engine
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload

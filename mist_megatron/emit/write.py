@@ -1,0 +1,122 @@
+"""The only writer of the package: a folder of texts appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from mist_megatron.errors import InputError
+
+Artifacts = Mapping[str, str]
+"""Relative POSIX path -> text. Scripts (.sh, .sbatch) are written executable."""
+
+EXECUTABLE_SUFFIXES = frozenset({".sh", ".sbatch"})
+
+
+def write_artifacts(out: Path, artifacts: Artifacts, *, force: bool = False) -> tuple[Path, ...]:
+    """Write the folder `out`; returns the files written.
+
+    All files are written beside `out` first and put in place by renaming, so that an interrupt, a full
+    disk or a bad path leaves what was there before. A new folder appears in one step. With `force` each file
+    replaces its namesake in one step; other files (checkpoints, say) stay untouched.
+    """
+    _check_paths(artifacts)
+    out = _resolved(out)
+    taken = out.exists() and any(out.iterdir())
+    if taken and not force:
+        raise InputError(
+            f"output folder {out} is not empty",
+            details=("nothing was written", "try: --force to replace the files in it, or another --out"),
+        )
+    _make_parent(out)
+    aside = _beside(out)
+    try:
+        for name, text in artifacts.items():
+            _write_one(aside / name, text)
+        _put_in_place(aside, out, artifacts)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {out}: {error.strerror or error}", details=("nothing was written",)
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return tuple(out / name for name in artifacts)
+
+
+def write_file(path: Path, text: str, *, force: bool = False) -> Path:
+    """Write one file whole or not at all; an existing one needs `force`."""
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder, wanted a file name")
+    if path.exists() and not force:
+        raise InputError(f"{path} exists", details=("nothing was written", "try: --force, or another name"))
+    _make_parent(path)
+    try:
+        handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
+        _write_one(Path(aside), text)
+        Path(aside).replace(path)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path}: {error.strerror or error}", details=("nothing was written",)
+        ) from error
+    return path
+
+
+def _check_paths(artifacts: Artifacts) -> None:
+    """A name from outside must never leave the folder; ours never do, and this keeps it so."""
+    for name in artifacts:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"artifact path {name!r} is not inside the output folder")
+
+
+def _resolved(out: Path) -> Path:
+    if out.exists() and not out.is_dir():
+        raise InputError(f"cannot write the folder {out}: it is a file", details=("try: another --out",))
+    return out.resolve()
+
+
+def _make_parent(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {path.parent}: {error.strerror or error}") from error
+
+
+def _beside(out: Path) -> Path:
+    try:
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        aside.chmod(0o777 & ~_umask())
+        return aside
+    except OSError as error:
+        raise InputError(f"cannot write in {out.parent}: {error.strerror or error}") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _write_one(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", newline="\n")
+    path.chmod((0o777 if path.suffix in EXECUTABLE_SUFFIXES else 0o666) & ~_umask())
+
+
+def _put_in_place(aside: Path, out: Path, artifacts: Artifacts) -> None:
+    """A new or empty folder by one rename; files of an existing one by one rename each."""
+    if not out.exists() or not any(out.iterdir()):
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+        return
+    for name in artifacts:  # all that may be refused is refused before the first file is replaced
+        if (out / name).is_dir():
+            raise IsADirectoryError(f"{name} is a folder there")
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+    for name in artifacts:
+        (aside / name).replace(out / name)

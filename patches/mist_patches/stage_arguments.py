@@ -1,0 +1,89 @@
+"""Arguments that differ between pipeline stages, for a framework that parses one command line per rank.
+
+Why: Megatron reads each rank's own arguments and never compares them, so layers to recompute and fractions to
+offload may differ by stage; but a launcher gives every rank the same command line.
+
+What: before Megatron parses, the arguments of this rank's stage (from stages.json) are put behind those of
+the command line, where the last word counts, and the environment the plan asks for is set. Standard library
+only, so that it can run before torch is imported.
+
+Tested with megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+_MARK = "MIST_STAGE_ARGUMENTS"
+
+
+def read_stages(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The document, checked as far as this module needs it."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SystemExit(f"mist: cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise SystemExit(f"mist: {path} is not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        got = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        raise SystemExit(
+            f"mist: {path}: got schema {got}, wanted {SCHEMA}; emit the plan again with this version"
+        )
+    stages = document.get("stages")
+    if not isinstance(stages, list) or len(stages) != document.get("pipeline_parallel"):
+        raise SystemExit(f"mist: {path}: wanted one entry in `stages` for each of `pipeline_parallel` stages")
+    return document
+
+
+def rank_of_process(document: Mapping[str, Any], environment: Mapping[str, str]) -> int:
+    """This process's rank: the launcher's, or where the plan places the launcher's GPU."""
+    for name in ("RANK", "WORLD_SIZE"):
+        if not environment.get(name, "").isdigit():
+            raise SystemExit(
+                f"mist: {name} is not set; start through torchrun, srun + torchrun or the deepspeed launcher"
+            )
+    launched, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if world != document["world_size"]:
+        raise SystemExit(
+            f"mist: the plan is for {document['world_size']} GPUs, this job has {world} processes"
+        )
+    placed = document.get("rank_of_gpu")
+    return placed[launched] if placed else launched
+
+
+def stage_of_rank(document: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+    """The stage whose contiguous ranks hold this one."""
+    for stage in document["stages"]:
+        if stage["first_rank"] <= rank < stage["first_rank"] + stage["ranks"]:
+            return stage
+    raise SystemExit(f"mist: stages.json names no stage for rank {rank}")
+
+
+def apply_stage_arguments(
+    document: Mapping[str, Any],
+    argv: list[str] | None = None,
+    environment: MutableMapping[str, str] | None = None,
+) -> Mapping[str, Any]:
+    """Append the stage's arguments to `argv` and set the environment; twice does no harm. Returns the stage."""
+    argv = sys.argv if argv is None else argv
+    environment = os.environ if environment is None else environment
+    if environment.get(_MARK):
+        return stage_of_rank(document, int(environment["RANK"]))
+    rank = rank_of_process(document, environment)
+    stage = stage_of_rank(document, rank)
+    for name, value in document.get("environment", {}).items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    environment["RANK"] = str(rank)
+    environment[_MARK] = str(stage["stage"])
+    argv.extend(stage["arguments"])
+    return stage
