@@ -1,0 +1,51 @@
+"""What every test may use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a finished process printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def measured_dir() -> Path:
+    """The measured rows of published runs; they are not part of the repository."""
+    folder = Path(os.environ.get("MIST_MEASURED_DIR", ROOT.parent / "shared" / "measured"))
+    if not folder.is_dir():
+        pytest.skip("no measured data: set MIST_MEASURED_DIR")
+    return folder
+
+
+@pytest.fixture
+def mist(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Runs the command line in a process of its own, outside the checkout, as a user does."""
+
+    def run(*arguments: str, **environment: str) -> Ran:
+        settings = {**os.environ, "COLUMNS": "80", **environment}
+        done = subprocess.run(
+            [sys.executable, "-m", "mist_megatron", *arguments],
+            cwd=tmp_path,
+            env=settings,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    return run

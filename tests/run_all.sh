@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Runs all tests, with real Megatron-core and DeepSpeed on the CPU. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash tests/setup_frameworks.sh
+# Two workers, one thread each: the tests are many small ones, and torch would otherwise start a thread per core.
+export OMP_NUM_THREADS=1
+exec "${MIST_TEST_VENV:-.venv-test}/bin/python" -m pytest -n "${MIST_TEST_WORKERS:-2}" --dist loadfile "$@"

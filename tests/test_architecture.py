@@ -1,0 +1,179 @@
+"""The rules of the house, read from the sources: who may import what, and how large things may grow."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "mist_megatron"
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 500, 60, 6
+
+# Rooms of ours that a room may import, besides itself, `errors`, `resources` and the version.
+MAY_IMPORT = {
+    "": {"cli"},  # __main__.py
+    "spec": set(),
+    "cost": {"spec"},
+    "calibrate": {"spec"},
+    "emit": {"spec"},
+    "search": {"spec", "cost"},
+    "simulate": {"spec", "cost"},
+    "cli": {"spec", "cost", "calibrate", "emit", "search", "simulate"},
+}
+# Libraries with one home.
+HOME = {"sympy": "cost", "pulp": "search", "highspy": "search", "typer": "cli", "rich": "cli", "logging": "cli"}
+# Libraries with none: the tuner runs where they are absent.
+NOWHERE = {"torch", "megatron", "deepspeed", "transformers", "accelerate", "click", "scipy", "pandas", "matplotlib"}
+
+
+def tracked(*patterns: str) -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z", "--", *patterns], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [path for name in listed.stdout.decode().split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def python_files() -> list[Path]:
+    return tracked("*.py")
+
+
+def product_files() -> list[Path]:
+    return [p for p in python_files() if p.relative_to(ROOT).parts[0] != "tests"]
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full module name of every import, also those inside functions."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            module = node.module or ""
+            if module == "mist_megatron":
+                yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, module
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def forbidden_import(path: Path, module: str) -> str | None:
+    """Why a file of the package must not import a module; None when it may."""
+    room, (top, *rest) = room_of(path), module.split(".")
+    if top == "mist_megatron":
+        wanted = rest[0] if rest and (PACKAGE / rest[0]).is_dir() else None
+        if wanted is None or wanted == room or wanted in MAY_IMPORT[room]:
+            return None
+        return f"{room or 'the package root'} may not import {wanted}"
+    if top == "mist_patches" or top in NOWHERE:
+        return f"{top} is not for the tuner"
+    if top in HOME and HOME[top] != room:
+        return f"{top} belongs in {HOME[top]}/"
+    return None
+
+
+def test_imports_go_one_way() -> None:
+    wrong = [
+        f"{where(path, line)}: {reason}"
+        for path in tracked("mist_megatron/*.py")
+        for line, module in imports(path)
+        if (reason := forbidden_import(path, module))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rule_can_fail() -> None:
+    """The checker itself sees what it is for."""
+    assert forbidden_import(PACKAGE / "spec" / "x.py", "mist_megatron.cost.stage")
+    assert forbidden_import(PACKAGE / "emit" / "x.py", "mist_megatron.search")
+    assert forbidden_import(PACKAGE / "search" / "x.py", "sympy")
+    assert forbidden_import(PACKAGE / "cost" / "x.py", "torch.nn")
+    assert not forbidden_import(PACKAGE / "cost" / "x.py", "mist_megatron.spec.model")
+
+
+def test_every_room_is_known() -> None:
+    rooms = {room_of(path) for path in tracked("mist_megatron/*.py")}
+    assert rooms <= MAY_IMPORT.keys(), "a new folder needs a line in MAY_IMPORT and in ARCHITECTURE.md"
+
+
+def test_patches_import_nothing_of_the_tuner() -> None:
+    wrong = [
+        f"{where(path, line)}: {module}"
+        for path in tracked("patches/*.py")
+        for line, module in imports(path)
+        if module.split(".")[0] == "mist_megatron"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_stay_small() -> None:
+    long = {where(p, n): n for p in python_files() if (n := len(p.read_text("utf-8").splitlines())) > MAX_FILE_LINES}
+    assert not long, f"over {MAX_FILE_LINES} lines: {sorted(long)}"
+
+
+def test_functions_stay_small() -> None:
+    long = [
+        f"{where(path, node.lineno)} {node.name}: {lines} lines"
+        for path in product_files()
+        for node in functions(path)
+        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    assert not long, f"over {MAX_FUNCTION_LINES} lines:\n" + "\n".join(long)
+
+
+def parameter_count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return len([argument for argument in named if argument.arg not in ("self", "cls")])
+
+
+def test_parameter_lists_stay_short() -> None:
+    """Commands are exempt: each of their parameters is an option that somebody types by name."""
+    long = [
+        f"{where(path, node.lineno)} {node.name}: {count} parameters"
+        for path in product_files()
+        for node in functions(path)
+        if (count := parameter_count(node)) > MAX_PARAMETERS and not is_command(path, node)
+    ]
+    assert not long, f"over {MAX_PARAMETERS} parameters:\n" + "\n".join(long)
+
+
+def is_command(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return "cli" in path.relative_to(ROOT).parts and "typer." in ast.unparse(node.args)
+
+
+def test_no_vague_modules() -> None:
+    vague = re.compile(r"^(utils?|common|helpers?|managers?|base|misc|v\d+|.*_v\d+)$")
+    assert not [where(path, 1) for path in product_files() if vague.match(path.stem)]
+
+
+def test_nothing_of_the_machine_it_was_written_on() -> None:
+    """Paths and package hosts of one machine mean nothing on another."""
+    paths = "|".join(("wor" + "k/", "roo" + "t/", "hom" + "e/[a-z]", "op" + "t/(wheels|pypi)", "tm" + "p/[a-z]"))
+    hosts = "|".join(("pypi", "pythonhosted", "download.pytor" + "ch", "registry.npm" + "js"))
+    marks = re.compile(rf"(?<![\w.$}}])/({paths})|https?://[\w.-]*({hosts})")
+    wrong = [
+        f"{where(path, number)}: {line.strip()[:80]}"
+        for path in tracked()
+        if path.suffix not in {".png", ".gz"} and path.name != "LICENSE"
+        for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
