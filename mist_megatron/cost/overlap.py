@@ -42,70 +42,48 @@ def overlapped_time(streams: Sequence[Array | float], factors: Array) -> Array:
     if len(active) == 1:
         return np.array(np.broadcast_to(arrays[active[0]], shape))
     if len(active) == 2:
-        return _two_streams(arrays, active, factors, shape)
-    return _many_streams(arrays, active, factors, shape)
-
-
-def _two_streams(
-    arrays: list[Array], active: list[int], factors: Array, shape: tuple[int, ...]
-) -> Array:
-    """Closed form: together until the shorter (stretched) one ends, then the rest alone."""
-    first, second = active
-    row = (1 << first) | (1 << second)
-    slow_first, slow_second = float(factors[row, first]), float(factors[row, second])
-    stretched_first = arrays[first] * slow_first
-    stretched_second = arrays[second] * slow_second
-    together = np.minimum(stretched_first, stretched_second)
-    alone_first = (stretched_first - together) / slow_first
-    alone_second = (stretched_second - together) / slow_second
-    return np.array(np.broadcast_to(together + alone_first + alone_second, shape))
-
-
-def _many_streams(
-    arrays: list[Array], active: list[int], factors: Array, shape: tuple[int, ...]
-) -> Array:
+        pair = [arrays[index] for index in active]
+        return np.array(np.broadcast_to(_two_streams(pair, active, factors), shape))
     flat = [np.broadcast_to(arrays[index], shape).reshape(-1) for index in active]
-    table = _subset_table(factors, active)
     total = np.empty(flat[0].size)
     for start in range(0, total.size, _CHUNK):
         part = slice(start, start + _CHUNK)
-        total[part] = _march([column[part] for column in flat], table)
+        total[part] = _together([column[part] for column in flat], active, factors)
     return total.reshape(shape)
 
 
-def _subset_table(factors: Array, active: list[int]) -> Array:
-    """Factors over the bit sets of the active streams only; an idle stream never ends first."""
-    count = len(active)
-    table = np.full((1 << count, count), np.inf)
-    for subset in range(1 << count):
-        members = [position for position in range(count) if subset >> position & 1]
-        row = sum(1 << active[position] for position in members)
-        for position in members:
-            table[subset, position] = factors[row, active[position]] if len(members) > 1 else 1.0
-    return table
+def _two_streams(times: list[Array], active: list[int], factors: Array) -> Array:
+    """Together until the first (stretched) one ends after m, then what m left of the other, alone:
+    m + (x - m / f) + (y - m / g)."""
+    row = (1 << active[0]) | (1 << active[1])
+    slow_first, slow_second = float(factors[row, active[0]]), float(factors[row, active[1]])
+    together = np.minimum(times[0] * slow_first, times[1] * slow_second)
+    return times[0] + times[1] + together * (1.0 - 1.0 / slow_first - 1.0 / slow_second)
 
 
-def _march(columns: list[Array], table: Array) -> Array:
-    """Every turn ends at least one stream of every row, so as many turns as streams suffice."""
-    rest = [np.maximum(column, 0.0) for column in columns]
-    total = np.zeros(rest[0].shape)
-    for _ in columns:
-        code = np.zeros(total.shape, dtype=np.intp)
-        for position, remaining in enumerate(rest):
-            code += (remaining > 0.0).astype(np.intp) << position
-        slow = [table[:, position].take(code) for position in range(len(rest))]
-        # A finished stream is 0 * inf = nan here; fmin ignores it.
-        with np.errstate(invalid="ignore"):
-            stretched = [remaining * factor for remaining, factor in zip(rest, slow, strict=True)]
-            step = stretched[0]
-            for other in stretched[1:]:
-                step = np.fmin(step, other)
-            step = np.where(code > 0, step, 0.0)
-            rest = [
-                np.where(remaining > 0.0, (after - step) / factor, 0.0)
-                for remaining, after, factor in zip(rest, stretched, slow, strict=True)
-            ]
-        total += step
+def _together(times: list[Array], active: list[int], factors: Array) -> Array:
+    """All rows have the same streams: run until the first of each row ends, then split the rows by
+    which one that was. A stream that is zero in some rows ends there after no time, so that rows of
+    any pattern pass through, and only sets that occur are visited."""
+    if len(active) == 2:
+        return _two_streams(times, active, factors)
+    row = sum(1 << stream for stream in active)
+    slow = [float(factors[row, stream]) for stream in active]
+    stretched = [time * factor for time, factor in zip(times, slow, strict=True)]
+    total = stretched[0]
+    for other in stretched[1:]:
+        total = np.minimum(total, other)
+    rest = [(time - total) / factor for time, factor in zip(stretched, slow, strict=True)]
+    undecided = np.ones(total.shape, dtype=bool)
+    step, total = total, total.copy()
+    for position in range(len(active)):
+        rows = np.flatnonzero(undecided & (stretched[position] == step))
+        if rows.size == 0:
+            continue
+        undecided[rows] = False
+        others = [index for index in range(len(active)) if index != position]
+        left = [rest[index][rows] for index in others]
+        total[rows] += _together(left, [active[index] for index in others], factors)
     return total
 
 
