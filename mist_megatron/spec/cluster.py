@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from mist_megatron.errors import InputError
+from mist_megatron.spec import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,6 +15,12 @@ class Figure:
 
     value: float
     source: str
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.value) and self.value > 0):
+            raise InputError(f"figure {self.value} ({self.source}): wanted a number above 0")
+        if not self.source.strip():
+            raise InputError(f"figure {self.value}: a figure without a source is invalid")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +57,15 @@ class LinkOverrides:
     host_to_device_bytes_per_s: float | None = None
     device_to_host_bytes_per_s: float | None = None
 
+    def __post_init__(self) -> None:
+        check.positive(
+            "cluster links",
+            intra_bytes_per_s=self.intra_bytes_per_s,
+            inter_bytes_per_s=self.inter_bytes_per_s,
+            host_to_device_bytes_per_s=self.host_to_device_bytes_per_s,
+            device_to_host_bytes_per_s=self.device_to_host_bytes_per_s,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
@@ -61,6 +80,24 @@ class ClusterSpec:
     profile: str | None = None
     """Name or path of the calibrated profile; None takes the one named after the GPU."""
 
+    def __post_init__(self) -> None:
+        check.at_least("cluster", 1, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
+        check.positive("cluster", memory_limit_bytes=self.memory_limit_bytes)
+
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+
+def cluster_of(gpu: GpuSpec, gpus: int, gpus_per_node: int | None = None) -> ClusterSpec:
+    """So many GPUs, by whole nodes: 32 of a GPU that comes eight to a node are 4 nodes."""
+    check.at_least("cluster", 1, gpus=gpus)
+    if gpus_per_node is not None:
+        check.at_least("cluster", 1, gpus_per_node=gpus_per_node)
+    per_node = gpus_per_node or min(gpus, gpu.usual_gpus_per_node)
+    if gpus % per_node:
+        raise InputError(
+            f"cluster: {gpus} GPUs are not whole nodes of {per_node} {gpu.name}; "
+            f"wanted a multiple of {per_node}, or another --gpus-per-node"
+        )
+    return ClusterSpec(gpu=gpu, nodes=gpus // per_node, gpus_per_node=per_node)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mist_megatron.errors import InputError
+from mist_megatron.spec import check
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.training import TrainingSpec
@@ -24,6 +26,10 @@ class Offload:
     grads: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
+
+    @property
+    def any(self) -> bool:
+        return bool(self.weights or self.grads or self.optimizer or self.activations)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,10 @@ class StagePlan:
     (so `ckpt: 0` recomputes nothing); `selective` recomputes the attention core of every layer
     that is not among the `ckpt`; `none` demands `ckpt: 0`."""
     offload: Offload = Offload()
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +90,98 @@ class Plan:
     """Logical rank -> physical GPU; None for the identity."""
     prediction: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check.at_least("plan", 1, grad_accum=self.grad_accum, vpp=self.vpp)
+        check.at_least("plan", 1, context_parallel=self.execution.context_parallel)
+        if not self.stages:
+            raise InputError("plan: stages is empty; wanted at least one stage")
+        if self.execution.grad_bytes not in (None, 2, 4):
+            raise InputError(f"plan: execution.grad_bytes is {self.execution.grad_bytes}; wanted 2 or 4")
+        for index, stage in enumerate(self.stages):
+            _check_stage(f"plan: stages[{index}]", stage, self)
+        self._check_sums()
+        self._check_schedule()
+        self._check_ranks()
+
+    @property
+    def pipeline_size(self) -> int:
+        return len(self.stages)
+
+    @property
+    def gpus(self) -> int:
+        return sum(stage.gpus for stage in self.stages)
+
+    def _check_sums(self) -> None:
+        layers = sum(stage.layers for stage in self.stages)
+        if layers != self.model.layers:
+            raise InputError(
+                f"plan: the stages have {layers} layers together; model {self.model.name} has {self.model.layers}"
+            )
+        if self.gpus != self.cluster.gpus:
+            raise InputError(
+                f"plan: the stages use {self.gpus} GPUs together; the cluster has {self.cluster.gpus} "
+                f"({self.cluster.nodes} x {self.cluster.gpus_per_node})"
+            )
+
+    def _check_schedule(self) -> None:
+        if (self.vpp > 1) != (self.schedule == "interleaved"):
+            raise InputError(
+                f"plan: schedule is {self.schedule} and vpp is {self.vpp}; "
+                "vpp above 1 and the interleaved schedule go together"
+            )
+        if self.schedule == "interleaved":
+            if self.pipeline_size < 2:
+                raise InputError("plan: the interleaved schedule needs at least 2 stages, got 1")
+            for index, stage in enumerate(self.stages):
+                check.divides(f"plan: stages[{index}]", ("vpp", self.vpp), ("layers", stage.layers))
+            check.divides("plan", ("the number of stages", self.pipeline_size), ("grad_accum", self.grad_accum))
+
+    def _check_ranks(self) -> None:
+        if self.rank_map is not None and sorted(self.rank_map) != list(range(self.gpus)):
+            raise InputError(
+                f"plan: rank_map has {len(self.rank_map)} entries; wanted each of 0..{self.gpus - 1} once"
+            )
+
+
+def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
+    check.at_least(
+        where,
+        1,
+        layers=stage.layers,
+        nodes=stage.nodes,
+        gpus_per_node=stage.gpus_per_node,
+        dp=stage.dp,
+        tp=stage.tp,
+        micro_batch=stage.micro_batch,
+    )
+    if not 0 <= stage.ckpt <= stage.layers:
+        raise InputError(f"{where}.ckpt is {stage.ckpt}; wanted 0..{stage.layers}, the stage's layers")
+    if stage.recompute == "none" and stage.ckpt:
+        raise InputError(f"{where}.ckpt is {stage.ckpt} but recompute is none; wanted ckpt 0 or recompute full")
+    offload = stage.offload
+    check.fraction(
+        f"{where}.offload",
+        weights=offload.weights,
+        grads=offload.grads,
+        optimizer=offload.optimizer,
+        activations=offload.activations,
+    )
+    cp = plan.execution.context_parallel
+    if stage.dp * stage.tp * cp != stage.gpus:
+        raise InputError(
+            f"{where}: dp * tp * context_parallel = {stage.dp} * {stage.tp} * {cp} = {stage.dp * stage.tp * cp} "
+            f"but nodes * gpus_per_node = {stage.nodes} * {stage.gpus_per_node} = {stage.gpus}"
+        )
+    product = stage.micro_batch * stage.dp * plan.grad_accum
+    if product != plan.training.global_batch:
+        raise InputError(
+            f"{where}: micro_batch * dp * grad_accum = {stage.micro_batch} * {stage.dp} * {plan.grad_accum} "
+            f"= {product}; wanted global_batch {plan.training.global_batch}"
+        )
+    model = plan.model
+    check.divides(where, ("tp", stage.tp), (f"heads of {model.name}", model.heads))
+    if model.kv_heads % stage.tp and stage.tp % model.kv_heads:
+        raise InputError(
+            f"{where}: tp ({stage.tp}) must divide kv_heads of {model.name} ({model.kv_heads}) or be a multiple of it"
+        )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mist_megatron.errors import InputError
+from mist_megatron.spec import check
+
 Precision = Literal["fp16", "bf16", "fp8"]
 
 
@@ -18,3 +21,12 @@ class TrainingSpec:
     precision: Precision = "bf16"
     flash_attention: bool = True
     dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check.at_least("training", 1, global_batch=self.global_batch, seq_len=self.seq_len)
+        if not 0.0 <= self.dropout < 1.0:
+            raise InputError(f"training: dropout is {self.dropout}; wanted from 0 to below 1")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.seq_len

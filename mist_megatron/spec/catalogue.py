@@ -1,0 +1,152 @@
+"""The GPU catalogue: datasheet figures, each with its source.
+
+Rates are dense; bandwidths go in one direction. `memory_bytes` is what the device reports as its total
+(nvidia-smi memory.total, rocm-smi), which is what a process can be given, not the figure on the box: an
+80 GB A100 reports 81,920 MiB, a 24 GB L4 23,034 MiB, because ECC and firmware take their part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mist_megatron.spec import check
+from mist_megatron.spec.cluster import Figure, GpuSpec
+
+MIB = float(1 << 20)
+_REPORTED = "memory.total as reported by nvidia-smi"
+_PCIE = "PCI-SIG: 16 lanes at {} GT/s, 128b/130b"
+_PCIE_BYTES_PER_S = {3: (15.75e9, 8), 4: (31.5e9, 16), 5: (63.0e9, 32)}
+_NDR8 = "8 x 400 Gb/s adapters per node (DGX, NDR InfiniBand)"
+_HDR8 = "8 x 200 Gb/s adapters per node (DGX A100, HDR InfiniBand)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sheet:
+    """One datasheet; rates in TFLOP/s and GB/s as vendors print them."""
+
+    source: str
+    bf16: float | None
+    fp16: float
+    fp8: float | None = None
+    memory_mib: float
+    memory_source: str = _REPORTED
+    memory_gb_per_s: float
+    link: str
+    link_gb_per_s: float
+    pcie: int
+    network: str
+    network_gb_per_s: float
+    per_node: int = 8
+
+
+_SHEETS: dict[str, _Sheet] = {
+    "v100-sxm-16gb": _Sheet(
+        source="NVIDIA V100 datasheet (SXM2)", bf16=None, fp16=125, memory_mib=16160, memory_gb_per_s=900,
+        link="NVLink 2", link_gb_per_s=150, pcie=3,
+        network="100 Gb/s Ethernet or EDR InfiniBand per node (AWS p3dn, DGX-1 has 4 x EDR)", network_gb_per_s=12.5,
+    ),
+    "v100-sxm-32gb": _Sheet(
+        source="NVIDIA V100 datasheet (SXM2/SXM3)", bf16=None, fp16=125, memory_mib=32510, memory_gb_per_s=900,
+        link="NVLink 2", link_gb_per_s=150, pcie=3,
+        network="100 Gb/s Ethernet or EDR InfiniBand per node (AWS p3dn, DGX-1 has 4 x EDR)", network_gb_per_s=12.5,
+    ),
+    "t4-16gb": _Sheet(
+        source="NVIDIA T4 datasheet", bf16=None, fp16=65, memory_mib=15360, memory_gb_per_s=320,
+        link="PCIe", link_gb_per_s=15.75, pcie=3, network="50 Gb/s per node (AWS g4dn.12xlarge)",
+        network_gb_per_s=6.25, per_node=4,
+    ),
+    "a10g-24gb": _Sheet(
+        source="NVIDIA A10G as documented for AWS g5 (70 TFLOP/s dense tensor, half of A10's sparse 140)",
+        bf16=70, fp16=70, memory_mib=23028, memory_gb_per_s=600, link="PCIe", link_gb_per_s=31.5, pcie=4,
+        network="100 Gb/s per node (AWS g5.48xlarge)", network_gb_per_s=12.5,
+    ),
+    "l4-24gb": _Sheet(
+        source="NVIDIA L4 datasheet (242 TFLOP/s with sparsity, 485 fp8)", bf16=121, fp16=121, fp8=242.5,
+        memory_mib=23034, memory_gb_per_s=300, link="PCIe", link_gb_per_s=15.75, pcie=3,
+        network="100 Gb/s per node (Google Cloud g2-standard-96, where L4 runs at PCIe generation 3)",
+        network_gb_per_s=12.5,
+    ),
+    "a40-48gb": _Sheet(
+        source="NVIDIA A40 datasheet", bf16=149.7, fp16=149.7, memory_mib=46068, memory_gb_per_s=696, link="PCIe",
+        link_gb_per_s=31.5, pcie=4, network="200 Gb/s HDR InfiniBand per node", network_gb_per_s=25.0,
+    ),
+    "a100-sxm-40gb": _Sheet(
+        source="NVIDIA A100 datasheet (SXM, 40 GB)", bf16=312, fp16=312, memory_mib=40960, memory_gb_per_s=1555,
+        link="NVLink 3", link_gb_per_s=300, pcie=4, network="400 Gb/s per node (AWS p4d)", network_gb_per_s=50.0,
+    ),
+    "a100-sxm-80gb": _Sheet(
+        source="NVIDIA A100 datasheet (SXM, 80 GB)", bf16=312, fp16=312, memory_mib=81920, memory_gb_per_s=2039,
+        link="NVLink 3", link_gb_per_s=300, pcie=4, network=_HDR8, network_gb_per_s=200.0,
+    ),
+    "a100-pcie-80gb": _Sheet(
+        source="NVIDIA A100 datasheet (PCIe, 80 GB)", bf16=312, fp16=312, memory_mib=81920, memory_gb_per_s=1935,
+        link="PCIe", link_gb_per_s=31.5, pcie=4, network="200 Gb/s HDR InfiniBand per node", network_gb_per_s=25.0,
+    ),
+    "h100-sxm-80gb": _Sheet(
+        source="NVIDIA H100 datasheet (SXM)", bf16=989.4, fp16=989.4, fp8=1978.9, memory_mib=81559,
+        memory_gb_per_s=3350, link="NVLink 4", link_gb_per_s=450, pcie=5, network=_NDR8, network_gb_per_s=400.0,
+    ),
+    "h100-pcie-80gb": _Sheet(
+        source="NVIDIA H100 datasheet (PCIe)", bf16=756, fp16=756, fp8=1513, memory_mib=81559, memory_gb_per_s=2039,
+        link="PCIe", link_gb_per_s=63.0, pcie=5, network="400 Gb/s NDR InfiniBand per node", network_gb_per_s=50.0,
+    ),
+    "h200-sxm-141gb": _Sheet(
+        source="NVIDIA H200 datasheet (SXM)", bf16=989.4, fp16=989.4, fp8=1978.9, memory_mib=143771,
+        memory_gb_per_s=4800, link="NVLink 4", link_gb_per_s=450, pcie=5, network=_NDR8, network_gb_per_s=400.0,
+    ),
+    "b200-sxm-180gb": _Sheet(
+        source="NVIDIA DGX B200 datasheet (per GPU)", bf16=2250, fp16=2250, fp8=4500, memory_mib=183359,
+        memory_gb_per_s=8000, link="NVLink 5", link_gb_per_s=900, pcie=5, network=_NDR8, network_gb_per_s=400.0,
+    ),
+    "gb200-186gb": _Sheet(
+        source="NVIDIA GB200 NVL72 datasheet (per GPU)", bf16=2500, fp16=2500, fp8=5000, memory_mib=189471,
+        memory_gb_per_s=8000, link="NVLink 5", link_gb_per_s=900, pcie=5,
+        network="4 x 400 Gb/s adapters per tray of 4 GPUs", network_gb_per_s=200.0, per_node=4,
+    ),
+    "mi300x-192gb": _Sheet(
+        source="AMD Instinct MI300X datasheet", bf16=1307.4, fp16=1307.4, fp8=2614.9, memory_mib=196592,
+        memory_source="total VRAM as reported by rocm-smi", memory_gb_per_s=5300, link="xGMI", link_gb_per_s=448,
+        pcie=5, network="8 x 400 Gb/s RoCE adapters per node", network_gb_per_s=400.0,
+    ),
+}  # fmt: skip
+
+
+def _gpu(name: str, sheet: _Sheet) -> GpuSpec:
+    def figure(value: float, source: str | None = None) -> Figure:
+        return Figure(value=value, source=source or sheet.source)
+
+    pcie_rate, transfers = _PCIE_BYTES_PER_S[sheet.pcie]
+    return GpuSpec(
+        name=name,
+        bf16_flops_per_s=None if sheet.bf16 is None else figure(sheet.bf16 * 1e12),
+        fp16_flops_per_s=figure(sheet.fp16 * 1e12),
+        fp8_flops_per_s=None if sheet.fp8 is None else figure(sheet.fp8 * 1e12),
+        memory_bytes=figure(sheet.memory_mib * MIB, sheet.memory_source),
+        memory_bytes_per_s=figure(sheet.memory_gb_per_s * 1e9),
+        intra_link=sheet.link,
+        intra_bytes_per_s=figure(sheet.link_gb_per_s * 1e9),
+        pcie_generation=sheet.pcie,
+        pcie_bytes_per_s=figure(pcie_rate, _PCIE.format(transfers)),
+        usual_network=sheet.network,
+        inter_bytes_per_s=figure(sheet.network_gb_per_s * 1e9, sheet.network),
+        usual_gpus_per_node=sheet.per_node,
+    )
+
+
+CATALOGUE: Mapping[str, GpuSpec] = MappingProxyType(
+    {name: _gpu(name, sheet) for name, sheet in _SHEETS.items()}
+)
+
+DEFAULT_GPU = "a100-sxm-80gb"
+
+
+def gpu_names() -> tuple[str, ...]:
+    return tuple(CATALOGUE)
+
+
+def gpu(name: str) -> GpuSpec:
+    """A GPU by name; a typing error is answered with the nearest name."""
+    check.known("--gpu", "GPU", name, gpu_names())
+    return CATALOGUE[name]

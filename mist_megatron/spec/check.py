@@ -1,0 +1,43 @@
+"""Checks that every spec makes of its numbers, with messages that name the field, what was got and what is wanted."""
+
+from __future__ import annotations
+
+import math
+from difflib import get_close_matches
+
+from mist_megatron.errors import InputError
+
+
+def positive(where: str, **values: float | None) -> None:
+    """Every given number is finite and above zero."""
+    for name, value in values.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise InputError(f"{where}: {name} is {value}; wanted a number above 0")
+
+
+def at_least(where: str, least: int, **values: int) -> None:
+    """Every given count is at least `least`."""
+    for name, value in values.items():
+        if value < least:
+            raise InputError(f"{where}: {name} is {value}; wanted at least {least}")
+
+
+def fraction(where: str, **values: float) -> None:
+    """Every given number is from 0 to 1."""
+    for name, value in values.items():
+        if not 0.0 <= value <= 1.0:
+            raise InputError(f"{where}: {name} is {value}; wanted a fraction from 0 to 1")
+
+
+def divides(where: str, part: tuple[str, int], whole: tuple[str, int]) -> None:
+    """`whole` is a multiple of `part`; both named with their values."""
+    if whole[1] % part[1]:
+        raise InputError(f"{where}: {part[0]} ({part[1]}) must divide {whole[0]} ({whole[1]})")
+
+
+def known(where: str, what: str, got: str, names: tuple[str, ...]) -> None:
+    """`got` is one of `names`; otherwise the nearest is suggested."""
+    if got not in names:
+        near = get_close_matches(got, names, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"
+        raise InputError(f"{where}: unknown {what} {got!r}{hint}")

@@ -1,0 +1,70 @@
+"""Where ranks of a plan live and with whom they talk: quantities derived from a Plan.
+
+Ranks are numbered as Megatron numbers them: tensor parallel fastest, then context, data, pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mist_megatron.spec.plan import Plan, Schedule
+
+Group = tuple[int, ...]
+
+
+def first_rank(plan: Plan, stage: int) -> int:
+    """Logical rank at which a stage begins."""
+    return sum(item.gpus for item in plan.stages[:stage])
+
+
+def stage_ranks(plan: Plan, stage: int) -> range:
+    """Logical ranks of a stage."""
+    start = first_rank(plan, stage)
+    return range(start, start + plan.stages[stage].gpus)
+
+
+def tensor_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
+    """Ranks that split the same matrices."""
+    ranks, tp = stage_ranks(plan, stage), plan.stages[stage].tp
+    return tuple(tuple(ranks[k : k + tp]) for k in range(0, len(ranks), tp))
+
+
+def context_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
+    """Ranks that split the same sequence."""
+    ranks, tp = stage_ranks(plan, stage), plan.stages[stage].tp
+    cp = plan.execution.context_parallel
+    block = tp * cp
+    return tuple(
+        tuple(ranks[start + offset + k * tp] for k in range(cp))
+        for start in range(0, len(ranks), block)
+        for offset in range(tp)
+    )
+
+
+def data_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
+    """Ranks that hold the same weights and average their gradients (without context parallelism)."""
+    ranks, tp = stage_ranks(plan, stage), plan.stages[stage].tp
+    stride = tp * plan.execution.context_parallel
+    return tuple(tuple(ranks[offset::stride]) for offset in range(stride))
+
+
+def nodes_of(plan: Plan, group: Iterable[int]) -> frozenset[int]:
+    """Nodes on which these logical ranks run, after the plan's rank map."""
+    place = plan.rank_map or range(plan.gpus)
+    return frozenset(place[rank] // plan.cluster.gpus_per_node for rank in group)
+
+
+def in_flight(schedule: Schedule, stage: int, stages: int, grad_accum: int, vpp: int = 1) -> float:
+    """Micro-batches whose activations a stage holds at its peak, the one being computed included.
+
+    Interleaved: chunks held over chunks per micro-batch. Megatron warms up 2 (stages - stage - 1)
+    + (vpp - 1) stages chunks and holds one more (megatron/core/pipeline_parallel/schedules.py).
+    """
+    if schedule == "gpipe":
+        return float(grad_accum)
+    if schedule == "zb-h1":
+        return float(min(stages, grad_accum))
+    if schedule == "interleaved":
+        chunks = min(2 * (stages - stage - 1) + (vpp - 1) * stages + 1, vpp * grad_accum)
+        return chunks / vpp
+    return float(min(stages - stage, grad_accum))

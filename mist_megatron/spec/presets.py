@@ -1,0 +1,187 @@
+"""Models known by name: the shapes of the Mist paper and public models with their published shapes.
+
+`falcon-7b` and `falcon-40b` are the public models; the Mist paper's shapes of these two sizes, which are
+something else, are `falcon-7b-mist` and `falcon-40b-mist`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from mist_megatron.spec import check
+from mist_megatron.spec.model import Family, ModelSpec
+
+PUBLISHED_PARAMETERS: Mapping[str, tuple[int, str]] = MappingProxyType(
+    {
+        "gpt2": (124_439_808, "Hugging Face openai-community/gpt2"),
+        "gpt2-medium": (354_823_168, "Hugging Face openai-community/gpt2-medium"),
+        "gpt2-large": (774_030_080, "Hugging Face openai-community/gpt2-large"),
+        "gpt2-xl": (1_557_611_200, "Hugging Face openai-community/gpt2-xl"),
+        "gpt3-175b": (175_000_000_000, "Brown et al. 2020, Table 2.1"),
+        "opt-1.3b": (1_315_758_080, "Hugging Face facebook/opt-1.3b"),
+        "opt-6.7b": (6_658_473_984, "Hugging Face facebook/opt-6.7b"),
+        "opt-13b": (12_853_473_280, "Hugging Face facebook/opt-13b"),
+        "opt-30b": (29_974_540_288, "Hugging Face facebook/opt-30b"),
+        "gpt-neox-20b": (20_554_567_680, "Black et al. 2022, section 2"),
+        "pythia-6.9b": (6_857_302_016, "Biderman et al. 2023, Table 1"),
+        "pythia-12b": (11_846_072_320, "Biderman et al. 2023, Table 1"),
+        "llama2-7b": (6_738_415_616, "Hugging Face meta-llama/Llama-2-7b-hf"),
+        "llama2-13b": (13_015_864_320, "Hugging Face meta-llama/Llama-2-13b-hf"),
+        "llama2-70b": (68_976_648_192, "Hugging Face meta-llama/Llama-2-70b-hf"),
+        "llama3-8b": (8_030_261_248, "Hugging Face meta-llama/Meta-Llama-3-8B"),
+        "llama3-70b": (70_553_706_496, "Hugging Face meta-llama/Meta-Llama-3-70B"),
+        "llama3-405b": (405_853_388_800, "Hugging Face meta-llama/Llama-3.1-405B"),
+        "llama3.2-1b": (1_235_814_400, "Hugging Face meta-llama/Llama-3.2-1B"),
+        "llama3.2-3b": (3_212_749_824, "Hugging Face meta-llama/Llama-3.2-3B"),
+        "mistral-7b": (7_241_732_096, "Hugging Face mistralai/Mistral-7B-v0.1"),
+        "qwen2.5-0.5b": (494_032_768, "Hugging Face Qwen/Qwen2.5-0.5B"),
+        "qwen2.5-1.5b": (1_543_714_304, "Hugging Face Qwen/Qwen2.5-1.5B"),
+        "qwen2.5-7b": (7_615_616_512, "Hugging Face Qwen/Qwen2.5-7B"),
+        "qwen2.5-14b": (14_770_033_664, "Hugging Face Qwen/Qwen2.5-14B"),
+        "qwen2.5-32b": (32_763_876_352, "Hugging Face Qwen/Qwen2.5-32B"),
+        "qwen2.5-72b": (72_706_203_648, "Hugging Face Qwen/Qwen2.5-72B"),
+        "falcon-7b": (6_921_720_704, "Hugging Face tiiuae/falcon-7b"),
+        "falcon-40b": (41_303_293_952, "Hugging Face tiiuae/falcon-40b"),
+        "falcon-180b": (179_522_565_120, "Hugging Face tiiuae/falcon-180B"),
+    }
+)
+"""Parameter counts as published, to hold the shapes against (a test does, within 1 %)."""
+
+_MIST_SIZES = {
+    # size: hidden, layers, heads, llama ffn (Mist, EuroSys 2025, Table 4 and its artifact)
+    "1.3b": (2048, 24, 16, 5632),
+    "2.7b": (2560, 32, 32, 6912),
+    "7b": (4096, 32, 32, 11008),
+    "13b": (5120, 40, 40, 13824),
+    "22b": (6144, 48, 64, 16384),
+    "40b": (8192, 48, 64, 22016),
+}
+
+
+def _mist(family: Family, prefix: str, size: str) -> ModelSpec:
+    hidden, layers, heads, gated_ffn = _MIST_SIZES[size]
+    llama = family == "llama"
+    clash = family == "falcon" and size in {"7b", "40b"}
+    return ModelSpec(
+        name=f"{prefix}-{size}" + ("-mist" if clash else ""),
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        ffn_hidden=gated_ffn if llama else 4 * hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        vocab=50304,
+        gated_mlp=llama,
+        activation="silu" if llama else "gelu",
+        norm="rmsnorm" if llama else "layernorm",
+        parallel_block=family == "falcon",
+        rotary=family != "gpt",
+        learned_positions=2048 if family == "gpt" else 0,
+    )
+
+
+def _gpt(name: str, shape: tuple[int, int, int], *, vocab: int, positions: int, **more: Any) -> ModelSpec:
+    """GPT-2 style: learned positions, biases everywhere, tied embeddings."""
+    layers, hidden, heads = shape
+    fields = {
+        "ffn_hidden": 4 * hidden,
+        "linear_bias": True,
+        "rotary": positions == 0,
+        "learned_positions": positions,
+        "tied_embeddings": True,
+        **more,
+    }
+    return _spec(name, "gpt", (layers, hidden, heads, heads), vocab, fields)
+
+
+def _llama(name: str, shape: tuple[int, int, int, int], ffn: int, vocab: int, **more: Any) -> ModelSpec:
+    """RMSNorm, SwiGLU, rotary, no biases; shape is layers, hidden, heads, key-value heads."""
+    fields = {"ffn_hidden": ffn, "gated_mlp": True, "activation": "silu", "norm": "rmsnorm", **more}
+    return _spec(name, "llama", shape, vocab, fields)
+
+
+def _parallel(name: str, shape: tuple[int, int, int, int], vocab: int, **more: Any) -> ModelSpec:
+    """Attention and MLP side by side: Falcon, GPT-NeoX, Pythia."""
+    fields = {"ffn_hidden": 4 * shape[1], "parallel_block": True, **more}
+    return _spec(name, "falcon", shape, vocab, fields)
+
+
+def _spec(
+    name: str, family: Family, shape: tuple[int, int, int, int], vocab: int, fields: dict[str, Any]
+) -> ModelSpec:
+    layers, hidden, heads, kv_heads = shape
+    return ModelSpec(
+        name=name,
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab=vocab,
+        **{"head_dim": hidden // heads, **fields},
+    )
+
+
+def _public() -> tuple[ModelSpec, ...]:
+    neox = {"linear_bias": True, "parallel_norms": 2}
+    tied = {"tied_embeddings": True}
+    qwen = {"qkv_bias": True}
+    relu = {"activation": "relu"}
+    return (
+        _gpt("gpt2", (12, 768, 12), vocab=50257, positions=1024),
+        _gpt("gpt2-medium", (24, 1024, 16), vocab=50257, positions=1024),
+        _gpt("gpt2-large", (36, 1280, 20), vocab=50257, positions=1024),
+        _gpt("gpt2-xl", (48, 1600, 25), vocab=50257, positions=1024),
+        _gpt("gpt3-175b", (96, 12288, 96), vocab=50257, positions=2048),
+        # OPT's position table has two rows more than its 2048 positions.
+        _gpt("opt-1.3b", (24, 2048, 32), vocab=50272, positions=2050, **relu),
+        _gpt("opt-6.7b", (32, 4096, 32), vocab=50272, positions=2050, **relu),
+        _gpt("opt-13b", (40, 5120, 40), vocab=50272, positions=2050, **relu),
+        _gpt("opt-30b", (48, 7168, 56), vocab=50272, positions=2050, **relu),
+        _parallel("gpt-neox-20b", (44, 6144, 64, 64), 50432, **neox),
+        _parallel("pythia-6.9b", (32, 4096, 32, 32), 50432, **neox),
+        _parallel("pythia-12b", (36, 5120, 40, 40), 50688, **neox),
+        _llama("llama2-7b", (32, 4096, 32, 32), 11008, 32000),
+        _llama("llama2-13b", (40, 5120, 40, 40), 13824, 32000),
+        _llama("llama2-70b", (80, 8192, 64, 8), 28672, 32000),
+        _llama("llama3-8b", (32, 4096, 32, 8), 14336, 128256),
+        _llama("llama3-70b", (80, 8192, 64, 8), 28672, 128256),
+        _llama("llama3-405b", (126, 16384, 128, 8), 53248, 128256),
+        _llama("llama3.2-1b", (16, 2048, 32, 8), 8192, 128256, **tied),
+        _llama("llama3.2-3b", (28, 3072, 24, 8), 8192, 128256, **tied),
+        _llama("mistral-7b", (32, 4096, 32, 8), 14336, 32000),
+        _llama("qwen2.5-0.5b", (24, 896, 14, 2), 4864, 151936, **qwen, **tied),
+        _llama("qwen2.5-1.5b", (28, 1536, 12, 2), 8960, 151936, **qwen, **tied),
+        _llama("qwen2.5-7b", (28, 3584, 28, 4), 18944, 152064, **qwen),
+        _llama("qwen2.5-14b", (48, 5120, 40, 8), 13824, 152064, **qwen),
+        _llama("qwen2.5-32b", (64, 5120, 40, 8), 27648, 152064, **qwen),
+        _llama("qwen2.5-72b", (80, 8192, 64, 8), 29568, 152064, **qwen),
+        _parallel("falcon-7b", (32, 4544, 71, 1), 65024, **tied),
+        _parallel("falcon-40b", (60, 8192, 128, 8), 65024, parallel_norms=2, **tied),
+        _parallel("falcon-180b", (80, 14848, 232, 8), 65024, parallel_norms=2),
+    )
+
+
+def _all() -> dict[str, ModelSpec]:
+    mist = [
+        _mist(family, prefix, size)
+        for family, prefix in (("gpt", "gpt3"), ("llama", "llama"), ("falcon", "falcon"))
+        for size in _MIST_SIZES
+    ]
+    return {spec.name: spec for spec in (*mist, *_public())}
+
+
+PRESETS: Mapping[str, ModelSpec] = MappingProxyType(_all())
+
+
+def preset_names() -> tuple[str, ...]:
+    return tuple(PRESETS)
+
+
+def preset(name: str) -> ModelSpec:
+    """A model by name; a typing error is answered with the nearest name."""
+    check.known("--model", "model preset", name, preset_names())
+    return PRESETS[name]
