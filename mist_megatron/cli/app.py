@@ -45,6 +45,16 @@ class LazyGroup(TyperGroup):
         return name, stand_in and load_command(str(name)), rest
 
 
+class ListingGroup(TyperGroup):
+    """Subcommands of which `list` runs when none is named: `recipes` and `recipes --json` list recipes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = bool(args) and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
+        if "list" in self.commands and not named:
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
 def load_command(name: str) -> Any:
     """Imports the command's module and builds its parser; a mapping of functions makes subcommands."""
     entry = next(entry for entry in COMMANDS if entry.name == name)
@@ -52,7 +62,7 @@ def load_command(name: str) -> Any:
     found = getattr(importlib.import_module(f"mist_megatron.cli.{module}"), attribute)
     parser = typer.Typer(add_completion=False, help=entry.summary, context_settings=HELP_NAMES)
     if isinstance(found, Mapping):
-        parser.callback()(lambda: None)  # a Typer with a callback is a group, even with one subcommand
+        parser.callback(cls=ListingGroup)(lambda: None)
         for subcommand, function in found.items():
             parser.command(name=subcommand)(expand_groups(function))
     else:

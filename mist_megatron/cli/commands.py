@@ -15,7 +15,8 @@ only when it works. Its module is imported when it is run, so `--help` and `--ve
         output.finish(result_document(result))                     # with --json: the one document on stdout
         output.people.print(result_table(result))                  # for people: stderr when --json is given
 
-`target` may also name a mapping, subcommand name -> function, for `calibrate fit` and its like.
+`target` may also name a mapping, subcommand name -> function, for `calibrate fit` and its like; a subcommand
+`list` runs when none is named.
 
 A parameter whose type is a dataclass deriving from `OptionGroup` stands for all its fields: `OutputOptions`
 gives `--json`, `JobOptions` (options.py) the job options. Heavy imports (numpy, sympy, the solver) go inside
@@ -44,5 +45,5 @@ LISTS = "What is known"
 COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("models", "lists:models", "Model presets with their shapes and parameter counts.", LISTS),
     CommandEntry("gpus", "lists:gpus", "The GPU catalogue, with the source of each figure.", LISTS),
-    CommandEntry("recipes", "lists:recipes", "Tuned plans that come with this package.", LISTS),
+    CommandEntry("recipes", "recipes:RECIPES", "Tuned plans that come with this package.", LISTS),
 )
