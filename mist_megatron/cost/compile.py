@@ -141,9 +141,9 @@ class _Writer:
         if name in ("StrictGreaterThan", "GreaterThan"):
             operation = "lt" if name == "StrictGreaterThan" else "le"
             return self._emit(operation, self.write(node.args[1]), self.write(node.args[0]))
-        operation = _SYMPY_NAMES.get(name)
-        if operation is None:
+        if name not in _SYMPY_NAMES:
             raise TypeError(f"no operation for {name} in a cost expression: {node}")
+        operation = _SYMPY_NAMES[name]
         return self._emit(operation, *(self.write(argument) for argument in node.args))
 
     def _write_power(self, node: Any) -> int:

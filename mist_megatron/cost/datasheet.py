@@ -93,9 +93,9 @@ class DatasheetPrices:
         c = self.curves
         # Causal: half of the 2 products of 2*s*s*e forward; backward runs 5 products for 2.
         flops = 0.5 * 4.0 * batch * heads * seq * seq * head_dim * (2.5 if backward else 1.0)
-        fraction = c.attention_backward_fraction if backward else c.attention_peak_fraction
+        best = c.attention_backward_fraction if backward else c.attention_peak_fraction
         # Short sequences leave most multiprocessors idle: half speed at about 512 rows.
-        fraction = fraction * seq / (seq + 512.0)
+        fraction = best * seq / (seq + 512.0)
         moved = 2.0 * batch * seq * head_dim * (2.0 * heads + 2.0 * kv_heads) * (2.0 if backward else 1.0)
         seconds = np.maximum(
             flops / (self.matrix_flops_per_s * fraction),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mist_megatron.cost.communication import nodes_spanned, template_of
 from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
@@ -76,6 +77,33 @@ class StageEvaluator:
         """Every named part of t and d."""
         return stage_terms(grid, self._loads(grid), self._context)
 
+    def passes(self, grid: StageGrid) -> dict[str, Array]:
+        """Parts of t that schedules other than 1F1B ask for."""
+        loads = self._loads(grid)
+        layers = [load for load in (loads.embedding, loads.head) if load is not None]
+        block = loads.block
+        forward = grid.layers * (block.forward_s + block.forward_collective_s)
+        weight_grad = grid.layers * block.weight_grad_s
+        for load in layers:
+            forward = forward + load.forward_s + load.forward_collective_s
+            weight_grad = weight_grad + load.weight_grad_s
+        return {"forward_s": forward, "weight_grad_s": weight_grad}
+
+    def provenance(self, grid: StageGrid) -> dict[str, Array]:
+        """Seconds of a micro-batch that the profile held exactly, interpolated, or extrapolated."""
+        pairs = self._priced(grid)
+        kinds = [("block", grid.layers)]
+        kinds += [("embedding", np.ones(()))] if grid.role.has_embedding else []
+        kinds += [("head", np.ones(()))] if grid.role.has_head else []
+        sums: dict[str, Array] = {}
+        for kind, count in kinds:
+            for run in ("forward", "backward"):
+                passed = pairs.passes[kind, run]
+                for name in ("exact", "interpolated", "extrapolated"):
+                    seconds = count * pairs.spread(getattr(passed, f"{name}_s"))
+                    sums[name] = sums.get(name, np.zeros(())) + seconds
+        return sums
+
     def _loads(self, grid: StageGrid) -> StageLoads:
         pairs = self._priced(grid)
         role = grid.role
@@ -114,13 +142,13 @@ class _PricedPairs:
 
     passes: Mapping[tuple[str, str], PassTime]
     sizes: Mapping[str, Array]
-    positions: Array
+    positions: NDArray[np.intp]
     shape: tuple[int, ...]
 
     def spread(self, values: Array) -> Array:
         if np.ndim(values) == 0:
             return values
-        return values[self.positions].reshape(self.shape)
+        return np.asarray(values[self.positions].reshape(self.shape), dtype=np.float64)
 
     def size(self, name: str) -> Array:
         return self.spread(self.sizes[name])
@@ -138,6 +166,7 @@ class _PricedPairs:
             input_bytes=self.size("input_bytes") if layer == "block" else np.zeros(()),
             selective_s=self.spread(selective.compute_s),
             selective_collective_s=self.spread(selective.collective_s),
+            weight_grad_s=self.spread(backward.weight_grad_s),
         )
 
 

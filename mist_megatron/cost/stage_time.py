@@ -12,7 +12,7 @@ from three numbers and prune exactly.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,9 +28,9 @@ ZERO = np.zeros(())
 class Linear:
     """fixed + layers * per_layer + ckpt * per_ckpt."""
 
-    fixed: Array = ZERO
-    per_layer: Array = ZERO
-    per_ckpt: Array = ZERO
+    fixed: Array = field(default_factory=lambda: ZERO)
+    per_layer: Array = field(default_factory=lambda: ZERO)
+    per_ckpt: Array = field(default_factory=lambda: ZERO)
 
     def at(self, layers: Array, ckpt: Array) -> Array:
         value = self.fixed
@@ -57,12 +57,13 @@ class LayerLoad:
     forward_collective_s: Array
     backward_collective_s: Array
     parameters: Array
-    saved_bytes: Array = ZERO
+    saved_bytes: Array = field(default_factory=lambda: ZERO)
     """Kept for backward by a layer that is not recomputed in full."""
-    input_bytes: Array = ZERO
+    input_bytes: Array = field(default_factory=lambda: ZERO)
     """Kept by a layer that is."""
-    selective_s: Array = ZERO
-    selective_collective_s: Array = ZERO
+    selective_s: Array = field(default_factory=lambda: ZERO)
+    selective_collective_s: Array = field(default_factory=lambda: ZERO)
+    weight_grad_s: Array = field(default_factory=lambda: ZERO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,19 +181,16 @@ def _block_terms(
         kept.forward.edge_s + kept.backward.edge_s,
         whole.forward.edge_s + whole.backward.edge_s,
     )
-    for name, first, steady in (
-        ("first_forward_traffic", lambda run: run.first, lambda run: run.forward),
-        ("last_backward_traffic", lambda run: run.last, lambda run: run.backward),
-    ):
-        delta[name] = _mixed(
-            first(kept).exposed_s - steady(kept).exposed_s,
-            first(whole).exposed_s - steady(whole).exposed_s,
-        ) + _edge(
-            grid,
-            first(kept).edge_s - steady(kept).edge_s,
-            first(whole).edge_s - steady(whole).edge_s,
-        )
+    delta["first_forward_traffic"] = _beyond(grid, (kept.first, kept.forward), (whole.first, whole.forward))
+    delta["last_backward_traffic"] = _beyond(grid, (kept.last, kept.backward), (whole.last, whole.backward))
     _accumulation_terms(Linear(per_layer=load.parameters), context, stable, delta)
+
+
+def _beyond(grid: StageGrid, kept: tuple[_Phase, _Phase], whole: tuple[_Phase, _Phase]) -> Linear:
+    """What a first or last pass exposes beyond the steady one, (pass, steady) of both kinds of layers."""
+    exposed = [special.exposed_s - steady.exposed_s for special, steady in (kept, whole)]
+    edges = [special.edge_s - steady.edge_s for special, steady in (kept, whole)]
+    return _mixed(exposed[0], exposed[1]) + _edge(grid, edges[0], edges[1])
 
 
 def _edge_layer_terms(
@@ -205,16 +203,21 @@ def _edge_layer_terms(
 ) -> None:
     """Embedding and head: one layer each, never recomputed, its activations never offloaded."""
     quiet = replace(grid, activations_offload=ZERO)
-    run = _run(
-        quiet, load, _traffic(quiet, load, context), context, again=(ZERO, ZERO), saved_bytes=ZERO
-    )
+    traffic = _traffic(quiet, load, context)
+    run = _run(quiet, load, traffic, context, again=(ZERO, ZERO), saved_bytes=ZERO)
     stable[name] = Linear(
         load.forward_s + load.backward_s + run.serial_s + run.forward.exposed_s + run.backward.exposed_s
     )
     delta[f"{name}_traffic"] = Linear(
         run.first.exposed_s - run.forward.exposed_s + run.last.exposed_s - run.backward.exposed_s
     )
+    if context.template.step_in_first_forward:
+        _add(delta, "optimizer_compute", Linear(traffic.step_compute_s))
     _accumulation_terms(Linear(load.parameters), context, stable, delta)
+
+
+def _add(terms: dict[str, Linear], name: str, term: Linear) -> None:
+    terms[name] = terms[name] + term if name in terms else term
 
 
 def _accumulation_terms(
@@ -229,9 +232,8 @@ def _accumulation_terms(
     on_layers = bool(np.any(parameters.per_layer))
     term = Linear(per_layer=share) if on_layers else Linear(share)
     back = Linear(per_layer=-share) if on_layers else Linear(-share)
-    name = "gradient_accumulation"
-    stable[name] = stable.get(name, Linear()) + term
-    delta[name] = delta.get(name, Linear()) + back
+    _add(stable, "gradient_accumulation", term)
+    _add(delta, "gradient_accumulation", back)
 
 
 def _traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> _Traffic:
@@ -379,7 +381,7 @@ def _step_terms(
         delta["weight_gather"] = Linear(np.where((zero == 1) | (zero == 2), gather, 0.0))
     if template.step_in_first_forward:
         steps = _traffic(grid, loads.block, context).step_compute_s
-        delta["optimizer_compute"] = Linear(per_layer=steps)
+        _add(delta, "optimizer_compute", Linear(per_layer=steps))
         return
     share = count / np.where(zero >= 1, grid.dp, 1.0)
     on_host = share * grid.optimizer_offload

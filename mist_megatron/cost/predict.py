@@ -1,0 +1,234 @@
+"""Time and memory of one plan, with every term, from the evaluator that the search uses too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mist_megatron.cost.evaluate import StageEvaluator, Workload
+from mist_megatron.cost.grid import StageGrid, role_of
+from mist_megatron.cost.iteration import IterationTime, StageTiming, iteration_time
+from mist_megatron.cost.stage_time import Linear
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.layout import in_flight
+from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.training import TrainingSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePrediction:
+    """One stage: seconds and bytes, each total with the terms that it is the sum of."""
+
+    stable_s: float
+    delta_s: float
+    forward_s: float
+    """Forward part of `stable_s`, transfers to the next stage aside: what a simulator plays."""
+    weight_grad_s: float
+    peak_memory_bytes: float
+    limit_bytes: float
+    stable_terms_s: Mapping[str, float]
+    delta_terms_s: Mapping[str, float]
+    memory_terms_bytes: Mapping[str, float]
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_memory_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One optimizer step of a plan."""
+
+    time: IterationTime
+    stages: tuple[StagePrediction, ...]
+    samples_per_s: float
+    tokens_per_s: float
+    tflops_per_gpu: float
+    """Model FLOPs (nothing recomputed counts), in TFLOP/s."""
+    mfu: float
+    measured_share: Mapping[str, float]
+    """Share of layer time that the profile held exactly, interpolated, or extrapolated."""
+
+    @property
+    def iteration_s(self) -> float:
+        return self.time.total_s
+
+    @property
+    def fits(self) -> bool:
+        return all(stage.fits for stage in self.stages)
+
+
+def workload_of(plan: Plan) -> Workload:
+    """What of a plan does not vary between stages and configurations."""
+    return Workload(
+        model=plan.model,
+        training=plan.training,
+        cluster=plan.cluster,
+        target=plan.target,
+        execution=plan.execution,
+    )
+
+
+def grid_of(plan: Plan, position: int) -> StageGrid:
+    """The one configuration of a plan's stage, as the evaluator asks for it."""
+    stage, stages = plan.stages[position], len(plan.stages)
+    held = in_flight(plan.schedule, position, stages, plan.grad_accum, plan.vpp)
+    return StageGrid(
+        role=role_of(position, stages),
+        nodes=stage.nodes,
+        gpus_per_node=stage.gpus_per_node,
+        sequence_parallel=plan.sequence_parallel,
+        selective=stage.recompute == "selective",
+        layers=_one(stage.layers),
+        ckpt=_one(stage.ckpt),
+        in_flight=_one(held),
+        micro_batch=_one(stage.micro_batch),
+        dp=_one(stage.dp),
+        tp=_one(stage.tp),
+        zero=_one(stage.zero),
+        grad_accum=_one(plan.grad_accum),
+        weights_offload=_one(stage.offload.weights),
+        grads_offload=_one(stage.offload.grads),
+        optimizer_offload=_one(stage.offload.optimizer),
+        activations_offload=_one(stage.offload.activations),
+        stages=stages,
+        vpp=plan.vpp,
+    )
+
+
+def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
+    """Price every stage and put them together; `evaluator` is of `workload_of(plan)`."""
+    stages = tuple(_predict_stage(plan, position, evaluator) for position in range(len(plan.stages)))
+    timings = [
+        StageTiming(stable_s=s.stable_s, delta_s=s.delta_s, weight_grad_s=s.weight_grad_s) for s in stages
+    ]
+    time = iteration_time(timings, plan.grad_accum, plan.schedule, plan.vpp)
+    training = plan.training
+    tokens = training.global_batch * training.seq_len
+    flops = model_flops(plan.model, training) / plan.cluster.gpus / time.total_s
+    return Prediction(
+        time=time,
+        stages=stages,
+        samples_per_s=training.global_batch / time.total_s,
+        tokens_per_s=tokens / time.total_s,
+        tflops_per_gpu=flops / 1e12,
+        mfu=flops / peak_flops_per_s(plan.cluster, training),
+        measured_share=_measured_share(plan, evaluator),
+    )
+
+
+def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> StagePrediction:
+    grid = grid_of(plan, position)
+    cost = evaluator(grid)
+    terms = evaluator.terms(grid)
+    parts = evaluator.passes(grid)
+    return StagePrediction(
+        stable_s=float(cost.stable_s),
+        delta_s=float(cost.delta_s),
+        forward_s=float(parts["forward_s"]),
+        weight_grad_s=float(parts["weight_grad_s"]),
+        peak_memory_bytes=float(cost.peak_bytes),
+        limit_bytes=evaluator.limit_bytes,
+        stable_terms_s=_at(terms.stable, plan.stages[position]),
+        delta_terms_s=_at(terms.delta, plan.stages[position]),
+        memory_terms_bytes={name: float(v) for name, v in evaluator.memory_terms(grid).items()},
+    )
+
+
+def _at(terms: Mapping[str, Linear], stage: StagePlan) -> dict[str, float]:
+    layers, ckpt = _one(stage.layers), _one(stage.ckpt)
+    return {name: float(term.at(layers, ckpt)) for name, term in terms.items()}
+
+
+def _measured_share(plan: Plan, evaluator: StageEvaluator) -> dict[str, float]:
+    """Weighted by each stage's layer time, the slowest stages counting most."""
+    sums = {"exact": 0.0, "interpolated": 0.0, "extrapolated": 0.0}
+    for position in range(len(plan.stages)):
+        for name, seconds in evaluator.provenance(grid_of(plan, position)).items():
+            sums[name] += float(seconds)
+    total = sum(sums.values())
+    return {name: seconds / total if total > 0.0 else 0.0 for name, seconds in sums.items()}
+
+
+def model_flops(model: ModelSpec, training: TrainingSpec) -> float:
+    """FLOPs of one optimizer step without recomputation: 6 per weight of a matrix and token, and
+    12 layers * query width * sequence per token for full attention (Chowdhery et al. 2022, appendix B)."""
+    attention = model.query_width + 2 * model.kv_width + model.query_width
+    mlp = (3 if model.gated_mlp else 2) * model.ffn_hidden
+    matrices = model.layers * model.hidden * (attention + mlp) + model.hidden * model.vocab
+    per_token = 6.0 * matrices + 12.0 * model.layers * model.query_width * training.seq_len
+    return per_token * training.global_batch * training.seq_len
+
+
+def peak_flops_per_s(cluster: ClusterSpec, training: TrainingSpec) -> float:
+    """Dense peak of one GPU in the precision that is trained in."""
+    gpu = cluster.gpu
+    if training.precision == "fp8" and gpu.fp8_flops_per_s:
+        return gpu.fp8_flops_per_s.value
+    if training.precision == "bf16" and gpu.bf16_flops_per_s:
+        return gpu.bf16_flops_per_s.value
+    return gpu.fp16_flops_per_s.value
+
+
+def binding(prediction: Prediction) -> dict[str, Any]:
+    """What holds the plan back: the slowest stage and its largest term, and the fullest stage."""
+    slowest = prediction.time.slowest_stage
+    fullest = max(
+        range(len(prediction.stages)),
+        key=lambda i: prediction.stages[i].peak_memory_bytes / prediction.stages[i].limit_bytes,
+    )
+    time_terms = prediction.stages[slowest].stable_terms_s
+    memory_terms = prediction.stages[fullest].memory_terms_bytes
+    stage = prediction.stages[fullest]
+    return {
+        "slowest_stage": slowest,
+        "largest_time_term": max(time_terms, key=lambda name: time_terms[name]),
+        "fullest_stage": fullest,
+        "memory_used_fraction": stage.peak_memory_bytes / stage.limit_bytes,
+        "largest_memory_term": max(memory_terms, key=lambda name: memory_terms[name]),
+    }
+
+
+def prediction_document(prediction: Prediction) -> dict[str, Any]:
+    """The JSON of `predict --json` and of a plan's `prediction`: seconds and bytes throughout."""
+    time = prediction.time
+    return {
+        "iteration_s": time.total_s,
+        "samples_per_s": prediction.samples_per_s,
+        "tokens_per_s": prediction.tokens_per_s,
+        "tflops_per_gpu": prediction.tflops_per_gpu,
+        "mfu": prediction.mfu,
+        "fits": prediction.fits,
+        "bubble_fraction": time.bubble_fraction,
+        "terms_s": {
+            "steady": time.steady_s,
+            "ramp": time.ramp_s,
+            "first_and_last": time.first_and_last_s,
+        },
+        "binding": binding(prediction),
+        "measured_share": dict(prediction.measured_share),
+        "stages": [_stage_document(stage) for stage in prediction.stages],
+    }
+
+
+def _stage_document(stage: StagePrediction) -> dict[str, Any]:
+    return {
+        "stable_s": stage.stable_s,
+        "delta_s": stage.delta_s,
+        "forward_s": stage.forward_s,
+        "weight_grad_s": stage.weight_grad_s,
+        "peak_memory_bytes": stage.peak_memory_bytes,
+        "limit_bytes": stage.limit_bytes,
+        "fits": stage.fits,
+        "memory": dict(stage.memory_terms_bytes),
+        "stable_terms_s": dict(stage.stable_terms_s),
+        "delta_terms_s": dict(stage.delta_terms_s),
+    }
+
+
+def _one(value: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.asarray(float(value))
