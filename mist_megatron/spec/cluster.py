@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.document import STRICT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
     """One number of a datasheet with where it comes from; a figure without a source is invalid."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     value: float
     source: str
 
@@ -27,6 +30,7 @@ class Figure:
 class GpuSpec:
     """One GPU model. Rates are dense (no sparsity), per GPU; bandwidths in one direction."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     name: str
     bf16_flops_per_s: Figure | None
     """None where the chip has no bf16 (V100)."""
@@ -51,6 +55,7 @@ class GpuSpec:
 class LinkOverrides:
     """Bandwidths (bytes per second, one direction) that replace the catalogue's or the profile's."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     intra_bytes_per_s: float | None = None
     inter_bytes_per_s: float | None = None
     """Of one node, all adapters together."""

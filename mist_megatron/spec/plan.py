@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.document import STRICT
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.training import TrainingSpec
@@ -22,6 +23,7 @@ Zero = Literal[0, 1, 2, 3]
 class Offload:
     """Fractions (0..1) of a stage's bytes kept in host memory."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     weights: float = 0.0
     grads: float = 0.0
     optimizer: float = 0.0
@@ -36,6 +38,7 @@ class Offload:
 class StagePlan:
     """One pipeline stage. GPUs of the stage = nodes * gpus_per_node = dp * tp * context_parallel."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     layers: int
     nodes: int
     gpus_per_node: int
@@ -61,6 +64,7 @@ class StagePlan:
 class Execution:
     """Framework switches that change bytes or overlaps; None takes the target's default."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     context_parallel: int = 1
     grad_bytes: int | None = None
     """Bytes per parameter of the gradient buffer: 2 or 4."""
@@ -157,6 +161,8 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
     )
     if not 0 <= stage.ckpt <= stage.layers:
         raise InputError(f"{where}.ckpt is {stage.ckpt}; wanted 0..{stage.layers}, the stage's layers")
+    if stage.zero is True or stage.zero is False:
+        raise InputError(f"{where}.zero is {str(stage.zero).lower()}; wanted 0, 1, 2 or 3")
     if stage.recompute == "none" and stage.ckpt:
         raise InputError(f"{where}.ckpt is {stage.ckpt} but recompute is none; wanted ckpt 0 or recompute full")
     offload = stage.offload

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.document import STRICT
 
 Precision = Literal["fp16", "bf16", "fp8"]
 
@@ -15,6 +16,7 @@ Precision = Literal["fp16", "bf16", "fp8"]
 class TrainingSpec:
     """One optimizer step: global batch, sequence length, precision."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     global_batch: int
     """Sequences per optimizer step, over the whole cluster."""
     seq_len: int

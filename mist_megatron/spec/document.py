@@ -1,0 +1,173 @@
+"""Text -> mapping -> dataclass, strictly: no unknown key, no duplicate key, no guessed type.
+
+Pure functions on text; `load.py` is what reads files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable, Mapping
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, TypeVar
+
+from mist_megatron.errors import InputError, MistError
+
+T = TypeVar("T")
+
+STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
+"""What every dataclass that is read from a document sets as its `__pydantic_config__`."""
+
+
+def parse(text: str, where: str) -> dict[str, Any]:
+    """A YAML or JSON document that is one mapping."""
+    if not text.strip():
+        raise InputError(f"{where}: the file is empty; wanted a YAML or JSON mapping")
+    try:
+        value = _parse_json(text) if text.lstrip().startswith("{") else _parse_yaml(text)
+    except MistError as error:
+        raise InputError(f"{where}: {error.message}") from None
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply; wanted a plain mapping") from None
+    except (ValueError, OverflowError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise InputError(f"{where}: not a valid document ({_one_line(error)})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: holds {_kind(value)}; wanted a mapping of keys to values")
+    return value
+
+
+def _parse_json(text: str) -> Any:
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key, value in items:
+            if key in mapping:
+                raise InputError(f"key {key!r} stands twice")
+            mapping[key] = value
+        return mapping
+
+    def constant(name: str) -> Any:
+        raise InputError(f"{name} is not a JSON number")
+
+    try:
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        # A YAML flow mapping also begins with a brace.
+        try:
+            return _parse_yaml(text)
+        except InputError:
+            raise InputError(f"line {error.lineno}: not valid JSON ({error.msg})") from None
+
+
+@cache
+def _yaml_loader() -> Any:
+    import yaml
+
+    class StrictLoader(yaml.SafeLoader):
+        """Safe YAML without aliases (a short file must not grow), dates, or duplicate keys."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()
+                raise InputError(f"line {event.start_mark.line + 1}: aliases (*name) are not accepted")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+            seen: set[Any] = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if not isinstance(key, str):
+                    raise InputError(f"line {key_node.start_mark.line + 1}: key {key!r} is not text")
+                if key in seen:
+                    raise InputError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice")
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
+    keep = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:null")
+    resolvers: dict[Any, list[Any]] = {}
+    for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items():
+        resolvers[first] = [entry for entry in entries if entry[0] in keep]
+    StrictLoader.yaml_implicit_resolvers = resolvers
+    # YAML 1.1 reads 1e9 as text; people who write configurations mean a number.
+    number = re.compile(r"^[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?$|^[-+]?\.(?:inf|Inf)$|^\.(?:nan|NaN)$")
+    StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return StrictLoader
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_yaml_loader())  # noqa: S506 (a SafeLoader, made stricter)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark is not None else ""
+        problem = getattr(error, "problem", None) or _one_line(error)
+        raise InputError(f"{line}not valid YAML ({_one_line(problem)})") from None
+
+
+def build(kind: type[T], value: Any, where: str) -> T:
+    """A dataclass from a parsed value, every field checked; the first fault is named with its path."""
+    from pydantic import ValidationError
+
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{where}: holds a value that is not plain data ({_one_line(error)})") from None
+    try:
+        result: T = _adapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise InputError(f"{where}: {_first_fault(error, value)}") from None
+    except MistError as error:
+        raise type(error)(f"{where}: {error.message}", details=error.details) from None
+    return result
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _first_fault(error: Any, value: Any) -> str:
+    faults = error.errors(include_url=False, include_context=False)
+    fault = faults[0]
+    path = _path(fault["loc"])
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    if fault["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
+        missing = [str(f["loc"][-1]) for f in faults if f["type"] in {"missing", "missing_argument"}]
+        near = get_close_matches(str(fault["loc"][-1]), missing, n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"unknown key {path}{hint}{more}"
+    if fault["type"] in {"missing", "missing_argument"}:
+        return f"key {path} is missing{more}"
+    got = repr(fault.get("input"))
+    shown = got if len(got) <= 40 else got[:37] + "..."
+    message = fault["msg"]
+    return f"{path} is {shown}; {message[0].lower()}{message[1:]}{more}"
+
+
+def _path(parts: tuple[Any, ...]) -> str:
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text or "document"
+
+
+def refuse_unknown(mapping: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    """Every key is known; otherwise the nearest is suggested."""
+    for key in mapping:
+        if key not in known:
+            near = get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
+            raise InputError(f"{where}: unknown key {key!r}{hint}")
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "plain text", type(None): "nothing"}.get(type(value), "a single value")
+
+
+def _one_line(error: object) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 120 else text[:117] + "..."

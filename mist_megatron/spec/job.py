@@ -1,0 +1,65 @@
+"""A job: what is trained on what, for which framework, before any parallel configuration is chosen."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from mist_megatron.errors import InputError
+from mist_megatron.spec import check
+from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
+from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.plan import Execution, Target
+from mist_megatron.spec.training import TrainingSpec
+
+TARGETS: tuple[Target, ...] = ("mist", "megatron", "megatron+patches", "deepspeed")
+PRECISIONS = ("fp16", "bf16", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The question that a plan answers."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: ClusterSpec
+    target: Target = "megatron+patches"
+    execution: Execution = Execution()
+
+
+_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*$")
+_SIZE_UNITS = {
+    "": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+    "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str, where: str) -> float:
+    """'76GiB', '80 GB', '81604378624' -> bytes."""
+    match = _SIZE.match(text)
+    if match is None or match.group(2).lower() not in _SIZE_UNITS:
+        raise InputError(f"{where}: {text!r} is not a size; wanted a number with GiB, GB, MiB or MB")
+    value = float(match.group(1)) * _SIZE_UNITS[match.group(2).lower()]
+    check.positive(where, size=value)
+    return value
+
+
+LINK_NAMES = {
+    "intra": "intra_bytes_per_s",
+    "inter": "inter_bytes_per_s",
+    "h2d": "host_to_device_bytes_per_s",
+    "d2h": "device_to_host_bytes_per_s",
+}
+
+
+def parse_links(items: tuple[str, ...], links: LinkOverrides) -> LinkOverrides:
+    """'inter=50GB/s' and the like on top of given overrides; several by comma or repetition."""
+    for item in (part for text in items for part in text.split(",")):
+        name, equals, speed = item.partition("=")
+        if not equals:
+            raise InputError(f"--bandwidth: {item!r}; wanted NAME=SPEED such as inter=50GB/s")
+        check.known("--bandwidth", "link", name.strip(), tuple(LINK_NAMES))
+        text = speed.strip()
+        text = text[:-2] if text.lower().endswith("/s") else text
+        links = replace(links, **{LINK_NAMES[name.strip()]: parse_bytes(text, f"--bandwidth {name.strip()}")})
+    return links

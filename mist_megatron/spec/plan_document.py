@@ -1,0 +1,162 @@
+"""plan.yaml: the written form of a Plan, and back. The round trip is exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+from mist_megatron.errors import InputError
+from mist_megatron.spec import catalogue, presets
+from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
+from mist_megatron.spec.document import STRICT, build, parse
+from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.model_document import model_from_mapping
+from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, Target
+from mist_megatron.spec.training import TrainingSpec
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterDocument:
+    """The cluster of a plan: a GPU by name, or a full mapping of its figures."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    gpu: str | GpuSpec
+    nodes: int
+    gpus_per_node: int
+    links: LinkOverrides = LinkOverrides()
+    memory_limit_bytes: float | None = None
+    profile: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanDocument:
+    """plan.yaml, key by key."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    schema: int
+    model: str | dict[str, Any]
+    training: TrainingSpec
+    cluster: ClusterDocument
+    target: Target
+    grad_accum: int
+    stages: tuple[StagePlan, ...]
+    schedule: Schedule = "1f1b"
+    vpp: int = 1
+    sequence_parallel: bool = False
+    execution: Execution = Execution()
+    rank_map: tuple[int, ...] | None = None
+    prediction: dict[str, Any] | None = None
+    provenance: dict[str, Any] | None = None
+
+
+def plan_from_text(text: str, where: str = "plan") -> Plan:
+    """Read plan.yaml or its JSON form."""
+    return plan_from_mapping(parse(text, where), where)
+
+
+def plan_from_mapping(value: Mapping[str, Any], where: str = "plan") -> Plan:
+    """Read the parsed form of a plan."""
+    document = build(PlanDocument, value, where)
+    if document.schema != SCHEMA:
+        raise InputError(f"{where}: schema is {document.schema}; this version reads schema {SCHEMA}")
+    cluster = document.cluster
+    try:
+        return Plan(
+            model=_model(document.model),
+            training=document.training,
+            cluster=ClusterSpec(
+                gpu=catalogue.gpu(cluster.gpu) if isinstance(cluster.gpu, str) else cluster.gpu,
+                nodes=cluster.nodes,
+                gpus_per_node=cluster.gpus_per_node,
+                links=cluster.links,
+                memory_limit_bytes=cluster.memory_limit_bytes,
+                profile=cluster.profile,
+            ),
+            target=document.target,
+            grad_accum=document.grad_accum,
+            stages=document.stages,
+            schedule=document.schedule,
+            vpp=document.vpp,
+            sequence_parallel=document.sequence_parallel,
+            execution=document.execution,
+            rank_map=document.rank_map,
+            prediction=document.prediction,
+            provenance=document.provenance,
+        )
+    except InputError as error:
+        raise InputError(f"{where}: {error.message}", details=error.details) from None
+
+
+def _model(value: str | dict[str, Any]) -> ModelSpec:
+    return presets.preset(value) if isinstance(value, str) else model_from_mapping(value, "model")
+
+
+def plan_to_mapping(plan: Plan) -> dict[str, Any]:
+    """The written form; names instead of figures where a name says it all."""
+    cluster, gpu = plan.cluster, plan.cluster.gpu
+    written: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": plan.model.name if presets.PRESETS.get(plan.model.name) == plan.model else asdict(plan.model),
+        "training": asdict(plan.training),
+        "cluster": {
+            "gpu": gpu.name if catalogue.CATALOGUE.get(gpu.name) == gpu else asdict(gpu),
+            "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+        },
+        "target": plan.target,
+        "grad_accum": plan.grad_accum,
+        "schedule": plan.schedule,
+        "vpp": plan.vpp,
+        "sequence_parallel": plan.sequence_parallel,
+        "stages": [asdict(stage) for stage in plan.stages],
+        "rank_map": None if plan.rank_map is None else list(plan.rank_map),
+    }
+    if cluster.links != LinkOverrides():
+        written["cluster"]["links"] = _given(cluster.links)
+    for key in ("memory_limit_bytes", "profile"):
+        if getattr(cluster, key) is not None:
+            written["cluster"][key] = getattr(cluster, key)
+    if plan.execution != Execution():
+        written["execution"] = _given(plan.execution)
+    for key in ("prediction", "provenance"):
+        if getattr(plan, key) is not None:
+            written[key] = json.loads(json.dumps(getattr(plan, key), default=dict))
+    return written
+
+
+def _given(value: LinkOverrides | Execution) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) is not None}
+
+
+def plan_to_json(plan: Plan) -> str:
+    return json.dumps(plan_to_mapping(plan), indent=2, allow_nan=False) + "\n"
+
+
+def plan_to_yaml(plan: Plan) -> str:
+    """YAML for people: stages one line each, as in the documentation."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Indents lists, and never writes the aliases that our reader refuses."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    class Inline(dict[str, Any]):
+        """A mapping that is written on one line."""
+
+    def inline(dumper: Any, data: Inline) -> Any:
+        return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
+
+    Dumper.add_representer(Inline, inline)
+    written = plan_to_mapping(plan)
+    written["stages"] = [Inline({**s, "offload": Inline(s["offload"])}) for s in written["stages"]]
+    for key in ("training", "cluster"):
+        if not any(isinstance(v, dict) for v in written[key].values()):
+            written[key] = Inline(written[key])
+    text: str = yaml.dump(written, Dumper=Dumper, sort_keys=False, width=110, allow_unicode=True)
+    return text

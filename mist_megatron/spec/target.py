@@ -1,0 +1,262 @@
+"""What each target can execute, as data: the search cuts its space to it, predict and emit refuse what is beyond.
+
+Facts are those of megatron-core 0.16-0.19, Megatron-LM's parser, DeepSpeed 0.19 and the Mist artifact; each
+rule names its reason where it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from mist_megatron.errors import InputError
+from mist_megatron.spec.plan import Plan, Schedule, StagePlan, Target, Zero
+
+Range = Literal["none", "all_or_nothing", "any"]
+"""Which fractions of a kind of bytes a target can keep in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadRanges:
+    """Fractions per kind of bytes."""
+
+    weights: Range = "none"
+    grads: Range = "none"
+    optimizer: Range = "none"
+    activations: Range = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """Everything a target can run."""
+
+    target: Target
+    zero: tuple[Zero, ...]
+    """Levels it knows."""
+    zero_with_pipeline: tuple[Zero, ...]
+    """Levels it knows when there is more than one stage."""
+    schedules: tuple[Schedule, ...]
+    pipeline: bool
+    tensor_parallel: bool
+    context_parallel: bool
+    sequence_parallel: bool
+    selective: bool
+    """Recomputation of the attention core alone."""
+    partial_ckpt: bool
+    """Any number of a stage's layers recomputed in full, not only none or all."""
+    uneven_layers: bool
+    per_stage_ckpt: bool
+    """Each stage its own number of recomputed layers and kind of recomputation."""
+    per_stage_offload: bool
+    per_stage_zero: bool
+    per_stage_grid: bool
+    """Each stage its own dp, tp and micro-batch."""
+    offload: OffloadRanges
+    offload_needs_zero: int = 0
+    """Least ZeRO level with which optimizer states can be offloaded."""
+    grads_follow_optimizer: bool = False
+    """Gradients go to the host exactly when optimizer states do and gradients are sharded (DeepSpeed)."""
+
+
+_MEGATRON = Capability(
+    target="megatron",
+    zero=(0, 1),
+    zero_with_pipeline=(0, 1),
+    schedules=("1f1b", "interleaved"),
+    pipeline=True,
+    tensor_parallel=True,
+    context_parallel=True,
+    sequence_parallel=True,
+    selective=True,
+    partial_ckpt=True,
+    uneven_layers=True,
+    per_stage_ckpt=False,
+    per_stage_offload=False,
+    per_stage_zero=False,
+    per_stage_grid=False,
+    # --optimizer-offload-fraction; the fine-grained activation offload counts groups, not bytes.
+    offload=OffloadRanges(optimizer="any"),
+    # Offload needs the precision-aware optimizer, which needs the distributed optimizer.
+    offload_needs_zero=1,
+)
+
+CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
+    {
+        "megatron": _MEGATRON,
+        "megatron+patches": Capability(
+            target="megatron+patches",
+            zero=(0, 1),
+            zero_with_pipeline=(0, 1),
+            schedules=("1f1b", "interleaved"),
+            pipeline=True,
+            tensor_parallel=True,
+            context_parallel=True,
+            sequence_parallel=True,
+            selective=True,
+            partial_ckpt=True,
+            uneven_layers=True,
+            per_stage_ckpt=True,
+            per_stage_offload=True,
+            # A distributed optimizer on some stages only hangs: the norm groups differ.
+            per_stage_zero=False,
+            per_stage_grid=False,
+            offload=OffloadRanges(optimizer="any", activations="any"),
+            offload_needs_zero=1,
+        ),
+        "deepspeed": Capability(
+            target="deepspeed",
+            zero=(0, 1, 2, 3),
+            zero_with_pipeline=(0, 1),
+            schedules=("1f1b",),
+            # One regular grid of data-parallel ranks: what an engine without a PipelineModule runs.
+            pipeline=False,
+            tensor_parallel=False,
+            context_parallel=False,
+            sequence_parallel=False,
+            selective=False,
+            partial_ckpt=False,
+            uneven_layers=False,
+            per_stage_ckpt=False,
+            per_stage_offload=False,
+            per_stage_zero=False,
+            per_stage_grid=False,
+            offload=OffloadRanges(
+                weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"
+            ),
+            offload_needs_zero=1,
+            grads_follow_optimizer=True,
+        ),
+        "mist": Capability(
+            target="mist",
+            zero=(0, 1, 2, 3),
+            zero_with_pipeline=(0, 1, 2, 3),
+            schedules=("1f1b",),
+            pipeline=True,
+            tensor_parallel=True,
+            context_parallel=False,
+            sequence_parallel=False,
+            selective=False,
+            partial_ckpt=True,
+            uneven_layers=True,
+            per_stage_ckpt=True,
+            per_stage_offload=True,
+            per_stage_zero=True,
+            per_stage_grid=True,
+            offload=OffloadRanges(weights="any", grads="any", optimizer="any", activations="any"),
+        ),
+    }
+)
+
+
+def capability(target: Target) -> Capability:
+    return CAPABILITIES[target]
+
+
+def violations(plan: Plan) -> tuple[str, ...]:
+    """Every rule of its target that a plan breaks, in words that name stage, key and reason."""
+    able = CAPABILITIES[plan.target]
+    found = [*_pipeline_rules(plan, able), *_uniformity_rules(plan, able)]
+    for index, stage in enumerate(plan.stages):
+        found += _stage_rules(f"stages[{index}]", stage, plan, able)
+    return tuple(found)
+
+
+def runnable_on(plan: Plan) -> tuple[Target, ...]:
+    """Targets that can execute this plan as it is."""
+    from dataclasses import replace
+
+    return tuple(target for target in CAPABILITIES if not violations(replace(plan, target=target)))
+
+
+def require_runnable(plan: Plan) -> None:
+    """Refuse a plan that its target cannot run: the rule, and the targets that could."""
+    broken = violations(plan)
+    if broken:
+        others = runnable_on(plan)
+        hint = f"targets that can: {', '.join(others)}" if others else "no target can run it as it is"
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise InputError(f"target {plan.target} cannot run this plan: {broken[0]}{more}; {hint}")
+
+
+def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
+    found = []
+    if plan.pipeline_size > 1 and not able.pipeline:
+        found.append(f"{plan.pipeline_size} stages: it has no pipeline parallelism here, wanted 1 stage")
+    if plan.schedule not in able.schedules:
+        found.append(f"schedule {plan.schedule}: it runs {', '.join(able.schedules)}")
+    if plan.sequence_parallel and not able.sequence_parallel:
+        found.append("sequence_parallel: it has none")
+    if plan.sequence_parallel and all(stage.tp == 1 for stage in plan.stages):
+        found.append("sequence_parallel: needs tp above 1")
+    if plan.execution.context_parallel > 1 and not able.context_parallel:
+        found.append(f"context_parallel {plan.execution.context_parallel}: it has none")
+    return found
+
+
+_UNIFORM: tuple[tuple[str, str, Callable[[StagePlan], object]], ...] = (
+    ("uneven_layers", "layers", lambda s: s.layers),
+    ("per_stage_ckpt", "ckpt and recompute", lambda s: (s.ckpt, s.recompute)),
+    ("per_stage_offload", "offload", lambda s: s.offload),
+    ("per_stage_zero", "zero", lambda s: s.zero),
+    ("per_stage_grid", "dp, tp and micro_batch", lambda s: (s.dp, s.tp, s.micro_batch)),
+)
+
+
+def _uniformity_rules(plan: Plan, able: Capability) -> list[str]:
+    found = []
+    for field, what, value in _UNIFORM:
+        if not getattr(able, field):
+            odd = [k for k, stage in enumerate(plan.stages) if value(stage) != value(plan.stages[0])]
+            if odd:
+                found.append(f"stages[{odd[0]}]: {what} must be the same on all stages")
+    return found
+
+
+def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> list[str]:
+    found = []
+    levels = able.zero_with_pipeline if plan.pipeline_size > 1 else able.zero
+    if stage.zero not in levels:
+        pipelined = " with a pipeline" if plan.pipeline_size > 1 else ""
+        found.append(f"{where}.zero {stage.zero}: it runs {', '.join(map(str, levels))}{pipelined}")
+    if stage.tp > 1 and not able.tensor_parallel:
+        found.append(f"{where}.tp {stage.tp}: it has no tensor parallelism here")
+    if stage.recompute == "selective" and not able.selective:
+        found.append(f"{where}.recompute selective: it recomputes whole layers or nothing")
+    if stage.recompute == "selective" and stage.ckpt:
+        found.append(f"{where}: selective recomputation and ckpt {stage.ckpt} exclude each other")
+    if not able.partial_ckpt and stage.ckpt not in (0, stage.layers):
+        found.append(f"{where}.ckpt {stage.ckpt}: it recomputes no layer or all {stage.layers}")
+    if stage.ckpt % plan.vpp:
+        found.append(
+            f"{where}.ckpt {stage.ckpt}: recomputed layers are counted per chunk, wanted a multiple of vpp {plan.vpp}"
+        )
+    return found + _offload_rules(where, stage, able)
+
+
+def _offload_rules(where: str, stage: StagePlan, able: Capability) -> list[str]:
+    found = []
+    offload = stage.offload
+    for kind in ("weights", "grads", "optimizer", "activations"):
+        share, allowed = getattr(offload, kind), getattr(able.offload, kind)
+        if share and allowed == "none":
+            found.append(f"{where}.offload.{kind} {share:g}: it keeps {kind} on the GPU")
+        elif allowed == "all_or_nothing" and share not in (0.0, 1.0):
+            found.append(f"{where}.offload.{kind} {share:g}: it moves all or nothing, wanted 0 or 1")
+    if offload.optimizer and stage.zero < able.offload_needs_zero:
+        found.append(
+            f"{where}.offload.optimizer {offload.optimizer:g}: needs zero {able.offload_needs_zero} or above"
+        )
+    if offload.activations and stage.ckpt == stage.layers:
+        found.append(f"{where}.offload.activations: every layer is recomputed, nothing is left to offload")
+    if able.grads_follow_optimizer:
+        wanted = 1.0 if offload.optimizer and stage.zero >= 2 else 0.0
+        if offload.grads != wanted:
+            found.append(
+                f"{where}.offload.grads {offload.grads:g}: gradients go with the optimizer from zero 2, "
+                f"wanted {wanted:g}"
+            )
+        if offload.weights and stage.zero < 3:
+            found.append(f"{where}.offload.weights: silently ignored below zero 3")
+    return found
