@@ -1,0 +1,52 @@
+"""Megatron's own argument parser and configuration classes, in this process, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import sys
+import types
+from pathlib import Path
+from unittest import mock
+
+
+def shim():
+    """tests/framework/megatron_cpu.py as a module, whatever pytest's import mode."""
+    if "megatron_cpu" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("megatron_cpu", Path(__file__).with_name("megatron_cpu.py"))
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["megatron_cpu"] = module
+        spec.loader.exec_module(module)
+    return sys.modules["megatron_cpu"]
+
+
+def parse(argv: list[str], *, world: int, environment: dict[str, str | None]) -> types.SimpleNamespace:
+    """Everything Megatron checks before it builds a model; raises what Megatron raises.
+
+    SystemExit of argparse becomes ValueError with argparse's words.
+    """
+    from megatron.training import arguments as A
+    from megatron.training.argument_utils import core_transformer_config_from_args
+    from megatron.training.training import get_megatron_ddp_config, get_megatron_optimizer_config
+
+    variables = {"WORLD_SIZE": str(world), "RANK": "1"}  # a rank other than 0 keeps it quiet
+    variables |= {name: value for name, value in environment.items() if value is not None}
+    errors = io.StringIO()
+    with mock.patch.dict(os.environ, variables), mock.patch.object(sys, "argv", ["pretrain_gpt.py", *argv]):
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                args = A.validate_args(A.parse_args())
+            except SystemExit as stop:
+                raise ValueError(errors.getvalue().strip().splitlines()[-1]) from stop
+            config = core_transformer_config_from_args(args)
+            return types.SimpleNamespace(
+                args=args,
+                config=config,
+                optimizer=get_megatron_optimizer_config(args),
+                ddp=get_megatron_ddp_config(args),
+            )
