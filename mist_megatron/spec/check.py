@@ -1,4 +1,4 @@
-"""Checks that every spec makes of its numbers, with messages that name the field, what was got and what is wanted."""
+"""Checks that every spec makes of its numbers: messages name the field, what was got, what is wanted."""
 
 from __future__ import annotations
 

@@ -10,11 +10,17 @@ import re
 from collections.abc import Hashable, Mapping
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mist_megatron.errors import InputError, MistError
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
 T = TypeVar("T")
+
+_ADAPTERS: dict[Any, Any] = {}
+"""Validators by type: building one takes milliseconds, and pydantic is imported only when one is needed."""
 
 STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
 """What every dataclass that is read from a document sets as its `__pydantic_config__`."""
@@ -68,7 +74,7 @@ def _yaml_loader() -> Any:
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
-                event = self.peek_event()
+                event = self.peek_event()  # type: ignore[no-untyped-call]
                 raise InputError(f"line {event.start_mark.line + 1}: aliases (*name) are not accepted")
             return super().compose_node(parent, index)
 
@@ -89,7 +95,9 @@ def _yaml_loader() -> Any:
         resolvers[first] = [entry for entry in entries if entry[0] in keep]
     StrictLoader.yaml_implicit_resolvers = resolvers
     # YAML 1.1 reads 1e9 as text; people who write configurations mean a number.
-    number = re.compile(r"^[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?$|^[-+]?\.(?:inf|Inf)$|^\.(?:nan|NaN)$")
+    number = re.compile(
+        r"^[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?$|^[-+]?\.(?:inf|Inf)$|^\.(?:nan|NaN)$"
+    )
     StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
     return StrictLoader
 
@@ -98,7 +106,8 @@ def _parse_yaml(text: str) -> Any:
     import yaml
 
     try:
-        return yaml.load(text, Loader=_yaml_loader())  # noqa: S506 (a SafeLoader, made stricter)
+        # The loader is a SafeLoader, made stricter.
+        return yaml.load(text, Loader=_yaml_loader())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark is not None else ""
@@ -123,11 +132,13 @@ def build(kind: type[T], value: Any, where: str) -> T:
     return result
 
 
-@cache
-def _adapter(kind: Any) -> Any:
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(kind)
+    adapter: TypeAdapter[T] | None = _ADAPTERS.get(kind)
+    if adapter is None:
+        adapter = _ADAPTERS[kind] = TypeAdapter(kind)
+    return adapter
 
 
 def _first_fault(error: Any, value: Any) -> str:

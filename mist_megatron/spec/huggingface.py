@@ -168,7 +168,9 @@ def _opt(config: _Config, name: str) -> ModelSpec:
     hidden = config.integer("hidden_size", default=768)
     heads = config.integer("num_attention_heads", default=12)
     if config.integer("word_embed_proj_dim", default=hidden) != hidden:
-        raise InputError(f"{config.where}: word_embed_proj_dim differs from hidden_size, which is not modelled")
+        raise InputError(
+            f"{config.where}: word_embed_proj_dim differs from hidden_size, which is not modelled"
+        )
     if not config.flag("do_layer_norm_before", True):
         raise InputError(f"{config.where}: do_layer_norm_before is false: post-norm layers are not modelled")
     return ModelSpec(

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
-from mist_megatron.spec.document import STRICT
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.document import STRICT
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.training import TrainingSpec
 
@@ -120,7 +120,8 @@ class Plan:
         layers = sum(stage.layers for stage in self.stages)
         if layers != self.model.layers:
             raise InputError(
-                f"plan: the stages have {layers} layers together; model {self.model.name} has {self.model.layers}"
+                f"plan: the stages have {layers} layers together; "
+                f"model {self.model.name} has {self.model.layers}"
             )
         if self.gpus != self.cluster.gpus:
             raise InputError(
@@ -139,7 +140,9 @@ class Plan:
                 raise InputError("plan: the interleaved schedule needs at least 2 stages, got 1")
             for index, stage in enumerate(self.stages):
                 check.divides(f"plan: stages[{index}]", ("vpp", self.vpp), ("layers", stage.layers))
-            check.divides("plan", ("the number of stages", self.pipeline_size), ("grad_accum", self.grad_accum))
+            check.divides(
+                "plan", ("the number of stages", self.pipeline_size), ("grad_accum", self.grad_accum)
+            )
 
     def _check_ranks(self) -> None:
         if self.rank_map is not None and sorted(self.rank_map) != list(range(self.gpus)):
@@ -164,7 +167,9 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
     if stage.zero is True or stage.zero is False:
         raise InputError(f"{where}.zero is {str(stage.zero).lower()}; wanted 0, 1, 2 or 3")
     if stage.recompute == "none" and stage.ckpt:
-        raise InputError(f"{where}.ckpt is {stage.ckpt} but recompute is none; wanted ckpt 0 or recompute full")
+        raise InputError(
+            f"{where}.ckpt is {stage.ckpt} but recompute is none; wanted ckpt 0 or recompute full"
+        )
     offload = stage.offload
     check.fraction(
         f"{where}.offload",
@@ -176,7 +181,8 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
     cp = plan.execution.context_parallel
     if stage.dp * stage.tp * cp != stage.gpus:
         raise InputError(
-            f"{where}: dp * tp * context_parallel = {stage.dp} * {stage.tp} * {cp} = {stage.dp * stage.tp * cp} "
+            f"{where}: dp * tp * context_parallel = {stage.dp} * {stage.tp} * {cp} "
+            f"= {stage.dp * stage.tp * cp} "
             f"but nodes * gpus_per_node = {stage.nodes} * {stage.gpus_per_node} = {stage.gpus}"
         )
     product = stage.micro_batch * stage.dp * plan.grad_accum
@@ -189,5 +195,6 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
     check.divides(where, ("tp", stage.tp), (f"heads of {model.name}", model.heads))
     if model.kv_heads % stage.tp and stage.tp % model.kv_heads:
         raise InputError(
-            f"{where}: tp ({stage.tp}) must divide kv_heads of {model.name} ({model.kv_heads}) or be a multiple of it"
+            f"{where}: tp ({stage.tp}) must divide kv_heads of {model.name} ({model.kv_heads}) "
+            "or be a multiple of it"
         )

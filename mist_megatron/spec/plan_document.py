@@ -100,7 +100,9 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
     cluster, gpu = plan.cluster, plan.cluster.gpu
     written: dict[str, Any] = {
         "schema": SCHEMA,
-        "model": plan.model.name if presets.PRESETS.get(plan.model.name) == plan.model else asdict(plan.model),
+        "model": plan.model.name
+        if presets.PRESETS.get(plan.model.name) == plan.model
+        else asdict(plan.model),
         "training": asdict(plan.training),
         "cluster": {
             "gpu": gpu.name if catalogue.CATALOGUE.get(gpu.name) == gpu else asdict(gpu),

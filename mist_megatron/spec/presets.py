@@ -166,11 +166,8 @@ def _public() -> tuple[ModelSpec, ...]:
 
 
 def _all() -> dict[str, ModelSpec]:
-    mist = [
-        _mist(family, prefix, size)
-        for family, prefix in (("gpt", "gpt3"), ("llama", "llama"), ("falcon", "falcon"))
-        for size in _MIST_SIZES
-    ]
+    families: tuple[tuple[Family, str], ...] = (("gpt", "gpt3"), ("llama", "llama"), ("falcon", "falcon"))
+    mist = [_mist(family, prefix, size) for family, prefix in families for size in _MIST_SIZES]
     return {spec.name: spec for spec in (*mist, *_public())}
 
 

@@ -1,4 +1,4 @@
-"""What each target can execute, as data: the search cuts its space to it, predict and emit refuse what is beyond.
+"""What each target can execute, as data: search cuts its space to it, predict and emit refuse the rest.
 
 Facts are those of megatron-core 0.16-0.19, Megatron-LM's parser, DeepSpeed 0.19 and the Mist artifact; each
 rule names its reason where it refuses.
@@ -230,7 +230,8 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
         found.append(f"{where}.ckpt {stage.ckpt}: it recomputes no layer or all {stage.layers}")
     if stage.ckpt % plan.vpp:
         found.append(
-            f"{where}.ckpt {stage.ckpt}: recomputed layers are counted per chunk, wanted a multiple of vpp {plan.vpp}"
+            f"{where}.ckpt {stage.ckpt}: recomputed layers are counted per chunk, "
+            f"wanted a multiple of vpp {plan.vpp}"
         )
     return found + _offload_rules(where, stage, able)
 
