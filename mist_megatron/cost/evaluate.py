@@ -21,23 +21,9 @@ from mist_megatron.cost.stage_time import (
     stage_terms,
     totals,
 )
-from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Target
-from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.spec.job import Job
 
-__all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "StageRole", "Workload"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is trained on what by which framework: fixed while configurations are compared."""
-
-    model: ModelSpec
-    training: TrainingSpec
-    cluster: ClusterSpec
-    target: Target
-    execution: Execution = Execution()
+__all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "StageRole"]
 
 
 @dataclass(frozen=True)
@@ -52,12 +38,12 @@ class StageEvaluator:
     """Callable on a StageGrid. Holds no state but a memo of layer passes already priced."""
 
     def __init__(
-        self, workload: Workload, prices: Prices, stage: StageProgram, *, without: frozenset[str] = frozenset()
+        self, job: Job, prices: Prices, stage: StageProgram, *, without: frozenset[str] = frozenset()
     ) -> None:
-        self.workload = workload
+        self.job = job
         self.prices = prices
         self.stage = stage
-        self._context = _time_context(workload, prices, without)
+        self._context = _time_context(job, prices, without)
         self._memo: dict[tuple[object, ...], _PricedPairs] = {}
 
     def __call__(self, grid: StageGrid) -> StageCost:
@@ -123,7 +109,7 @@ class StageEvaluator:
         key = (grid.gpus_per_node, grid.sequence_parallel, pairs.tobytes())
         if key not in self._memo:
             values = {
-                **_model_values(self.workload),
+                **_model_values(self.job),
                 "b": pairs[0],
                 "tp": pairs[1],
                 "sp": float(grid.sequence_parallel),
@@ -170,12 +156,12 @@ class _PricedPairs:
         )
 
 
-def _model_values(workload: Workload) -> dict[str, float]:
+def _model_values(job: Job) -> dict[str, float]:
     """Values of the symbols (`cost/symbols.py`) that do not change between configurations."""
-    model = workload.model
+    model = job.model
     return {
-        "s": float(workload.training.seq_len),
-        "cp": float(workload.execution.context_parallel),
+        "s": float(job.training.seq_len),
+        "cp": float(job.execution.context_parallel),
         "h": float(model.hidden),
         "f": float(model.ffn_hidden),
         "a": float(model.heads),
@@ -185,17 +171,17 @@ def _model_values(workload: Workload) -> dict[str, float]:
     }
 
 
-def _time_context(workload: Workload, prices: Prices, without: frozenset[str]) -> TimeContext:
-    execution = workload.execution
+def _time_context(job: Job, prices: Prices, without: frozenset[str]) -> TimeContext:
+    execution = job.execution
     return TimeContext(
         prices=prices,
-        template=template_of(workload.target, execution),
+        template=template_of(job.target, execution),
         interference=prices.interference(),
         weight_bytes=2.0,
-        grad_bytes=float(execution.grad_bytes or (4 if workload.target.startswith("megatron") else 2)),
+        grad_bytes=float(execution.grad_bytes or (4 if job.target.startswith("megatron") else 2)),
         optimizer_bytes=12.0,
         tensor_collectives_overlap=bool(execution.tp_comm_overlap),
-        cluster_gpus_per_node=workload.cluster.gpus_per_node,
+        cluster_gpus_per_node=job.cluster.gpus_per_node,
         context_parallel=execution.context_parallel,
         without=without,
     )

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from mist_megatron.cost.evaluate import StageEvaluator, Workload
+from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, role_of
 from mist_megatron.cost.iteration import IterationTime, StageTiming, iteration_time
 from mist_megatron.cost.stage_time import Linear
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.job import Job
 from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan, StagePlan
@@ -62,9 +63,9 @@ class Prediction:
         return all(stage.fits for stage in self.stages)
 
 
-def workload_of(plan: Plan) -> Workload:
+def job_of(plan: Plan) -> Job:
     """What of a plan does not vary between stages and configurations."""
-    return Workload(
+    return Job(
         model=plan.model,
         training=plan.training,
         cluster=plan.cluster,
@@ -101,7 +102,7 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
 
 
 def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
-    """Price every stage and put them together; `evaluator` is of `workload_of(plan)`."""
+    """Price every stage and put them together; `evaluator` is of `job_of(plan)`."""
     stages = tuple(_predict_stage(plan, position, evaluator) for position in range(len(plan.stages)))
     timings = [
         StageTiming(stable_s=s.stable_s, delta_s=s.delta_s, weight_grad_s=s.weight_grad_s) for s in stages

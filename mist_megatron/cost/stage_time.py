@@ -120,8 +120,10 @@ class _Run:
     backward: _Phase
     first: _Phase
     last: _Phase
-    serial_s: Array
-    """Collectives that stop compute, forward and backward together."""
+    tensor_s: Array
+    """Tensor-parallel collectives that stop compute, forward and backward together."""
+    blocking_s: Array
+    """Data-parallel collectives that do."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ def _block_terms(
     stable["forward"] = Linear(per_layer=load.forward_s)
     stable["backward"] = Linear(per_layer=load.backward_s)
     stable["recompute"] = Linear(per_layer=again[0], per_ckpt=load.forward_s - again[0])
-    stable["tensor_parallel"] = _mixed(kept.serial_s, whole.serial_s)
+    stable["tensor_parallel"] = _mixed(kept.tensor_s, whole.tensor_s)
+    stable["blocking_data_parallel"] = Linear(per_layer=kept.blocking_s)
     stable["exposed_traffic"] = _mixed(
         kept.forward.exposed_s + kept.backward.exposed_s,
         whole.forward.exposed_s + whole.backward.exposed_s,
@@ -206,7 +209,12 @@ def _edge_layer_terms(
     traffic = _traffic(quiet, load, context)
     run = _run(quiet, load, traffic, context, again=(ZERO, ZERO), saved_bytes=ZERO)
     stable[name] = Linear(
-        load.forward_s + load.backward_s + run.serial_s + run.forward.exposed_s + run.backward.exposed_s
+        load.forward_s
+        + load.backward_s
+        + run.tensor_s
+        + run.blocking_s
+        + run.forward.exposed_s
+        + run.backward.exposed_s
     )
     delta[f"{name}_traffic"] = Linear(
         run.first.exposed_s - run.forward.exposed_s + run.last.exposed_s - run.backward.exposed_s
@@ -311,7 +319,7 @@ def _run(
     first = _phase(load.forward_s + traffic.step_compute_s, first_in, first_out, factors)
     last_out = (reduce_beside + reduce1, traffic.grads_out_s)
     last = _phase(backward_compute, backward_in, last_out, factors) if np.any(reduce1) else backward
-    return _Run(forward, backward, first, last, forward_tp + backward_tp + stopped)
+    return _Run(forward, backward, first, last, forward_tp + backward_tp, stopped)
 
 
 def _phase(

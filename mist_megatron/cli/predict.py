@@ -1,0 +1,139 @@
+"""`predict PLAN`: what a given plan costs in time and memory, term by term."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from mist_megatron.cli.output import OutputOptions, table
+
+if TYPE_CHECKING:
+    from mist_megatron.cost.predict import Prediction
+    from mist_megatron.spec.plan import Plan
+
+GIB = float(1 << 30)
+SHOWN_FROM = 0.0005
+"""Terms below this share of their total are left out of the tables for people; --json has them all."""
+
+
+def predict(
+    plan: Annotated[Path, typer.Argument(help="plan.yaml, or its JSON form.")],
+    *,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Price it even if its target cannot run it.")
+    ] = False,
+    symbols: Annotated[
+        bool, typer.Option("--symbols", help="Show the expressions instead, like `explain`.")
+    ] = False,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave a named term out, such as pipeline_p2p; may be repeated."),
+    ] = None,
+    output: OutputOptions,
+) -> None:
+    """Time and memory of a given plan, with every term, and what binds it."""
+    from mist_megatron.cli.evaluators import evaluator_for
+    from mist_megatron.cost.predict import job_of, prediction_document
+    from mist_megatron.cost.predict import predict as predict_plan
+    from mist_megatron.spec.load import load_plan
+    from mist_megatron.spec.target import require_runnable, violations
+
+    read = load_plan(plan)
+    if symbols:
+        from mist_megatron.cli.explain import show_expressions
+
+        show_expressions(read, output)
+        return
+    if not what_if:
+        require_runnable(read)
+    evaluator, origin = evaluator_for(job_of(read), without=frozenset(without or ()))
+    prediction = predict_plan(read, evaluator)
+    broken = list(violations(read))
+    document = {**prediction_document(prediction), "profile": origin, "violations": broken}
+    output.finish(document)
+    if not output.json:
+        show_prediction(output.people, read, prediction, origin)
+        for rule in broken:
+            output.people.print(f"cannot run on {read.target}: {rule}", soft_wrap=True)
+
+
+def show_prediction(people: Console, plan: Plan, prediction: Prediction, origin: str) -> None:
+    """The tables for people: the whole step, the stages, and their terms."""
+    from mist_megatron.cost.predict import binding
+
+    cluster = plan.cluster
+    people.print(
+        f"[bold]{plan.model.name}[/bold] on {cluster.gpus} x {cluster.gpu.name}, {plan.target}, {plan.schedule}"
+        + (f" v={plan.vpp}" if plan.vpp > 1 else "")
+        + f", {plan.grad_accum} micro-batches"
+    )
+    people.print(
+        f"iteration [bold]{prediction.iteration_s:.4g} s[/bold]   {prediction.samples_per_s:.4g} samples/s"
+        f"   {prediction.tokens_per_s:,.0f} tokens/s   {prediction.tflops_per_gpu:.1f} TFLOP/s per GPU"
+        f"   MFU {prediction.mfu:.1%}   bubble {prediction.time.bubble_fraction:.1%}",
+        soft_wrap=True,
+    )
+    people.print()
+    people.print(_stage_table(plan, prediction))
+    for title, unit, scale, kind in (
+        ("one stable micro-batch, ms", "stable_terms_s", 1e-3, 1),
+        ("extra of the first and last micro-batch, ms", "delta_terms_s", 1e-3, 1),
+        ("memory at the peak, GiB", "memory_terms_bytes", GIB, 2),
+    ):
+        people.print()
+        people.print(_term_table(title, prediction, unit, scale, kind))
+    what = binding(prediction)
+    people.print()
+    people.print(
+        f"slowest stage {what['slowest_stage']}, most of it {_words(what['largest_time_term'])}; "
+        f"fullest stage {what['fullest_stage']} at {what['memory_used_fraction']:.0%} of its limit, "
+        f"most of it {_words(what['largest_memory_term'])}",
+        soft_wrap=True,
+    )
+    share = prediction.measured_share
+    people.print(
+        f"prices: {origin}; {share['exact']:.0%} of layer time measured at its exact shape, "
+        f"{share['interpolated']:.0%} interpolated, {share['extrapolated']:.0%} extrapolated",
+        soft_wrap=True,
+    )
+    if not prediction.fits:
+        people.print("[bold red]does not fit[/bold red]: a stage is over its memory limit")
+
+
+def _stage_table(plan: Plan, prediction: Prediction):  # type: ignore[no-untyped-def]
+    columns = ("stage", "layers", "GPUs", "dp", "tp", "b", "zero", "ckpt", "t ms", "d ms", "peak GiB", "limit", "")
+    rows = []
+    for index, (stage, cost) in enumerate(zip(plan.stages, prediction.stages, strict=True)):
+        ckpt = str(stage.ckpt) if stage.recompute != "selective" else f"{stage.ckpt}+sel"
+        rows.append(
+            [
+                *map(str, (index, stage.layers, stage.gpus, stage.dp, stage.tp, stage.micro_batch, stage.zero)),
+                ckpt,
+                f"{cost.stable_s * 1e3:.2f}",
+                f"{cost.delta_s * 1e3:.2f}",
+                f"{cost.peak_memory_bytes / GIB:.2f}",
+                f"{cost.limit_bytes / GIB:.2f}",
+                "fits" if cost.fits else "OVER",
+            ]
+        )
+    return table(columns, rows, right=columns[:-1])
+
+
+def _term_table(title: str, prediction: Prediction, field: str, scale: float, digits: int):  # type: ignore[no-untyped-def]
+    stages = [getattr(stage, field) for stage in prediction.stages]
+    names = list(dict.fromkeys(name for terms in stages for name in terms))
+    largest = max((abs(value) for terms in stages for value in terms.values()), default=0.0)
+    rows = [
+        [_words(name), *(f"{terms.get(name, 0.0) / scale:.{digits}f}" for terms in stages)]
+        for name in names
+        if any(abs(terms.get(name, 0.0)) > SHOWN_FROM * largest for terms in stages)
+    ]
+    columns = (title, *(f"stage {index}" for index in range(len(stages))))
+    return table(columns, rows, right=columns[1:])
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

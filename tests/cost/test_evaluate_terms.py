@@ -1,0 +1,221 @@
+"""Stage terms against sums made by hand, with prices so simple that a person can check them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned, template_of
+from mist_megatron.cost.grid import StageGrid, StageRole, role_of
+from mist_megatron.cost.overlap import no_interference
+from mist_megatron.cost.pricing import Priced
+from mist_megatron.cost.stage_time import LayerLoad, StageLoads, TimeContext, stage_terms
+from mist_megatron.spec.plan import Execution
+
+PARAMETERS = 100.0
+
+
+def priced(seconds: Any) -> Priced:
+    value = np.asarray(seconds, dtype=np.float64)
+    return Priced(value, value, 0.0 * value, 0.0 * value)
+
+
+class OneSecondPerByte:
+    """Memory is free, a collective takes a second per message byte, copies two seconds per byte."""
+
+    def gemm(self, m, n, k, batch, *, kernels=1):  # type: ignore[no-untyped-def]
+        return priced(m * n * k * batch)
+
+    def attention(self, batch, seq, heads, kv_heads, head_dim, *, backward):  # type: ignore[no-untyped-def]
+        return priced(batch * seq)
+
+    def memory_bound(self, moved_bytes, *, kernels=1):  # type: ignore[no-untyped-def]
+        return priced(0.0 * np.asarray(moved_bytes))
+
+    def collective(self, kind, message_bytes, ranks, nodes):  # type: ignore[no-untyped-def]
+        return priced(np.broadcast_arrays(message_bytes, ranks)[0] * (2.0 if kind == "all_reduce" else 1.0))
+
+    def host_copy(self, copied_bytes, direction):  # type: ignore[no-untyped-def]
+        return priced(2.0 * np.asarray(copied_bytes))
+
+    def host_adam(self, parameters):  # type: ignore[no-untyped-def]
+        return priced(5.0 * np.asarray(parameters))
+
+    def device_adam(self, parameters):  # type: ignore[no-untyped-def]
+        return priced(0.5 * np.asarray(parameters))
+
+    def interference(self):  # type: ignore[no-untyped-def]
+        return no_interference()
+
+
+def array(value: float) -> np.ndarray:
+    return np.asarray(float(value))
+
+
+BLOCK = LayerLoad(
+    forward_s=array(1000),
+    backward_s=array(2000),
+    forward_collective_s=array(10),
+    backward_collective_s=array(20),
+    parameters=array(PARAMETERS),
+    saved_bytes=array(50),
+    input_bytes=array(5),
+    selective_s=array(100),
+    selective_collective_s=array(1),
+)
+GRID = StageGrid(
+    role=StageRole.MIDDLE,
+    nodes=1,
+    gpus_per_node=4,
+    sequence_parallel=False,
+    selective=False,
+    layers=array(6),
+    ckpt=array(0),
+    in_flight=array(1),
+    micro_batch=array(1),
+    dp=array(4),
+    tp=array(1),
+    zero=array(1),
+    grad_accum=array(8),
+    weights_offload=array(0),
+    grads_offload=array(0),
+    optimizer_offload=array(0),
+    activations_offload=array(0),
+    stages=3,
+)
+
+
+def terms_of(target: str, grid: StageGrid = GRID, **execution: Any) -> tuple[dict[str, float], dict[str, float]]:
+    switches = Execution(**execution)
+    context = TimeContext(
+        prices=OneSecondPerByte(),
+        template=template_of(target, switches),  # type: ignore[arg-type]
+        interference=no_interference(),
+        weight_bytes=2.0,
+        grad_bytes=2.0,
+        optimizer_bytes=12.0,
+        tensor_collectives_overlap=bool(switches.tp_comm_overlap),
+        cluster_gpus_per_node=4,
+        context_parallel=1,
+        without=frozenset(),
+    )
+    loads = StageLoads(block=BLOCK, embedding=None, head=None, boundary_bytes=array(7))
+    result = stage_terms(grid, loads, context)
+    return tuple(  # type: ignore[return-value]
+        {name: float(term.at(grid.layers, grid.ckpt)) for name, term in terms.items()}
+        for terms in (result.stable, result.delta)
+    )
+
+
+def test_plain_data_parallel_megatron() -> None:
+    stable, delta = terms_of("megatron", replace(GRID, zero=array(0)))
+    assert stable["forward"] == 6 * 1000
+    assert stable["backward"] == 6 * 2000
+    assert stable["tensor_parallel"] == 6 * (10 + 20)
+    assert stable["recompute"] == 0
+    assert stable["pipeline_p2p"] == 2 * 7
+    # One all-reduce of 6 layers' fp16 gradients after the last backward pass, at 2 s per byte.
+    assert delta["gradient_reduction"] == 2 * 2 * 6 * PARAMETERS
+    assert delta["weight_gather"] == 0
+    assert delta["optimizer_compute"] == 0.5 * 6 * PARAMETERS
+
+
+def test_distributed_optimizer_shards_the_step() -> None:
+    _, delta = terms_of("megatron")
+    assert delta["gradient_reduction"] == 2 * 6 * PARAMETERS
+    assert delta["weight_gather"] == 2 * 6 * PARAMETERS
+    assert delta["optimizer_compute"] == 0.5 * 6 * PARAMETERS / 4
+
+
+def test_overlapped_reduction_hides_behind_the_last_backward() -> None:
+    _, delta = terms_of("megatron", overlap_grad_reduce=True, overlap_param_gather=True)
+    assert "gradient_reduction" not in delta
+    # 200 s of reduction beside 2000 s of compute: only the last layer's own reduction stands alone.
+    assert delta["last_backward_traffic"] == pytest.approx(2 * PARAMETERS)
+    assert delta["first_forward_traffic"] == pytest.approx(2 * PARAMETERS)
+
+
+def test_full_and_selective_recomputation() -> None:
+    stable, _ = terms_of("megatron", replace(GRID, ckpt=array(2)))
+    assert stable["recompute"] == 2 * 1000
+    assert stable["tensor_parallel"] == 6 * 30 + 2 * 10
+    stable, _ = terms_of("megatron", replace(GRID, selective=True))
+    assert stable["recompute"] == 6 * 100
+    assert stable["tensor_parallel"] == 6 * 31
+    stable, _ = terms_of("megatron", replace(GRID, selective=True, ckpt=array(2)))
+    assert stable["recompute"] == 2 * 1000 + 4 * 100
+
+
+def test_zero3_gathers_and_reduces_every_micro_batch() -> None:
+    stable, delta = terms_of("deepspeed", replace(GRID, zero=array(3), stages=1))
+    # Gathers (200 s) hide behind forward (1000 s) and backward; the first one of each pass does not, nor the last reduction.
+    assert stable["exposed_traffic"] == 0
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(200 + 200 + 200)
+    assert delta["gradient_reduction"] == 0
+    assert delta["optimizer_compute"] == 0.5 * 6 * PARAMETERS / 4
+
+
+def test_zero2_of_deepspeed_stops_for_its_reductions_unless_told_to_overlap() -> None:
+    grid = replace(GRID, zero=array(2), stages=1)
+    stable, _ = terms_of("deepspeed", grid)
+    assert stable["tensor_parallel"] == 6 * 30
+    assert stable["blocking_data_parallel"] == 6 * 2 * PARAMETERS
+    stable, _ = terms_of("deepspeed", grid, overlap_grad_reduce=True)
+    assert stable["blocking_data_parallel"] == 0
+
+
+def test_host_adam_of_an_offloaded_optimizer() -> None:
+    _, delta = terms_of("megatron+patches", replace(GRID, optimizer_offload=array(0.5)))
+    share = 6 * PARAMETERS / 4 * 0.5
+    assert delta["optimizer_compute"] == 0.5 * share
+    assert delta["host_adam"] == 5.0 * share
+    assert delta["host_adam_copies"] == 2.0 * (2 + 2) * share
+
+
+def test_mist_swaps_optimizer_states_behind_the_first_forward() -> None:
+    stable, delta = terms_of("mist", replace(GRID, optimizer_offload=array(1.0)))
+    assert stable["exposed_traffic"] == 0
+    # Per layer in (and out): 2 s * 12 B * 25 parameters = 600 s, hidden behind 1012.5 s of forward and step,
+    # except the first layer's swap in and the last one's swap out; gathers of 200 s hide too, but for the first,
+    # which arrives beside the longer swap.
+    assert delta["first_forward_traffic"] == pytest.approx(600 + 600)
+    assert delta["optimizer_compute"] == pytest.approx(6 * 0.5 * 25)
+    assert delta["last_backward_traffic"] == pytest.approx(2 * PARAMETERS)
+    assert "host_adam" not in delta
+
+
+def test_activation_offload_copies_out_and_in() -> None:
+    stable, _ = terms_of("mist", replace(GRID, activations_offload=array(1.0)))
+    # 2 s * 50 B each way, hidden behind compute, but for the last layer's way out and back.
+    assert stable["exposed_traffic"] == 0
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(100 + 100)
+    slow = replace(GRID, activations_offload=array(1.0), ckpt=GRID.layers)
+    assert terms_of("mist", slow)[0]["pipeline_fill_of_layers"] == pytest.approx(10 + 10)
+
+
+def test_interleaved_boundaries() -> None:
+    stable, delta = terms_of("mist", replace(GRID, vpp=2))
+    assert stable["pipeline_p2p"] == 2 * 2 * 7
+    stable, delta = terms_of("megatron", replace(GRID, vpp=2))
+    assert "pipeline_p2p" not in stable
+    assert delta["pipeline_p2p"] == 2 * 2 * 7
+
+
+def test_tensor_parallel_overlap_moves_collectives_beside_compute() -> None:
+    stable, _ = terms_of("megatron", tp_comm_overlap=True)
+    assert stable["tensor_parallel"] == 0
+
+
+def test_groups_and_nodes() -> None:
+    assert nodes_spanned(np.array([8.0]), np.array([1.0]), 8)[0] == 1
+    assert nodes_spanned(np.array([16.0]), np.array([1.0]), 8)[0] == 2
+    # Data parallel over 8 ranks with tensor parallel 4 on nodes of 8: two ranks a node.
+    assert nodes_spanned(np.array([8.0]), np.array([4.0]), 8)[0] == 4
+    assert boundary_crossing_share(4, 8, 8) == 1.0
+    assert boundary_crossing_share(4, 2, 8) == 0.0
+    assert boundary_crossing_share(8, 2, 8) == pytest.approx(1 / 7)
+    assert [role_of(i, 3) for i in range(3)] == [StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST]
+    assert role_of(0, 1) is StageRole.ONLY
