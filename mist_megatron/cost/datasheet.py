@@ -73,9 +73,7 @@ class DatasheetPrices:
         c = self.curves
         flops = 2.0 * m * n * k * batch
         area = m * n * batch
-        efficiency = (
-            c.gemm_peak_fraction * area / (area + c.gemm_half_area) * k / (k + c.gemm_half_depth)
-        )
+        efficiency = c.gemm_peak_fraction * area / (area + c.gemm_half_area) * k / (k + c.gemm_half_depth)
         busy = flops / (self.matrix_flops_per_s * np.maximum(efficiency, 1e-6))
         moved = 2.0 * batch * (m * k + k * n + m * n) / (self.memory_bytes_per_s * c.memory_fraction)
         return _extrapolated(np.maximum(np.maximum(busy, moved), kernels * c.launch_s))
@@ -109,9 +107,7 @@ class DatasheetPrices:
         floor = np.where(np.asarray(moved_bytes) > 0.0, kernels * c.launch_s, 0.0)
         return _extrapolated(np.maximum(seconds, floor))
 
-    def collective(
-        self, kind: Collective, message_bytes: Array, ranks: Array, nodes: Array
-    ) -> Priced:
+    def collective(self, kind: Collective, message_bytes: Array, ranks: Array, nodes: Array) -> Priced:
         c = self.curves
         message, size, spans = np.broadcast_arrays(
             *(np.asarray(value, dtype=np.float64) for value in (message_bytes, ranks, nodes))
@@ -135,9 +131,7 @@ class DatasheetPrices:
 
     def host_copy(self, copied_bytes: Array, direction: Literal["h2d", "d2h"]) -> Priced:
         c = self.curves
-        rate = (
-            self.host_to_device_bytes_per_s if direction == "h2d" else self.device_to_host_bytes_per_s
-        )
+        rate = self.host_to_device_bytes_per_s if direction == "h2d" else self.device_to_host_bytes_per_s
         copied = np.asarray(copied_bytes, dtype=np.float64)
         seconds = copied / (rate * c.host_copy_fraction) + c.host_copy_latency_s
         return _extrapolated(np.where(copied > 0.0, seconds, 0.0))

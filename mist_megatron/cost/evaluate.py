@@ -12,15 +12,8 @@ from mist_megatron.cost.communication import nodes_spanned, template_of
 from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
 from mist_megatron.cost.pricing import Prices
 from mist_megatron.cost.stage import PassTime, StageProgram, price_passes
-from mist_megatron.cost.stage_time import (
-    LayerLoad,
-    Linear,
-    StageLoads,
-    StageTerms,
-    TimeContext,
-    stage_terms,
-    totals,
-)
+from mist_megatron.cost.stage_time import stage_terms
+from mist_megatron.cost.terms import LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
 from mist_megatron.spec.job import Job
 
 __all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "StageRole"]

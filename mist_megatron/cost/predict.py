@@ -11,7 +11,7 @@ import numpy as np
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, role_of
 from mist_megatron.cost.iteration import IterationTime, StageTiming, iteration_time
-from mist_megatron.cost.stage_time import Linear
+from mist_megatron.cost.terms import Linear
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.layout import in_flight

@@ -84,17 +84,14 @@ def stage_program_from_document(document: Any) -> StageProgram | None:
     except (TypeError, KeyError, ValueError):
         return None
     sane = all(
-        u.layer in LAYER_KINDS and u.run in PASSES and 0 <= u.item < len(items) and u.count > 0
-        for u in uses
+        u.layer in LAYER_KINDS and u.run in PASSES and 0 <= u.item < len(items) and u.count > 0 for u in uses
     )
     if program is None or not sane:
         return None
     return StageProgram(program, items, uses)
 
 
-def build_stage_program(
-    layers: Mapping[str, Sequence[Operator]], sizes: Mapping[str, Expr]
-) -> StageProgram:
+def build_stage_program(layers: Mapping[str, Sequence[Operator]], sizes: Mapping[str, Expr]) -> StageProgram:
     """`layers` maps each of LAYER_KINDS to its operators; `sizes` are further named expressions
     (parameters, saved bytes, memory terms) compiled along, so that they share subexpressions."""
     table = _WorkTable()
@@ -133,8 +130,7 @@ class _WorkTable:
 
     def uses(self) -> tuple[Use, ...]:
         return tuple(
-            Use(layer, run, item, count, weight)
-            for (layer, run, item, weight), count in self._counts.items()
+            Use(layer, run, item, count, weight) for (layer, run, item, weight), count in self._counts.items()
         )
 
 

@@ -12,7 +12,8 @@ from mist_megatron.cost.communication import boundary_crossing_share, nodes_span
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.overlap import no_interference
 from mist_megatron.cost.pricing import Priced
-from mist_megatron.cost.stage_time import LayerLoad, StageLoads, TimeContext, stage_terms
+from mist_megatron.cost.stage_time import stage_terms
+from mist_megatron.cost.terms import LayerLoad, StageLoads, TimeContext
 from mist_megatron.spec.plan import Execution
 
 PARAMETERS = 100.0
@@ -88,7 +89,9 @@ GRID = StageGrid(
 )
 
 
-def terms_of(target: str, grid: StageGrid = GRID, **execution: Any) -> tuple[dict[str, float], dict[str, float]]:
+def terms_of(
+    target: str, grid: StageGrid = GRID, **execution: Any
+) -> tuple[dict[str, float], dict[str, float]]:
     switches = Execution(**execution)
     context = TimeContext(
         prices=OneSecondPerByte(),
@@ -151,7 +154,8 @@ def test_full_and_selective_recomputation() -> None:
 
 def test_zero3_gathers_and_reduces_every_micro_batch() -> None:
     stable, delta = terms_of("deepspeed", replace(GRID, zero=array(3), stages=1))
-    # Gathers (200 s) hide behind forward (1000 s) and backward; the first one of each pass does not, nor the last reduction.
+    # Gathers (200 s) hide behind forward (1000 s) and backward;
+    # the first one of each pass does not, nor the last reduction.
     assert stable["exposed_traffic"] == 0
     assert stable["pipeline_fill_of_layers"] == pytest.approx(200 + 200 + 200)
     assert delta["gradient_reduction"] == 0
@@ -179,8 +183,8 @@ def test_mist_swaps_optimizer_states_behind_the_first_forward() -> None:
     stable, delta = terms_of("mist", replace(GRID, optimizer_offload=array(1.0)))
     assert stable["exposed_traffic"] == 0
     # Per layer in (and out): 2 s * 12 B * 25 parameters = 600 s, hidden behind 1012.5 s of forward and step,
-    # except the first layer's swap in and the last one's swap out; gathers of 200 s hide too, but for the first,
-    # which arrives beside the longer swap.
+    # except the first layer's swap in and the last one's swap out; gathers of 200 s hide
+    # too, but for the first, which arrives beside the longer swap.
     assert delta["first_forward_traffic"] == pytest.approx(600 + 600)
     assert delta["optimizer_compute"] == pytest.approx(6 * 0.5 * 25)
     assert delta["last_backward_traffic"] == pytest.approx(2 * PARAMETERS)

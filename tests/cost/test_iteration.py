@@ -37,9 +37,7 @@ def pipeline_makespan(forward: list[float], backward: list[float], micro_batches
     return max(clock)
 
 
-@pytest.mark.parametrize(
-    ("stages", "micro_batches"), [(1, 1), (1, 5), (2, 4), (4, 4), (4, 16), (8, 9)]
-)
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 5), (2, 4), (4, 4), (4, 16), (8, 9)])
 def test_equal_stages_are_exact(stages: int, micro_batches: int) -> None:
     timing = [StageTiming(stable_s=3.0, delta_s=0.0)] * stages
     truth = pipeline_makespan([1.0] * stages, [2.0] * stages, micro_batches)
@@ -64,7 +62,7 @@ def test_unequal_stages_are_bounded_from_above(times: list[float]) -> None:
 def test_extras_hide_behind_earlier_stages() -> None:
     timing = [StageTiming(stable_s=2.0, delta_s=0.5), StageTiming(stable_s=3.0, delta_s=2.25)]
     result = iteration_time(timing, 4)
-    # 3 * 3 + (2 + 3) + max(0.5, 2.25 - 2)
+    # Steady 3 times 3, one pass of 2 and 3, and the larger of 0.5 and 2.25 less 2.
     assert result.total_s == pytest.approx(9.0 + 5.0 + 0.5)
     assert (result.slowest_stage, result.binding_extra_stage) == (1, 0)
 
@@ -95,7 +93,5 @@ def test_zero_bubble_h1_has_a_third_of_the_bubble_when_the_three_parts_are_equal
 def test_parts_add_up_and_bubble_is_the_waiting_share() -> None:
     timing = [StageTiming(stable_s=1.0, delta_s=0.25)] * 4
     result = iteration_time(timing, 12)
-    assert result.total_s == pytest.approx(
-        result.steady_s + result.ramp_s + result.first_and_last_s
-    )
+    assert result.total_s == pytest.approx(result.steady_s + result.ramp_s + result.first_and_last_s)
     assert result.bubble_fraction == pytest.approx(3.0 / 15.25)

@@ -1,0 +1,76 @@
+"""What a stage pays once per optimizer step, and at its boundaries with its neighbours."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mist_megatron.cost.communication import boundary_crossing_share
+from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.pricing import Array
+from mist_megatron.cost.terms import Linear, StageLoads, TimeContext, add_term
+from mist_megatron.cost.traffic import host_copy, layer_traffic, whole_buckets
+
+
+def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: dict[str, Linear]) -> None:
+    """What happens once per step and stops compute: reductions and gathers that nothing hides, the
+    optimizer at the end of the step, and updates on the host."""
+    template, prices, zero = context.template, context.prices, grid.zero
+    count = grid.layers * loads.block.parameters
+    for load in (loads.embedding, loads.head):
+        if load is not None:
+            count = count + load.parameters
+    if not template.last_reduce_overlaps:
+        whole = context.grad_bytes * count
+        scatter = whole_buckets("reduce_scatter", whole, context.grad_bytes, grid, context)
+        reduce = whole_buckets("all_reduce", whole, context.grad_bytes, grid, context)
+        once = np.where(zero == 1, scatter, np.where(zero == 0, reduce, 0.0))
+        delta["gradient_reduction"] = Linear(once)
+    if not template.first_gather_overlaps:
+        whole = context.weight_bytes * count
+        gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context)
+        delta["weight_gather"] = Linear(np.where((zero == 1) | (zero == 2), gather, 0.0))
+    if template.step_in_first_forward:
+        steps = layer_traffic(grid, loads.block, context).step_compute_s
+        add_term(delta, "optimizer_compute", Linear(per_layer=steps))
+        return
+    share = count / np.where(zero >= 1, grid.dp, 1.0)
+    on_host = share * grid.optimizer_offload
+    compute = prices.device_adam(share - on_host).seconds
+    if template.grad_norm_pass:
+        # The norm reads every gradient, scaling reads and writes it.
+        compute = compute + prices.memory_bound(3.0 * context.grad_bytes * share).seconds
+    delta["optimizer_compute"] = Linear(compute)
+    if np.any(grid.optimizer_offload):
+        still_on_device = 1.0 - grid.grads_offload
+        delta["host_adam"] = Linear(prices.host_adam(on_host).seconds)
+        delta["host_adam_copies"] = Linear(
+            host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
+            + host_copy(context.weight_bytes * on_host, "h2d", context)
+        )
+
+
+def boundary_terms(
+    grid: StageGrid,
+    boundary_bytes: Array,
+    context: TimeContext,
+    stable: dict[str, Linear],
+    delta: dict[str, Linear],
+) -> None:
+    """Activations to the next stage and their gradients back. A stage with two neighbours meets two
+    exchanges per micro-batch, one at an end of the pipeline meets one, so that their sum over the stages
+    is the 2 (S-1) hops of one micro-batch there and back."""
+    if grid.stages <= 1:
+        return
+    gpus = grid.nodes * grid.gpus_per_node
+    share = boundary_crossing_share(grid.stages, gpus, context.cluster_gpus_per_node)
+    inside, across = (
+        context.prices.collective("send_recv", boundary_bytes, np.asarray(2.0), np.asarray(nodes)).seconds
+        for nodes in (1.0, 2.0)
+    )
+    hop = (1.0 - share) * inside + share * across
+    exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
+    if grid.vpp > 1 and context.template.boundary_overlaps_when_interleaved:
+        # Hidden in the steady state; the first and last micro-batch still wait for every hop.
+        delta["pipeline_p2p"] = Linear(2.0 * (grid.stages - 1) * hop)
+        return
+    stable["pipeline_p2p"] = Linear(exchanges * grid.vpp * hop)

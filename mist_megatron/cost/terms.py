@@ -1,0 +1,105 @@
+"""The vocabulary of stage times: linear terms, what one layer costs alone, and what stages have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mist_megatron.cost.communication import Template
+from mist_megatron.cost.pricing import Array, Prices
+
+ZERO = np.zeros(())
+
+
+@dataclass(frozen=True)
+class Linear:
+    """fixed + layers * per_layer + ckpt * per_ckpt."""
+
+    fixed: Array = field(default_factory=lambda: ZERO)
+    per_layer: Array = field(default_factory=lambda: ZERO)
+    per_ckpt: Array = field(default_factory=lambda: ZERO)
+
+    def at(self, layers: Array, ckpt: Array) -> Array:
+        value = self.fixed
+        if np.any(self.per_layer):
+            value = value + layers * self.per_layer
+        if np.any(self.per_ckpt):
+            value = value + ckpt * self.per_ckpt
+        return value
+
+    def __add__(self, other: Linear) -> Linear:
+        return Linear(
+            self.fixed + other.fixed,
+            self.per_layer + other.per_layer,
+            self.per_ckpt + other.per_ckpt,
+        )
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """One layer's passes on one tensor-parallel rank, arrays over (micro-batch, tp)."""
+
+    forward_s: Array
+    backward_s: Array
+    forward_collective_s: Array
+    backward_collective_s: Array
+    parameters: Array
+    saved_bytes: Array = field(default_factory=lambda: ZERO)
+    """Kept for backward by a layer that is not recomputed in full."""
+    input_bytes: Array = field(default_factory=lambda: ZERO)
+    """Kept by a layer that is."""
+    selective_s: Array = field(default_factory=lambda: ZERO)
+    selective_collective_s: Array = field(default_factory=lambda: ZERO)
+    weight_grad_s: Array = field(default_factory=lambda: ZERO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeContext:
+    """What one evaluator's stages have in common."""
+
+    prices: Prices
+    template: Template
+    interference: Array
+    weight_bytes: float
+    grad_bytes: float
+    optimizer_bytes: float
+    """Bytes per parameter of master weights and moments: what a swap of optimizer states copies."""
+    tensor_collectives_overlap: bool
+    cluster_gpus_per_node: int
+    context_parallel: int
+    without: frozenset[str]
+    """Names of terms that are left out, for comparison with models that leave them out."""
+
+
+@dataclass(frozen=True)
+class StageLoads:
+    """The layers of a stage's role; None where the role has no such layer."""
+
+    block: LayerLoad
+    embedding: LayerLoad | None
+    head: LayerLoad | None
+    boundary_bytes: Array
+    """One activation at a stage boundary, per rank."""
+
+
+@dataclass(frozen=True)
+class StageTerms:
+    """Named parts of t and d; each dictionary sums to its total."""
+
+    stable: dict[str, Linear]
+    delta: dict[str, Linear]
+
+
+def totals(terms: Mapping[str, Linear]) -> Linear:
+    """The sum of all terms, still linear."""
+    total = Linear()
+    for term in terms.values():
+        total = total + term
+    return total
+
+
+def add_term(terms: dict[str, Linear], name: str, term: Linear) -> None:
+    """Add to the term of that name, or begin it."""
+    terms[name] = terms[name] + term if name in terms else term

@@ -1,0 +1,106 @@
+"""Seconds, alone, of all that layers and stages move: data-parallel collectives and host copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mist_megatron.cost.communication import nodes_spanned
+from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.pricing import Array, Collective
+from mist_megatron.cost.terms import ZERO, LayerLoad, TimeContext
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds (alone) of what one layer moves, before asking what hides it."""
+
+    gather_s: Array
+    reduce_s: Array
+    weights_in_s: Array
+    grads_in_s: Array
+    grads_out_s: Array
+    step_in_s: Array
+    step_out_s: Array
+    step_compute_s: Array
+
+
+def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Traffic:
+    """All volumes of one layer by ZeRO level and offload ratios, priced."""
+    template, prices = context.template, context.prices
+    count, zero, dp = load.parameters, grid.zero, grid.dp
+    weights = context.weight_bytes * count
+    weight_shard = weights / np.where(zero >= 3, dp, 1.0)
+    grad_shard = context.grad_bytes * count / np.where(zero >= 2, dp, 1.0)
+    step_share = count / np.where(zero >= 1, dp, 1.0)
+    weights_out = grid.weights_offload * weight_shard
+    grads_out = grid.grads_offload * grad_shard
+    states_out = grid.optimizer_offload * context.optimizer_bytes * step_share
+    swaps = template.step_in_first_forward and not template.adam_on_host
+    compute: Array = ZERO
+    if template.step_in_first_forward and "optimizer_compute" not in context.without:
+        on_device = 1.0 - (0.0 if swaps else 1.0) * grid.optimizer_offload
+        compute = prices.device_adam(step_share * on_device).seconds
+    reduce_bytes = context.grad_bytes * count
+    gather = collective("all_gather", weights, grid, context)
+    reduce_scatter = bucketed("reduce_scatter", reduce_bytes, grid, context)
+    all_reduce = bucketed("all_reduce", reduce_bytes, grid, context)
+    return Traffic(
+        gather_s=gather,
+        reduce_s=np.where(zero >= 1, reduce_scatter, all_reduce),
+        weights_in_s=host_copy(weights_out, "h2d", context),
+        # Mist adds on the device, so old gradients come back; a host that updates also adds.
+        grads_in_s=host_copy(grads_out, "h2d", context) if not template.adam_on_host else ZERO,
+        grads_out_s=host_copy(grads_out, "d2h", context),
+        step_in_s=host_copy(states_out + grads_out, "h2d", context) if swaps else ZERO,
+        step_out_s=host_copy(states_out + weights_out, "d2h", context) if swaps else ZERO,
+        step_compute_s=compute,
+    )
+
+
+def collective(kind: Collective, message_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
+    """Over the data-parallel group of the stage; nothing for a group of one."""
+    if not np.any(grid.dp > 1.0):
+        return ZERO
+    stride = grid.tp * context.context_parallel
+    nodes = np.minimum(nodes_spanned(grid.dp, stride, grid.gpus_per_node), grid.nodes)
+    seconds = context.prices.collective(kind, message_bytes, grid.dp, nodes).seconds
+    return np.where(grid.dp > 1.0, seconds, 0.0)
+
+
+def bucketed(kind: Collective, layer_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
+    """A layer's share of full buckets: keeps overlapped traffic linear in layers."""
+    if context.template.bucket_elements is None:
+        return collective(kind, layer_bytes, grid, context)
+    bucket = _bucket_bytes(context.grad_bytes, grid, context)
+    return collective(kind, bucket, grid, context) * (layer_bytes / bucket)
+
+
+def whole_buckets(
+    kind: Collective,
+    whole_bytes: Array,
+    bytes_per_element: float,
+    grid: StageGrid,
+    context: TimeContext,
+) -> Array:
+    """A whole stage at once, in full buckets or one smaller message."""
+    if context.template.bucket_elements is None:
+        return collective(kind, whole_bytes, grid, context)
+    bucket = np.minimum(_bucket_bytes(bytes_per_element, grid, context), whole_bytes)
+    return collective(kind, bucket, grid, context) * (whole_bytes / np.maximum(bucket, 1.0))
+
+
+def _bucket_bytes(bytes_per_element: float, grid: StageGrid, context: TimeContext) -> Array:
+    template = context.template
+    elements = np.maximum(template.bucket_elements or 0.0, template.bucket_elements_per_rank * grid.dp)
+    return np.asarray(bytes_per_element * elements, dtype=np.float64)
+
+
+def host_copy(copied_bytes: Array, direction: str, context: TimeContext) -> Array:
+    """One copy per layer, `h2d` or `d2h`; nothing when nothing is offloaded."""
+    if not np.any(copied_bytes):
+        return ZERO
+    if direction == "h2d":
+        return context.prices.host_copy(copied_bytes, "h2d").seconds
+    return context.prices.host_copy(copied_bytes, "d2h").seconds
