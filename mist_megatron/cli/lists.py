@@ -41,10 +41,9 @@ def gpus(*, output: OutputOptions) -> None:
     )
     if not output.json:
         output.people.print(
-            "\nTFLOP/s of dense matrix products; GiB of memory and its GB/s; GB/s per GPU to the"
-            "\nothers of its node and to the host; GB/s per node of the usual network."
-            "\nSources of all figures: --json."
-            f"\nDefault: {DEFAULT_GPU}."
+            "\nTFLOP/s of dense matrix products; GiB of memory and its GB/s; GB/s per GPU to the others of "
+            "its node and to the host; GB/s per node of the usual network. Default: "
+            f"{DEFAULT_GPU}. Sources of all figures: --json."
         )
 
 
