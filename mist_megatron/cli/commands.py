@@ -41,8 +41,10 @@ class CommandEntry:
 
 
 LISTS = "What is known"
+FILES = "Files for the frameworks"
 
 COMMANDS: tuple[CommandEntry, ...] = (
+    CommandEntry("emit", "emit:emit", "Writes files that Megatron-core or DeepSpeed run as they are.", FILES),
     CommandEntry("models", "lists:models", "Model presets with their shapes and parameter counts.", LISTS),
     CommandEntry("gpus", "lists:gpus", "The GPU catalogue, with the source of each figure.", LISTS),
     CommandEntry("recipes", "recipes:RECIPES", "Tuned plans that come with this package.", LISTS),

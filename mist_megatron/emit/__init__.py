@@ -1,1 +1,1 @@
-"""Plan -> text: files that Megatron-core, DeepSpeed and their launchers run as they are. Pure, but for write.py."""
+"""Plan -> text that Megatron-core, DeepSpeed and their launchers run as it is; pure but for write.py."""

@@ -5,6 +5,8 @@ Flags of megatron-core 0.19; names and rules are held against its own parser by 
 
 from __future__ import annotations
 
+from typing import Any
+
 from mist_megatron.emit.flags import Flags, arguments, flag, when
 from mist_megatron.emit.megatron_model import (
     attention_flags,
@@ -12,16 +14,17 @@ from mist_megatron.emit.megatron_model import (
     precision_flags,
     vocabulary_flags,
 )
-from mist_megatron.emit.megatron_rules import NATIVE, PATCHED, recompute_layers, refusals
+from mist_megatron.emit.megatron_rules import refusals
 from mist_megatron.emit.refusal import refuse
 from mist_megatron.emit.stages_json import chunk_layers, stages_document
 from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.target import require_runnable
 
-OFFLOAD_MODULES = ("core_attn", "attn_proj", "qkv_linear")
-"""Modules of a dense layer that fine-grained activation offload knows (TC:1323); the MLP is not among them."""
+PATCH_OF = {"optimizer": "exact_optimizer_fraction", "activations": "activation_offload"}
+"""Kind of offloaded bytes -> the patch of mist_patches that carries out its fraction exactly."""
 
 
-def common_flags(plan: Plan, target: str) -> Flags:
+def common_flags(plan: Plan) -> Flags:
     """Arguments that every rank gets."""
     tp = plan.stages[0].tp
     return (
@@ -33,7 +36,7 @@ def common_flags(plan: Plan, target: str) -> Flags:
         *grid_flags(plan),
         *pipeline_flags(plan),
         *sharding_flags(plan),
-        *offload_flags(plan, target),
+        *offload_flags(plan),
         *execution_flags(plan),
     )
 
@@ -69,22 +72,12 @@ def layout(plan: Plan) -> str:
 
 
 def pipeline_flags(plan: Plan) -> Flags:
-    """The layout says any split; the interleaving follows from its length, so no other flag may say it (A:928)."""
+    """The layout says any split and, by its length, the interleaving: no other flag may say it (A:928)."""
     return when(len(plan.stages) > 1, flag("--pipeline-model-parallel-layout", layout(plan)))
 
 
 def sharding_flags(plan: Plan) -> Flags:
-    """ZeRO 1 is the distributed optimizer, 2 and 3 are Megatron-FSDP with its checkpoint format."""
-    zero, spread = plan.stages[0].zero, plan.stages[0].dp > 1
-    if spread and zero >= 2:
-        strategy = "optim_grads" if zero == 2 else "optim_grads_params"
-        return (
-            flag("--use-megatron-fsdp"),
-            flag("--use-distributed-optimizer"),
-            flag("--data-parallel-sharding-strategy", strategy),
-            flag("--ckpt-format", "fsdp_dtensor"),
-            flag("--no-gradient-accumulation-fusion"),
-        )
+    """ZeRO 1 is the distributed optimizer."""
     return when(distributed_optimizer(plan), flag("--use-distributed-optimizer"))
 
 
@@ -98,52 +91,50 @@ def offloads_optimizer(plan: Plan) -> bool:
     return any(stage.offload.optimizer > 0 for stage in plan.stages)
 
 
-def offload_flags(plan: Plan, target: str) -> Flags:
-    """What all stages share; fractions are per stage. The optimizer's class must not differ between stages."""
-    states = (
+def offload_flags(plan: Plan) -> Flags:
+    """What all stages share: the optimizer's class must not differ between them, only the fraction may."""
+    return when(
+        offloads_optimizer(plan),
         flag("--optimizer-cpu-offload"),
         flag("--use-precision-aware-optimizer"),
         flag("--overlap-cpu-optimizer-d2h-h2d"),
     )
-    activations = target == NATIVE and any(stage.offload.activations > 0 for stage in plan.stages)
-    fine = (flag("--fine-grained-activation-offloading"), flag("--offload-modules", *OFFLOAD_MODULES))
-    return (*when(offloads_optimizer(plan), *states), *when(activations, *fine))
 
 
 def execution_flags(plan: Plan) -> Flags:
-    """Gradient width, overlaps and fused loss; overlaps only where there is something to overlap.
+    """Gradient width, overlaps and fused loss.
 
-    An unset width is 4 bytes and an unset overlap is on: what Megatron's own large-model examples use.
+    None means what the prediction took it for: gradients in 4 bytes, no overlap that Megatron's own defaults
+    do not turn on. Overlaps only where there is something to overlap; the gather needs both
+    the reduction's overlap and the distributed optimizer (A:1023).
     """
-    execution, training = plan.execution, plan.training
+    execution, half = plan.execution, plan.execution.grad_bytes == 2
     spread = plan.stages[0].dp * execution.context_parallel > 1
-    half = execution.grad_bytes == 2
-    gather = spread and distributed_optimizer(plan) and not offloads_optimizer(plan)
-    reduce = spread and execution.overlap_grad_reduce is not False
+    reduce = spread and bool(execution.overlap_grad_reduce)
+    gather = reduce and distributed_optimizer(plan) and bool(execution.overlap_param_gather)
     return (
-        *when(half and training.precision != "fp16", flag("--grad-reduce-in-bf16")),
+        *when(half and plan.training.precision != "fp16", flag("--grad-reduce-in-bf16")),
         *when(not half, flag("--accumulate-allreduce-grads-in-fp32")),
         *when(reduce, flag("--overlap-grad-reduce")),
-        *when(
-            reduce and gather and execution.overlap_param_gather is not False, flag("--overlap-param-gather")
-        ),
+        *when(gather, flag("--overlap-param-gather")),
         *when(bool(execution.tp_comm_overlap), flag("--tp-comm-overlap")),
         *when(bool(execution.fused_cross_entropy), flag("--cross-entropy-loss-fusion")),
     )
 
 
-def stage_flags(plan: Plan, index: int, target: str) -> Flags:
-    """Arguments of one stage's ranks, put behind the common ones."""
+def stage_flags(plan: Plan, index: int) -> Flags:
+    """Arguments of one stage's ranks, put behind the common ones.
+
+    Recomputed layers are counted in each virtual stage (core/recompute.py:167). A fraction of 0 is said too:
+    the parser's own default is 1.
+    """
     stage = plan.stages[index]
-    count = recompute_layers(plan, index)
-    full = stage.recompute == "full" and bool(count)
-    fine = target == NATIVE and stage.offload.activations > 0
     return (
         *when(
-            full,
+            stage.recompute == "full" and stage.ckpt > 0,
             flag("--recompute-granularity", "full"),
             flag("--recompute-method", "block"),
-            flag("--recompute-num-layers", count),
+            flag("--recompute-num-layers", stage.ckpt // plan.vpp),
         ),
         *when(
             stage.recompute == "selective",
@@ -151,51 +142,39 @@ def stage_flags(plan: Plan, index: int, target: str) -> Flags:
             flag("--recompute-modules", "core_attn"),
         ),
         *when(offloads_optimizer(plan), flag("--optimizer-offload-fraction", f"{stage.offload.optimizer:g}")),
-        *when(fine, flag("--activation-offload-fraction", f"{stage.offload.activations:g}")),
     )
 
 
-def environment(plan: Plan, target: str) -> dict[str, str | None]:
-    """Variables that decide correctness, not taste; None means: must not be set."""
-    stage = plan.stages[0]
-    variables: dict[str, str | None] = {}
-    if stage.zero >= 2 and stage.dp > 1:
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = None  # A:1166: forbidden with Megatron-FSDP
-    else:
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # A:1477: TP and CP up to Hopper; harmless elsewhere
-    if target == NATIVE and any(stage.offload.activations > 0 for stage in plan.stages):
-        variables["NVTE_CPU_OFFLOAD_V1"] = "1"  # A:1939: Transformer Engine from 2.10 on
-    return variables
+def environment() -> dict[str, str | None]:
+    """Variables that decide correctness, not taste; None would mean: must not be set."""
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # A:1477: TP and CP want it up to Hopper; harmless elsewhere
 
 
-def patches(plan: Plan, target: str) -> tuple[str, ...]:
+def patches(plan: Plan) -> tuple[str, ...]:
     """Names for mist_patches.apply: only what this plan needs."""
-    if target != PATCHED:
+    if plan.target != "megatron+patches":
         return ()
-
-    def any_stage(kind: str) -> bool:
-        return any(getattr(stage.offload, kind) > 0 for stage in plan.stages)
-
-    return (
-        *(("exact_optimizer_fraction",) if any_stage("optimizer") else ()),
-        *(("activation_offload",) if any_stage("activations") else ()),
-        *(("weight_offload",) if any_stage("weights") else ()),
-        *(("gradient_offload",) if any_stage("grads") else ()),
-    )
+    used = [kind for kind in PATCH_OF if any(getattr(stage.offload, kind) > 0 for stage in plan.stages)]
+    return tuple(PATCH_OF[kind] for kind in used)
 
 
-def stages(plan: Plan, target: str) -> dict[str, object]:
-    """The stages.json document of a Megatron plan; refuses what the target cannot run."""
-    refuse(target, refusals(plan, target))
+def require_emittable(plan: Plan) -> None:
+    """Refuse a plan that Megatron would reject, ignore in part, or hang on."""
+    require_runnable(plan)
+    refuse(plan.target, refusals(plan))
+
+
+def stages(plan: Plan) -> dict[str, Any]:
+    """The stages.json document of a plan."""
     return stages_document(
         plan,
         framework="megatron-core",
-        arguments=[arguments(stage_flags(plan, index, target)) for index in range(len(plan.stages))],
-        environment=environment(plan, target),
-        patches=patches(plan, target),
+        arguments=[arguments(stage_flags(plan, index)) for index in range(len(plan.stages))],
+        environment=environment(),
+        patches=patches(plan),
     )
 
 
-def rank_arguments(plan: Plan, target: str, index: int) -> list[str]:
+def rank_arguments(plan: Plan, index: int) -> list[str]:
     """The whole argument list of a rank of one stage, without data, checkpoints and logging."""
-    return arguments((*common_flags(plan, target), *stage_flags(plan, index, target)))
+    return arguments((*common_flags(plan), *stage_flags(plan, index)))

@@ -1,0 +1,71 @@
+"""The README of an emitted folder: what to fill in, how to start, what differs between stages."""
+
+from __future__ import annotations
+
+from mist_megatron.emit.megatron import patches
+from mist_megatron.spec.plan import Plan, StagePlan
+
+
+def readme_text(plan: Plan) -> str:
+    """Markdown, a page."""
+    framework = "DeepSpeed" if plan.target == "deepspeed" else "Megatron-core"
+    script = "TRAIN_SCRIPT" if plan.target == "deepspeed" else "MEGATRON_LM"
+    lines = [
+        f"# {plan.model.name} on {plan.gpus} x {plan.cluster.gpu.name} with {framework}",
+        "",
+        f"Global batch {plan.training.global_batch} sequences of {plan.training.seq_len} tokens, "
+        f"{plan.training.precision}; {plan.grad_accum} micro-batches per step.",
+        "",
+        "| stage | layers | dp | tp | micro-batch | ZeRO | recomputed | offloaded |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        *(_row(index, stage) for index, stage in enumerate(plan.stages)),
+        "",
+        f"1. Fill in `env.sh` (`{script}` at least). Nothing else needs editing.",
+        "2. Start: `./train.sh` on one node, `sbatch slurm.sbatch`,",
+        "   `./deepspeed_launcher.sh` with a hostfile, `kubectl create -f trainjob.yaml` (`pytorchjob.yaml` on the older operator), or",
+        "   `sky launch skypilot.yaml`.",
+        "",
+        *(_deepspeed_notes(plan) if plan.target == "deepspeed" else _megatron_notes(plan)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(index: int, stage: StagePlan) -> str:
+    offload = stage.offload
+    parts = {
+        "weights": offload.weights,
+        "gradients": offload.grads,
+        "optimizer": offload.optimizer,
+        "activations": offload.activations,
+    }
+    moved = ", ".join(f"{name} {share:.3g}" for name, share in parts.items() if share) or "-"
+    again = "attention" if stage.recompute == "selective" else f"{stage.ckpt} of {stage.layers} layers"
+    cells = (index, stage.layers, stage.dp, stage.tp, stage.micro_batch, stage.zero, again, moved)
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _megatron_notes(plan: Plan) -> list[str]:
+    return [
+        "Every node needs `pip install mist-megatron` (its part `mist_patches`) beside Megatron.",
+        "`pretrain.py` adds this rank's arguments from `stages.json`, applies the patches named there,",
+        "and runs your `pretrain_gpt.py` unchanged.",
+        f"Patches of this plan: {', '.join(patches(plan)) or 'none'}.",
+        "",
+        "`args.json` and `args.yaml` hold the same arguments as `args.sh`; `bridge.yaml` those that",
+        "Megatron-Bridge takes. `mist-megatron lint args.sh` checks the folder again after changes.",
+    ]
+
+
+def _deepspeed_notes(plan: Plan) -> list[str]:
+    checkpointing = "on" if plan.stages[0].ckpt else "off"
+    return [
+        "`ds_config.json` says every number, for scripts that call `deepspeed.initialize` and for",
+        "Megatron-DeepSpeed (which builds its optimizer from its own flags). `ds_config_auto.json` is for",
+        "Hugging Face Trainer and Accelerate; `training_arguments.py` and `accelerate_config.yaml` hold",
+        "what must agree with it.",
+        "",
+        f"Activation checkpointing is {checkpointing} in this plan. It is a setting of your script:",
+        "DeepSpeed's JSON has a section for it that acts only where a script asks for it.",
+        "`mist-megatron lint ds_config.json` checks the file again after changes.",
+    ]
