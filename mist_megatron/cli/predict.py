@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from mist_megatron.cli.output import OutputOptions, table
 
@@ -65,10 +66,10 @@ def show_prediction(people: Console, plan: Plan, prediction: Prediction, origin:
     from mist_megatron.cost.predict import binding
 
     cluster = plan.cluster
+    chunks = f" v={plan.vpp}" if plan.vpp > 1 else ""
     people.print(
-        f"[bold]{plan.model.name}[/bold] on {cluster.gpus} x {cluster.gpu.name}, {plan.target}, {plan.schedule}"
-        + (f" v={plan.vpp}" if plan.vpp > 1 else "")
-        + f", {plan.grad_accum} micro-batches"
+        f"[bold]{plan.model.name}[/bold] on {cluster.gpus} x {cluster.gpu.name}, {plan.target}, "
+        f"{plan.schedule}{chunks}, {plan.grad_accum} micro-batches"
     )
     people.print(
         f"iteration [bold]{prediction.iteration_s:.4g} s[/bold]   {prediction.samples_per_s:.4g} samples/s"
@@ -103,14 +104,16 @@ def show_prediction(people: Console, plan: Plan, prediction: Prediction, origin:
         people.print("[bold red]does not fit[/bold red]: a stage is over its memory limit")
 
 
-def _stage_table(plan: Plan, prediction: Prediction):  # type: ignore[no-untyped-def]
-    columns = ("stage", "layers", "GPUs", "dp", "tp", "b", "zero", "ckpt", "t ms", "d ms", "peak GiB", "limit", "")
+def _stage_table(plan: Plan, prediction: Prediction) -> Table:
+    sizes = ("stage", "layers", "GPUs", "dp", "tp", "b", "zero", "ckpt")
+    columns = (*sizes, "t ms", "d ms", "peak GiB", "limit", "")
     rows = []
     for index, (stage, cost) in enumerate(zip(plan.stages, prediction.stages, strict=True)):
         ckpt = str(stage.ckpt) if stage.recompute != "selective" else f"{stage.ckpt}+sel"
         rows.append(
             [
-                *map(str, (index, stage.layers, stage.gpus, stage.dp, stage.tp, stage.micro_batch, stage.zero)),
+                *map(str, (index, stage.layers, stage.gpus, stage.dp, stage.tp)),
+                *map(str, (stage.micro_batch, stage.zero)),
                 ckpt,
                 f"{cost.stable_s * 1e3:.2f}",
                 f"{cost.delta_s * 1e3:.2f}",
@@ -122,7 +125,7 @@ def _stage_table(plan: Plan, prediction: Prediction):  # type: ignore[no-untyped
     return table(columns, rows, right=columns[:-1])
 
 
-def _term_table(title: str, prediction: Prediction, field: str, scale: float, digits: int):  # type: ignore[no-untyped-def]
+def _term_table(title: str, prediction: Prediction, field: str, scale: float, digits: int) -> Table:
     stages = [getattr(stage, field) for stage in prediction.stages]
     names = list(dict.fromkeys(name for terms in stages for name in terms))
     largest = max((abs(value) for terms in stages for value in terms.values()), default=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +12,13 @@ from numpy.typing import NDArray
 from mist_megatron.cost.communication import nodes_spanned, template_of
 from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
 from mist_megatron.cost.pricing import Prices
+from mist_megatron.cost.program_cache import load_or_build
 from mist_megatron.cost.stage import PassTime, StageProgram, price_passes
 from mist_megatron.cost.stage_time import stage_terms
 from mist_megatron.cost.terms import LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
 from mist_megatron.spec.job import Job
 
-__all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "StageRole"]
+__all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "StageRole", "make_evaluator"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,23 @@ class StageFactors:
 
     stable: Linear
     delta: Linear
+
+
+def make_evaluator(
+    job: Job, prices: Prices, *, cache: Path | None = None, without: frozenset[str] = frozenset()
+) -> StageEvaluator:
+    """The evaluator of a job; `cache` is a folder for compiled programs, None compiles anew."""
+
+    def build() -> StageProgram:
+        # Imported late: sympy takes 0.3 s, which a cached program saves.
+        from mist_megatron.cost.symbolic import stage_program_of
+
+        return stage_program_of(job)
+
+    described = repr(
+        (job.model, job.training.flash_attention, job.training.dropout, job.execution, job.target)
+    )
+    return StageEvaluator(job, prices, load_or_build(cache, described, build), without=without)
 
 
 class StageEvaluator:
@@ -99,13 +118,14 @@ class StageEvaluator:
         pairs, positions = np.unique(
             np.stack([micro_batch.reshape(-1), tp.reshape(-1)]), axis=1, return_inverse=True
         )
-        key = (grid.gpus_per_node, grid.sequence_parallel, pairs.tobytes())
+        key = (grid.gpus_per_node, grid.sequence_parallel, grid.selective, pairs.tobytes())
         if key not in self._memo:
             values = {
                 **_model_values(self.job),
                 "b": pairs[0],
                 "tp": pairs[1],
                 "sp": float(grid.sequence_parallel),
+                "sel": float(grid.selective),
             }
             sizes = self.stage.program.run(values)
             nodes = nodes_spanned(pairs[1], np.ones(()), grid.gpus_per_node)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mist_megatron.cost.compile import (
     Program,
@@ -125,7 +126,7 @@ class _WorkTable:
                 self._index[key] = index
                 self.items.append(WorkItem(kind, work.kernels, is_backward))
                 self.expressions.update({f"w{index}.{name}": e for name, e in sizes.items()})
-            use = (layer, run, self._index[key], backward and "weight" in work.name)
+            use = (layer, run, self._index[key], backward and work.name.endswith("_weight"))
             self._counts[use] = self._counts.get(use, 0) + 1
 
     def uses(self) -> tuple[Use, ...]:
@@ -205,4 +206,19 @@ def _price(
     if item.kind == "memory":
         return prices.memory_bound(moved, kernels=item.kernels)
     kind: Collective = item.kind  # type: ignore[assignment]
-    return prices.collective(kind, moved, ranks, nodes)
+    return _only_where(prices.collective(kind, moved, ranks, nodes), (ranks > 1.0) & (moved > 0.0))
+
+
+def _only_where(priced: Priced, happens: NDArray[np.bool_]) -> Priced:
+    """A collective of one rank, or of no bytes (sequence parallelism chooses by a factor 0), is not run."""
+    return Priced(
+        *(
+            np.where(happens, seconds, 0.0)
+            for seconds in (
+                priced.seconds,
+                priced.exact_s,
+                priced.interpolated_s,
+                priced.extrapolated_s,
+            )
+        )
+    )
