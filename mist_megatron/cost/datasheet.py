@@ -39,6 +39,8 @@ class DatasheetCurves:
     """Least time of a kernel in an eager stream: launch latency on CUDA 11-12 is 3-6 us."""
     intra_fraction: float = 0.75
     """Bus bandwidth of NCCL rings over the link's datasheet rate (A100 NVLink: 230 of 300 GB/s)."""
+    pcie_intra_fraction: float = 0.40
+    """The same where GPUs meet over PCIe: 0.37-0.45 (A100-PCIe, SimuMax's fits), 0.3 (8 L4)."""
     inter_fraction: float = 0.80
     """The same over the node's network adapters."""
     intra_latency_s: float = 12e-6
@@ -66,7 +68,7 @@ class DatasheetPrices:
     inter_bytes_per_s_per_gpu: float
     host_to_device_bytes_per_s: float
     device_to_host_bytes_per_s: float
-    gpus_per_node: int
+    intra_is_pcie: bool
     curves: DatasheetCurves = DatasheetCurves()
 
     def gemm(self, m: Array, n: Array, k: Array, batch: Array, *, kernels: int = 1) -> Priced:
@@ -112,7 +114,8 @@ class DatasheetPrices:
         message, size, spans = np.broadcast_arrays(
             *(np.asarray(value, dtype=np.float64) for value in (message_bytes, ranks, nodes))
         )
-        inside = self.intra_bytes_per_s * c.intra_fraction
+        fraction = c.pcie_intra_fraction if self.intra_is_pcie else c.intra_fraction
+        inside = self.intra_bytes_per_s * fraction
         # All GPUs of a node push through its adapters at once; those of one group share a ring,
         # which crosses the network once per node instead of once per GPU.
         per_node = np.maximum(size / np.maximum(spans, 1.0), 1.0)
@@ -171,7 +174,7 @@ def datasheet_prices(cluster: ClusterSpec, precision: Precision) -> DatasheetPri
         inter_bytes_per_s_per_gpu=inter / cluster.gpus_per_node,
         host_to_device_bytes_per_s=links.host_to_device_bytes_per_s or gpu.pcie_bytes_per_s.value,
         device_to_host_bytes_per_s=links.device_to_host_bytes_per_s or gpu.pcie_bytes_per_s.value,
-        gpus_per_node=cluster.gpus_per_node,
+        intra_is_pcie=gpu.intra_link == "PCIe",
     )
 
 

@@ -8,7 +8,7 @@ from mist_megatron.cost.communication import boundary_crossing_share
 from mist_megatron.cost.grid import StageGrid, StageRole
 from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.terms import Linear, StageLoads, TimeContext, add_term
-from mist_megatron.cost.traffic import host_copy, layer_traffic, whole_buckets
+from mist_megatron.cost.traffic import host_copy, layer_traffic, replicas, whole_buckets
 
 
 def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: dict[str, Linear]) -> None:
@@ -33,7 +33,7 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         steps = layer_traffic(grid, loads.block, context).step_compute_s
         add_term(delta, "optimizer_compute", Linear(per_layer=steps))
         return
-    share = count / np.where(zero >= 1, grid.dp, 1.0)
+    share = count / np.where(zero >= 1, replicas(grid, context), 1.0)
     on_host = share * grid.optimizer_offload
     compute = prices.device_adam(share - on_host).seconds
     if template.grad_norm_pass:

@@ -29,7 +29,7 @@ class Traffic:
 def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Traffic:
     """All volumes of one layer by ZeRO level and offload ratios, priced."""
     template, prices = context.template, context.prices
-    count, zero, dp = load.parameters, grid.zero, grid.dp
+    count, zero, dp = load.parameters, grid.zero, replicas(grid, context)
     weights = context.weight_bytes * count
     weight_shard = weights / np.where(zero >= 3, dp, 1.0)
     grad_shard = context.grad_bytes * count / np.where(zero >= 2, dp, 1.0)
@@ -61,12 +61,17 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
 
 def collective(kind: Collective, message_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
     """Over the data-parallel group of the stage; nothing for a group of one."""
-    if not np.any(grid.dp > 1.0):
+    ranks = replicas(grid, context)
+    if not np.any(ranks > 1.0):
         return ZERO
-    stride = grid.tp * context.context_parallel
-    nodes = np.minimum(nodes_spanned(grid.dp, stride, grid.gpus_per_node), grid.nodes)
-    seconds = context.prices.collective(kind, message_bytes, grid.dp, nodes).seconds
-    return np.where(grid.dp > 1.0, seconds, 0.0)
+    nodes = np.minimum(nodes_spanned(ranks, grid.tp, grid.gpus_per_node), grid.nodes)
+    seconds = context.prices.collective(kind, message_bytes, ranks, nodes).seconds
+    return np.where(ranks > 1.0, seconds, 0.0)
+
+
+def replicas(grid: StageGrid, context: TimeContext) -> Array:
+    """Ranks with the same weights: data-parallel ones, and context-parallel ones, which see other tokens."""
+    return grid.dp * context.context_parallel
 
 
 def bucketed(kind: Collective, layer_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
@@ -93,7 +98,7 @@ def whole_buckets(
 
 def _bucket_bytes(bytes_per_element: float, grid: StageGrid, context: TimeContext) -> Array:
     template = context.template
-    elements = np.maximum(template.bucket_elements or 0.0, template.bucket_elements_per_rank * grid.dp)
+    elements = np.maximum(template.bucket_elements or 0.0, template.bucket_elements_per_rank * replicas(grid, context))
     return np.asarray(bytes_per_element * elements, dtype=np.float64)
 
 
