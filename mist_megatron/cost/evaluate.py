@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.communication import nodes_spanned, template_of
+from mist_megatron.cost.conventions import (
+    MemoryConventions,
+    conventions_of,
+    limit_of,
+    padded_vocabulary,
+)
 from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
 from mist_megatron.cost.pricing import Prices
 from mist_megatron.cost.program_cache import load_or_build
@@ -55,7 +61,10 @@ class StageEvaluator:
         self.job = job
         self.prices = prices
         self.stage = stage
-        self._context = _time_context(job, prices, without)
+        self.limit_bytes = job.cluster.memory_limit_bytes or limit_of(job.cluster.gpu.memory_bytes.value)
+        self._conventions = conventions_of(job.target, job.execution)
+        self._context = _time_context(job, prices, self._conventions, without)
+        self._fixed = _model_values(job)
         self._memo: dict[tuple[object, ...], _PricedPairs] = {}
 
     def __call__(self, grid: StageGrid) -> StageCost:
@@ -74,6 +83,47 @@ class StageEvaluator:
     def terms(self, grid: StageGrid) -> StageTerms:
         """Every named part of t and d."""
         return stage_terms(grid, self._loads(grid), self._context)
+
+    def memory_terms(self, grid: StageGrid) -> dict[str, Array]:
+        """Named bytes that add up to the peak; `transient` is what the worst moment adds."""
+        sizes = self._memory(grid)
+        terms = {name[5:]: value for name, value in sizes.items() if name.startswith("term.")}
+        peak = sizes["held"] + self._beyond(sizes)
+        return {**terms, "transient": peak - sizes["held"] - terms["activations"]}
+
+    def peak_bytes(self, grid: StageGrid) -> Array:
+        """Largest number of live bytes on a GPU of the stage."""
+        sizes = self._memory(grid)
+        return sizes["held"] + self._beyond(sizes)
+
+    def _beyond(self, sizes: Mapping[str, Array]) -> Array:
+        moments = sorted((v for name, v in sizes.items() if name.startswith("beyond.")), key=np.size)
+        most = moments[0]
+        for moment in moments[1:]:
+            most = np.maximum(most, moment)
+        return most
+
+    def _memory(self, grid: StageGrid) -> dict[str, Array]:
+        values: dict[str, Array | float] = {
+            **self._fixed,
+            "b": grid.micro_batch,
+            "tp": grid.tp,
+            "v": padded_vocabulary(self.job.model.vocab, grid.tp, self._conventions),
+            "dp": grid.dp,
+            "sp": float(grid.sequence_parallel),
+            "sel": float(grid.selective),
+            "l": grid.layers,
+            "c": grid.ckpt,
+            "p": grid.in_flight,
+            "z1": (grid.zero >= 1) * 1.0,
+            "z2": (grid.zero >= 2) * 1.0,
+            "z3": (grid.zero >= 3) * 1.0,
+            "wo": grid.weights_offload,
+            "go": grid.grads_offload,
+            "oo": grid.optimizer_offload,
+            "ao": grid.activations_offload,
+        }
+        return self.stage.memory[grid.role.value].run(values)
 
     def passes(self, grid: StageGrid) -> dict[str, Array]:
         """Parts of t that schedules other than 1F1B ask for."""
@@ -105,11 +155,16 @@ class StageEvaluator:
     def _loads(self, grid: StageGrid) -> StageLoads:
         pairs = self._priced(grid)
         role = grid.role
+        embedding, head = pairs.load("embedding"), pairs.load("head") if role.has_head else None
+        if head is not None and role is StageRole.ONLY:
+            head = replace(head, parameters=pairs.size("head_parameters_alone"))
+        tied = self.job.model.tied_embeddings and role in (StageRole.FIRST, StageRole.LAST)
         return StageLoads(
             block=pairs.load("block"),
-            embedding=pairs.load("embedding") if role.has_embedding else None,
-            head=pairs.load("head") if role.has_head else None,
+            embedding=embedding if role.has_embedding else None,
+            head=head,
             boundary_bytes=pairs.size("boundary_bytes"),
+            tied_parameters=embedding.parameters if tied else None,
         )
 
     def _priced(self, grid: StageGrid) -> _PricedPairs:
@@ -121,9 +176,10 @@ class StageEvaluator:
         key = (grid.gpus_per_node, grid.sequence_parallel, grid.selective, pairs.tobytes())
         if key not in self._memo:
             values = {
-                **_model_values(self.job),
+                **self._fixed,
                 "b": pairs[0],
                 "tp": pairs[1],
+                "v": padded_vocabulary(self.job.model.vocab, pairs[1], self._conventions),
                 "sp": float(grid.sequence_parallel),
                 "sel": float(grid.selective),
             }
@@ -162,7 +218,6 @@ class _PricedPairs:
             backward_collective_s=self.spread(backward.collective_s),
             parameters=self.size(f"{layer}_parameters"),
             saved_bytes=self.size("saved_bytes") if layer == "block" else np.zeros(()),
-            input_bytes=self.size("input_bytes") if layer == "block" else np.zeros(()),
             selective_s=self.spread(selective.compute_s),
             selective_collective_s=self.spread(selective.collective_s),
             weight_grad_s=self.spread(backward.weight_grad_s),
@@ -180,19 +235,20 @@ def _model_values(job: Job) -> dict[str, float]:
         "a": float(model.heads),
         "k": float(model.kv_heads),
         "e": float(model.head_dim),
-        "v": float(model.vocab),
     }
 
 
-def _time_context(job: Job, prices: Prices, without: frozenset[str]) -> TimeContext:
+def _time_context(
+    job: Job, prices: Prices, conventions: MemoryConventions, without: frozenset[str]
+) -> TimeContext:
     execution = job.execution
     return TimeContext(
         prices=prices,
         template=template_of(job.target, execution),
         interference=prices.interference(),
         weight_bytes=2.0,
-        grad_bytes=float(execution.grad_bytes or (4 if job.target.startswith("megatron") else 2)),
-        optimizer_bytes=12.0,
+        grad_bytes=float(conventions.grad_bytes),
+        optimizer_bytes=float(conventions.optimizer_bytes),
         tensor_collectives_overlap=bool(execution.tp_comm_overlap),
         cluster_gpus_per_node=job.cluster.gpus_per_node,
         context_parallel=execution.context_parallel,

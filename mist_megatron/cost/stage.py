@@ -7,7 +7,7 @@ the same shape (DistSim's observation), and recomputation repeats the forward on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,10 +64,13 @@ class StageProgram:
     program: Program
     items: tuple[WorkItem, ...]
     uses: tuple[Use, ...]
+    memory: Mapping[str, Program] = field(default_factory=dict)
+    """By role of the stage: `held`, `term.*` and `beyond.*` (see `symbolic.memory_expressions`)."""
 
     def to_document(self) -> dict[str, Any]:
         return {
             "program": program_to_document(self.program),
+            "memory": {role: program_to_document(program) for role, program in self.memory.items()},
             "items": [[i.kind, i.kernels, i.backward] for i in self.items],
             "uses": [[u.layer, u.run, u.item, u.count, u.weight_grad] for u in self.uses],
         }
@@ -77,19 +80,21 @@ def stage_program_from_document(document: Any) -> StageProgram | None:
     """Read back what `to_document` wrote, or None when anything in it is off."""
     try:
         program = program_from_document(document["program"])
+        memory = {str(role): program_from_document(raw) for role, raw in document["memory"].items()}
         items = tuple(WorkItem(str(k), int(n), bool(b)) for k, n, b in document["items"])
         uses = tuple(
             Use(str(layer), str(run), int(item), int(count), bool(weight))
             for layer, run, item, count, weight in document["uses"]
         )
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, AttributeError):
         return None
     sane = all(
         u.layer in LAYER_KINDS and u.run in PASSES and 0 <= u.item < len(items) and u.count > 0 for u in uses
     )
-    if program is None or not sane:
+    whole = {role: found for role, found in memory.items() if found is not None}
+    if program is None or not sane or len(whole) < len(memory):
         return None
-    return StageProgram(program, items, uses)
+    return StageProgram(program, items, uses, whole)
 
 
 def build_stage_program(layers: Mapping[str, Sequence[Operator]], sizes: Mapping[str, Expr]) -> StageProgram:

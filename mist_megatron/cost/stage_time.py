@@ -75,8 +75,9 @@ def _block_terms(
     kept = _run(grid, load, traffic, context, again=again, saved_bytes=load.saved_bytes)
     whole = kept
     if np.any(grid.ckpt):
+        # What a recomputed layer keeps is its input, which is too small to be worth offloading.
         again_whole = (load.forward_s, load.forward_collective_s)
-        whole = _run(grid, load, traffic, context, again=again_whole, saved_bytes=load.input_bytes)
+        whole = _run(grid, load, traffic, context, again=again_whole, saved_bytes=ZERO)
     stable["forward"] = Linear(per_layer=load.forward_s)
     stable["backward"] = Linear(per_layer=load.backward_s)
     stable["recompute"] = Linear(per_layer=again[0], per_ckpt=load.forward_s - again[0])

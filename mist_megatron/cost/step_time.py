@@ -29,6 +29,13 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         whole = context.weight_bytes * count
         gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context)
         delta["weight_gather"] = Linear(np.where((zero == 1) | (zero == 2), gather, 0.0))
+    if loads.tied_parameters is not None:
+        message = context.grad_bytes * loads.tied_parameters
+        pair = np.asarray(2.0)
+        nodes = np.asarray(
+            2.0 if grid.stages * grid.nodes * grid.gpus_per_node > context.cluster_gpus_per_node else 1.0
+        )
+        delta["tied_embeddings"] = Linear(prices.collective("all_reduce", message, pair, nodes).seconds)
     if template.step_in_first_forward:
         steps = layer_traffic(grid, loads.block, context).step_compute_s
         add_term(delta, "optimizer_compute", Linear(per_layer=steps))

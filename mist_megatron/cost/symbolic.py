@@ -5,14 +5,19 @@ Only this path needs sympy, and only when no sound copy of the program is in the
 
 from __future__ import annotations
 
-from sympy import Expr
+from dataclasses import replace
+
+from sympy import Expr, Integer
 
 from mist_megatron.cost import layers
+from mist_megatron.cost.compile import compile_expressions
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.operators import Operator
+from mist_megatron.cost.conventions import conventions_of
+from mist_megatron.cost.grid import StageRole
+from mist_megatron.cost.memory import edge_parameters, layer_memory, stage_memory
 from mist_megatron.cost.shapes import ACTIVATION
 from mist_megatron.cost.stage import StageProgram, build_stage_program
-from mist_megatron.cost.symbols import SELECTIVE
 from mist_megatron.spec.job import Job
 
 
@@ -22,7 +27,9 @@ def layer_options(job: Job) -> LayerOptions:
     return LayerOptions(
         flash_attention=job.training.flash_attention,
         dropout=job.training.dropout > 0.0,
-        fused_cross_entropy=True if fused is None else fused,
+        norm_statistics_bytes=conventions_of(job.target, job.execution).norm_statistics_bytes,
+        # Off by default in Megatron (--cross-entropy-loss-fusion) and in plain torch models.
+        fused_cross_entropy=job.target == "mist" if fused is None else fused,
     )
 
 
@@ -36,20 +43,41 @@ def layer_graphs(job: Job) -> dict[str, tuple[Operator, ...]]:
     }
 
 
-def size_expressions(graphs: dict[str, tuple[Operator, ...]]) -> dict[str, Expr]:
+def size_expressions(job: Job) -> dict[str, Expr]:
     """Named sizes that the time of a stage needs besides its work."""
-    block = graphs["block"]
-    kept = layers.saved_bytes(block)
-    kept_when_selective = layers.saved_bytes(block, selective=True)
+    options = layer_options(job)
+    layer = layer_memory(job.model, options, job.target)
+    first, last = (
+        edge_parameters(job.model, options, StageRole.FIRST),
+        edge_parameters(job.model, options, StageRole.LAST),
+    )
+    alone = edge_parameters(job.model, options, StageRole.ONLY)
     return {
-        **{f"{kind}_parameters": layers.parameters(graph) for kind, graph in graphs.items()},
-        "saved_bytes": kept - SELECTIVE * (kept - kept_when_selective),
-        "input_bytes": ACTIVATION,
+        "block_parameters": layers.parameters(layers.block(job.model, options)),
+        "embedding_parameters": first[0],
+        "head_parameters": last[1],
+        "head_parameters_alone": alone[1],
+        "saved_bytes": layer.saved,
         "boundary_bytes": ACTIVATION,
+    }
+
+
+def memory_expressions(job: Job, role: StageRole) -> dict[str, Expr]:
+    """`term.*` held throughout and `term.activations`; `beyond.*` what each candidate for the peak adds to
+    what is held. All candidates share what is held, so a grid touches its full size only once."""
+    conventions = conventions_of(job.target, job.execution)
+    memory = stage_memory(job.model, layer_options(job), job.target, conventions, role)
+    states = [size for name, size in memory.terms.items() if name != "activations"]
+    held = sum(states, start=Integer(0))
+    return {
+        "held": held,
+        **{f"term.{name}": size for name, size in memory.terms.items()},
+        **{f"beyond.{name}": size - held for name, size in memory.peaks.items()},
     }
 
 
 def stage_program_of(job: Job) -> StageProgram:
     """Everything about the job's stages that does not depend on numbers."""
-    graphs = layer_graphs(job)
-    return build_stage_program(graphs, size_expressions(graphs))
+    program = build_stage_program(layer_graphs(job), size_expressions(job))
+    memory = {role.value: compile_expressions(memory_expressions(job, role)) for role in StageRole}
+    return replace(program, memory=memory)

@@ -12,6 +12,21 @@ from mist_megatron.cost.pricing import Array, Prices
 
 ZERO = np.zeros(())
 
+SWITCHABLE_TERMS = frozenset(
+    {
+        "pipeline_p2p",
+        "optimizer_compute",
+        "host_adam",
+        "host_adam_copies",
+        "gradient_accumulation",
+        "tied_embeddings",
+        "pipeline_fill_of_layers",
+        "embedding",
+        "head",
+    }
+)
+"""Terms that some published models leave out; each can be left out here too, to compare with them."""
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -48,8 +63,6 @@ class LayerLoad:
     parameters: Array
     saved_bytes: Array = field(default_factory=lambda: ZERO)
     """Kept for backward by a layer that is not recomputed in full."""
-    input_bytes: Array = field(default_factory=lambda: ZERO)
-    """Kept by a layer that is."""
     selective_s: Array = field(default_factory=lambda: ZERO)
     selective_collective_s: Array = field(default_factory=lambda: ZERO)
     weight_grad_s: Array = field(default_factory=lambda: ZERO)
@@ -82,6 +95,8 @@ class StageLoads:
     head: LayerLoad | None
     boundary_bytes: Array
     """One activation at a stage boundary, per rank."""
+    tied_parameters: Array | None = None
+    """Elements of a token table that another stage holds too, whose gradients the two stages add."""
 
 
 @dataclass(frozen=True)
