@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
-from tiny_megatron import Case  # noqa: E402
+from patched_megatron import Case  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -43,7 +43,7 @@ def _run(argument: str, processes: int) -> tuple[dict, ...]:
         }
         workers.append(
             subprocess.Popen(
-                [sys.executable, str(HERE / "tiny_megatron.py"), argument],
+                [sys.executable, str(HERE / "patched_megatron.py"), argument],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -1,0 +1,393 @@
+"""Layer graphs: what a transformer block, the embedding and the head compute, move and keep.
+
+One builder for GPT, LLaMA, Falcon and any mix of their options; nothing is written per family. A layer is a
+tuple of operators in forward order, each made by one small function below from the sizes of `shapes.py`. To add
+an operator, write such a function and put it where it runs in `block`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sympy import Expr, Integer
+
+from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, Work, WorkKind
+from mist_megatron.cost.shapes import (
+    ACTIVATION,
+    FULL,
+    GATHERED,
+    HALF,
+    INNER,
+    KEY,
+    QUERY,
+    ROWS,
+    SCORES,
+    TOKENS,
+    VOCAB_SHARE,
+)
+from mist_megatron.cost.symbols import CP, HEAD_DIM, HEADS, HIDDEN, SP, TP, B, S
+from mist_megatron.spec.model import ModelSpec
+
+ONE = Integer(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """What of an implementation changes bytes or kernels."""
+
+    flash_attention: bool = True
+    dropout: bool = False
+    norm_statistics_bytes: int | None = None
+    """Per token and norm; None: 8 for LayerNorm (mean and 1/std in fp32), 4 for RMSNorm."""
+    fused_cross_entropy: bool = True
+
+
+def block(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    """One transformer layer."""
+    attention = (
+        *_projection_in(
+            "qkv",
+            (QUERY + 2 * KEY, HIDDEN),
+            bias=model.qkv_bias or model.linear_bias,
+            saves="normed1",
+        ),
+        *((_rotary(),) if model.rotary else ()),
+        *(_flash_attention(),) * options.flash_attention,
+        *(() if options.flash_attention else _plain_attention(options)),
+        *_projection_out("attention_out", (HIDDEN, QUERY), bias=model.linear_bias, saves="attention_output"),
+    )
+    gates = 2 if model.gated_mlp else 1
+    # A parallel block with one norm feeds attention and MLP from the same tensor, kept once.
+    shared = model.parallel_block and model.parallel_norms == 1
+    mlp = (
+        *_projection_in(
+            "mlp_in",
+            (gates * INNER, HIDDEN),
+            bias=model.linear_bias,
+            saves="normed1" if shared else "normed2",
+        ),
+        _activation(model, gates),
+        *_projection_out("mlp_out", (HIDDEN, INNER), bias=model.linear_bias, saves="activated"),
+    )
+    if not model.parallel_block:
+        return (
+            _norm("norm1", model, options, reads="input"),
+            _gather("gather1"),
+            *attention,
+            _reduce("reduce1"),
+            _residual("residual1", options),
+            _norm("norm2", model, options, reads="middle"),
+            _gather("gather2"),
+            *mlp,
+            _reduce("reduce2"),
+            _residual("residual2", options),
+        )
+    norms = (_norm("norm1", model, options, reads="input"),)
+    if model.parallel_norms == 2:
+        norms = (*norms, _norm("norm2", model, options, reads="input"))
+    # Attention and MLP are added before the one reduction over tensor-parallel ranks.
+    return (*norms, _gather("gather1"), *attention, *mlp, _reduce("reduce1"), _residual("residual", options))
+
+
+def embedding(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    """Token table (rows split over tensor-parallel ranks), learned positions, dropout."""
+    looked_up = HALF * TOKENS * HIDDEN
+    lookup = Operator(
+        name="embedding",
+        forward=(_memory("embedding_forward", 2 * looked_up),),
+        # The gradient is scattered into a table of its own, then added to the accumulated one.
+        backward=(_memory("embedding_weight", 2 * looked_up + 6 * VOCAB_SHARE * HIDDEN, kernels=2),),
+        saved=(SavedTensor(key="token_ids", size_bytes=8 * TOKENS),),
+        output_bytes=ACTIVATION,
+        parameters=VOCAB_SHARE * HIDDEN,
+    )
+    operators = [lookup, _reduce("embedding_reduce")]
+    if model.learned_positions:
+        operators.append(
+            Operator(
+                name="positions",
+                forward=(_memory("positions_forward", 3 * ACTIVATION),),
+                backward=(_memory("positions_weight", 2 * ACTIVATION),),
+                parameters=model.learned_positions * HIDDEN,
+            )
+        )
+    if options.dropout:
+        operators.append(_dropout("embedding_dropout"))
+    return tuple(operators)
+
+
+def head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    """Final norm, logits of this rank's part of the vocabulary, cross entropy."""
+    logits = TOKENS * VOCAB_SHARE
+    norm = (_norm("final_norm", model, options, reads="head_input"),) if model.final_norm else ()
+    projection = _projection_in("logits", (VOCAB_SHARE, HIDDEN), bias=False, saves="normed_head")
+    # Passes over the logits: to fp32, maximum, exponent and sum, division; fused ones read them once less.
+    passes = 10 if options.fused_cross_entropy else 16
+    loss = Operator(
+        name="cross_entropy",
+        forward=(
+            _memory("cross_entropy_forward", passes * logits, kernels=4),
+            _collective("cross_entropy_reduce", WorkKind.ALL_REDUCE, FULL * TOKENS),
+            _collective("cross_entropy_reduce", WorkKind.ALL_REDUCE, FULL * TOKENS),
+            _collective("cross_entropy_reduce", WorkKind.ALL_REDUCE, FULL * TOKENS),
+        ),
+        backward=(_memory("cross_entropy_backward", 10 * logits, kernels=2),),
+        saved=(SavedTensor(key="softmax", size_bytes=FULL * logits),),
+        output_bytes=HALF * logits,
+    )
+    return (*norm, _gather("head_gather"), *projection, loss)
+
+
+def saved_bytes(operators: tuple[Operator, ...], *, selective: bool = False) -> Expr:
+    """Bytes kept for backward: distinct storages; the attention core's own go when it is recomputed."""
+    sizes: dict[str, Expr] = {}
+    for operator in operators:
+        for tensor in operator.saved:
+            if not (selective and operator.recomputed_when_selective and tensor.key.startswith("core_")):
+                sizes[tensor.key] = tensor.size_bytes
+    return sum(sizes.values(), start=ZERO)
+
+
+def parameters(operators: tuple[Operator, ...]) -> Expr:
+    """Trainable elements on one tensor-parallel rank."""
+    return sum((operator.parameters for operator in operators), start=ZERO)
+
+
+def forward_flops(operators: tuple[Operator, ...]) -> Expr:
+    """FLOPs of matrix products and attention in the forward pass."""
+    return sum((work.flops for operator in operators for work in operator.forward), start=ZERO)
+
+
+def backward_flops(operators: tuple[Operator, ...]) -> Expr:
+    """The same in the backward pass, nothing recomputed."""
+    return sum((work.flops for operator in operators for work in operator.backward), start=ZERO)
+
+
+def _memory(name: str, moved: Expr, kernels: int = 1) -> Work:
+    return Work(name=name, kind=WorkKind.MEMORY, moved_bytes=moved, kernels=kernels)
+
+
+def _collective(name: str, kind: WorkKind, message: Expr) -> Work:
+    return Work(name=name, kind=kind, moved_bytes=message)
+
+
+def _gemm(name: str, m: Expr, n: Expr, k: Expr, batch: Expr = ONE) -> Work:
+    return Work(
+        name=name,
+        kind=WorkKind.GEMM,
+        flops=2 * m * n * k * batch,
+        moved_bytes=HALF * batch * (m * k + k * n + m * n),
+        gemm=(m, n, k, batch),
+    )
+
+
+def _norm(name: str, model: ModelSpec, options: LayerOptions, reads: str) -> Operator:
+    statistics = options.norm_statistics_bytes or (8 if model.norm == "layernorm" else 4)
+    return Operator(
+        name=name,
+        forward=(_memory(f"{name}_forward", 2 * ACTIVATION),),
+        # Reads input and gradient, writes the input's gradient, then reduces over rows for the weight's.
+        backward=(_memory(f"{name}_backward", 3 * ACTIVATION, kernels=2),),
+        saved=(
+            SavedTensor(key=reads, size_bytes=ACTIVATION),
+            SavedTensor(key=f"{name}_statistics", size_bytes=statistics * ROWS),
+        ),
+        output_bytes=ACTIVATION,
+        parameters=Integer(model.norm_parameters),
+    )
+
+
+def _projection_in(name: str, columns: tuple[Expr, Expr], *, bias: bool, saves: str) -> tuple[Operator, ...]:
+    """Column-parallel matrix; keeps its input, which sequence parallelism keeps split."""
+    wide, deep = columns
+    return (
+        Operator(
+            name=name,
+            forward=(_gemm(name, TOKENS, wide, deep),),
+            backward=(
+                _gemm(f"{name}_input", TOKENS, deep, wide),
+                _gemm(f"{name}_weight", wide, deep, TOKENS),
+                *((_memory(f"{name}_bias", HALF * TOKENS * wide),) if bias else ()),
+            ),
+            saved=(SavedTensor(key=saves, size_bytes=ACTIVATION),),
+            output_bytes=HALF * TOKENS * wide,
+            parameters=wide * deep + (wide if bias else ZERO),
+        ),
+    )
+
+
+def _projection_out(name: str, columns: tuple[Expr, Expr], *, bias: bool, saves: str) -> tuple[Operator, ...]:
+    """Row-parallel matrix; its bias is added once, after the reduction."""
+    wide, deep = columns
+    return (
+        Operator(
+            name=name,
+            forward=(_gemm(name, TOKENS, wide, deep),),
+            backward=(
+                _gemm(f"{name}_input", TOKENS, deep, wide),
+                _gemm(f"{name}_weight", wide, deep, TOKENS),
+                *((_memory(f"{name}_bias", HALF * TOKENS * wide),) if bias else ()),
+            ),
+            saved=(SavedTensor(key=saves, size_bytes=HALF * TOKENS * deep),),
+            output_bytes=GATHERED,
+            parameters=wide * deep + (wide if bias else ZERO),
+        ),
+    )
+
+
+def _rotary() -> Operator:
+    """Rotates queries and keys; rotation is undone by rotating back, so nothing is kept."""
+    moved = 2 * HALF * TOKENS * (QUERY + KEY)
+    return Operator(
+        name="rotary",
+        forward=(_memory("rotary_forward", moved, kernels=2),),
+        backward=(_memory("rotary_backward", moved, kernels=2),),
+        output_bytes=moved / 2,
+    )
+
+
+def _attention_inputs() -> tuple[SavedTensor, ...]:
+    return (
+        SavedTensor(key="query", size_bytes=HALF * TOKENS * QUERY),
+        SavedTensor(key="key", size_bytes=HALF * TOKENS * KEY),
+        SavedTensor(key="value", size_bytes=HALF * TOKENS * KEY),
+    )
+
+
+def _flash_attention() -> Operator:
+    """Fused attention core: keeps its inputs, its output and one fp32 number per row and head."""
+    heads, kv_heads = HEADS / TP, KEY / HEAD_DIM
+    # Causal work is half of the full square; flop counters count the square, as here.
+    full = 4 * B * heads * S * S * HEAD_DIM / CP
+    size = (B, S, heads, kv_heads, HEAD_DIM)
+    return Operator(
+        name="attention",
+        forward=(Work(name="attention", kind=WorkKind.ATTENTION, flops=full, attention=size),),
+        backward=(
+            Work(
+                name="attention_backward",
+                kind=WorkKind.ATTENTION,
+                flops=full * 5 / 2,
+                attention=size,
+                kernels=3,
+            ),
+        ),
+        saved=(
+            *_attention_inputs(),
+            SavedTensor(key="attention_output", size_bytes=HALF * TOKENS * QUERY),
+            SavedTensor(key="core_log_sum", size_bytes=FULL * TOKENS * heads),
+        ),
+        output_bytes=HALF * TOKENS * QUERY,
+        recomputed_when_selective=True,
+    )
+
+
+def _plain_attention(options: LayerOptions) -> tuple[Operator, ...]:
+    """Scores, softmax, weighted sum as three operators; the scores are kept after the softmax."""
+    batch, rows = B * HEADS / TP, S / CP
+    scores = SCORES
+    dropped = options.dropout
+    saved = [SavedTensor(key="core_softmax", size_bytes=scores)]
+    if dropped:
+        # A mask of one byte per score and the dropped scores themselves.
+        saved += [
+            SavedTensor(key="core_mask", size_bytes=scores / 2),
+            SavedTensor(key="core_dropped", size_bytes=scores),
+        ]
+    passes = 5 if dropped else 2
+    return (
+        Operator(
+            name="scores",
+            forward=(_gemm("scores", rows, S, HEAD_DIM, batch),),
+            backward=(
+                _gemm("scores_query", rows, HEAD_DIM, S, batch),
+                _gemm("scores_key", S, HEAD_DIM, rows, batch),
+            ),
+            saved=_attention_inputs()[:2],
+            output_bytes=scores,
+            recomputed_when_selective=True,
+        ),
+        Operator(
+            name="softmax",
+            forward=(_memory("softmax", passes * scores, kernels=2 if dropped else 1),),
+            backward=(_memory("softmax_backward", (passes + 1) * scores, kernels=2 if dropped else 1),),
+            saved=tuple(saved),
+            output_bytes=scores,
+            recomputed_when_selective=True,
+        ),
+        Operator(
+            name="weighted_sum",
+            forward=(_gemm("weighted_sum", rows, HEAD_DIM, S, batch),),
+            backward=(
+                _gemm("weighted_sum_scores", rows, S, HEAD_DIM, batch),
+                _gemm("weighted_sum_value", S, HEAD_DIM, rows, batch),
+            ),
+            saved=(
+                _attention_inputs()[2],
+                SavedTensor(key="attention_output", size_bytes=HALF * TOKENS * QUERY),
+            ),
+            output_bytes=HALF * TOKENS * QUERY,
+            recomputed_when_selective=True,
+        ),
+    )
+
+
+def _activation(model: ModelSpec, gates: int) -> Operator:
+    """Activation of the MLP, fused with the product of a gated one: keeps its input only."""
+    inner = HALF * TOKENS * INNER
+    return Operator(
+        name="activation",
+        forward=(_memory("activation", (gates + 1) * inner),),
+        backward=(_memory("activation_backward", (2 * gates + 1) * inner),),
+        saved=(SavedTensor(key="mlp_hidden", size_bytes=gates * inner),),
+        output_bytes=inner,
+    )
+
+
+def _residual(name: str, options: LayerOptions) -> Operator:
+    """Dropout of a branch and its addition to the residual stream, one fused kernel."""
+    mask = (SavedTensor(key=f"{name}_mask", size_bytes=ACTIVATION / 2),) if options.dropout else ()
+    extra = ACTIVATION / 2 if options.dropout else ZERO
+    return Operator(
+        name=name,
+        forward=(_memory(f"{name}_forward", 3 * ACTIVATION + extra),),
+        backward=(_memory(f"{name}_backward", 2 * ACTIVATION + extra),) if options.dropout else (),
+        saved=mask,
+        output_bytes=ACTIVATION,
+    )
+
+
+def _dropout(name: str) -> Operator:
+    return Operator(
+        name=name,
+        forward=(_memory(f"{name}_forward", 5 * ACTIVATION / 2),),
+        backward=(_memory(f"{name}_backward", 5 * ACTIVATION / 2),),
+        saved=(SavedTensor(key=f"{name}_mask", size_bytes=ACTIVATION / 2),),
+        output_bytes=ACTIVATION,
+    )
+
+
+def _gather(name: str) -> Operator:
+    """Entry of a tensor-parallel region: sequence parallelism gathers the rows, in backward once more for the
+    weight gradient, and scatters the reduced input gradient; otherwise the gradient is all-reduced."""
+    return Operator(
+        name=name,
+        forward=(_collective(f"{name}_forward", WorkKind.ALL_GATHER, SP * GATHERED),),
+        backward=(
+            _collective(f"{name}_again", WorkKind.ALL_GATHER, SP * GATHERED),
+            _collective(f"{name}_scatter", WorkKind.REDUCE_SCATTER, SP * GATHERED),
+            _collective(f"{name}_reduce", WorkKind.ALL_REDUCE, (1 - SP) * GATHERED),
+        ),
+    )
+
+
+def _reduce(name: str) -> Operator:
+    """Exit of a tensor-parallel region."""
+    return Operator(
+        name=name,
+        forward=(
+            _collective(f"{name}_scatter", WorkKind.REDUCE_SCATTER, SP * GATHERED),
+            _collective(f"{name}_reduce", WorkKind.ALL_REDUCE, (1 - SP) * GATHERED),
+        ),
+        backward=(_collective(f"{name}_gather", WorkKind.ALL_GATHER, SP * GATHERED),),
+    )

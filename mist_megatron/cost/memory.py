@@ -1,0 +1,263 @@
+"""Memory of a pipeline stage as named expressions in the configuration symbols.
+
+Every candidate for the peak is linear in layers, recomputed layers, micro-batches in flight and offload
+fractions, given micro-batch and parallel sizes: the search relies on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sympy import Expr, Integer, Max
+
+from mist_megatron.cost.conventions import MemoryConventions
+from mist_megatron.cost.grid import StageRole
+from mist_megatron.cost.layers import LayerOptions, block, embedding, head, parameters, saved_bytes
+from mist_megatron.cost.operators import ZERO
+from mist_megatron.cost.shapes import (
+    ACTIVATION,
+    FULL,
+    GATHERED,
+    HALF,
+    INNER,
+    QUERY,
+    SCORES,
+    TOKENS,
+    VOCAB_SHARE,
+)
+from mist_megatron.cost.symbols import (
+    AO,
+    CKPT,
+    CP,
+    DP,
+    GO,
+    HIDDEN,
+    IN_FLIGHT,
+    LAYERS,
+    OO,
+    SELECTIVE,
+    SP,
+    TP,
+    WO,
+    Z1,
+    Z2,
+    Z3,
+    B,
+    S,
+)
+from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.plan import Target
+
+ONE = Integer(1)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What a stage holds (`terms`), and the moments at which it may hold most (`peaks`)."""
+
+    terms: dict[str, Expr]
+    """weights, grads, optimizer, buffers, framework: held throughout; activations: at the peak of
+    backward."""
+    peaks: dict[str, Expr]
+    """Everything held at each moment; the largest is the stage's peak."""
+
+    @property
+    def peak(self) -> Expr:
+        return Max(*self.peaks.values(), evaluate=False)
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one layer on one rank."""
+
+    saved: Expr
+    """Kept for backward by a layer that is not recomputed in full."""
+    kept_input: Expr
+    """Kept by a layer that is."""
+    forward: Expr
+    """Live beyond saved tensors at the worst moment of its forward pass."""
+    backward: Expr
+    """The same of its backward pass, where its saved tensors go one by one."""
+    scratch: Expr
+    """Allocated by its first backward pass and kept."""
+
+
+def layer_memory(model: ModelSpec, options: LayerOptions, target: Target) -> LayerMemory:
+    """Saved and transient bytes of a transformer layer."""
+    operators = block(model, options)
+    kept = saved_bytes(operators)
+    light = saved_bytes(operators, selective=True)
+    saved = kept + SELECTIVE * (light - kept) if kept != light else kept
+    weights = parameters(operators) - _norm_parameters(model)
+    if target == "mist":
+        forward, backward = _mist_transients(model, options, saved)
+        return LayerMemory(saved, ACTIVATION, forward, backward, ZERO)
+    gates = 2 if model.gated_mlp else 1
+    hidden, activated = HALF * TOKENS * gates * INNER, HALF * TOKENS * INNER
+    # Backward of the activation: the gradients of both sides of it live, its output is gone.
+    at_activation = 2 * ACTIVATION + hidden
+    # Backward of the matrix before it: the gathered input and its gradient, activation tensors gone.
+    at_input = ACTIVATION + GATHERED * (1 + SP) - activated
+    candidates = [at_activation, at_input]
+    if not options.flash_attention:
+        # Gradients of softmax output and of scores beside the kept scores, MLP tensors gone; selective
+        # recomputation has them to make first.
+        passes = 3 if options.dropout else 2
+        candidates.append((passes + SELECTIVE * 2) * SCORES + 2 * ACTIVATION - hidden - activated)
+    elif kept != light:
+        candidates.append(SELECTIVE * (kept - light) + 4 * HALF * TOKENS * QUERY - hidden - activated)
+    backward = Max(*candidates, evaluate=False)
+    forward = hidden + activated + GATHERED
+    scratch = HALF * weights if target in ("megatron", "megatron+patches") else ZERO
+    return LayerMemory(saved, ACTIVATION, forward, backward, scratch)
+
+
+def _mist_transients(model: ModelSpec, options: LayerOptions, saved: Expr) -> tuple[Expr, Expr]:
+    """Beyond saved bytes, as measured on Mist's runtime (artifact, README and 26 stage peaks)."""
+    share = INNER / HIDDEN
+    norms = 16 * B * S
+    forward: Expr
+    if options.flash_attention:
+        backward = ACTIVATION * (5 + 4 / TP + (5 if model.gated_mlp else 3) * share) + norms - saved
+        return 2 * ACTIVATION, backward
+    # Without a fused core one buffer of scores is live in either pass on top of what the passes need.
+    forward = Max(ACTIVATION * (2 + 5 / TP) + 2 * SCORES, saved + 2 * ACTIVATION, evaluate=False)
+    backward = ACTIVATION * (3 + 3 / TP) + 3 * SCORES + norms / 2
+    return forward - saved + SCORES, backward - saved + SCORES
+
+
+def _norm_parameters(model: ModelSpec) -> Expr:
+    norms = model.parallel_norms if model.parallel_block else 2
+    return Integer(norms * model.norm_parameters)
+
+
+def edge_parameters(model: ModelSpec, options: LayerOptions, role: StageRole) -> tuple[Expr, Expr]:
+    """Elements of embedding and head on one rank of a stage of this role.
+
+    Tied weights exist once where one stage has both ends, twice in a pipeline.
+    """
+    first = parameters(embedding(model, options)) if role.has_embedding else ZERO
+    last = parameters(head(model, options)) if role.has_head else ZERO
+    if model.tied_embeddings and role is StageRole.ONLY:
+        last = last - VOCAB_SHARE * HIDDEN
+    return first, last
+
+
+def stage_memory(
+    model: ModelSpec,
+    options: LayerOptions,
+    target: Target,
+    conventions: MemoryConventions,
+    role: StageRole,
+) -> StageMemory:
+    """All terms and candidates of one stage."""
+    layer = layer_memory(model, options, target)
+    states = _states(model, options, conventions, role)
+    held = sum(states.values(), start=ZERO)
+    resident = LAYERS - CKPT
+    per_micro_batch = resident * layer.saved * (1 - AO) + CKPT * layer.kept_input
+    # Offloaded tensors pass through the GPU: one layer's on the way out, one layer's on the way back.
+    per_micro_batch_once = AO * layer.saved
+    edge = _edge_activations(model, options, target, role)
+    activations = IN_FLIGHT * (per_micro_batch + edge) + per_micro_batch_once
+    others = (IN_FLIGHT - 1) * (per_micro_batch + edge)
+    if conventions.recomputes_first_layers:
+        again = others + edge + CKPT * layer.kept_input + layer.saved
+    else:
+        again = activations + layer.saved
+    peaks = {
+        "backward": held + activations + layer.backward,
+        "forward": held + activations + layer.forward,
+    }
+    if target == "mist":
+        # Recomputation meets everything kept; without recomputed layers nothing is made again. The
+        # live layer's tensors are counted once: in `again` when recomputed, else in activations.
+        recomputing = CKPT / Max(CKPT, 1, evaluate=False)
+        peaks["backward"] = held + activations + recomputing * layer.saved + layer.backward
+    else:
+        peaks["recompute"] = held + again + layer.backward
+    if role.has_head:
+        peaks["loss"] = held + activations + _head_transients(model, options, target)
+    if role.has_embedding and target != "mist":
+        # The token table's gradient is a half-precision table before it is added to the buffer.
+        peaks["embedding"] = held + others + HALF * VOCAB_SHARE * HIDDEN + 2 * ACTIVATION
+    if conventions.step_scratch_bytes:
+        own = _elements(model, options, role) / _sharded(Z1, DP * CP)
+        peaks["step"] = held + conventions.step_scratch_bytes * own * (1 - OO)
+    return StageMemory({**states, "activations": activations}, peaks)
+
+
+def _elements(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
+    first, last = edge_parameters(model, options, role)
+    return LAYERS * parameters(block(model, options)) + first + last
+
+
+def _sharded(switch: Expr, ranks: Expr) -> Expr:
+    """Divisor of what is split over ranks when the switch is 1."""
+    return 1 + switch * (ranks - 1)
+
+
+def _states(
+    model: ModelSpec, options: LayerOptions, conventions: MemoryConventions, role: StageRole
+) -> dict[str, Expr]:
+    """Weights, gradients and optimizer states by ZeRO level and offload, and the buffers they need."""
+    each = parameters(block(model, options))
+    inner = LAYERS * each
+    first, last = edge_parameters(model, options, role)
+    ranks = DP * CP
+    follow = conventions.edges_follow
+    grad, optimizer = conventions.grad_bytes, conventions.optimizer_bytes
+
+    def term(size: int, switch: Expr, offloaded: Expr, edge_switch: Expr) -> Expr:
+        if follow:
+            return size * (inner + first + last) / _sharded(switch, ranks) * (1 - offloaded)
+        edges = (first + last) / _sharded(edge_switch, ranks)
+        return size * (inner / _sharded(switch, ranks) * (1 - offloaded) + edges)
+
+    widest = Max(each, *(e for e in (first, last) if e != ZERO), evaluate=False)
+    needs_weights, needs_grads = _either(Z3, WO), _either(Z2, GO)
+    buffers = 2 * HALF * widest * needs_weights + 2 * Integer(grad) * widest * needs_grads
+    if conventions.bucket_elements:
+        bucket = Integer(int(conventions.bucket_elements))
+        smaller = -Max(-bucket, -(inner + first + last), evaluate=False)
+        buffers = buffers + HALF * smaller * Z2
+    states = {
+        "weights": term(2, Z3, WO, ZERO),
+        "grads": term(grad, Z2, GO, ZERO),
+        "optimizer": term(optimizer, Z1, OO, ONE),
+        "buffers": buffers,
+        "framework": Integer(int(conventions.framework_bytes)),
+    }
+    if conventions.weight_grad_scratch:
+        states["buffers"] = states["buffers"] + HALF * (each - _norm_parameters(model))
+    return states
+
+
+def _either(switch: Expr, fraction: Expr) -> Expr:
+    """1 when a state is sharded or any of it offloaded, else 0: then a full copy passes through a buffer."""
+    small = Integer(10) ** -9
+    return Max(switch, fraction / Max(fraction, small, evaluate=False), evaluate=False)
+
+
+def _edge_activations(model: ModelSpec, options: LayerOptions, target: Target, role: StageRole) -> Expr:
+    """Kept per micro-batch outside of the layers: token ids, masks, boundary tensors."""
+    kept: Expr = ZERO
+    if role.has_embedding:
+        kept = kept + saved_bytes(embedding(model, options))
+    if role is not StageRole.ONLY and target == "mist":
+        # Boundary tensors of other micro-batches stay referenced on either side.
+        kept = kept + 2 * ACTIVATION
+    return kept
+
+
+def _head_transients(model: ModelSpec, options: LayerOptions, target: Target) -> Expr:
+    """From the last layer's output to the loss and back to its gradient."""
+    logits = TOKENS * VOCAB_SHARE
+    if target == "mist":
+        return ACTIVATION + 2 * HALF * logits + 16 * B * S
+    # Loss: logits in half and in single precision; maximum, exponent and division work in place.
+    at_loss = (HALF + FULL) * logits
+    # Head's backward: the logits' gradient and Megatron's unused weight gradient of the whole table.
+    at_head = HALF * logits + HALF * VOCAB_SHARE * HIDDEN
+    # Norm input and output, their gradients, the boundary tensor; gathered input and gradient with SP.
+    return Max(at_loss, at_head, evaluate=False) + 5 * ACTIVATION + SP * 2 * GATHERED
