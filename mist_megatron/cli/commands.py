@@ -41,9 +41,12 @@ class CommandEntry:
 
 
 LISTS = "What is known"
+COSTS = "What a plan costs"
 FILES = "Files for the frameworks"
 
 COMMANDS: tuple[CommandEntry, ...] = (
+    CommandEntry("predict", "predict:predict", "Time and memory of a given plan, term by term.", COSTS),
+    CommandEntry("explain", "explain:explain", "The expressions behind a prediction, in symbols.", COSTS),
     CommandEntry("emit", "emit:emit", "Writes files that Megatron-core or DeepSpeed run as they are.", FILES),
     CommandEntry("models", "lists:models", "Model presets with their shapes and parameter counts.", LISTS),
     CommandEntry("gpus", "lists:gpus", "The GPU catalogue, with the source of each figure.", LISTS),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mist_megatron.cli.output import OutputOptions, table
@@ -68,7 +69,7 @@ def show_prediction(people: Console, plan: Plan, prediction: Prediction, origin:
     cluster = plan.cluster
     chunks = f" v={plan.vpp}" if plan.vpp > 1 else ""
     people.print(
-        f"[bold]{plan.model.name}[/bold] on {cluster.gpus} x {cluster.gpu.name}, {plan.target}, "
+        f"[bold]{escape(plan.model.name)}[/bold] on {cluster.gpus} x {cluster.gpu.name}, {plan.target}, "
         f"{plan.schedule}{chunks}, {plan.grad_accum} micro-batches"
     )
     people.print(

@@ -98,7 +98,8 @@ def whole_buckets(
 
 def _bucket_bytes(bytes_per_element: float, grid: StageGrid, context: TimeContext) -> Array:
     template = context.template
-    elements = np.maximum(template.bucket_elements or 0.0, template.bucket_elements_per_rank * replicas(grid, context))
+    by_ranks = template.bucket_elements_per_rank * replicas(grid, context)
+    elements = np.maximum(template.bucket_elements or 0.0, by_ranks)
     return np.asarray(bytes_per_element * elements, dtype=np.float64)
 
 

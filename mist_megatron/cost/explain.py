@@ -1,0 +1,101 @@
+"""The expressions behind a prediction, as text: people learn the cost of training from them.
+
+What can be written as one formula is written so, in the symbols of `cost/symbols.py`; times that a profile
+answers are named T(...) with the size that is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sympy import Expr, factor_terms
+
+from mist_megatron.cost import symbols
+from mist_megatron.cost.conventions import conventions_of
+from mist_megatron.cost.grid import StageRole
+from mist_megatron.cost.layers import backward_flops, forward_flops
+from mist_megatron.cost.memory import stage_memory
+from mist_megatron.cost.operators import Operator, Work, WorkKind
+from mist_megatron.cost.symbolic import layer_graphs, layer_options, size_expressions
+from mist_megatron.spec.job import Job
+
+ITERATION = "(G - 1) * max_i t_i + sum_i t_i + max_i (d_i - sum_{j<i} t_j)"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One formula: what it is, and its text."""
+
+    name: str
+    formula: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Formulas that belong together."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+
+def symbol_table() -> tuple[Line, ...]:
+    """Every symbol and its meaning."""
+    return tuple(Line(str(symbol), meaning) for symbol, meaning in symbols.MEANINGS.items())
+
+
+def explain(job: Job, role: StageRole) -> tuple[Section, ...]:
+    """All expressions of one stage of the job's model on its target."""
+    graphs = layer_graphs(job)
+    conventions = conventions_of(job.target, job.execution)
+    memory = stage_memory(job.model, layer_options(job), job.target, conventions, role)
+    block = graphs["block"]
+    sizes = size_expressions(job)
+    return (
+        Section("operators of one layer, forward", _operators(block, backward=False)),
+        Section("operators of one layer, backward", _operators(block, backward=True)),
+        Section(
+            "sizes of one layer, per tensor-parallel rank",
+            (
+                Line("parameters", written(sizes["block_parameters"])),
+                Line("saved bytes", written(sizes["saved_bytes"])),
+                Line("forward FLOPs", written(forward_flops(block))),
+                Line("backward FLOPs", written(backward_flops(block))),
+            ),
+        ),
+        Section(f"memory held by a {role.value} stage, bytes", _named(memory.terms)),
+        Section("moments that may be the peak, bytes", _named(memory.peaks)),
+        Section("time", _TIME),
+    )
+
+
+_TIME = (
+    Line("iteration", ITERATION),
+    Line("t", "l * (forward + backward) + c * forward again + exposed traffic + p2p + ends"),
+    Line("d", "first forward + last backward - t + step"),
+    Line("overlap", "streams compute, GPU-GPU, host-to-device, device-to-host under the interference table"),
+)
+
+
+def written(expression: Expr) -> str:
+    """Common factors outside, unevaluated maxima as they are."""
+    return str(factor_terms(expression)).replace("**", "^")
+
+
+def _named(expressions: dict[str, Expr]) -> tuple[Line, ...]:
+    return tuple(Line(name, written(expression)) for name, expression in expressions.items())
+
+
+def _operators(graph: tuple[Operator, ...], *, backward: bool) -> tuple[Line, ...]:
+    works = [work for operator in graph for work in (operator.backward if backward else operator.forward)]
+    return tuple(Line(work.name, _work(work)) for work in works)
+
+
+def _work(work: Work) -> str:
+    if work.gemm is not None:
+        m, n, k, batch = (written(size) for size in work.gemm)
+        return f"T(gemm M={m}, N={n}, K={k}, batch={batch})"
+    if work.attention is not None:
+        b, s, a, kv, e = (written(size) for size in work.attention)
+        return f"T(attention batch={b}, seq={s}, heads={a}, kv={kv}, width={e})"
+    kind = "memory" if work.kind is WorkKind.MEMORY else work.kind.value.replace("_", "-")
+    return f"T({kind} {written(work.moved_bytes)} bytes)"
