@@ -335,7 +335,7 @@ def install(*, two_devices: bool = False, threads: int = 1) -> None:
 
 
 def allow_activation_offload() -> None:
-    """Megatron's fine-grained activation offload wants Transformer Engine and CUDA tensors; allow CPU ones."""
+    """Megatron's fine-grained activation offload wants Transformer Engine and CUDA; allow CPU tensors."""
     import torch
     from megatron.core.extensions import transformer_engine
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload

@@ -1,0 +1,155 @@
+"""Emitted Megatron folders train: train.sh as written, on CPU and gloo, against a plain single process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
+
+from mist_megatron.cli.emit import launch_sources
+from mist_megatron.emit.artifacts import artifacts
+from mist_megatron.emit.write import write_artifacts
+from mist_megatron.spec import catalogue
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.training import TrainingSpec
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+STEPS, BATCH = 5, 8
+MODEL = ModelSpec(
+    name="tiny-llama",
+    family="llama",
+    layers=4,
+    hidden=32,
+    ffn_hidden=64,
+    heads=4,
+    kv_heads=4,
+    head_dim=8,
+    vocab=128,
+    gated_mlp=True,
+    activation="silu",
+    norm="rmsnorm",
+)
+TRAINING = TrainingSpec(global_batch=BATCH, seq_len=16, precision="bf16", flash_attention=False)
+# What a machine without GPU, Transformer Engine and Apex needs, and a learning rate that shows in five steps.
+HERE_ONLY = """
+    --transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --distributed-backend gloo
+    --num-workers 0 --dataloader-type external --log-interval 1 --lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 1
+    --eval-iters 0 --use-torch-optimizer-for-cpu-offload
+"""
+SHIM = """
+import os, sys
+if "RANK" in os.environ:
+    sys.path.insert(0, {here!r})
+    import megatron_cpu
+    megatron_cpu.install(two_devices="MIST_TWO_DEVICES" in os.environ)
+"""
+
+
+def stage(layers: int, *, dp: int = 1, tp: int = 1, micro_batch: int = 2, **more: object) -> StagePlan:
+    return StagePlan(
+        layers=layers, nodes=1, gpus_per_node=dp * tp, dp=dp, tp=tp, micro_batch=micro_batch, **more
+    )
+
+
+def plan(*stages: StagePlan, **more: object) -> Plan:
+    first = stages[0]
+    return Plan(
+        model=MODEL,
+        training=TRAINING,
+        cluster=ClusterSpec(
+            gpu=catalogue.gpu("a100-sxm-80gb"), nodes=1, gpus_per_node=sum(s.gpus for s in stages)
+        ),
+        target="megatron+patches",
+        grad_accum=BATCH // (first.dp * first.micro_batch),
+        stages=stages,
+        **more,
+    )
+
+
+def train(folder: Path, planned: Plan, *, two_devices: bool = False) -> list[float]:
+    """Write the plan's folder, start its train.sh, return the mean loss of every step."""
+    out = folder / "emitted"
+    write_artifacts(out, artifacts(planned, launch_sources(probe=False)))
+    args = (out / "args.sh").read_text()
+    # In fp32 a different grid gives the same losses to the last digits; in bf16 only roughly.
+    (out / "args.sh").write_text(args.replace("  --bf16\n", ""))
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SHIM.format(here=str(HERE)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = [str(site), str(ROOT), str(ROOT / "patches")]
+    environment = {
+        **{
+            k: v
+            for k, v in os.environ.items()
+            if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"}
+        },
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "MEGATRON_LM": str(HERE / "megatron_lm"),
+        "MASTER_PORT": str(port),
+        "LOSS_FILE": str(folder / "losses"),
+        "TRAIN_ITERS": str(STEPS),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        **({"MIST_TWO_DEVICES": "1"} if two_devices else {}),
+    }
+    command = ["bash", str(out / "train.sh"), *HERE_ONLY.split()]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=170, check=False, cwd=folder
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    losses = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
+    per_step = len(losses) // STEPS
+    assert per_step == planned.grad_accum, losses
+    return [sum(losses[k * per_step : (k + 1) * per_step]) / per_step for k in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """One process, nothing sharded, recomputed or offloaded."""
+    losses = train(tmp_path_factory.mktemp("plain"), plan(stage(4, zero=0)))
+    assert losses[-1] < losses[0] - 0.3, f"the tiny model does not learn: {losses}"
+    return losses
+
+
+def test_uneven_pipeline_with_stage_arguments(plain: list[float], tmp_path: Path) -> None:
+    """Stage 0 recomputes two of three layers and offloads most states; stage 1 differs in both."""
+    planned = plan(
+        stage(3, ckpt=2, offload=Offload(optimizer=0.9)),
+        stage(1, ckpt=0, offload=Offload(optimizer=0.1)),
+    )
+    assert train(tmp_path, planned, two_devices=True) == pytest.approx(plain, abs=2e-5)
+
+
+def test_tensor_and_sequence_parallel(plain: list[float], tmp_path: Path) -> None:
+    planned = plan(stage(4, tp=2, recompute="selective", zero=0), sequence_parallel=True)
+    assert train(tmp_path, planned) == pytest.approx(plain, abs=2e-5)
+
+
+def test_distributed_optimizer(plain: list[float], tmp_path: Path) -> None:
+    planned = plan(stage(4, dp=2))
+    overlapped = replace(
+        planned, execution=replace(planned.execution, overlap_grad_reduce=True, overlap_param_gather=True)
+    )
+    assert train(tmp_path, overlapped) == pytest.approx(plain, abs=2e-5)
+
+
+def test_interleaved_pipeline(plain: list[float], tmp_path: Path) -> None:
+    planned = plan(stage(2, ckpt=2), stage(2, ckpt=0), schedule="interleaved", vpp=2)
+    assert train(tmp_path, planned) == pytest.approx(plain, abs=2e-5)
