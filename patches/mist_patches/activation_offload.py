@@ -158,9 +158,7 @@ class ActivationOffload:
             )
         self.counts = OffloadCounts()
         self._streams = _Streams()
-        self._parameters = {
-            p.untyped_storage().data_ptr() for layer in self.layers for p in layer.parameters()
-        }
+        self._parameters: set[int] = set()
         self._open: list[tuple[nn.Module, Any]] = []
         self._recomputed: set[int] = set()
         self._last: weakref.ref[_Tape] | None = None
@@ -186,6 +184,9 @@ class ActivationOffload:
             return
         tape = _Tape(before=self._last)
         self._seen = {}
+        # Read anew for each layer: data-parallel wrappers move parameters into buffers of theirs after
+        # this patch is in place, and the places they leave are given out again for activations.
+        self._parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
         context = torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, tape), self._unpack)
         context.__enter__()
         self._open.append((layer, context))
