@@ -1,0 +1,223 @@
+"""Every stage of a grid of emitted plans through the argument parser and configuration classes of Megatron."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
+
+import megatron_parser
+
+from mist_megatron.emit import megatron
+from mist_megatron.spec import catalogue, presets
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.target import violations
+from mist_megatron.spec.training import TrainingSpec
+
+USER_ARGS = """
+    --train-iters 10 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --eval-interval 1000 --eval-iters 0
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 1000
+"""
+MODELS = ("gpt3-1.3b", "llama2-7b", "qwen2.5-7b", "gpt2-xl", "falcon-7b")
+GRIDS = [
+    # stages, dp, tp, vpp
+    (1, 1, 1, 1),
+    (1, 4, 2, 1),
+    (2, 2, 2, 1),
+    (2, 1, 1, 2),
+    (4, 2, 1, 1),
+    (4, 1, 2, 2),
+]
+OFFLOADS = [
+    (0.0, 0.0),
+    (1.0, 0.0),
+    (0.375, 0.0),
+    (0.0, 0.5),
+    (0.5, 0.25),
+]
+RECOMPUTES = ["none", "some", "all", "selective"]
+PRECISIONS = ["bf16", "fp16", "fp8"]
+
+
+def serial(name: str):
+    """Falcon as Megatron can build it: its shape with the MLP behind the attention."""
+    return replace(presets.PRESETS[name], parallel_block=False)
+
+
+def split(layers: int, stages: int, vpp: int, *, even: bool) -> list[int]:
+    parts = [layers // stages // vpp * vpp] * stages
+    parts[0] += layers - sum(parts)
+    if not even and stages > 1:
+        parts[0], parts[-1] = parts[0] + vpp, parts[-1] - vpp
+    return parts
+
+
+def make(model, grid, recompute: str, offload, *, target: str, number: int) -> Plan:
+    stages, dp, tp, vpp = grid
+    parts = split(model.layers, stages, vpp, even=number % 2 == 0)
+    optimizer, activations = offload
+    built = []
+    for index, layers in enumerate(parts):
+        ckpt = {"some": layers // 2 // vpp * vpp, "all": layers}.get(recompute, 0)
+        if target == "megatron+patches" and index % 2 and recompute == "some":
+            ckpt = 0
+        kind = recompute if recompute in {"none", "selective"} else "full"
+        share = optimizer if target == "megatron" else optimizer * (1.0 if index == 0 else 0.5)
+        built.append(
+            StagePlan(
+                layers=layers,
+                nodes=1,
+                gpus_per_node=dp * tp,
+                dp=dp,
+                tp=tp,
+                micro_batch=1 + number % 2,
+                zero=1 if optimizer or number % 3 else 0,
+                ckpt=ckpt,
+                recompute=kind,
+                offload=Offload(optimizer=share, activations=activations),
+            )
+        )
+    return Plan(
+        model=model,
+        training=TrainingSpec(
+            global_batch=dp * (1 + number % 2) * 8,
+            seq_len=2048 if model.learned_positions != 1024 else 1024,
+            precision=PRECISIONS[number % 3],
+            flash_attention=number % 2 == 0,
+            dropout=0.1 if number % 5 == 0 else 0.0,
+        ),
+        cluster=ClusterSpec(gpu=catalogue.gpu("h100-sxm-80gb"), nodes=stages, gpus_per_node=dp * tp),
+        target=target,
+        grad_accum=8,
+        stages=tuple(built),
+        schedule="interleaved" if vpp > 1 else "1f1b",
+        vpp=vpp,
+        sequence_parallel=tp > 1 and number % 4 < 3,
+        execution=Execution(
+            grad_bytes=(None, 2, 4)[number % 3],
+            overlap_grad_reduce=number % 2 == 0,
+            overlap_param_gather=number % 4 == 0,
+            fused_cross_entropy=number % 5 == 0,
+        ),
+    )
+
+
+def grid_of_plans() -> list[Plan]:
+    """Every combination that the target can run; a combination it cannot run is not a plan to emit."""
+    plans = []
+    axes = itertools.product(MODELS, GRIDS, RECOMPUTES, OFFLOADS, ("megatron", "megatron+patches"))
+    for number, (name, grid, recompute, offload, target) in enumerate(axes):
+        if number % 3:  # a third of 1200: each value meets each other one
+            continue
+        model = serial(name)
+        if model.heads % grid[2] or (model.kv_heads % grid[2] and grid[2] % model.kv_heads):
+            continue
+        try:
+            plan = make(model, grid, recompute, offload, target=target, number=number // 3)
+        except Exception:
+            raise AssertionError(f"{name} {grid} {recompute} {offload}") from None
+        if not violations(plan):
+            plans.append(plan)
+    return plans
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _parser():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shim = megatron_parser.shim()
+        shim.import_megatron()
+        import megatron.training.training  # noqa: F401
+
+        shim.pretend_transformer_engine()
+        yield
+
+
+def test_grid_parses_and_means_what_the_plan_says() -> None:
+    plans = grid_of_plans()
+    assert len(plans) >= 200, len(plans)
+    seen = set()
+    for plan in plans:
+        megatron.require_emittable(plan)
+        document = megatron.stages(plan)
+        for index in range(len(plan.stages)):
+            argv = megatron.rank_arguments(plan, index)
+            key = tuple(argv), document["world_size"]
+            if key in seen:
+                continue
+            seen.add(key)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    parsed = megatron_parser.parse(
+                        argv + USER_ARGS.split(),
+                        world=document["world_size"],
+                        environment=document["environment"],
+                    )
+            except Exception as error:
+                raise AssertionError(f"{plan} stage {index}: {error}") from error
+            check(plan, index, parsed)
+
+
+def check(plan: Plan, index: int, parsed) -> None:
+    """What Megatron understood, and what it accepts without looking."""
+    args, config, stage = parsed.args, parsed.config, plan.stages[index]
+    assert args.data_parallel_size == stage.dp
+    assert args.global_batch_size // (args.micro_batch_size * stage.dp) == plan.grad_accum
+    assert config.sequence_parallel == plan.sequence_parallel
+    assert (config.virtual_pipeline_model_parallel_size or 1) == plan.vpp
+    layers = config.num_layers
+    if len(plan.stages) > 1:
+        table = config.pipeline_model_parallel_layout.layout  # [stage][virtual stage] -> kinds of layer
+        here = [str(kind) for chunk in table[index] for kind in chunk]
+        layers = sum("decoder" in kind for kind in here)
+        assert any("embedding" in kind for kind in here) == (index == 0)
+    assert layers == stage.layers
+    if stage.ckpt and stage.recompute == "full":
+        assert (config.recompute_granularity, config.recompute_method) == ("full", "block")
+        assert 0 < config.recompute_num_layers * plan.vpp == stage.ckpt <= stage.layers
+    else:
+        assert config.recompute_granularity == ("selective" if stage.recompute == "selective" else None)
+    offloads = any(s.offload.optimizer for s in plan.stages)
+    assert args.optimizer_cpu_offload == offloads
+    if offloads:
+        assert args.optimizer_offload_fraction == pytest.approx(stage.offload.optimizer)
+        assert args.use_precision_aware_optimizer and args.use_distributed_optimizer
+    assert args.use_distributed_optimizer == (offloads or (stage.zero >= 1 and stage.dp > 1))
+    half = plan.execution.grad_bytes == 2
+    assert parsed.ddp.grad_reduce_in_fp32 is not half
+    assert (config.fp8 is not None) == (plan.training.precision == "fp8")
+    assert config.gated_linear_unit == plan.model.gated_mlp
+    assert config.num_query_groups == plan.model.kv_heads
+    assert config.add_bias_linear == plan.model.linear_bias
+    assert (config.add_qkv_bias or config.add_bias_linear) == (plan.model.qkv_bias or plan.model.linear_bias)
+    assert args.untie_embeddings_and_output_weights != plan.model.tied_embeddings
+    divisor = args.make_vocab_size_divisible_by * stage.tp
+    assert plan.model.vocab % divisor == 0 or args.make_vocab_size_divisible_by == 1
+
+
+def test_parser_can_refuse() -> None:
+    """The truth of this file can fail: a layout that lacks a layer, and a batch that does not divide."""
+    plan = grid_of_plans()[0]
+    plan = next(p for p in grid_of_plans() if len(p.stages) == 2)
+    argv = megatron.rank_arguments(plan, 0)
+    place = argv.index("--pipeline-model-parallel-layout") + 1
+    wrong = [*argv]
+    wrong[place] = re.sub(r"L$", "tL", wrong[place])
+    with pytest.raises(Exception, match=r"(?i)layer|layout"):
+        megatron_parser.parse(
+            wrong + USER_ARGS.split(), world=plan.gpus, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        )
+    with pytest.raises(Exception, match=r"(?i)world size|divisible|batch"):
+        megatron_parser.parse(
+            [*argv, "--global-batch-size", "7", *USER_ARGS.split()],
+            world=plan.gpus,
+            environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        )
