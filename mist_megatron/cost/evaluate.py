@@ -19,7 +19,7 @@ from mist_megatron.cost.conventions import (
 from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
 from mist_megatron.cost.pricing import Prices
 from mist_megatron.cost.program_cache import load_or_build
-from mist_megatron.cost.stage import PassTime, StageProgram, price_passes
+from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passes
 from mist_megatron.cost.stage_time import stage_terms
 from mist_megatron.cost.terms import LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
 from mist_megatron.spec.job import Job
@@ -184,11 +184,19 @@ class StageEvaluator:
                 "sel": float(grid.selective),
             }
             sizes = self.stage.program.run(values)
-            nodes = nodes_spanned(pairs[1], np.ones(()), grid.gpus_per_node)
-            passes = price_passes(self.stage, sizes, self.prices, pairs[1], nodes)
+            passes = price_passes(self.stage, sizes, self.prices, self._groups(pairs[1], grid))
             self._memo[key] = _PricedPairs(passes, sizes, positions.reshape(-1), micro_batch.shape)
         found = self._memo[key]
         return _PricedPairs(found.passes, found.sizes, positions.reshape(-1), micro_batch.shape)
+
+    def _groups(self, tp: Array, grid: StageGrid) -> Groups:
+        context = np.full_like(tp, float(self.job.execution.context_parallel))
+        return Groups(
+            tensor_ranks=tp,
+            tensor_nodes=nodes_spanned(tp, np.ones(()), grid.gpus_per_node),
+            context_ranks=context,
+            context_nodes=nodes_spanned(context, tp, grid.gpus_per_node),
+        )
 
 
 @dataclass(frozen=True)
@@ -214,12 +222,12 @@ class _PricedPairs:
         return LayerLoad(
             forward_s=self.spread(forward.compute_s),
             backward_s=self.spread(backward.compute_s),
-            forward_collective_s=self.spread(forward.collective_s),
-            backward_collective_s=self.spread(backward.collective_s),
+            forward_collective_s=self.spread(forward.stopping_s),
+            backward_collective_s=self.spread(backward.stopping_s),
             parameters=self.size(f"{layer}_parameters"),
             saved_bytes=self.size("saved_bytes") if layer == "block" else np.zeros(()),
             selective_s=self.spread(selective.compute_s),
-            selective_collective_s=self.spread(selective.collective_s),
+            selective_collective_s=self.spread(selective.stopping_s),
             weight_grad_s=self.spread(backward.weight_grad_s),
         )
 

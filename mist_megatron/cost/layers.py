@@ -52,6 +52,7 @@ def block(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
             saves="normed1",
         ),
         *((_rotary(),) if model.rotary else ()),
+        _context_ring(),
         *(_flash_attention(),) * options.flash_attention,
         *(() if options.flash_attention else _plain_attention(options)),
         *_projection_out("attention_out", (HIDDEN, QUERY), bias=model.linear_bias, saves="attention_output"),
@@ -246,6 +247,21 @@ def _rotary() -> Operator:
     )
 
 
+def _context_ring() -> Operator:
+    """Keys and values of the whole sequence pass by every context-parallel rank, their gradients on the way
+    back too; attention on the part at hand hides it as far as it lasts (priced in `stage.py`)."""
+    both = 2 * HALF * B * S * KEY
+    return Operator(
+        name="context_ring",
+        forward=(_collective("context_gather", WorkKind.ALL_GATHER, both),),
+        backward=(
+            _collective("context_gather", WorkKind.ALL_GATHER, both),
+            _collective("context_scatter", WorkKind.REDUCE_SCATTER, both),
+        ),
+        recomputed_when_selective=True,
+    )
+
+
 def _attention_inputs() -> tuple[SavedTensor, ...]:
     return (
         SavedTensor(key="query", size_bytes=HALF * TOKENS * QUERY),
@@ -259,7 +275,8 @@ def _flash_attention() -> Operator:
     heads, kv_heads = HEADS / TP, KEY / HEAD_DIM
     # Causal work is half of the full square; flop counters count the square, as here.
     full = 4 * B * heads * S * S * HEAD_DIM / CP
-    size = (B, S, heads, kv_heads, HEAD_DIM)
+    # A context-parallel rank computes its share of the square: priced as that share of the heads.
+    size = (B, S, heads / CP, kv_heads, HEAD_DIM)
     return Operator(
         name="attention",
         forward=(Work(name="attention", kind=WorkKind.ATTENTION, flops=full, attention=size),),

@@ -43,6 +43,8 @@ class WorkItem:
     kernels: int
     backward: bool
     """Of attention only, whose backward is priced from a table of its own."""
+    context: bool
+    """A collective over the context-parallel group; others are over the tensor-parallel one."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class StageProgram:
         return {
             "program": program_to_document(self.program),
             "memory": {role: program_to_document(program) for role, program in self.memory.items()},
-            "items": [[i.kind, i.kernels, i.backward] for i in self.items],
+            "items": [[i.kind, i.kernels, i.backward, i.context] for i in self.items],
             "uses": [[u.layer, u.run, u.item, u.count, u.weight_grad] for u in self.uses],
         }
 
@@ -81,7 +83,7 @@ def stage_program_from_document(document: Any) -> StageProgram | None:
     try:
         program = program_from_document(document["program"])
         memory = {str(role): program_from_document(raw) for role, raw in document["memory"].items()}
-        items = tuple(WorkItem(str(k), int(n), bool(b)) for k, n, b in document["items"])
+        items = tuple(WorkItem(str(k), int(n), bool(b), bool(c)) for k, n, b, c in document["items"])
         uses = tuple(
             Use(str(layer), str(run), int(item), int(count), bool(weight))
             for layer, run, item, count, weight in document["uses"]
@@ -125,11 +127,12 @@ class _WorkTable:
             sizes = _sizes(work)
             kind = work.kind.value
             is_backward = backward and kind == "attention"
-            key = (kind, work.kernels, is_backward, tuple(sizes.values()))
+            context = work.name.startswith("context_")
+            key = (kind, work.kernels, is_backward, context, tuple(sizes.values()))
             if key not in self._index:
                 index = len(self.items)
                 self._index[key] = index
-                self.items.append(WorkItem(kind, work.kernels, is_backward))
+                self.items.append(WorkItem(kind, work.kernels, is_backward, context))
                 self.expressions.update({f"w{index}.{name}": e for name, e in sizes.items()})
             use = (layer, run, self._index[key], backward and work.name.endswith("_weight"))
             self._counts[use] = self._counts.get(use, 0) + 1
@@ -155,23 +158,40 @@ class PassTime:
     compute_s: Array
     collective_s: Array
     """Tensor-parallel collectives inside the pass."""
+    context_s: Array
+    """The context-parallel ring, alone."""
+    attention_s: Array
+    """Part of compute behind which the ring hides."""
     exact_s: Array
     interpolated_s: Array
     extrapolated_s: Array
     weight_grad_s: Array
+
+    @property
+    def stopping_s(self) -> Array:
+        """Collectives during which the rank computes nothing."""
+        return self.collective_s + np.maximum(self.context_s - self.attention_s, 0.0)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Sizes of the groups that share a layer, arrays over the priced combinations."""
+
+    tensor_ranks: Array
+    tensor_nodes: Array
+    context_ranks: Array
+    context_nodes: Array
 
 
 def price_passes(
     stage: StageProgram,
     sizes: Mapping[str, Array],
     prices: Prices,
-    ranks: Array,
-    nodes: Array,
+    groups: Groups,
 ) -> dict[tuple[str, str], PassTime]:
-    """Seconds of every (layer kind, pass); `sizes` are the program's outputs, `ranks` and `nodes` the
-    tensor-parallel group's."""
-    priced = [_price(item, index, sizes, prices, ranks, nodes) for index, item in enumerate(stage.items)]
-    shape = np.broadcast_shapes(ranks.shape, *(p.seconds.shape for p in priced))
+    """Seconds of every (layer kind, pass); `sizes` are the program's outputs."""
+    priced = [_price(item, index, sizes, prices, groups) for index, item in enumerate(stage.items)]
+    shape = np.broadcast_shapes(groups.tensor_ranks.shape, *(p.seconds.shape for p in priced))
     result: dict[tuple[str, str], PassTime] = {}
     for layer in LAYER_KINDS:
         for run in PASSES:
@@ -184,8 +204,12 @@ def price_passes(
 
 
 def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced) -> None:
-    main = "compute_s" if item.kind in ("gemm", "attention", "memory") else "collective_s"
-    sums[main] += use.count * priced.seconds
+    if item.kind in ("gemm", "attention", "memory"):
+        sums["compute_s"] += use.count * priced.seconds
+    else:
+        sums["context_s" if item.context else "collective_s"] += use.count * priced.seconds
+    if item.kind == "attention":
+        sums["attention_s"] += use.count * priced.seconds
     sums["exact_s"] += use.count * priced.exact_s
     sums["interpolated_s"] += use.count * priced.interpolated_s
     sums["extrapolated_s"] += use.count * priced.extrapolated_s
@@ -198,8 +222,7 @@ def _price(
     index: int,
     sizes: Mapping[str, Array],
     prices: Prices,
-    ranks: Array,
-    nodes: Array,
+    groups: Groups,
 ) -> Priced:
     if item.kind == "gemm":
         m, n, k, batch = (sizes[f"w{index}.{name}"] for name in _FIELDS["gemm"])
@@ -210,6 +233,8 @@ def _price(
     moved = sizes[f"w{index}.bytes"]
     if item.kind == "memory":
         return prices.memory_bound(moved, kernels=item.kernels)
+    ranks = groups.context_ranks if item.context else groups.tensor_ranks
+    nodes = groups.context_nodes if item.context else groups.tensor_nodes
     kind: Collective = item.kind  # type: ignore[assignment]
     return _only_where(prices.collective(kind, moved, ranks, nodes), (ranks > 1.0) & (moved > 0.0))
 

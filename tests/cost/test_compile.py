@@ -74,7 +74,7 @@ def test_foreign_documents_are_refused(damage) -> None:  # type: ignore[no-untyp
 def stage() -> StageProgram:
     return StageProgram(
         compile_expressions({"w0.bytes": X * 2}),
-        (WorkItem("memory", 1, False),),
+        (WorkItem("memory", 1, False, False),),
         (Use("block", "forward", 0, 2, False),),
     )
 
