@@ -1,0 +1,248 @@
+"""What one GPU and its links can do: a calibrated profile, every number with where it comes from.
+
+A profile is read from `calibration/profiles/NAME.yaml`, its large tables from a compressed CSV beside it.
+Types only; `calibrate/profile_file.py` reads and writes them and `cost/lookup.py` answers from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+from mist_megatron.errors import ProfileError
+from mist_megatron.spec.document import STRICT
+
+PROFILE_SCHEMA = 1
+
+Origin = Literal["measured", "published", "fitted", "datasheet", "assumed"]
+"""`measured` by our own programs; `published` measurements of others; `fitted` to end-to-end times;
+`datasheet` of a vendor; `assumed` from a similar device, always with an uncertainty."""
+Stream = Literal["C", "G2G", "H2D", "D2H"]
+STREAMS: tuple[Stream, ...] = ("C", "G2G", "H2D", "D2H")
+"""In the order of bits in `cost.pricing.Prices.interference`: compute 1, GPU-GPU 2, H2D 4, D2H 8."""
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
+
+TABLE_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "gemm": ("m", "n", "k", "batch", "seconds"),
+    "attention_forward": ("batch", "seq", "heads", "kv_heads", "head_dim", "seconds"),
+    "attention_backward": ("batch", "seq", "heads", "kv_heads", "head_dim", "seconds"),
+    "memory": ("moved_bytes", "seconds"),
+}
+"""Columns of each kind of operator table. GEMMs are (M x K)(K x N), forward orientation of the product that
+was run; attention is causal, sizes of one rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where numbers come from."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    origin: Origin
+    text: str
+    """Who measured what, under which conditions; for a datasheet its name."""
+    uncertainty: float | None = None
+    """Relative, one sigma; demanded where nothing was measured."""
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise ProfileError("a source without a text is no source")
+        if self.origin == "assumed" and self.uncertainty is None:
+            raise ProfileError(f"source {self.text!r} is assumed: wanted its uncertainty")
+        if self.uncertainty is not None and not 0.0 <= self.uncertainty <= 10.0:
+            raise ProfileError(f"source {self.text!r}: uncertainty is {self.uncertainty}; wanted 0 to 10")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One number with its source, a key of the profile's `sources`."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    value: float
+    source: str
+    points: int | None = None
+    """Measurements behind it."""
+    error: float | None = None
+    """Mean relative error of the fit over them."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value) or self.value < 0.0:
+            raise ProfileError(f"value {self.value} (source {self.source!r}): wanted a finite number from 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCurves:
+    """What kernels reach where no table holds their shape."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    gemm_peak_fraction: Quantity
+    """Of the dense datasheet peak, for large products."""
+    gemm_half_area: Quantity
+    """M * N * batch at which half of that is reached."""
+    gemm_half_depth: Quantity
+    """K at which half is reached."""
+    attention_forward_fraction: Quantity
+    attention_backward_fraction: Quantity
+    attention_half_seq: Quantity
+    """Sequence at which half of those is reached."""
+    memory_fraction: Quantity
+    """Of the datasheet memory bandwidth, large tensors."""
+    launch_s: Quantity
+    """Least time of one kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorTable:
+    """Measured times of one kind of operator; columns as in TABLE_COLUMNS."""
+
+    operator: str
+    precision: str
+    source: str
+    rows: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.operator not in TABLE_COLUMNS:
+            known = ", ".join(TABLE_COLUMNS)
+            raise ProfileError(f"operator table {self.operator!r} is unknown; known: {known}")
+        width = len(TABLE_COLUMNS[self.operator])
+        for number, row in enumerate(self.rows, start=1):
+            if len(row) != width:
+                raise ProfileError(
+                    f"table {self.operator}, row {number}: {len(row)} values; wanted {width} "
+                    f"({', '.join(TABLE_COLUMNS[self.operator])})"
+                )
+            if not all(math.isfinite(value) and value > 0.0 for value in row):
+                raise ProfileError(f"table {self.operator}, row {number}: {row}; wanted numbers above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCurve:
+    """seconds = latency_s + passes * bytes / bytes_per_s, contended: every GPU of the nodes is in such a group.
+
+    `passes` is 2 (n-1)/n for an all-reduce, (n-1)/n for gather and scatter, 1 for a send."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    kind: CollectiveKind
+    ranks: int
+    nodes: int
+    latency_s: float
+    bytes_per_s: float
+    source: str
+    points: int | None = None
+    error: float | None = None
+
+    def __post_init__(self) -> None:
+        where = f"{self.kind} of {self.ranks} ranks on {self.nodes} nodes"
+        if self.ranks < 2 or self.nodes < 1 or self.ranks < self.nodes:
+            raise ProfileError(f"{where}: wanted at least 2 ranks, and no more nodes than ranks")
+        if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0.0):
+            raise ProfileError(f"{where}: bytes_per_s is {self.bytes_per_s}; wanted above 0")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0.0):
+            raise ProfileError(f"{where}: latency_s is {self.latency_s}; wanted from 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCurves:
+    """Collectives of group sizes and networks that no `CollectiveCurve` holds."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    intra_fraction: Quantity
+    """Bus bandwidth inside a node over the datasheet link rate, large messages."""
+    inter_fraction: Quantity
+    """The same between nodes, over the node's adapters."""
+    intra_latency_s: Quantity
+    inter_latency_s: Quantity
+    intra_hop_latency_s: Quantity
+    """Added per step of a ring inside a node."""
+    inter_hop_latency_s: Quantity
+    """Added per node that a ring spans."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLink:
+    """Pinned copies between host and one GPU while all GPUs of the node copy (contended)."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    h2d_bytes_per_s: Quantity
+    d2h_bytes_per_s: Quantity
+    both_bytes_per_s: Quantity | None
+    """Each way, with both ways at once; None where nobody measured it."""
+    latency_s: Quantity
+    host_adam_parameters_per_s: Quantity
+    """CPU Adam, one GPU's share of the node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterferenceSet:
+    """Slowdown of each of some streams while exactly these run together."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    streams: tuple[Stream, ...]
+    factors: tuple[float, ...]
+    identified: tuple[bool, ...]
+    """False where the measurements do not determine a factor, which then is the nearest subset's."""
+    source: str
+    points: int | None = None
+    error: float | None = None
+    """Cross-validated mean relative error of predicted co-run times."""
+
+    def __post_init__(self) -> None:
+        where = f"interference {'+'.join(self.streams)}"
+        if not 2 <= len(self.streams) == len(set(self.streams)):
+            raise ProfileError(f"{where}: wanted 2 to 4 different streams")
+        if not len(self.streams) == len(self.factors) == len(self.identified):
+            raise ProfileError(f"{where}: wanted one factor and one mark for each stream")
+        if not all(1.0 <= factor <= 50.0 for factor in self.factors):
+            raise ProfileError(f"{where}: factors are {self.factors}; wanted each from 1 to 50")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One GPU model in its usual node."""
+
+    name: str
+    gpu: str
+    """Catalogue name of the device."""
+    sources: Mapping[str, Source]
+    kernels: KernelCurves
+    links: LinkCurves
+    host: HostLink
+    adam_bytes_per_parameter: Quantity
+    """Device memory traffic of one fused Adam step."""
+    interference: tuple[InterferenceSet, ...] = ()
+    collectives: tuple[CollectiveCurve, ...] = ()
+    tables: tuple[OperatorTable, ...] = ()
+    clock_mhz: Quantity | None = None
+    versions: Mapping[str, str] | None = None
+    """Of driver, CUDA, NCCL, torch where known."""
+    note: str = ""
+    content_hash: str = ""
+    """Of the file and its tables, filled by the reader."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ProfileError(f"profile {self.name}: no sources; a figure without provenance is invalid")
+        for what, source in sources_used(self):
+            if source not in self.sources:
+                known = ", ".join(self.sources)
+                raise ProfileError(
+                    f"profile {self.name}: {what} names source {source!r}, which is not given; given: {known}"
+                )
+
+
+def sources_used(profile: Profile) -> list[tuple[str, str]]:
+    """(what, source key) of every number in a profile."""
+    found: list[tuple[str, str]] = []
+    for group in (profile.kernels, profile.links, profile.host):
+        for item in fields(group):
+            value = getattr(group, item.name)
+            if isinstance(value, Quantity):
+                found.append((item.name, value.source))
+    found.append(("adam_bytes_per_parameter", profile.adam_bytes_per_parameter.source))
+    if profile.clock_mhz is not None:
+        found.append(("clock_mhz", profile.clock_mhz.source))
+    found += [(f"interference {'+'.join(item.streams)}", item.source) for item in profile.interference]
+    found += [(f"{item.kind} of {item.ranks}", item.source) for item in profile.collectives]
+    found += [(f"table {table.operator}", table.source) for table in profile.tables]
+    return found
