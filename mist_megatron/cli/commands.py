@@ -50,5 +50,6 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("emit", "emit:emit", "Writes files that Megatron-core or DeepSpeed run as they are.", FILES),
     CommandEntry("models", "lists:models", "Model presets with their shapes and parameter counts.", LISTS),
     CommandEntry("gpus", "lists:gpus", "The GPU catalogue, with the source of each figure.", LISTS),
+    CommandEntry("spaces", "lists:spaces", "Named search spaces, with what each of them varies.", LISTS),
     CommandEntry("recipes", "recipes:RECIPES", "Tuned plans that come with this package.", LISTS),
 )

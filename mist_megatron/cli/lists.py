@@ -1,4 +1,4 @@
-"""Commands that list what is known: models, gpus."""
+"""Commands that list what is known: models, gpus, spaces."""
 
 from __future__ import annotations
 
@@ -60,3 +60,14 @@ def _gpu_row(spec: GpuSpec) -> list[str]:
 
 def _scaled(figure: Figure | None, unit: float) -> str:
     return "-" if figure is None else f"{figure.value / unit:.4g}"
+
+
+def spaces(*, output: OutputOptions) -> None:
+    """Search spaces by name: what each chooses, before it is cut to what the target runs."""
+    from mist_megatron.search.space import named_spaces
+
+    found = named_spaces()
+    output.finish({"spaces": [{**asdict(space), "varies": list(space.varies())} for space in found]})
+    if not output.json:
+        rows = [(space.name, f"{space.summary}\n{', '.join(space.varies())}\n") for space in found]
+        output.people.print(table(("name", "what it is, and what it varies"), rows))
