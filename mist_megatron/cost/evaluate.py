@@ -82,7 +82,7 @@ class StageEvaluator:
 
     def terms(self, grid: StageGrid) -> StageTerms:
         """Every named part of t and d."""
-        return stage_terms(grid, self._loads(grid), self._context)
+        return stage_terms(grid, self.loads(grid), self._context)
 
     def memory_terms(self, grid: StageGrid) -> dict[str, Array]:
         """Named bytes that add up to the peak; `transient` is what the worst moment adds."""
@@ -104,7 +104,11 @@ class StageEvaluator:
         return most
 
     def _memory(self, grid: StageGrid) -> dict[str, Array]:
-        values: dict[str, Array | float] = {
+        return self.stage.memory[grid.role.value].run(self.memory_values(grid))
+
+    def memory_values(self, grid: StageGrid) -> dict[str, Array | float]:
+        """What the symbols of the memory expressions stand for."""
+        return {
             **self._fixed,
             "b": grid.micro_batch,
             "tp": grid.tp,
@@ -123,11 +127,10 @@ class StageEvaluator:
             "oo": grid.optimizer_offload,
             "ao": grid.activations_offload,
         }
-        return self.stage.memory[grid.role.value].run(values)
 
     def passes(self, grid: StageGrid) -> dict[str, Array]:
         """Parts of t that schedules other than 1F1B ask for."""
-        loads = self._loads(grid)
+        loads = self.loads(grid)
         layers = [load for load in (loads.embedding, loads.head) if load is not None]
         block = loads.block
         forward = grid.layers * (block.forward_s + block.forward_collective_s)
@@ -152,7 +155,8 @@ class StageEvaluator:
                     sums[name] = sums.get(name, np.zeros(())) + seconds
         return sums
 
-    def _loads(self, grid: StageGrid) -> StageLoads:
+    def loads(self, grid: StageGrid) -> StageLoads:
+        """Passes and sizes of the layers of a stage's role, over the grid's micro-batch and tp axes."""
         pairs = self._priced(grid)
         role = grid.role
         embedding, head = pairs.load("embedding"), pairs.load("head") if role.has_head else None

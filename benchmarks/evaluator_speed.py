@@ -1,0 +1,321 @@
+"""How many stage configurations (t, d, peak memory, fit) are priced per CPU-second, on one core.
+
+Run `python benchmarks/evaluator_speed.py`. The same configurations are priced four ways: the evaluator on
+an open grid (as the search does) and on a flat list, a plain Python function per configuration, and sympy's
+`subs` per configuration. The two last are run on a sample; all must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[variable] = "1"
+
+import numpy as np  # noqa: E402  (after the thread limits)
+
+from mist_megatron.cost.compile import Program  # noqa: E402
+from mist_megatron.cost.datasheet import datasheet_prices  # noqa: E402
+from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, StageRole, make_evaluator  # noqa: E402
+from mist_megatron.cost.overlap import overlapped_time_of_row  # noqa: E402
+from mist_megatron.spec import catalogue, presets  # noqa: E402
+from mist_megatron.spec.cluster import cluster_of  # noqa: E402
+from mist_megatron.spec.job import Job  # noqa: E402
+from mist_megatron.spec.training import TrainingSpec  # noqa: E402
+
+AXES = (
+    "layers",
+    "ckpt",
+    "in_flight",
+    "micro_batch",
+    "zero",
+    "weights_offload",
+    "grads_offload",
+    "optimizer_offload",
+    "activations_offload",
+)
+
+
+def values_of_axes(steps: int) -> dict[str, np.ndarray]:
+    """A search over one mesh: 5 x 8 x 4 x 2 x 3 shapes times the offload ratios."""
+    ratios = np.linspace(0.0, 1.0, steps + 1)
+    return {
+        "layers": np.arange(7.0, 12.0),
+        "ckpt": np.arange(0.0, 8.0),
+        "in_flight": np.arange(1.0, 5.0),
+        "micro_batch": np.array([1.0, 2.0]),
+        "zero": np.array([1.0, 2.0, 3.0]),
+        "weights_offload": ratios,
+        "grads_offload": ratios,
+        "optimizer_offload": ratios,
+        "activations_offload": ratios,
+    }
+
+
+def open_grid(values: Mapping[str, np.ndarray]) -> StageGrid:
+    """One axis per knob: what the evaluator is fastest on."""
+    shaped = {name: values[name].reshape([-1 if a == name else 1 for a in AXES]) for name in AXES}
+    return StageGrid(
+        role=StageRole.FIRST,
+        nodes=1,
+        gpus_per_node=8,
+        sequence_parallel=False,
+        selective=False,
+        dp=np.asarray(4.0),
+        tp=np.asarray(2.0),
+        grad_accum=np.asarray(16.0),
+        stages=4,
+        **shaped,
+    )
+
+
+def flat_grid(values: Mapping[str, np.ndarray], count: int) -> StageGrid:
+    """Random configurations of the same axes, one after the other."""
+    rng = np.random.default_rng(0)
+    return replace(open_grid(values), **{name: rng.choice(values[name], count) for name in AXES})
+
+
+def price(evaluator: StageEvaluator, grid: StageGrid) -> tuple[np.ndarray, ...]:
+    """Everything that a search needs, for every configuration of the grid."""
+    cost = evaluator(grid)
+    return cost.stable_s, cost.delta_s, cost.peak_bytes, cost.peak_bytes <= evaluator.limit_bytes
+
+
+def price_in_full(evaluator: StageEvaluator, grid: StageGrid) -> list[np.ndarray]:
+    """The same with t and d copied to every configuration, although they do not depend on all axes."""
+    results = price(evaluator, grid)
+    shape = np.broadcast_shapes(*(result.shape for result in results))
+    return [np.array(np.broadcast_to(result, shape)) for result in results]
+
+
+def cpu_seconds(work: Callable[[], Any]) -> float:
+    """Best of three: the machine may be shared."""
+    return min(_timed(work) for _ in range(3))
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+class PlainPython:
+    """One configuration at a time in floats: what one would write without symbols or arrays.
+
+    Layer passes and collectives are looked up, all else is computed: four streams in four passes of
+    recomputed and other layers, their ends, and the memory program. Written for the `mist` target only.
+    """
+
+    def __init__(self, evaluator: StageEvaluator, grid: StageGrid) -> None:
+        self.memory = evaluator.stage.memory[grid.role.value]
+        self.limit = evaluator.limit_bytes
+        self.factors = np.asarray(evaluator.prices.interference())
+        self.prices: Any = evaluator.prices
+        self.tables: dict[tuple[float, float], dict[str, float]] = {}
+        self.evaluator = evaluator
+
+    def table(self, grid: StageGrid) -> dict[str, float]:
+        """Seconds that depend on micro-batch and ZeRO level alone."""
+        key = (float(grid.micro_batch), float(grid.zero))
+        if key not in self.tables:
+            quiet = replace(grid, **dict.fromkeys(AXES[5:], np.asarray(0.0)), ckpt=np.asarray(0.0))
+            load = self.evaluator.loads(grid).block
+            terms = self.evaluator.terms(quiet)
+            edge = sum(
+                float(terms.stable[n].fixed) for n in ("embedding", "gradient_accumulation", "pipeline_p2p")
+            )
+            back = float(terms.delta["gradient_accumulation"].fixed) + float(
+                terms.delta["embedding_traffic"].fixed
+            )
+            count, dp = float(load.parameters), float(grid.dp)
+            ring = (np.asarray(dp), np.asarray(1.0))
+            self.tables[key] = {
+                "forward": float(load.forward_s),
+                "backward": float(load.backward_s),
+                "collective": float(load.forward_collective_s),
+                "collectives": float(load.forward_collective_s + load.backward_collective_s),
+                "accumulate": float(terms.stable["gradient_accumulation"].per_layer),
+                "edge": edge,
+                "edge_back": back + float(terms.delta["optimizer_compute"].fixed),
+                "weights": 2 * count / (dp if grid.zero >= 3 else 1.0),
+                "grads": 2 * count / (dp if grid.zero >= 2 else 1.0),
+                "states": 12 * count / dp,
+                "saved": float(load.saved_bytes),
+                "step": float(self.prices.device_adam(np.asarray(count / dp)).seconds),
+                "gather": float(self.prices.collective("all_gather", np.asarray(2 * count), *ring).seconds),
+                "reduce": float(
+                    self.prices.collective("reduce_scatter", np.asarray(2 * count), *ring).seconds
+                ),
+            }
+        return self.tables[key]
+
+    def copy(self, copied: float, rate: float) -> float:
+        curves = self.prices.curves
+        return copied / (rate * curves.host_copy_fraction) + curves.host_copy_latency_s if copied else 0.0
+
+    def run(
+        self, compute: float, arriving: tuple[float, float], leaving: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Seconds of a layer inside a run beyond its compute, and of the two ends of the run."""
+
+        def time_of(*streams: float) -> float:
+            return overlapped_time_of_row(streams, self.factors)
+
+        (gather, copy_in), (reduce, copy_out) = arriving, leaving
+        steady = time_of(compute, gather + reduce, copy_in, copy_out)
+        ends = time_of(compute, gather, copy_in, 0.0) + time_of(compute, reduce, 0.0, copy_out)
+        ends += time_of(0.0, gather, copy_in, 0.0) + time_of(0.0, reduce, 0.0, copy_out) - 2 * steady
+        return steady - compute, ends
+
+    def passes(self, grid: StageGrid, table: dict[str, float], again: float, offloaded: float) -> list[float]:
+        """(beyond compute, ends) of forward, backward, first forward, last backward."""
+        down, up = self.prices.host_to_device_bytes_per_s, self.prices.device_to_host_bytes_per_s
+        wo, go, oo = (float(getattr(grid, AXES[i])) for i in (5, 6, 7))
+        gather3 = table["gather"] if grid.zero >= 3 else 0.0
+        reduce2 = table["reduce"] if grid.zero >= 2 else 0.0
+        kept = offloaded * table["saved"]
+        out, back = self.copy(kept, up), self.copy(kept, down)
+        weights_in = self.copy(wo * table["weights"], down)
+        grads_in, grads_out = self.copy(go * table["grads"], down), self.copy(go * table["grads"], up)
+        step_in = self.copy(oo * table["states"] + go * table["grads"], down)
+        step_out = self.copy(oo * table["states"] + wo * table["weights"], up)
+        forward, backward = table["forward"], table["backward"] + again
+        arriving = (gather3, weights_in + grads_in + back)
+        return [
+            *self.run(forward, (gather3, weights_in), (0.0, out)),
+            *self.run(backward, arriving, (reduce2, grads_out)),
+            *self.run(forward + table["step"], (table["gather"], step_in), (0.0, out + step_out)),
+            *self.run(backward, arriving, (table["reduce"], grads_out)),
+        ]
+
+    def __call__(self, grid: StageGrid) -> tuple[float, float, float, bool]:
+        table = self.table(grid)
+        layers, ckpt = float(grid.layers), float(grid.ckpt)
+        kept = self.passes(grid, table, 0.0, float(grid.activations_offload))
+        whole = self.passes(grid, table, table["forward"], 0.0)
+        ends = kept if ckpt < layers else whole
+        t = layers * (table["forward"] + table["backward"] + table["collectives"] + table["accumulate"])
+        t += ckpt * (table["forward"] + table["collective"]) + table["edge"]
+        t += (layers - ckpt) * (kept[0] + kept[2]) + ckpt * (whole[0] + whole[2]) + ends[1] + ends[3]
+        d = layers * (table["step"] - table["accumulate"]) + table["edge_back"]
+        d += (layers - ckpt) * (kept[4] - kept[0] + kept[6] - kept[2])
+        d += ckpt * (whole[4] - whole[0] + whole[6] - whole[2])
+        d += ends[5] - ends[1] + ends[7] - ends[3]
+        values = {name: float(v) for name, v in self.evaluator.memory_values(grid).items()}
+        sizes = run_plainly(self.memory, values)
+        peak = sizes["held"] + max(v for name, v in sizes.items() if name.startswith("beyond."))
+        return t, d, peak, peak <= self.limit
+
+
+_SCALAR: dict[str, Callable[..., float]] = {
+    "add": lambda *v: sum(v),
+    "mul": lambda *v: math.prod(v),
+    "max": max,
+    "min": min,
+    "reciprocal": lambda v: 1.0 / v,
+    "square": lambda v: v * v,
+    "pow": lambda v, e: v**e,
+    "floor": math.floor,
+    "ceiling": math.ceil,
+}
+
+
+def run_plainly(program: Program, values: Mapping[str, float]) -> dict[str, float]:
+    """The memory program in plain Python floats."""
+    slots = [values[name] for name in program.inputs]
+    for operation, operands in program.steps:
+        if operation == "const":
+            slots.append(operands[0])
+        else:
+            slots.append(_SCALAR[operation](*(slots[int(i)] for i in operands)))
+    return {name: slots[slot] for name, slot in program.outputs}
+
+
+def sympy_substitution(evaluator: StageEvaluator, grids: list[StageGrid]) -> Callable[[], list[float]]:
+    """The peak alone, by `subs`: less than the whole work, to sympy's advantage."""
+    from sympy import Symbol
+
+    from mist_megatron.cost.symbolic import memory_expressions
+
+    expressions = memory_expressions(evaluator.job, grids[0].role)
+    names = sorted({s for e in expressions.values() for s in e.free_symbols}, key=str)
+
+    def run() -> list[float]:
+        peaks = []
+        for grid in grids:
+            values = {name: float(v) for name, v in evaluator.memory_values(grid).items()}
+            chosen = {symbol: values[str(symbol)] for symbol in names if isinstance(symbol, Symbol)}
+            held = float(expressions["held"].subs(chosen))
+            beyond = [float(e.subs(chosen)) for n, e in expressions.items() if n.startswith("beyond.")]
+            peaks.append(held + max(beyond))
+        return peaks
+
+    return run
+
+
+def single(grid: StageGrid, index: int) -> StageGrid:
+    """One configuration of a flat list."""
+    return replace(grid, **{name: np.asarray(getattr(grid, name)[index]) for name in AXES})
+
+
+def check_equal(fast: tuple[np.ndarray, ...], slow: list[tuple[float, float, float, bool]]) -> None:
+    """All ways must say the same, or the comparison means nothing."""
+    for position, name in enumerate(("t", "d", "peak")):
+        np.testing.assert_allclose(
+            np.broadcast_to(fast[position], len(slow)),
+            [row[position] for row in slow],
+            rtol=1e-8,
+            err_msg=name,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--steps", type=int, default=4, help="steps of each offload ratio (8: the paper's grid)"
+    )
+    steps = parser.parse_args().steps
+    job = Job(
+        model=presets.preset("gpt3-7b"),
+        training=TrainingSpec(global_batch=512, seq_len=2048),
+        cluster=cluster_of(catalogue.gpu("a100-sxm-80gb"), 32),
+        target="mist",
+    )
+    prices = datasheet_prices(job.cluster, job.training.precision)
+    compile_s = _timed(lambda: make_evaluator(job, prices))
+    evaluator = make_evaluator(job, prices)
+    values = values_of_axes(steps)
+    grid = open_grid(values)
+    count = math.prod(len(v) for v in values.values())
+    opened = count / cpu_seconds(lambda: price(evaluator, grid))
+    in_full = count / cpu_seconds(lambda: price_in_full(evaluator, grid))
+    flat = flat_grid(values, 200_000)
+    flattened = 200_000 / cpu_seconds(lambda: price(evaluator, flat))
+    sample = flat_grid(values, 300)
+    singles = [single(sample, index) for index in range(300)]
+    plainly = PlainPython(evaluator, grid)
+    check_equal(price(evaluator, sample), [plainly(one) for one in singles])
+    plain = len(singles) / cpu_seconds(lambda: [plainly(one) for one in singles])
+    substituted = sympy_substitution(evaluator, singles[:20])
+    np.testing.assert_allclose(substituted(), price(evaluator, sample)[2][:20], rtol=1e-9)
+    subs = 20 / _timed(substituted)
+    print(f"compiling the model's expressions, all stage roles: {compile_s:.2f} CPU-s")
+    print(f"{'way':40} {'configurations per CPU-second':>30} {'times subs':>12}")
+    for name, rate in (
+        (f"evaluator, open grid of {count:,}", opened),
+        ("the same, all arrays full size", in_full),
+        ("evaluator, flat list of 200,000", flattened),
+        ("plain Python function", plain),
+        ("sympy subs (memory only)", subs),
+    ):
+        print(f"{name:40} {rate:30,.0f} {rate / subs:12,.0f}")
+
+
+if __name__ == "__main__":
+    main()
