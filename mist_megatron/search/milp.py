@@ -1,0 +1,99 @@
+"""Eq. 2 as a mixed-integer program in PuLP: the second opinion on `assign`.
+
+Binaries choose one (layers, front point) per stage; two epigraph variables carry the two maxima.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pulp
+
+from mist_megatron.errors import InputError
+from mist_megatron.search.assign import Assignment, StageFronts, value_of
+
+MilpSolver = Literal["highs", "cbc"]
+
+
+def assign_milp(
+    stages: Sequence[StageFronts],
+    layers: int,
+    grad_accum: int,
+    best_s: float = np.inf,
+    solver: MilpSolver = "highs",
+) -> Assignment | None:
+    """The optimal assignment if it is better than `best_s`, else None."""
+    options = [
+        [(count, k) for count, front in sorted(fronts.items()) for k in range(len(front.t_s))]
+        for fronts in stages
+    ]
+    if any(not choices for choices in options):
+        return None
+    # Times are scaled to about 1, so that the solver's absolute tolerances mean something.
+    scale = float(np.mean([front.t_s.mean() for fronts in stages for front in fronts.values()])) or 1.0
+    problem = pulp.LpProblem("assignment", pulp.LpMinimize)
+    picks = _picks(problem, options)
+    times, extras = _times(stages, options, picks, scale)
+    slowest = pulp.LpVariable("slowest", lowBound=0)
+    second = pulp.LpVariable("second")
+    problem += (grad_accum - 1) * slowest + second
+    problem += pulp.lpSum(
+        count * pick for choices, row in zip(options, picks, strict=True)
+        for (count, _), pick in zip(choices, row, strict=True)
+    ) == layers
+    for index, (time, extra) in enumerate(zip(times, extras, strict=True)):
+        problem += slowest >= time
+        problem += second >= extra + pulp.lpSum(times[index:])
+    if np.isfinite(best_s):
+        problem += (grad_accum - 1) * slowest + second <= best_s / scale
+    problem.solve(_solver(solver))
+    # `status` says Optimal for any incumbent; `sol_status` tells a proved one from the rest.
+    if problem.sol_status != pulp.LpSolutionOptimal:
+        return None
+    chosen = [choices[_picked(row)] for choices, row in zip(options, picks, strict=True)]
+    t_s = [float(stages[k][count].t_s[index]) for k, (count, index) in enumerate(chosen)]
+    d_s = [float(stages[k][count].d_s[index]) for k, (count, index) in enumerate(chosen)]
+    value_s = value_of(t_s, d_s, grad_accum)
+    if value_s >= best_s:
+        return None
+    return Assignment(tuple(count for count, _ in chosen), tuple(index for _, index in chosen), value_s)
+
+
+def _picks(problem: Any, options: list[list[tuple[int, int]]]) -> list[list[Any]]:
+    """One binary per stage and option, exactly one of them set per stage."""
+    rows = []
+    for stage, choices in enumerate(options):
+        row = [pulp.LpVariable(f"z_{stage}_{k}", cat="Binary") for k in range(len(choices))]
+        problem += pulp.lpSum(row) == 1
+        rows.append(row)
+    return rows
+
+
+def _times(
+    stages: Sequence[StageFronts],
+    options: list[list[tuple[int, int]]],
+    picks: list[list[Any]],
+    scale: float,
+) -> tuple[list[Any], list[Any]]:
+    """t and d of every stage as linear expressions of the picks."""
+    times, extras = [], []
+    for fronts, choices, row in zip(stages, options, picks, strict=True):
+        cost = [(fronts[count].t_s[k] / scale, fronts[count].d_s[k] / scale) for count, k in choices]
+        times.append(pulp.lpSum(float(t) * pick for (t, _), pick in zip(cost, row, strict=True)))
+        extras.append(pulp.lpSum(float(d) * pick for (_, d), pick in zip(cost, row, strict=True)))
+    return times, extras
+
+
+def _solver(name: MilpSolver) -> Any:
+    if name == "cbc":
+        return pulp.PULP_CBC_CMD(msg=False, gapRel=1e-9)
+    highs = pulp.HiGHS(msg=False, gapRel=1e-9)
+    if not highs.available():
+        raise InputError("--solver milp: HiGHS is not installed; pip install highspy")
+    return highs
+
+
+def _picked(row: list[Any]) -> int:
+    return next(k for k, pick in enumerate(row) if pick.value() is not None and pick.value() > 0.5)

@@ -1,0 +1,137 @@
+"""Shapes: the choices that all stages of a plan share, and how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mist_megatron.errors import InputError
+from mist_megatron.search.space import Limits, Space
+from mist_megatron.spec.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Everything that is equal on all stages."""
+
+    grad_accum: int
+    stages: int
+    nodes: int
+    """Of one stage."""
+    gpus_per_node: int
+    dp: int
+    tp: int
+    micro_batch: int
+    sequence_parallel: bool
+    vpp: int
+    zero: tuple[int, ...]
+    """Levels that each stage may choose from; one where all stages must agree."""
+
+    def __str__(self) -> str:
+        parts = [f"pp={self.stages}", f"dp={self.dp}", f"tp={self.tp}", f"mbs={self.micro_batch}"]
+        parts += [f"G={self.grad_accum}"] + [f"vpp={self.vpp}"] * (self.vpp > 1)
+        return " ".join([*parts, *["sp"] * self.sequence_parallel])
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(k for k in range(1, number + 1) if number % k == 0)
+
+
+def shapes(job: Job, space: Space, limits: Limits) -> Iterator[Shape]:
+    """All shapes of a space for a job."""
+    cluster, model = job.cluster, job.model
+    for stages in divisors(cluster.gpus):
+        if stages > model.layers or not limits.allows("pp", stages) or (stages > 1 and not space.pipeline):
+            continue
+        if not space.uneven_layers and model.layers % stages:
+            continue
+        mesh = _mesh(cluster.gpus // stages, cluster.gpus_per_node)
+        if mesh is None:
+            continue
+        for tp in divisors(min(mesh[1], cluster.gpus_per_node)):
+            if _tensor_parallel_allowed(job, space, limits, tp):
+                yield from _with_batches(job, space, limits, (stages, mesh, tp))
+
+
+def _mesh(gpus: int, gpus_per_node: int) -> tuple[int, int] | None:
+    """Nodes and GPUs per node of a stage: whole nodes, or a part of one that tiles it."""
+    if gpus >= gpus_per_node:
+        return (gpus // gpus_per_node, gpus_per_node) if gpus % gpus_per_node == 0 else None
+    return (1, gpus) if gpus_per_node % gpus == 0 else None
+
+
+def _tensor_parallel_allowed(job: Job, space: Space, limits: Limits, tp: int) -> bool:
+    model = job.model
+    if tp > 1 and not space.tensor_parallel:
+        return False
+    fits_heads = model.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
+    return fits_heads and model.ffn_hidden % tp == 0 and limits.allows("tp", tp)
+
+
+def _with_batches(
+    job: Job, space: Space, limits: Limits, grid: tuple[int, tuple[int, int], int]
+) -> Iterator[Shape]:
+    stages, (nodes, gpus_per_node), tp = grid
+    dp = nodes * gpus_per_node // (tp * job.execution.context_parallel)
+    if dp < 1 or nodes * gpus_per_node % (tp * job.execution.context_parallel):
+        return
+    batch = job.training.global_batch
+    if batch % dp or not limits.allows("dp", dp):
+        return
+    for micro_batch in divisors(batch // dp):
+        grad_accum = batch // dp // micro_batch
+        if not limits.allows("micro_batch", micro_batch) or not limits.allows("grad_accum", grad_accum):
+            continue
+        for sequence_parallel in (False, True) if space.sequence_parallel and tp > 1 else (False,):
+            for vpp in _chunks(job, space, limits, (stages, grad_accum)):
+                for zero in _levels(space, dp):
+                    yield Shape(
+                        grad_accum=grad_accum,
+                        stages=stages,
+                        nodes=nodes,
+                        gpus_per_node=gpus_per_node,
+                        dp=dp,
+                        tp=tp,
+                        micro_batch=micro_batch,
+                        sequence_parallel=sequence_parallel,
+                        vpp=vpp,
+                        zero=zero,
+                    )
+
+
+def _chunks(job: Job, space: Space, limits: Limits, schedule: tuple[int, int]) -> tuple[int, ...]:
+    """Chunks per rank: 1, and where interleaving can run (Megatron wants whole groups of micro-batches
+    and equal chunks) the divisors of a stage's even share of the layers."""
+    stages, grad_accum = schedule
+    found = [1] if limits.allows("vpp", 1) else []
+    if space.interleaved and stages > 1 and grad_accum % stages == 0 and job.model.layers % stages == 0:
+        share = job.model.layers // stages
+        found += [v for v in divisors(share) if 1 < v and limits.allows("vpp", v)]
+    return tuple(found)
+
+
+def _levels(space: Space, dp: int) -> tuple[tuple[int, ...], ...]:
+    """ZeRO levels: all at once where stages may differ, else one after the other. Without data
+    parallelism every level holds the same bytes, so that the lowest stands for all."""
+    levels = space.zero if dp > 1 or space.optimizer_offload_least_zero else space.zero[:1]
+    if dp == 1 and space.optimizer_offload_least_zero and len(levels) > 1:
+        levels = tuple(sorted({levels[0], min(x for x in levels if x >= space.optimizer_offload_least_zero)}))
+    return (levels,) if space.per_stage_zero else tuple((level,) for level in levels)
+
+
+def explain_no_shape(job: Job, space: Space, limits: Limits) -> InputError:
+    """Why not a single shape exists: what divides what."""
+    cluster, training = job.cluster, job.training
+    where = f"{job.model.name} on {cluster.nodes} x {cluster.gpus_per_node} GPUs"
+    fixed = {**limits.most, **limits.fixed}
+    details = [
+        f"pipeline sizes are divisors of {cluster.gpus} GPUs: {', '.join(map(str, divisors(cluster.gpus)))}",
+        f"data-parallel sizes must divide the global batch {training.global_batch}",
+        f"tensor-parallel sizes must divide the {job.model.heads} heads and stay inside a node",
+    ]
+    limit = f" with {', '.join(f'{k}={v}' for k, v in fixed.items())}" if fixed else ""
+    return InputError(
+        f"no parallel configuration of {where} exists in space {space.name}{limit}; "
+        "try another --global-batch or --gpus",
+        details=tuple(details),
+    )

@@ -1,0 +1,256 @@
+"""What is searched: named spaces, limits on top of them, and the cut to what a target can run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+from mist_megatron.errors import InputError
+from mist_megatron.spec import check
+from mist_megatron.spec.plan import Target
+from mist_megatron.spec.target import OffloadRanges, Range, capability
+
+CkptRange = Literal["none", "none_or_all", "any"]
+OFFLOAD_KINDS = ("weights", "grads", "optimizer", "activations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """The choices that a search makes; what is not here is fixed."""
+
+    name: str
+    summary: str
+    pipeline: bool = True
+    tensor_parallel: bool = True
+    uneven_layers: bool = False
+    per_stage: bool = False
+    """Stages may differ in recomputed layers, offload fractions and, where listed, ZeRO level."""
+    per_stage_zero: bool = False
+    ckpt: CkptRange = "none_or_all"
+    selective: bool = False
+    sequence_parallel: bool = False
+    interleaved: bool = False
+    zero: tuple[int, ...] = (1,)
+    offload: OffloadRanges = OffloadRanges()
+    grads_follow_optimizer: bool = False
+    optimizer_offload_least_zero: int = 0
+
+    def varies(self) -> tuple[str, ...]:
+        """Names of what this space searches, for the list of spaces."""
+        found = ["dp", "micro_batch", "grad_accum"]
+        found += ["tp"] * self.tensor_parallel + ["pp"] * self.pipeline
+        found += ["layers per stage"] * self.uneven_layers
+        found += {"none": [], "none_or_all": ["recompute none/full"], "any": ["recomputed layers"]}[self.ckpt]
+        found += ["selective recompute"] * self.selective + ["sequence_parallel"] * self.sequence_parallel
+        found += ["interleaving"] * self.interleaved
+        found += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
+        found += [f"offload.{k}" for k in OFFLOAD_KINDS if getattr(self.offload, k) != "none"]
+        return (*found, *(["all per stage"] if self.per_stage else []))
+
+
+_ALL_ANY = OffloadRanges(weights="any", grads="any", optimizer="any", activations="any")
+
+_SPACES = (
+    Space(
+        name="megatron",
+        summary="hand-made Megatron: even split, all layers or none recomputed, distributed optimizer",
+    ),
+    Space(
+        name="megatron-expert",
+        summary="megatron plus selective recompute, sequence parallelism, interleaving",
+        selective=True,
+        sequence_parallel=True,
+        interleaved=True,
+    ),
+    Space(
+        name="deepspeed",
+        summary="hand-made DeepSpeed: ZeRO 0-3, offload on or off, no pipeline",
+        pipeline=False,
+        tensor_parallel=False,
+        zero=(0, 1, 2, 3),
+        offload=OffloadRanges(weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"),
+        grads_follow_optimizer=True,
+        optimizer_offload_least_zero=1,
+    ),
+    Space(
+        name="aceso",
+        summary="uneven pipeline with recomputed layers per stage, no ZeRO, no offload",
+        uneven_layers=True,
+        per_stage=True,
+        ckpt="any",
+        zero=(0,),
+    ),
+    Space(name="3d", summary="data x tensor x pipeline parallelism and micro-batch only"),
+    Space(name="pipette", summary="the same as 3d, by the name of the paper that places it"),
+    Space(
+        name="mist-zero",
+        summary="mist with ZeRO levels, no partial recompute, no offload",
+        uneven_layers=True,
+        per_stage=True,
+        per_stage_zero=True,
+        zero=(1, 2, 3),
+    ),
+    Space(
+        name="mist-ckpt",
+        summary="mist with recomputed layers per stage, no ZeRO choice, no offload",
+        uneven_layers=True,
+        per_stage=True,
+        ckpt="any",
+    ),
+    Space(
+        name="mist-offload",
+        summary="mist with offload fractions per stage, no ZeRO choice, recompute none or full",
+        uneven_layers=True,
+        per_stage=True,
+        offload=_ALL_ANY,
+    ),
+    Space(
+        name="mist",
+        summary="the Mist paper's: layers, ZeRO 1-3, recompute and four offload fractions per stage",
+        uneven_layers=True,
+        per_stage=True,
+        per_stage_zero=True,
+        ckpt="any",
+        zero=(1, 2, 3),
+        offload=_ALL_ANY,
+    ),
+    Space(
+        name="full",
+        summary="everything that the target can run",
+        uneven_layers=True,
+        per_stage=True,
+        per_stage_zero=True,
+        ckpt="any",
+        selective=True,
+        sequence_parallel=True,
+        interleaved=True,
+        zero=(0, 1, 2, 3),
+        offload=_ALL_ANY,
+    ),
+)
+_BY_NAME: Mapping[str, Space] = MappingProxyType({space.name: space for space in _SPACES})
+
+
+def named_spaces() -> tuple[Space, ...]:
+    return _SPACES
+
+
+def space_named(name: str) -> Space:
+    check.known("--space", "space", name, tuple(_BY_NAME))
+    return _BY_NAME[name]
+
+
+_ORDER: dict[Range, int] = {"none": 0, "all_or_nothing": 1, "any": 2}
+
+
+def _narrower(left: Range, right: Range) -> Range:
+    return left if _ORDER[left] <= _ORDER[right] else right
+
+
+def cut_to_target(space: Space, target: Target) -> Space:
+    """The part of a space that a target can run. Refuses where nothing of it is left."""
+    able = capability(target)
+    zero = tuple(level for level in space.zero if level in able.zero)
+    if not zero:
+        raise InputError(
+            f"--space {space.name} needs ZeRO {'/'.join(map(str, space.zero))}, "
+            f"which target {target} does not run (it runs {'/'.join(map(str, able.zero))})"
+        )
+    ckpt = space.ckpt if able.partial_ckpt or space.ckpt == "none" else "none_or_all"
+    offload = OffloadRanges(
+        **{k: _narrower(getattr(space.offload, k), getattr(able.offload, k)) for k in OFFLOAD_KINDS}
+    )
+    return replace(
+        space,
+        pipeline=space.pipeline and able.pipeline,
+        tensor_parallel=space.tensor_parallel and able.tensor_parallel,
+        uneven_layers=space.uneven_layers and able.uneven_layers,
+        per_stage=space.per_stage and able.per_stage_ckpt and able.per_stage_offload,
+        per_stage_zero=space.per_stage_zero and able.per_stage_zero,
+        ckpt=ckpt,
+        selective=space.selective and able.selective,
+        sequence_parallel=space.sequence_parallel and able.sequence_parallel,
+        interleaved=space.interleaved and "interleaved" in able.schedules,
+        zero=zero,
+        offload=offload,
+        grads_follow_optimizer=space.grads_follow_optimizer or able.grads_follow_optimizer,
+        optimizer_offload_least_zero=max(space.optimizer_offload_least_zero, able.offload_needs_zero),
+    )
+
+
+LIMIT_KEYS = ("tp", "pp", "dp", "micro_batch", "grad_accum", "vpp", "zero")
+SWITCH_KEYS = (
+    "sequence_parallel",
+    "interleaved",
+    "recompute.full",
+    "recompute.selective",
+    *(f"offload.{kind}" for kind in OFFLOAD_KINDS),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the user fixed, forbade or bounded."""
+
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    most: Mapping[str, int] = field(default_factory=dict)
+    forbidden: frozenset[str] = frozenset()
+
+    def allows(self, key: str, value: int) -> bool:
+        """Whether a size respects --fix and --max."""
+        return self.fixed.get(key, value) == value and value <= self.most.get(key, value)
+
+
+def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str, ...]) -> Limits:
+    """`--fix tp=2 --max pp=8 --forbid offload.weights` -> Limits; contradictions are named."""
+    fixed, bounds = _sizes("--fix", fix), _sizes("--max", most)
+    for name in forbid:
+        check.known("--forbid", "key", name, SWITCH_KEYS)
+    for key, value in fixed.items():
+        if value > bounds.get(key, value):
+            raise InputError(f"--fix {key}={value} contradicts --max {key}={bounds[key]}")
+    if fixed.get("vpp", 1) > 1 and "interleaved" in forbid:
+        raise InputError(f"--fix vpp={fixed['vpp']} contradicts --forbid interleaved")
+    if fixed.get("vpp", 1) > 1 and fixed.get("pp", 2) == 1:
+        raise InputError(f"--fix vpp={fixed['vpp']} contradicts --fix pp=1: interleaving needs stages")
+    return Limits(fixed=fixed, most=bounds, forbidden=frozenset(forbid))
+
+
+def _sizes(option: str, items: tuple[str, ...]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for item in (part.strip() for text in items for part in text.split(",")):
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise InputError(f"{option}: {item!r}; wanted KEY=NUMBER such as tp=2")
+        check.known(option, "key", key, LIMIT_KEYS)
+        if not text.isdigit() or (int(text) < 1 and key != "zero"):
+            raise InputError(f"{option} {key}: {text!r} is not a positive whole number")
+        if found.get(key, int(text)) != int(text):
+            raise InputError(f"{option}: {key} is both {found[key]} and {text}")
+        found[key] = int(text)
+    return found
+
+
+def apply_limits(space: Space, limits: Limits) -> Space:
+    """A space without what was forbidden, at the ZeRO levels that are left."""
+    zero = tuple(level for level in space.zero if limits.allows("zero", level))
+    if not zero:
+        raise InputError(
+            f"--fix zero={limits.fixed.get('zero', limits.most.get('zero'))}: "
+            f"space {space.name} on this target has ZeRO {'/'.join(map(str, space.zero))}"
+        )
+    banned = limits.forbidden
+    offload = OffloadRanges(
+        **{k: "none" if f"offload.{k}" in banned else getattr(space.offload, k) for k in OFFLOAD_KINDS}
+    )
+    return replace(
+        space,
+        zero=zero,
+        offload=offload,
+        ckpt="none" if "recompute.full" in banned else space.ckpt,
+        selective=space.selective and "recompute.selective" not in banned,
+        sequence_parallel=space.sequence_parallel and "sequence_parallel" not in banned,
+        interleaved=space.interleaved and "interleaved" not in banned,
+    )
