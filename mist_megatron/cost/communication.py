@@ -33,6 +33,8 @@ class Template:
     """Each layer's optimizer step is taken just before its first forward (Mist), or all at the end."""
     adam_on_host: bool
     """Offloaded optimizer states are updated by the host (DeepSpeed, Megatron), not swapped in (Mist)."""
+    host_adam_copies_overlap: bool
+    """Gradients leave and weights come back while the host updates others."""
     accumulation_pass: bool
     """Gradients are added in a pass of their own; fused into the weight-gradient GEMM otherwise."""
     grad_norm_pass: bool
@@ -56,6 +58,7 @@ MIST = Template(
     host_copies_overlap=True,
     step_in_first_forward=True,
     adam_on_host=False,
+    host_adam_copies_overlap=False,
     accumulation_pass=True,
     grad_norm_pass=False,
     boundary_overlaps_when_interleaved=False,
@@ -72,13 +75,13 @@ def template_of(target: Target, execution: Execution) -> Template:
         return MIST
     if target == "deepspeed":
         return _deepspeed(execution)
-    return _megatron(execution, patched=target == "megatron+patches")
+    return _megatron(execution)
 
 
-def _megatron(execution: Execution, *, patched: bool) -> Template:
+def _megatron(execution: Execution) -> Template:
     """Megatron-core: reductions once per step in buckets of max(40e6, 1e6 * dp) elements
-    (distributed_data_parallel_config.py), optimizer step and host Adam at the end. The patches take
-    the step layer by layer in the first forward pass, which is also where its gathers then hide."""
+    (distributed_data_parallel_config.py), optimizer step and host Adam at the end. The patches
+    change what is offloaded and where, not when."""
     reduce_overlaps = bool(execution.overlap_grad_reduce)
     gather_overlaps = bool(execution.overlap_param_gather)
     return Template(
@@ -90,6 +93,8 @@ def _megatron(execution: Execution, *, patched: bool) -> Template:
         host_copies_overlap=True,
         step_in_first_forward=False,
         adam_on_host=True,
+        # --overlap-cpu-optimizer-d2h-h2d, which the emitted arguments always set.
+        host_adam_copies_overlap=True,
         accumulation_pass=False,
         grad_norm_pass=True,
         boundary_overlaps_when_interleaved=True,
@@ -111,6 +116,8 @@ def _deepspeed(execution: Execution) -> Template:
         host_copies_overlap=True,
         step_in_first_forward=False,
         adam_on_host=True,
+        # Gradients are on the host by then (ZeRO 2 and 3), weights are copied back after the update.
+        host_adam_copies_overlap=False,
         accumulation_pass=True,
         grad_norm_pass=True,
         boundary_overlaps_when_interleaved=False,

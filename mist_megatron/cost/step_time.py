@@ -49,11 +49,12 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
     delta["optimizer_compute"] = Linear(compute)
     if np.any(grid.optimizer_offload):
         still_on_device = 1.0 - grid.grads_offload
-        delta["host_adam"] = Linear(prices.host_adam(on_host).seconds)
-        delta["host_adam_copies"] = Linear(
-            host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
-            + host_copy(context.weight_bytes * on_host, "h2d", context)
-        )
+        update = prices.host_adam(on_host).seconds
+        out = host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
+        back = host_copy(context.weight_bytes * on_host, "h2d", context)
+        copies = np.maximum(out + back - update, 0.0) if template.host_adam_copies_overlap else out + back
+        delta["host_adam"] = Linear(update)
+        delta["host_adam_copies"] = Linear(copies)
 
 
 def boundary_terms(

@@ -59,8 +59,8 @@ def one(**changes: float | str) -> StageGrid:
     numbers.update({k: v for k, v in changes.items() if k in numbers})  # type: ignore[misc]
     rest = {k: v for k, v in changes.items() if k not in numbers}
     base = {
-        "role": StageRole.MIDDLE, "nodes": 1, "gpus_per_node": 8, "sequence_parallel": False, "selective": False,
-        "stages": 4,
+        "role": StageRole.MIDDLE, "nodes": 1, "gpus_per_node": 8, "sequence_parallel": False,
+        "selective": False, "stages": 4,
     }  # fmt: skip
     arrays = {name: np.asarray(value) for name, value in numbers.items()}
     return StageGrid(**{**base, **rest}, **arrays)  # type: ignore[arg-type]
@@ -157,7 +157,9 @@ def test_terms_can_be_left_out_by_name() -> None:
     asked = job("megatron")
     prices = datasheet_prices(asked.cluster, asked.training.precision)
     whole = make_evaluator(asked, prices).terms(one())
-    bare = make_evaluator(asked, prices, without=frozenset({"pipeline_p2p", "optimizer_compute"})).terms(one())
+    bare = make_evaluator(asked, prices, without=frozenset({"pipeline_p2p", "optimizer_compute"})).terms(
+        one()
+    )
     assert set(whole.stable) - set(bare.stable) == {"pipeline_p2p"}
     assert set(whole.delta) - set(bare.delta) == {"optimizer_compute"}
 

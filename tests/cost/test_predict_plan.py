@@ -25,10 +25,14 @@ cluster: {gpu: l4-24gb, nodes: 1, gpus_per_node: 8}
 target: mist
 grad_accum: 32
 stages:
-  - {layers: 7, nodes: 1, gpus_per_node: 2, dp: 2, tp: 1, micro_batch: 1, zero: 1, ckpt: 5, offload: {optimizer: 0.125}}
-  - {layers: 8, nodes: 1, gpus_per_node: 2, dp: 2, tp: 1, micro_batch: 1, zero: 2, ckpt: 1, offload: {optimizer: 0.875}}
-  - {layers: 9, nodes: 1, gpus_per_node: 2, dp: 2, tp: 1, micro_batch: 1, zero: 3, ckpt: 0, offload: {optimizer: 0.875}}
-  - {layers: 8, nodes: 1, gpus_per_node: 2, dp: 1, tp: 2, micro_batch: 2, zero: 1, ckpt: 0, offload: {activations: 0.5}}
+  - {layers: 7, nodes: 1, gpus_per_node: 2, dp: 2, tp: 1, micro_batch: 1, zero: 1, ckpt: 5,
+     offload: {optimizer: 0.125}}
+  - {layers: 8, nodes: 1, gpus_per_node: 2, dp: 2, tp: 1, micro_batch: 1, zero: 2, ckpt: 1,
+     offload: {optimizer: 0.875}}
+  - {layers: 9, nodes: 1, gpus_per_node: 2, dp: 2, tp: 1, micro_batch: 1, zero: 3, ckpt: 0,
+     offload: {optimizer: 0.875}}
+  - {layers: 8, nodes: 1, gpus_per_node: 2, dp: 1, tp: 2, micro_batch: 2, zero: 1, ckpt: 0,
+     offload: {activations: 0.5}}
 """
 
 
@@ -106,7 +110,7 @@ def test_model_flops_of_gpt3_175b_match_the_published_step() -> None:
 
 
 def test_korthikanti_table_5_within_a_tenth_even_from_the_datasheet() -> None:
-    """GPT-22B on 8 A100, TP 8: 1.42 s with full and 1.10 s with selective recompute and sequence parallelism."""
+    """GPT-22B on 8 A100, TP 8: 1.42 s with full, 1.10 s with selective recompute and SP."""
     text = """
 schema: 1
 model: {family: gpt, name: gpt-22b, layers: 48, hidden: 6144, ffn_hidden: 24576, heads: 64, kv_heads: 64,
@@ -127,7 +131,9 @@ stages:
 
 
 def test_interleaving_shortens_the_bubble_and_holds_more(evaluator: StageEvaluator) -> None:
-    stage = StagePlan(layers=8, nodes=1, gpus_per_node=2, dp=2, tp=1, micro_batch=1, zero=1, offload=Offload())
+    stage = StagePlan(
+        layers=8, nodes=1, gpus_per_node=2, dp=2, tp=1, micro_batch=1, zero=1, offload=Offload()
+    )
     base = replace(plan_from_text(PLAN), target="megatron", stages=(stage,) * 4)
     plain = predict(base, evaluator_of(base))
     chunked = replace(base, schedule="interleaved", vpp=2)
