@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
-
 import numpy as np
 
-from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import role_of
 from mist_megatron.search.assign import Assignment, Front, StageFronts, assign
 from mist_megatron.search.frontier import (
@@ -18,12 +14,11 @@ from mist_megatron.search.frontier import (
     Tally,
     _block,
     stage_configs,
-    stage_grid,
 )
+from mist_megatron.search.bounds import Question, ShapeBound
 from mist_megatron.search.shapes import Shape
 from mist_megatron.search.space import Space
 
-Solver = Literal["exact", "milp"]
 StageChoice = dict[str, float]
 """Layers and one value per axis: what a stage of a solution runs."""
 
@@ -37,74 +32,26 @@ class Solution:
     value_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What does not change from shape to shape."""
-
-    evaluator: StageEvaluator
-    space: Space
-    step: float
-    solver: Solver = "exact"
-
-
-def lower_bound_s(question: Question, shape: Shape) -> float:
-    """No plan of this shape is faster: memory aside, nothing recomputed, nothing offloaded."""
-    sums, first_delta = _fastest(question, shape)
-    weight = shape.grad_accum * shape.vpp - 1
-    return weight * sums / shape.stages + sums + min(first_delta, 0.0)
-
-
-def _fastest(question: Question, shape: Shape) -> tuple[float, float]:
-    """Sum of t over stages without recomputation and offload, and the least d of the first stage."""
-    layers = question.evaluator.job.model.layers
-    share = layers / shape.stages
-    sums, first_delta = 0.0, 0.0
-    for position in sorted({0, min(1, shape.stages - 1), shape.stages - 1}):
-        times, deltas = zip(*(_plain(question, shape, position, count) for count in (1, 2)), strict=True)
-        slope = times[1] - times[0]
-        repeats = _repeats(position, shape.stages)
-        sums += repeats * (times[0] + slope * (share - 1)) / shape.vpp
-        if position == 0:
-            first_delta = min(deltas[0], deltas[0] + (deltas[1] - deltas[0]) * (layers - 1))
-    return sums, first_delta
-
-
-def _repeats(position: int, stages: int) -> int:
-    if stages > 2 and position == 1:
-        return stages - 2
-    return 1
-
-
-def _plain(question: Question, shape: Shape, position: int, layers: int) -> tuple[float, float]:
-    def zeros() -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-        return np.zeros((1,) * len(AXES))
-
-    values = {name: zeros() for name in AXES}
-    values["zero"] = np.array(shape.zero, dtype=np.float64).reshape(1, -1, 1, 1, 1, 1)
-    grid = stage_grid(shape, Slot(position=position, layers=layers), values, selective=False)
-    factors = question.evaluator.factors(grid)
-    t_s = factors.stable.at(grid.layers, grid.ckpt)
-    d_s = factors.delta.at(grid.layers, grid.ckpt)
-    return float(np.min(t_s)), float(np.min(d_s))
-
-
-def solve_shape(question: Question, shape: Shape, best_s: float) -> tuple[Solution | None, Tally]:
+def solve_shape(
+    question: Question, shape: Shape, bound: ShapeBound, best_s: float
+) -> tuple[Solution | None, Tally]:
     """The best plan of a shape if it beats `best_s`."""
     if not question.space.per_stage and shape.stages > 1:
         return _solve_uniform(question, shape, best_s)
-    return _solve_per_stage(question, shape, best_s)
+    return _solve_per_stage(question, shape, bound, best_s)
 
 
-def _solve_per_stage(question: Question, shape: Shape, best_s: float) -> tuple[Solution | None, Tally]:
+def _solve_per_stage(
+    question: Question, shape: Shape, bound: ShapeBound, best_s: float
+) -> tuple[Solution | None, Tally]:
     layers = question.evaluator.job.model.layers
     tally = Tally()
-    sums, _ = _fastest(question, shape)
     weight = shape.grad_accum * shape.vpp - 1
     cap_s = np.inf
     if np.isfinite(best_s) and weight > 0:
         # t of the slowest stage, were all other terms at their least.
-        cap_s = (best_s - sums) / weight * shape.vpp * (1 + 1e-9)
-    counts = _layer_window(question, shape, cap_s)
+        cap_s = (best_s - bound.sum_s) / weight * shape.vpp * (1 + 1e-9)
+    counts = _layer_window(question, shape, bound, cap_s)
     configs: list[dict[int, StageConfigs]] = []
     for position in range(shape.stages):
         here: dict[int, StageConfigs] = {}
@@ -142,14 +89,14 @@ def _choice(layers: int, configs: StageConfigs, index: int) -> StageChoice:
     return {"layers": float(layers), **{name: float(v[index]) for name, v in configs.columns.items()}}
 
 
-def _layer_window(question: Question, shape: Shape, cap_s: float) -> list[range]:
+def _layer_window(question: Question, shape: Shape, bound: ShapeBound, cap_s: float) -> list[range]:
     """Numbers of layers worth pricing per position: under the cap, and leaving room for the others."""
     total, stages, vpp = question.evaluator.job.model.layers, shape.stages, shape.vpp
     if not question.space.uneven_layers or stages == 1 or vpp > 1:
         return [range(total // stages, total // stages + 1)] * stages
     most = []
     for position in range(stages):
-        one, two = (_plain(question, shape, position, count)[0] for count in (1, 2))
+        one, two = bound.times_s[0 if position == 0 else 2 if position == stages - 1 else 1]
         highest = total - (stages - 1)
         if np.isfinite(cap_s) and two > one:
             highest = min(highest, int((cap_s - one) / (two - one) * (1 + 1e-9)) + 1 if cap_s >= one else 0)
@@ -210,6 +157,3 @@ def _uniform_values(
     tally.over_memory += int((block.valid & ~np.broadcast_to(fits, block.valid.shape)).sum())
     return np.where(allowed, np.broadcast_to(value, block.valid.shape), np.inf), block.axes
 
-
-ProgressCallback = Callable[[int, int, float], None]
-"""Shapes done, shapes in all, best so far in seconds."""

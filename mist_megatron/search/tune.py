@@ -9,13 +9,17 @@ from enum import Enum
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.search.bounds import Question, ShapeBound, Solver, shape_bounds
 from mist_megatron.search.frontier import Tally
 from mist_megatron.search.shapes import Shape, explain_no_shape, shapes
-from mist_megatron.search.solve import Question, Solution, Solver, StageChoice, lower_bound_s, solve_shape
+from mist_megatron.search.solve import Solution, StageChoice, solve_shape
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.plan import Offload, Plan, Recompute, StagePlan, Zero
 
 GIB = float(1 << 30)
+
+
+_Bounded = tuple[ShapeBound, Shape]
 
 
 class Status(Enum):
@@ -83,9 +87,10 @@ def search(
     if not found:
         raise explain_no_shape(job, cut, settings.limits)
     question = Question(evaluator=evaluator, space=cut, step=settings.step, solver=settings.solver)
-    bounded = sorted(((lower_bound_s(question, shape), k) for k, shape in enumerate(found)))
+    order = sorted(
+        zip(shape_bounds(question, found), found, strict=True), key=lambda pair: pair[0].value_s
+    )
     run = _Run(question, settings, watch, executor)
-    order = [(bound, found[k]) for bound, k in bounded]
     run.quick(order)
     status = run.full(order)
     if not run.best:
@@ -126,26 +131,26 @@ class _Run:
             better = min([solution, *same], key=lambda s: s.value_s)
             self.best = sorted([*rest, better], key=lambda s: s.value_s)[: self.settings.top]
 
-    def quick(self, order: list[tuple[float, Shape]]) -> None:
+    def quick(self, order: list[_Bounded]) -> None:
         """A first incumbent from the corners of the offload grid: it prunes nearly all of the full grid."""
         corners = replace(self.question, step=1.0)
         for bound, shape in order:
-            if bound >= self.threshold_s or self.watch.stop() is not None:
+            if bound.value_s >= self.threshold_s or self.watch.stop() is not None:
                 break
-            solution, tally = solve_shape(corners, shape, self.threshold_s)
+            solution, tally = solve_shape(corners, shape, bound, self.threshold_s)
             self.tally.add(tally)
             self.keep(solution)
 
-    def full(self, order: list[tuple[float, Shape]]) -> Status:
+    def full(self, order: list[_Bounded]) -> Status:
         """Every shape whose bound is below the best, on the whole grid."""
-        pending = sorted(order, key=lambda item: item[0])
         done = 0
-        for wave in _waves(pending, self.executor[1] if self.executor else 1):
+        for wave in _waves(order, self.executor[1] if self.executor else 1):
             status = self.watch.stop()
             if status is not None:
-                self.open_bounds = [bound for bound, _ in pending[done:] if bound < self.threshold_s]
+                left = [bound.value_s for bound, _ in order[done:]]
+                self.open_bounds = [value_s for value_s in left if value_s < self.threshold_s]
                 return status if self.open_bounds else Status.OPTIMAL
-            open_wave = [shape for bound, shape in wave if bound < self.threshold_s]
+            open_wave = [item for item in wave if item[0].value_s < self.threshold_s]
             if not open_wave:
                 break
             for solution, tally in self._solve(open_wave):
@@ -154,15 +159,14 @@ class _Run:
                 self.solved += 1
             done += len(wave)
             best_s = self.best[0].value_s if self.best else float("inf")
-            self.watch.progress(done, len(pending), best_s)
+            self.watch.progress(done, len(order), best_s)
         return Status.OPTIMAL
 
-    def _solve(self, wave: list[Shape]) -> Iterable[tuple[Solution | None, Tally]]:
+    def _solve(self, wave: list[_Bounded]) -> Iterable[tuple[Solution | None, Tally]]:
+        asked = [(self.question, shape, bound, self._beat(shape)) for bound, shape in wave]
         if self.executor is None:
-            return [solve_shape(self.question, shape, self._beat(shape)) for shape in wave]
-        futures = [
-            self.executor[0].submit(solve_shape, self.question, shape, self._beat(shape)) for shape in wave
-        ]
+            return [solve_shape(*question) for question in asked]
+        futures = [self.executor[0].submit(solve_shape, *question) for question in asked]
         return [future.result() for future in futures]
 
     def _beat(self, shape: Shape) -> float:
@@ -171,7 +175,7 @@ class _Run:
         return min([self.threshold_s, *own])
 
 
-def _waves(items: list[tuple[float, Shape]], size: int) -> Iterable[list[tuple[float, Shape]]]:
+def _waves(items: list[_Bounded], size: int) -> Iterable[list[_Bounded]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
 
