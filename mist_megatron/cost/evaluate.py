@@ -189,9 +189,9 @@ class StageEvaluator:
             }
             sizes = self.stage.program.run(values)
             passes = price_passes(self.stage, sizes, self.prices, self._groups(pairs[1], grid))
-            self._memo[key] = _PricedPairs(passes, sizes, positions.reshape(-1), micro_batch.shape)
-        found = self._memo[key]
-        return _PricedPairs(found.passes, found.sizes, positions.reshape(-1), micro_batch.shape)
+            host_s = self._context.template.host_s_per_launch
+            self._memo[key] = _PricedPairs(passes, sizes, host_s, positions.reshape(-1), micro_batch.shape)
+        return replace(self._memo[key], positions=positions.reshape(-1), shape=micro_batch.shape)
 
     def _groups(self, tp: Array, grid: StageGrid) -> Groups:
         context = np.full_like(tp, float(self.job.execution.context_parallel))
@@ -209,6 +209,7 @@ class _PricedPairs:
 
     passes: Mapping[tuple[str, str], PassTime]
     sizes: Mapping[str, Array]
+    host_s_per_launch: float
     positions: NDArray[np.intp]
     shape: tuple[int, ...]
 
@@ -223,14 +224,15 @@ class _PricedPairs:
     def load(self, layer: str) -> LayerLoad:
         forward, backward = self.passes[layer, "forward"], self.passes[layer, "backward"]
         selective = self.passes[layer, "selective"]
+        host_s = self.host_s_per_launch
         return LayerLoad(
-            forward_s=self.spread(forward.compute_s),
-            backward_s=self.spread(backward.compute_s),
+            forward_s=self.spread(forward.compute_s + forward.waiting_s(host_s)),
+            backward_s=self.spread(backward.compute_s + backward.waiting_s(host_s)),
             forward_collective_s=self.spread(forward.stopping_s),
             backward_collective_s=self.spread(backward.stopping_s),
             parameters=self.size(f"{layer}_parameters"),
             saved_bytes=self.size("saved_bytes") if layer == "block" else np.zeros(()),
-            selective_s=self.spread(selective.compute_s),
+            selective_s=self.spread(selective.compute_s + selective.waiting_s(host_s)),
             selective_collective_s=self.spread(selective.stopping_s),
             weight_grad_s=self.spread(backward.weight_grad_s),
         )

@@ -166,11 +166,18 @@ class PassTime:
     interpolated_s: Array
     extrapolated_s: Array
     weight_grad_s: Array
+    launches: Array
+    """Kernels and collectives that the host has to launch."""
 
     @property
     def stopping_s(self) -> Array:
         """Collectives during which the rank computes nothing."""
         return self.collective_s + np.maximum(self.context_s - self.attention_s, 0.0)
+
+    def waiting_s(self, host_s_per_launch: float) -> Array:
+        """Time in which the GPU waits for the host: launches queue up ahead of it, so a pass takes the
+        longer of what the GPU computes and what the host launches, not the sum of longest kernels."""
+        return np.maximum(self.launches * host_s_per_launch - self.compute_s - self.stopping_s, 0.0)
 
 
 @dataclass(frozen=True)
@@ -210,6 +217,7 @@ def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced) -
         sums["context_s" if item.context else "collective_s"] += use.count * priced.seconds
     if item.kind == "attention":
         sums["attention_s"] += use.count * priced.seconds
+    sums["launches"] += use.count * item.kernels * (priced.seconds > 0.0)
     sums["exact_s"] += use.count * priced.exact_s
     sums["interpolated_s"] += use.count * priced.interpolated_s
     sums["extrapolated_s"] += use.count * priced.extrapolated_s
