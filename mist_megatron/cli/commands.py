@@ -40,14 +40,22 @@ class CommandEntry:
     """Heading of `--help` under which it is listed."""
 
 
+SEARCH = "Finding a plan"
 LISTS = "What is known"
 COSTS = "What a plan costs"
 FILES = "Files for the frameworks"
 
 COMMANDS: tuple[CommandEntry, ...] = (
+    CommandEntry("tune", "tune:tune", "Finds the fastest plan that fits, and proves it.", SEARCH),
+    CommandEntry("compare", "compare:compare", "The same job under each named search space.", SEARCH),
     CommandEntry("predict", "predict:predict", "Time and memory of a given plan, term by term.", COSTS),
     CommandEntry("explain", "explain:explain", "The expressions behind a prediction, in symbols.", COSTS),
+    CommandEntry("validate", "validate:validate", "Predictions against measured runs in CSV files.", COSTS),
     CommandEntry("emit", "emit:emit", "Writes files that Megatron-core or DeepSpeed run as they are.", FILES),
+    CommandEntry(
+        "convert", "convert:convert", "A tuned replacement for a hand-written DeepSpeed JSON.", FILES
+    ),
+    CommandEntry("lint", "lint:lint", "What a Megatron command line or a DeepSpeed JSON would do.", FILES),
     CommandEntry("models", "lists:models", "Model presets with their shapes and parameter counts.", LISTS),
     CommandEntry("gpus", "lists:gpus", "The GPU catalogue, with the source of each figure.", LISTS),
     CommandEntry("spaces", "lists:spaces", "Named search spaces, with what each of them varies.", LISTS),

@@ -83,7 +83,7 @@ def block(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
             _reduce("reduce2"),
             _residual("residual2", options),
         )
-    norms = (_norm("norm1", model, options, reads="input"),)
+    norms: tuple[Operator, ...] = (_norm("norm1", model, options, reads="input"),)
     if model.parallel_norms == 2:
         norms = (*norms, _norm("norm2", model, options, reads="input"))
     # Attention and MLP are added before the one reduction over tensor-parallel ranks.

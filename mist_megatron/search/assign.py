@@ -1,10 +1,10 @@
 """The exact assignment between stages: which (layers, configuration) each stage gets.
 
-Minimises eq. 1 in the form  (G - 1) max_i t_i + max_i (d_i + sum_{j >= i} t_j)  with sum of layers = L. For a
-cap tau on every t and a cap C on the second maximum, the least suffix time over (stage from the end, layers
-left) is a plain one-label dynamic program: a smaller suffix loosens both caps for everything before it. Walking
-tau upwards with C = best - (G - 1) tau meets every optimum; a walk ends when (G - 1) tau plus a lower bound of
-the second maximum reaches the best.
+Minimises eq. 1 in the form  (G - 1) max_i t_i + max_i (d_i + sum_{j >= i} t_j)  with sum of layers = L.
+For a cap tau on every t and a cap C on the second maximum, the least suffix time over (stage from the end,
+layers left) is a plain one-label dynamic program: a smaller suffix loosens both caps for all before it.
+Walking tau upwards with C = best - (G - 1) tau meets every optimum; the walk ends when (G - 1) tau plus a
+lower bound of the second maximum reaches the best.
 """
 
 from __future__ import annotations
@@ -178,9 +178,7 @@ def _suffix(
     return picked
 
 
-def _assignment(
-    stages: Sequence[StageFronts], picked: list[tuple[int, int]], grad_accum: int
-) -> Assignment:
+def _assignment(stages: Sequence[StageFronts], picked: list[tuple[int, int]], grad_accum: int) -> Assignment:
     fronts = [stages[k][count] for k, (count, _) in enumerate(picked)]
     t_s = [float(front.t_s[index]) for front, (_, index) in zip(fronts, picked, strict=True)]
     d_s = [float(front.d_s[index]) for front, (_, index) in zip(fronts, picked, strict=True)]

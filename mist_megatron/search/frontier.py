@@ -201,9 +201,7 @@ def _front_of(
         return None
     t_rows, d_rows = np.broadcast_to(t_s, full)[rows], d_full[rows]
     keep = pareto(t_rows, d_rows)
-    columns = {
-        name: block.axes[name].reshape(-1)[rows[axis][keep]] for axis, name in enumerate(AXES)
-    }
+    columns = {name: block.axes[name].reshape(-1)[rows[axis][keep]] for axis, name in enumerate(AXES)}
     return StageConfigs(t_rows[keep], d_rows[keep], columns)
 
 

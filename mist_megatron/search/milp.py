@@ -39,10 +39,14 @@ def assign_milp(
     slowest = pulp.LpVariable("slowest", lowBound=0)
     second = pulp.LpVariable("second")
     problem += (grad_accum - 1) * slowest + second
-    problem += pulp.lpSum(
-        count * pick for choices, row in zip(options, picks, strict=True)
-        for (count, _), pick in zip(choices, row, strict=True)
-    ) == layers
+    problem += (
+        pulp.lpSum(
+            count * pick
+            for choices, row in zip(options, picks, strict=True)
+            for (count, _), pick in zip(choices, row, strict=True)
+        )
+        == layers
+    )
     for index, (time, extra) in enumerate(zip(times, extras, strict=True)):
         problem += slowest >= time
         problem += second >= extra + pulp.lpSum(times[index:])

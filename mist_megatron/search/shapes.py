@@ -106,7 +106,7 @@ def _chunks(job: Job, space: Space, limits: Limits, schedule: tuple[int, int]) -
     found = [1] if limits.allows("vpp", 1) else []
     if space.interleaved and stages > 1 and grad_accum % stages == 0 and job.model.layers % stages == 0:
         share = job.model.layers // stages
-        found += [v for v in divisors(share) if 1 < v and limits.allows("vpp", v)]
+        found += [v for v in divisors(share) if v > 1 and limits.allows("vpp", v)]
     return tuple(found)
 
 

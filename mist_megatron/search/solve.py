@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import numpy as np
 
 from mist_megatron.cost.grid import role_of
 from mist_megatron.search.assign import Assignment, Front, StageFronts, assign
+from mist_megatron.search.bounds import Question, ShapeBound
 from mist_megatron.search.frontier import (
     AXES,
     Slot,
@@ -15,9 +17,7 @@ from mist_megatron.search.frontier import (
     _block,
     stage_configs,
 )
-from mist_megatron.search.bounds import Question, ShapeBound
 from mist_megatron.search.shapes import Shape
-from mist_megatron.search.space import Space
 
 StageChoice = dict[str, float]
 """Layers and one value per axis: what a stage of a solution runs."""
@@ -64,9 +64,7 @@ def _solve_per_stage(
         if not here:
             return None, tally
         configs.append(here)
-    fronts = [
-        {count: Front(c.t_s / shape.vpp, c.d_s) for count, c in here.items()} for here in configs
-    ]
+    fronts = [{count: Front(c.t_s / shape.vpp, c.d_s) for count, c in here.items()} for here in configs]
     answer = _assign(question, fronts, layers, weight + 1, best_s)
     if answer is None:
         return None, tally
@@ -102,7 +100,7 @@ def _layer_window(question: Question, shape: Shape, bound: ShapeBound, cap_s: fl
             highest = min(highest, int((cap_s - one) / (two - one) * (1 + 1e-9)) + 1 if cap_s >= one else 0)
         most.append(max(highest, 0))
     windows = []
-    for position, highest in enumerate(most):
+    for highest in most:
         others = sum(most) - highest
         windows.append(range(max(1, total - others), highest + 1))
     return windows
@@ -127,7 +125,10 @@ def _solve_uniform(question: Question, shape: Shape, best_s: float) -> tuple[Sol
 
 def _uniform_values(
     question: Question, shape: Shape, layers: int, selective: bool, tally: Tally
-) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.float64]], dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]]:
+) -> tuple[
+    np.ndarray[tuple[int, ...], np.dtype[np.float64]],
+    dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]],
+]:
     evaluator = question.evaluator
     t_max = suffix = np.zeros(())
     second = np.full((), -np.inf)
@@ -156,4 +157,3 @@ def _uniform_values(
     allowed = block.valid & fits
     tally.over_memory += int((block.valid & ~np.broadcast_to(fits, block.valid.shape)).sum())
     return np.where(allowed, np.broadcast_to(value, block.valid.shape), np.inf), block.axes
-

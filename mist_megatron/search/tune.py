@@ -79,7 +79,10 @@ def search(
     watch: Watch | None = None,
     executor: tuple[Executor, int] | None = None,
 ) -> SearchResult:
-    """The best plans of a space for the evaluator's job. `executor`: where to solve shapes, how many at once."""
+    """The best plans of a space for the evaluator's job.
+
+    `executor`: where to solve shapes, and how many at once; None solves them here, one by one.
+    """
     job = evaluator.job
     watch = watch or Watch()
     cut = apply_limits(cut_to_target(space, job.target), settings.limits)
@@ -87,9 +90,7 @@ def search(
     if not found:
         raise explain_no_shape(job, cut, settings.limits)
     question = Question(evaluator=evaluator, space=cut, step=settings.step, solver=settings.solver)
-    order = sorted(
-        zip(shape_bounds(question, found), found, strict=True), key=lambda pair: pair[0].value_s
-    )
+    order = sorted(zip(shape_bounds(question, found), found, strict=True), key=lambda pair: pair[0].value_s)
     run = _Run(question, settings, watch, executor)
     run.quick(order)
     status = run.full(order)

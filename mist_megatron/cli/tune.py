@@ -1,0 +1,235 @@
+"""`tune`: the best plan of a space for a job, with its proof."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mist_megatron.cli.options import JobOptions, TakenJob, read_job
+from mist_megatron.cli.output import OutputOptions, console
+from mist_megatron.errors import InputError, NoFeasiblePlan
+
+if TYPE_CHECKING:
+    from mist_megatron.cost.evaluate import StageEvaluator
+    from mist_megatron.search.space import Space
+    from mist_megatron.search.tune import SearchResult, Settings, Status, Watch
+    from mist_megatron.spec.plan import Plan
+
+PANEL = "Search"
+
+
+def tune(
+    job: JobOptions,
+    *,
+    space: Annotated[str, typer.Option(help="Named space, see `spaces`.", rich_help_panel=PANEL)] = "full",
+    grid: Annotated[
+        float, typer.Option(help="Step of the offload fractions.", rich_help_panel=PANEL)
+    ] = 0.125,
+    fix: Annotated[
+        list[str] | None, typer.Option(help="Fix a size, such as tp=2.", rich_help_panel=PANEL)
+    ] = None,
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option(help="Forbid a choice, such as offload.weights.", rich_help_panel=PANEL),
+    ] = None,
+    most: Annotated[
+        list[str] | None, typer.Option("--max", help="Bound a size, such as pp=8.", rich_help_panel=PANEL)
+    ] = None,
+    top: Annotated[int, typer.Option(help="Distinct plans to report.", rich_help_panel=PANEL)] = 2,
+    workers: Annotated[int, typer.Option(help="Processes.", rich_help_panel=PANEL)] = 1,
+    solver: Annotated[
+        str, typer.Option(help="exact, or milp (PuLP with HiGHS).", rich_help_panel=PANEL)
+    ] = "exact",
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds; the best so far after that.", rich_help_panel=PANEL)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for plan.yaml and the target's files; nothing is written without.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Replace files in a folder that is not empty.", rich_help_panel=PANEL),
+    ] = False,
+    output: OutputOptions,
+) -> None:
+    """Finds the fastest plan that fits, proves it, and with --out writes the files that run it."""
+    from mist_megatron.cli.tune_report import show_result
+    from mist_megatron.search.space import parse_limits, space_named
+    from mist_megatron.search.tune import Settings
+
+    taken = read_job(job)
+    chosen = space_named(space)
+    limits = parse_limits(tuple(fix or ()), tuple(forbid or ()), tuple(most or ()))
+    _check_numbers(grid, top, workers, time_limit)
+    if solver not in ("exact", "milp"):
+        raise InputError(f"--solver: unknown solver {solver!r}; known: exact, milp")
+    _check_out(out, force)
+    settings = Settings(step=grid, top=top, solver="milp" if solver == "milp" else "exact", limits=limits)
+    found = run_search(taken, chosen, settings, (workers, time_limit))
+    document = found.document()
+    files = _write(found.plans[0], out, force)
+    output.finish({**document, "defaults": dict(taken.defaults), "files": files})
+    if not output.json:
+        show_result(output.people, found, taken.lines(), (out, files))
+
+
+def _check_numbers(grid: float, top: int, workers: int, time_limit: float | None) -> None:
+    if not 0.0 < grid <= 1.0 or abs(1.0 / grid - round(1.0 / grid)) > 1e-9:
+        raise InputError(f"--grid is {grid:g}; wanted 1 divided by a whole number, such as 0.125")
+    if top < 1 or workers < 1:
+        raise InputError(f"--top is {top} and --workers is {workers}; wanted at least 1 of each")
+    if time_limit is not None and not time_limit > 0.0:
+        raise InputError(f"--time-limit is {time_limit:g}; wanted more than 0 seconds")
+
+
+def _check_out(out: Path | None, force: bool) -> None:
+    """Before the search, not after it: a full folder is known now."""
+    if out is not None and out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file; wanted a folder")
+    if out is not None and not force and out.is_dir() and any(out.iterdir()):
+        raise InputError(f"output folder {out} is not empty", details=("try: --force, or another --out",))
+
+
+class Found:
+    """What a search answered: plans with prediction and provenance, best first."""
+
+    def __init__(
+        self, evaluator: StageEvaluator, result: SearchResult, about: dict[str, Any], seconds: float
+    ) -> None:
+        from mist_megatron.cost.predict import predict
+        from mist_megatron.search.tune import plan_of
+
+        self.result = result
+        self.seconds = seconds
+        self.about = about
+        bare = [plan_of(evaluator, solution) for solution in result.solutions]
+        self.predictions = [predict(plan, evaluator) for plan in bare]
+        self.plans = [self._told(plan, k) for k, plan in enumerate(bare)]
+
+    def _told(self, plan: Plan, index: int) -> Plan:
+        from mist_megatron.cost.predict import prediction_document
+
+        provenance = {**self.about, "rank": index + 1, **self.search_document()}
+        return replace(plan, prediction=prediction_document(self.predictions[index]), provenance=provenance)
+
+    def search_document(self) -> dict[str, Any]:
+        result = self.result
+        return {
+            "status": result.status.value,
+            "gap": result.gap if result.status.value != "optimal" else 0.0,
+            "bound_s": result.bound_s,
+            "configs": result.tally.priced,
+            "over_memory": result.tally.over_memory,
+            "shapes": result.shapes,
+            "milp_solved": result.shapes_solved,
+            "seconds": self.seconds,
+        }
+
+    def document(self) -> dict[str, Any]:
+        from mist_megatron.spec.plan_document import plan_to_mapping
+
+        others = [plan_to_mapping(plan) for plan in self.plans[1:]]
+        return {**plan_to_mapping(self.plans[0]), "search": self.search_document(), "others": others}
+
+
+def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]) -> Found:
+    """Search with progress on a terminal, a time limit, and an interrupt that keeps the best so far."""
+    import mist_megatron
+    from mist_megatron.cli.evaluators import evaluator_for
+    from mist_megatron.search.tune import search
+
+    workers, time_limit = how
+    evaluator, origin = evaluator_for(taken.job)
+    started = time.monotonic()
+    with _watch(started, time_limit) as watch, _pool(workers) as executor:
+        try:
+            result = search(evaluator, space, settings, watch, executor)
+        except NoFeasiblePlan:
+            if watch.stop() is not None:
+                raise InputError("stopped before any plan was found; try a longer --time-limit") from None
+            raise
+    about = {
+        "version": mist_megatron.__version__,
+        "profile": origin,
+        "space": space.name,
+        "grid": settings.step,
+        "solver": settings.solver,
+    }
+    return Found(evaluator, result, about, time.monotonic() - started)
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[Any]:
+    if workers == 1:
+        yield None
+        return
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield pool, workers
+
+
+@contextmanager
+def _watch(started: float, time_limit: float | None) -> Iterator[Watch]:
+    """Progress bar on a terminal; the first interrupt ends the search politely, the second at once."""
+    from mist_megatron.search.tune import Status, Watch
+
+    interrupted: list[int] = []
+
+    def on_interrupt(number: int, frame: object) -> None:
+        interrupted.append(number)
+        if len(interrupted) > 1:
+            raise KeyboardInterrupt
+
+    def stop() -> Status | None:
+        if interrupted:
+            return Status.INTERRUPTED
+        over = time_limit is not None and time.monotonic() - started > time_limit
+        return Status.TIME_LIMIT if over else None
+
+    err = console(stderr=True)
+    columns = (TextColumn("searching"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        with Progress(
+            *columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal
+        ) as bar:
+            task = bar.add_task("", total=None)
+
+            def progress(done: int, total: int, best_s: float) -> None:
+                best = f"best {best_s:.4g} s" if best_s < float("inf") else ""
+                bar.update(task, completed=done, total=total, description=best)
+
+            yield Watch(progress=progress, stop=stop)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _write(plan: Plan, out: Path | None, force: bool) -> list[str]:
+    """plan.yaml and, where the target has files, those; all or nothing."""
+    if out is None:
+        return []
+    from mist_megatron.emit.write import write_artifacts
+    from mist_megatron.spec.plan_document import plan_to_yaml
+
+    texts = {"plan.yaml": plan_to_yaml(plan)}
+    if plan.target != "mist":
+        from mist_megatron.cli.emit import launch_sources
+        from mist_megatron.emit.artifacts import artifacts
+
+        texts = {**artifacts(plan, launch_sources(probe=plan.target == "deepspeed")), **texts}
+    write_artifacts(out, texts, force=force)
+    return sorted(texts)
