@@ -96,7 +96,7 @@ class TakenJob:
 
     def lines(self) -> list[str]:
         """What was assumed, for people."""
-        return [f"{option} {value}" for option, value in self.defaults.items()]
+        return [f"{option} {value}".strip() for option, value in self.defaults.items()]
 
 
 SEQUENCES_PER_GPU = 16
