@@ -1,8 +1,8 @@
 """Reads DeepSpeed configurations as people write them: JSON, Hjson comments, Python literals.
 
-DeepSpeed itself reads Hjson, so comments, unquoted keys and missing or trailing commas occur in files that work;
-Python dicts with single quotes, True and None occur in scripts that people paste from. Duplicate keys are an
-error, as in DeepSpeed.
+DeepSpeed itself reads Hjson, so comments, unquoted keys and missing or trailing commas occur in files that
+work; Python dicts with single quotes, True and None occur in scripts that people paste from. Duplicate keys
+are an error, as in DeepSpeed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,242 @@
+"""`convert`: a hand-written DeepSpeed configuration -> a tuned one that takes its place."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mist_megatron.cli.emit import deepspeed_schema
+from mist_megatron.cli.options import JobOptions, read_job
+from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.emit import convert as conversion
+from mist_megatron.emit.convert import Change, Price, Question
+from mist_megatron.emit.deepspeed import config_text, provenance
+from mist_megatron.emit.deepspeed_read import Config, Reading, read_config
+from mist_megatron.emit.deepspeed_schema import DeepSpeedSchema
+from mist_megatron.emit.loose_json import read_loose
+from mist_megatron.emit.write import write_artifacts
+from mist_megatron.errors import InputError, NoFeasiblePlan
+from mist_megatron.spec.load import read_text
+from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.plan_document import plan_to_mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """Everything that is shown and written."""
+
+    raw: Config
+    reading: Reading
+    before: Plan
+    before_price: Price
+    after: Plan
+    after_price: Price
+    config: Config
+    changes: tuple[Change, ...]
+
+
+def convert(
+    ds_config: Annotated[Path, typer.Argument(help="DeepSpeed JSON, as hand-written as it is.")],
+    *,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key to leave as it is, such as zero_optimization.reduce_bucket_size; may be repeated."
+        ),
+    ] = None,
+    checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--checkpointing/--no-checkpointing", help="Whether your script recomputes activations now."
+        ),
+    ] = False,
+    fix_checkpointing: Annotated[
+        bool, typer.Option("--fix-checkpointing", help="Do not propose to switch recomputation.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the new file, the diff and the reasons.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace files in a folder that is not empty.")
+    ] = False,
+    job: JobOptions,
+    output: OutputOptions,
+) -> None:
+    """Explains a DeepSpeed configuration, tunes it, and gives a reason for every change."""
+    raw = read_loose(read_text(ds_config), str(ds_config))
+    schema = deepspeed_schema(probe=True)
+    reading = read_config(raw, schema)
+    taken = read_job(_with_batch(job, reading))
+    question = Question(
+        model=taken.job.model,
+        cluster=taken.job.cluster,
+        training=taken.job.training,
+        checkpointing=checkpointing,
+        may_checkpoint=not fix_checkpointing,
+    )
+    made = _convert(raw, reading, question, schema, tuple(keep or ()))
+    if out is not None:
+        write_artifacts(out, _files(made), force=force)
+    output.finish(_document(made))
+    if not output.json:
+        _show(made, output, taken.lines(), out)
+
+
+def _with_batch(job: JobOptions, reading: Reading) -> JobOptions:
+    """The job that the file describes, where the options leave it open."""
+    if job.target not in {None, "deepspeed"}:
+        raise InputError(f"--target is {job.target}; convert writes for deepspeed")
+    if job.gpus is None:
+        raise InputError("--gpus is missing", details=("try: --gpus 8",))
+    micro, steps = conversion.batch_of(reading, job.gpus)
+    written = micro * steps * job.gpus
+    if job.global_batch is not None and job.global_batch != written:
+        raise InputError(
+            f"--global-batch is {job.global_batch}; the file says {micro} x {steps} x {job.gpus} GPUs",
+            details=("try: without --global-batch, or change the file's batch keys",),
+        )
+    precision = job.precision or conversion.precision_of(reading)
+    return replace(job, target="deepspeed", global_batch=written, precision=precision)
+
+
+def _convert(
+    raw: Config, reading: Reading, question: Question, schema: DeepSpeedSchema, keep: tuple[str, ...]
+) -> Conversion:
+    from mist_megatron.cli.evaluators import evaluator_for
+    from mist_megatron.cost.predict import job_of, predict
+
+    before = conversion.as_written(reading, question)
+    evaluator, _ = evaluator_for(job_of(before))
+
+    def price(plan: Plan) -> Price:
+        found = predict(plan, evaluator)
+        used = max(stage.peak_memory_bytes / stage.limit_bytes for stage in found.stages)
+        return Price(iteration_s=found.time.total_s, fits=found.fits, memory_used_fraction=used)
+
+    chosen = conversion.best(conversion.candidates(before, may_checkpoint=question.may_checkpoint), price)
+    if chosen is None:
+        raise NoFeasiblePlan(
+            f"no DeepSpeed setting fits {before.model.name} on {before.gpus} x {before.cluster.gpu.name}",
+            details=("try: more --gpus, a shorter --seq, or tune --target megatron+patches",),
+        )
+    after, after_price = chosen
+    config = conversion.replacement(reading, after, schema, keep)
+    config["_mist"] = provenance(after, schema) | {"prediction": asdict(after_price)}
+    gains = _gains(before, after, after_price, price)
+    return Conversion(
+        raw=raw,
+        reading=reading,
+        before=before,
+        before_price=price(before),
+        after=after,
+        after_price=after_price,
+        config=config,
+        changes=conversion.changes(raw, config, reading, gains),
+    )
+
+
+def _gains(before: Plan, after: Plan, tuned: Price, price: Any) -> dict[str, float | None]:
+    """What each group of changes saves: the tuned plan against itself with that group as it was."""
+    old, new = before.stages[0], after.stages[0]
+    reverted = {
+        "batch split": replace(
+            after, grad_accum=before.grad_accum, stages=(replace(new, micro_batch=old.micro_batch),)
+        ),
+        "ZeRO stage and offload": replace(after, stages=(replace(new, zero=old.zero, offload=old.offload),)),
+    }
+    found: dict[str, float | None] = {}
+    for group, plan in reverted.items():
+        cost = price(plan)
+        found[group] = 1.0 - tuned.iteration_s / cost.iteration_s if cost.fits else None
+    return found
+
+
+def _files(made: Conversion) -> dict[str, str]:
+    new = config_text(made.config)
+    old = json.dumps(made.raw, indent=2) + "\n"
+    lines = difflib.unified_diff(
+        old.splitlines(keepends=True),
+        new.splitlines(keepends=True),
+        "before/ds_config.json",
+        "after/ds_config.json",
+    )
+    return {"ds_config.json": new, "ds_config.diff": "".join(lines), "CHANGES.md": _changes_text(made)}
+
+
+def _changes_text(made: Conversion) -> str:
+    rows = [
+        f"| `{c.key}` | {_value(c.old)} | {_value(c.new)} | {_gain(c.gain)} | {c.reason} |"
+        for c in made.changes
+    ]
+    return "\n".join(
+        [
+            "# What changed",
+            "",
+            *_summary(made),
+            "",
+            "| key | before | after | saves | reason |",
+            "| --- | --- | --- | --- | --- |",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _summary(made: Conversion) -> list[str]:
+    before, after = made.before_price, made.after_price
+    lines = [
+        f"Predicted: {before.iteration_s:.4g} s a step before"
+        f"{'' if before.fits else ' (does not fit in memory)'}, {after.iteration_s:.4g} s after."
+    ]
+    now, then = made.before.stages[0].ckpt > 0, made.after.stages[0].ckpt > 0
+    if now != then:
+        word = "on" if then else "off"
+        lines.append(f"Switch activation checkpointing {word} in your script: the plan counts on it.")
+    return lines
+
+
+def _value(value: Any) -> str:
+    return "-" if value is None else json.dumps(value)
+
+
+def _gain(gain: float | None) -> str:
+    return "" if gain is None else f"{gain:.1%}"
+
+
+def _document(made: Conversion) -> Mapping[str, Any]:
+    return {
+        "before": asdict(made.before_price),
+        "after": asdict(made.after_price),
+        "findings": [asdict(finding) for finding in made.reading.findings],
+        "changes": [asdict(change) for change in made.changes],
+        "config": made.config,
+        "plan": plan_to_mapping(made.after),
+    }
+
+
+def _show(made: Conversion, output: OutputOptions, assumed: list[str], out: Path | None) -> None:
+    people = output.people
+    for line in assumed:
+        people.print(f"assumed: {line}", soft_wrap=True)
+    rows = [(f.level, f.key, f.message) for f in made.reading.findings]
+    if rows:
+        people.print(table(("what the file says", "key", ""), rows))
+        people.print()
+    changed = [(c.key, _value(c.old), _value(c.new), _gain(c.gain), c.reason) for c in made.changes]
+    people.print(table(("key", "before", "after", "saves", "reason"), changed, right=("saves",)))
+    people.print()
+    for line in _summary(made):
+        people.print(line, soft_wrap=True)
+    if out is None:
+        people.print(
+            "nothing was written; --out FOLDER writes ds_config.json, the diff and the reasons",
+            soft_wrap=True,
+        )
+    else:
+        people.print(f"wrote ds_config.json, ds_config.diff and CHANGES.md to {out}", soft_wrap=True)

@@ -1,0 +1,186 @@
+"""`lint`: what a Megatron command line or a DeepSpeed JSON would do, before it waits an hour in the queue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mist_megatron.cli.convert import _with_batch
+from mist_megatron.cli.emit import deepspeed_schema
+from mist_megatron.cli.options import JobOptions, read_job
+from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.emit import convert as conversion
+from mist_megatron.emit.convert import Question
+from mist_megatron.emit.deepspeed_read import Finding, read_config
+from mist_megatron.emit.loose_json import read_loose
+from mist_megatron.emit.megatron_lint import lint_megatron
+from mist_megatron.emit.megatron_read import (
+    Options,
+    Reader,
+    model_of,
+    options_of,
+    plan_of,
+    read_command,
+    training_of,
+    with_stages,
+)
+from mist_megatron.errors import InputError
+from mist_megatron.resources import data_folder
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.load import load_mapping, read_text
+from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.plan_document import plan_to_mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linted:
+    """What was found; the plan is None where too little is known to price it."""
+
+    kind: str
+    findings: tuple[Finding, ...]
+    plan: Plan | None
+
+
+def lint(
+    file: Annotated[Path, typer.Argument(help="Script or list of Megatron arguments, or a DeepSpeed JSON.")],
+    *,
+    checkpointing: Annotated[
+        bool,
+        typer.Option("--checkpointing/--no-checkpointing", help="DeepSpeed: whether the script recomputes."),
+    ] = False,
+    job: JobOptions,
+    output: OutputOptions,
+) -> None:
+    """Says what would be rejected, what silently ignored, whether it fits, and what it would cost.
+
+    Exit code 2 when something would be rejected.
+    """
+    text = read_text(file)
+    if _is_deepspeed(text):
+        found = _deepspeed(text, str(file), job, checkpointing=checkpointing)
+    else:
+        found = _megatron(text, file, job)
+    priced = None if found.plan is None else _price(found.plan)
+    document = {
+        "kind": found.kind,
+        "findings": [asdict(finding) for finding in found.findings],
+        "plan": None if found.plan is None else plan_to_mapping(found.plan),
+        "prediction": priced,
+    }
+    output.finish(document)
+    if not output.json:
+        _show(found, priced, output)
+    if any(finding.level == "rejected" for finding in found.findings):
+        raise typer.Exit(InputError.exit_code)
+
+
+def _is_deepspeed(text: str) -> bool:
+    """JSON lists and args.json hold Megatron words; every other mapping is DeepSpeed's."""
+    start = text.lstrip()
+    if not start.startswith(("{", "#", "/")):
+        return False
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return '"zero_optimization"' in text or "train_" in text.partition("--")[0]
+    return isinstance(found, dict) and "arguments" not in found
+
+
+def _deepspeed(text: str, where: str, job: JobOptions, *, checkpointing: bool) -> Linted:
+    reading = read_config(read_loose(text, where), deepspeed_schema(probe=True))
+    if job.model is None or job.gpus is None:
+        return Linted(kind="deepspeed", findings=reading.findings, plan=None)
+    taken = read_job(_with_batch(job, reading))
+    question = Question(
+        model=taken.job.model,
+        cluster=taken.job.cluster,
+        training=taken.job.training,
+        checkpointing=checkpointing,
+        may_checkpoint=False,
+    )
+    return Linted(kind="deepspeed", findings=reading.findings, plan=conversion.as_written(reading, question))
+
+
+def _megatron(text: str, file: Path, job: JobOptions) -> Linted:
+    where = str(file)
+    common = read_command(text, where)
+    if not common:
+        raise InputError(f"{where}: no flags found; wanted a Megatron command line or a DeepSpeed JSON")
+    beside = file.parent / "stages.json"
+    document = load_mapping(beside) if beside.is_file() and file.name.startswith("args.") else None
+    known = frozenset(load_mapping(data_folder("launch") / "megatron_flags.json")["flags"])
+    per_stage: tuple[Options, ...] = ()
+    findings: list[Finding] = []
+    if document is not None:
+        per_stage = tuple(options_of(stage["arguments"]) for stage in document["stages"])
+        for index, options in enumerate(per_stage):
+            findings += lint_megatron({**common, **options}, f"stage {index}", where, known)
+    else:
+        findings += lint_megatron(common, "", where, known)
+    if _environment_is_said(text, document):
+        findings = [f for f in findings if "CUDA_DEVICE_MAX_CONNECTIONS" not in f.message]
+    gpus = job.gpus if job.gpus is not None else document["world_size"] if document is not None else None
+    if gpus is None:
+        return Linted(kind="megatron", findings=_once(findings), plan=None)
+    plan = plan_of(common, per_stage, _cluster(job, gpus, common, where), where)
+    plan = plan if document is None else with_stages(plan, document, where)
+    return Linted(kind="megatron", findings=_once(findings), plan=plan)
+
+
+def _environment_is_said(text: str, document: Mapping[str, Any] | None) -> bool:
+    """Whether the variable that TP and CP need stands in the script or in stages.json."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    return f"{name}=1" in text or (document is not None and document["environment"].get(name) == "1")
+
+
+def _cluster(job: JobOptions, gpus: int, common: Options, where: str) -> ClusterSpec:
+    """The cluster of the options; model and batch come from the command line itself."""
+    read = Reader(options=common, where=where)
+    named = replace(job, model=job.model or "gpt2", gpus=gpus, seq=job.seq or training_of(read).seq_len)
+    model_of(read, None)
+    return read_job(named).job.cluster
+
+
+def _once(findings: list[Finding]) -> tuple[Finding, ...]:
+    """What every stage has in common is said once."""
+    by_rest: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        by_rest.setdefault((finding.level, finding.key, finding.message.partition(": ")[2]), []).append(
+            finding
+        )
+    found = []
+    for (_, _, rest), same in by_rest.items():
+        found.append(same[0] if len(same) == 1 or not rest else replace(same[0], message=rest))
+    return tuple(found)
+
+
+def _price(plan: Plan) -> dict[str, Any]:
+    from mist_megatron.cli.evaluators import evaluator_for
+    from mist_megatron.cost.predict import job_of, predict, prediction_document
+
+    evaluator, _ = evaluator_for(job_of(plan))
+    return dict(prediction_document(predict(plan, evaluator)))
+
+
+def _show(found: Linted, priced: dict[str, Any] | None, output: OutputOptions) -> None:
+    people = output.people
+    rows = [(f.level, f.key, f.message) for f in found.findings]
+    people.print(
+        table(("", "key", "what"), rows) if rows else f"nothing to say against this {found.kind} file"
+    )
+    if priced is None:
+        wanted = "--model and --gpus" if found.kind == "deepspeed" else "--gpus"
+        people.print(f"not priced: {wanted} would tell whether it fits and what it costs", soft_wrap=True)
+        return
+    peak = max(stage["peak_memory_bytes"] / stage["limit_bytes"] for stage in priced["stages"])
+    fits = "fits" if priced["fits"] else "does NOT fit"
+    people.print(
+        f"{fits}: fullest stage at {peak:.0%} of its limit; {priced['iteration_s']:.4g} s a step, "
+        f"MFU {priced['mfu']:.1%}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,337 @@
+"""A Megatron command line, as written in a shell script, a list or our own files -> flags -> Plan. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from mist_megatron.errors import InputError
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.model import Activation, ModelSpec
+from mist_megatron.spec.plan import Execution, Offload, Plan, Recompute, StagePlan, Target, Zero
+from mist_megatron.spec.training import TrainingSpec
+
+Options = Mapping[str, tuple[str, ...]]
+"""Flag without its dashes -> its values; of a repeated flag the last counts, as in argparse."""
+
+_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?$", re.S)
+_ASSIGNED = re.compile(r"^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=([^\s;()]+)[ \t]*(?:#.*)?$", re.M)
+_VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
+_MOST_INDIRECT, _MOST_TEXT = 8, 1 << 20
+_SHELL_END = re.compile(r"[)&|;]+$")
+
+
+def read_command(text: str, where: str) -> Options:
+    """Flags of a shell script (comments, continuations, arrays), a JSON list, or args.json."""
+    stripped = text.lstrip()
+    if stripped.startswith(("{", "[")):
+        return options_of(_from_json(text, where))
+    try:
+        words = shlex.split(_filled_in(text.replace("\\\n", " ")), comments=True)
+    except ValueError as error:
+        raise InputError(f"{where}: not a command line: {error}") from None
+    return options_of(words)
+
+
+def _filled_in(text: str) -> str:
+    """Variables of the script itself ("TP=2 ... $TP") and defaults ("${TP:-2}"); others stay as they are."""
+    known = {m.group(1): m.group(2).strip("\"'") for m in _ASSIGNED.finditer(text)}
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group("braced") or match.group("bare")
+        return known.get(name) or match.group("default") or match.group()
+
+    for _ in range(_MOST_INDIRECT):
+        text, before = _VARIABLE.sub(value, text), text
+        if text == before or len(text) > _MOST_TEXT:
+            break
+        known = {name: _VARIABLE.sub(value, item) for name, item in known.items()}
+    return text
+
+
+def _from_json(text: str, where: str) -> list[str]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{where}: not JSON: {error}") from None
+    words = found.get("arguments") if isinstance(found, dict) else found
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise InputError(f"{where}: wanted a list of words, or a mapping with one under `arguments`")
+    return words
+
+
+def options_of(words: list[str]) -> Options:
+    """Group words under the flag before them; words before the first flag belong to launchers."""
+    found: dict[str, tuple[str, ...]] = {}
+    name = None
+    for word in words:
+        flagged = _FLAG.match(word)
+        if flagged:
+            name, equals, value = word.removeprefix("--").partition("=")
+            found[name] = (value,) if equals else ()
+        elif name is not None:
+            if _SHELL_END.fullmatch(word) or "=(" in word or word in {"exec", "torchrun", "python"}:
+                name = None  # the end of an array or of a command
+                continue
+            found[name] = (*found[name], word)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Typed access to options, with one-line errors."""
+
+    options: Options
+    where: str
+
+    def has(self, name: str) -> bool:
+        return name in self.options
+
+    def text(self, name: str, default: str | None = None) -> str:
+        values = self.options.get(name, ())
+        if values:
+            return values[0]
+        if default is None:
+            raise InputError(f"{self.where}: --{name} is missing", details=("it is needed to price the run",))
+        return default
+
+    def count(self, name: str, default: int | None = None) -> int:
+        text = self.text(name, None if default is None else str(default))
+        try:
+            value = int(text)
+        except ValueError:
+            raise InputError(f"{self.where}: --{name} is {text!r}; wanted a whole number") from None
+        if value < 0:
+            raise InputError(f"{self.where}: --{name} is {value}; wanted a whole number from 0 up")
+        return value
+
+    def share(self, name: str, default: float) -> float:
+        text = self.text(name, str(default))
+        try:
+            return float(text)
+        except ValueError:
+            raise InputError(f"{self.where}: --{name} is {text!r}; wanted a number") from None
+
+
+def parse_layout(text: str, where: str) -> list[int]:
+    """Decoder layers of each virtual stage, in the order of the layout (virtual stages outermost)."""
+    body = re.sub(r"\s|,", "", text)
+    while "(" in body:
+        wider = re.sub(
+            r"\(([^()]*)\)(?:\*(\d+))?", lambda m: m.group(1) * int(m.group(2) or 1), body, count=1
+        )
+        if wider == body or len(wider) > 100_000:
+            raise InputError(f"{where}: --pipeline-model-parallel-layout {text!r} has unmatched parentheses")
+        body = wider
+    body = re.sub(r"([A-Za-z|])\*(\d+)", lambda m: m.group(1) * min(int(m.group(2)), 10_000), body)
+    if not re.fullmatch(r"E[tm|]*L", body):
+        raise InputError(
+            f"{where}: --pipeline-model-parallel-layout {text!r} is not a layout",
+            details=("wanted E, then t for layers and | between stages, then L: Ett|ttL",),
+        )
+    return [part.count("t") for part in body.split("|")]
+
+
+def model_of(read: Reader, vocab: int | None) -> ModelSpec:
+    """The shape that the flags describe."""
+    hidden, heads = read.count("hidden-size"), read.count("num-attention-heads")
+    gated = read.has("swiglu")
+    kind = read.text("position-embedding-type", "learned_absolute")
+    rotary = kind in {"rope", "yarn", "mrope"} or read.has("use-rotary-position-embeddings")
+    activation: Activation = "silu" if gated else "gelu"
+    rms = read.text("normalization", "LayerNorm") == "RMSNorm"
+    biased = not read.has("disable-bias-linear")
+    return ModelSpec(
+        name="command-line",
+        family="llama" if gated else "gpt",
+        layers=read.count("num-layers"),
+        hidden=hidden,
+        ffn_hidden=read.count("ffn-hidden-size", 4 * hidden),
+        heads=heads,
+        kv_heads=read.count("num-query-groups") if read.has("group-query-attention") else heads,
+        head_dim=read.count("kv-channels", hidden // max(heads, 1)),
+        vocab=vocab if vocab is not None else read.count("vocab-size", 50304),
+        gated_mlp=gated,
+        activation=activation,
+        norm="rmsnorm" if rms else "layernorm",
+        linear_bias=biased,
+        qkv_bias=read.has("add-qkv-bias"),
+        rotary=rotary,
+        learned_positions=0 if rotary or kind == "none" else read.count("max-position-embeddings"),
+        tied_embeddings=not read.has("untie-embeddings-and-output-weights"),
+    )
+
+
+def training_of(read: Reader) -> TrainingSpec:
+    half = "fp16" if read.has("fp16") else "bf16"
+    precision = "fp8" if read.has("fp8-format") else half
+    unfused = read.text("attention-backend", "auto") in {"unfused", "local"}
+    return TrainingSpec(
+        global_batch=read.count("global-batch-size"),
+        seq_len=read.count("seq-length"),
+        precision=cast(Any, precision),
+        flash_attention=not unfused,
+        dropout=read.share("hidden-dropout", 0.1),
+    )
+
+
+def stage_layers(read: Reader, stages: int) -> tuple[tuple[int, ...], int]:
+    """Layers per stage and the number of virtual stages, however the command line says it."""
+    total = read.count("num-layers")
+    if read.has("pipeline-model-parallel-layout"):
+        chunks = parse_layout(read.text("pipeline-model-parallel-layout"), read.where)
+        if len(chunks) % stages:
+            raise InputError(f"{read.where}: the layout has {len(chunks)} parts for {stages} pipeline stages")
+        vpp = len(chunks) // stages
+        return tuple(sum(chunks[stage::stages]) for stage in range(stages)), vpp
+    vpp = 1
+    if read.has("num-layers-per-virtual-pipeline-stage"):
+        vpp = total // stages // max(read.count("num-layers-per-virtual-pipeline-stage"), 1)
+    elif read.has("num-virtual-stages-per-pipeline-rank"):
+        vpp = read.count("num-virtual-stages-per-pipeline-rank")
+    first = read.count("decoder-first-pipeline-num-layers", 0)
+    last = read.count("decoder-last-pipeline-num-layers", 0)
+    middle = stages - bool(first) - bool(last)
+    if middle and (total - first - last) % middle:
+        raise InputError(f"{read.where}: {total} layers do not divide over {stages} pipeline stages")
+    even = (total - first - last) // middle if middle else 0
+    parts = [first] * bool(first) + [even] * middle + [last] * bool(last)
+    return tuple(parts), vpp
+
+
+def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpec, where: str) -> Plan:
+    """The plan that a command line and its per-stage arguments describe."""
+    read = Reader(options=common, where=where)
+    tp, pp = read.count("tensor-model-parallel-size", 1), read.count("pipeline-model-parallel-size", 1)
+    cp = read.count("context-parallel-size", 1)
+    if min(tp, pp, cp) < 1 or cluster.gpus % (tp * pp * cp):
+        raise InputError(
+            f"{where}: {cluster.gpus} GPUs are no multiple of tp {tp} x pp {pp} x cp {cp}",
+            details=("Megatron rejects this (arguments.py:432)",),
+        )
+    dp, micro = cluster.gpus // (tp * pp * cp), read.count("micro-batch-size")
+    training = training_of(read)
+    if not micro or training.global_batch % (micro * dp):
+        raise InputError(
+            f"{where}: global batch {training.global_batch} is no multiple of micro-batch {micro} x dp {dp}",
+            details=("Megatron rejects this (num_microbatches_calculator.py:381)",),
+        )
+    layers, vpp = stage_layers(read, pp)
+    per_node = min(cluster.gpus_per_node, dp * tp * cp)
+    stages = tuple(
+        _stage(
+            Reader(options={**common, **(per_stage[index] if per_stage else {})}, where=where),
+            count,
+            StagePlan(
+                layers=count,
+                nodes=dp * tp * cp // per_node,
+                gpus_per_node=per_node,
+                dp=dp,
+                tp=tp,
+                micro_batch=micro,
+            ),
+            vpp,
+        )
+        for index, count in enumerate(layers)
+    )
+    return Plan(
+        model=model_of(read, _vocab(read)),
+        training=training,
+        cluster=cluster,
+        target=_target(stages),
+        grad_accum=training.global_batch // (micro * dp),
+        stages=stages,
+        schedule="interleaved" if vpp > 1 else "1f1b",
+        vpp=vpp,
+        sequence_parallel=read.has("sequence-parallel") and tp > 1,
+        execution=_execution(read, training, cp),
+    )
+
+
+def _vocab(read: Reader) -> int | None:
+    if read.has("padded-vocab-size"):
+        return read.count("padded-vocab-size")
+    if read.has("vocab-size") and read.text("tokenizer-type", "") == "NullTokenizer":
+        return read.count("vocab-size") + 1
+    return None
+
+
+def _target(stages: tuple[StagePlan, ...]) -> Target:
+    first = stages[0]
+    same = all((s.ckpt, s.recompute, s.offload, s.layers) == (*_kind(first), s.layers) for s in stages)
+    return "megatron" if same else "megatron+patches"
+
+
+def _kind(stage: StagePlan) -> tuple[int, Recompute, Offload]:
+    return stage.ckpt, stage.recompute, stage.offload
+
+
+def _stage(read: Reader, layers: int, plain: StagePlan, vpp: int) -> StagePlan:
+    """ZeRO level, recomputation and offload of one stage."""
+    granularity = read.text("recompute-granularity", "none")
+    if read.has("recompute-activations"):
+        granularity = "selective"
+    ckpt = 0
+    if granularity == "full":
+        asked = read.count("recompute-num-layers", 1)
+        block = read.text("recompute-method", "uniform") == "block"
+        ckpt = min(asked, layers // vpp) * vpp if block else layers
+    kinds: dict[str, Recompute] = {"full": "full", "selective": "selective"}
+    moved = read.share("optimizer-offload-fraction", 1.0) if read.has("optimizer-cpu-offload") else 0.0
+    offload = Offload(optimizer=min(max(moved, 0.0), 1.0))
+    zero: Zero = 1 if read.has("use-distributed-optimizer") else 0
+    if read.has("use-megatron-fsdp"):
+        strategy = read.text("data-parallel-sharding-strategy", "optim_grads_params")
+        zero = cast(Zero, {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(strategy, 3))
+    return StagePlan(
+        layers=layers,
+        nodes=plain.nodes,
+        gpus_per_node=plain.gpus_per_node,
+        dp=plain.dp,
+        tp=plain.tp,
+        micro_batch=plain.micro_batch,
+        zero=zero,
+        ckpt=ckpt,
+        recompute=kinds.get(granularity, "full"),
+        offload=offload,
+    )
+
+
+def _execution(read: Reader, training: TrainingSpec, context_parallel: int) -> Execution:
+    wide = read.has("accumulate-allreduce-grads-in-fp32") or (
+        training.precision != "fp16" and not read.has("grad-reduce-in-bf16")
+    )
+    return Execution(
+        context_parallel=context_parallel,
+        grad_bytes=4 if wide else 2,
+        overlap_grad_reduce=read.has("overlap-grad-reduce"),
+        overlap_param_gather=read.has("overlap-param-gather"),
+        tp_comm_overlap=read.has("tp-comm-overlap"),
+        fused_cross_entropy=read.has("cross-entropy-loss-fusion"),
+    )
+
+
+def with_stages(plan: Plan, document: Mapping[str, Any], where: str) -> Plan:
+    """Add what no flag says and stages.json does: exact offload fractions, ZeRO on a single replica."""
+    told = document.get("stages")
+    if not isinstance(told, list) or len(told) != len(plan.stages):
+        raise InputError(
+            f"{where}: stages.json beside it has not the {len(plan.stages)} stages of the command line"
+        )
+    stages = []
+    for index, (stage, item) in enumerate(zip(plan.stages, told, strict=True)):
+        said = {key: item.get(key) for key in ("layers", "dp", "tp", "micro_batch")}
+        read = {key: getattr(stage, key) for key in said}
+        if said != read:
+            raise InputError(
+                f"{where}: stage {index} of stages.json says {said}, the command line {read}",
+                details=("try: emit the plan again",),
+            )
+        stages.append(replace(stage, offload=Offload(**item["offload"]), zero=item["zero"]))
+    patched = bool(document.get("patches")) or plan.target == "megatron+patches"
+    target: Target = "megatron+patches" if patched else "megatron"
+    return replace(plan, stages=tuple(stages), target=target)

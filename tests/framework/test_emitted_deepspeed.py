@@ -1,0 +1,199 @@
+"""Emitted DeepSpeed files before DeepSpeed, Hugging Face Trainer and Accelerate, and training with them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+from mist_megatron.cli.emit import deepspeed_schema
+from mist_megatron.emit import deepspeed
+from mist_megatron.emit.flags import arguments
+from mist_megatron.spec import catalogue, presets
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.training import TrainingSpec
+
+SCRIPT = Path(__file__).with_name("deepspeed_cpu.py")
+SCHEMA = deepspeed_schema(probe=False)
+OFFLOADS = {
+    # name: ZeRO level -> what DeepSpeed moves
+    "none": lambda zero: Offload(),
+    "states": lambda zero: Offload(optimizer=1.0, grads=1.0 if zero >= 2 else 0.0),
+    "all": lambda zero: Offload(optimizer=1.0, grads=1.0, weights=1.0),
+}
+
+
+def plan(zero: int, offload: str = "none", *, gpus: int = 2, micro_batch: int = 2, **more: object) -> Plan:
+    model = presets.PRESETS["llama2-7b"]
+    accumulate = more.pop("grad_accum", 2)
+    return Plan(
+        model=model,
+        training=TrainingSpec(
+            global_batch=gpus * micro_batch * accumulate,
+            seq_len=2048,
+            precision=more.pop("precision", "bf16"),
+        ),
+        cluster=ClusterSpec(gpu=catalogue.gpu("a100-sxm-80gb"), nodes=1, gpus_per_node=gpus),
+        target="deepspeed",
+        grad_accum=accumulate,
+        stages=(
+            StagePlan(
+                layers=32,
+                nodes=1,
+                gpus_per_node=gpus,
+                dp=gpus,
+                tp=1,
+                micro_batch=micro_batch,
+                zero=zero,
+                ckpt=more.pop("ckpt", 0),
+                offload=OFFLOADS[offload](zero),
+            ),
+        ),
+        **more,
+    )
+
+
+def explicit(planned: Plan) -> dict:
+    deepspeed.require_emittable(planned)
+    config = deepspeed.explicit_config(planned, SCHEMA, deepspeed.OptimizerChoice())
+    deepspeed.check_against_schema(config, SCHEMA)
+    return json.loads(deepspeed.config_text(config))
+
+
+def run(*words: str, stdin: str | None = None, timeout_s: float = 150) -> list:
+    """The results that the program printed, one per process."""
+    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(
+        words, input=stdin, capture_output=True, text=True, env=environment, timeout=timeout_s, check=False
+    )
+    found = [
+        json.loads(line.partition("RESULT ")[2]) for line in done.stdout.splitlines() if "RESULT " in line
+    ]
+    assert found, done.stdout[-2000:] + done.stderr[-4000:]
+    return found
+
+
+def alone(*words: str, stdin: str | None = None):
+    return run(sys.executable, str(SCRIPT), *words, stdin=stdin)[0]
+
+
+def grid() -> list[Plan]:
+    plans = []
+    for zero, offload, precision, gpus in itertools.product(range(4), OFFLOADS, ("bf16", "fp16"), (1, 8, 64)):
+        if (offload == "states" and zero == 0) or (offload == "all" and zero < 3):
+            continue
+        for ckpt, grad_bytes, overlap in ((0, None, None), (32, 4, True)):
+            plans.append(
+                plan(
+                    zero,
+                    offload,
+                    gpus=gpus,
+                    precision=precision,
+                    ckpt=ckpt,
+                    grad_accum=3,
+                    execution=Execution(grad_bytes=grad_bytes, overlap_grad_reduce=overlap),
+                )
+            )
+    return plans
+
+
+def test_every_emitted_json_parses_for_its_world_size() -> None:
+    plans = grid()
+    assert len(plans) >= 80
+    verdicts = alone("parse", stdin=json.dumps([[explicit(p), p.gpus] for p in plans]))
+    for planned, verdict in zip(plans, verdicts, strict=True):
+        stage = planned.stages[0]
+        assert "error" not in verdict, (planned, verdict)
+        assert verdict["batch"] == [planned.training.global_batch, stage.micro_batch, planned.grad_accum]
+        assert verdict["stage"] == stage.zero
+        assert (verdict["offload_optimizer"] == "cpu") == (stage.offload.optimizer == 1.0)
+        assert (verdict["offload_param"] == "cpu") == (stage.offload.weights == 1.0)
+        assert verdict["clipping"] == 1.0
+        assert (verdict["bf16"], verdict["fp16"]) == (
+            planned.training.precision == "bf16",
+            planned.training.precision == "fp16",
+        )
+        if planned.execution.overlap_grad_reduce is None and stage.zero:
+            assert verdict["overlap_comm"] == (stage.zero == 3)
+
+
+def test_the_parser_can_refuse() -> None:
+    wrong = explicit(plan(3))
+    wrong["zero_optimization"]["stage4_key"] = 1
+    batch = explicit(plan(3)) | {"train_batch_size": 50}
+    verdicts = alone("parse", stdin=json.dumps([[wrong, 2], [batch, 2], [explicit(plan(3)), 4]]))
+    assert all("error" in verdict for verdict in verdicts)
+
+
+def test_shipped_schema_is_what_the_probe_prints() -> None:
+    """Only where that version is installed; elsewhere the probe itself must work."""
+    probed = deepspeed_schema(probe=True)
+    assert {"zero_optimization", "train_batch_size", "flops_profiler"} <= probed.top_level
+    if probed.version == SCHEMA.version:
+        assert probed == SCHEMA
+
+
+TRAINED = [(0, "none"), (1, "none"), (2, "states"), (3, "none"), (3, "states"), (3, "all")]
+
+
+def test_three_steps_equal_plain_torch(tmp_path: Path) -> None:
+    """Two processes on gloo; all six in one start, since most of the time goes into importing."""
+    paths = [tmp_path / f"zero{zero}-{offload}.json" for zero, offload in TRAINED]
+    for path, (zero, offload) in zip(paths, TRAINED, strict=True):
+        path.write_text(json.dumps(explicit(plan(zero, offload))))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    results = run(*torchrun, str(SCRIPT), "train", *map(str, paths))
+    first = next(found for found in results if found[0]["rank"] == 0)
+    for (zero, offload), found in zip(TRAINED, first, strict=True):
+        assert found["losses"] == pytest.approx(found["plain"], abs=1e-6), (zero, offload, found)
+        assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.parametrize(("zero", "offload"), [(2, "states"), (3, "none")])
+def test_trainer_accepts_the_auto_flavour(tmp_path: Path, zero: int, offload: str) -> None:
+    pytest.importorskip("transformers")
+    planned = plan(zero, offload, gpus=1)
+    path = tmp_path / "ds_config_auto.json"
+    path.write_text(deepspeed.config_text(deepspeed.auto_config(planned, SCHEMA)))
+    found = alone("trainer", str(path), *arguments(deepspeed.huggingface_flags(planned)))
+    assert "error" not in found, found
+    assert found["engine"] == "DeepSpeedEngine"
+    assert found["batch"] == [4, 2, 2]
+    assert found["stage"] == zero
+    assert found["bf16"]
+    assert found["reduce_bucket_size"] == deepspeed.BUCKET_ELEMENTS  # a tuned number, not an "auto"
+    assert found["offload_optimizer"] == (offload == "states")
+
+
+def test_trainer_rejects_other_settings_than_the_explicit_flavour(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    planned = plan(2, gpus=1)
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(explicit(planned)))
+    flags = ["--bf16", "True", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"]
+    found = alone("trainer", str(path), *flags)
+    assert "mismatch TrainingArguments" in found["error"]
+    assert "train_micro_batch_size_per_gpu" in found["error"]
+
+
+@pytest.mark.parametrize(("zero", "offload"), [(1, "none"), (3, "states")])
+def test_accelerate_accepts_the_auto_flavour(tmp_path: Path, zero: int, offload: str) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    planned = plan(zero, offload, gpus=1)
+    path = tmp_path / "ds_config_auto.json"
+    path.write_text(deepspeed.config_text(deepspeed.auto_config(planned, SCHEMA)))
+    found = alone("accelerate", str(path), "2", "2")
+    assert "error" not in found, found
+    assert found["batch"] == [4, 2, 2]
+    assert found["stage"] == zero
