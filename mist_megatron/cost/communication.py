@@ -14,11 +14,10 @@ import numpy as np
 from mist_megatron.cost.pricing import Array
 from mist_megatron.spec.plan import Execution, Target
 
-
-HOST_S_PER_LAUNCH = 72e-6
-"""Eager PyTorch under Megatron: on 2 to 8 A100 the published runs of vTrain (MICRO 2024) with hidden 1024 and one or
-two sequences take 3.6 ms per layer and micro-batch whatever the tensor-parallel size, for the 50 launches of
-forward, recomputation and backward in our graph."""
+HOST_S_PER_LAUNCH = 78e-6
+"""Eager PyTorch under Megatron: on 2 to 8 A100 the published runs of vTrain (MICRO 2024) with hidden 1024
+and one or two sequences take 3.6 ms per layer and micro-batch whatever the tensor-parallel size, for the 46 kernels
+of forward, recomputation and backward in our graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class Template:
     """The step first reads all gradients for the global norm and scales them."""
     boundary_overlaps_when_interleaved: bool
     host_s_per_launch: float
-    """Host time per kernel or collective of the layer graph, with all the small operators around it: what
+    """Host time per kernel of the layer graph, with all the small operators around it: what
     bounds a layer when its kernels are short."""
     bucket_elements: float | None
     """Least elements per reduction; None reduces layer by layer."""
@@ -119,7 +118,8 @@ def _deepspeed(execution: Execution) -> Template:
     the end, offloaded states by DeepSpeedCPUAdam; reduce_bucket_size is 5e8 elements."""
     overlap = execution.overlap_grad_reduce
     return Template(
-        zero3_gather_overlaps=True,
+        # Without overlap_comm stage 3 gathers on the compute stream too.
+        zero3_gather_overlaps=overlap is not False,
         zero3_reduce_overlaps=overlap is not False,
         zero2_reduce_overlaps=bool(overlap),
         last_reduce_overlaps=bool(overlap),

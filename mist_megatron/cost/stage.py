@@ -167,7 +167,8 @@ class PassTime:
     extrapolated_s: Array
     weight_grad_s: Array
     launches: Array
-    """Kernels and collectives that the host has to launch."""
+    """Kernels that the host has to launch. Collectives are not counted: the calls around them are made
+    without tensor parallelism too, and published floors do not rise with it."""
 
     @property
     def stopping_s(self) -> Array:
@@ -213,11 +214,11 @@ def price_passes(
 def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced) -> None:
     if item.kind in ("gemm", "attention", "memory"):
         sums["compute_s"] += use.count * priced.seconds
+        sums["launches"] += use.count * item.kernels
     else:
         sums["context_s" if item.context else "collective_s"] += use.count * priced.seconds
     if item.kind == "attention":
         sums["attention_s"] += use.count * priced.seconds
-    sums["launches"] += use.count * item.kernels * (priced.seconds > 0.0)
     sums["exact_s"] += use.count * priced.exact_s
     sums["interpolated_s"] += use.count * priced.interpolated_s
     sums["extrapolated_s"] += use.count * priced.extrapolated_s
