@@ -34,20 +34,23 @@ def cache_directory() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "mist-megatron"
 
 
-def prices_for(job: Job) -> tuple[Prices, str]:
+def prices_for(job: Job, framework: str | None = None) -> tuple[Prices, str]:
     """The calibrated profile of the job's cluster, or its datasheet; and in words which."""
     from mist_megatron.cost.datasheet import datasheet_prices
 
     return datasheet_prices(job.cluster, job.training.precision), f"datasheet of {job.cluster.gpu.name}"
 
 
-def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> tuple[StageEvaluator, str]:
-    """The evaluator of a job, and where its prices come from."""
+def evaluator_for(
+    job: Job, *, without: frozenset[str] = frozenset(), framework: str | None = None
+) -> tuple[StageEvaluator, str]:
+    """The evaluator of a job, and where its prices come from; `framework` names a relative of the target
+    whose constants hold instead, such as megatron-lm for megatron."""
     from mist_megatron.cost.evaluate import make_evaluator
     from mist_megatron.cost.terms import SWITCHABLE_TERMS
 
     unknown = sorted(without - SWITCHABLE_TERMS)
     if unknown:
         raise InputError(f"--without: no term {unknown[0]!r}; known: {', '.join(sorted(SWITCHABLE_TERMS))}")
-    prices, origin = prices_for(job)
+    prices, origin = prices_for(job, framework)
     return make_evaluator(job, prices, cache=cache_directory(), without=without), origin

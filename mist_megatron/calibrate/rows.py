@@ -1,0 +1,325 @@
+"""Measured training runs: one CSV row -> a Plan and what was measured of it.
+
+The layout is that of published end-to-end measurements: one row per configuration, stage lists as JSON in
+plan.yaml's format where stages differ. Faults name the file, the line and the column.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from mist_megatron.errors import InputError, MistError
+from mist_megatron.spec.catalogue import CATALOGUE
+from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
+from mist_megatron.spec.document import build
+from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.plan import Execution, Plan, Recompute, Schedule, StagePlan, Target, Zero
+from mist_megatron.spec.training import Precision, TrainingSpec
+
+MIB = float(1 << 20)
+NEEDED = (
+    "id", "gpu", "nodes", "gpus_per_node", "framework", "model", "family", "layers", "hidden", "ffn_hidden",
+    "heads", "kv_heads", "vocab", "seq_len", "global_batch", "micro_batch", "dp", "tp", "pp", "zero",
+    "recompute", "precision", "measured_s",
+)  # fmt: skip
+"""Columns without which nothing can be predicted or compared; others may be absent."""
+
+TARGET_OF_FRAMEWORK: Mapping[str, Target] = {
+    "mist": "mist",
+    "megatron-core": "megatron",
+    "megatron-lm": "megatron",
+    "megatron-deepspeed": "megatron",
+    "deepspeed": "deepspeed",
+    "deepspeed-zero": "deepspeed",
+    "fsdp": "deepspeed",
+}
+"""Whose byte counts and overlaps hold. Fully sharded data parallel is ZeRO-3 by another name."""
+
+_NETWORK = re.compile(r"\(([0-9.]+) GB/s per node\)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRow:
+    """One run: what was measured, and the plan that was run, or why it cannot be expressed."""
+
+    row_id: str
+    line: int
+    framework: str
+    group: str
+    measured_s: float | None
+    measured_peak_bytes: float | None
+    stage_peak_bytes: tuple[float, ...]
+    peak_is_last_stage: bool
+    plan: Plan | None
+    skipped: str | None
+
+
+def read_rows(text: str, where: str) -> tuple[MeasuredRow, ...]:
+    """All rows of a CSV text; `where` names the file in messages."""
+    reader = csv.reader(io.StringIO(text), strict=True)
+    rows: list[MeasuredRow] = []
+    try:
+        header = next(reader, None)
+        if not header:
+            raise InputError(f"{where}: the file is empty; wanted a header line and measured rows")
+        _check_header(header, where)
+        seen: dict[str, int] = {}
+        for values in reader:
+            line = reader.line_num
+            if not values:
+                continue
+            if len(values) != len(header):
+                raise InputError(
+                    f"{where}, line {line}: {len(values)} fields, the header has {len(header)}; "
+                    "wanted as many (is the file cut off?)"
+                )
+            row = _Row(dict(zip(header, values, strict=True)), f"{where}, line {line}")
+            measured = _measured(row, line)
+            if measured.row_id in seen:
+                raise InputError(
+                    f"{row.where}: id {measured.row_id!r} stands already in line {seen[measured.row_id]}"
+                )
+            seen[measured.row_id] = line
+            rows.append(measured)
+    except csv.Error as error:
+        raise InputError(f"{where}, line {reader.line_num}: not valid CSV ({error})") from None
+    if not rows:
+        raise InputError(f"{where}: no rows below the header; wanted at least one measurement")
+    return tuple(rows)
+
+
+def _check_header(header: list[str], where: str) -> None:
+    missing = [name for name in NEEDED if name not in header]
+    if missing:
+        raise InputError(f"{where}, line 1: columns missing: {', '.join(missing)}")
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise InputError(f"{where}, line 1: column {twice[0]!r} stands twice")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Typed access to one row's cells."""
+
+    cells: Mapping[str, str]
+    where: str
+
+    def text(self, name: str, default: str = "") -> str:
+        return self.cells.get(name, "").strip() or default
+
+    def number(self, name: str) -> float | None:
+        """Above zero, or None when the cell is empty."""
+        text = self.text(name)
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            raise InputError(f"{self.where}: {name} is {text!r}; wanted a number") from None
+        if not math.isfinite(value) or value <= 0.0:
+            raise InputError(f"{self.where}: {name} is {text}; wanted a number above 0")
+        return value
+
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        text = self.text(name)
+        if not text:
+            if default is None:
+                raise InputError(f"{self.where}: {name} is empty; wanted a whole number")
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            raise InputError(f"{self.where}: {name} is {text!r}; wanted a whole number") from None
+        if value != int(value) or value < least:
+            raise InputError(f"{self.where}: {name} is {text}; wanted a whole number from {least}")
+        return int(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        text = self.text(name)
+        if text not in ("", "0", "1"):
+            raise InputError(f"{self.where}: {name} is {text!r}; wanted 0, 1 or nothing")
+        return text == "1" if text else default
+
+    def one_of(self, name: str, known: tuple[str, ...], default: str) -> str:
+        text = self.text(name, default)
+        if text not in known:
+            raise InputError(f"{self.where}: {name} is {text!r}; wanted one of {', '.join(known)}")
+        return text
+
+    def json_list(self, name: str) -> list[Any]:
+        text = self.text(name)
+        if not text:
+            return []
+        try:
+            value = json.loads(text)
+        except ValueError:
+            raise InputError(f"{self.where}: {name} is not a JSON list (is the row cut off?)") from None
+        if not isinstance(value, list):
+            raise InputError(f"{self.where}: {name} is not a JSON list")
+        return value
+
+
+def _measured(row: _Row, line: int) -> MeasuredRow:
+    peak = row.number("measured_peak_mib")
+    peaks = row.json_list("measured_stage_peak_mib")
+    if not all(isinstance(value, int | float) and value > 0 for value in peaks):
+        raise InputError(f"{row.where}: measured_stage_peak_mib holds {peaks}; wanted numbers above 0")
+    plan: Plan | None = None
+    skipped: str | None = None
+    seconds = row.number("measured_s")
+    if seconds is None and peak is None:
+        skipped = "nothing was measured"
+    else:
+        try:
+            plan = _plan(row)
+        except _Inexpressible as error:
+            skipped = error.message
+    return MeasuredRow(
+        row_id=row.text("id", f"line {line}"),
+        line=line,
+        framework=row.text("framework"),
+        group=row.text("group"),
+        measured_s=seconds,
+        measured_peak_bytes=None if peak is None else peak * MIB,
+        stage_peak_bytes=tuple(float(value) * MIB for value in peaks),
+        peak_is_last_stage="last pipeline stage only" in row.text("note"),
+        plan=plan,
+        skipped=skipped,
+    )
+
+
+class _Inexpressible(MistError):
+    """A sound row that no plan can express."""
+
+
+def _plan(row: _Row) -> Plan:
+    framework = row.text("framework")
+    if framework not in TARGET_OF_FRAMEWORK:
+        raise _Inexpressible(f"framework {framework!r} is not modelled")
+    if row.text("gpu") not in CATALOGUE:
+        raise _Inexpressible(f"GPU {row.text('gpu')!r} is not in the catalogue")
+    schedule = cast(Schedule, row.one_of("schedule", ("1f1b", "gpipe", "interleaved", "zb-h1"), "1f1b"))
+    training = _training(row)
+    stages, accumulation = _stages(row, training)
+    overlap = row.text("comm_overlap", "none")
+    grad_bytes = row.text("grad_bytes")
+    try:
+        return Plan(
+            model=_model(row),
+            training=training,
+            cluster=_cluster(row),
+            target=TARGET_OF_FRAMEWORK[framework],
+            grad_accum=accumulation,
+            stages=stages,
+            schedule=schedule,
+            vpp=row.count("vpp", 1),
+            sequence_parallel=row.flag("sequence_parallel", default=False),
+            execution=Execution(
+                context_parallel=row.count("cp", 1),
+                grad_bytes=row.count("grad_bytes") if grad_bytes else None,
+                overlap_grad_reduce=None if framework == "fsdp" else "grad-reduce" in overlap,
+                overlap_param_gather=None if framework == "fsdp" else "param-gather" in overlap,
+                tp_comm_overlap="tp" in overlap.split(", "),
+                fused_cross_entropy="fused cross entropy" in row.text("note") or None,
+            ),
+        )
+    except InputError as error:
+        raise _Inexpressible(error.message) from None
+
+
+def _training(row: _Row) -> TrainingSpec:
+    dropout = row.text("dropout")
+    try:
+        rate = float(dropout) if dropout else 0.0
+    except ValueError:
+        raise InputError(f"{row.where}: dropout is {dropout!r}; wanted a number") from None
+    return TrainingSpec(
+        global_batch=row.count("global_batch"),
+        seq_len=row.count("seq_len"),
+        precision=cast(Precision, row.one_of("precision", ("fp16", "bf16", "fp8"), "bf16")),
+        flash_attention=row.flag("flash_attention", default=True),
+        dropout=rate,
+    )
+
+
+def _model(row: _Row) -> ModelSpec:
+    llama = row.one_of("family", ("gpt", "llama", "falcon"), "gpt") == "llama"
+    gpt = row.text("family") == "gpt"
+    heads, hidden = row.count("heads"), row.count("hidden")
+    # Mist's runs leave rotary embeddings out of LLaMA and learned positions out of GPT (its artifact).
+    plain = row.text("framework") == "mist"
+    return ModelSpec(
+        name=row.text("model"),
+        family="llama" if llama else "gpt" if gpt else "falcon",
+        layers=row.count("layers"),
+        hidden=hidden,
+        ffn_hidden=row.count("ffn_hidden"),
+        heads=heads,
+        kv_heads=row.count("kv_heads"),
+        vocab=row.count("vocab"),
+        head_dim=row.count("head_dim", hidden // heads),
+        gated_mlp=llama,
+        activation="silu" if llama else "gelu",
+        norm="rmsnorm" if llama else "layernorm",
+        parallel_block=row.text("family") == "falcon",
+        linear_bias=row.flag("linear_bias", default=gpt),
+        rotary=not gpt and not plain,
+        learned_positions=row.count("seq_len") if gpt and not plain else 0,
+        tied_embeddings=row.flag("tied_embeddings", default=gpt),
+    )
+
+
+def _cluster(row: _Row) -> ClusterSpec:
+    network = _NETWORK.search(row.text("note"))
+    return ClusterSpec(
+        gpu=CATALOGUE[row.text("gpu")],
+        nodes=row.count("nodes"),
+        gpus_per_node=row.count("gpus_per_node"),
+        links=LinkOverrides(inter_bytes_per_s=float(network.group(1)) * 1e9 if network else None),
+    )
+
+
+def _stages(row: _Row, training: TrainingSpec) -> tuple[tuple[StagePlan, ...], int]:
+    """The stage list, and the micro-batches per step."""
+    listed = row.json_list("stages")
+    if listed:
+        stages = tuple(build(StagePlan, stage, f"{row.where}: stages") for stage in listed)
+        first = stages[0]
+        return stages, max(training.global_batch // (first.micro_batch * first.dp), 1)
+    layers, pp, dp = row.count("layers"), row.count("pp"), row.count("dp")
+    if layers % pp:
+        raise _Inexpressible(f"{layers} layers are not a multiple of {pp} stages, and no stage list is given")
+    # Where the micro-batch is not told it is taken as 1, which is what published large runs use.
+    micro = row.count("micro_batch", 1)
+    gpus, per_node = row.count("nodes") * row.count("gpus_per_node") // pp, row.count("gpus_per_node")
+    inside = min(gpus, per_node)
+    if gpus % inside:
+        raise _Inexpressible(f"a stage of {gpus} GPUs is no whole number of nodes of {per_node}")
+    recompute = cast(Recompute, row.one_of("recompute", ("none", "selective", "full"), "none"))
+    zero = row.count("zero", 0, least=0)
+    if zero > 3:
+        raise InputError(f"{row.where}: zero is {zero}; wanted 0 to 3")
+    stage = StagePlan(
+        layers=layers // pp,
+        nodes=gpus // inside,
+        gpus_per_node=inside,
+        dp=dp,
+        tp=row.count("tp"),
+        micro_batch=micro,
+        zero=cast(Zero, zero),
+        recompute=recompute,
+    )
+    if recompute == "full":
+        stage = replace(stage, ckpt=stage.layers)
+    if training.global_batch % (micro * dp):
+        raise _Inexpressible(
+            f"micro_batch {micro} * dp {dp} does not divide global_batch {training.global_batch}"
+        )
+    return (stage,) * pp, training.global_batch // (micro * dp)

@@ -1,0 +1,249 @@
+"""Prices from a calibrated profile: exact shape, else interpolation among neighbours, else a fitted roofline.
+
+Tables hold times; what is interpolated is the ratio of measured time to the roofline's, which varies slowly
+where the time itself spans six orders of magnitude. The ratio fades to 1 away from measured shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mist_megatron.cost.pricing import Array, Collective, Priced
+from mist_megatron.errors import ProfileError
+from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
+from mist_megatron.spec.profile import STREAMS, CollectiveCurve, Profile
+from mist_megatron.spec.training import Precision
+
+EXACT = 1e-6
+"""Distance in logarithms below which a shape is the measured one."""
+REACH = 1.0
+"""Distance in logarithms (a factor of e in one size) beyond which a shape is extrapolated."""
+WIDTH = 0.35
+"""Of the Gaussian weight of a neighbour; measured sweeps step by factors of 2 (0.69) in one size."""
+FADE = 0.05
+"""Weight of the roofline itself among the neighbours: decides where no neighbour is near."""
+CHUNK = 1 << 20
+"""Distances held at once."""
+
+
+@dataclass(frozen=True)
+class RatioTable:
+    """Logarithms of measured shapes, and of measured over roofline time."""
+
+    shapes: Array
+    ratios: Array
+    seconds: Array
+
+    def answer(self, asked: Array, roofline: Array) -> tuple[Array, NDArray[np.int8]]:
+        """Seconds for shapes (one a row), and 0 exact, 1 interpolated, 2 extrapolated."""
+        seconds = np.empty(len(asked))
+        kinds = np.empty(len(asked), dtype=np.int8)
+        step = max(CHUNK // max(len(self.shapes), 1), 1)
+        for start in range(0, len(asked), step):
+            part = slice(start, start + step)
+            squares = ((asked[part, None, :] - self.shapes[None, :, :]) ** 2).sum(axis=2)
+            nearest = squares.argmin(axis=1)
+            distance = np.sqrt(squares[np.arange(len(nearest)), nearest])
+            weights = np.exp(-squares / (2.0 * WIDTH**2))
+            ratio = weights @ self.ratios / (weights.sum(axis=1) + FADE)
+            exact = distance < EXACT
+            near = distance < REACH
+            found = np.where(near, roofline[part] * np.exp(ratio), roofline[part])
+            seconds[part] = np.where(exact, self.seconds[nearest], found)
+            kinds[part] = np.where(exact, 0, np.where(near, 1, 2))
+        return seconds, kinds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilePrices:
+    """Implements `cost.pricing.Prices` from a profile on a cluster."""
+
+    profile: Profile
+    matrix_flops_per_s: float
+    memory_bytes_per_s: float
+    intra_bytes_per_s: float
+    inter_bytes_per_s_per_gpu: float
+    links: LinkOverrides = LinkOverrides()
+    tables: dict[str, RatioTable] = field(default_factory=dict)
+
+    def gemm(self, m: Array, n: Array, k: Array, batch: Array, *, kernels: int = 1) -> Priced:
+        return self._priced("gemm", (m, n, k, batch), self._gemm_roofline(m, n, k, batch, kernels=kernels))
+
+    def _gemm_roofline(self, m: Array, n: Array, k: Array, batch: Array, *, kernels: int = 1) -> Array:
+        c = self.profile.kernels
+        area = m * n * batch
+        peak = self.matrix_flops_per_s * c.gemm_peak_fraction.value
+        busy = 2.0 * area * k / peak
+        busy = busy * (1.0 + c.gemm_half_area.value / area) * (1.0 + c.gemm_half_depth.value / k)
+        moved = 2.0 * batch * (m * k + k * n + m * n) / self._memory_rate
+        return np.asarray(np.maximum(np.maximum(busy, moved), kernels * c.launch_s.value))
+
+    @property
+    def _memory_rate(self) -> float:
+        return self.memory_bytes_per_s * self.profile.kernels.memory_fraction.value
+
+    def attention(
+        self, batch: Array, seq: Array, heads: Array, kv_heads: Array, head_dim: Array, *, backward: bool
+    ) -> Priced:
+        sizes = (batch, seq, heads, kv_heads, head_dim)
+        name = "attention_backward" if backward else "attention_forward"
+        return self._priced(name, sizes, self._attention_roofline(sizes, backward))
+
+    def _attention_roofline(self, sizes: tuple[Array, ...], backward: bool) -> Array:
+        batch, seq, heads, kv_heads, head_dim = sizes
+        c = self.profile.kernels
+        # Causal: half of two products of 2 s s e; backward runs five products for two.
+        flops = 2.0 * batch * heads * seq * seq * head_dim * (2.5 if backward else 1.0)
+        best = c.attention_backward_fraction if backward else c.attention_forward_fraction
+        busy = flops / (self.matrix_flops_per_s * best.value) * (1.0 + c.attention_half_seq.value / seq)
+        moved = 4.0 * batch * seq * head_dim * (heads + kv_heads) * (2.0 if backward else 1.0)
+        floor = (3 if backward else 1) * c.launch_s.value
+        return np.asarray(np.maximum(np.maximum(busy, moved / self._memory_rate), floor))
+
+    def _priced(self, name: str, sizes: tuple[Array, ...], roofline: Array) -> Priced:
+        arrays = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in sizes))
+        table = self.tables.get(name)
+        shape = arrays[0].shape
+        roofline = np.broadcast_to(roofline, shape)
+        if table is None:
+            return _marked(roofline, np.full(shape, 2, dtype=np.int8))
+        asked = np.stack([np.log(np.maximum(array, 1e-9)).reshape(-1) for array in arrays], axis=1)
+        seconds, kinds = table.answer(asked, roofline.reshape(-1))
+        return _marked(seconds.reshape(shape), kinds.reshape(shape))
+
+    def memory_bound(self, moved_bytes: Array, *, kernels: int = 1) -> Priced:
+        moved = np.asarray(moved_bytes, dtype=np.float64)
+        floor = np.where(moved > 0.0, kernels * self.profile.kernels.launch_s.value, 0.0)
+        fitted = self.profile.kernels.memory_fraction
+        measured = self.profile.sources[fitted.source].origin in ("measured", "published")
+        seconds = np.maximum(moved / self._memory_rate, floor)
+        return _marked(seconds, np.full(moved.shape, 1 if measured else 2, dtype=np.int8))
+
+    def collective(self, kind: Collective, message_bytes: Array, ranks: Array, nodes: Array) -> Priced:
+        message, size, spans = (
+            np.array(value, dtype=np.float64) for value in np.broadcast_arrays(message_bytes, ranks, nodes)
+        )
+        once = np.where(size > 1.0, (size - 1.0) / np.maximum(size, 1.0), 0.0)
+        passes = {"all_reduce": 2.0 * once, "send_recv": np.ones_like(once)}.get(kind, once)
+        latency, rate = self._links(kind, size, spans)
+        kinds = np.full(size.shape, 2, dtype=np.int8)
+        for curve in self.profile.collectives:
+            if curve.kind == kind and not self._overridden(curve):
+                here = (size == curve.ranks) & (spans == curve.nodes)
+                latency = np.where(here, curve.latency_s, latency)
+                rate = np.where(here, curve.bytes_per_s, rate)
+                kinds = np.where(here, np.int8(1), kinds)
+        seconds = np.where((size > 1.0) & (message > 0.0), latency + passes * message / rate, 0.0)
+        return _marked(seconds, kinds)
+
+    def _overridden(self, curve: CollectiveCurve) -> bool:
+        """A user's own bandwidth takes precedence over the profile's curve."""
+        given = self.links.intra_bytes_per_s if curve.nodes == 1 else self.links.inter_bytes_per_s
+        return given is not None
+
+    def _links(self, kind: Collective, size: Array, spans: Array) -> tuple[Array, Array]:
+        """Latency and bandwidth where no curve was measured."""
+        c = self.profile.links
+        across = spans > 1.0
+        inside = self.intra_bytes_per_s * c.intra_fraction.value
+        # All GPUs of a node push through its adapters at once; those of one group share a ring,
+        # which crosses the network once per node instead of once per GPU.
+        per_node = np.maximum(size / np.maximum(spans, 1.0), 1.0)
+        outside = self.inter_bytes_per_s_per_gpu * c.inter_fraction.value * per_node
+        rate = np.where(across, np.minimum(inside, outside), inside)
+        turns = (size - 1.0) * {"all_reduce": 2.0, "send_recv": 0.0}.get(kind, 1.0)
+        hops = np.where(across, c.inter_hop_latency_s.value * spans, c.intra_hop_latency_s.value * turns)
+        return np.where(across, c.inter_latency_s.value, c.intra_latency_s.value) + hops, rate
+
+    def host_copy(self, copied_bytes: Array, direction: Literal["h2d", "d2h"]) -> Priced:
+        host = self.profile.host
+        given = (
+            self.links.host_to_device_bytes_per_s
+            if direction == "h2d"
+            else self.links.device_to_host_bytes_per_s
+        )
+        fitted = host.h2d_bytes_per_s if direction == "h2d" else host.d2h_bytes_per_s
+        copied = np.asarray(copied_bytes, dtype=np.float64)
+        seconds = np.where(copied > 0.0, copied / (given or fitted.value) + host.latency_s.value, 0.0)
+        return _marked(seconds, np.full(copied.shape, 1, dtype=np.int8))
+
+    def host_adam(self, parameters: Array) -> Priced:
+        rate = self.profile.host.host_adam_parameters_per_s.value
+        seconds = np.asarray(parameters, dtype=np.float64) / rate
+        return _marked(seconds, np.full(seconds.shape, 2, dtype=np.int8))
+
+    def device_adam(self, parameters: Array) -> Priced:
+        return self.memory_bound(np.asarray(parameters) * self.profile.adam_bytes_per_parameter.value)
+
+    def interference(self) -> Array:
+        """Sets that the profile lacks take each stream's largest factor among its subsets."""
+        table = np.ones((16, 4))
+        known = {
+            sum(1 << STREAMS.index(stream) for stream in item.streams): item
+            for item in self.profile.interference
+        }
+        for row in sorted(range(16), key=lambda bits: bits.bit_count()):
+            item = known.get(row)
+            if item is not None:
+                for stream, factor in zip(item.streams, item.factors, strict=True):
+                    table[row, STREAMS.index(stream)] = factor
+            elif row.bit_count() > 2:
+                subsets = [other for other in range(row) if other & row == other]
+                table[row] = table[subsets].max(axis=0)
+        return table
+
+
+def profile_prices(profile: Profile, cluster: ClusterSpec, precision: Precision) -> ProfilePrices:
+    """Prices of a cluster from its profile; refused when it is another GPU's."""
+    if profile.gpu != cluster.gpu.name:
+        raise ProfileError(
+            f"profile {profile.name} is of {profile.gpu}, the cluster has {cluster.gpu.name}; "
+            "wanted a profile of the same GPU"
+        )
+    gpu, links = cluster.gpu, cluster.links
+    peak = {
+        "fp16": gpu.fp16_flops_per_s,
+        "bf16": gpu.bf16_flops_per_s or gpu.fp16_flops_per_s,
+        "fp8": gpu.fp8_flops_per_s or gpu.bf16_flops_per_s or gpu.fp16_flops_per_s,
+    }[precision]
+    inter = links.inter_bytes_per_s or gpu.inter_bytes_per_s.value
+    bare = ProfilePrices(
+        profile=profile,
+        matrix_flops_per_s=peak.value,
+        memory_bytes_per_s=gpu.memory_bytes_per_s.value,
+        intra_bytes_per_s=links.intra_bytes_per_s or gpu.intra_bytes_per_s.value,
+        inter_bytes_per_s_per_gpu=inter / cluster.gpus_per_node,
+        links=links,
+    )
+    bare.tables.update(_ratio_tables(bare, precision))
+    return bare
+
+
+def _ratio_tables(prices: ProfilePrices, precision: Precision) -> dict[str, RatioTable]:
+    """Tables of the precision; half precisions run at the same rate, so one serves for the other."""
+    alike = {"fp16", "bf16"} if precision in ("fp16", "bf16") else {precision}
+    found: dict[str, RatioTable] = {}
+    for name in ("gemm", "attention_forward", "attention_backward"):
+        rows = [row for table in prices.profile.tables for row in table.rows
+                if table.operator == name and table.precision in alike]  # fmt: skip
+        if not rows:
+            continue
+        values = np.array(rows, dtype=np.float64)
+        columns = tuple(values[:, index] for index in range(values.shape[1] - 1))
+        if name == "gemm":
+            roofline = prices._gemm_roofline(*columns[:4])
+        else:
+            roofline = prices._attention_roofline(columns, name.endswith("backward"))
+        seconds = values[:, -1]
+        found[name] = RatioTable(np.log(values[:, :-1]), np.log(seconds / roofline), seconds)
+    return found
+
+
+def _marked(seconds: Array, kinds: NDArray[np.int8]) -> Priced:
+    value = np.asarray(seconds, dtype=np.float64)
+    exact, interpolated, extrapolated = (np.where(kinds == kind, value, 0.0) for kind in (0, 1, 2))
+    return Priced(value, exact, interpolated, extrapolated)
