@@ -16,8 +16,8 @@ from mist_megatron.spec.plan import Execution, Target
 
 HOST_S_PER_LAUNCH = 78e-6
 """Eager PyTorch under Megatron: on 2 to 8 A100 the published runs of vTrain (MICRO 2024) with hidden 1024
-and one or two sequences take 3.6 ms per layer and micro-batch whatever the tensor-parallel size, for the 46 kernels
-of forward, recomputation and backward in our graph."""
+and one or two sequences take 3.6 ms per layer and micro-batch whatever the tensor-parallel size, for the
+46 kernels of forward, recomputation and backward in our graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
