@@ -27,20 +27,20 @@ def show_result(
     """The plan as a table, what binds it, the next best, the proof, and the next command."""
     plan, prediction = found.plans[0], found.predictions[0]
     if defaults:
-        people.print(f"[dim]taken by default: {escape(', '.join(defaults))}[/dim]", soft_wrap=True)
+        people.print(f"[dim]taken by default: {escape(', '.join(defaults))}[/dim]")
     people.print(headline(plan, prediction))
     people.print()
     people.print(stage_table(plan, prediction))
     people.print()
     for line in reasons(prediction):
-        people.print(line, soft_wrap=True)
+        people.print(line)
     for other, cost in zip(found.plans[1:], found.predictions[1:], strict=True):
         slower = cost.iteration_s / prediction.iteration_s - 1
-        people.print(f"next best: {shape_words(other)}, {slower:+.1%} time", soft_wrap=True)
-    people.print(proof_line(found), soft_wrap=True)
+        people.print(f"next best: {shape_words(other)}, {slower:+.1%} time")
+    people.print(proof_line(found))
     out, files = written
     if out is not None:
-        people.print(f"wrote {len(files)} files to {out}: {', '.join(files)}", soft_wrap=True)
+        people.print(f"wrote {len(files)} files to {out}: {', '.join(files)}")
         people.print(f"next: mist-megatron predict {out}/plan.yaml", soft_wrap=True)
     else:
         people.print("next: the same command with --out DIR writes the plan and its files", soft_wrap=True)
