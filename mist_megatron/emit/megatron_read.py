@@ -22,6 +22,7 @@ _FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?$", re.S)
 _ASSIGNED = re.compile(r"^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=([^\s;()]+)[ \t]*(?:#.*)?$", re.M)
 _VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
 _MOST_INDIRECT, _MOST_TEXT = 8, 1 << 20
+_QUOTED_FLAGS = re.compile(r"(?:^|(?<==)|(?<=\s))--[A-Za-z]")
 _SHELL_END = re.compile(r"[)&|;]+$")
 
 
@@ -34,7 +35,18 @@ def read_command(text: str, where: str) -> Options:
         words = shlex.split(_filled_in(text.replace("\\\n", " ")), comments=True)
     except ValueError as error:
         raise InputError(f"{where}: not a command line: {error}") from None
-    return options_of(words)
+    return options_of([part for word in words for part in _unpacked(word)])
+
+
+def _unpacked(word: str) -> list[str]:
+    """Flags kept in one quoted string (GPT_ARGS="--num-layers 32 ..."), as in Megatron's own examples."""
+    inner = _QUOTED_FLAGS.search(word)
+    if not inner or not re.search(r"\s", word):
+        return [word]
+    try:
+        return shlex.split(word[inner.start() :].lstrip("=\"'"), comments=True)
+    except ValueError:
+        return [word]
 
 
 def _filled_in(text: str) -> str:
