@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mist_megatron.errors import InputError
+from mist_megatron.errors import InputError, ProfileError
+from mist_megatron.resources import data_folder
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
     from mist_megatron.cost.pricing import Prices
+    from mist_megatron.spec.cluster import ClusterSpec
     from mist_megatron.spec.job import Job
+    from mist_megatron.spec.profile import Profile
 
 CACHE_VARIABLE = "MIST_MEGATRON_CACHE"
 """Names another cache folder; empty switches the cache off."""
@@ -37,8 +41,46 @@ def cache_directory() -> Path | None:
 def prices_for(job: Job, framework: str | None = None) -> tuple[Prices, str]:
     """The calibrated profile of the job's cluster, or its datasheet; and in words which."""
     from mist_megatron.cost.datasheet import datasheet_prices
+    from mist_megatron.cost.lookup import profile_prices
 
-    return datasheet_prices(job.cluster, job.training.precision), f"datasheet of {job.cluster.gpu.name}"
+    precision = job.training.precision
+    profile = profile_of(job.cluster)
+    if profile is None:
+        return datasheet_prices(job.cluster, precision), f"datasheet of {job.cluster.gpu.name}"
+    described = f"profile {profile.name} ({profile.content_hash})"
+    return profile_prices(profile, job.cluster, precision), described
+
+
+def profile_of(cluster: ClusterSpec) -> Profile | None:
+    """The profile that a cluster names (a shipped one, or a file), or else the one of its GPU, if any."""
+    shipped = data_folder("calibration") / "profiles"
+    named = cluster.profile
+    if named is None:
+        path = shipped / f"{cluster.gpu.name}.yaml"
+        return load_profile(path) if path.is_file() else None
+    path = shipped / f"{named}.yaml"
+    return load_profile(path if path.is_file() else Path(named))
+
+
+def load_profile(path: Path) -> Profile:
+    """A profile file with its tables, which lie beside it; read once per process."""
+    return _load_profile(path, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
+@lru_cache(maxsize=32)
+def _load_profile(path: Path, _changed: int) -> Profile:
+    from mist_megatron.calibrate.profile_file import profile_from_text
+    from mist_megatron.spec.load import read_text
+
+    def table(name: str) -> bytes:
+        if Path(name).name != name:
+            raise ProfileError(f"{path}: table file {name!r} is not beside the profile")
+        try:
+            return (path.parent / name).read_bytes()
+        except OSError as error:
+            raise ProfileError(f"{path}: table {name} cannot be read: {error.strerror or error}") from None
+
+    return profile_from_text(read_text(path), str(path), table)
 
 
 def evaluator_for(

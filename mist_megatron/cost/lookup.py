@@ -26,6 +26,8 @@ WIDTH = 0.35
 """Of the Gaussian weight of a neighbour; measured sweeps step by factors of 2 (0.69) in one size."""
 FADE = 0.05
 """Weight of the roofline itself among the neighbours: decides where no neighbour is near."""
+KV_SCALE = 0.2
+"""Key-value heads change an attention core's time little: they count so much in distances."""
 CHUNK = 1 << 20
 """Distances held at once."""
 
@@ -111,7 +113,7 @@ class ProfilePrices:
         roofline = np.broadcast_to(roofline, shape)
         if table is None:
             return _marked(roofline, np.full(shape, 2, dtype=np.int8))
-        asked = np.stack([np.log(np.maximum(array, 1e-9)).reshape(-1) for array in arrays], axis=1)
+        asked = _logarithms(name, np.stack([array.reshape(-1) for array in arrays], axis=1))
         seconds, kinds = table.answer(asked, roofline.reshape(-1))
         return _marked(seconds.reshape(shape), kinds.reshape(shape))
 
@@ -239,8 +241,16 @@ def _ratio_tables(prices: ProfilePrices, precision: Precision) -> dict[str, Rati
         else:
             roofline = prices._attention_roofline(columns, name.endswith("backward"))
         seconds = values[:, -1]
-        found[name] = RatioTable(np.log(values[:, :-1]), np.log(seconds / roofline), seconds)
+        found[name] = RatioTable(_logarithms(name, values[:, :-1]), np.log(seconds / roofline), seconds)
     return found
+
+
+def _logarithms(name: str, sizes: Array) -> Array:
+    """Coordinates of shapes, one a row."""
+    logs = np.log(np.maximum(sizes, 1e-9))
+    if name.startswith("attention"):
+        logs[:, 3] *= KV_SCALE
+    return logs
 
 
 def _marked(seconds: Array, kinds: NDArray[np.int8]) -> Priced:

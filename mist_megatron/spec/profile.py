@@ -166,7 +166,7 @@ class HostLink:
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     h2d_bytes_per_s: Quantity
     d2h_bytes_per_s: Quantity
-    both_bytes_per_s: Quantity | None
+    both_bytes_per_s: Quantity | None = None
     """Each way, with both ways at once; None where nobody measured it."""
     latency_s: Quantity
     host_adam_parameters_per_s: Quantity
