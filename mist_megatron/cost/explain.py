@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from sympy import Expr, factor_terms
 
 from mist_megatron.cost import symbols
+from mist_megatron.cost.communication import template_of
 from mist_megatron.cost.conventions import conventions_of
 from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import backward_flops, forward_flops
@@ -64,16 +65,20 @@ def explain(job: Job, role: StageRole) -> tuple[Section, ...]:
         ),
         Section(f"memory held by a {role.value} stage, bytes", _named(memory.terms)),
         Section("moments that may be the peak, bytes", _named(memory.peaks)),
-        Section("time", _TIME),
+        Section("time", _time_lines(job)),
     )
 
 
-_TIME = (
-    Line("iteration", ITERATION),
-    Line("t", "l * (forward + backward) + c * forward again + exposed traffic + p2p + ends"),
-    Line("d", "first forward + last backward - t + step"),
-    Line("overlap", "streams compute, GPU-GPU, host-to-device, device-to-host under the interference table"),
-)
+def _time_lines(job: Job) -> tuple[Line, ...]:
+    host_s = template_of(job.target, job.execution).host_s_per_launch
+    return (
+        Line("iteration", ITERATION),
+        Line("t", "l * (forward + backward) + c * forward again + exposed traffic + p2p + ends"),
+        Line("d", "first forward + last backward - t + step"),
+        Line("pass of a layer", f"Max(sum of T(...), kernels * {host_s * 1e6:g} us of the host)"),
+        Line("exposed traffic", "time of the four streams together, less compute"),
+        Line("four streams", "compute, GPU-GPU, host-to-device, device-to-host; slowed by each other"),
+    )
 
 
 def written(expression: Expr) -> str:
