@@ -15,7 +15,9 @@ from unittest import mock
 def shim():
     """tests/framework/megatron_cpu.py as a module, whatever pytest's import mode."""
     if "megatron_cpu" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("megatron_cpu", Path(__file__).with_name("megatron_cpu.py"))
+        spec = importlib.util.spec_from_file_location(
+            "megatron_cpu", Path(__file__).with_name("megatron_cpu.py")
+        )
         module = importlib.util.module_from_spec(spec)
         sys.modules["megatron_cpu"] = module
         spec.loader.exec_module(module)
