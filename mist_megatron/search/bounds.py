@@ -40,6 +40,8 @@ class ShapeBound:
     """No plan of the shape is faster."""
     sum_s: float
     """Least sum of t over the stages (of one chunk each when interleaved)."""
+    least_d_s: float
+    """Least d of the first stage where it is negative, else 0: t + d never falls below it and t."""
     times_s: tuple[tuple[float, float], ...]
     """t of a first, middle and last stage with one and with two layers; linear in between and beyond."""
 
@@ -75,7 +77,7 @@ def _group(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound]:
         least_d = min(one, one + (two - one) * (layers - 1), 0.0)
         weight = shape.grad_accum * shape.vpp - 1
         value_s = weight * sum_s / stages + sum_s + least_d
-        bounds.append(ShapeBound(value_s * (1 - 1e-9), sum_s, times))
+        bounds.append(ShapeBound(value_s * (1 - 1e-9), sum_s, least_d, times))
     return bounds
 
 

@@ -50,7 +50,7 @@ def _solve_per_stage(
     cap_s = np.inf
     if np.isfinite(best_s) and weight > 0:
         # t of the slowest stage, were all other terms at their least.
-        cap_s = (best_s - bound.sum_s) / weight * shape.vpp * (1 + 1e-9)
+        cap_s = (best_s - bound.sum_s - bound.least_d_s) / weight * shape.vpp * (1 + 1e-9)
     counts = _layer_window(question, shape, bound, cap_s)
     configs: list[dict[int, StageConfigs]] = []
     for position in range(shape.stages):
