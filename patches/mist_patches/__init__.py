@@ -6,3 +6,10 @@ Runs inside the training process; needs torch and the framework, nothing of the 
 from __future__ import annotations
 
 __version__ = "0.1.0"
+
+
+def apply(path):  # type: ignore[no-untyped-def]
+    """Apply on this rank what stages.json asks for; see mist_patches.applying."""
+    from mist_patches.applying import apply as apply_patches
+
+    return apply_patches(path)

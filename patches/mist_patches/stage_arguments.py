@@ -71,7 +71,7 @@ def apply_stage_arguments(
     argv: list[str] | None = None,
     environment: MutableMapping[str, str] | None = None,
 ) -> Mapping[str, Any]:
-    """Append the stage's arguments to `argv` and set the environment; twice does no harm. Returns the stage."""
+    """Append the stage's arguments to `argv` and set the environment, once; returns the stage."""
     argv = sys.argv if argv is None else argv
     environment = os.environ if environment is None else environment
     if environment.get(_MARK):

@@ -1,0 +1,49 @@
+"""Applies the patches that stages.json names, with the fractions of this rank's stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mist_patches.hooking import PatchRefused, log
+from mist_patches.stage_arguments import apply_stage_arguments, read_stages
+
+Undo = Callable[[], None]
+
+
+def _exact_optimizer_fraction(stage: Mapping[str, Any]) -> Undo:
+    from mist_patches.megatron_optimizer_fraction import exact_optimizer_fraction
+
+    return exact_optimizer_fraction(stage["offload"]["optimizer"])
+
+
+def _activation_offload(stage: Mapping[str, Any]) -> Undo:
+    from mist_patches.megatron_activation_offload import offload_block_activations
+
+    return offload_block_activations(stage["offload"]["activations"])
+
+
+PATCHES: Mapping[str, Callable[[Mapping[str, Any]], Undo]] = {
+    "exact_optimizer_fraction": _exact_optimizer_fraction,
+    "activation_offload": _activation_offload,
+}
+"""Name in stages.json -> what applies it to this rank, given its stage."""
+
+
+def apply(path: str | os.PathLike[str]) -> list[Undo]:
+    """Apply what the plan needs on this rank; returns the functions that undo it. Twice does no harm.
+
+    Stage arguments come first if the entry has not added them already. A name that this version does not
+    know is refused: training without it would not be the plan.
+    """
+    document = read_stages(path)
+    unknown = [name for name in document["patches"] if name not in PATCHES]
+    if unknown:
+        raise PatchRefused(f"{path} names the patch {unknown[0]!r}; this version knows {', '.join(PATCHES)}")
+    stage = apply_stage_arguments(document)
+    undone = [PATCHES[name](stage) for name in document["patches"]]
+    log.info(
+        "rank %s, stage %s: %s", os.environ["RANK"], stage["stage"], ", ".join(document["patches"]) or "none"
+    )
+    return undone
