@@ -1,0 +1,41 @@
+"""What pruning may not do: lose a plan that is barely better than the incumbent, or promise too much."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from jobs import evaluator_of, small_job
+
+from mist_megatron.search.bounds import Question, shape_bounds
+from mist_megatron.search.shapes import shapes
+from mist_megatron.search.solve import solve_shape
+from mist_megatron.search.space import Limits, cut_to_target, space_named
+
+TARGETS = {"mist": "mist", "megatron+patches": "full", "deepspeed": "deepspeed", "megatron": "full"}
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("limit_gib", [3.0, 1000.0])
+def test_pruning_keeps_what_beats_the_incumbent(target, limit_gib):
+    """With an incumbent a hair above a shape's optimum the optimum is found again, and no bound is above it.
+
+    With many data-parallel ranks d can be negative (a first micro-batch has no gradients to add to), which
+    a cap on t that forgets it would cut away.
+    """
+    evaluator = evaluator_of(small_job(target, gpus=8, layers=4, batch=32, limit_gib=limit_gib))
+    space = cut_to_target(space_named(TARGETS[target]), target)
+    question = Question(evaluator=evaluator, space=space, step=1.0)
+    found = list(shapes(evaluator.job, space, Limits()))
+    solved = 0
+    pairs = list(zip(shape_bounds(question, found), found, strict=True))
+    for index in np.random.default_rng(0).permutation(len(pairs))[:14]:
+        bound, shape = pairs[index]
+        alone, _ = solve_shape(question, shape, bound, np.inf)
+        if alone is None:
+            continue
+        solved += 1
+        assert bound.value_s <= alone.value_s
+        again, _ = solve_shape(question, shape, bound, alone.value_s * (1 + 1e-9))
+        assert again is not None
+        assert again.value_s == pytest.approx(alone.value_s, rel=1e-12)
+    assert solved > 3
