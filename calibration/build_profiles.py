@@ -4,9 +4,10 @@
 
 Inputs, all in the folder given: op_times.csv (operator timings), gemm_attention_efficiency.csv (efficiency
 by exact shape), collective_bandwidth.csv and collective_fit_simumax.csv (fitted collectives),
-nvlink_allreduce.csv (all-reduce inside a node), interference_factors.csv (co-run slowdowns). Besides them only
-calibration/fitted.json, which `fit_end_to_end.py` makes from measured iterations. Nothing is copied: efficiencies become times of our
-operator shapes, sweeps become latency and bandwidth, and each number keeps the name of its source.
+nvlink_allreduce.csv (all-reduce inside a node), interference_factors.csv (co-run slowdowns). Besides them
+only calibration/fitted.json, which `fit_end_to_end.py` makes from measured iterations. Nothing is copied:
+efficiencies become times of our operator shapes, sweeps become latency and bandwidth, and each number keeps
+the name of its source.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,9 @@ def simumax_rows(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
             _simumax_attention(draft, row["op"], sizes, peak * share)
         elif row["op"] == "mem_bandwidth:default":
             known = re.search(r"gbps=([0-9.]+)", row["shape"])
+            waits = re.search(r"latency_us=([0-9.]+)", row["shape"])
+            if waits:
+                draft.put("memory_latency_s", float(waits.group(1)) * 1e-6, "efficiency")
             rate = float(known.group(1)) * 1e9 if known else draft.gpu.memory_bytes_per_s.value
             draft.put("memory_fraction", share * rate / draft.gpu.memory_bytes_per_s.value, "efficiency")
     draft.gemm = _merged(draft.gemm)
@@ -344,7 +348,10 @@ def link_rows(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
         ranks, nodes = int(row["group_size"]), int(row["n_nodes_in_group"])
         if row["op"] != "all_gather" or (nodes > 1 and not recipe.network_reaches):
             continue
-        for kind, factor in (("all_gather", 1.0), ("reduce_scatter", 1.1), ("all_reduce", 1.05)):
+        kinds = [("all_gather", 1.0), ("reduce_scatter", 1.1), ("all_reduce", 1.05)]
+        # A gather between two moves half a message each way; a send moves all of it at that rate.
+        kinds += [("send_recv", 1.0)] if ranks == 2 else []
+        for kind, factor in kinds:
             draft.collectives.append(
                 CollectiveCurve(kind=kind, ranks=ranks, nodes=nodes, source="links", points=points,  # type: ignore[arg-type]
                     latency_s=min(latency, 5e-4), bytes_per_s=float(f"{rate / factor:.5g}"), error=error)
@@ -408,12 +415,17 @@ def simumax_links(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
         rate = float(row["link_GBps"]) * 1e9 * float(row["efficiency"])
         fixed = float(row["fixed_latency_us"] or 0.0)
         for ranks in groups:
-            if any((c.kind, c.ranks) == (kind, ranks) for c in draft.collectives):
+            if any((c.kind, c.ranks, c.strided) == (kind, ranks, False) for c in draft.collectives):
                 continue
             latency = (float(row["latency_us"]) + fixed) * 1e-6
             draft.collectives.append(
                 CollectiveCurve(kind=kind, ranks=ranks, nodes=1, source="simumax",  # type: ignore[arg-type]
                     latency_s=float(f"{latency:.4g}"), bytes_per_s=float(f"{rate:.5g}"))
+            )  # fmt: skip
+        for ranks, gigabytes in json.loads(row["dp_fixed_bw_GBps_by_group"] or "{}").items():
+            draft.collectives.append(
+                CollectiveCurve(kind=kind, ranks=int(ranks), nodes=1, source="simumax",  # type: ignore[arg-type]
+                    latency_s=float(row["latency_us"]) * 1e-6, bytes_per_s=gigabytes * 1e9, strided=True)
             )  # fmt: skip
 
 
@@ -496,8 +508,12 @@ def _assembled(draft: Draft, recipe: Recipe) -> Profile:
     if draft.gemm:
         tables.append(_table("gemm", draft.gemm, draft.table_source))
     tables += [_table(name, rows, draft.table_source) for name, rows in draft.attention.items() if rows]
-    kernels = {name: figure(name) for name in KernelCurves.__dataclass_fields__ if not name.startswith("__")}
-    links = {name: figure(name) for name in LinkCurves.__dataclass_fields__ if not name.startswith("__")}
+    kernels = {
+        item.name: figure(item.name)
+        for item in fields(KernelCurves)
+        if item.name in draft.figures or item.name in TYPICAL
+    }
+    links = {item.name: figure(item.name) for item in fields(LinkCurves)}
     return Profile(
         name=recipe.gpu,
         gpu=recipe.gpu,

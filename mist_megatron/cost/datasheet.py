@@ -109,7 +109,15 @@ class DatasheetPrices:
         floor = np.where(np.asarray(moved_bytes) > 0.0, kernels * c.launch_s, 0.0)
         return _extrapolated(np.maximum(seconds, floor))
 
-    def collective(self, kind: Collective, message_bytes: Array, ranks: Array, nodes: Array) -> Priced:
+    def collective(
+        self,
+        kind: Collective,
+        message_bytes: Array,
+        ranks: Array,
+        nodes: Array,
+        *,
+        strided: bool | Array = False,
+    ) -> Priced:
         c = self.curves
         message, size, spans = np.broadcast_arrays(
             *(np.asarray(value, dtype=np.float64) for value in (message_bytes, ranks, nodes))

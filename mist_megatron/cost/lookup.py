@@ -112,30 +112,47 @@ class ProfilePrices:
         shape = arrays[0].shape
         roofline = np.broadcast_to(roofline, shape)
         if table is None:
-            return _marked(roofline, np.full(shape, 2, dtype=np.int8))
+            return _marked(roofline / self._sustained, np.full(shape, 2, dtype=np.int8))
         asked = _logarithms(name, np.stack([array.reshape(-1) for array in arrays], axis=1))
         seconds, kinds = table.answer(asked, roofline.reshape(-1))
-        return _marked(seconds.reshape(shape), kinds.reshape(shape))
+        return _marked(seconds.reshape(shape) / self._sustained, kinds.reshape(shape))
+
+    @property
+    def _sustained(self) -> float:
+        found = self.profile.kernels.sustained_fraction
+        return 1.0 if found is None else found.value
 
     def memory_bound(self, moved_bytes: Array, *, kernels: int = 1) -> Priced:
         moved = np.asarray(moved_bytes, dtype=np.float64)
         floor = np.where(moved > 0.0, kernels * self.profile.kernels.launch_s.value, 0.0)
         fitted = self.profile.kernels.memory_fraction
         measured = self.profile.sources[fitted.source].origin in ("measured", "published")
-        seconds = np.maximum(moved / self._memory_rate, floor)
+        latency = self.profile.kernels.memory_latency_s
+        beyond = 0.0 if latency is None else latency.value
+        seconds = np.maximum(moved / self._memory_rate + np.where(moved > 0.0, kernels * beyond, 0.0), floor)
         return _marked(seconds, np.full(moved.shape, 1 if measured else 2, dtype=np.int8))
 
-    def collective(self, kind: Collective, message_bytes: Array, ranks: Array, nodes: Array) -> Priced:
-        message, size, spans = (
-            np.array(value, dtype=np.float64) for value in np.broadcast_arrays(message_bytes, ranks, nodes)
+    def collective(
+        self,
+        kind: Collective,
+        message_bytes: Array,
+        ranks: Array,
+        nodes: Array,
+        *,
+        strided: bool | Array = False,
+    ) -> Priced:
+        message, size, spans, apart = (
+            np.array(value, dtype=np.float64)
+            for value in np.broadcast_arrays(message_bytes, ranks, nodes, strided)
         )
         once = np.where(size > 1.0, (size - 1.0) / np.maximum(size, 1.0), 0.0)
         passes = {"all_reduce": 2.0 * once, "send_recv": np.ones_like(once)}.get(kind, once)
         latency, rate = self._links(kind, size, spans)
         kinds = np.full(size.shape, 2, dtype=np.int8)
-        for curve in self.profile.collectives:
+        # Strided curves come last, so that they replace the plain ones where both fit.
+        for curve in sorted(self.profile.collectives, key=lambda curve: curve.strided):
             if curve.kind == kind and not self._overridden(curve):
-                here = (size == curve.ranks) & (spans == curve.nodes)
+                here = (size == curve.ranks) & (spans == curve.nodes) & (apart >= float(curve.strided))
                 latency = np.where(here, curve.latency_s, latency)
                 rate = np.where(here, curve.bytes_per_s, rate)
                 kinds = np.where(here, np.int8(1), kinds)

@@ -45,10 +45,17 @@ class Prices(Protocol):
     def memory_bound(self, moved_bytes: Array, *, kernels: int = 1) -> Priced: ...
 
     def collective(
-        self, kind: Collective, message_bytes: Array, ranks: Array, nodes: Array
+        self,
+        kind: Collective,
+        message_bytes: Array,
+        ranks: Array,
+        nodes: Array,
+        *,
+        strided: bool | Array = False,
     ) -> Priced:
         """`message_bytes` is the full message of one rank; `nodes` how many nodes the group spans,
-        with every GPU of those nodes in some such group at the same time (contended)."""
+        with every GPU of those nodes in some such group at the same time (contended); `strided` where
+        its ranks are not neighbours."""
         ...
 
     def host_copy(self, copied_bytes: Array, direction: Literal["h2d", "d2h"]) -> Priced: ...

@@ -90,6 +90,11 @@ class KernelCurves:
     """Of the datasheet memory bandwidth, large tensors."""
     launch_s: Quantity
     """Least time of one kernel."""
+    memory_latency_s: Quantity | None = None
+    """Added to each memory-bound kernel: ramp-up, tail, and the gap before it."""
+    sustained_fraction: Quantity | None = None
+    """Clock under a training load over the clock of short benchmarks, where power or heat limits it:
+    matrix products and attention take that much longer than the tables say. None for 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +134,8 @@ class CollectiveCurve:
     latency_s: float
     bytes_per_s: float
     source: str
+    strided: bool = False
+    """Its ranks are not neighbours (data parallel beside tensor parallel): over PCIe they cross switches."""
     points: int | None = None
     error: float | None = None
 

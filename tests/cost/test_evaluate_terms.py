@@ -36,7 +36,7 @@ class OneSecondPerByte:
     def memory_bound(self, moved_bytes, *, kernels=1):  # type: ignore[no-untyped-def]
         return priced(0.0 * np.asarray(moved_bytes))
 
-    def collective(self, kind, message_bytes, ranks, nodes):  # type: ignore[no-untyped-def]
+    def collective(self, kind, message_bytes, ranks, nodes, *, strided=False):  # type: ignore[no-untyped-def]
         return priced(np.broadcast_arrays(message_bytes, ranks)[0] * (2.0 if kind == "all_reduce" else 1.0))
 
     def host_copy(self, copied_bytes, direction):  # type: ignore[no-untyped-def]
