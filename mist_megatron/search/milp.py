@@ -5,6 +5,7 @@ Binaries choose one (layers, front point) per stage; two epigraph variables carr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -25,6 +26,15 @@ def assign_milp(
     solver: MilpSolver = "highs",
 ) -> Assignment | None:
     """The optimal assignment if it is better than `best_s`, else None."""
+    with warnings.catch_warnings():
+        # PuLP 3 announces the interface of PuLP 4, which needs Python 3.12; we pin 3.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _assign_milp(stages, layers, grad_accum, best_s, solver)
+
+
+def _assign_milp(
+    stages: Sequence[StageFronts], layers: int, grad_accum: int, best_s: float, solver: MilpSolver
+) -> Assignment | None:
     options = [
         [(count, k) for count, front in sorted(fronts.items()) for k in range(len(front.t_s))]
         for fronts in stages

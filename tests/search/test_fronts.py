@@ -1,0 +1,233 @@
+"""Fronts and whole searches against pricing every configuration, one by one, through `predict`."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from jobs import evaluator_of, small_job
+
+from mist_megatron.cost.predict import grid_of, predict
+from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.search.frontier import Slot, ckpt_counts, fractions, stage_configs
+from mist_megatron.search.shapes import Shape
+from mist_megatron.search.space import Limits, apply_limits, cut_to_target, space_named
+from mist_megatron.search.tune import Settings, Status, Watch, plan_of, search
+from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.target import violations
+
+TARGETS = {"mist": "mist", "megatron+patches": "full", "deepspeed": "deepspeed", "megatron": "full"}
+
+
+def stage_plans(space, shape, layers, step):
+    """Every configuration of one stage, from the meaning of the space, not from the search's arrays."""
+    kinds = ("weights", "grads", "optimizer", "activations")
+    ratios = [fractions(getattr(space.offload, kind), step) for kind in kinds]
+    options = []
+    for zero, *shares in itertools.product(shape.zero, *ratios):
+        for recompute in ("full", "selective") if space.selective else ("full",):
+            for ckpt in ckpt_counts(space, layers, shape.vpp) if recompute == "full" else (0,):
+                options.append(
+                    StagePlan(
+                        layers=layers,
+                        nodes=shape.nodes,
+                        gpus_per_node=shape.gpus_per_node,
+                        dp=shape.dp,
+                        tp=shape.tp,
+                        micro_batch=shape.micro_batch,
+                        zero=zero,
+                        ckpt=int(ckpt),
+                        recompute=recompute,
+                        offload=Offload(**dict(zip(kinds, map(float, shares), strict=True))),
+                    )
+                )
+    return options
+
+
+def plan_with(job, shape, stages):
+    return Plan(
+        model=job.model,
+        training=job.training,
+        cluster=job.cluster,
+        target=job.target,
+        grad_accum=shape.grad_accum,
+        stages=tuple(stages),
+        sequence_parallel=shape.sequence_parallel,
+    )
+
+
+def random_case(seed):
+    rng = np.random.default_rng(seed)
+    target = list(TARGETS)[seed % len(TARGETS)]
+    stages = 1 if target == "deepspeed" else int(rng.choice([1, 2]))
+    gpus = int(rng.choice([2, 4]))
+    tp = 1 if target == "deepspeed" else int(rng.choice([1, 2]))
+    if gpus < stages * tp:
+        tp = 1
+    dp = gpus // stages // tp
+    micro_batch = int(rng.choice([1, 2]))
+    job = small_job(target, gpus=gpus, layers=4, batch=8 * dp * micro_batch)
+    space = cut_to_target(space_named(TARGETS[target]), target)
+    zero = space.zero if space.per_stage_zero else (int(rng.choice(space.zero)),)
+    shape = Shape(
+        grad_accum=8,
+        stages=stages,
+        nodes=1,
+        gpus_per_node=gpus // stages,
+        dp=dp,
+        tp=tp,
+        micro_batch=micro_batch,
+        sequence_parallel=False,
+        vpp=1,
+        zero=zero,
+    )
+    # A budget between the least and the most that any configuration needs, so that it binds.
+    limit = float(rng.uniform(2.5, 14.0)) * 2**30
+    job = replace(job, cluster=replace(job.cluster, memory_limit_bytes=limit))
+    return job, space, shape, int(rng.integers(0, stages))
+
+
+def price_one_by_one(evaluator, job, shape, position, options):
+    """(t, d, fits) of every option that breaks no rule of the target: one flat row each."""
+    rows = []
+    for option in options:
+        plan = plan_with(job, shape, [option] * shape.stages)
+        if not any(f"stages[{position}]" in rule for rule in violations(plan)):
+            rows.append((plan, option))
+    priced = []
+    for selective in (False, True):
+        mine = [(p, s) for p, s in rows if (s.recompute == "selective") == selective]
+        if not mine:
+            continue
+        grid = grid_of(mine[0][0], position)
+
+        def column(values):
+            return np.array([float(value) for value in values])
+
+        stages = [s for _, s in mine]
+        cost = evaluator(
+            replace(
+                grid,
+                ckpt=column(s.ckpt for s in stages),
+                zero=column(s.zero for s in stages),
+                weights_offload=column(s.offload.weights for s in stages),
+                grads_offload=column(s.offload.grads for s in stages),
+                optimizer_offload=column(s.offload.optimizer for s in stages),
+                activations_offload=column(s.offload.activations for s in stages),
+            )
+        )
+        table = np.broadcast_arrays(cost.stable_s, cost.delta_s, cost.peak_bytes <= evaluator.limit_bytes)
+        priced += list(zip(*(column.tolist() for column in table), strict=True))
+    return priced
+
+
+@pytest.mark.parametrize("seed", range(56))
+def test_front_equals_brute_force(seed):
+    job, space, shape, position = random_case(seed)
+    evaluator = evaluator_of(job)
+    layers, step = 4 // shape.stages, 0.5
+    found, tally = stage_configs(
+        evaluator, space, shape, Slot(position=position, layers=layers), step, np.inf
+    )
+    options = stage_plans(space, shape, layers, step)
+    priced = price_one_by_one(evaluator, job, shape, position, options)
+    points = {(t, d) for t, d, fits in priced if fits}
+    expected = {p for p in points if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)}
+    got = set() if found is None else set(zip(found.t_s.tolist(), found.d_s.tolist(), strict=True))
+    assert tally.priced == len(priced)
+    assert len(got) == len(expected)
+    assert np.allclose(sorted(got), sorted(expected), rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_search_finds_the_best_of_all_uniform_plans(target):
+    """Pipeline size 1: every plan of the space priced one by one."""
+    job = small_job(target, gpus=2, layers=2, batch=8, limit_gib=6.0)
+    evaluator = evaluator_of(job)
+    settings = Settings(step=1.0, limits=Limits(fixed={"pp": 1}))
+    result = search(evaluator, space_named(TARGETS[target]), settings)
+    space = apply_limits(cut_to_target(space_named(TARGETS[target]), target), settings.limits)
+    best = np.inf
+    for tp, micro_batch, sp in itertools.product((1, 2), (1, 2, 4, 8), (False, True)):
+        dp = 2 // tp
+        if 8 % (dp * micro_batch) or (tp > 1 and not space.tensor_parallel):
+            continue
+        if sp and (tp == 1 or not space.sequence_parallel):
+            continue
+        shape = Shape(
+            grad_accum=8 // dp // micro_batch,
+            stages=1,
+            nodes=1,
+            gpus_per_node=2,
+            dp=dp,
+            tp=tp,
+            micro_batch=micro_batch,
+            sequence_parallel=sp,
+            vpp=1,
+            zero=space.zero,
+        )
+        for stage in stage_plans(space, shape, 2, 1.0):
+            plan = plan_with(job, shape, [stage])
+            if not violations(plan):
+                prediction = predict(plan, evaluator)
+                best = min(best, prediction.iteration_s if prediction.fits else np.inf)
+    assert result.solutions[0].value_s == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_plan_is_runnable_fits_and_costs_what_the_search_says(target):
+    job = small_job(target, gpus=4, layers=6, batch=16, limit_gib=7.0)
+    evaluator = evaluator_of(job)
+    result = search(evaluator, space_named("full"), Settings(step=0.25, top=3))
+    assert result.status is Status.OPTIMAL
+    assert result.gap == pytest.approx(0.0, abs=1e-9)
+    values = [solution.value_s for solution in result.solutions]
+    assert values == sorted(values)
+    assert len({solution.shape for solution in result.solutions}) == len(values)
+    for solution in result.solutions:
+        plan = plan_of(evaluator, solution)
+        prediction = predict(plan, evaluator)
+        assert violations(plan) == ()
+        assert prediction.fits
+        assert prediction.iteration_s == pytest.approx(solution.value_s, rel=1e-9)
+
+
+def test_wider_spaces_are_never_slower():
+    job = small_job("megatron+patches", gpus=8, layers=8, batch=32, limit_gib=5.0)
+    evaluator = evaluator_of(job)
+    times = {}
+    for name in ("megatron", "megatron-expert", "full"):
+        times[name] = search(evaluator, space_named(name), Settings()).solutions[0].value_s
+    assert times["full"] <= times["megatron-expert"] * (1 + 1e-12)
+    assert times["megatron-expert"] <= times["megatron"] * (1 + 1e-12)
+
+
+def test_milp_and_exact_searches_agree():
+    job = small_job("mist", gpus=4, layers=6, batch=16, limit_gib=7.0)
+    evaluator = evaluator_of(job)
+    exact = search(evaluator, space_named("mist"), Settings(step=0.5))
+    milp = search(evaluator, space_named("mist"), Settings(step=0.5, solver="milp"))
+    assert exact.solutions[0].value_s == pytest.approx(milp.solutions[0].value_s, rel=1e-6)
+
+
+def test_a_stop_keeps_the_best_and_its_gap():
+    evaluator = evaluator_of(small_job("megatron+patches", gpus=8, layers=8, batch=64))
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return Status.TIME_LIMIT if len(asked) > 3 else None
+
+    result = search(evaluator, space_named("full"), Settings(top=40), Watch(stop=stop))
+    assert result.status is Status.TIME_LIMIT
+    assert result.gap >= 0.0
+
+
+def test_nothing_fits():
+    evaluator = evaluator_of(small_job("megatron", limit_gib=0.5))
+    with pytest.raises(NoFeasiblePlan, match="no plan fits") as caught:
+        search(evaluator, space_named("full"), Settings())
+    assert any("closest" in line for line in caught.value.details)
+    assert any("try:" in line for line in caught.value.details)

@@ -1,0 +1,103 @@
+"""`tune` and `compare` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mist_megatron.errors import InputError
+from mist_megatron.search.space import named_spaces, parse_limits
+from mist_megatron.spec.load import load_plan
+
+JOB = ("--model", "gpt3-1.3b", "--gpus", "2", "--gpu", "l4-24gb", "--global-batch", "16")
+
+
+def test_tune_answers_in_json(mist):
+    done = mist("tune", *JOB, "--json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert document["search"]["status"] == "optimal"
+    assert document["search"]["gap"] == 0.0
+    assert document["search"]["configs"] > 0
+    assert document["prediction"]["fits"] is True
+    assert document["provenance"]["space"] == "full"
+    assert sum(stage["layers"] for stage in document["stages"]) == 24
+
+
+def test_tune_writes_a_plan_that_predicts_the_same(mist, tmp_path):
+    done = mist("tune", *JOB, "--out", "run", "--json")
+    assert done.code == 0, done.err
+    plan = load_plan(tmp_path / "run" / "plan.yaml")
+    again = mist("predict", "run/plan.yaml", "--json")
+    assert json.loads(again.out)["iteration_s"] == pytest.approx(plan.prediction["iteration_s"], rel=1e-12)
+    refused = mist("tune", *JOB, "--out", "run")
+    assert refused.code == 2
+    assert "not empty" in refused.err
+
+
+def test_tune_writes_nothing_without_out(mist, tmp_path):
+    done = mist("tune", *JOB)
+    assert done.code == 0, done.err
+    assert list(tmp_path.iterdir()) == []
+    assert "proved" in done.out
+    assert all(len(line) <= 80 for line in done.out.splitlines() if line.startswith(("stage", "0")))
+
+
+def test_workers_find_the_same(mist):
+    one = json.loads(mist("tune", *JOB, "--json").out)
+    two = json.loads(mist("tune", *JOB, "--json", "--workers", "2").out)
+    assert two["prediction"]["iteration_s"] == one["prediction"]["iteration_s"]
+
+
+def test_compare(mist):
+    done = mist("compare", *JOB, "--space", "megatron", "--space", "full", "--json")
+    assert done.code == 0, done.err
+    spaces = json.loads(done.out)["spaces"]
+    assert spaces["full"]["iteration_s"] <= spaces["megatron"]["iteration_s"]
+    assert max(space["speedup"] for space in spaces.values()) >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--fix", "tp=4", "--max", "tp=2"), 2, "contradicts"),
+        (("--fix", "tpp=4"), 2, "did you mean"),
+        (("--forbid", "offload.weight"), 2, "offload.weights"),
+        (("--space", "mists"), 2, "did you mean mist"),
+        (("--time-limit", "0"), 2, "more than 0"),
+        (("--grid", "0.3"), 2, "whole number"),
+        (("--fix", "tp=3"), 2, "no parallel configuration"),
+        (("--memory-limit", "1GiB"), 3, "no plan fits"),
+        (("--top", "0"), 2, "at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(mist, arguments, code, words):
+    done = mist("tune", *JOB, *arguments)
+    assert done.code == code
+    assert done.out == ""
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert done.err.startswith("error: ")
+
+
+def test_seven_gpus(mist):
+    """Seven GPUs make seven stages or seven replicas; a batch of 16 divides by neither... but 24 layers
+    in 7 stages do, so that a plan exists; with an even split none does."""
+    done = mist("tune", "--model", "gpt3-1.3b", "--gpus", "7", "--global-batch", "16", "--space", "megatron")
+    assert done.code == 2
+    assert "divisors of 7 GPUs: 1, 7" in done.err
+
+
+def test_limits_are_parsed():
+    limits = parse_limits(("tp=2,pp=4",), ("offload.weights",), ("dp=8",))
+    assert limits.fixed == {"tp": 2, "pp": 4}
+    assert limits.most == {"dp": 8}
+    with pytest.raises(InputError, match="both"):
+        parse_limits(("tp=2", "tp=4"), (), ())
+
+
+def test_every_space_is_described():
+    for space in named_spaces():
+        assert space.summary
+        assert space.varies()
