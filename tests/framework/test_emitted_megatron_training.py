@@ -79,13 +79,13 @@ def plan(*stages: StagePlan, **more: object) -> Plan:
     )
 
 
-def train(folder: Path, planned: Plan, *, two_devices: bool = False) -> list[float]:
+def train(folder: Path, planned: Plan, *, half: bool = False) -> list[float]:
     """Write the plan's folder, start its train.sh, return the mean loss of every step."""
     out = folder / "emitted"
     write_artifacts(out, artifacts(planned, launch_sources(probe=False)))
     args = (out / "args.sh").read_text()
-    # In fp32 a different grid gives the same losses to the last digits; in bf16 only roughly.
-    (out / "args.sh").write_text(args.replace("  --bf16\n", ""))
+    if not half:  # in fp32 another grid gives the same losses to the last digits
+        (out / "args.sh").write_text(args.replace("  --bf16\n", ""))
     site = folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(SHIM.format(here=str(HERE)))
@@ -107,7 +107,7 @@ def train(folder: Path, planned: Plan, *, two_devices: bool = False) -> list[flo
         "TRAIN_ITERS": str(STEPS),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        **({"MIST_TWO_DEVICES": "1"} if two_devices else {}),
+        **({"MIST_TWO_DEVICES": "1"} if half else {}),
     }
     command = ["bash", str(out / "train.sh"), *HERE_ONLY.split()]
     done = subprocess.run(
@@ -128,13 +128,24 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses
 
 
-def test_uneven_pipeline_with_stage_arguments(plain: list[float], tmp_path: Path) -> None:
-    """Stage 0 recomputes two of three layers and offloads most states; stage 1 differs in both."""
+def test_uneven_pipeline_with_stage_arguments(tmp_path: Path) -> None:
+    """Stage 0 recomputes two of three layers and offloads most states; stage 1 differs in both.
+
+    In bf16, since Megatron's HybridDeviceOptimizer takes no fp32 parameters under the distributed optimizer
+    (distrib_optimizer.py: their shards are no leaves). Host and device Adam round a few bf16 weights differently
+    from the fourth step on, which moved the loss by 2e-4 of the 0.9 that it fell.
+    """
     planned = plan(
         stage(3, ckpt=2, offload=Offload(optimizer=0.9)),
         stage(1, ckpt=0, offload=Offload(optimizer=0.1)),
     )
-    assert train(tmp_path, planned, two_devices=True) == pytest.approx(plain, abs=2e-5)
+    for name in ("plain", "planned"):
+        (tmp_path / name).mkdir()
+    plain = train(tmp_path / "plain", plan(stage(4, zero=0)), half=True)
+    assert plain[-1] < plain[0] - 0.3
+    losses = train(tmp_path / "planned", planned, half=True)
+    assert losses[:2] == pytest.approx(plain[:2], abs=2e-5)
+    assert losses == pytest.approx(plain, abs=1e-3)
 
 
 def test_tensor_and_sequence_parallel(plain: list[float], tmp_path: Path) -> None:
