@@ -1,4 +1,4 @@
-"""Every stage of a grid of emitted plans through the argument parser and configuration classes of Megatron."""
+"""Every stage of a grid of emitted plans through the argument parser and configurations of Megatron."""
 
 from __future__ import annotations
 

@@ -132,8 +132,8 @@ def test_uneven_pipeline_with_stage_arguments(tmp_path: Path) -> None:
     """Stage 0 recomputes two of three layers and offloads most states; stage 1 differs in both.
 
     In bf16, since Megatron's HybridDeviceOptimizer takes no fp32 parameters under the distributed optimizer
-    (distrib_optimizer.py: their shards are no leaves). Host and device Adam round a few bf16 weights differently
-    from the fourth step on, which moved the loss by 2e-4 of the 0.9 that it fell.
+    (distrib_optimizer.py: their shards are no leaves). Host and device Adam round a few bf16 weights
+    differently from the fourth step on, which moved the loss by 2e-4 of the 0.9 that it fell.
     """
     planned = plan(
         stage(3, ckpt=2, offload=Offload(optimizer=0.9)),
