@@ -37,6 +37,8 @@ def plans(draw: st.DrawFn) -> Plan:
     dp, cp = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2)))
     micro_batch, grad_accum = draw(st.integers(1, 3)), draw(st.integers(1, 9))
     schedule = draw(st.sampled_from(("1f1b", "gpipe", "zb-h1", "interleaved") if stages > 1 else ("1f1b",)))
+    if schedule == "interleaved":
+        grad_accum *= stages
     gpus = tp * dp * cp
     each = [model.layers // stages] * stages
     each[-1] += model.layers - sum(each)
