@@ -23,7 +23,6 @@ from mist_megatron.spec.profile import (
     PROFILE_SCHEMA,
     TABLE_COLUMNS,
     CollectiveCurve,
-    FrameworkConstants,
     HostLink,
     InterferenceSet,
     KernelCurves,
@@ -226,24 +225,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FrameworksDocument:
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-    schema: int
-    sources: dict[str, Source]
-    frameworks: tuple[FrameworkConstants, ...]
-
-
-def frameworks_from_text(text: str, where: str) -> dict[str, FrameworkConstants]:
-    """frameworks.yaml: host costs of each framework, each number with its source."""
-    try:
-        document = build(_FrameworksDocument, parse(text, where), where)
-    except InputError as error:
-        raise ProfileError(error.message) from None
-    for constants in document.frameworks:
-        for name, value in vars(constants).items():
-            if isinstance(value, Quantity) and value.source not in document.sources:
-                raise ProfileError(f"{where}: {constants.framework}.{name} names no given source")
-    return {constants.framework: constants for constants in document.frameworks}

@@ -38,7 +38,7 @@ def cache_directory() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "mist-megatron"
 
 
-def prices_for(job: Job, framework: str | None = None) -> tuple[Prices, str]:
+def prices_for(job: Job) -> tuple[Prices, str]:
     """The calibrated profile of the job's cluster, or its datasheet; and in words which."""
     from mist_megatron.cost.datasheet import datasheet_prices
     from mist_megatron.cost.lookup import profile_prices
@@ -83,16 +83,13 @@ def _load_profile(path: Path, _changed: int) -> Profile:
     return profile_from_text(read_text(path), str(path), table)
 
 
-def evaluator_for(
-    job: Job, *, without: frozenset[str] = frozenset(), framework: str | None = None
-) -> tuple[StageEvaluator, str]:
-    """The evaluator of a job, and where its prices come from; `framework` names a relative of the target
-    whose constants hold instead, such as megatron-lm for megatron."""
+def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> tuple[StageEvaluator, str]:
+    """The evaluator of a job, and where its prices come from."""
     from mist_megatron.cost.evaluate import make_evaluator
     from mist_megatron.cost.terms import SWITCHABLE_TERMS
 
     unknown = sorted(without - SWITCHABLE_TERMS)
     if unknown:
         raise InputError(f"--without: no term {unknown[0]!r}; known: {', '.join(sorted(SWITCHABLE_TERMS))}")
-    prices, origin = prices_for(job, framework)
+    prices, origin = prices_for(job)
     return make_evaluator(job, prices, cache=cache_directory(), without=without), origin

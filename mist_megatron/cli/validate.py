@@ -65,10 +65,9 @@ def row_predictor() -> Callable[[MeasuredRow], Predicted]:
     def predict(row: MeasuredRow) -> Predicted:
         assert row.plan is not None
         job = job_of(row.plan)
-        key = (job, row.framework)
-        if key not in evaluators:
-            evaluators[key] = evaluator_for(job, framework=row.framework)[0]
-        prediction = predict_plan(row.plan, evaluators[key])
+        if job not in evaluators:
+            evaluators[job] = evaluator_for(job)[0]
+        prediction = predict_plan(row.plan, evaluators[job])
         return Predicted(
             iteration_s=prediction.iteration_s,
             stage_peak_bytes=tuple(stage.peak_memory_bytes for stage in prediction.stages),

@@ -19,7 +19,7 @@ from mist_megatron.cost.conventions import (
 from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
 from mist_megatron.cost.pricing import Prices
 from mist_megatron.cost.program_cache import load_or_build
-from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passes
+from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passes, with_unfused_softmax
 from mist_megatron.cost.stage_time import stage_terms
 from mist_megatron.cost.terms import LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
 from mist_megatron.spec.job import Job
@@ -189,6 +189,10 @@ class StageEvaluator:
             }
             sizes = self.stage.program.run(values)
             passes = price_passes(self.stage, sizes, self.prices, self._groups(pairs[1], grid))
+            if self.job.target != "mist" and not self.job.training.flash_attention:
+                matrices = pairs[0] * self.job.model.heads / pairs[1]
+                scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
+                passes = with_unfused_softmax(passes, matrices, scores_bytes, self.prices)
             host_s = self._context.template.host_s_per_launch
             self._memo[key] = _PricedPairs(passes, sizes, host_s, positions.reshape(-1), micro_batch.shape)
         return replace(self._memo[key], positions=positions.reshape(-1), shape=micro_batch.shape)

@@ -7,7 +7,7 @@ the same shape (DistSim's observation), and recomputation repeats the forward on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,6 +179,31 @@ class PassTime:
         """Time in which the GPU waits for the host: launches queue up ahead of it, so a pass takes the
         longer of what the GPU computes and what the host launches, not the sum of longest kernels."""
         return np.maximum(self.launches * host_s_per_launch - self.compute_s - self.stopping_s, 0.0)
+
+
+FUSED_SOFTMAX_BATCHES = 4.0
+"""Megatron's fused causal softmax takes four attention matrices per thread block (fused_softmax.py,
+get_batch_per_block); with another number per rank it falls back to separate operators."""
+
+
+def with_unfused_softmax(
+    passes: dict[tuple[str, str], PassTime], matrices: Array, scores_bytes: Array, prices: Prices
+) -> dict[tuple[str, str], PassTime]:
+    """Where the fused softmax cannot run: conversion to fp32, scaling, mask, softmax and conversion back are
+    kernels of their own, over fp32 copies of the scores."""
+    falls_back = np.where(np.mod(matrices, FUSED_SOFTMAX_BATCHES) == 0.0, 0.0, 1.0)
+    if not np.any(falls_back):
+        return passes
+    result = dict(passes)
+    # Forward: to fp32 (2 + 4 bytes an element), scale (8), mask (9), back (6) beyond the softmax itself;
+    # backward undoes them: 6 + 8 + 8 + 6. `scores_bytes` has 2 bytes an element.
+    for run, passed_bytes, kernels in (("forward", 14.5, 5), ("selective", 14.5, 5), ("backward", 14.0, 4)):
+        found = passes["block", run]
+        seconds = prices.memory_bound(passed_bytes * scores_bytes, kernels=kernels).seconds * falls_back
+        result["block", run] = replace(
+            found, compute_s=found.compute_s + seconds, launches=found.launches + kernels * falls_back
+        )
+    return result
 
 
 @dataclass(frozen=True)

@@ -253,22 +253,3 @@ def sources_used(profile: Profile) -> list[tuple[str, str]]:
     found += [(f"{item.kind} of {item.ranks}", item.source) for item in profile.collectives]
     found += [(f"table {table.operator}", table.source) for table in profile.tables]
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrameworkConstants:
-    """What a training framework costs beyond its kernels, the same on every GPU: host work."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-    framework: str
-    forward_dispatch_s: Quantity
-    """Host time to launch one layer's forward pass; a faster GPU waits for it."""
-    backward_dispatch_s: Quantity
-    tensor_parallel_dispatch_s: Quantity
-    """Added to each pass where tensor-parallel collectives are launched too."""
-    micro_batch_s: Quantity
-    """Per micro-batch and stage: data, loss, bookkeeping."""
-    exchange_s: Quantity
-    """Per micro-batch of a pipelined stage: shapes, synchronisation around sends."""
-    step_s: Quantity
-    """Per optimizer step: overflow check, clipping, logging."""

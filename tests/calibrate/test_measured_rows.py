@@ -1,0 +1,83 @@
+"""CSV rows: plans out of them, and faults by line."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mist_megatron.calibrate.rows import read_rows
+from mist_megatron.errors import InputError
+
+HEADER = (
+    "id,gpu,nodes,gpus_per_node,framework,model,family,layers,hidden,ffn_hidden,heads,kv_heads,vocab,"
+    "seq_len,global_batch,micro_batch,dp,tp,pp,zero,recompute,precision,measured_s,group,note"
+)
+ROW = (
+    "one,a100-sxm-80gb,2,8,megatron-core,small,gpt,24,2048,8192,16,16,50304,"
+    "2048,64,2,4,2,2,1,full,bf16,1.5,g,network (100 GB/s per node)"
+)
+
+
+def changed(column: str, value: str) -> str:
+    names, cells = HEADER.split(","), ROW.split(",")
+    cells[names.index(column)] = value
+    return f"{HEADER}\n{','.join(cells)}\n"
+
+
+def test_a_row_becomes_its_plan() -> None:
+    (row,) = read_rows(f"{HEADER}\n{ROW}\n", "runs.csv")
+    plan = row.plan
+    assert plan is not None and row.skipped is None
+    assert plan.grad_accum == 8 and plan.gpus == 16
+    assert [stage.layers for stage in plan.stages] == [12, 12]
+    assert [stage.ckpt for stage in plan.stages] == [12, 12]
+    assert plan.cluster.links.inter_bytes_per_s == 100e9
+    assert row.measured_s == 1.5 and row.group == "g"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "empty"),
+        (HEADER + "\n", "no rows"),
+        (HEADER.replace(",tp,", ",") + "\n" + ROW, "columns missing: tp"),
+        (HEADER + "\n" + ROW + "\n" + ROW[:60], "line 3: "),
+        (HEADER + "\n" + ROW + "\n" + ROW, "stands already in line 2"),
+        (changed("measured_s", "-1.5"), "line 2: measured_s is -1.5"),
+        (changed("measured_s", "nan"), "measured_s is nan"),
+        (changed("layers", "many"), "layers is 'many'"),
+        (changed("tp", "2.5"), "tp is 2.5"),
+        (changed("zero", "4"), "zero is 4"),
+        (changed("recompute", "some"), "recompute is 'some'"),
+    ],
+)
+def test_faults_name_file_line_and_column(text: str, said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_rows(text, "runs.csv")
+    assert caught.value.message.startswith("runs.csv")
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("framework", "jax", "not modelled"),
+        ("gpu", "abacus", "not in the catalogue"),
+        ("pp", "5", "not a multiple"),
+        ("global_batch", "63", "does not divide"),
+    ],
+)
+def test_sound_rows_without_a_plan_are_told(column: str, value: str, said: str) -> None:
+    (row,) = read_rows(changed(column, value), "runs.csv")
+    assert row.plan is None and row.skipped is not None and said in row.skipped
+
+
+def test_every_published_row_becomes_a_plan() -> None:
+    default = Path(__file__).resolve().parents[2].parent / "shared" / "measured"
+    folder = Path(os.environ.get("MIST_MEASURED_DIR", default)) / "end_to_end"
+    if not folder.is_dir():
+        pytest.skip("the measured rows are not on this machine")
+    for path in folder.glob("*.csv"):
+        skipped = [row for row in read_rows(path.read_text(), path.name) if row.plan is None]
+        assert not skipped, (path.name, skipped[:3])
