@@ -101,7 +101,7 @@ def _respell_top(config: Config, findings: list[Finding]) -> None:
     if isinstance(config.get("zero_optimization"), bool):
         stage = int(config["zero_optimization"])
         findings.append(
-            Finding(level="rejected", key="zero_optimization", message=f"old switch; means stage {stage} now")
+            Finding(level="note", key="zero_optimization", message=f"old switch; means stage {stage} now")
         )
         config["zero_optimization"] = {"stage": stage}
 

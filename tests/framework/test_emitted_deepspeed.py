@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -16,7 +17,10 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 from mist_megatron.cli.emit import deepspeed_schema
 from mist_megatron.emit import deepspeed
+from mist_megatron.emit.convert import replacement
+from mist_megatron.emit.deepspeed_read import read_config
 from mist_megatron.emit.flags import arguments
+from mist_megatron.emit.loose_json import read_loose
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
@@ -125,6 +129,41 @@ def test_every_emitted_json_parses_for_its_world_size() -> None:
         )
         if planned.execution.overlap_grad_reduce is None and stage.zero:
             assert verdict["overlap_comm"] == (stage.zero == 3)
+
+
+def wild_files() -> dict[str, str]:
+    """The hand-written files of tests/emit/test_convert.py."""
+    path = SCRIPT.parent.parent / "emit" / "test_convert.py"
+    spec = importlib.util.spec_from_file_location("wild_files", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FILES
+
+
+def test_converted_files_parse() -> None:
+    """Ten files from the wild; the tuned plan is given here, its choice is tested elsewhere."""
+    tuned, configs = plan(3, "states", gpus=8, grad_accum=4), []
+    for name, text in wild_files().items():
+        reading = read_config(read_loose(text, name), SCHEMA)
+        config = replacement(reading, tuned, SCHEMA, ())
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            if config[key] == "auto":  # what a trainer fills in
+                config[key] = 2
+        configs.append([{k: v for k, v in config.items() if v != "auto"}, 8])
+    verdicts = alone("parse", stdin=json.dumps(configs))
+    assert len(verdicts) >= 8
+    assert [v for v in verdicts if "error" in v] == []
+    assert all(v["stage"] == 3 and v["offload_optimizer"] == "cpu" for v in verdicts)
+
+
+def test_what_we_call_rejected_is_what_deepspeed_rejects() -> None:
+    raw = {name: read_loose(text, name) for name, text in wild_files().items()}
+    raw = {name: config for name, config in raw.items() if config.get("train_batch_size") != "auto"}
+    verdicts = alone("parse", stdin=json.dumps([[config, 8] for config in raw.values()]))
+    for (name, config), verdict in zip(raw.items(), verdicts, strict=True):
+        said = [f.key for f in read_config(config, SCHEMA).findings if f.level == "rejected"]
+        assert bool(said) == ("error" in verdict), (name, said, verdict)
+    assert any("error" in verdict for verdict in verdicts)
 
 
 def test_the_parser_can_refuse() -> None:
