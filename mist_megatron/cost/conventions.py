@@ -25,8 +25,8 @@ class MemoryConventions:
     optimizer_bytes: int = 12
     """fp32 master weight and two Adam moments."""
     weight_grad_scratch: bool = False
-    """Transformer Engine keeps one unused half-precision weight gradient per distinct weight shape: the real one
-    is added to the fp32 buffer inside the GEMM, and autograd is handed this instead."""
+    """Transformer Engine keeps one unused half-precision weight gradient per distinct weight shape: the real
+    one is added to the fp32 buffer inside the GEMM, and autograd is handed this instead."""
     recomputes_first_layers: bool = True
     """Megatron's block method recomputes a stage's first layers; Mist its last, whose recomputation then
     meets all kept activations."""
@@ -37,7 +37,8 @@ class MemoryConventions:
     """Rows of the token table are padded to this times the tensor-parallel size (Megatron's
     --make-vocab-size-divisible-by); 1 where nothing is padded."""
     bucket_elements: float = 0.0
-    """Elements of a gradient-reduction bucket that exists beside the gradients from ZeRO 2 on, or with them."""
+    """Elements of a gradient-reduction bucket that exists beside the gradients from ZeRO 2 on, or
+    with them."""
     step_scratch_bytes: int = 0
     """Per optimizer-owned parameter, while the step runs (fp32 copy of the gradients)."""
     framework_bytes: float = 0.0

@@ -1,8 +1,8 @@
 """Layer graphs: what a transformer block, the embedding and the head compute, move and keep.
 
 One builder for GPT, LLaMA, Falcon and any mix of their options; nothing is written per family. A layer is a
-tuple of operators in forward order, each made by one small function below from the sizes of `shapes.py`. To add
-an operator, write such a function and put it where it runs in `block`.
+tuple of operators in forward order, each made by one small function below from the sizes of `shapes.py`. To
+add an operator, write such a function and put it where it runs in `block`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,130 @@
+"""Saved activations, FLOPs and parameters of the layer graphs against real Megatron-core layers: to the byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron", reason="needs the test framework environment")
+from measure_layers import RECOMPUTE, SHAPES, LayerShape  # noqa: E402
+
+from mist_megatron.cost import symbols as s  # noqa: E402
+from mist_megatron.cost.layers import (  # noqa: E402
+    LayerOptions,
+    backward_flops,
+    block,
+    forward_flops,
+    parameters,
+)
+from mist_megatron.cost.local_spec import local_saved_bytes  # noqa: E402
+from mist_megatron.cost.shapes import ACTIVATION  # noqa: E402
+from mist_megatron.spec.model_document import model_from_mapping  # noqa: E402
+
+HERE = Path(__file__).parent
+CASES = [
+    (shape, tp, sp, recompute)
+    for shape in SHAPES
+    for tp, sp in ((1, False), (2, False), (2, True))
+    for recompute in RECOMPUTE
+]
+
+
+@cache
+def measured(tp: int) -> dict[str, dict[str, int]]:
+    """All shapes at once: one start of Megatron per tensor-parallel size."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    root = HERE.parent.parent
+    path = os.pathsep.join([str(HERE), str(root), os.environ.get("PYTHONPATH", "")])
+    workers = []
+    for rank in range(tp):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(tp),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        command = [sys.executable, str(HERE / "measure_layers.py"), str(tp)]
+        workers.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    found = []
+    for worker in workers:
+        out, err = worker.communicate(timeout=300)
+        assert worker.returncode == 0, err[-3000:]
+        found += [json.loads(line[7:]) for line in out.splitlines() if line.startswith("RESULT ")]
+    assert all(result == found[0] for result in found), "ranks of one layer keep the same number of bytes"
+    return found[0]
+
+
+def model_of(shape: LayerShape):
+    return model_from_mapping(
+        {
+            "family": shape.family,
+            "layers": 1,
+            "hidden": shape.hidden,
+            "ffn_hidden": shape.ffn,
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "vocab": 128,
+            "linear_bias": shape.bias,
+        },
+        "model",
+    )
+
+
+def values(shape: LayerShape, tp: int, sp: bool) -> dict:
+    return {
+        s.B: shape.batch,
+        s.S: shape.seq,
+        s.TP: tp,
+        s.CP: 1,
+        s.SP: int(sp),
+        s.HIDDEN: shape.hidden,
+        s.FFN: shape.ffn,
+        s.HEADS: shape.heads,
+        s.KV_HEADS: shape.kv_heads,
+        s.HEAD_DIM: shape.hidden // shape.heads,
+    }
+
+
+# On CPU LayerNorm keeps mean and 1/std in the precision of its input (2 + 2 bytes), RMSNorm 1/std in fp32.
+def options_of(shape: LayerShape) -> LayerOptions:
+    return LayerOptions(flash_attention=False, norm_statistics_bytes=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "sp", "recompute"),
+    CASES,
+    ids=[f"{c[0].name}-tp{c[1]}-sp{int(c[2])}-{c[3]}" for c in CASES],
+)
+def test_saved_bytes(shape, tp, sp, recompute):
+    found = measured(tp)[f"{shape.name}/{int(sp)}/{recompute}"]["saved_bytes"]
+    if recompute == "full":
+        expected = ACTIVATION
+    else:
+        expected = local_saved_bytes(model_of(shape), options_of(shape), selective=recompute == "selective")
+    assert found == int(expected.subs(values(shape, tp, sp)).doit())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_flops_and_parameters(shape, tp):
+    found = measured(tp)[f"{shape.name}/0/none"]
+    operators = block(model_of(shape), options_of(shape))
+    numbers = values(shape, tp, False)
+    assert found["forward_flops"] == int(forward_flops(operators).subs(numbers).doit())
+    assert found["backward_flops"] == int(backward_flops(operators).subs(numbers).doit())
+    assert found["parameters"] == int(parameters(operators).subs(numbers).doit())
