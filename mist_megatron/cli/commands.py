@@ -52,9 +52,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("explain", "explain:explain", "The expressions behind a prediction, in symbols.", COSTS),
     CommandEntry("validate", "validate:validate", "Predictions against measured runs in CSV files.", COSTS),
     CommandEntry("emit", "emit:emit", "Writes files that Megatron-core or DeepSpeed run as they are.", FILES),
-    CommandEntry(
-        "convert", "convert:convert", "A tuned replacement for a DeepSpeed JSON.", FILES
-    ),
+    CommandEntry("convert", "convert:convert", "A tuned replacement for a DeepSpeed JSON.", FILES),
     CommandEntry("lint", "lint:lint", "What a Megatron command line or a DeepSpeed JSON would do.", FILES),
     CommandEntry("models", "lists:models", "Model presets with their shapes and parameter counts.", LISTS),
     CommandEntry("gpus", "lists:gpus", "The GPU catalogue, with the source of each figure.", LISTS),

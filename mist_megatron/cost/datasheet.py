@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mist_megatron.cost.pricing import Array, Collective, Priced
 from mist_megatron.spec.cluster import ClusterSpec
@@ -116,7 +117,7 @@ class DatasheetPrices:
         ranks: Array,
         nodes: Array,
         *,
-        strided: bool | Array = False,
+        strided: bool | NDArray[np.bool_] = False,
     ) -> Priced:
         c = self.curves
         message, size, spans = np.broadcast_arrays(

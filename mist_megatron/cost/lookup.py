@@ -78,9 +78,12 @@ class ProfilePrices:
     def _gemm_roofline(self, m: Array, n: Array, k: Array, batch: Array, *, kernels: int = 1) -> Array:
         c = self.profile.kernels
         area = m * n * batch
-        peak = self.matrix_flops_per_s * c.gemm_peak_fraction.value
-        busy = 2.0 * area * k / peak
-        busy = busy * (1.0 + c.gemm_half_area.value / area) * (1.0 + c.gemm_half_depth.value / k)
+        share, half_area = c.gemm_peak_fraction.value, c.gemm_half_area.value
+        many = np.asarray(batch) > 1.0
+        many_share = np.where(many, (c.batched_gemm_peak_fraction or c.gemm_peak_fraction).value, share)
+        many_half = np.where(many, (c.batched_gemm_half_area or c.gemm_half_area).value, half_area)
+        busy = 2.0 * area * k / (self.matrix_flops_per_s * many_share)
+        busy = busy * (1.0 + many_half / area) * (1.0 + c.gemm_half_depth.value / k)
         moved = 2.0 * batch * (m * k + k * n + m * n) / self._memory_rate
         return np.asarray(np.maximum(np.maximum(busy, moved), kernels * c.launch_s.value))
 
@@ -139,7 +142,7 @@ class ProfilePrices:
         ranks: Array,
         nodes: Array,
         *,
-        strided: bool | Array = False,
+        strided: bool | NDArray[np.bool_] = False,
     ) -> Priced:
         message, size, spans, apart = (
             np.array(value, dtype=np.float64)

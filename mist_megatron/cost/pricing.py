@@ -51,7 +51,7 @@ class Prices(Protocol):
         ranks: Array,
         nodes: Array,
         *,
-        strided: bool | Array = False,
+        strided: bool | NDArray[np.bool_] = False,
     ) -> Priced:
         """`message_bytes` is the full message of one rank; `nodes` how many nodes the group spans,
         with every GPU of those nodes in some such group at the same time (contended); `strided` where

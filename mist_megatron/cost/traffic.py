@@ -65,7 +65,9 @@ def collective(kind: Collective, message_bytes: Array, grid: StageGrid, context:
     if not np.any(ranks > 1.0):
         return ZERO
     nodes = np.minimum(nodes_spanned(ranks, grid.tp, grid.gpus_per_node), grid.nodes)
-    seconds = context.prices.collective(kind, message_bytes, ranks, nodes, strided=grid.tp > 1.0).seconds
+    seconds = context.prices.collective(
+        kind, message_bytes, ranks, nodes, strided=np.asarray(grid.tp > 1.0)
+    ).seconds
     return np.where(ranks > 1.0, seconds, 0.0)
 
 

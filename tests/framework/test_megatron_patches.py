@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
-from patched_megatron import Case  # noqa: E402
+from patched_megatron import Case
 
 HERE = Path(__file__).parent
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -55,7 +57,13 @@ def test_a_stream_is_a_queue_in_ready_order():
 def test_hand_made_pipeline():
     """1F1B, 2 ranks, 2 micro-batches, forward 1, backward 2: rank 0 idles from 2 to 4, ends at 9."""
     timeline = run_bare("1f1b", 2, 2)
-    started = dict(zip(zip(timeline.program.device, timeline.program.name, strict=True), timeline.start_s))
+    started = dict(
+        zip(
+            zip(timeline.program.device, timeline.program.name, strict=True),
+            timeline.start_s,
+            strict=True,
+        )
+    )
     assert {k: float(v) for k, v in started.items()} == {
         (0, "F0"): 0, (0, "F1"): 1, (0, "B0"): 4, (0, "B1"): 7,
         (1, "F0"): 1, (1, "B0"): 2, (1, "F1"): 4, (1, "B1"): 5,
@@ -92,7 +100,7 @@ def test_conservation(program, slow):
     timeline = run_program(program, factors)
     edges = np.unique(np.concatenate([timeline.start_s, timeline.end_s]))
     done = np.zeros(len(program.name))
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in pairwise(edges):
         for device in range(program.devices):
             running = [
                 k
