@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,12 +17,15 @@ pytest.importorskip("megatron", reason="megatron-core is not installed")
 import megatron_parser
 
 from mist_megatron.emit import megatron
+from mist_megatron.emit.megatron_lint import lint_megatron
+from mist_megatron.emit.megatron_read import options_of
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
 from mist_megatron.spec.target import violations
 from mist_megatron.spec.training import TrainingSpec
 
+LAUNCH = Path(__file__).parent.parent.parent / "launch"
 USER_ARGS = """
     --train-iters 10 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --eval-interval 1000 --eval-iters 0
     --mock-data --tokenizer-type NullTokenizer --vocab-size 1000
@@ -134,7 +139,7 @@ def _parser():
         warnings.simplefilter("ignore")
         shim = megatron_parser.shim()
         shim.import_megatron()
-        import megatron.training.training  # noqa: F401
+        import megatron.training.training
 
         shim.pretend_transformer_engine()
         yield
@@ -221,3 +226,52 @@ def test_parser_can_refuse() -> None:
             world=plan.gpus,
             environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         )
+
+
+WRONG = [
+    # (arguments added, arguments taken out): what lint calls rejected, Megatron must reject, and the reverse
+    ("", ""),
+    ("--no-such-flag", ""),
+    ("--recompute-granularity full", ""),
+    ("--recompute-granularity selective --recompute-method block --recompute-num-layers 1", ""),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", ""),
+    ("--optimizer-cpu-offload --use-distributed-optimizer", ""),
+    ("--optimizer-cpu-offload --use-distributed-optimizer --use-precision-aware-optimizer", ""),
+    (
+        "--optimizer-cpu-offload --use-distributed-optimizer --use-precision-aware-optimizer "
+        "--optimizer-offload-fraction 1.7",
+        "",
+    ),
+    ("--overlap-param-gather --overlap-grad-reduce", "--use-distributed-optimizer"),
+    ("--overlap-param-gather --use-distributed-optimizer", ""),
+    ("--use-megatron-fsdp", ""),
+    ("--tp-comm-overlap", "--sequence-parallel"),
+    ("--num-layers-per-virtual-pipeline-stage 2", ""),
+    ("--max-position-embeddings 128", ""),
+    ("--num-attention-heads 15", ""),
+    ("--fp16", ""),
+    ("--cpu-offloading-num-layers 2", ""),
+    ("--data-parallel-sharding-strategy optim", ""),
+]
+
+
+@pytest.mark.parametrize(("added", "removed"), WRONG)
+def test_lint_rejects_what_megatron_rejects(added: str, removed: str) -> None:
+    axes = ("none", (0.0, 0.0))
+    planned = make(presets.PRESETS["gpt3-1.3b"], (2, 2, 2, 1), *axes, target="megatron", number=6)
+    planned = replace(planned, training=replace(planned.training, precision="bf16"), execution=Execution())
+    words = [w for w in megatron.rank_arguments(planned, 0) if w not in removed.split() or not removed]
+    argv = words + USER_ARGS.split() + added.split()
+    known = frozenset(json.loads((LAUNCH / "megatron_flags.json").read_text())["flags"])
+    findings = lint_megatron(options_of(argv), "", "x", known)
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": None if "fsdp" in added else "1"}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            megatron_parser.parse(argv, world=planned.gpus, environment=environment)
+        real = None
+    except Exception as error:
+        real = f"{type(error).__name__}: {error}"
+    said = [f for f in findings if f.level == "rejected"]
+    assert bool(said) == (real is not None), (said, real)
+    assert added or real is None
