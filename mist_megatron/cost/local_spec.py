@@ -7,12 +7,12 @@ layers of megatron-core 0.19.2 in tests/framework/test_saved_activations.py.
 
 from __future__ import annotations
 
-from sympy import Expr
+from sympy import Expr, Max, Min
 
 from mist_megatron.cost.layers import LayerOptions, block, saved_bytes
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import ACTIVATION, FULL, HALF, INNER, KEY, QUERY, SCORES, TOKENS
-from mist_megatron.cost.symbols import HEAD_DIM, S
+from mist_megatron.cost.symbols import HEAD_DIM, KV_HEADS, TP, S
 from mist_megatron.spec.model import ModelSpec
 
 
@@ -20,7 +20,7 @@ def local_differences(model: ModelSpec, *, selective: bool) -> dict[str, Expr]:
     """Bytes beyond the graph of `layers.py` without a fused attention core, by reason."""
     found: dict[str, Expr] = {}
     if model.norm == "rmsnorm":
-        # torch's composite RMSNorm keeps its input and its result in fp32 instead of the half-precision input.
+        # torch's composite RMSNorm keeps input and result in fp32 instead of the half-precision input.
         found["norms_in_fp32"] = 2 * (2 + 2 - 1) * ACTIVATION
     if model.gated_mlp:
         # silu(gate) and a shifted copy of the other half, which a fused kernel computes again.
@@ -50,7 +50,9 @@ def _qkv_copies(model: ModelSpec, *, selective: bool) -> Expr:
         # Rotated queries and keys are new; the values keep the whole projection alive.
         return HALF * TOKENS * (QUERY + KEY) + projection - kept
     if grouped:
-        return HALF * TOKENS * QUERY + projection - kept
+        # Queries of several groups cannot be viewed as one run of heads; those of a rank's only group can.
+        copies = Min(Max(KV_HEADS / TP, 1, evaluate=False) - 1, 1, evaluate=False)
+        return copies * HALF * TOKENS * QUERY + projection - kept
     return ZERO
 
 

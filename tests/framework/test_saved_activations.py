@@ -1,4 +1,4 @@
-"""Saved activations, FLOPs and parameters of the layer graphs against real Megatron-core layers: to the byte."""
+"""Saved activations, FLOPs and parameters of the layer graphs against real Megatron-core layers, exactly."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
-from measure_layers import RECOMPUTE, SHAPES, LayerShape  # noqa: E402
+from measure_layers import RECOMPUTE, SHAPES, LayerShape
 
-from mist_megatron.cost import symbols as s  # noqa: E402
-from mist_megatron.cost.layers import (  # noqa: E402
+from mist_megatron.cost import symbols as s
+from mist_megatron.cost.layers import (
     LayerOptions,
     backward_flops,
     block,
     forward_flops,
     parameters,
 )
-from mist_megatron.cost.local_spec import local_saved_bytes  # noqa: E402
-from mist_megatron.cost.shapes import ACTIVATION  # noqa: E402
-from mist_megatron.spec.model_document import model_from_mapping  # noqa: E402
+from mist_megatron.cost.local_spec import local_saved_bytes
+from mist_megatron.cost.shapes import ACTIVATION
+from mist_megatron.spec.model_document import model_from_mapping
 
 HERE = Path(__file__).parent
 CASES = [
