@@ -10,13 +10,15 @@ choices, and d is seen to grow with it, only the least fraction that fits can be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid, role_of
+from mist_megatron.cost.evaluate import StageEvaluator, StageFactors
+from mist_megatron.cost.grid import StageGrid, StageRole, role_of
+from mist_megatron.cost.terms import Linear
 from mist_megatron.search.assign import Front, pareto
 from mist_megatron.search.shapes import Shape
 from mist_megatron.search.space import Space
@@ -92,6 +94,16 @@ class _Block:
     valid: NDArray[np.bool_]
 
 
+@dataclass(frozen=True)
+class _Times:
+    """t and d of a slot over the axes that they depend on."""
+
+    t_s: Array
+    d_s: Array
+    grows: bool
+    """d never falls when more of the optimizer is offloaded."""
+
+
 def stage_grid(shape: Shape, slot: Slot, values: dict[str, Array], *, selective: bool) -> StageGrid:
     """The evaluator's grid for these values, each broadcast as it comes."""
     schedule: Schedule = "interleaved" if shape.vpp > 1 else "1f1b"
@@ -151,15 +163,85 @@ def _valid(space: Space, slot: Slot, axes: dict[str, Array]) -> NDArray[np.bool_
     return valid
 
 
+class StageTimes:
+    """t and d of the stages of one shape. They depend on a stage's role and layers, not on its position, and
+    their streams do not depend on the layers: each role is priced once, for a window of layers at a time."""
+
+    def __init__(
+        self,
+        evaluator: StageEvaluator,
+        space: Space,
+        shape: Shape,
+        step: float,
+        windows: Mapping[StageRole, range],
+    ) -> None:
+        self.evaluator, self.space, self.shape, self.step = evaluator, space, shape, step
+        self._windows = windows
+        self._factors: dict[tuple[StageRole, bool], StageFactors] = {}
+        self._times: dict[tuple[StageRole, int, bool], _Times] = {}
+
+    def of(self, slot: Slot, block: _Block, *, selective: bool) -> _Times:
+        role = block.grid.role
+        key = (role, slot.layers, selective)
+        if key not in self._times:
+            factors = self._role_factors(slot, block, selective=selective)
+            row = self._windows[role].index(slot.layers)
+            counts = block.axes["ckpt"].size
+            t_s, d_s = (
+                _row(linear, row, counts).at(block.grid.layers, block.grid.ckpt)
+                for linear in (factors.stable, factors.delta)
+            )
+            self._times[key] = _Times(t_s, d_s, bool(np.all(np.diff(d_s, axis=-1) >= 0.0)))
+        return self._times[key]
+
+    def _role_factors(self, slot: Slot, block: _Block, *, selective: bool) -> StageFactors:
+        role = block.grid.role
+        if (role, selective) not in self._factors:
+            window = self._windows[role]
+            counts = [
+                np.zeros(1) if selective else ckpt_counts(self.space, k, self.shape.vpp) for k in window
+            ]
+            equal = len(counts[0]) == len(counts[-1])
+            one = (1,) * (len(AXES) - 1)
+            grid = replace(
+                block.grid,
+                layers=np.array(window, dtype=np.float64).reshape(-1, 1, *one),
+                ckpt=np.stack(counts).reshape(len(window), -1, *one)
+                if equal
+                else counts[-1].reshape(-1, *one),
+            )
+            self._factors[role, selective] = self.evaluator.factors(grid)
+        return self._factors[role, selective]
+
+
+def _row(linear: Linear, row: int, counts: int) -> Linear:
+    """One number of layers of a window: its row, and as many recomputed layers as it can have."""
+
+    def cut(array: Array) -> Array:
+        if np.ndim(array) > len(AXES):
+            array = array[row if array.shape[0] > 1 else 0]
+        if np.ndim(array) == len(AXES) and array.shape[0] > counts:
+            array = array[:counts]
+        return array
+
+    return Linear(cut(linear.fixed), cut(linear.per_layer), cut(linear.per_ckpt))
+
+
 def stage_configs(
     evaluator: StageEvaluator, space: Space, shape: Shape, slot: Slot, step: float, cap_s: float
 ) -> tuple[StageConfigs | None, Tally]:
     """The exact front of one stage slot among configurations with t up to `cap_s`."""
+    window = {role_of(slot.position, shape.stages): range(slot.layers, slot.layers + 1)}
+    return slot_configs(StageTimes(evaluator, space, shape, step, window), slot, cap_s)
+
+
+def slot_configs(times: StageTimes, slot: Slot, cap_s: float) -> tuple[StageConfigs | None, Tally]:
+    """The exact front of one slot of a shape whose times are shared with other slots."""
     tally = Tally()
     parts = []
-    for selective in (False, True) if space.selective else (False,):
-        block = _block(space, shape, slot, step, selective=selective)
-        part = _front_of(evaluator, space, block, cap_s, tally)
+    for selective in (False, True) if times.space.selective else (False,):
+        block = _block(times.space, times.shape, slot, times.step, selective=selective)
+        part = _front_of(times, slot, block, cap_s, tally, selective=selective)
         if part is not None:
             flags = np.full(len(part.t_s), float(selective))
             parts.append(StageConfigs(part.t_s, part.d_s, {**part.columns, "selective": flags}))
@@ -175,28 +257,27 @@ def stage_configs(
 
 
 def _front_of(
-    evaluator: StageEvaluator, space: Space, block: _Block, cap_s: float, tally: Tally
+    times: StageTimes, slot: Slot, block: _Block, cap_s: float, tally: Tally, *, selective: bool
 ) -> StageConfigs | None:
-    factors = evaluator.factors(block.grid)
-    t_s = factors.stable.at(block.grid.layers, block.grid.ckpt)
-    d_s = factors.delta.at(block.grid.layers, block.grid.ckpt)
+    evaluator, timed = times.evaluator, times.of(slot, block, selective=selective)
+    t_s = timed.t_s
     full = block.valid.shape
     tally.priced += int(block.valid.sum())
-    oo = block.axes["optimizer"].reshape(-1)
-    d_full = np.broadcast_to(d_s, np.broadcast_shapes(d_s.shape, full))
-    grows = len(oo) > 1 and bool(np.all(np.diff(d_full, axis=-1) >= 0.0))
-    coupled = space.grads_follow_optimizer
-    if grows and not coupled and np.ndim(t_s) == len(full) and t_s.shape[-1] == 1:
+    fast = t_s <= cap_s
+    if not fast.any():
+        return None
+    d_full = np.broadcast_to(timed.d_s, full)
+    coupled = times.space.grads_follow_optimizer
+    if full[-1] > 1 and timed.grows and not coupled and np.ndim(t_s) == len(full) and t_s.shape[-1] == 1:
         index, usable = _least_optimizer_offload(evaluator, block, tally)
-        usable &= t_s[..., 0] <= cap_s
+        usable &= fast[..., 0]
         picked = np.nonzero(usable)
-        chosen = index[picked]
-        rows = (*picked, chosen)
+        rows = (*picked, index[picked])
     else:
         peak = evaluator.peak_bytes(block.grid)
         fits = np.broadcast_to(peak <= evaluator.limit_bytes, full)
         _count_misses(block.valid, np.broadcast_to(peak, full), fits, tally)
-        rows = np.nonzero(block.valid & fits & np.broadcast_to(t_s <= cap_s, full))
+        rows = np.nonzero(block.valid & fits & np.broadcast_to(fast, full))
     if not len(rows[0]):
         return None
     t_rows, d_rows = np.broadcast_to(t_s, full)[rows], d_full[rows]
@@ -210,8 +291,6 @@ def _least_optimizer_offload(
 ) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
     """Per combination of the other axes: position of the least optimizer fraction that fits, and whether
     one does. Peaks are linear in the fraction: two ends give all."""
-    from dataclasses import replace
-
     oo = block.axes["optimizer"].reshape(-1)
     shape = block.valid.shape[:-1]
 

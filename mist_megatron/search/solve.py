@@ -13,9 +13,10 @@ from mist_megatron.search.frontier import (
     AXES,
     Slot,
     StageConfigs,
+    StageTimes,
     Tally,
     _block,
-    stage_configs,
+    slot_configs,
 )
 from mist_megatron.search.shapes import Shape
 
@@ -52,12 +53,14 @@ def _solve_per_stage(
         # t of the slowest stage, were all other terms at their least.
         cap_s = (best_s - bound.sum_s - bound.least_d_s) / weight * shape.vpp * (1 + 1e-9)
     counts = _layer_window(question, shape, bound, cap_s)
+    windows = {role_of(k, shape.stages): window for k, window in enumerate(counts)}
+    times = StageTimes(question.evaluator, question.space, shape, question.step, windows)
     configs: list[dict[int, StageConfigs]] = []
     for position in range(shape.stages):
         here: dict[int, StageConfigs] = {}
         for count in counts[position]:
             slot = Slot(position=position, layers=count)
-            found, more = stage_configs(question.evaluator, question.space, shape, slot, question.step, cap_s)
+            found, more = slot_configs(times, slot, cap_s)
             tally.add(more)
             if found is not None:
                 here[count] = found
