@@ -235,9 +235,11 @@ def _plan(row: _Row) -> Plan:
 
 
 def _training(row: _Row) -> TrainingSpec:
-    dropout = row.text("dropout")
+    # Megatron's --attention-dropout and --hidden-dropout are 0.1 unless a run says otherwise.
+    usual = "0.1" if row.text("framework") in ("megatron-lm", "megatron-deepspeed") else "0.0"
+    dropout = row.text("dropout", usual)
     try:
-        rate = float(dropout) if dropout else 0.0
+        rate = float(dropout)
     except ValueError:
         raise InputError(f"{row.where}: dropout is {dropout!r}; wanted a number") from None
     return TrainingSpec(

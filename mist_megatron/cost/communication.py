@@ -20,6 +20,13 @@ and one or two sequences take 3.6 ms per layer and micro-batch whatever the tens
 46 kernels of forward, recomputation and backward in our graph."""
 
 
+HOST_S_PER_PEER = 15e-6
+HOST_S_PER_MICRO_BATCH = 0.9e-3
+HOST_S_PER_EXCHANGE = 0.6e-3
+HOST_S_PER_STEP = 3e-3
+"""Fitted with the above to the same runs by calibration/fit_end_to_end.py."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Template:
     """The schedule of traffic around compute that one target really runs."""
@@ -48,6 +55,14 @@ class Template:
     host_s_per_launch: float
     """Host time per kernel of the layer graph, with all the small operators around it: what
     bounds a layer when its kernels are short."""
+    host_s_per_peer: float
+    """Added to the host's time for each other rank of a tensor-parallel collective: any may be late."""
+    host_s_per_micro_batch: float
+    """Data, loss and bookkeeping of one micro-batch on one stage."""
+    host_s_per_exchange: float
+    """Added where the stage exchanges activations with neighbours: shapes, stream synchronisation."""
+    host_s_per_step: float
+    """Overflow check, clipping, logging."""
     bucket_elements: float | None
     """Least elements per reduction; None reduces layer by layer."""
     bucket_elements_per_rank: float = 0.0
@@ -71,6 +86,10 @@ MIST = Template(
     grad_norm_pass=False,
     boundary_overlaps_when_interleaved=False,
     host_s_per_launch=HOST_S_PER_LAUNCH,
+    host_s_per_peer=HOST_S_PER_PEER,
+    host_s_per_micro_batch=HOST_S_PER_MICRO_BATCH,
+    host_s_per_exchange=HOST_S_PER_EXCHANGE,
+    host_s_per_step=HOST_S_PER_STEP,
     bucket_elements=None,
     edges_zero=1,
     edges_offload=False,
@@ -108,6 +127,10 @@ def _megatron(execution: Execution) -> Template:
         grad_norm_pass=True,
         boundary_overlaps_when_interleaved=True,
         host_s_per_launch=HOST_S_PER_LAUNCH,
+        host_s_per_peer=HOST_S_PER_PEER,
+        host_s_per_micro_batch=HOST_S_PER_MICRO_BATCH,
+        host_s_per_exchange=HOST_S_PER_EXCHANGE,
+        host_s_per_step=HOST_S_PER_STEP,
         bucket_elements=40e6,
         bucket_elements_per_rank=1e6,
     )
@@ -133,6 +156,10 @@ def _deepspeed(execution: Execution) -> Template:
         grad_norm_pass=True,
         boundary_overlaps_when_interleaved=False,
         host_s_per_launch=HOST_S_PER_LAUNCH,
+        host_s_per_peer=HOST_S_PER_PEER,
+        host_s_per_micro_batch=HOST_S_PER_MICRO_BATCH,
+        host_s_per_exchange=HOST_S_PER_EXCHANGE,
+        host_s_per_step=HOST_S_PER_STEP,
         bucket_elements=5e8,
     )
 

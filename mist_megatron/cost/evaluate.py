@@ -193,7 +193,8 @@ class StageEvaluator:
                 matrices = pairs[0] * self.job.model.heads / pairs[1]
                 scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
                 passes = with_unfused_softmax(passes, matrices, scores_bytes, self.prices)
-            host_s = self._context.template.host_s_per_launch
+            template = self._context.template
+            host_s = (template.host_s_per_launch, template.host_s_per_peer)
             self._memo[key] = _PricedPairs(passes, sizes, host_s, positions.reshape(-1), micro_batch.shape)
         return replace(self._memo[key], positions=positions.reshape(-1), shape=micro_batch.shape)
 
@@ -213,7 +214,8 @@ class _PricedPairs:
 
     passes: Mapping[tuple[str, str], PassTime]
     sizes: Mapping[str, Array]
-    host_s_per_launch: float
+    host_s: tuple[float, float]
+    """Per launch, and per other rank of a collective."""
     positions: NDArray[np.intp]
     shape: tuple[int, ...]
 
@@ -228,15 +230,15 @@ class _PricedPairs:
     def load(self, layer: str) -> LayerLoad:
         forward, backward = self.passes[layer, "forward"], self.passes[layer, "backward"]
         selective = self.passes[layer, "selective"]
-        host_s = self.host_s_per_launch
+        host_s = self.host_s
         return LayerLoad(
-            forward_s=self.spread(forward.compute_s + forward.waiting_s(host_s)),
-            backward_s=self.spread(backward.compute_s + backward.waiting_s(host_s)),
+            forward_s=self.spread(forward.compute_s + forward.waiting_s(*host_s)),
+            backward_s=self.spread(backward.compute_s + backward.waiting_s(*host_s)),
             forward_collective_s=self.spread(forward.stopping_s),
             backward_collective_s=self.spread(backward.stopping_s),
             parameters=self.size(f"{layer}_parameters"),
             saved_bytes=self.size("saved_bytes") if layer == "block" else np.zeros(()),
-            selective_s=self.spread(selective.compute_s + selective.waiting_s(host_s)),
+            selective_s=self.spread(selective.compute_s + selective.waiting_s(*host_s)),
             selective_collective_s=self.spread(selective.stopping_s),
             weight_grad_s=self.spread(backward.weight_grad_s),
         )

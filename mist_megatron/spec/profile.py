@@ -82,6 +82,9 @@ class KernelCurves:
     """M * N * batch at which half of that is reached."""
     gemm_half_depth: Quantity
     """K at which half is reached."""
+    batched_gemm_peak_fraction: Quantity | None = None
+    """The same for many small products at once (attention without a fused kernel); None for the same."""
+    batched_gemm_half_area: Quantity | None = None
     attention_forward_fraction: Quantity
     attention_backward_fraction: Quantity
     attention_half_seq: Quantity
