@@ -139,7 +139,7 @@ def _parser():
         warnings.simplefilter("ignore")
         shim = megatron_parser.shim()
         shim.import_megatron()
-        import megatron.training.training
+        import megatron.training.training  # noqa: F401 - loaded for its side effects
 
         shim.pretend_transformer_engine()
         yield
