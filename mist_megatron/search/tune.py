@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -10,10 +11,10 @@ from enum import Enum
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import Question, ShapeBound, Solver, shape_bounds
-from mist_megatron.search.frontier import Tally
+from mist_megatron.search.frontier import Tally, fractions
 from mist_megatron.search.shapes import Shape, explain_no_shape, shapes
 from mist_megatron.search.solve import Solution, StageChoice, solve_shape
-from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
+from mist_megatron.search.space import OFFLOAD_KINDS, Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.plan import Offload, Plan, Recompute, StagePlan, Zero
 
 GIB = float(1 << 30)
@@ -92,7 +93,8 @@ def search(
     question = Question(evaluator=evaluator, space=cut, step=settings.step, solver=settings.solver)
     order = sorted(zip(shape_bounds(question, found), found, strict=True), key=lambda pair: pair[0].value_s)
     run = _Run(question, settings, watch, executor)
-    run.quick(order)
+    if _offload_points(question) > FEW_POINTS:
+        run.quick(order)
     status = run.full(order)
     if not run.best:
         raise _no_plan(evaluator, cut, run.tally)
@@ -106,6 +108,16 @@ def search(
         shapes_solved=run.solved,
         tally=run.tally,
     )
+
+
+FEW_POINTS = 128
+"""Below this many offload fractions per stage the whole grid costs hardly more than its corners: two kinds at
+the step of 1/8 are 81 points, and pricing a shape is then mostly the cost of the calls."""
+
+
+def _offload_points(question: Question) -> int:
+    allowed = question.space.offload
+    return math.prod(len(fractions(getattr(allowed, kind), question.step)) for kind in OFFLOAD_KINDS)
 
 
 class _Run:
