@@ -164,8 +164,6 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
     )
     if not 0 <= stage.ckpt <= stage.layers:
         raise InputError(f"{where}.ckpt is {stage.ckpt}; wanted 0..{stage.layers}, the stage's layers")
-    if stage.zero is True or stage.zero is False:
-        raise InputError(f"{where}.zero is {str(stage.zero).lower()}; wanted 0, 1, 2 or 3")
     if stage.recompute == "none" and stage.ckpt:
         raise InputError(
             f"{where}.ckpt is {stage.ckpt} but recompute is none; wanted ckpt 0 or recompute full"

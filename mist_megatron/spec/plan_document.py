@@ -60,6 +60,7 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
 
 def plan_from_mapping(value: Mapping[str, Any], where: str = "plan") -> Plan:
     """Read the parsed form of a plan."""
+    _refuse_boolean_levels(value, where)
     document = build(PlanDocument, value, where)
     if document.schema != SCHEMA:
         raise InputError(f"{where}: schema is {document.schema}; this version reads schema {SCHEMA}")
@@ -89,6 +90,15 @@ def plan_from_mapping(value: Mapping[str, Any], where: str = "plan") -> Plan:
         )
     except InputError as error:
         raise InputError(f"{where}: {error.message}", details=error.details) from None
+
+
+def _refuse_boolean_levels(value: Mapping[str, Any], where: str) -> None:
+    """`zero: true` is not a level, though Python (and so the validator) takes true for 1."""
+    stages = value.get("stages")
+    for index, stage in enumerate(stages if isinstance(stages, list) else ()):
+        if isinstance(stage, dict) and isinstance(stage.get("zero"), bool):
+            level = str(stage["zero"]).lower()
+            raise InputError(f"{where}: stages[{index}].zero is {level}; wanted 0, 1, 2 or 3")
 
 
 def _model(value: str | dict[str, Any]) -> ModelSpec:

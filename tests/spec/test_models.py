@@ -1,0 +1,131 @@
+"""Presets against published parameter counts, and models read from files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mist_megatron.errors import InputError
+from mist_megatron.spec.huggingface import model_from_huggingface
+from mist_megatron.spec.load import load_model
+from mist_megatron.spec.model_document import model_from_mapping
+from mist_megatron.spec.presets import PRESETS, PUBLISHED_PARAMETERS
+
+MIST = {"1.3b": (2048, 24, 16), "2.7b": (2560, 32, 32), "7b": (4096, 32, 32), "13b": (5120, 40, 40),
+        "22b": (6144, 48, 64), "40b": (8192, 48, 64)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_published_parameter_counts(name):
+    published, source = PUBLISHED_PARAMETERS[name]
+    assert source
+    assert PRESETS[name].parameters == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["gpt3", "llama", "falcon"])
+@pytest.mark.parametrize("size", MIST)
+def test_mist_shapes(family, size):
+    name = f"{family}-{size}" + ("-mist" if family == "falcon" and size in ("7b", "40b") else "")
+    spec = PRESETS[name]
+    assert (spec.hidden, spec.layers, spec.heads) == MIST[size]
+    assert spec.vocab == 50304
+    assert not spec.linear_bias
+    assert not spec.tied_embeddings
+
+
+HUGGING_FACE = {
+    "llama3-8b": {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+    "llama2-7b": {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "intermediate_size": 11008, "vocab_size": 32000,
+    },
+    "mistral-7b": {
+        "model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "falcon-7b": {
+        "model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
+        "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False, "vocab_size": 65024,
+    },
+    "falcon-40b": {
+        "model_type": "falcon", "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128,
+        "num_kv_heads": 8, "new_decoder_architecture": True, "vocab_size": 65024,
+    },
+    "gpt2": {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257},
+    "gpt-neox-20b": {
+        "model_type": "gpt_neox", "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
+        "intermediate_size": 24576, "vocab_size": 50432,
+    },
+    "opt-6.7b": {
+        "model_type": "opt", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "ffn_dim": 16384, "vocab_size": 50272, "max_position_embeddings": 2048,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_configs_give_the_published_count(name, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(HUGGING_FACE[name]))
+    assert load_model(str(path)).parameters == PUBLISHED_PARAMETERS[name][0]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mamba"}, "'mamba' is not supported"),
+        ({"architectures": ["T5ForConditionalGeneration"]}, "T5"),
+        ({"model_type": "falcon", "alibi": True}, "ALiBi"),
+        ({"model_type": "llama", "num_local_experts": 8}, "experts"),
+        ({**HUGGING_FACE["llama2-7b"], "num_attention_heads": 3}, "divide"),
+        ({"model_type": "llama", "hidden_size": "4096", "num_attention_heads": 32}, "whole number"),
+        ({"model_type": "llama"}, "missing"),
+        ({"model_type": "gpt2", "activation_function": "tanh"}, "wanted one of"),
+    ],
+)
+def test_refused_configs(config, words):
+    with pytest.raises(InputError, match=words):
+        model_from_huggingface(config, "config.json")
+
+
+SMALL = {"family": "gpt", "layers": 2, "hidden": 64, "heads": 4, "vocab": 100}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"heads": 5}, "divide hidden"),
+        ({"hidden": -64}, "hidden|divide"),
+        ({"layers": 0}, "layers is 0"),
+        ({"kv_heads": 3}, "must divide heads"),
+        ({"famliy": "gpt"}, "unknown key famliy"),
+        ({"vocab": "100"}, "valid integer"),
+        ({"layers": True}, "layers"),
+        ({"rotary": True, "learned_positions": 8}, "one kind of positions"),
+    ],
+)
+def test_wrong_model_mappings(change, words):
+    with pytest.raises(InputError, match=words):
+        model_from_mapping({**SMALL, **change}, "model.yaml")
+
+
+def test_defaults_follow_the_family():
+    llama = model_from_mapping({**SMALL, "family": "llama"}, "model")
+    assert llama.gated_mlp and llama.norm == "rmsnorm" and llama.rotary and not llama.linear_bias
+    gpt = model_from_mapping(SMALL, "model")
+    assert gpt.linear_bias and gpt.norm == "layernorm" and gpt.ffn_hidden == 256
+
+
+def test_a_typing_error_is_answered_with_the_nearest_name():
+    with pytest.raises(InputError, match="did you mean llama2-70b"):
+        load_model("lama2-70b")
