@@ -140,7 +140,7 @@ def _parser():
         warnings.simplefilter("ignore")
         shim = megatron_parser.shim()
         shim.import_megatron()
-        import megatron.training.training  # noqa: F401 - loaded for its side effects
+        importlib.import_module("megatron.training.training")  # loaded before it is patched
 
         shim.pretend_transformer_engine()
         yield
