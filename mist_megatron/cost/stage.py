@@ -184,11 +184,6 @@ class PassTime:
         return np.maximum(host_s - self.compute_s - self.stopping_s, 0.0)
 
 
-LAUNCH_BLEND = 4.0
-"""Exponent of the smooth maximum of GPU and host time: where they are equal a pass takes 2^(1/4) = 1.19 of
-either. 24 published runs on A100 (vTrain, MICRO 2024) with both within a fifth took 1.17 +- 0.02."""
-TINY_S = 1e-12
-
 FUSED_SOFTMAX_BATCHES = 4.0
 """Megatron's fused causal softmax takes four attention matrices per thread block (fused_softmax.py,
 get_batch_per_block); with another number per rank it falls back to separate operators."""
