@@ -146,6 +146,7 @@ class Draft:
     attention: dict[str, list[tuple[float, ...]]] = field(
         default_factory=lambda: {"attention_forward": [], "attention_backward": []}
     )
+    layers: list[tuple[float, ...]] = field(default_factory=list)
     table_source: str = "assumed"
     collectives: list[CollectiveCurve] = field(default_factory=list)
     interference: list[InterferenceSet] = field(default_factory=list)
@@ -473,6 +474,9 @@ def fitted_figures(draft: Draft, recipe: Recipe, fitted: Mapping[str, Any]) -> N
     for name, value in found["figures"].items():
         if name not in measured:
             draft.put(name, value, "fitted", found["rows"])
+    # Whole layers were measured with figures of this profile only: with operator tables they would differ.
+    if not draft.gemm:
+        draft.layers = [tuple(row) for row in found.get("layers", ())]
 
 
 def build(recipe: Recipe, inputs: Inputs, fitted: Mapping[str, Any]) -> Profile:
@@ -507,6 +511,10 @@ def _assembled(draft: Draft, recipe: Recipe) -> Profile:
     tables = []
     if draft.gemm:
         tables.append(_table("gemm", draft.gemm, draft.table_source))
+    if draft.layers:
+        tables.append(
+            OperatorTable(operator="layer", precision="fp16", source="fitted", rows=tuple(draft.layers))
+        )
     tables += [_table(name, rows, draft.table_source) for name, rows in draft.attention.items() if rows]
     kernels = {
         item.name: figure(item.name)

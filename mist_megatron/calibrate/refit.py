@@ -25,6 +25,7 @@ OUTLIER = 0.05
 PULL = 1e-4
 """Of the start, per row and squared logarithm: a factor of e costs each row as much as 1 % of error."""
 STEP = 1e-3
+LEAST_ROWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +82,49 @@ def spread(rows: Sequence[MeasuredRow], most: int) -> list[MeasuredRow]:
     return [rows[int(index)] for index in np.linspace(0, len(rows) - 1, most)]
 
 
+Learn = Callable[[Sequence[MeasuredRow]], Callable[[MeasuredRow], Predicted]]
+"""From rows that may be learnt from, what predicts others."""
+
+
 def cross_validated(
-    outcomes: Sequence[Outcome], model: Model, start: Parameters, limits: FitLimits, *, folds: int = 5
+    outcomes: Sequence[Outcome], learn: Learn, told: Callable[[str], None], *, folds: int = 5
 ) -> tuple[Outcome, ...]:
-    """The same rows, each predicted with parameters fitted without its group."""
+    """The same rows, each predicted by what was learnt without its group."""
     fold_of = folds_of([outcome.row for outcome in outcomes], folds)
     result = list(outcomes)
-    for fold in range(max(fold_of, default=-1) + 1):
+    for fold in sorted(set(fold_of)):
+        told(f"fold {fold + 1} of {folds}")
         learnt = [o.row for o, own in zip(outcomes, fold_of, strict=True) if own != fold]
-        if not learnt:
-            continue
-        limits.told(f"fold {fold + 1} of {folds}")
-        predict = model(fit(model, start, learnt, limits))
+        predict = learn(learnt)
         for index, outcome in enumerate(outcomes):
             if fold_of[index] == fold and outcome.predicted is not None:
                 result[index] = replace(outcome, predicted=predict(outcome.row))
     return tuple(result)
+
+
+def layer_shape(row: MeasuredRow) -> tuple[float, ...] | None:
+    """Where a row's layers stand in a `layer` table: rows on one node whose attention is not fused, since
+    what is off with others may be their network's."""
+    plan = row.plan
+    if plan is None or plan.training.flash_attention or plan.target == "mist" or plan.cluster.nodes > 1:
+        return None
+    stage = plan.stages[0]
+    sizes = (stage.micro_batch, plan.training.seq_len, plan.model.hidden, plan.model.heads, stage.tp)
+    return tuple(float(size) for size in sizes)
+
+
+def layer_ratios(
+    rows: Sequence[MeasuredRow], predict: Callable[[MeasuredRow], Predicted]
+) -> dict[tuple[float, ...], tuple[float, int]]:
+    """Shape -> (measured over predicted, rows): what a table must be multiplied by to be right on average.
+    A shape needs `LEAST_ROWS`, so that no row makes a ratio of its own."""
+    logs: dict[tuple[float, ...], list[float]] = {}
+    for row in rows:
+        shape = layer_shape(row)
+        if shape is not None and row.measured_s is not None:
+            logs.setdefault(shape, []).append(float(np.log(row.measured_s / predict(row).iteration_s)))
+    return {
+        shape: (float(np.exp(np.median(found))), len(found))
+        for shape, found in logs.items()
+        if len(found) >= LEAST_ROWS
+    }

@@ -11,10 +11,7 @@ from rich.console import Console
 from mist_megatron.cli.output import OutputOptions, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mist_megatron.calibrate.rows import MeasuredRow
-    from mist_megatron.calibrate.validate import Outcome, Predicted
+    from mist_megatron.calibrate.validate import Outcome
 
 FIGURES = (
     ("time error", "time_mape"),
@@ -30,51 +27,40 @@ FIGURES = (
 def validate(
     files: Annotated[list[Path], typer.Argument(help="CSV files of measured runs.", show_default=False)],
     *,
+    cross_validate: Annotated[
+        bool,
+        typer.Option(
+            "--cross-validate",
+            help="Learn whole-layer times from the other groups of each file only, in 5 folds.",
+        ),
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Write predicted against measured as SVG here.")
     ] = None,
     output: OutputOptions,
 ) -> None:
     """Predict every measured run and report errors, bias, ranking and pick regret."""
+    from mist_megatron.calibrate.refit import cross_validated
     from mist_megatron.calibrate.rows import read_rows
     from mist_megatron.calibrate.validate import document, outcomes_of
+    from mist_megatron.cli.refitting import learn_layers, predictor
     from mist_megatron.spec.load import read_text
 
-    predict = row_predictor()
+    def told(text: str) -> None:
+        output.people.print(text, style="dim")
+
+    predict = predictor()
     by_file: dict[str, tuple[Outcome, ...]] = {}
     for path in files:
         name = path.name if path.name not in by_file else str(path)
-        by_file[name] = outcomes_of(read_rows(read_text(path), str(path)), name, predict)
+        outcomes = outcomes_of(read_rows(read_text(path), str(path)), name, predict)
+        by_file[name] = cross_validated(outcomes, learn_layers, told) if cross_validate else outcomes
     found = document(by_file)
     if plot is not None:
         _write_plot(plot, by_file)
     output.finish(found)
     if not output.json:
         _show(output.people, found, by_file)
-
-
-def row_predictor() -> Callable[[MeasuredRow], Predicted]:
-    """The cost model as a function of a row; evaluators of equal jobs are made once."""
-    from mist_megatron.calibrate.validate import Predicted
-    from mist_megatron.cli.evaluators import evaluator_for
-    from mist_megatron.cost.predict import job_of
-    from mist_megatron.cost.predict import predict as predict_plan
-
-    evaluators: dict[Any, Any] = {}
-
-    def predict(row: MeasuredRow) -> Predicted:
-        assert row.plan is not None
-        job = job_of(row.plan)
-        if job not in evaluators:
-            evaluators[job] = evaluator_for(job)[0]
-        prediction = predict_plan(row.plan, evaluators[job])
-        return Predicted(
-            iteration_s=prediction.iteration_s,
-            stage_peak_bytes=tuple(stage.peak_memory_bytes for stage in prediction.stages),
-            extrapolated_share=prediction.measured_share["extrapolated"],
-        )
-
-    return predict
 
 
 def _write_plot(path: Path, by_file: dict[str, tuple[Outcome, ...]]) -> None:

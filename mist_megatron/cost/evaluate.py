@@ -17,7 +17,7 @@ from mist_megatron.cost.conventions import (
     padded_vocabulary,
 )
 from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
-from mist_megatron.cost.pricing import Prices
+from mist_megatron.cost.pricing import LayerRatios, Prices
 from mist_megatron.cost.program_cache import load_or_build
 from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passes, with_unfused_softmax
 from mist_megatron.cost.stage_time import stage_terms
@@ -193,10 +193,22 @@ class StageEvaluator:
                 matrices = pairs[0] * self.job.model.heads / pairs[1]
                 scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
                 passes = with_unfused_softmax(passes, matrices, scores_bytes, self.prices)
+                passes = self._with_layer_ratio(passes, pairs)
             template = self._context.template
             host_s = (template.host_s_per_launch, template.host_s_per_peer)
             self._memo[key] = _PricedPairs(passes, sizes, host_s, positions.reshape(-1), micro_batch.shape)
         return replace(self._memo[key], positions=positions.reshape(-1), shape=micro_batch.shape)
+
+    def _with_layer_ratio(
+        self, passes: dict[tuple[str, str], PassTime], pairs: Array
+    ) -> dict[tuple[str, str], PassTime]:
+        """Whole layers as measured, where the profile knows them."""
+        if not isinstance(self.prices, LayerRatios):
+            return passes
+        model, seq = self.job.model, np.asarray(float(self.job.training.seq_len))
+        hidden, heads = np.asarray(float(model.hidden)), np.asarray(float(model.heads))
+        ratio = self.prices.layer_ratio(pairs[0], seq, hidden, heads, pairs[1])
+        return {key: found.scaled(ratio) if key[0] == "block" else found for key, found in passes.items()}
 
     def _groups(self, tp: Array, grid: StageGrid) -> Groups:
         context = np.full_like(tp, float(self.job.execution.context_parallel))

@@ -125,6 +125,18 @@ class ProfilePrices:
         found = self.profile.kernels.sustained_fraction
         return 1.0 if found is None else found.value
 
+    def layer_ratio(self, micro_batch: Array, seq: Array, hidden: Array, heads: Array, tp: Array) -> Array:
+        """Interpolated between measured shapes, 1 away from them."""
+        arrays = np.broadcast_arrays(
+            *(np.asarray(size, dtype=np.float64) for size in (micro_batch, seq, hidden, heads, tp))
+        )
+        table = self.tables.get("layer")
+        if table is None:
+            return np.ones(arrays[0].shape)
+        asked = np.log(np.stack([array.reshape(-1) for array in arrays], axis=1))
+        found, _ = table.answer(asked, np.ones(len(asked)))
+        return found.reshape(arrays[0].shape)
+
     def memory_bound(self, moved_bytes: Array, *, kernels: int = 1) -> Priced:
         moved = np.asarray(moved_bytes, dtype=np.float64)
         floor = np.where(moved > 0.0, kernels * self.profile.kernels.launch_s.value, 0.0)
@@ -249,7 +261,7 @@ def _ratio_tables(prices: ProfilePrices, precision: Precision) -> dict[str, Rati
     """Tables of the precision; half precisions run at the same rate, so one serves for the other."""
     alike = {"fp16", "bf16"} if precision in ("fp16", "bf16") else {precision}
     found: dict[str, RatioTable] = {}
-    for name in ("gemm", "attention_forward", "attention_backward"):
+    for name in ("gemm", "attention_forward", "attention_backward", "layer"):
         rows = [row for table in prices.profile.tables for row in table.rows
                 if table.operator == name and table.precision in alike]  # fmt: skip
         if not rows:
@@ -258,6 +270,8 @@ def _ratio_tables(prices: ProfilePrices, precision: Precision) -> dict[str, Rati
         columns = tuple(values[:, index] for index in range(values.shape[1] - 1))
         if name == "gemm":
             roofline = prices._gemm_roofline(*columns[:4])
+        elif name == "layer":
+            roofline = np.ones(len(values))
         else:
             roofline = prices._attention_roofline(columns, name.endswith("backward"))
         seconds = values[:, -1]

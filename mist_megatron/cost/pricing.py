@@ -7,7 +7,7 @@ report, how far the answer rests on measurement.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,15 @@ class Priced:
     exact_s: Array
     interpolated_s: Array
     extrapolated_s: Array
+
+
+@runtime_checkable
+class LayerRatios(Protocol):
+    """What a profile that knows whole layers answers besides."""
+
+    def layer_ratio(self, micro_batch: Array, seq: Array, hidden: Array, heads: Array, tp: Array) -> Array:
+        """Measured over modelled time of a layer without fused attention; 1 where nothing is known."""
+        ...
 
 
 class Prices(Protocol):

@@ -172,6 +172,10 @@ class PassTime:
     peers: Array
     """Other ranks, summed over the collectives of the pass: each may be late."""
 
+    def scaled(self, ratio: Array) -> PassTime:
+        """The whole pass, and what the host does for it, that much longer."""
+        return PassTime(**{name: getattr(self, name) * ratio for name in PassTime.__dataclass_fields__})
+
     @property
     def stopping_s(self) -> Array:
         """Collectives during which the rank computes nothing."""
@@ -181,7 +185,17 @@ class PassTime:
         """Time in which the GPU waits for the host: launches queue up ahead of it, so a pass takes the
         longer of what the GPU computes and what the host launches, not the sum of longest kernels."""
         host_s = self.launches * host_s_per_launch + self.peers * host_s_per_peer
-        return np.maximum(host_s - self.compute_s - self.stopping_s, 0.0)
+        gpu_s = self.compute_s + self.stopping_s
+        longer = np.maximum(np.maximum(host_s, gpu_s), 1e-12)
+        both = longer * ((host_s / longer) ** LAUNCH_BLEND + (gpu_s / longer) ** LAUNCH_BLEND) ** (
+            1 / LAUNCH_BLEND
+        )
+        return np.where(gpu_s > 0.0, both - gpu_s, 0.0)
+
+
+LAUNCH_BLEND = 4.0
+"""Exponent of the smooth maximum of GPU and host time: where they are equal a pass takes 2^(1/4) = 1.19 of
+either. 24 published runs on A100 (vTrain, MICRO 2024) with both within a fifth took 1.17 +- 0.02."""
 
 
 FUSED_SOFTMAX_BATCHES = 4.0
