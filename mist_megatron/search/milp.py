@@ -65,7 +65,9 @@ def _assign_milp(
     problem.solve(_solver(solver))
     # `status` says Optimal for any incumbent; `sol_status` tells a proved one from the rest.
     if problem.sol_status != pulp.LpSolutionOptimal:
-        return None
+        if problem.status == pulp.LpStatusInfeasible:
+            return None
+        raise RuntimeError(f"{solver} ended without a proof: {pulp.LpSolution[problem.sol_status]}")
     chosen = [choices[_picked(row)] for choices, row in zip(options, picks, strict=True)]
     t_s = [float(stages[k][count].t_s[index]) for k, (count, index) in enumerate(chosen)]
     d_s = [float(stages[k][count].d_s[index]) for k, (count, index) in enumerate(chosen)]

@@ -16,6 +16,7 @@ from mist_megatron.search.shapes import Shape, explain_no_shape, shapes
 from mist_megatron.search.solve import Solution, StageChoice, solve_shape
 from mist_megatron.search.space import OFFLOAD_KINDS, Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.plan import Offload, Plan, Recompute, StagePlan, Zero
+from mist_megatron.spec.target import require_model
 
 GIB = float(1 << 30)
 
@@ -85,6 +86,7 @@ def search(
     `executor`: where to solve shapes, and how many at once; None solves them here, one by one.
     """
     job = evaluator.job
+    require_model(job.model, job.target)
     watch = watch or Watch()
     cut = apply_limits(cut_to_target(space, job.target), settings.limits)
     found = list(shapes(job, cut, settings.limits))

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from mist_megatron.errors import InputError
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan, Schedule, StagePlan, Target, Zero
 
 Range = Literal["none", "all_or_nothing", "any"]
@@ -46,6 +47,8 @@ class Capability:
     """Recomputation of the attention core alone."""
     partial_ckpt: bool
     """Any number of a stage's layers recomputed in full, not only none or all."""
+    parallel_block: bool
+    """Layers in which attention and MLP stand side by side (Falcon, GPT-NeoX)."""
     uneven_layers: bool
     per_stage_ckpt: bool
     """Each stage its own number of recomputed layers and kind of recomputation."""
@@ -71,6 +74,8 @@ _MEGATRON = Capability(
     sequence_parallel=True,
     selective=True,
     partial_ckpt=True,
+    # TransformerLayer of megatron-core 0.19 always adds attention before the MLP reads its input.
+    parallel_block=False,
     uneven_layers=True,
     per_stage_ckpt=False,
     per_stage_offload=False,
@@ -96,6 +101,7 @@ CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
             sequence_parallel=True,
             selective=True,
             partial_ckpt=True,
+            parallel_block=False,
             uneven_layers=True,
             per_stage_ckpt=True,
             per_stage_offload=True,
@@ -117,6 +123,7 @@ CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
             sequence_parallel=False,
             selective=False,
             partial_ckpt=False,
+            parallel_block=True,
             uneven_layers=False,
             per_stage_ckpt=False,
             per_stage_offload=False,
@@ -139,6 +146,7 @@ CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
             sequence_parallel=False,
             selective=False,
             partial_ckpt=True,
+            parallel_block=True,
             uneven_layers=True,
             per_stage_ckpt=True,
             per_stage_offload=True,
@@ -180,8 +188,22 @@ def require_runnable(plan: Plan) -> None:
         raise InputError(f"target {plan.target} cannot run this plan: {broken[0]}{more}; {hint}")
 
 
+def model_rules(model: ModelSpec, target: Target) -> tuple[str, ...]:
+    """What of a model its target cannot run, whatever the plan."""
+    if model.parallel_block and not CAPABILITIES[target].parallel_block:
+        return (f"model {model.name}: it has no layers with attention and MLP side by side",)
+    return ()
+
+
+def require_model(model: ModelSpec, target: Target) -> None:
+    """Refuse a model that a target cannot run, before anything is searched."""
+    for rule in model_rules(model, target):
+        others = ", ".join(other for other in CAPABILITIES if not model_rules(model, other))
+        raise InputError(f"target {target} cannot run {rule}; try --target with one of: {others}")
+
+
 def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
-    found = []
+    found = list(model_rules(plan.model, plan.target))
     if plan.pipeline_size > 1 and not able.pipeline:
         found.append(f"{plan.pipeline_size} stages: it has no pipeline parallelism here, wanted 1 stage")
     if plan.schedule not in able.schedules:

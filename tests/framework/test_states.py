@@ -1,0 +1,97 @@
+"""Weights, gradients and optimizer states per rank against what the frameworks really allocate."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron", reason="needs the test framework environment")
+pytest.importorskip("deepspeed", reason="needs the test framework environment")
+from mist_megatron.cost import symbols as s
+from mist_megatron.cost.conventions import DEEPSPEED, MEGATRON
+from mist_megatron.cost.grid import StageRole
+from mist_megatron.cost.layers import LayerOptions
+from mist_megatron.cost.memory import stage_memory
+from mist_megatron.spec.model_document import model_from_mapping
+
+HERE = Path(__file__).parent
+
+
+@cache
+def allocated(case: str, ranks: int) -> dict[str, int]:
+    """What rank 0 holds after one step."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    path = os.pathsep.join([str(HERE), str(HERE.parent.parent / "patches"), str(HERE.parent.parent)])
+    workers = []
+    for rank in range(ranks):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "DS_ACCELERATOR": "cpu",
+        }
+        command = [sys.executable, str(HERE / "measure_states.py"), case]
+        workers.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    found = []
+    for worker in workers:
+        out, err = worker.communicate(timeout=240)
+        assert worker.returncode == 0, err[-3000:]
+        found += [json.loads(line[7:]) for line in out.splitlines() if line.startswith("RESULT ")]
+    return found[0]
+
+
+def terms(model, target, conventions, ranks, zero):
+    memory = stage_memory(model, LayerOptions(), target, conventions, StageRole.ONLY)
+    numbers = {
+        s.LAYERS: model.layers, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
+        s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,
+        s.DP: ranks, s.Z1: int(zero >= 1), s.Z2: int(zero >= 2), s.Z3: int(zero >= 3),
+        s.WO: 0, s.GO: 0, s.OO: 0, s.AO: 0, s.CKPT: 0,
+    }  # fmt: skip
+    return {
+        name: float(memory.terms[name].subs(numbers).doit()) for name in ("weights", "grads", "optimizer")
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_deepspeed_optimizer_bytes(zero, ranks):
+    """Per parameter, so that the network behind the framework need not be a transformer."""
+    found = allocated(f"zero{zero}", ranks)
+    model = model_from_mapping(
+        {"family": "gpt", "layers": 2, "hidden": 64, "heads": 4, "vocab": 128}, "model"
+    )
+    expected = terms(model, "deepspeed", DEEPSPEED, ranks, zero)["optimizer"] / model.parameters
+    assert found["optimizer"] / found["parameters"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_megatron_distributed_optimizer(ranks):
+    """The tiny GPT itself: buffers are padded to whole alignment blocks, and nothing else differs."""
+    found = allocated("megatron", ranks)
+    model = model_from_mapping(
+        {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "ffn_hidden": 256}, "model"
+    )
+    assert model.parameters == found["parameters"]
+    expected = terms(model, "megatron", MEGATRON, ranks, 1)
+    padding = 64 * ranks  # elements: each rank's share of a bucket starts on a 128-byte line of bf16
+    assert 0 <= found["weights"] - expected["weights"] <= 2 * padding
+    assert 0 <= found["grads"] - expected["grads"] <= 4 * padding
+    assert abs(found["optimizer"] - expected["optimizer"]) <= 12 * padding
