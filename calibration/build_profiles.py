@@ -13,149 +13,30 @@ the name of its source.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from profile_links import interference_rows, link_rows, nvlink_rows, simumax_links
+from profile_recipes import RECIPES, TYPICAL, Draft, Inputs, Recipe, read_inputs
 
 from mist_megatron.calibrate.profile_file import check_units, profile_to_files
 from mist_megatron.spec.catalogue import CATALOGUE
-from mist_megatron.spec.cluster import GpuSpec
 from mist_megatron.spec.profile import (
-    STREAMS,
-    CollectiveCurve,
     HostLink,
-    InterferenceSet,
     KernelCurves,
     LinkCurves,
     OperatorTable,
     Profile,
-    Quantity,
     Source,
 )
 
-GIB = float(1 << 30)
 HERE = Path(__file__).resolve().parent
-
-TYPICAL: Mapping[str, float] = {
-    # Where nobody measured this device: the middle of what the measured ones reach, one sigma 20 %.
-    "gemm_peak_fraction": 0.80,
-    "gemm_half_area": 1.0e6,
-    "gemm_half_depth": 100.0,
-    "attention_forward_fraction": 0.60,
-    "attention_backward_fraction": 0.50,
-    "attention_half_seq": 512.0,
-    "memory_fraction": 0.78,
-    "launch_s": 4.0e-6,
-    "intra_fraction": 0.75,
-    "inter_fraction": 0.80,
-    "intra_latency_s": 20e-6,
-    "inter_latency_s": 35e-6,
-    "intra_hop_latency_s": 1.5e-6,
-    "inter_hop_latency_s": 10e-6,
-    "host_fraction": 0.80,
-    "host_latency_s": 15e-6,
-    "host_adam_parameters_per_s": 0.5e9,
-    "adam_bytes_per_parameter": 30.0,
-}
-ASSUMED = Source(origin="assumed", text="typical of measured devices of this kind", uncertainty=0.2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The named CSV files, read once."""
-
-    op_times: list[dict[str, str]]
-    efficiency: list[dict[str, str]]
-    collectives: list[dict[str, str]]
-    simumax: list[dict[str, str]]
-    allreduce: list[dict[str, str]]
-    interference: list[dict[str, str]]
-
-
-def read_inputs(folder: Path) -> Inputs:
-    def rows(name: str) -> list[dict[str, str]]:
-        with (folder / f"{name}.csv").open(newline="") as file:
-            return list(csv.DictReader(file))
-
-    return Inputs(
-        op_times=rows("op_times"),
-        efficiency=rows("gemm_attention_efficiency"),
-        collectives=rows("collective_bandwidth"),
-        simumax=rows("collective_fit_simumax"),
-        allreduce=rows("nvlink_allreduce"),
-        interference=rows("interference_factors"),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Which published measurements make one profile."""
-
-    gpu: str
-    aceso: str | None = None
-    """Hardware name in op_times.csv whose Aceso tables hold."""
-    mist: str | None = None
-    """Hardware name whose Mist operator database holds."""
-    simumax: str | None = None
-    """System name in gemm_attention_efficiency.csv and collective_fit_simumax.csv."""
-    links: str | None = None
-    """Hardware name in collective_bandwidth.csv."""
-    nvlink: str | None = None
-    """GPU name in nvlink_allreduce.csv."""
-    interference: str | None = None
-    network_reaches: bool = True
-    """Whether the measured machine's network is the catalogue's usual one."""
-    fitted: str | None = None
-    """Key of fitted.json."""
-    note: str = ""
-
-
-RECIPES = (
-    Recipe(gpu="l4-24gb", aceso="L4", mist="L4", links="L4", interference="L4",
-           note="clocks locked at 1050 MHz where Mist measured"),
-    Recipe(gpu="a10g-24gb", aceso="A10G", links="A10G", interference="A10G"),
-    Recipe(gpu="v100-sxm-32gb", aceso="V100-SXM2-32GB", links="V100-SXM2-32GB", nvlink="V100",
-           interference="V100-SXM2-32GB"),
-    Recipe(gpu="a100-sxm-40gb", aceso="A100-SXM4-40GB", links="A100-SXM4-40GB", nvlink="A100",
-           interference="A100-SXM4-40GB", fitted="a100"),
-    Recipe(gpu="a100-sxm-80gb", nvlink="A100", interference="A100-SXM4-40GB", fitted="a100"),
-    Recipe(gpu="a100-pcie-80gb", simumax="a100_pcie", interference="A100-SXM4-40GB"),
-    Recipe(gpu="h100-sxm-80gb", interference="A100-SXM4-40GB"),
-    Recipe(gpu="h200-sxm-141gb", interference="A100-SXM4-40GB"),
-    Recipe(gpu="b200-sxm-180gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB"),
-    Recipe(gpu="gb200-186gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB",
-           note="kernels as measured on B200"),
-)  # fmt: skip
-
-
-@dataclass
-class Draft:
-    """A profile while it is being put together."""
-
-    gpu: GpuSpec
-    sources: dict[str, Source] = field(default_factory=lambda: {"assumed": ASSUMED})
-    figures: dict[str, Quantity] = field(default_factory=dict)
-    gemm: list[tuple[float, ...]] = field(default_factory=list)
-    attention: dict[str, list[tuple[float, ...]]] = field(
-        default_factory=lambda: {"attention_forward": [], "attention_backward": []}
-    )
-    layers: list[tuple[float, ...]] = field(default_factory=list)
-    table_source: str = "assumed"
-    collectives: list[CollectiveCurve] = field(default_factory=list)
-    interference: list[InterferenceSet] = field(default_factory=list)
-
-    def put(self, name: str, value: float, source: str, points: int | None = None) -> None:
-        self.figures[name] = Quantity(value=float(f"{value:.5g}"), source=source, points=points)
-
-    def figure(self, name: str) -> Quantity:
-        return self.figures.get(name) or Quantity(value=TYPICAL[name], source="assumed")
 
 
 def operator_rows(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
@@ -321,145 +202,6 @@ def fit_attention(draft: Draft) -> None:
             ]
             draft.put(figure, float(np.median(shares)), draft.table_source, len(rows))
             draft.put("attention_half_seq", 512.0, "assumed")
-
-
-def link_rows(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
-    """Collectives and host copies of collective_bandwidth.csv, contended; GiB/s there, bytes/s here."""
-    used = [
-        row
-        for row in inputs.collectives
-        if row["hardware"] == recipe.links and row["provenance"].startswith("refit_from_raw")
-    ]
-    if not used:
-        return
-    draft.sources["links"] = Source(
-        origin="published",
-        text=f"Mist artifact's contended collectives and copies on {recipe.links}, refitted "
-        "(collective_bandwidth.csv); its other collectives follow the all-gather: reduce-scatter 1.1, "
-        "all-reduce 2.1",
-    )
-    for row in used:
-        rate, latency = float(row["bus_bandwidth_GiBps"]) * GIB, max(float(row["latency_s"]), 1e-5)
-        points, error = int(row["n_points"]), float(row["fit_mape_pct"]) / 100.0
-        if row["op"] in ("h2d", "d2h"):
-            draft.put(f"{row['op']}_bytes_per_s", rate, "links", points)
-            # The fitted intercept is of whole sweeps from 64 MiB up; a copy of a layer pays a launch.
-            draft.put("host_latency_s", 3e-5, "assumed")
-            continue
-        ranks, nodes = int(row["group_size"]), int(row["n_nodes_in_group"])
-        if row["op"] != "all_gather" or (nodes > 1 and not recipe.network_reaches):
-            continue
-        kinds = [("all_gather", 1.0), ("reduce_scatter", 1.1), ("all_reduce", 1.05)]
-        # A gather between two moves half a message each way; a send moves all of it at that rate.
-        kinds += [("send_recv", 1.0)] if ranks == 2 else []
-        for kind, factor in kinds:
-            draft.collectives.append(
-                CollectiveCurve(kind=kind, ranks=ranks, nodes=nodes, source="links", points=points,  # type: ignore[arg-type]
-                    latency_s=min(latency, 5e-4), bytes_per_s=float(f"{rate / factor:.5g}"), error=error)
-            )  # fmt: skip
-
-
-def nvlink_rows(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
-    """Latency and bandwidth of the all-reduce by group size, weighted to the sizes of activations."""
-    draft.sources["nvlink"] = Source(
-        origin="published",
-        text=f"nccl-tests all-reduce inside one {recipe.nvlink} node (nvlink_allreduce.csv)",
-    )
-    for ranks in range(2, 9):
-        points = [
-            (float(row["size_bytes"]), float(row["out_of_place_us"]) * 1e-6)
-            for row in inputs.allreduce
-            if row["gpu"] == recipe.nvlink and row["n_gpus_one_node"] == str(ranks)
-        ]
-        sizes, times = np.array(points).T
-        passes = 2.0 * (ranks - 1) / ranks
-        # Relative errors over equal steps of log size from 2 MiB to 1 GiB.
-        grid = np.exp(np.linspace(math.log(2 << 20), math.log(1 << 30), 40))
-        wanted = np.interp(grid, sizes, times)
-        design = np.stack([np.ones_like(grid), passes * grid], axis=1) / wanted[:, None]
-        latency, inverse = np.linalg.lstsq(design, np.ones_like(grid), rcond=None)[0]
-        error = float(np.mean(np.abs(design @ np.array([latency, inverse]) - 1.0)))
-        for kind, share in (("all_reduce", 1.0), ("all_gather", 0.6), ("reduce_scatter", 0.6)):
-            # Gather and scatter make half the steps of an all-reduce.
-            draft.collectives = [
-                c for c in draft.collectives if (c.kind, c.ranks, c.nodes) != (kind, ranks, 1)
-            ]
-            draft.collectives.append(
-                CollectiveCurve(kind=kind, ranks=ranks, nodes=1, source="nvlink", points=len(points),  # type: ignore[arg-type]
-                    latency_s=float(f"{latency * share:.4g}"), bytes_per_s=float(f"{1.0 / inverse:.5g}"),
-                    error=round(error, 4))
-            )  # fmt: skip
-
-
-def simumax_links(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
-    """SimuMax's fits: t = latency + fixed + scale (n-1)/n bytes / (link * efficiency)."""
-    draft.sources["simumax"] = Source(
-        origin="published",
-        text=f"SimuMax's fitted collectives of system {recipe.simumax} (collective_fit_simumax.csv)",
-    )
-    kinds = {"all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
-             "p2p": "send_recv"}  # fmt: skip
-    for row in inputs.simumax:
-        if (
-            row["system"] != recipe.simumax
-            or row["collective"] not in kinds
-            or row["network"] == "inter_node"
-        ):
-            continue
-        kind, network = kinds[row["collective"]], row["network"]
-        size = re.search(r"(\d)x$", network)
-        if network == "low_intra_node":
-            continue
-        groups = (int(size.group(1)),) if size else (2, 4, 8)
-        if kind == "send_recv":
-            groups = (2,)
-        rate = float(row["link_GBps"]) * 1e9 * float(row["efficiency"])
-        fixed = float(row["fixed_latency_us"] or 0.0)
-        for ranks in groups:
-            if any((c.kind, c.ranks, c.strided) == (kind, ranks, False) for c in draft.collectives):
-                continue
-            latency = (float(row["latency_us"]) + fixed) * 1e-6
-            draft.collectives.append(
-                CollectiveCurve(kind=kind, ranks=ranks, nodes=1, source="simumax",  # type: ignore[arg-type]
-                    latency_s=float(f"{latency:.4g}"), bytes_per_s=float(f"{rate:.5g}"))
-            )  # fmt: skip
-        for ranks, gigabytes in json.loads(row["dp_fixed_bw_GBps_by_group"] or "{}").items():
-            draft.collectives.append(
-                CollectiveCurve(kind=kind, ranks=int(ranks), nodes=1, source="simumax",  # type: ignore[arg-type]
-                    latency_s=float(row["latency_us"]) * 1e-6, bytes_per_s=gigabytes * 1e9, strided=True)
-            )  # fmt: skip
-
-
-def interference_rows(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
-    """Co-run slowdowns; a factor at the bound of its fit is not identified and takes its nearest subset's."""
-    sets: dict[str, dict[str, tuple[float, bool]]] = {}
-    facts: dict[str, tuple[int, float]] = {}
-    for row in inputs.interference:
-        if row["hardware"] == recipe.interference and row["provenance"].startswith("refit_from_raw"):
-            sets.setdefault(row["combo"], {})[row["stream"]] = (
-                max(float(row["slowdown_factor"]), 1.0), not row["at_bound"]
-            )  # fmt: skip
-            facts[row["combo"]] = (int(row["n_points"]), float(row["set_mape_pct"]) / 100.0)
-    if not sets:
-        return
-    own = recipe.links == recipe.interference
-    text = (
-        f"Mist artifact's co-run measurements on {recipe.interference}, refitted (interference_factors.csv)"
-    )
-    draft.sources["interference"] = (
-        Source(origin="published", text=text)
-        if own
-        else Source(origin="assumed", text=f"{text}; another machine", uncertainty=0.3)
-    )
-    for combo, factors in sorted(sets.items(), key=lambda item: (len(item[1]), item[0])):
-        streams = tuple(stream for stream in STREAMS if stream in factors)
-        draft.interference.append(
-            InterferenceSet(
-                streams=streams, factors=tuple(factors[s][0] for s in streams),
-                identified=tuple(factors[s][1] for s in streams), source="interference",
-                points=facts[combo][0], error=facts[combo][1],
-            )
-        )  # fmt: skip
 
 
 def fitted_figures(draft: Draft, recipe: Recipe, fitted: Mapping[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
     python calibration/fit_end_to_end.py MEASURED/end_to_end/vtrain_a100.csv [more.csv] [--turns 4]
 
-Writes calibration/fitted.json (kernel and link figures, whole-layer ratios), which build_profiles.py puts into
-the profiles, and prints the host constants of Megatron's eager execution, which stand in
+Writes calibration/fitted.json (kernel and link figures, whole-layer ratios), which build_profiles.py puts
+into the profiles, and prints the host constants of Megatron's eager execution, which stand in
 mist_megatron/cost/communication.py. Physical figures first, on rows spread over the files; then the ratio of
 measured to modelled layer time by shape, of shapes with several rows.
 """
@@ -112,14 +112,22 @@ def main() -> None:
     known = json.loads(options.out.read_text())["a100"] if options.out.is_file() else {}
     values: dict[str, float] = dict(known.get("figures", {}))
     if not options.layers_only:
-        limits = FitLimits(iterations=options.turns, rows=options.rows, told=print)
+        limits = FitLimits(
+            iterations=options.turns, rows=options.rows, told=lambda text: print(text, flush=True)
+        )
         values = fit(lambda at: model(base, at), {**START, **HOST}, rows, limits)
         for name in HOST:
-            print(f"{name.upper()} = {values.pop(name):.3g}")
+            print(f"{name.upper()} = {values.pop(name):.3g}", flush=True)
     figures = {name: float(f"{value:.4g}") for name, value in values.items()}
+    print(f"figures: {json.dumps(figures)}", flush=True)
     marked = with_layers(changed(base, figures), {(1.0,) * 5: (1.0, 0)}, "assumed")
     learnt, ratios = learnt_profile(marked, rows)
     outcomes = outcomes_of(rows, "all", predictor({GPU: learnt}))
+    print(
+        f"error {summary(outcomes)['time_mape']:.2%}; layers: "
+        + json.dumps([[*shape, float(f"{r:.4g}")] for shape, (r, _) in sorted(ratios.items())]),
+        flush=True,
+    )
     unseen = cross_validated(outcomes, lambda seen: predictor({GPU: learnt_profile(marked, seen)[0]}), print)
     found, honest = summary(outcomes), summary(unseen)
     print(f"error {found['time_mape']:.2%}, on unseen groups {honest['time_mape']:.2%}")

@@ -1,0 +1,125 @@
+"""What makes each shipped profile: its published inputs, and the draft that they are gathered in."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mist_megatron.spec.cluster import GpuSpec
+from mist_megatron.spec.profile import CollectiveCurve, InterferenceSet, Quantity, Source
+
+TYPICAL: Mapping[str, float] = {
+    # Where nobody measured this device: the middle of what the measured ones reach, one sigma 20 %.
+    "gemm_peak_fraction": 0.80,
+    "gemm_half_area": 1.0e6,
+    "gemm_half_depth": 100.0,
+    "attention_forward_fraction": 0.60,
+    "attention_backward_fraction": 0.50,
+    "attention_half_seq": 512.0,
+    "memory_fraction": 0.78,
+    "launch_s": 4.0e-6,
+    "intra_fraction": 0.75,
+    "inter_fraction": 0.80,
+    "intra_latency_s": 20e-6,
+    "inter_latency_s": 35e-6,
+    "intra_hop_latency_s": 1.5e-6,
+    "inter_hop_latency_s": 10e-6,
+    "host_fraction": 0.80,
+    "host_latency_s": 15e-6,
+    "host_adam_parameters_per_s": 0.5e9,
+    "adam_bytes_per_parameter": 30.0,
+}
+ASSUMED = Source(origin="assumed", text="typical of measured devices of this kind", uncertainty=0.2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The named CSV files, read once."""
+
+    op_times: list[dict[str, str]]
+    efficiency: list[dict[str, str]]
+    collectives: list[dict[str, str]]
+    simumax: list[dict[str, str]]
+    allreduce: list[dict[str, str]]
+    interference: list[dict[str, str]]
+
+
+def read_inputs(folder: Path) -> Inputs:
+    def rows(name: str) -> list[dict[str, str]]:
+        with (folder / f"{name}.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    return Inputs(
+        op_times=rows("op_times"),
+        efficiency=rows("gemm_attention_efficiency"),
+        collectives=rows("collective_bandwidth"),
+        simumax=rows("collective_fit_simumax"),
+        allreduce=rows("nvlink_allreduce"),
+        interference=rows("interference_factors"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Which published measurements make one profile."""
+
+    gpu: str
+    aceso: str | None = None
+    """Hardware name in op_times.csv whose Aceso tables hold."""
+    mist: str | None = None
+    """Hardware name whose Mist operator database holds."""
+    simumax: str | None = None
+    """System name in gemm_attention_efficiency.csv and collective_fit_simumax.csv."""
+    links: str | None = None
+    """Hardware name in collective_bandwidth.csv."""
+    nvlink: str | None = None
+    """GPU name in nvlink_allreduce.csv."""
+    interference: str | None = None
+    network_reaches: bool = True
+    """Whether the measured machine's network is the catalogue's usual one."""
+    fitted: str | None = None
+    """Key of fitted.json."""
+    note: str = ""
+
+
+RECIPES = (
+    Recipe(gpu="l4-24gb", aceso="L4", mist="L4", links="L4", interference="L4",
+           note="clocks locked at 1050 MHz where Mist measured"),
+    Recipe(gpu="a10g-24gb", aceso="A10G", links="A10G", interference="A10G"),
+    Recipe(gpu="v100-sxm-32gb", aceso="V100-SXM2-32GB", links="V100-SXM2-32GB", nvlink="V100",
+           interference="V100-SXM2-32GB"),
+    Recipe(gpu="a100-sxm-40gb", aceso="A100-SXM4-40GB", links="A100-SXM4-40GB", nvlink="A100",
+           interference="A100-SXM4-40GB", fitted="a100"),
+    Recipe(gpu="a100-sxm-80gb", nvlink="A100", interference="A100-SXM4-40GB", fitted="a100"),
+    Recipe(gpu="a100-pcie-80gb", simumax="a100_pcie", interference="A100-SXM4-40GB"),
+    Recipe(gpu="h100-sxm-80gb", interference="A100-SXM4-40GB"),
+    Recipe(gpu="h200-sxm-141gb", interference="A100-SXM4-40GB"),
+    Recipe(gpu="b200-sxm-180gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB"),
+    Recipe(gpu="gb200-186gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB",
+           note="kernels as measured on B200"),
+)  # fmt: skip
+
+
+@dataclass
+class Draft:
+    """A profile while it is being put together."""
+
+    gpu: GpuSpec
+    sources: dict[str, Source] = field(default_factory=lambda: {"assumed": ASSUMED})
+    figures: dict[str, Quantity] = field(default_factory=dict)
+    gemm: list[tuple[float, ...]] = field(default_factory=list)
+    attention: dict[str, list[tuple[float, ...]]] = field(
+        default_factory=lambda: {"attention_forward": [], "attention_backward": []}
+    )
+    layers: list[tuple[float, ...]] = field(default_factory=list)
+    table_source: str = "assumed"
+    collectives: list[CollectiveCurve] = field(default_factory=list)
+    interference: list[InterferenceSet] = field(default_factory=list)
+
+    def put(self, name: str, value: float, source: str, points: int | None = None) -> None:
+        self.figures[name] = Quantity(value=float(f"{value:.5g}"), source=source, points=points)
+
+    def figure(self, name: str) -> Quantity:
+        return self.figures.get(name) or Quantity(value=TYPICAL[name], source="assumed")
