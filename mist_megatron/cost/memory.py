@@ -99,6 +99,10 @@ def layer_memory(model: ModelSpec, options: LayerOptions, target: Target) -> Lay
     # Backward of the matrix before it: the gathered input and its gradient, activation tensors gone.
     at_input = ACTIVATION + GATHERED * (1 + SP) - activated
     candidates = [at_activation, at_input]
+    if target == "deepspeed":
+        # Plain autograd makes the weight gradient first and adds it to the kept one afterwards: the MLP's
+        # output matrix beside the gradients on either side of it.
+        candidates.append(ACTIVATION + activated + HALF * INNER * HIDDEN)
     if not options.flash_attention:
         # Gradients of softmax output and of scores beside the kept scores, MLP tensors gone; selective
         # recomputation has them to make first.
@@ -255,6 +259,10 @@ def _head_transients(model: ModelSpec, options: LayerOptions, target: Target) ->
     logits = TOKENS * VOCAB_SHARE
     if target == "mist":
         return ACTIVATION + 2 * HALF * logits + 16 * B * S
+    if target == "deepspeed":
+        # Hugging Face and plain torch: the model's output keeps the half-precision logits; their fp32 copy,
+        # the logarithm of the softmax and its gradient are live together.
+        return (HALF + 3 * FULL) * logits + 3 * ACTIVATION
     # Loss: logits in half and in single precision; maximum, exponent and division work in place.
     at_loss = (HALF + FULL) * logits
     # Head's backward: the logits' gradient and Megatron's unused weight gradient of the whole table.

@@ -1,6 +1,7 @@
 """Bytes of weights, gradients and optimizer states that frameworks really allocate, one JSON line per rank.
 
-`python measure_states.py CASE` in as many processes as WORLD_SIZE says; CASE is `zero0` .. `zero3` (DeepSpeed) or `megatron` (distributed optimizer).
+`python measure_states.py CASE` in as many processes as WORLD_SIZE says; CASE is `zero0` .. `zero3`
+(DeepSpeed) or `megatron` (distributed optimizer).
 """
 
 from __future__ import annotations

@@ -1,0 +1,68 @@
+"""Peak memory of whole small models against torch's own tracker, under fake tensors.
+
+The models are plain torch, as DeepSpeed users train them; weights and gradients are there, the optimizer is
+not (its bytes are held against DeepSpeed itself in test_states.py).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the test framework environment")
+from mist_megatron.cost import symbols as s
+from mist_megatron.cost.conventions import DEEPSPEED
+from mist_megatron.cost.grid import StageRole
+from mist_megatron.cost.layers import LayerOptions
+from mist_megatron.cost.memory import stage_memory
+from mist_megatron.spec.model_document import model_from_mapping
+
+SHAPES = [
+    # hidden, ffn, heads, layers, vocab, batch, seq
+    (512, 2048, 8, 4, 1000, 2, 512),
+    (512, 2048, 8, 4, 32000, 2, 512),
+    (1024, 4096, 16, 2, 500, 1, 1024),
+    (1024, 4096, 16, 6, 50304, 4, 1024),
+    (768, 3072, 12, 12, 50257, 8, 512),
+    (2048, 8192, 16, 3, 4096, 1, 2048),
+]
+PROGRAM = Path(__file__).parent / "track_peak.py"
+
+
+@pytest.fixture(scope="module")
+def tracked() -> dict[tuple[int, ...], int]:
+    """All shapes in one process: torch's default type and tracker hooks stay out of this one."""
+    arguments = [",".join(map(str, shape)) for shape in SHAPES]
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(SHAPES, map(int, done.stdout.split()), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_peak_within_two_percent(shape, tracked):
+    hidden, ffn, heads, layers, vocab, batch, seq = shape
+    model = model_from_mapping(
+        {
+            "family": "gpt", "layers": layers, "hidden": hidden, "ffn_hidden": ffn, "heads": heads,
+            "vocab": vocab, "linear_bias": False, "tied_embeddings": False,
+        },
+        "model",
+    )  # fmt: skip
+    # LayerNorm on CPU keeps its statistics in the precision of its input.
+    memory = stage_memory(
+        model, LayerOptions(norm_statistics_bytes=4), "deepspeed", DEEPSPEED, StageRole.ONLY
+    )
+    numbers = {
+        s.B: batch, s.S: seq, s.TP: 1, s.CP: 1, s.DP: 1, s.SP: 0, s.SELECTIVE: 0, s.LAYERS: layers,
+        s.CKPT: 0, s.IN_FLIGHT: 1, s.Z1: 0, s.Z2: 0, s.Z3: 0, s.WO: 0, s.GO: 0, s.OO: 0, s.AO: 0,
+        s.HIDDEN: hidden, s.FFN: ffn, s.HEADS: heads, s.KV_HEADS: heads, s.HEAD_DIM: hidden // heads,
+        s.VOCAB: vocab,
+    }  # fmt: skip
+    absent = sum(float(memory.terms[name].subs(numbers).doit()) for name in ("optimizer", "framework"))
+    moments = {name: float(e.subs(numbers).doit()) for name, e in memory.peaks.items() if name != "step"}
+    assert max(moments.values()) - absent == pytest.approx(tracked[shape], rel=0.02)
