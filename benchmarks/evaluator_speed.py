@@ -127,12 +127,9 @@ class PlainPython:
             quiet = replace(grid, **dict.fromkeys(AXES[5:], np.asarray(0.0)), ckpt=np.asarray(0.0))
             load = self.evaluator.loads(grid).block
             terms = self.evaluator.terms(quiet)
-            edge = sum(
-                float(terms.stable[n].fixed) for n in ("embedding", "gradient_accumulation", "pipeline_p2p")
-            )
-            back = float(terms.delta["gradient_accumulation"].fixed) + float(
-                terms.delta["embedding_traffic"].fixed
-            )
+            own = ("pipeline_fill_of_layers", "first_forward_traffic", "last_backward_traffic")
+            edge = sum(float(term.fixed) for name, term in terms.stable.items() if name not in own)
+            back = sum(float(term.fixed) for name, term in terms.delta.items() if name not in own)
             count, dp = float(load.parameters), float(grid.dp)
             ring = (np.asarray(dp), np.asarray(1.0))
             self.tables[key] = {
@@ -142,7 +139,7 @@ class PlainPython:
                 "collectives": float(load.forward_collective_s + load.backward_collective_s),
                 "accumulate": float(terms.stable["gradient_accumulation"].per_layer),
                 "edge": edge,
-                "edge_back": back + float(terms.delta["optimizer_compute"].fixed),
+                "edge_back": back,
                 "weights": 2 * count / (dp if grid.zero >= 3 else 1.0),
                 "grads": 2 * count / (dp if grid.zero >= 2 else 1.0),
                 "states": 12 * count / dp,

@@ -18,6 +18,8 @@ SWITCHABLE_TERMS = frozenset(
         "optimizer_compute",
         "host_adam",
         "host_adam_copies",
+        "host_work",
+        "host_step",
         "gradient_accumulation",
         "tied_embeddings",
         "pipeline_fill_of_layers",

@@ -42,6 +42,8 @@ def plans(draw: st.DrawFn) -> Plan:
     gpus = tp * dp * cp
     each = [model.layers // stages] * stages
     each[-1] += model.layers - sum(each)
+    if schedule == "interleaved" and any(layers % 2 for layers in each):
+        schedule = "1f1b"
     return Plan(
         model=model,
         training=TrainingSpec(
