@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mist_megatron.spec.profile import Profile
 
 Ratios = dict[tuple[float, ...], tuple[float, int]]
-TURNS = 3
+TURNS = 2
 """A layer is most of an iteration but not all of it: its ratio is found by repetition."""
 
 
