@@ -236,7 +236,9 @@ def _plan(row: _Row) -> Plan:
 
 def _training(row: _Row) -> TrainingSpec:
     # Megatron's --attention-dropout and --hidden-dropout are 0.1 unless a run says otherwise.
-    usual = "0.1" if row.text("framework") in ("megatron-lm", "megatron-deepspeed") else "0.0"
+    usual = (
+        "0.1" if row.text("framework") in ("megatron-core", "megatron-lm", "megatron-deepspeed") else "0.0"
+    )
     dropout = row.text("dropout", usual)
     try:
         rate = float(dropout)
