@@ -258,7 +258,9 @@ def _head_transients(model: ModelSpec, options: LayerOptions, target: Target) ->
     """From the last layer's output to the loss and back to its gradient."""
     logits = TOKENS * VOCAB_SHARE
     if target == "mist":
-        return ACTIVATION + 2 * HALF * logits + 16 * B * S
+        # The buffer of scores that stands in for a fused core lives as long as the stage.
+        scores = ZERO if options.flash_attention else SCORES
+        return ACTIVATION + 2 * HALF * logits + 16 * B * S + scores
     if target == "deepspeed":
         # Hugging Face and plain torch: the model's output keeps the half-precision logits; their fp32 copy,
         # the logarithm of the softmax and its gradient are live together.
