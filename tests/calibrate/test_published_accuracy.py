@@ -1,0 +1,41 @@
+"""Predictions against published measurements, where those are on the machine. Limits are the project's own
+targets; the large A100 file, which takes half a minute, is judged by `mist-megatron validate`."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mist_megatron.calibrate.rows import read_rows
+from mist_megatron.calibrate.validate import outcomes_of, summary
+from mist_megatron.cli.refitting import predictor
+
+DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "measured"
+FOLDER = Path(os.environ.get("MIST_MEASURED_DIR", DEFAULT)) / "end_to_end"
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("mist_l4", 0.05), ("simumax_b200", 0.06), ("simumax_a100pcie", 0.08)]
+)
+def test_time_error_stays_below_its_target(name: str, most: float) -> None:
+    path = FOLDER / f"{name}.csv"
+    if not path.is_file():
+        pytest.skip(f"{path.name} is not on this machine")
+    found = summary(outcomes_of(read_rows(path.read_text(), path.name), path.name, predictor()))
+    assert found["predicted"] == found["rows"]
+    assert found["time_mape"] <= most, found["worst"][:3]
+
+
+def test_a100_layouts_are_ranked_as_measured() -> None:
+    """Every tenth group of the large file: ranking and regret, not only the mean error."""
+    path = FOLDER / "vtrain_a100.csv"
+    if not path.is_file():
+        pytest.skip(f"{path.name} is not on this machine")
+    rows = read_rows(path.read_text(), path.name)
+    groups = sorted({row.group for row in rows})[::10]
+    chosen = [row for row in rows if row.group in groups]
+    found = summary(outcomes_of(chosen, path.name, predictor()))
+    assert found["time_mape"] <= 0.05
+    assert found["spearman"] >= 0.95
+    assert found["pick_regret_mean"] <= 0.02
+    assert found["pick_regret_max"] <= 0.15
