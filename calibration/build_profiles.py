@@ -4,10 +4,10 @@
 
 Inputs, all in the folder given: op_times.csv (operator timings), gemm_attention_efficiency.csv (efficiency
 by exact shape), collective_bandwidth.csv and collective_fit_simumax.csv (fitted collectives),
-nvlink_allreduce.csv (all-reduce inside a node), interference_factors.csv (co-run slowdowns). Besides them
-only calibration/fitted.json, which `fit_end_to_end.py` makes from measured iterations. Nothing is copied:
-efficiencies become times of our operator shapes, sweeps become latency and bandwidth, and each number keeps
-the name of its source.
+nvlink_allreduce.csv (all-reduce inside a node), and for co-run slowdowns interference_raw.csv with times
+alone from collective_raw.csv and gemm_raw.csv. Besides them only calibration/fitted.json, which
+`fit_end_to_end.py` makes from measured iterations. Nothing is copied: efficiencies become times of our
+operator shapes, sweeps become latency and bandwidth, and each number keeps the name of its source.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def _table(name: str, rows: Sequence[tuple[float, ...]], source: str) -> Operato
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("hardware", type=Path, help="folder with the six CSV files")
+    parser.add_argument("hardware", type=Path, help="folder with these CSV files")
     parser.add_argument("--out", type=Path, default=HERE / "profiles")
     parser.add_argument("--fitted", type=Path, default=HERE / "fitted.json")
     parser.add_argument("--only", default=None, help="build this GPU's profile alone")

@@ -9,7 +9,9 @@ import re
 import numpy as np
 from profile_recipes import Draft, Inputs, Recipe
 
-from mist_megatron.spec.profile import STREAMS, CollectiveCurve, InterferenceSet, Source
+from mist_megatron.calibrate.interference import fit_interference, interference_sets, published_coruns
+from mist_megatron.cost.overlap import overlapped_time
+from mist_megatron.spec.profile import CollectiveCurve, Source
 
 GIB = float(1 << 30)
 
@@ -122,32 +124,22 @@ def simumax_links(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
 
 
 def interference_rows(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
-    """Co-run slowdowns; a factor at the bound of its fit is not identified and takes its nearest subset's."""
-    sets: dict[str, dict[str, tuple[float, bool]]] = {}
-    facts: dict[str, tuple[int, float]] = {}
-    for row in inputs.interference:
-        if row["hardware"] == recipe.interference and row["provenance"].startswith("refit_from_raw"):
-            sets.setdefault(row["combo"], {})[row["stream"]] = (
-                max(float(row["slowdown_factor"]), 1.0), not row["at_bound"]
-            )  # fmt: skip
-            facts[row["combo"]] = (int(row["n_points"]), float(row["set_mape_pct"]) / 100.0)
-    if not sets:
+    """Co-run slowdowns fitted to the raw co-runs of one machine, through the cost model's own overlap."""
+    machine = recipe.interference
+    if machine is None:
         return
-    own = recipe.links == recipe.interference
+    if machine not in inputs.fits:
+        inputs.fits[machine] = fit_interference(published_coruns(inputs.coruns, machine), overlapped_time)
+    fit = inputs.fits[machine]
     text = (
-        f"Mist artifact's co-run measurements on {recipe.interference}, refitted (interference_factors.csv)"
+        f"fitted to {int(fit.points.sum())} co-runs of the Mist artifact on {machine} "
+        f"(interference_raw.csv): {fit.error:.1%} off on held-out amounts of work; "
+        f"{fit.maximum_error:.0%} as a maximum, {fit.sum_error:.0%} as a sum"
     )
+    own = recipe.links == machine
     draft.sources["interference"] = (
         Source(origin="published", text=text)
         if own
         else Source(origin="assumed", text=f"{text}; another machine", uncertainty=0.3)
     )
-    for combo, factors in sorted(sets.items(), key=lambda item: (len(item[1]), item[0])):
-        streams = tuple(stream for stream in STREAMS if stream in factors)
-        draft.interference.append(
-            InterferenceSet(
-                streams=streams, factors=tuple(factors[s][0] for s in streams),
-                identified=tuple(factors[s][1] for s in streams), source="interference",
-                points=facts[combo][0], error=facts[combo][1],
-            )
-        )  # fmt: skip
+    draft.interference += interference_sets(fit, "interference")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mist_megatron.calibrate.interference import InterferenceFit, PublishedRows
 from mist_megatron.spec.cluster import GpuSpec
 from mist_megatron.spec.profile import CollectiveCurve, InterferenceSet, Quantity, Source
 
@@ -43,7 +44,9 @@ class Inputs:
     collectives: list[dict[str, str]]
     simumax: list[dict[str, str]]
     allreduce: list[dict[str, str]]
-    interference: list[dict[str, str]]
+    coruns: PublishedRows
+    fits: dict[str, InterferenceFit] = field(default_factory=dict)
+    """Factors by machine, fitted when the first profile asks."""
 
 
 def read_inputs(folder: Path) -> Inputs:
@@ -57,7 +60,9 @@ def read_inputs(folder: Path) -> Inputs:
         collectives=rows("collective_bandwidth"),
         simumax=rows("collective_fit_simumax"),
         allreduce=rows("nvlink_allreduce"),
-        interference=rows("interference_factors"),
+        coruns=PublishedRows(
+            together=rows("interference_raw"), transfers=rows("collective_raw"), products=rows("gemm_raw")
+        ),
     )
 
 
