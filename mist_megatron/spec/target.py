@@ -191,7 +191,7 @@ def require_runnable(plan: Plan) -> None:
 def model_rules(model: ModelSpec, target: Target) -> tuple[str, ...]:
     """What of a model its target cannot run, whatever the plan."""
     if model.parallel_block and not CAPABILITIES[target].parallel_block:
-        return (f"model {model.name}: it has no layers with attention and MLP side by side",)
+        return (f"model {model.name}: it has no parallel blocks (attention beside MLP)",)
     return ()
 
 
