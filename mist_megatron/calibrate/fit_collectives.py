@@ -1,0 +1,190 @@
+"""Latency and bandwidth of transfers, fitted to sweeps over sizes: collectives, copies, single links.
+
+seconds = latency_s + work / bytes_per_s, by least squares of relative errors, latency not negative. The error
+is that of predicted sizes that took no part in the fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mist_megatron.calibrate.measurements import Measurement
+from mist_megatron.errors import InputError
+from mist_megatron.spec.profile import CollectiveCurve, CollectiveKind
+
+Array = NDArray[np.float64]
+FOLDS = 5
+_RING_KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineFit:
+    """What a sweep says."""
+
+    latency_s: float
+    bytes_per_s: float
+    points: int
+    error: float | None
+    """Mean relative error of held-out sizes; None where there are too few to hold any out."""
+
+    def seconds(self, work_bytes: Array) -> Array:
+        return self.latency_s + work_bytes / self.bytes_per_s
+
+
+def passes(kind: CollectiveKind, ranks: float) -> float:
+    """How often the message crosses one rank's link, as `spec.profile.CollectiveCurve` counts."""
+    if kind == "send_recv":
+        return 1.0
+    return (2.0 if kind == "all_reduce" else 1.0) * (ranks - 1.0) / ranks
+
+
+def fit_line(work_bytes: Sequence[float] | Array, seconds: Sequence[float] | Array, what: str) -> LineFit:
+    """Latency and bandwidth of one sweep; `what` names it in refusals."""
+    work, times = np.asarray(work_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    if work.size != times.size or work.size == 0:
+        raise InputError(
+            f"{what}: {work.size} sizes and {times.size} times; wanted as many of both, and some"
+        )
+    if not (np.isfinite(work).all() and np.isfinite(times).all() and (work > 0).all() and (times > 0).all()):
+        raise InputError(f"{what}: sizes and times must be finite and above 0")
+    latency, rate = _solve(work, times)
+    distinct = np.unique(work)
+    error = None
+    if distinct.size > FOLDS:
+        # Neighbouring sizes go into different folds, so that each fold spans the whole sweep.
+        fold = np.searchsorted(distinct, work) % FOLDS
+        missed = np.empty(work.size)
+        for number in range(FOLDS):
+            held = fold == number
+            latency_there, rate_there = _solve(work[~held], times[~held])
+            missed[held] = np.abs((latency_there + work[held] / rate_there) / times[held] - 1.0)
+        error = float(missed.mean())
+    return LineFit(latency_s=latency, bytes_per_s=rate, points=int(work.size), error=error)
+
+
+def _solve(work: Array, times: Array) -> tuple[float, float]:
+    """Each octave of sizes counts alike, however many of its sizes were measured."""
+    octave = np.floor(np.log2(work))
+    _, index, counts = np.unique(octave, return_inverse=True, return_counts=True)
+    weight = 1.0 / np.sqrt(counts[index])
+    design = np.stack([np.ones_like(work), work], axis=1) * (weight / times)[:, None]
+    if np.unique(work).size > 1:
+        (latency, inverse), *_ = np.linalg.lstsq(design, weight, rcond=None)
+        if latency >= 0.0 and inverse > 0.0:
+            return float(latency), float(1.0 / inverse)
+        if inverse <= 0.0:
+            # Larger messages took no longer: all that is known is that a message costs so much.
+            return 0.0, float(np.max(work / times))
+    # One size, or a latency below zero: bandwidth alone.
+    share = work / times
+    return 0.0, float((share @ share) / share.sum())
+
+
+def fit_collectives(points: Sequence[Measurement], source: str) -> tuple[CollectiveCurve, ...]:
+    """One curve for each (kind, group size, nodes, strided) among measured collectives."""
+    groups: dict[tuple[str, int, int, bool], list[Measurement]] = {}
+    for point in points:
+        if point.kind == "collective":
+            key = (point.label, int(point.sizes["ranks"]), int(point.sizes["nodes"]), point.strided)
+            groups.setdefault(key, []).append(point)
+    curves = []
+    for (name, ranks, nodes, strided), members in sorted(groups.items()):
+        kind = cast(CollectiveKind, name)
+        once = passes(kind, ranks)
+        fit = fit_line(
+            [once * point.sizes["bytes"] for point in members],
+            [point.seconds for point in members],
+            f"{kind} of {ranks} ranks on {nodes} nodes",
+        )
+        curves.append(
+            CollectiveCurve(
+                kind=kind, ranks=ranks, nodes=nodes, strided=strided, source=source, points=fit.points,
+                latency_s=rounded(fit.latency_s), bytes_per_s=rounded(fit.bytes_per_s),
+                error=None if fit.error is None else round(fit.error, 4),
+            )
+        )  # fmt: skip
+    return tuple(curves)
+
+
+def with_missing_kinds(curves: Sequence[CollectiveCurve]) -> tuple[CollectiveCurve, ...]:
+    """Gather and scatter from the all-reduce of the same group (and back) where one was not measured.
+
+    A ring all-reduce is a reduce-scatter and an all-gather: the same rate, twice their steps of latency."""
+    known = {(curve.kind, curve.ranks, curve.nodes, curve.strided) for curve in curves}
+    added = []
+    for curve in curves:
+        for kind in _RING_KINDS:
+            key = (kind, curve.ranks, curve.nodes, curve.strided)
+            if curve.kind == "send_recv" or key in known:
+                continue
+            known.add(key)
+            share = {"all_reduce": 2.0}.get(kind, 1.0) / {"all_reduce": 2.0}.get(curve.kind, 1.0)
+            added.append(
+                CollectiveCurve(
+                    kind=key[0], ranks=curve.ranks, nodes=curve.nodes, strided=curve.strided,
+                    latency_s=rounded(curve.latency_s * share), bytes_per_s=curve.bytes_per_s,
+                    source=curve.source, error=curve.error,
+                )
+            )  # fmt: skip
+    return (*curves, *added)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyFit:
+    """Pinned copies between host and device."""
+
+    h2d: LineFit | None
+    d2h: LineFit | None
+    both_bytes_per_s: float | None
+    """Each way with both at once."""
+    both_points: int = 0
+
+
+def fit_copies(points: Sequence[Measurement]) -> CopyFit:
+    """Each direction's curve, and the rate with both at once from its largest sizes."""
+    ways: dict[str, LineFit | None] = {}
+    for way in ("h2d", "d2h"):
+        members = [point for point in points if point.kind == "copy" and point.label == way]
+        ways[way] = (
+            fit_line([p.sizes["bytes"] for p in members], [p.seconds for p in members], f"copies {way}")
+            if members
+            else None
+        )
+    both = [point for point in points if point.kind == "copy" and point.label == "both"]
+    rate = max((point.sizes["bytes"] / point.seconds for point in both), default=None)
+    return CopyFit(h2d=ways["h2d"], d2h=ways["d2h"], both_bytes_per_s=rate, both_points=len(both))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixFigures:
+    """What a matrix of pairwise bandwidths says about a network."""
+
+    median_bytes_per_s: float
+    slowest_bytes_per_s: float
+    variation: float
+    """Standard deviation over the mean: placement gains little where it is some percent."""
+    pairs: int
+
+
+def matrix_figures(points: Sequence[Measurement]) -> MatrixFigures:
+    """Figures over all measured pairs."""
+    rates = np.array([p.sizes["bytes"] / p.seconds for p in points if p.kind == "link"])
+    if rates.size == 0:
+        raise InputError("bandwidth matrix: no pair of nodes was measured")
+    return MatrixFigures(
+        median_bytes_per_s=float(np.median(rates)),
+        slowest_bytes_per_s=float(rates.min()),
+        variation=float(rates.std() / rates.mean()),
+        pairs=int(rates.size),
+    )
+
+
+def rounded(value: float) -> float:
+    """Five digits: more would only be noise."""
+    return float(f"{value:.5g}") if math.isfinite(value) else value

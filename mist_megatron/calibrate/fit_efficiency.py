@@ -1,0 +1,162 @@
+"""What kernels reach of a device's peak, fitted to sweeps over shapes.
+
+Same curves as `spec.profile.KernelCurves`: a product of M x K and K x N takes its FLOPs at a share of the peak,
+times 1 + half_area / (M N batch) for tiles that do not fill the device, times 1 + half_depth / K for the start
+of each dot product; nothing takes less than one launch. The error is that of shapes held out together with
+all others of the same K (products), sequence (attention) or size (copies in device memory).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mist_megatron.calibrate.measurements import Measurement
+from mist_megatron.errors import InputError
+
+Array = NDArray[np.float64]
+Curve = Callable[[Array, Array], Array]
+"""(parameters, rows) -> seconds."""
+FOLDS = 5
+GEMM_START = (0.7, 5e5, 60.0)
+"""Where fits begin and to where a weak prior holds what a narrow sweep does not determine: the middle of
+the published tables of L4, A10G, V100, A100 and B200."""
+ATTENTION_START = (0.5, 512.0)
+_PULL = 0.03
+"""A factor e away from the start costs as much as an error of 3 % on every row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveFit:
+    """Parameters by name, and how far they are off."""
+
+    values: dict[str, float]
+    points: int
+    error: float | None
+    """Mean relative error of held-out groups; None where there are too few groups."""
+
+
+def fit_gemm(points: Sequence[Measurement], peak_flops_per_s: float, launch_s: float) -> CurveFit:
+    """Peak share, half area and half depth of single products; small ones are floored by the launch."""
+    rows = _rows(points, "gemm", ("m", "n", "k", "batch"))
+
+    def seconds(theta: Array, at: Array) -> Array:
+        m, n, k, batch = at[:, 0], at[:, 1], at[:, 2], at[:, 3]
+        share, half_area, half_depth = np.exp(theta)
+        area = m * n * batch
+        busy = 2.0 * area * k / (peak_flops_per_s * share) * (1.0 + half_area / area) * (1.0 + half_depth / k)
+        return np.asarray(np.maximum(busy, launch_s))
+
+    theta, error = _fit(rows, rows[:, 2], seconds, GEMM_START)
+    names = ("gemm_peak_fraction", "gemm_half_area", "gemm_half_depth")
+    return CurveFit(values=_named(names, theta), points=len(rows), error=error)
+
+
+def fit_attention(points: Sequence[Measurement], peak_flops_per_s: float, launch_s: float) -> CurveFit:
+    """Shares of the peak that causal attention reaches forward and backward, and the half sequence."""
+    columns = ("batch", "seq", "heads", "head_dim")
+    parts = []
+    for kind, backward in (("attention_forward", 0.0), ("attention_backward", 1.0)):
+        if any(point.kind == kind for point in points):
+            part = _rows(points, kind, columns)
+            parts.append(np.insert(part, 4, backward, axis=1))
+    if not parts:
+        raise InputError("attention: no measured shape")
+    rows = np.concatenate(parts)
+
+    def seconds(theta: Array, at: Array) -> Array:
+        batch, seq, heads, head_dim, backward = at[:, 0], at[:, 1], at[:, 2], at[:, 3], at[:, 4]
+        forward_share, backward_share, half_seq = np.exp(theta)
+        # Causal: half of two products of 2 s s e; backward runs five products for two.
+        flops = 2.0 * batch * heads * seq * seq * head_dim * np.where(backward > 0.0, 2.5, 1.0)
+        share = np.where(backward > 0.0, backward_share, forward_share)
+        busy = flops / (peak_flops_per_s * share) * (1.0 + half_seq / seq)
+        return np.asarray(np.maximum(busy, launch_s))
+
+    share, half_seq = ATTENTION_START
+    theta, error = _fit(rows, rows[:, 1], seconds, (share, share, half_seq))
+    names = ("attention_forward_fraction", "attention_backward_fraction", "attention_half_seq")
+    return CurveFit(values=_named(names, theta), points=len(rows), error=error)
+
+
+def fit_memory(points: Sequence[Measurement], peak_bytes_per_s: float) -> CurveFit:
+    """Share of the datasheet's memory bandwidth, and the latency of one memory-bound kernel."""
+    rows = _rows(points, "memory", ("moved_bytes",))
+
+    def seconds(theta: Array, at: Array) -> Array:
+        share, latency = np.exp(theta)
+        return np.asarray(at[:, 0] / (peak_bytes_per_s * share) + latency)
+
+    theta, error = _fit(rows, rows[:, 0], seconds, (0.8, max(float(rows[:, -1].min()) / 2.0, 1e-7)))
+    names = ("memory_fraction", "memory_latency_s")
+    return CurveFit(values=_named(names, theta), points=len(rows), error=error)
+
+
+def launch_seconds(points: Sequence[Measurement]) -> tuple[float, int] | None:
+    """Median time of an empty kernel, and from how many points."""
+    times = [point.seconds for point in points if point.kind == "launch"]
+    return (float(np.median(times)), len(times)) if times else None
+
+
+def rate_of(points: Sequence[Measurement], kind: str) -> tuple[float, int] | None:
+    """Units per second of the larger half of a sweep, where start-up no longer counts."""
+    members = sorted((p for p in points if p.kind == kind), key=lambda p: p.sizes["parameters"])
+    if not members:
+        return None
+    large = members[len(members) // 2 :]
+    return float(np.median([p.sizes["parameters"] / p.seconds for p in large])), len(members)
+
+
+def _rows(points: Sequence[Measurement], kind: str, columns: tuple[str, ...]) -> Array:
+    """Sizes and, last, seconds."""
+    found = [[*(p.sizes[name] for name in columns), p.seconds] for p in points if p.kind == kind]
+    if not found:
+        raise InputError(f"{kind}: no measured shape")
+    return np.array(found, dtype=np.float64)
+
+
+def _fit(rows: Array, group: Array, curve: Curve, start: tuple[float, ...]) -> tuple[Array, float | None]:
+    """Parameters over all rows, and the mean relative error of groups that took no part in a fit."""
+    theta = _solve(rows, curve, start)
+    groups, index = np.unique(group, return_inverse=True)
+    if groups.size < 3:
+        return theta, None
+    fold = index % min(FOLDS, groups.size)
+    missed = np.empty(len(rows))
+    for number in range(int(fold.max()) + 1):
+        held = fold == number
+        there = _solve(rows[~held], curve, start)
+        missed[held] = np.abs(curve(there, rows[held]) / rows[held, -1] - 1.0)
+    return theta, float(missed.mean())
+
+
+def _solve(rows: Array, curve: Curve, start: tuple[float, ...]) -> Array:
+    """Damped Gauss-Newton on logarithms of parameters and times, with a weak pull to the start."""
+    first = np.log(np.array(start))
+    wanted = np.log(rows[:, -1])
+    pull = _PULL * math.sqrt(len(rows)) * np.array([0.0, *(1.0 for _ in start[1:])])
+
+    def residual(theta: Array) -> Array:
+        return np.concatenate([np.log(curve(theta, rows)) - wanted, pull * (theta - first)])
+
+    theta, damping = first.copy(), 1e-2
+    best = residual(theta)
+    for _ in range(80):
+        jacobian = np.stack([(residual(theta + step) - best) / 1e-5 for step in 1e-5 * np.eye(len(theta))], 1)
+        normal = jacobian.T @ jacobian
+        move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ best)
+        tried = theta + np.clip(move, -1.0, 1.0)
+        then = residual(tried)
+        if then @ then < best @ best:
+            theta, best, damping = tried, then, damping / 3.0
+        else:
+            damping *= 4.0
+    return theta
+
+
+def _named(names: tuple[str, ...], theta: Array) -> dict[str, float]:
+    return {name: float(f"{math.exp(value):.5g}") for name, value in zip(names, theta, strict=True)}
