@@ -67,6 +67,11 @@ class StageEvaluator:
         self._fixed = _model_values(job)
         self._memo: dict[tuple[object, ...], _PricedPairs] = {}
 
+    @property
+    def time_context(self) -> TimeContext:
+        """Prices, overlaps and byte widths that the stages of this job have in common."""
+        return self._context
+
     def __call__(self, grid: StageGrid) -> StageCost:
         factors = self.factors(grid)
         return StageCost(
@@ -95,6 +100,13 @@ class StageEvaluator:
         """Largest number of live bytes on a GPU of the stage."""
         sizes = self._memory(grid)
         return sizes["held"] + self._beyond(sizes)
+
+    def memory_moments(self, grid: StageGrid) -> dict[str, Array]:
+        """`held` throughout, `activations` kept between passes, and as `beyond.NAME` what each moment that
+        may be the peak adds to what is held."""
+        sizes = self._memory(grid)
+        moments = {name: value for name, value in sizes.items() if name.startswith("beyond.")}
+        return {"held": sizes["held"], "activations": sizes["term.activations"], **moments}
 
     def _beyond(self, sizes: Mapping[str, Array]) -> Array:
         moments = sorted((v for name, v in sizes.items() if name.startswith("beyond.")), key=np.size)

@@ -20,7 +20,17 @@ from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.overlap import overlapped_time
 from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.step_time import boundary_terms, step_terms
-from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, StageTerms, TimeContext, add_term
+from mist_megatron.cost.terms import (
+    ZERO,
+    LayerLoad,
+    LayerPasses,
+    Linear,
+    PassStreams,
+    StageLoads,
+    StageTerms,
+    TimeContext,
+    add_term,
+)
 from mist_megatron.cost.traffic import Traffic, host_copy, layer_traffic
 
 
@@ -54,7 +64,7 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
     _block_terms(grid, loads.block, context, stable, delta)
     for name, load in (("embedding", loads.embedding), ("head", loads.head)):
         if load is not None:
-            _edge_layer_terms(name, _edge_grid(grid, context.template), load, context, stable, delta)
+            _edge_layer_terms(name, edge_grid(grid, context.template), load, context, stable, delta)
     exchange_s = context.template.host_s_per_exchange if grid.stages > 1 else 0.0
     stable["host_work"] = Linear(np.asarray(context.template.host_s_per_micro_batch + exchange_s))
     delta["host_step"] = Linear(np.asarray(context.template.host_s_per_step))
@@ -161,6 +171,33 @@ def _run(
     saved_bytes: Array,
 ) -> _Run:
     """The four passes of one kind of layer; `again` is recomputed compute and collectives."""
+    passes = layer_passes(grid, load, traffic, context, again=again, saved_bytes=saved_bytes)
+    factors = context.interference
+    backward = _phase(passes.backward, factors)
+    last = backward if passes.last is passes.backward else _phase(passes.last, factors)
+    return _Run(
+        _phase(passes.forward, factors),
+        backward,
+        _phase(passes.first, factors),
+        last,
+        passes.forward.tensor_s + passes.backward.tensor_s,
+        passes.forward.blocking_gather_s
+        + passes.backward.blocking_gather_s
+        + passes.backward.blocking_reduce_s,
+    )
+
+
+def layer_passes(
+    grid: StageGrid,
+    load: LayerLoad,
+    traffic: Traffic,
+    context: TimeContext,
+    *,
+    again: tuple[Array, Array],
+    saved_bytes: Array,
+) -> LayerPasses:
+    """What the four passes of one kind of layer put on each stream: the closed form overlaps these, the
+    event simulator plays them."""
     template, zero = context.template, grid.zero
     saved = grid.activations_offload * saved_bytes
     saved_out, saved_in = host_copy(saved, "d2h", context), host_copy(saved, "h2d", context)
@@ -177,32 +214,41 @@ def _run(
     gather1 = np.where((zero == 1) | (zero == 2), traffic.gather_s, 0.0) * template.first_gather_overlaps
     gather_beside = gather3 * template.zero3_gather_overlaps
     reduce_beside = reduce2 * template.zero2_reduce_overlaps + reduce3 * template.zero3_reduce_overlaps
-    stopped = 2.0 * (gather3 - gather_beside) + (reduce2 + reduce3 - reduce_beside)
 
-    backward_compute = load.backward_s + again[0]
-    copies_in = traffic.weights_in_s + traffic.grads_in_s + saved_in
-    factors = context.interference
-    forward_in = (gather_beside + beside_forward, traffic.weights_in_s)
-    forward = _phase(load.forward_s, forward_in, (ZERO, saved_out), factors)
-    backward_in = (gather_beside + beside_backward, copies_in)
-    backward_out = (reduce_beside, traffic.grads_out_s)
-    backward = _phase(backward_compute, backward_in, backward_out, factors)
-    # With a swapped step the new weights are made here, so old ones need not come in.
-    first_copies_in = traffic.step_in_s if template.step_in_first_forward else traffic.weights_in_s
-    first_in = (gather_beside + gather1 + beside_forward, first_copies_in)
-    first_out = (ZERO, saved_out + traffic.step_out_s)
-    first = _phase(load.forward_s + traffic.step_compute_s, first_in, first_out, factors)
-    last_out = (reduce_beside + reduce1, traffic.grads_out_s)
-    last = _phase(backward_compute, backward_in, last_out, factors) if np.any(reduce1) else backward
-    return _Run(forward, backward, first, last, forward_tp + backward_tp, stopped)
+    forward = PassStreams(
+        compute_s=load.forward_s,
+        gather_s=gather_beside + beside_forward,
+        copy_in_s=traffic.weights_in_s,
+        copy_out_s=saved_out,
+        tensor_s=forward_tp,
+        blocking_gather_s=gather3 - gather_beside,
+    )
+    backward = PassStreams(
+        compute_s=load.backward_s + again[0],
+        gather_s=gather_beside + beside_backward,
+        copy_in_s=traffic.weights_in_s + traffic.grads_in_s + saved_in,
+        reduce_s=reduce_beside,
+        copy_out_s=traffic.grads_out_s,
+        tensor_s=backward_tp,
+        blocking_gather_s=gather3 - gather_beside,
+        blocking_reduce_s=reduce2 + reduce3 - reduce_beside,
+    )
+    first = replace(
+        forward,
+        compute_s=load.forward_s + traffic.step_compute_s,
+        gather_s=gather_beside + gather1 + beside_forward,
+        # With a swapped step the new weights are made here, so old ones need not come in.
+        copy_in_s=traffic.step_in_s if template.step_in_first_forward else traffic.weights_in_s,
+        copy_out_s=saved_out + traffic.step_out_s,
+    )
+    last = replace(backward, reduce_s=reduce_beside + reduce1) if np.any(reduce1) else backward
+    return LayerPasses(forward, backward, first, last)
 
 
-def _phase(
-    compute: Array, arriving: tuple[Array, Array], leaving: tuple[Array, Array], factors: Array
-) -> _Phase:
-    """`arriving` is (gathered, copied in), `leaving` is (reduced, copied out)."""
-    gather, copy_in = (_dropped_if_idle(stream) for stream in arriving)
-    reduce, copy_out = (_dropped_if_idle(stream) for stream in leaving)
+def _phase(streams: PassStreams, factors: Array) -> _Phase:
+    compute = streams.compute_s
+    gather, copy_in = _dropped_if_idle(streams.gather_s), _dropped_if_idle(streams.copy_in_s)
+    reduce, copy_out = _dropped_if_idle(streams.reduce_s), _dropped_if_idle(streams.copy_out_s)
     if all(stream is ZERO for stream in (gather, copy_in, reduce, copy_out)):
         return _Phase(compute, ZERO, ZERO)
     steady = overlapped_time((compute, gather + reduce, copy_in, copy_out), factors)
@@ -231,7 +277,8 @@ def _edge(grid: StageGrid, kept: Array, whole: Array) -> Linear:
     return Linear(np.where(grid.ckpt < grid.layers, kept, whole))
 
 
-def _edge_grid(grid: StageGrid, template: Template) -> StageGrid:
+def edge_grid(grid: StageGrid, template: Template) -> StageGrid:
+    """The stage as embedding and head see it."""
     changed = grid
     if template.edges_zero is not None:
         changed = replace(changed, zero=np.asarray(float(template.edges_zero)))

@@ -71,10 +71,7 @@ def boundary_terms(
         return
     gpus = grid.nodes * grid.gpus_per_node
     share = boundary_crossing_share(grid.stages, gpus, context.cluster_gpus_per_node)
-    inside, across = (
-        context.prices.collective("send_recv", boundary_bytes, np.asarray(2.0), np.asarray(nodes)).seconds
-        for nodes in (1.0, 2.0)
-    )
+    inside, across = hop_seconds(boundary_bytes, context)
     hop = (1.0 - share) * inside + share * across
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     if grid.vpp > 1 and context.template.boundary_overlaps_when_interleaved:
@@ -82,3 +79,12 @@ def boundary_terms(
         delta["pipeline_p2p"] = Linear(2.0 * (grid.stages - 1) * hop)
         return
     stable["pipeline_p2p"] = Linear(exchanges * grid.vpp * hop)
+
+
+def hop_seconds(boundary_bytes: Array, context: TimeContext) -> tuple[Array, Array]:
+    """One transfer to a neighbouring stage, inside a node and between nodes."""
+    inside, across = (
+        context.prices.collective("send_recv", boundary_bytes, np.asarray(2.0), np.asarray(nodes)).seconds
+        for nodes in (1.0, 2.0)
+    )
+    return inside, across

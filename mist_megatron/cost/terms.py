@@ -101,6 +101,37 @@ class StageLoads:
     """Elements of a token table that another stage holds too, whose gradients the two stages add."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PassStreams:
+    """One pass over one layer: seconds alone on each stream. What arrives must be there before compute
+    begins and comes in during the layer before; what leaves goes out during the layer after."""
+
+    compute_s: Array
+    gather_s: Array = field(default_factory=lambda: ZERO)
+    """Collectives that arrive: weights, and tensor-parallel collectives where those run beside compute."""
+    copy_in_s: Array = field(default_factory=lambda: ZERO)
+    reduce_s: Array = field(default_factory=lambda: ZERO)
+    """Collectives that leave: gradients."""
+    copy_out_s: Array = field(default_factory=lambda: ZERO)
+    tensor_s: Array = field(default_factory=lambda: ZERO)
+    """Tensor-parallel collectives that stop compute."""
+    blocking_gather_s: Array = field(default_factory=lambda: ZERO)
+    """Data-parallel collectives that do, before compute ..."""
+    blocking_reduce_s: Array = field(default_factory=lambda: ZERO)
+    """... and after it."""
+
+
+@dataclass(frozen=True)
+class LayerPasses:
+    """The four passes of a kind of layer; `first` is the first forward and `last` the last backward of an
+    iteration. `last` is `backward` itself where they are equal."""
+
+    forward: PassStreams
+    backward: PassStreams
+    first: PassStreams
+    last: PassStreams
+
+
 @dataclass(frozen=True)
 class StageTerms:
     """Named parts of t and d; each dictionary sums to its total."""
