@@ -33,6 +33,10 @@ class Template:
 
     zero3_gather_overlaps: bool
     """Weights of the next layer are gathered while this one computes."""
+    zero3_gather_elements: float | None
+    """Least elements that are gathered at once; None gathers layer by layer."""
+    zero3_reuse_elements: float | None
+    """A recomputed layer up to this many elements keeps its weights for its backward pass; None always."""
     zero3_reduce_overlaps: bool
     zero2_reduce_overlaps: bool
     """Gradients of the last layer are reduced while this one computes, every micro-batch."""
@@ -74,6 +78,8 @@ class Template:
 
 MIST = Template(
     zero3_gather_overlaps=True,
+    zero3_gather_elements=None,
+    zero3_reuse_elements=None,
     zero3_reduce_overlaps=True,
     zero2_reduce_overlaps=True,
     last_reduce_overlaps=True,
@@ -114,6 +120,8 @@ def _megatron(execution: Execution) -> Template:
     gather_overlaps = bool(execution.overlap_param_gather)
     return Template(
         zero3_gather_overlaps=True,
+        zero3_gather_elements=None,
+        zero3_reuse_elements=None,
         zero3_reduce_overlaps=True,
         zero2_reduce_overlaps=True,
         last_reduce_overlaps=reduce_overlaps,
@@ -143,6 +151,9 @@ def _deepspeed(execution: Execution) -> Template:
     return Template(
         # Without overlap_comm stage 3 gathers on the compute stream too.
         zero3_gather_overlaps=overlap is not False,
+        # stage3_prefetch_bucket_size and stage3_max_reuse_distance of runtime/zero/config.py.
+        zero3_gather_elements=5e7,
+        zero3_reuse_elements=1e9,
         zero3_reduce_overlaps=overlap is not False,
         zero2_reduce_overlaps=bool(overlap),
         last_reduce_overlaps=bool(overlap),

@@ -294,6 +294,7 @@ def _time_context(
         grad_bytes=float(conventions.grad_bytes),
         optimizer_bytes=float(conventions.optimizer_bytes),
         tensor_collectives_overlap=bool(execution.tp_comm_overlap),
+        cluster_gpus=job.cluster.gpus,
         cluster_gpus_per_node=job.cluster.gpus_per_node,
         context_parallel=execution.context_parallel,
         without=without,

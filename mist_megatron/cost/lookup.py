@@ -189,9 +189,22 @@ class ProfilePrices:
         per_node = np.maximum(size / np.maximum(spans, 1.0), 1.0)
         outside = self.inter_bytes_per_s_per_gpu * c.inter_fraction.value * per_node
         rate = np.where(across, np.minimum(inside, outside), inside)
-        turns = (size - 1.0) * {"all_reduce": 2.0, "send_recv": 0.0}.get(kind, 1.0)
-        hops = np.where(across, c.inter_hop_latency_s.value * spans, c.intra_hop_latency_s.value * turns)
-        return np.where(across, c.inter_latency_s.value, c.intra_latency_s.value) + hops, rate
+        return self._latency(kind, size, spans, per_node), rate
+
+    def _latency(self, kind: Collective, size: Array, spans: Array, per_node: Array) -> Array:
+        """A ring waits for every rank once (an all-reduce twice); between nodes an all-reduce may go up and
+        down a tree of nodes instead, which NCCL has for no other collective."""
+        c = self.profile.links
+        intra, inter = c.intra_hop_latency_s.value, c.inter_hop_latency_s.value
+        across = spans > 1.0
+        start = np.where(across, c.inter_latency_s.value, c.intra_latency_s.value)
+        if kind == "send_recv":
+            return start
+        ring = np.where(across, (size - spans) * intra + spans * inter, (size - 1.0) * intra)
+        if kind == "all_reduce":
+            climbed = 2.0 * (per_node - 1.0) * intra + 2.0 * np.log2(np.maximum(spans, 1.0)) * inter
+            ring = np.where(across, np.minimum(2.0 * ring, climbed), 2.0 * ring)
+        return start + ring
 
     def host_copy(self, copied_bytes: Array, direction: Literal["h2d", "d2h"]) -> Priced:
         host = self.profile.host

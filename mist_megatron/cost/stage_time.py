@@ -95,7 +95,7 @@ def _block_terms(
     stable["backward"] = Linear(per_layer=load.backward_s)
     stable["recompute"] = Linear(per_layer=again[0], per_ckpt=load.forward_s - again[0])
     stable["tensor_parallel"] = _mixed(kept.tensor_s, whole.tensor_s)
-    stable["blocking_data_parallel"] = Linear(per_layer=kept.blocking_s)
+    stable["blocking_data_parallel"] = _mixed(kept.blocking_s, whole.blocking_s)
     stable["exposed_traffic"] = _mixed(
         kept.forward.exposed_s + kept.backward.exposed_s,
         whole.forward.exposed_s + whole.backward.exposed_s,
@@ -202,6 +202,7 @@ def layer_passes(
     saved = grid.activations_offload * saved_bytes
     saved_out, saved_in = host_copy(saved, "d2h", context), host_copy(saved, "h2d", context)
     forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
+    gathers_again = _gathers_again(load, template, again[0])
     beside_forward, beside_backward = ZERO, ZERO
     if context.tensor_collectives_overlap:
         beside_forward, beside_backward = forward_tp, backward_tp
@@ -225,12 +226,12 @@ def layer_passes(
     )
     backward = PassStreams(
         compute_s=load.backward_s + again[0],
-        gather_s=gather_beside + beside_backward,
+        gather_s=(1.0 + gathers_again) * gather_beside + beside_backward,
         copy_in_s=traffic.weights_in_s + traffic.grads_in_s + saved_in,
         reduce_s=reduce_beside,
         copy_out_s=traffic.grads_out_s,
         tensor_s=backward_tp,
-        blocking_gather_s=gather3 - gather_beside,
+        blocking_gather_s=(1.0 + gathers_again) * (gather3 - gather_beside),
         blocking_reduce_s=reduce2 + reduce3 - reduce_beside,
     )
     first = replace(
@@ -243,6 +244,13 @@ def layer_passes(
     )
     last = replace(backward, reduce_s=reduce_beside + reduce1) if np.any(reduce1) else backward
     return LayerPasses(forward, backward, first, last)
+
+
+def _gathers_again(load: LayerLoad, template: Template, recomputed_s: Array) -> Array:
+    """1 where ZeRO 3 lets go of a recomputed layer's weights before its backward pass, else 0."""
+    if template.zero3_reuse_elements is None or not np.any(recomputed_s):
+        return ZERO
+    return np.asarray(load.parameters > template.zero3_reuse_elements, dtype=np.float64)
 
 
 def _phase(streams: PassStreams, factors: Array) -> _Phase:

@@ -32,9 +32,7 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
     if loads.tied_parameters is not None:
         message = context.grad_bytes * loads.tied_parameters
         pair = np.asarray(2.0)
-        nodes = np.asarray(
-            2.0 if grid.stages * grid.nodes * grid.gpus_per_node > context.cluster_gpus_per_node else 1.0
-        )
+        nodes = np.asarray(2.0 if context.cluster_gpus > context.cluster_gpus_per_node else 1.0)
         delta["tied_embeddings"] = Linear(prices.collective("all_reduce", message, pair, nodes).seconds)
     if template.step_in_first_forward:
         steps = layer_traffic(grid, loads.block, context).step_compute_s
@@ -66,11 +64,13 @@ def boundary_terms(
 ) -> None:
     """Activations to the next stage and their gradients back. A stage with two neighbours meets two
     exchanges per micro-batch, one at an end of the pipeline meets one, so that their sum over the stages
-    is the 2 (S-1) hops of one micro-batch there and back."""
+    is the 2 (S-1) hops of one micro-batch there and back. Where stages differ in size, each pays for what
+    its own ranks send and receive, and crosses nodes as often as stages of its size that fill the cluster."""
     if grid.stages <= 1:
         return
     gpus = grid.nodes * grid.gpus_per_node
-    share = boundary_crossing_share(grid.stages, gpus, context.cluster_gpus_per_node)
+    alike = max(context.cluster_gpus // gpus, 2)
+    share = boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node)
     inside, across = hop_seconds(boundary_bytes, context)
     hop = (1.0 - share) * inside + share * across
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0

@@ -82,6 +82,7 @@ class TimeContext:
     optimizer_bytes: float
     """Bytes per parameter of master weights and moments: what a swap of optimizer states copies."""
     tensor_collectives_overlap: bool
+    cluster_gpus: int
     cluster_gpus_per_node: int
     context_parallel: int
     without: frozenset[str]
@@ -141,11 +142,21 @@ class StageTerms:
 
 
 def totals(terms: Mapping[str, Linear]) -> Linear:
-    """The sum of all terms, still linear."""
-    total = Linear()
-    for term in terms.values():
-        total = total + term
-    return total
+    """The sum of all terms, still linear; smallest arrays first, so that only the last additions touch the
+    full size of an open grid."""
+
+    def added(parts: list[Array]) -> Array:
+        total = ZERO
+        for part in sorted(parts, key=np.size):
+            total = total + part
+        return total
+
+    values = terms.values()
+    return Linear(
+        added([term.fixed for term in values]),
+        added([term.per_layer for term in values]),
+        added([term.per_ckpt for term in values]),
+    )
 
 
 def add_term(terms: dict[str, Linear], name: str, term: Linear) -> None:
