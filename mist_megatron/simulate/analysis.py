@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mist_megatron.simulate.engine import Array, Stream, Timeline, critical_path
 
-STREAM_NAMES = ("compute", "gpu_gpu", "host_to_device", "device_to_host")
+STREAM_NAMES = ("compute", "gpu_gpu", "host_to_device", "device_to_host", "host")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceUsage:
-    """Seconds of one device; the first four add up to the makespan."""
+    """Seconds of one device; the first five add up to the makespan."""
 
     device: int
     exposed_compute_s: float
@@ -22,14 +23,27 @@ class DeviceUsage:
     """Transfers run, no compute beside them."""
     overlapped_s: float
     """Both at once."""
+    host_s: float
+    """The GPU does nothing because its host has not launched anything, or updates states itself."""
     idle_s: float
-    """Neither: the bubble."""
-    busy_s: tuple[float, float, float, float]
-    """Per stream: compute, GPU-GPU, host-to-device, device-to-host."""
+    """Neither the GPU nor its host does anything: the bubble."""
+    busy_s: tuple[float, float, float, float, float]
+    """Per stream: compute, GPU-GPU, host-to-device, device-to-host, host."""
 
     @property
     def makespan_s(self) -> float:
-        return self.exposed_compute_s + self.exposed_communication_s + self.overlapped_s + self.idle_s
+        return self.busy_somehow_s + self.idle_s
+
+    @property
+    def busy_somehow_s(self) -> float:
+        moving_s = self.exposed_communication_s + self.overlapped_s
+        return self.exposed_compute_s + moving_s + self.host_s
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the iteration in which the GPU computes."""
+        computing_s = self.exposed_compute_s + self.overlapped_s
+        return computing_s / self.makespan_s if self.makespan_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,32 +56,41 @@ class PathShare:
 
 
 def device_usage(timeline: Timeline) -> tuple[DeviceUsage, ...]:
-    """Split every device's time into exposed, overlapped and idle."""
+    """Split every device's time into exposed, overlapped, waiting for the host, and idle."""
     device = np.array(timeline.program.device, dtype=np.int64)
+    order = np.argsort(device, kind="stable")
+    bounds = np.searchsorted(device[order], np.arange(timeline.program.devices + 1))
     stream = np.array(timeline.program.stream, dtype=np.int64)
-    usages = []
-    for number in range(timeline.program.devices):
-        mine = device == number
-        busy = tuple(
-            float((timeline.end_s - timeline.start_s)[mine & (stream == k)].sum()) for k in range(len(Stream))
-        )
-        compute = mine & (stream == Stream.COMPUTE)
-        transfer = mine & (stream != Stream.COMPUTE)
-        computing = _covered(timeline.start_s[compute], timeline.end_s[compute])
-        moving = _covered(timeline.start_s[transfer], timeline.end_s[transfer])
-        either = _covered(timeline.start_s[mine], timeline.end_s[mine])
-        both = computing + moving - either
-        usages.append(
-            DeviceUsage(
-                device=number,
-                exposed_compute_s=computing - both,
-                exposed_communication_s=moving - both,
-                overlapped_s=both,
-                idle_s=timeline.makespan_s - either,
-                busy_s=(busy[0], busy[1], busy[2], busy[3]),
-            )
-        )
-    return tuple(usages)
+    return tuple(
+        _usage(number, timeline, stream, order[bounds[number] : bounds[number + 1]])
+        for number in range(timeline.program.devices)
+    )
+
+
+def _usage(
+    number: int, timeline: Timeline, stream: NDArray[np.int64], mine: NDArray[np.int64]
+) -> DeviceUsage:
+    start, end, streams = timeline.start_s[mine], timeline.end_s[mine], stream[mine]
+
+    def covered(chosen: NDArray[np.bool_]) -> float:
+        return _covered(start[chosen], end[chosen])
+
+    busy = [float((end - start)[streams == k].sum()) for k in range(len(Stream))]
+    on_gpu = streams != Stream.HOST
+    computing = covered(streams == Stream.COMPUTE)
+    moving = covered(on_gpu & (streams != Stream.COMPUTE))
+    either = covered(on_gpu)
+    anything = _covered(start, end)
+    both = computing + moving - either
+    return DeviceUsage(
+        device=number,
+        exposed_compute_s=computing - both,
+        exposed_communication_s=moving - both,
+        overlapped_s=both,
+        host_s=anything - either,
+        idle_s=timeline.makespan_s - anything,
+        busy_s=(busy[0], busy[1], busy[2], busy[3], busy[4]),
+    )
 
 
 def _covered(start_s: Array, end_s: Array) -> float:
@@ -82,7 +105,7 @@ def _covered(start_s: Array, end_s: Array) -> float:
 
 
 def bubble_fraction(usages: tuple[DeviceUsage, ...]) -> float:
-    """Mean share of the iteration in which a device does nothing at all."""
+    """Mean share of the iteration in which a device and its host do nothing at all."""
     total_s = sum(usage.makespan_s for usage in usages)
     return sum(usage.idle_s for usage in usages) / total_s if total_s else 0.0
 

@@ -1,8 +1,8 @@
-"""The event engine: what runs when, on four streams per device that slow each other down.
+"""The event engine: what runs when, on the streams of each device, which slow each other down.
 
 Events are columns, not objects: a run of a large pipeline has a hundred thousand of them. Each
-stream runs one event at a time, in the order in which events become ready. While several streams
-of a device are busy, each proceeds at 1 / f of its speed, f from the interference table of
+stream runs one event at a time, in the order in which events become ready. While several of the four
+GPU streams are busy, each proceeds at 1 / f of its speed, f from the interference table of
 METHODS.md section 1; the slowdown applies piecewise to the overlapping intervals, so that work is
 conserved: the integral of an event's speed over its life is its exclusive time.
 """
@@ -10,7 +10,7 @@ conserved: the integral of an event's speed over its life is its exclusive time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import heappop, heappush
@@ -19,18 +19,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Progress = Callable[[int, int], None]
+"""Called with events done and events in all."""
 
 
 class Stream(IntEnum):
-    """The four streams of a device; the value is the bit position in an interference row."""
+    """Streams of a device; of the first four the value is the bit position in an interference row."""
 
     COMPUTE = 0
     GPU_TO_GPU = 1
     HOST_TO_DEVICE = 2
     DEVICE_TO_HOST = 3
+    HOST = 4
+    """The host of the device: launches that the GPU waits for, updates of offloaded states. It runs at
+    its own pace whatever the GPU does, and slows nothing down."""
 
 
 STREAMS = len(Stream)
+GPU_STREAMS = 4
+STEP = 4096
+"""Events between two reports of progress."""
 
 
 class Deadlock(Exception):
@@ -83,10 +91,11 @@ class Timeline:
 class _Device:
     """Running events of one device and the speeds at which they proceed."""
 
-    __slots__ = ("active", "queue", "rates", "remaining_s", "updated_s", "version")
+    __slots__ = ("active", "mask", "queue", "rates", "remaining_s", "updated_s", "version")
 
     def __init__(self) -> None:
         self.active = [-1] * STREAMS
+        self.mask = 0
         self.queue: list[deque[int]] = [deque() for _ in range(STREAMS)]
         self.remaining_s = [0.0] * STREAMS
         self.rates: Sequence[float] = (1.0,) * STREAMS
@@ -96,23 +105,31 @@ class _Device:
     def advance(self, now_s: float) -> None:
         """Do the work that the running events got done since the last change."""
         passed_s = now_s - self.updated_s
-        if passed_s > 0.0:
-            for stream in range(STREAMS):
-                if self.active[stream] >= 0:
-                    self.remaining_s[stream] -= passed_s * self.rates[stream]
+        if passed_s > 0.0 and self.mask:
+            for stream in _STREAMS_OF[self.mask]:
+                self.remaining_s[stream] -= passed_s * self.rates[stream]
         self.updated_s = now_s
 
     def next_end_s(self) -> float:
-        return self.updated_s + min(
-            max(self.remaining_s[k], 0.0) / self.rates[k] for k in range(STREAMS) if self.active[k] >= 0
-        )
+        soonest = float("inf")
+        for stream in _STREAMS_OF[self.mask]:
+            left_s = self.remaining_s[stream] / self.rates[stream]
+            if left_s < soonest:
+                soonest = left_s
+        return self.updated_s + max(soonest, 0.0)
+
+
+_STREAMS_OF = [tuple(k for k in range(STREAMS) if mask >> k & 1) for mask in range(1 << STREAMS)]
+"""Streams of each set of active streams."""
 
 
 def speed_table(factors: Array) -> list[tuple[float, ...]]:
-    """Speeds (1 / slowdown) per set of active streams, from the (16, 4) interference table."""
-    if factors.shape != (1 << STREAMS, STREAMS):
+    """Speeds (1 / slowdown) per set of active streams, from the (16, 4) interference table. A busy host
+    changes nothing for the others."""
+    if factors.shape != (1 << GPU_STREAMS, GPU_STREAMS):
         raise ValueError(f"interference table has shape {factors.shape}, wanted (16, 4)")
-    return [tuple(1.0 / f for f in row) for row in factors.tolist()]
+    speeds = [(*(1.0 / f for f in row), 1.0) for row in factors.tolist()]
+    return speeds + speeds
 
 
 class _Run:
@@ -138,7 +155,7 @@ class _Run:
         """An event whose dependencies are met: start it, or queue it behind its stream's work."""
         device = self.devices[self.program.device[event]]
         stream = self.program.stream[event]
-        if device.active[stream] >= 0 or device.queue[stream]:
+        if device.mask >> stream & 1:
             device.queue[stream].append(event)
             return
         self.begin(event, now_s, cause, touched)
@@ -148,6 +165,7 @@ class _Run:
         device, stream = self.devices[number], self.program.stream[event]
         device.advance(now_s)
         device.active[stream] = event
+        device.mask |= 1 << stream
         device.remaining_s[stream] = self.program.work_s[event]
         self.start_s[event] = now_s
         self.cause[event] = cause
@@ -158,15 +176,14 @@ class _Run:
         device = self.devices[number]
         device.advance(now_s)
         ready: list[tuple[int, int]] = []
-        for stream in range(STREAMS):
+        for stream in _STREAMS_OF[device.mask]:
             event = device.active[stream]
             # 1e-12 relative: the remainder is a difference of sums of the same size as the work.
-            if event < 0 or device.remaining_s[stream] > 1e-12 * (self.program.work_s[event] + now_s):
+            if device.remaining_s[stream] > 1e-12 * (self.program.work_s[event] + now_s):
                 continue
-            device.active[stream] = -1
+            device.mask &= ~(1 << stream)
             self.end_s[event] = now_s
             self.done += 1
-            touched.add(number)
             for later in self.successors[event]:
                 self.waits[later] -= 1
                 if self.waits[later] == 0:
@@ -179,15 +196,15 @@ class _Run:
         for number in touched:
             device = self.devices[number]
             device.version += 1
-            row = sum(1 << k for k in range(STREAMS) if device.active[k] >= 0)
-            if row:
-                device.rates = self.speeds[row]
+            if device.mask:
+                device.rates = self.speeds[device.mask]
                 heappush(self.heap, (device.next_end_s(), number, device.version))
 
 
-def run_program(program: Program, factors: Array) -> Timeline:
+def run_program(program: Program, factors: Array, progress: Progress | None = None) -> Timeline:
     """Simulate a program; `factors` is the (16, 4) interference table of the profile."""
     run = _Run(program, factors)
+    total, reported = len(program.name), 0
     touched: set[int] = set()
     for event, waits in enumerate(run.waits):
         if waits == 0:
@@ -197,15 +214,17 @@ def run_program(program: Program, factors: Array) -> Timeline:
         now_s, number, version = heappop(run.heap)
         if version != run.devices[number].version:
             continue
-        touched = set()
+        touched = {number}
         for event, cause in run.finish(number, now_s, touched):
             run.offer(event, now_s, cause, touched)
-        touched.add(number)
         run.reschedule(touched)
-    if run.done < len(program.name):
+        if progress is not None and run.done - reported >= STEP:
+            reported = run.done
+            progress(run.done, total)
+    if run.done < total:
         stuck = [k for k, end in enumerate(run.end_s) if end < 0.0]
         raise Deadlock(tuple(program.name[k] for k in stuck[:6]))
-    return Timeline(program, np.array(run.start_s), np.array(run.end_s), np.array(run.cause))
+    return Timeline(program, np.array(run.start_s), np.array(run.end_s), np.array(run.cause, dtype=np.int64))
 
 
 def critical_path(timeline: Timeline) -> tuple[int, ...]:
