@@ -100,6 +100,7 @@ def terms_of(
         grad_bytes=2.0,
         optimizer_bytes=12.0,
         tensor_collectives_overlap=bool(switches.tp_comm_overlap),
+        cluster_gpus=4,
         cluster_gpus_per_node=4,
         context_parallel=1,
         without=frozenset(),
