@@ -1,0 +1,419 @@
+"""Trains a tiny Megatron-core GPT whose stages have different grids, and prints what it did per rank.
+
+A program of its own (`python staged_grids.py '{"stages": [...], ...}'`), because the CPU shim rewires torch
+for the whole process. With one stage, or with `native`, Megatron runs as it is: that is the reference.
+Weights depend on a parameter's global name only and data on the sample's number, so that any grid starts
+from the same model and sees the same batches.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import warnings
+import zlib
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
+
+HIDDEN, HEADS, SEQ, VOCAB = 32, 4, 16, 64
+
+
+@dataclass
+class Case:
+    """One training run; each stage is [layers, dp, tp, micro_batch, zero]."""
+
+    stages: list[list[int]]
+    native: bool = False
+    micro_batches: int = 4
+    steps: int = 8
+    sequence_parallel: bool = False
+    bf16: bool = False
+    overlap: bool = False
+    tied: bool = False
+    per_token: bool = False
+    recompute: list[int] = field(default_factory=list)
+    without: list[str] = field(default_factory=list)
+    """Essential lines to take out: share, count, norm."""
+    infinite_at: int | None = None
+    """Step at whose start one gradient of the first stage becomes infinite."""
+    save: str | None = None
+    load: str | None = None
+    parameters: str | None = None
+    """Folder for the final parameters of each rank."""
+
+    def as_argument(self) -> str:
+        return json.dumps(asdict(self))
+
+    def document(self) -> dict[str, Any]:
+        entries, first = [], 0
+        for number, (layers, dp, tp, micro_batch, zero) in enumerate(self.stages):
+            entries.append(
+                {
+                    "stage": number,
+                    "first_rank": first,
+                    "ranks": dp * tp,
+                    "layers": layers,
+                    "dp": dp,
+                    "tp": tp,
+                    "micro_batch": micro_batch,
+                    "zero": zero,
+                }
+            )
+            first += dp * tp
+        return {
+            "schema": 1,
+            "world_size": first,
+            "virtual_pipeline": 1,
+            "context_parallel": 1,
+            "pipeline_parallel": len(entries),
+            "micro_batches": self.micro_batches,
+            "stages": entries,
+        }
+
+    @property
+    def world_size(self) -> int:
+        return int(self.document()["world_size"])
+
+
+def initialize(case: Case) -> int:
+    """Process groups; returns this rank's stage."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    if case.native or len(case.stages) == 1:
+        ps.initialize_model_parallel(case.stages[0][2], len(case.stages))
+        return int(ps.get_pipeline_model_parallel_rank())
+    from mist_patches import megatron_stage_grids as patch
+
+    document = case.document()
+    if "share" in case.without:
+        patch.BuiltGrids.gradient_share = 1.0
+    if "count" in case.without:
+        patch._count_once = lambda original: lambda self, params, param_filter=None: original(
+            self, params, param_filter
+        )
+    patch.hook_stage_grids(document)
+    built = patch.build_stage_grids(document)
+    if "norm" in case.without:
+        torch.distributed.barrier()
+        alone = [torch.distributed.new_group([rank]) for rank in range(case.world_size)]
+        ps._MODEL_PARALLEL_GROUP = ps._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = alone[built.rank]
+    return built.mine.stage
+
+
+def build_config(case: Case, stage: int, dtype: Any) -> Any:
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    recompute = case.recompute[stage] if case.recompute else 0
+    tp = case.stages[stage][2]
+    piped = len(case.stages) > 1
+    return TransformerConfig(
+        num_layers=sum(entry[0] for entry in case.stages),
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        normalization="RMSNorm",
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=len(case.stages),
+        sequence_parallel=case.sequence_parallel and tp > 1,
+        pipeline_model_parallel_layout="E" + "|".join("t" * entry[0] for entry in case.stages) + "L"
+        if piped
+        else None,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=case.bf16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="block" if recompute else None,
+        recompute_num_layers=recompute or None,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        calculate_per_token_loss=case.per_token,
+        batch_p2p_comm=True,
+        overlap_p2p_comm=False,
+    )
+
+
+def whole_parameter(name: str, shape: list[int]) -> Any:
+    import torch
+
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator) * 0.05
+
+
+def named(model: Any) -> dict[str, Any]:
+    """Global parameter name -> parameter."""
+    numbers = {f"decoder.layers.{k}.": layer.layer_number for k, layer in enumerate(model.decoder.layers)}
+    found = {}
+    for name, parameter in model.named_parameters():
+        local = re.match(r"decoder\.layers\.\d+\.", name)
+        found[name.replace(local.group(), f"layer{numbers[local.group()]}.") if local else name] = parameter
+    return found
+
+
+def set_weights(model: Any, tp: int) -> None:
+    from megatron.core import parallel_state as ps
+
+    rank = ps.get_tensor_model_parallel_rank()
+    for name, parameter in named(model).items():
+        shape = list(parameter.shape)
+        split = getattr(parameter, "tensor_model_parallel", False) and tp > 1
+        if not split:
+            parameter.data.copy_(whole_parameter(name, shape))
+            continue
+        axis = parameter.partition_dim
+        shape[axis] *= tp
+        full = whole_parameter(name, shape)
+        parameter.data.copy_(cut(name, full, axis, tp)[rank])
+
+
+def cut(name: str, full: Any, axis: int, tp: int) -> list[Any]:
+    """The tensor ranks' parts; the gated MLP's first matrix holds gate and up, each cut for itself."""
+    import torch
+
+    if "linear_fc1" not in name:
+        return list(full.chunk(tp, axis))
+    gate, up = full.chunk(2)
+    return [torch.cat(pair) for pair in zip(gate.chunk(tp), up.chunk(tp), strict=True)]
+
+
+def build_model(case: Case, config: Any) -> Any:
+    from megatron.core import parallel_state as ps
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.module import Float16Module
+
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCAB,
+        SEQ,
+        pre_process=ps.is_pipeline_first_stage(),
+        post_process=ps.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=case.tied,
+    )
+    set_weights(model, config.tensor_model_parallel_size)
+    zero = case.stages[ps.get_pipeline_model_parallel_rank()][4]
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=zero == 1,
+        overlap_grad_reduce=case.overlap,
+        overlap_param_gather=case.overlap and zero == 1,
+        grad_reduce_in_fp32=True,
+    )
+    return DistributedDataParallel(config, ddp, Float16Module(config, model) if case.bf16 else model)
+
+
+def build_optimizer(case: Case, stage: int, model: Any, dtype: Any) -> Any:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    zero = case.stages[stage][4]
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=3e-3,
+            weight_decay=0.01,
+            clip_grad=1.0,
+            bf16=case.bf16,
+            params_dtype=dtype,
+            use_distributed_optimizer=zero == 1,
+            overlap_param_gather=case.overlap and zero == 1,
+        ),
+        [model],
+    )
+
+
+def micro_batches(case: Case, stage: int, step: int) -> Any:
+    """This data rank's micro-batches of one step; the sample's number decides its tokens."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    _, dp, _, size, _ = case.stages[stage]
+    first = ps.get_data_parallel_rank() * size
+    for number in range(case.micro_batches):
+        start = (step * case.micro_batches + number) * size * dp + first
+        rows = [
+            torch.randint(0, 7, (SEQ + 1,), generator=torch.Generator().manual_seed(start + row))
+            for row in range(size)
+        ]
+        yield torch.stack(rows)
+
+
+def forward_step(iterator: Any, module: Any) -> Any:
+    import torch
+
+    tokens = next(iterator)
+    positions = torch.arange(SEQ)[None].expand(tokens.shape[0], -1)
+    mask = torch.triu(torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool), 1)
+    output = module(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+
+    def loss(x: Any) -> Any:
+        value = x.float().mean()
+        return value, {"loss": value.detach().clone()}
+
+    return output, loss
+
+
+def native_step(data: Any, model: Any, optimizer: Any, batch: tuple[int, int]) -> tuple[float, float, bool]:
+    """The same step in Megatron's own words, for the reference."""
+    import torch
+    from megatron.core import parallel_state as ps
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    reported = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data,
+        model=model,
+        num_microbatches=batch[0],
+        seq_length=SEQ,
+        micro_batch_size=batch[1],
+        forward_only=False,
+    )
+    updated, norm, _ = optimizer.step()
+    loss = sum(float(entry["loss"]) for entry in reported) / len(reported) if reported else 0.0
+    total = torch.tensor([loss])
+    if reported:
+        torch.distributed.all_reduce(total, group=ps.get_data_parallel_group())
+        total /= ps.get_data_parallel_world_size()
+    return float(total), float(norm), bool(updated)
+
+
+def train(case: Case, stage: int, model: Any, optimizer: Any) -> dict[str, list[Any]]:
+    from megatron.core.distributed import finalize_model_grads
+
+    config = model.config
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if case.overlap:
+        config.no_sync_func = model.no_sync
+    size = case.stages[stage][3]
+    result: dict[str, list[Any]] = {"losses": [], "norms": [], "updated": []}
+    start = case.steps if case.load else 0
+    for step in range(start, start + case.steps):
+        for group in optimizer.param_groups:  # warm-up: a schedule that a stale rate would show
+            group["lr"] = 3e-3 * min(1.0, (step + 1) / 4)
+        poison(case, stage, step, model)
+        data = micro_batches(case, stage, step)
+        if case.native or len(case.stages) == 1:
+            done = native_step(data, model, optimizer, (case.micro_batches, size))
+        else:
+            from mist_patches.megatron_grids_training import Batch, train_step
+
+            taken = train_step(
+                forward_step, data, model, optimizer, Batch(case.micro_batches, size, SEQ)
+            )
+            done = (taken.loss, taken.grad_norm, taken.updated)
+        for values, value in zip(result.values(), done, strict=True):
+            values.append(value)
+    return result
+
+
+def poison(case: Case, stage: int, step: int, model: Any) -> None:
+    """An infinite gradient in one parameter of one tensor rank: every stage must skip this step."""
+    if case.infinite_at != step or stage != 0:
+        return
+    from megatron.core import parallel_state as ps
+
+    if ps.get_tensor_model_parallel_rank() or ps.get_data_parallel_rank():
+        return
+    parameter = next(iter(model.parameters()))
+    handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * float("inf"))[1])
+
+
+def keep_parameters(case: Case, stage: int, model: Any) -> None:
+    import torch
+    from megatron.core import parallel_state as ps
+
+    inner = model.module.module if case.bf16 else model.module
+    tp = case.stages[stage][2]
+    kept = {
+        name: (
+            parameter.detach().clone(),
+            parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) and tp > 1 else None,
+        )
+        for name, parameter in named(inner).items()
+    }
+    place = {"tp": ps.get_tensor_model_parallel_rank(), "dp": ps.get_data_parallel_rank(), "stage": stage}
+    torch.save(
+        {"place": place, "parameters": kept},
+        os.path.join(case.parameters, f"rank{torch.distributed.get_rank()}.pt"),
+    )
+
+
+def checkpoint(case: Case, model: Any, optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state as ps
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
+    }
+    inner = model.module.module if case.bf16 else model.module
+    state = {"model": inner.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=metadata)
+    return state
+
+
+def load(case: Case, model: Any, optimizer: Any) -> None:
+    from megatron.core import dist_checkpointing
+
+    state = dist_checkpointing.load(checkpoint(case, model, optimizer, loading=True), case.load)
+    inner = model.module.module if case.bf16 else model.module
+    inner.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def main() -> None:
+    case = Case(**json.loads(sys.argv[1]))
+    import megatron_cpu
+
+    megatron_cpu.install()
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.distributed.init_process_group("gloo")
+    stage = initialize(case)
+    model_parallel_cuda_manual_seed(1234)
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    config = build_config(case, stage, dtype)
+    model = build_model(case, config)
+    optimizer = build_optimizer(case, stage, model, dtype)
+    if case.load:
+        load(case, model, optimizer)
+    result = train(case, stage, model, optimizer)
+    if case.parameters:
+        keep_parameters(case, stage, model)
+    if case.save:
+        state = checkpoint(case, model, optimizer, loading=False)
+        os.makedirs(case.save, exist_ok=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(state, case.save)
+    line = {"rank": torch.distributed.get_rank(), "stage": stage, **result}
+    print("RESULT " + json.dumps(line), flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
