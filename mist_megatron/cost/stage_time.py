@@ -151,14 +151,19 @@ def _accumulation_terms(
     """Adding new gradients to old ones: read two, write one; the first micro-batch has nothing to add to."""
     if not context.template.accumulation_pass:
         return
-    share = context.prices.memory_bound(
-        3.0 * context.grad_bytes * (parameters.fixed + parameters.per_layer)
-    ).seconds
+    share = accumulation_seconds(parameters.fixed + parameters.per_layer, context)
     on_layers = bool(np.any(parameters.per_layer))
     term = Linear(per_layer=share) if on_layers else Linear(share)
     back = Linear(per_layer=-share) if on_layers else Linear(-share)
     add_term(stable, "gradient_accumulation", term)
     add_term(delta, "gradient_accumulation", back)
+
+
+def accumulation_seconds(parameters: Array, context: TimeContext) -> Array:
+    """Adding a layer's new gradients to its old ones, where that is a pass of its own."""
+    if not context.template.accumulation_pass:
+        return ZERO
+    return context.prices.memory_bound(3.0 * context.grad_bytes * parameters).seconds
 
 
 def _run(

@@ -47,6 +47,8 @@ class PassCosts:
 
 
 Order = tuple[Pass, ...]
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-2p")
+"""Every schedule that can be simulated."""
 SPLIT_BACKWARD = frozenset({"zb-h1", "zb-2p"})
 """Schedules whose backward pass is split into input-gradient and weight-gradient passes."""
 
@@ -68,8 +70,7 @@ def schedule_orders(
         return _zero_bubble_2p(ranks, micro_batches, costs or PassCosts())
     builder = _PER_RANK.get(schedule)
     if builder is None:
-        known = ", ".join((*_PER_RANK, "interleaved", "zb-2p"))
-        raise InputError(f"unknown schedule {schedule!r}; known: {known}")
+        raise InputError(f"unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}")
     return tuple(builder(rank, ranks, micro_batches) for rank in range(ranks))
 
 

@@ -1,0 +1,315 @@
+"""From a plan's workload and a schedule to the events of one iteration.
+
+Built as DistSim builds it: layers of a pass, passes of a stage in the schedule's order, stages joined by
+point-to-point transfers. One device stands for all ranks of its stage: tensor- and data-parallel ranks do the
+same at the same time, their collectives being priced as contended.
+
+A layer pass is a chain on the compute and GPU-GPU streams. Beside it run, by the schedule template of Mist
+(METHODS.md section 1): what layer k + 1 needs comes in while layer k computes, what layer k - 1 made goes
+out meanwhile, and layer k + 1 waits for that, because buffers are two layers deep. The first layer of a pass
+fetches when its pass begins; what its last layer made leaves beside whatever comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mist_megatron.simulate.engine import Deadlock, Program, Stream
+from mist_megatron.simulate.schedules import SPLIT_BACKWARD, Order, Pass, PassKind
+from mist_megatron.simulate.stage_work import LayerWork, NamedLayer, PassWork, StageWork, Workload
+from mist_megatron.spec.layout import nodes_of, stage_ranks
+from mist_megatron.spec.plan import Plan
+
+KINDS = (
+    "forward",
+    "backward",
+    "weight gradient",
+    "recompute",
+    "optimizer step",
+    "gradient accumulation",
+    "tensor-parallel collective",
+    "weight gather",
+    "gradient reduction",
+    "copy in",
+    "copy out",
+    "send",
+    "host work",
+    "host Adam",
+)
+"""What events are."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassSpan:
+    """The serial events of one pass."""
+
+    stage: int
+    step: Pass
+    first: int
+    last: int
+
+
+@dataclass(slots=True)
+class Built:
+    """An iteration as events, with what each of them is."""
+
+    program: Program
+    kind: list[str] = field(default_factory=list)
+    spans: list[PassSpan] = field(default_factory=list)
+    sends: list[tuple[int, int]] = field(default_factory=list)
+    """A transfer, and the first event of the pass that it is for."""
+    steps: list[tuple[int, int, int]] = field(default_factory=list)
+    """Stage, and first and last event of its optimizer step at the end of the iteration."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    """How far the events of one pipeline rank have been built."""
+
+    end: list[int] = field(default_factory=list)
+    """The last serial event."""
+    holds: list[int] = field(default_factory=list)
+    """Transfers that the next pass waits for besides."""
+    leaving: list[list[int]] = field(default_factory=lambda: [[], []])
+    """What the last two layers sent off, older first."""
+    unfinished: dict[Stream, int] = field(default_factory=dict)
+    """The last departure on each stream."""
+    position: int = 0
+
+
+class _Builder:
+    def __init__(self, work: Workload, orders: Sequence[Order], schedule: str) -> None:
+        self.work, self.orders = work, orders
+        self.built = Built(Program(len(work.stages)))
+        self.ranks = [_Rank() for _ in work.stages]
+        self.split = schedule in SPLIT_BACKWARD
+        # The reference implementation of zero-bubble schedules sends beside its weight gradients.
+        self.sends_overlap = work.sends_overlap or self.split
+        self.chunks = len(work.stages[0].chunks)
+        self.last_virtual = len(work.stages) * self.chunks - 1
+        self.last_micro_batch = work.plan.grad_accum - 1
+        self.hops = hops_across(work.plan)
+        # Virtual stage and micro-batch -> the event with which its input is there.
+        self.arrived: dict[tuple[PassKind, int, int], int] = {}
+
+    def add(self, kind: str, name: str, rank: int, stream: Stream, work_s: float, after: list[int]) -> int:
+        self.built.kind.append(kind)
+        return self.built.program.add(name, rank, stream, work_s, after)
+
+    def build(self) -> Built:
+        """Passes in any order in which each finds its input built."""
+        left = sum(len(order) for order in self.orders)
+        while left:
+            before = left
+            for number, (rank, order) in enumerate(zip(self.ranks, self.orders, strict=True)):
+                while rank.position < len(order) and self.add_pass(number, order[rank.position]):
+                    rank.position += 1
+                    left -= 1
+            if left == before:
+                waiting = [
+                    (r, o[x.position])
+                    for r, (x, o) in enumerate(zip(self.ranks, self.orders, strict=True))
+                    if x.position < len(o)
+                ]
+                raise Deadlock(tuple(f"stage {number} {step}" for number, step in waiting[:6]))
+        self.add_steps()
+        return self.built
+
+    def add_pass(self, number: int, step: Pass) -> bool:
+        """Append the events of a pass; False when its input is not built yet."""
+        virtual = step.chunk * len(self.ranks) + number
+        given: list[int] = []
+        if step.kind is not PassKind.WEIGHT:
+            source = self.source_of(step.kind, virtual)
+            if source is not None:
+                found = self.arrived.get((*source, step.micro_batch))
+                if found is None:
+                    return False
+                given = [found]
+        rank, stage = self.ranks[number], self.work.stages[number]
+        begun = len(self.built.kind)
+        self.play_pass(number, step, given, stage)
+        span = PassSpan(number, step, begun, rank.end[0])
+        self.built.spans.append(span)
+        if given and self.built.kind[given[0]] == "send":
+            self.built.sends.append((given[0], begun))
+        if step.kind is not PassKind.WEIGHT:
+            self.hand_on(number, step, virtual)
+        return True
+
+    def source_of(self, kind: PassKind, virtual: int) -> tuple[PassKind, int] | None:
+        """The pass whose result this one needs first."""
+        if kind is PassKind.FORWARD:
+            return (kind, virtual - 1) if virtual else None
+        if virtual == self.last_virtual:
+            return PassKind.FORWARD, virtual
+        return kind, virtual + 1
+
+    def hand_on(self, number: int, step: Pass, virtual: int) -> None:
+        """Send a pass's result to the neighbour that waits for it."""
+        rank, stage = self.ranks[number], self.work.stages[number]
+        key = (step.kind, virtual, step.micro_batch)
+        forward = step.kind is PassKind.FORWARD
+        rank.holds = []
+        goes = virtual < self.last_virtual if forward else virtual > 0
+        peer = (number + (1 if forward else -1)) % len(self.ranks)
+        if not goes or peer == number:
+            self.arrived[key] = rank.end[0]
+            return
+        hop_s = stage.hop_across_s if self.hops[min(number, peer), max(number, peer)] else stage.hop_inside_s
+        if hop_s <= 0.0:
+            self.arrived[key] = rank.end[0]
+            return
+        send = self.add("send", f"send {step}", number, Stream.GPU_TO_GPU, hop_s, rank.end)
+        self.arrived[key] = send
+        if not self.sends_overlap:
+            rank.holds = [send]
+
+    def play_pass(self, number: int, step: Pass, given: list[int], stage: StageWork) -> None:
+        rank, chunk = self.ranks[number], stage.chunks[step.chunk]
+        layers = chunk if step.kind is PassKind.FORWARD else chunk[::-1]
+        host_s = 0.0 if step.kind is PassKind.WEIGHT else stage.host_s / (2 * self.chunks)
+        begin = [*rank.end, *rank.holds]
+        arriving = self.fetch(number, step, layers[0], rank.end) if layers else []
+        waits = [*begin, *given]
+        if host_s > 0.0:
+            waits = [self.add("host work", f"host {step}", number, Stream.HOST, host_s, waits)]
+        for index, layer in enumerate(layers):
+            begin = [*waits, *arriving, *rank.leaving[0]]
+            following = layers[index + 1] if index + 1 < len(layers) else None
+            arriving = self.fetch(number, step, following, waits) if following is not None else []
+            end = self.play_layer(number, step, layer, begin)
+            waits = [end]
+            rank.end = waits
+            rank.leaving = [rank.leaving[1], self.send_off(number, step, layer, end)]
+        if not layers:
+            rank.end = [self.add("forward", f"{step}", number, Stream.COMPUTE, 0.0, waits)]
+
+    def streams_of(self, step: Pass, layer: LayerWork) -> PassWork:
+        if step.kind is PassKind.FORWARD:
+            return layer.forward if step.micro_batch else layer.first
+        return layer.last if step.micro_batch == self.last_micro_batch else layer.backward
+
+    def fetch(self, number: int, step: Pass, layer: NamedLayer, after: list[int]) -> list[int]:
+        """What must be there before a layer computes."""
+        if step.kind is PassKind.WEIGHT:
+            return []
+        work, name = self.streams_of(step, layer.work), f"{step} {layer.name}"
+        events = []
+        if work.gather_s > 0.0:
+            events.append(self.add("weight gather", name, number, Stream.GPU_TO_GPU, work.gather_s, after))
+        if work.copy_in_s > 0.0:
+            events.append(self.add("copy in", name, number, Stream.HOST_TO_DEVICE, work.copy_in_s, after))
+        return events
+
+    def send_off(self, number: int, step: Pass, layer: NamedLayer, end: int) -> list[int]:
+        """What leaves after a layer; gradients leave when all of them are made."""
+        if self.split and step.kind is PassKind.BACKWARD:
+            return []
+        rank, work, name = self.ranks[number], self.streams_of(step, layer.work), f"{step} {layer.name}"
+        events = []
+        if work.reduce_s > 0.0:
+            sent = self.add("gradient reduction", name, number, Stream.GPU_TO_GPU, work.reduce_s, [end])
+            rank.unfinished[Stream.GPU_TO_GPU] = sent
+            events.append(sent)
+        if work.copy_out_s > 0.0:
+            sent = self.add("copy out", name, number, Stream.DEVICE_TO_HOST, work.copy_out_s, [end])
+            rank.unfinished[Stream.DEVICE_TO_HOST] = sent
+            events.append(sent)
+        return events
+
+    def play_layer(self, number: int, step: Pass, layer: NamedLayer, after: list[int]) -> int:
+        """The chain of a layer pass; returns its last event."""
+        work = self.streams_of(step, layer.work)
+        name = f"{step} {layer.name}"
+        end = after
+        for kind, stream, seconds in self.chain_of(step, work):
+            if seconds > 0.0:
+                end = [self.add(kind, name, number, stream, seconds, end)]
+        if end is after:
+            return self.add("forward", name, number, Stream.COMPUTE, 0.0, after)
+        return end[0]
+
+    def chain_of(self, step: Pass, work: PassWork) -> tuple[tuple[str, Stream, float], ...]:
+        compute, network = Stream.COMPUTE, Stream.GPU_TO_GPU
+        gather = ("weight gather", network, work.blocking_gather_s)
+        tensor = ("tensor-parallel collective", network, work.tensor_s)
+        reduce = ("gradient reduction", network, work.blocking_reduce_s)
+        again = ("recompute", compute, work.recompute_s)
+        # The first micro-batch has nothing to add to.
+        added_s = work.accumulate_s if step.micro_batch else 0.0
+        added = ("gradient accumulation", compute, added_s)
+        if step.kind is PassKind.FORWARD:
+            return (
+                gather,
+                ("optimizer step", compute, work.step_s),
+                ("forward", compute, work.compute_s),
+                tensor,
+            )
+        if step.kind is PassKind.WEIGHT:
+            return ("weight gradient", compute, work.weight_s), added, reduce
+        if self.split:
+            return gather, again, ("backward", compute, work.compute_s - work.weight_s), tensor
+        return gather, again, ("backward", compute, work.compute_s), added, tensor, reduce
+
+    def add_steps(self) -> None:
+        """The end of the iteration: what is reduced at once, and the optimizer step of other targets."""
+        stages, ends = self.work.stages, []
+        for number, stage in enumerate(stages):
+            rank = self.ranks[number]
+            end = [*rank.end, *rank.holds, *rank.unfinished.values()]
+            if stage.step.reduction_s > 0.0:
+                seconds = stage.step.reduction_s
+                name = "all gradients"
+                end = [self.add("gradient reduction", name, number, Stream.GPU_TO_GPU, seconds, end)]
+            ends.append(end)
+        both = [*ends[0], *ends[-1]]
+        for number in {0, len(stages) - 1}:
+            seconds = stages[number].step.tied_s
+            if seconds > 0.0:
+                name = "tied embeddings"
+                ends[number] = [
+                    self.add("gradient reduction", name, number, Stream.GPU_TO_GPU, seconds, both)
+                ]
+        everything = [event for end in ends for event in end]
+        for number, stage in enumerate(stages):
+            begun = len(self.built.kind)
+            end = everything if self.work.step_waits_for_all else ends[number]
+            for kind, name, stream, seconds in _end_of_iteration(stage):
+                if seconds > 0.0:
+                    end = [self.add(kind, name, number, stream, seconds, end)]
+            if len(self.built.kind) > begun:
+                self.built.steps.append((number, begun, end[0]))
+
+
+def _end_of_iteration(stage: StageWork) -> tuple[tuple[str, str, Stream, float], ...]:
+    step = stage.step
+    return (
+        ("optimizer step", "optimizer step", Stream.COMPUTE, step.optimizer_s),
+        ("host Adam", "host Adam", Stream.HOST, step.host_adam_s),
+        ("copy in", "updated weights", Stream.HOST_TO_DEVICE, step.host_copies_s),
+        ("weight gather", "all weights", Stream.GPU_TO_GPU, step.gather_s),
+        ("host work", "end of step", Stream.HOST, step.host_s),
+    )
+
+
+def hops_across(plan: Plan) -> dict[tuple[int, int], bool]:
+    """Whether a boundary lies between nodes, by its two stages: a rank's neighbour is the rank at the same
+    place of the other stage. A boundary that lies both ways is as slow as its slower transfers."""
+    stages = len(plan.stages)
+    found = {}
+    for left in range(stages):
+        right = (left + 1) % stages
+        first, second = stage_ranks(plan, left), stage_ranks(plan, right)
+        across = any(
+            len(nodes_of(plan, (rank, second[k * len(second) // len(first)]))) > 1
+            for k, rank in enumerate(first)
+        )
+        found[min(left, right), max(left, right)] = across
+    return found
+
+
+def build(work: Workload, orders: Sequence[Order], schedule: str) -> Built:
+    """All events of one iteration."""
+    return _Builder(work, orders, schedule).build()

@@ -1,0 +1,99 @@
+"""One iteration of a plan, played event by event: the second opinion on eq. 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import cast, get_args
+
+from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.predict import Prediction, predict
+from mist_megatron.errors import InputError
+from mist_megatron.simulate.analysis import (
+    DeviceUsage,
+    PathShare,
+    bubble_fraction,
+    device_usage,
+    path_shares,
+)
+from mist_megatron.simulate.build import Built, build
+from mist_megatron.simulate.engine import Progress, Timeline, critical_path, run_program
+from mist_megatron.simulate.memory_curve import MemoryCurve, memory_curves
+from mist_megatron.simulate.schedules import SCHEDULES, PassCosts, schedule_orders
+from mist_megatron.simulate.stage_work import StageWork, workload_of
+from mist_megatron.spec.plan import Plan, Schedule
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What the events of one iteration say; one device stands for all ranks of its stage."""
+
+    plan: Plan
+    schedule: str
+    timeline: Timeline
+    built: Built
+    usage: tuple[DeviceUsage, ...]
+    memory: tuple[MemoryCurve, ...]
+    prediction: Prediction
+    closed_form_s: float | None
+    """Eq. 1 of the same plan and schedule; None for schedules that it does not cover."""
+    prices: int
+    """Distinct pieces of work that were priced."""
+
+    @property
+    def iteration_s(self) -> float:
+        return self.timeline.makespan_s
+
+    @property
+    def bubble_fraction(self) -> float:
+        return bubble_fraction(self.usage)
+
+    @property
+    def events(self) -> int:
+        return len(self.built.kind)
+
+    def critical_path(self) -> tuple[int, ...]:
+        return critical_path(self.timeline)
+
+    def path_shares(self) -> tuple[PathShare, ...]:
+        return path_shares(self.timeline, tuple(self.built.kind))
+
+
+def simulate(
+    plan: Plan, evaluator: StageEvaluator, *, schedule: str | None = None, progress: Progress | None = None
+) -> Simulation:
+    """Play a plan; `evaluator` is of `job_of(plan)`. `schedule` may be one that no plan can name (zb-2p)."""
+    played = schedule or plan.schedule
+    work = workload_of(plan, evaluator)
+    orders = schedule_orders(
+        played, len(plan.stages), plan.grad_accum, plan.vpp, _mean_costs(work.stages) if work.stages else None
+    )
+    built = build(work, orders, played)
+    timeline = run_program(built.program, work.interference, progress)
+    prediction = predict(plan, evaluator)
+    return Simulation(
+        plan=plan,
+        schedule=played,
+        timeline=timeline,
+        built=built,
+        usage=device_usage(timeline),
+        memory=memory_curves(plan, played, evaluator, timeline, built),
+        prediction=prediction,
+        closed_form_s=prediction.iteration_s if played == plan.schedule else None,
+        prices=work.prices,
+    )
+
+
+def with_schedule(plan: Plan, schedule: str, vpp: int | None = None) -> Plan:
+    """The same plan on another schedule, for what-if; zb-2p, which plans cannot name, keeps the plan's
+    1f1b."""
+    if schedule not in SCHEDULES:
+        raise InputError(f"--schedule: unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}")
+    chunks = vpp if vpp is not None else (plan.vpp if schedule == "interleaved" else 1)
+    named = cast(Schedule, schedule if schedule in get_args(Schedule) else "1f1b")
+    return replace(plan, schedule=named, vpp=chunks)
+
+
+def _mean_costs(stages: tuple[StageWork, ...]) -> PassCosts:
+    """What zero-bubble schedules balance, averaged over the stages."""
+    sums = [sum(values) / len(stages) for values in zip(*(s.pass_s for s in stages), strict=True)]
+    return PassCosts(sums[0], sums[1], sums[2])

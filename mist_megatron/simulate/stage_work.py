@@ -1,0 +1,275 @@
+"""What a stage has to do, in seconds alone on each stream: the cost model's terms, laid out for playing.
+
+Nothing is priced here: layer passes, transfers and step terms come from `cost`, where the closed form takes
+them from too. Every distinct kind of layer of every distinct stage is asked for once and then reused for all
+its layers, micro-batches and data-parallel replicas (DistSim's observation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mist_megatron.cost.conventions import conventions_of
+from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.predict import grid_of
+from mist_megatron.cost.stage_time import accumulation_seconds, edge_grid, layer_passes
+from mist_megatron.cost.step_time import hop_seconds
+from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, PassStreams, TimeContext
+from mist_megatron.cost.traffic import layer_traffic
+from mist_megatron.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassWork:
+    """One pass over one layer, in the order in which it is played."""
+
+    blocking_gather_s: float = 0.0
+    step_s: float = 0.0
+    """Optimizer step of the layer, where the target takes it just before the first forward."""
+    recompute_s: float = 0.0
+    compute_s: float = 0.0
+    weight_s: float = 0.0
+    """Part of compute that only makes weight gradients."""
+    accumulate_s: float = 0.0
+    """After compute, from the second micro-batch on."""
+    tensor_s: float = 0.0
+    blocking_reduce_s: float = 0.0
+    gather_s: float = 0.0
+    copy_in_s: float = 0.0
+    reduce_s: float = 0.0
+    copy_out_s: float = 0.0
+
+    @property
+    def serial_s(self) -> float:
+        """Of the second and later micro-batches, when nothing that runs beside compute holds it up."""
+        before_s = self.blocking_gather_s + self.step_s + self.recompute_s
+        return before_s + self.compute_s + self.accumulate_s + self.tensor_s + self.blocking_reduce_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """The four passes of a kind of layer."""
+
+    first: PassWork
+    forward: PassWork
+    backward: PassWork
+    last: PassWork
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLayer:
+    """A layer of the model on its stage."""
+
+    name: str
+    work: LayerWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """Once per iteration, after the last backward pass."""
+
+    reduction_s: float
+    tied_s: float
+    optimizer_s: float
+    host_adam_s: float
+    host_copies_s: float
+    gather_s: float
+    host_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWork:
+    """Everything a stage does in an iteration."""
+
+    chunks: tuple[tuple[NamedLayer, ...], ...]
+    """Layers of each chunk, in forward order."""
+    host_s: float
+    """Per micro-batch, forward and backward together."""
+    hop_inside_s: float
+    """One boundary tensor to a stage on the same node ..."""
+    hop_across_s: float
+    """... and on another."""
+    step: StepWork
+
+    @property
+    def pass_s(self) -> tuple[float, float, float]:
+        """Forward, backward without weight gradients, and weight gradients, alone."""
+        layers = [layer.work for chunk in self.chunks for layer in chunk]
+        forward_s = sum(work.forward.serial_s for work in layers)
+        backward_s = sum(work.backward.serial_s for work in layers)
+        weight_s = sum(work.backward.weight_s for work in layers)
+        return forward_s, backward_s - weight_s, weight_s
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The stages of a plan, and what holds for all of them."""
+
+    plan: Plan
+    stages: tuple[StageWork, ...]
+    prices: int
+    """Distinct layer passes and transfers that were priced."""
+    interference: np.ndarray[Any, np.dtype[np.float64]]
+    step_waits_for_all: bool
+    """The step needs the gradient norm over all stages first."""
+    sends_overlap: bool
+    """Stages compute on while a boundary tensor leaves."""
+
+
+def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
+    """Ask the cost model for every distinct stage of a plan; `evaluator` is of `job_of(plan)`."""
+    context = evaluator.time_context
+    kinds: dict[Any, tuple[_Kinds, StageWork]] = {}
+    stages, layer = [], 0
+    for position, stage in enumerate(plan.stages):
+        grid = grid_of(plan, position)
+        key = (grid.role, stage)
+        if key not in kinds:
+            kinds[key] = _priced(plan, position, evaluator)
+        found, work = kinds[key]
+        stages.append(replace(work, chunks=_chunks(plan, position, found, layer)))
+        layer += stage.layers
+    prices = {work for found, _ in kinds.values() for work in found.passes()}
+    template = context.template
+    return Workload(
+        plan=plan,
+        stages=tuple(stages),
+        prices=len(prices) + 2 * len(kinds),
+        interference=context.interference,
+        step_waits_for_all=template.grad_norm_pass,
+        sends_overlap=plan.vpp > 1 and template.boundary_overlaps_when_interleaved,
+    )
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """The kinds of layers of a stage."""
+
+    kept: LayerWork
+    recomputed: LayerWork
+    embedding: LayerWork | None
+    head: LayerWork | None
+
+    def passes(self) -> list[PassWork]:
+        kinds = [k for k in (self.kept, self.recomputed, self.embedding, self.head) if k is not None]
+        return [one for k in kinds for one in (k.first, k.forward, k.backward, k.last)]
+
+
+def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kinds, StageWork]:
+    grid, context = grid_of(plan, position), evaluator.time_context
+    loads = evaluator.loads(grid)
+    block = loads.block
+    selective = (block.selective_s, block.selective_collective_s) if grid.selective else (ZERO, ZERO)
+    whole = (block.forward_s, block.forward_collective_s)
+    kept = _layer(grid, block, context, again=selective, saved=True)
+    # As in the closed form, a recomputed layer keeps its input only, which is not worth offloading.
+    recomputed = (
+        _layer(grid, block, context, again=whole, saved=False) if plan.stages[position].ckpt else kept
+    )
+    edge = replace(edge_grid(grid, context.template), activations_offload=ZERO)
+    embedding, head = (
+        None if load is None else _layer(edge, load, context, again=(ZERO, ZERO), saved=False)
+        for load in (loads.embedding, loads.head)
+    )
+    inside, across = hop_seconds(loads.boundary_bytes, context)
+    terms = evaluator.terms(grid)
+    stable, delta = _values(terms.stable, grid), _values(terms.delta, grid)
+    step = StepWork(
+        reduction_s=delta.get("gradient_reduction", 0.0),
+        tied_s=delta.get("tied_embeddings", 0.0),
+        # Where each layer steps before its first forward, that is part of the layer's first pass.
+        optimizer_s=0.0 if context.template.step_in_first_forward else delta.get("optimizer_compute", 0.0),
+        host_adam_s=delta.get("host_adam", 0.0),
+        host_copies_s=delta.get("host_adam_copies", 0.0),
+        gather_s=delta.get("weight_gather", 0.0),
+        host_s=delta.get("host_step", 0.0),
+    )
+    work = StageWork(
+        chunks=(),
+        host_s=stable.get("host_work", 0.0),
+        hop_inside_s=float(inside),
+        hop_across_s=float(across),
+        step=step,
+    )
+    return _Kinds(kept, recomputed, embedding, head), work
+
+
+def _values(terms: Mapping[str, Linear], grid: StageGrid) -> dict[str, float]:
+    return {name: float(term.at(grid.layers, grid.ckpt)) for name, term in terms.items()}
+
+
+def _layer(
+    grid: StageGrid,
+    load: LayerLoad,
+    context: TimeContext,
+    *,
+    again: tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.float64]]],
+    saved: bool,
+) -> LayerWork:
+    traffic = layer_traffic(grid, load, context)
+    saved_bytes = load.saved_bytes if saved else ZERO
+    passes = layer_passes(grid, load, traffic, context, again=again, saved_bytes=saved_bytes)
+    step_s, again_s = float(traffic.step_compute_s), float(again[0])
+    weight_s = float(load.weight_grad_s)
+    accumulate_s = float(accumulation_seconds(load.parameters, context))
+
+    def backward(streams: PassStreams) -> PassWork:
+        work = _pass(streams, less_s=again_s)
+        # Waiting for the host is part of compute: weight gradients cannot be more than what is left.
+        return replace(
+            work,
+            recompute_s=again_s,
+            weight_s=min(weight_s, work.compute_s),
+            accumulate_s=accumulate_s,
+        )
+
+    return LayerWork(
+        first=replace(_pass(passes.first, less_s=step_s), step_s=step_s),
+        forward=_pass(passes.forward),
+        backward=backward(passes.backward),
+        last=backward(passes.last),
+    )
+
+
+def _pass(streams: PassStreams, less_s: float = 0.0) -> PassWork:
+    """`less_s` of compute is told apart from the rest by the caller."""
+    return PassWork(
+        blocking_gather_s=float(streams.blocking_gather_s),
+        compute_s=max(float(streams.compute_s) - less_s, 0.0),
+        tensor_s=float(streams.tensor_s),
+        blocking_reduce_s=float(streams.blocking_reduce_s),
+        gather_s=float(streams.gather_s),
+        copy_in_s=float(streams.copy_in_s),
+        reduce_s=float(streams.reduce_s),
+        copy_out_s=float(streams.copy_out_s),
+    )
+
+
+def _chunks(plan: Plan, position: int, kinds: _Kinds, first_layer: int) -> tuple[tuple[NamedLayer, ...], ...]:
+    """Layers of every chunk; which ones are recomputed follows the target (Megatron's block method takes a
+    chunk's first ones, Mist's runtime a stage's last)."""
+    stage, vpp, last = plan.stages[position], plan.vpp, len(plan.stages) - 1
+    first = conventions_of(plan.target, plan.execution).recomputes_first_layers
+    per_chunk = stage.layers // vpp
+    chunks = []
+    for chunk in range(vpp):
+        # vpp divides ckpt where the target runs it; a what-if plan may leave a rest to the first chunks.
+        ckpt = stage.ckpt // vpp + (chunk < stage.ckpt % vpp)
+        flags = [k < ckpt if first else k >= per_chunk - ckpt for k in range(per_chunk)]
+        # Chunk c of every stage comes before chunk c + 1 of any.
+        start = chunk * (plan.model.layers // vpp) + first_layer // vpp
+        layers = [
+            NamedLayer(f"layer {start + k}", kinds.recomputed if again else kinds.kept)
+            for k, again in enumerate(flags)
+        ]
+        if position == 0 and chunk == 0 and kinds.embedding is not None:
+            layers.insert(0, NamedLayer("embedding", kinds.embedding))
+        if position == last and chunk == vpp - 1 and kinds.head is not None:
+            layers.append(NamedLayer("head", kinds.head))
+        chunks.append(tuple(layers))
+    return tuple(chunks)
