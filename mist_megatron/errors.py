@@ -16,7 +16,20 @@ below it: the closest miss, the largest part, what to try.
 
 from __future__ import annotations
 
+import unicodedata
 from typing import ClassVar
+
+
+def visible(text: str) -> str:
+    """Text with control characters, lone surrogates and invisible formatting written as escapes.
+
+    Messages quote files and command lines; what these hold must neither break the one line of a message
+    nor command the terminal that shows it.
+    """
+    hidden = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(ascii(c)[1:-1] if unicodedata.category(c) in hidden else c for c in text)
 
 
 class MistError(Exception):
@@ -25,9 +38,9 @@ class MistError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, details: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.message = message
-        self.details = details
+        super().__init__(visible(message))
+        self.message = visible(message)
+        self.details = tuple(visible(line) for line in details)
 
     def __str__(self) -> str:
         return "\n".join((self.message, *(f"  {line}" for line in self.details)))

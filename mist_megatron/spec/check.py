@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from difflib import get_close_matches
 
 from mist_megatron.errors import InputError
@@ -41,3 +42,21 @@ def known(where: str, what: str, got: str, names: tuple[str, ...]) -> None:
         near = get_close_matches(got, names, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"
         raise InputError(f"{where}: unknown {what} {got!r}{hint}")
+
+
+LONGEST_NAME = 200
+"""Names become words of messages, folder names and table cells; longer ones are a mistake."""
+
+
+def name(where: str, value: str) -> None:
+    """A name is one short line of visible characters."""
+    if not value.strip():
+        raise InputError(f"{where}: the name is empty; wanted some visible characters")
+    if len(value) > LONGEST_NAME:
+        raise InputError(f"{where}: the name has {len(value)} characters; wanted at most {LONGEST_NAME}")
+    for character in value:
+        # Control, format (bidirectional overrides), surrogate, line and paragraph separators.
+        if unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"}:
+            raise InputError(
+                f"{where}: {value!r} holds the invisible character {character!a}; wanted a plain name"
+            )

@@ -50,6 +50,10 @@ class GpuSpec:
     """Usual network of one NODE, one direction, all adapters together."""
     usual_gpus_per_node: int
 
+    def __post_init__(self) -> None:
+        check.name("GPU", self.name)
+        check.at_least(f"GPU {self.name}", 1, usual_gpus_per_node=self.usual_gpus_per_node)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOverrides:
@@ -88,6 +92,8 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         check.at_least("cluster", 1, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
         check.positive("cluster", memory_limit_bytes=self.memory_limit_bytes)
+        if self.profile is not None:
+            check.name("cluster: profile", self.profile)
 
     @property
     def gpus(self) -> int:

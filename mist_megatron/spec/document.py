@@ -65,6 +65,29 @@ def _parse_json(text: str) -> Any:
             raise InputError(f"line {error.lineno}: not valid JSON ({error.msg})") from None
 
 
+_PLAIN: tuple[tuple[str, str, list[str]], ...] = (
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^[-+]?[0-9]+$", list("-+0123456789")),
+    (
+        "float",
+        r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf)$|^\.(?:nan|NaN)$",
+        list("-+0123456789."),
+    ),
+)
+"""Tag, pattern and first characters of what an unquoted word of a YAML file means."""
+
+
+def _whole_number(loader: Any, node: Any) -> int:
+    digits = node.value.lstrip("-+")
+    if len(digits) > 1 and digits.startswith("0"):
+        raise InputError(
+            f"line {node.start_mark.line + 1}: {node.value} begins with a zero, which some readers take for "
+            f"octal; write {int(node.value)}"
+        )
+    return int(node.value)
+
+
 @cache
 def _yaml_loader() -> Any:
     import yaml
@@ -89,16 +112,12 @@ def _yaml_loader() -> Any:
                 seen.add(key)
             return super().construct_mapping(node, deep)
 
-    keep = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:null")
-    resolvers: dict[Any, list[Any]] = {}
-    for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items():
-        resolvers[first] = [entry for entry in entries if entry[0] in keep]
-    StrictLoader.yaml_implicit_resolvers = resolvers
-    # YAML 1.1 reads 1e9 as text; people who write configurations mean a number.
-    number = re.compile(
-        r"^[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?$|^[-+]?\.(?:inf|Inf)$|^\.(?:nan|NaN)$"
-    )
-    StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    # The plain words of YAML 1.2 and JSON. YAML 1.1 also reads 010 as 8, 1:30 as 90, 1_0 as 10 and yes as
+    # true, and 1e9 as text: none of which somebody who writes a configuration means.
+    StrictLoader.yaml_implicit_resolvers = {}
+    for tag, pattern, first in _PLAIN:
+        StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), first)
+    StrictLoader.add_constructor("tag:yaml.org,2002:int", _whole_number)
     return StrictLoader
 
 

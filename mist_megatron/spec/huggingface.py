@@ -1,7 +1,12 @@
 """Hugging Face config.json -> ModelSpec, with the defaults that transformers applies to absent keys.
 
 A config is refused rather than half understood: an unknown architecture by name, and options that change
-the shape in ways no ModelSpec can say (ALiBi, query-key norms, mixtures of experts).
+the shape in ways no ModelSpec can say (ALiBi, query-key norms, mixtures of experts). Which keys a model
+reads, and what an absent one means, is what transformers 5 builds; a test counts
+the parameters of its modules.
+
+A sliding attention window that every layer has (Mistral) is priced as full attention: it is full up to the
+window, and slower than the real thing beyond it.
 """
 
 from __future__ import annotations
@@ -10,7 +15,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mist_megatron.errors import InputError
+from mist_megatron.spec import check
 from mist_megatron.spec.model import Activation, ModelSpec
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
 
 
 class _Config:
@@ -19,13 +35,16 @@ class _Config:
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values, self.where = values, where
 
-    def integer(self, *names: str, default: int | None = None) -> int:
+    def integer(self, *names: str, default: int | None = None, null: int | None = None) -> int:
+        """The first key that is given; `default` where none is; `null`, or the default, where it is null."""
         for name in names:
             value = self.values.get(name)
             if value is not None:
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise InputError(f"{self.where}: {name} is {value!r}; wanted a whole number")
                 return value
+        if null is not None and any(name in self.values for name in names):
+            return null
         if default is None:
             raise InputError(f"{self.where}: key {names[0]} is missing")
         return default
@@ -40,38 +59,42 @@ class _Config:
 
     def activation(self, name: str, default: str) -> Activation:
         value = self.values.get(name, default)
-        known: dict[str, Activation] = {
-            "gelu": "gelu",
-            "gelu_new": "gelu",
-            "gelu_fast": "gelu",
-            "gelu_pytorch_tanh": "gelu",
-            "relu": "relu",
-            "silu": "silu",
-            "swish": "silu",
-        }
-        if not isinstance(value, str) or value not in known:
-            raise InputError(f"{self.where}: {name} is {value!r}; wanted one of {', '.join(known)}")
-        return known[value]
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
+            raise InputError(f"{self.where}: {name} is {value!r}; wanted one of {', '.join(_ACTIVATIONS)}")
+        return _ACTIVATIONS[value]
 
     def refuse(self, name: str, why: str) -> None:
+        """Where a key is set at all."""
         if self.values.get(name):
-            raise InputError(f"{self.where}: {name} is {self.values[name]!r}: {why}")
+            raise InputError(f"{self.where}: {name} is {_short(self.values[name])}: {why}")
+
+    def demand(self, name: str, value: bool, why: str) -> None:
+        """Where a flag must have its usual value, which is also what absence means."""
+        if self.flag(name, value) != value:
+            raise InputError(f"{self.where}: {name} is {str(not value).lower()}: {why}")
 
 
-def _heads(config: _Config, hidden: int, heads: int) -> int:
-    given = config.integer("head_dim", default=0)
-    if given:
-        return given
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _even(config: _Config, hidden: int, heads: int) -> int:
+    """Width of a head where the architecture has no key for it."""
     if heads < 1 or hidden % heads:
         raise InputError(f"{config.where}: attention heads ({heads}) must divide the hidden size ({hidden})")
     return hidden // heads
 
 
-def _llama(config: _Config, name: str) -> ModelSpec:
+def _gated(config: _Config, name: str, **kind: Any) -> ModelSpec:
+    """RMSNorm, rotary positions, a gated MLP: what the readers of LLaMA's relatives share."""
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    kind = config.values.get("model_type")
-    if config.flag("mlp_bias", False) != config.flag("attention_bias", False):
-        raise InputError(f"{config.where}: attention_bias and mlp_bias differ, which no layer here can have")
+    kv_heads = kind.pop("kv_heads", None)
+    head_dim = kind.pop("head_dim", None) or config.integer("head_dim", default=0)
+    defaults: dict[str, Any] = {
+        "activation": config.activation("hidden_act", "silu"),
+        "tied_embeddings": config.flag("tie_word_embeddings", False),
+    }
     return ModelSpec(
         name=name,
         family="llama",
@@ -79,40 +102,97 @@ def _llama(config: _Config, name: str) -> ModelSpec:
         hidden=hidden,
         ffn_hidden=config.integer("intermediate_size"),
         heads=heads,
-        kv_heads=config.integer("num_key_value_heads", default=8 if kind == "mistral" else heads),
+        kv_heads=config.integer("num_key_value_heads", default=kv_heads or heads, null=heads),
         vocab=config.integer("vocab_size"),
-        head_dim=_heads(config, hidden, heads),
+        head_dim=head_dim or _even(config, hidden, heads),
         gated_mlp=True,
-        activation=config.activation("hidden_act", "silu"),
         norm="rmsnorm",
-        linear_bias=config.flag("attention_bias", False),
-        qkv_bias=kind == "qwen2",
-        tied_embeddings=config.flag("tie_word_embeddings", False),
+        **{**defaults, **kind},
+    )
+
+
+def _llama(config: _Config, name: str) -> ModelSpec:
+    bias = config.flag("attention_bias", False)
+    if config.flag("mlp_bias", False) != bias:
+        raise InputError(f"{config.where}: attention_bias and mlp_bias differ, which no layer here can have")
+    return _gated(config, name, linear_bias=bias)
+
+
+def _mistral(config: _Config, name: str) -> ModelSpec:
+    return _gated(config, name, kv_heads=8)
+
+
+def _qwen2(config: _Config, name: str) -> ModelSpec:
+    config.demand("use_sliding_window", False, "windows on some layers only are not modelled")
+    return _gated(config, name, kv_heads=32, qkv_bias=True)
+
+
+def _phi3(config: _Config, name: str) -> ModelSpec:
+    return _gated(config, name)
+
+
+def _gemma(config: _Config, name: str) -> ModelSpec:
+    config.demand("attention_bias", False, "biases on the attention alone are not modelled")
+    config.demand("use_bidirectional_attention", False, "attention without a causal mask is not modelled")
+    return _gated(
+        config,
+        name,
+        kv_heads=16,
+        head_dim=config.integer("head_dim", default=256),
+        activation=config.activation("hidden_act", "gelu_pytorch_tanh"),
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+def _starcoder2(config: _Config, name: str) -> ModelSpec:
+    hidden = config.integer("hidden_size", default=3072)
+    heads = config.integer("num_attention_heads", default=24)
+    return ModelSpec(
+        name=name,
+        family="gpt",
+        layers=config.integer("num_hidden_layers", default=30),
+        hidden=hidden,
+        ffn_hidden=config.integer("intermediate_size", default=12288),
+        heads=heads,
+        kv_heads=config.integer("num_key_value_heads", default=2),
+        vocab=config.integer("vocab_size", default=49152),
+        head_dim=config.integer("head_dim", default=0) or _even(config, hidden, heads),
+        activation=config.activation("hidden_act", "gelu_pytorch_tanh"),
+        linear_bias=config.flag("use_bias", True),
+        tied_embeddings=config.flag("tie_word_embeddings", True),
     )
 
 
 def _falcon(config: _Config, name: str) -> ModelSpec:
     config.refuse("alibi", "ALiBi positions are not modelled; Falcon-RW is not supported")
-    hidden = config.integer("hidden_size", "n_embed", default=4544)
-    heads = config.integer("num_attention_heads", "n_head", default=71)
+    for old, now in (
+        ("n_head", "num_attention_heads"),
+        ("n_layer", "num_hidden_layers"),
+        ("n_head_kv", "num_kv_heads"),
+    ):
+        if config.values.get(old) is not None and config.values.get(now) is None:
+            raise InputError(f"{config.where}: key {old} is of an older format; transformers reads {now}")
+    hidden = config.integer("n_embed", "hidden_size", default=4544)
+    heads = config.integer("num_attention_heads", default=71)
     new = config.flag("new_decoder_architecture", False)
-    if new:
-        kv_heads = config.integer("num_kv_heads", "n_head_kv", default=heads)
-        norms = config.integer("num_ln_in_parallel_attn", default=2)
-    else:
-        kv_heads = 1 if config.flag("multi_query", True) else heads
-        norms = 1
-    parallel = new or config.flag("parallel_attn", True)
+    parallel = config.flag("parallel_attn", True)
+    norms = config.integer("num_ln_in_parallel_attn", default=2 if new else 1)
+    if (new and not parallel) or (norms == 2 and not new):
+        raise InputError(
+            f"{config.where}: new_decoder_architecture {new}, parallel_attn {parallel} and "
+            f"num_ln_in_parallel_attn {norms} make no model that transformers can run"
+        )
+    multi_query = config.flag("multi_query", True)
     return ModelSpec(
         name=name,
         family="falcon",
-        layers=config.integer("num_hidden_layers", "n_layer", default=32),
+        layers=config.integer("num_hidden_layers", default=32),
         hidden=hidden,
         ffn_hidden=config.integer("ffn_hidden_size", default=4 * hidden),
         heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=config.integer("num_kv_heads", default=heads) if new else 1 if multi_query else heads,
         vocab=config.integer("vocab_size", default=65024),
-        head_dim=_heads(config, hidden, heads),
+        head_dim=_even(config, hidden, heads),
         activation=config.activation("activation", "gelu"),
         parallel_block=parallel,
         parallel_norms=norms,
@@ -133,7 +213,7 @@ def _gpt2(config: _Config, name: str) -> ModelSpec:
         heads=heads,
         kv_heads=heads,
         vocab=config.integer("vocab_size", default=50257),
-        head_dim=_heads(config, hidden, heads),
+        head_dim=_even(config, hidden, heads),
         activation=config.activation("activation_function", "gelu_new"),
         linear_bias=True,
         rotary=False,
@@ -143,6 +223,7 @@ def _gpt2(config: _Config, name: str) -> ModelSpec:
 
 
 def _gpt_neox(config: _Config, name: str) -> ModelSpec:
+    config.demand("attention_bias", True, "biases on the MLP alone are not modelled")
     hidden = config.integer("hidden_size", default=6144)
     heads = config.integer("num_attention_heads", default=64)
     parallel = config.flag("use_parallel_residual", True)
@@ -155,11 +236,11 @@ def _gpt_neox(config: _Config, name: str) -> ModelSpec:
         heads=heads,
         kv_heads=heads,
         vocab=config.integer("vocab_size", default=50432),
-        head_dim=_heads(config, hidden, heads),
+        head_dim=_even(config, hidden, heads),
         activation=config.activation("hidden_act", "gelu"),
         parallel_block=parallel,
         parallel_norms=2 if parallel else 1,
-        linear_bias=config.flag("attention_bias", True),
+        linear_bias=True,
         tied_embeddings=config.flag("tie_word_embeddings", False),
     )
 
@@ -171,8 +252,9 @@ def _opt(config: _Config, name: str) -> ModelSpec:
         raise InputError(
             f"{config.where}: word_embed_proj_dim differs from hidden_size, which is not modelled"
         )
-    if not config.flag("do_layer_norm_before", True):
-        raise InputError(f"{config.where}: do_layer_norm_before is false: post-norm layers are not modelled")
+    config.demand("do_layer_norm_before", True, "post-norm layers are not modelled")
+    config.demand("layer_norm_elementwise_affine", True, "norms without weights are not modelled")
+    config.refuse("layerdrop", "layers left out at random are not modelled")
     return ModelSpec(
         name=name,
         family="gpt",
@@ -182,25 +264,47 @@ def _opt(config: _Config, name: str) -> ModelSpec:
         heads=heads,
         kv_heads=heads,
         vocab=config.integer("vocab_size", default=50272),
-        head_dim=_heads(config, hidden, heads),
+        head_dim=_even(config, hidden, heads),
         activation=config.activation("activation_function", "relu"),
         linear_bias=config.flag("enable_bias", True),
         rotary=False,
         # OPT's table has two rows more than its positions (transformers, modeling_opt).
         learned_positions=config.integer("max_position_embeddings", default=2048) + 2,
         tied_embeddings=config.flag("tie_word_embeddings", True),
+        final_norm=not config.flag("_remove_final_layer_norm", False),
     )
 
 
 _READERS: dict[str, Callable[[_Config, str], ModelSpec]] = {
     "llama": _llama,
-    "mistral": _llama,
-    "qwen2": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
     "falcon": _falcon,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "opt": _opt,
+    "gemma": _gemma,
+    "phi3": _phi3,
+    "starcoder2": _starcoder2,
 }
+
+_REASONS = {
+    "qwen3": "query-key norms are not modelled",
+    "olmo": "norms without weights are not modelled",
+    "olmo2": "query-key norms are not modelled",
+    "gemma2": "norms after attention and MLP are not modelled",
+    "gemma3_text": "norms after attention and MLP are not modelled",
+    "bloom": "ALiBi positions are not modelled",
+    "mpt": "ALiBi positions are not modelled",
+    "gptj": "a bias on the output projection is not modelled",
+    "phi": "a bias on the output projection is not modelled",
+    "mixtral": "mixtures of experts are not modelled",
+    "qwen2_moe": "mixtures of experts are not modelled",
+    "qwen3_moe": "mixtures of experts are not modelled",
+    "deepseek_v2": "mixtures of experts are not modelled",
+    "deepseek_v3": "mixtures of experts are not modelled",
+}
+"""Why some well-known architectures are refused; the others are simply not known."""
 
 
 def is_huggingface(values: Mapping[str, Any]) -> bool:
@@ -213,12 +317,30 @@ def model_from_huggingface(values: Mapping[str, Any], where: str) -> ModelSpec:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
         shown = kind if isinstance(kind, str) else values.get("architectures")
+        reason = f": {_REASONS[kind]}" if isinstance(kind, str) and kind in _REASONS else ""
         raise InputError(
-            f"{where}: architecture {shown!r} is not supported; supported: {', '.join(_READERS)}"
+            f"{where}: architecture {shown!r} is not supported{reason}; supported: {', '.join(_READERS)}"
         )
     config = _Config(values, where)
-    config.refuse("num_local_experts", "mixtures of experts are not modelled")
-    config.refuse("num_experts", "mixtures of experts are not modelled")
+    for experts in ("num_local_experts", "num_experts", "n_routed_experts"):
+        config.refuse(experts, "mixtures of experts are not modelled")
+    config.refuse("add_cross_attention", "attention to an encoder is not modelled")
+    config.refuse("is_encoder_decoder", "models with an encoder are not modelled")
+    config.refuse(
+        "quantization_config", "quantized weights are not modelled; give the config of the full model"
+    )
+    _refuse_other_heads(values, where)
     given = values.get("_name_or_path")
     name = given.rsplit("/", 1)[-1] if isinstance(given, str) and given.strip("/. ") else kind
+    check.name(f"{where}: _name_or_path", name)
     return _READERS[kind](config, name)
+
+
+def _refuse_other_heads(values: Mapping[str, Any], where: str) -> None:
+    """A classifier has no projection onto the vocabulary; its loss is not ours."""
+    named = values.get("architectures")
+    for text in named if isinstance(named, list) else ():
+        if isinstance(text, str) and "For" in text and "ForCausalLM" not in text:
+            raise InputError(
+                f"{where}: architecture {text!r} is no causal language model, which is all that is modelled"
+            )

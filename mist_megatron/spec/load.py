@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,10 @@ MOST_BYTES = 64 << 20
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES) -> str:
     """The text of a file, or one line on why it cannot be had."""
-    where = Path(path)
+    if not str(path):
+        raise InputError("the name of the file is empty; wanted a path")
     try:
-        if where.is_dir():
-            raise InputError(f"{path} is a directory; wanted a file")
-        size = where.stat().st_size
-        if size > most_bytes:
-            raise InputError(f"{path} has {size} bytes; wanted at most {most_bytes}: is this the right file?")
-        data = where.read_bytes()
+        data = _bytes_of(Path(path), most_bytes)
     except FileNotFoundError:
         raise InputError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:
@@ -40,6 +38,24 @@ def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES) -> str:
     if "\0" in text:
         raise InputError(f"{path} is not a text file (holds zero bytes)")
     return text
+
+
+def _bytes_of(path: Path, most_bytes: int) -> bytes:
+    """Opened without waiting: a pipe that nobody writes to would hold the program forever."""
+    # Windows opens neither folders nor pipes this way, and has no such flag.
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(handle)
+        kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+        raise InputError(f"{path} is {kind}; wanted a file")
+    with os.fdopen(handle, "rb") as file:
+        # Files that are made while they are read, as in /proc, give no size beforehand.
+        data = file.read(most_bytes + 1)
+    size = max(found.st_size, len(data))
+    if size > most_bytes:
+        raise InputError(f"{path} has {size} bytes; wanted at most {most_bytes}: is this the right file?")
+    return data
 
 
 def load_mapping(path: str | Path) -> dict[str, Any]:
@@ -59,7 +75,7 @@ def load_model(name_or_path: str) -> ModelSpec:
     if not _looks_like_path(name_or_path):
         check.known("--model", "model preset", name_or_path, presets.preset_names())
     path = Path(name_or_path)
-    if path.is_dir() and (path / "config.json").is_file():
+    if _is_there(path / "config.json"):
         path = path / "config.json"
     values = load_mapping(path)
     if is_huggingface(values):
@@ -70,7 +86,12 @@ def load_model(name_or_path: str) -> ModelSpec:
 def _looks_like_path(text: str) -> bool:
     if "/" in text or "\\" in text or text.endswith((".json", ".yaml", ".yml")):
         return True
+    return bool(text) and _is_there(Path(text))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether something has this name; a name that the system cannot even look up names nothing."""
     try:
-        return Path(text).exists()
+        return path.exists()
     except (OSError, ValueError):
         return False

@@ -52,6 +52,7 @@ class ModelSpec:
     final_norm: bool = True
 
     def __post_init__(self) -> None:
+        check.name("model", self.name)
         where = f"model {self.name}"
         check.at_least(
             where,

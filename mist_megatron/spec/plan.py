@@ -162,6 +162,7 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
         tp=stage.tp,
         micro_batch=stage.micro_batch,
     )
+    _check_mesh(where, stage, plan)
     if not 0 <= stage.ckpt <= stage.layers:
         raise InputError(f"{where}.ckpt is {stage.ckpt}; wanted 0..{stage.layers}, the stage's layers")
     if stage.recompute == "none" and stage.ckpt:
@@ -195,4 +196,19 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
         raise InputError(
             f"{where}: tp ({stage.tp}) must divide kv_heads of {model.name} ({model.kv_heads}) "
             "or be a multiple of it"
+        )
+
+
+def _check_mesh(where: str, stage: StagePlan, plan: Plan) -> None:
+    """A stage lies on nodes that the cluster has; without a map, ranks are numbered node by node."""
+    cluster = plan.cluster
+    shape = f"{cluster.nodes} x {cluster.gpus_per_node}"
+    for key in ("nodes", "gpus_per_node"):
+        got, most = getattr(stage, key), getattr(cluster, key)
+        if got > most:
+            raise InputError(f"{where}.{key} is {got}; the cluster ({shape}) has {most}")
+    if stage.nodes > 1 and stage.gpus_per_node != cluster.gpus_per_node and plan.rank_map is None:
+        raise InputError(
+            f"{where}: {stage.nodes} x {stage.gpus_per_node} GPUs are parts of nodes of "
+            f"{cluster.gpus_per_node}; wanted whole nodes, one node, or a rank_map that says which GPUs"
         )

@@ -1,0 +1,140 @@
+"""Hugging Face configs: what is read has exactly the parameters of the modules that transformers builds."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from mist_megatron.errors import InputError  # noqa: E402
+from mist_megatron.spec.huggingface import model_from_huggingface  # noqa: E402
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 100,
+}  # fmt: skip
+FALCON = {"model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "vocab_size": 100}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 32}
+NEOX = {"model_type": "gpt_neox", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 100}  # fmt: skip
+OPT = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2,
+       "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 30}  # fmt: skip
+GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 2}
+MISTRAL, QWEN2 = {**LLAMA, "model_type": "mistral"}, {**LLAMA, "model_type": "qwen2"}
+GEMMA, PHI3 = {**LLAMA, "model_type": "gemma"}, {**LLAMA, "model_type": "phi3", "pad_token_id": 0}
+STARCODER2 = {**LLAMA, "model_type": "starcoder2"}
+
+EXACT = {
+    "llama": LLAMA,
+    "llama, grouped": {**LLAMA, **GROUPED},
+    "llama, kv heads null": {**LLAMA, "num_key_value_heads": None},
+    "llama, tied": {**LLAMA, "tie_word_embeddings": True},
+    "llama, biased": {**LLAMA, "attention_bias": True, "mlp_bias": True},
+    "llama, wide heads": {**LLAMA, **GROUPED, "head_dim": 24},
+    "llama, head_dim null": {**LLAMA, "head_dim": None},
+    "mistral, 8 kv heads by default": {**MISTRAL, "num_attention_heads": 16},
+    "mistral, narrow heads": {**MISTRAL, **GROUPED, "head_dim": 4},
+    "mistral, keys of llama": {**MISTRAL, **GROUPED, "attention_bias": True, "mlp_bias": True},
+    "qwen2, 32 kv heads by default": {**QWEN2, "hidden_size": 128, "num_attention_heads": 32},
+    "qwen2, grouped": {**QWEN2, **GROUPED},
+    "qwen2, kv heads null, tied": {**QWEN2, "num_key_value_heads": None, "tie_word_embeddings": True},
+    "qwen2, head_dim": {**QWEN2, **GROUPED, "head_dim": 16},
+    "qwen2, keys of llama": {**QWEN2, **GROUPED, "attention_bias": True},
+    "falcon, one key head": FALCON,
+    "falcon, all key heads": {**FALCON, "multi_query": False},
+    "falcon, biased": {**FALCON, "bias": True},
+    "falcon, in sequence": {**FALCON, "parallel_attn": False},
+    "falcon, untied": {**FALCON, "tie_word_embeddings": False},
+    "falcon, ffn": {**FALCON, "ffn_hidden_size": 100},
+    "falcon, n_embed first": {**FALCON, "n_embed": 32},
+    "falcon, num_kv_heads has no say": {**FALCON, "num_kv_heads": 2},
+    "falcon, new": {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon, new, all key heads": {**FALCON, "new_decoder_architecture": True},
+    "falcon, new, one norm": {
+        **FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1
+    },
+    "gpt2": GPT2,
+    "gpt2, inner": {**GPT2, "n_inner": 100},
+    "gpt2, inner null": {**GPT2, "n_inner": None},
+    "gpt2, untied": {**GPT2, "tie_word_embeddings": False},
+    "gpt2, other names": {
+        "model_type": "gpt2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 100, "max_position_embeddings": 32,
+    },
+    "gpt2, head_dim has no say": {**GPT2, "head_dim": 24},
+    "gpt_neox": NEOX,
+    "gpt_neox, in sequence": {**NEOX, "use_parallel_residual": False},
+    "gpt_neox, tied": {**NEOX, "tie_word_embeddings": True},
+    "gpt_neox, head_dim has no say": {**NEOX, "head_dim": 24},
+    "opt": OPT,
+    "opt, no bias": {**OPT, "enable_bias": False},
+    "opt, untied": {**OPT, "tie_word_embeddings": False},
+    "opt, no last norm": {**OPT, "_remove_final_layer_norm": True},
+    "opt, same projection": {**OPT, "word_embed_proj_dim": 64},
+    "gemma": {**GEMMA, "num_key_value_heads": 1},
+    "gemma, untied": {**GEMMA, "num_key_value_heads": 4, "tie_word_embeddings": False, "head_dim": 16},
+    "phi3": PHI3,
+    "phi3, grouped": {**PHI3, **GROUPED},
+    "starcoder2": STARCODER2,
+    "starcoder2, no bias": {**STARCODER2, "use_bias": False, "num_key_value_heads": 4},
+}  # fmt: skip
+
+DEFAULTS = {
+    # Every size left out that the reader has a default for; few layers, so that it is quick.
+    "falcon": {"model_type": "falcon", "num_hidden_layers": 1},
+    "gpt2": {"model_type": "gpt2"},
+    "gpt_neox": {"model_type": "gpt_neox", "num_hidden_layers": 1},
+    "opt": {"model_type": "opt"},
+    "starcoder2": {"model_type": "starcoder2", "num_hidden_layers": 1},
+}
+
+
+def built(config):
+    """Parameters of transformers' own modules, without memory for them."""
+    values = dict(config)
+    read = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(read)
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_variants_count_as_transformers_builds_them(name):
+    assert model_from_huggingface(EXACT[name], "config.json").parameters == built(EXACT[name])
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_absent_keys_mean_what_transformers_takes(kind):
+    assert model_from_huggingface(DEFAULTS[kind], "config.json").parameters == built(DEFAULTS[kind])
+
+
+REFUSED = {
+    "llama, attention biased": ({**LLAMA, "attention_bias": True}, "attention_bias and mlp_bias differ"),
+    "llama, MLP biased": ({**LLAMA, "mlp_bias": True}, "attention_bias and mlp_bias differ"),
+    "qwen2, windows": (
+        {**QWEN2, **GROUPED, "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"
+    ),
+    "qwen3": ({**LLAMA, "model_type": "qwen3", "head_dim": 16}, "query-key norms"),
+    "gemma, attention biased": (
+        {**GEMMA, "num_key_value_heads": 4, "attention_bias": True}, "attention_bias is true"
+    ),
+    "falcon, ALiBi": ({**FALCON, "alibi": True}, "ALiBi"),
+    "gpt2, encoder": ({**GPT2, "add_cross_attention": True}, "add_cross_attention"),
+    "gpt_neox, MLP biased": ({**NEOX, "attention_bias": False}, "attention_bias is false"),
+    "opt, narrow table": ({**OPT, "word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+    "opt, post-norm": ({**OPT, "do_layer_norm_before": False}, "do_layer_norm_before"),
+    "opt, bare norms": ({**OPT, "layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_model_here_can_say_is_refused_by_name(name):
+    """Each of these is a model that transformers builds."""
+    config, words = REFUSED[name]
+    assert built(config)
+    with pytest.raises(InputError, match=words) as caught:
+        model_from_huggingface(config, "config.json")
+    assert "\n" not in caught.value.message
