@@ -1,8 +1,8 @@
 """How a patch takes hold of framework code: checked, once, and undone on request.
 
-A patch never copies framework code. It replaces one attribute after checking that what stands
-there has the parameters it was written against, and refuses otherwise: a silent mismatch would
-train a wrong model.
+A patch never copies framework code. It wraps one attribute after checking that what stands there has the
+parameters it was written against, and refuses otherwise: a silent mismatch would train a wrong model.
+Several patches may wrap the same attribute; each can be undone without the others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 log = logging.getLogger("mist_patches")
@@ -19,45 +20,81 @@ class PatchRefused(RuntimeError):
     """The framework at hand is not what this patch was written for; training must not start."""
 
 
-_installed: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-"""(id of owner, attribute) -> (owner, attribute, what stood there before)."""
+@dataclass
+class _Wrapped:
+    """One attribute of a framework, what stood there, and who wraps it, innermost first."""
+
+    owner: Any
+    attribute: str
+    raw: Any
+    builds: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
+
+    def compose(self) -> None:
+        if not self.builds:
+            setattr(self.owner, self.attribute, self.raw)
+            return
+        static = isinstance(self.raw, staticmethod)
+        current = self.raw.__func__ if static else self.raw
+        for build in self.builds.values():
+            current = build(current)
+        setattr(self.owner, self.attribute, staticmethod(current) if static else current)
+
+
+_installed: dict[tuple[int, str], _Wrapped] = {}
+"""(id of owner, attribute) -> what stands there now."""
 
 
 def replace(
-    owner: Any, attribute: str, parameters: tuple[str, ...], build: Callable[[Any], Any]
+    owner: Any,
+    attribute: str,
+    parameters: tuple[str, ...] | tuple[tuple[str, ...], ...],
+    build: Callable[[Any], Any],
 ) -> Callable[[], None]:
     """Put `build(original)` in the place of `owner.attribute`; returns the function that undoes it.
 
-    `parameters` are the parameter names the original must have. Replacing what is replaced already
-    first takes the earlier replacement out, so that applying a patch twice leaves one layer.
+    `parameters` are the parameter names the original must have, or several such lists, one for each
+    version. Applying a patch again (the same module's `build`) takes the place of its earlier self.
     """
     name = f"{getattr(owner, '__name__', owner)}.{attribute}"
-    undo(owner, attribute)
-    original = getattr(owner, attribute, None)
-    if original is None:
-        raise PatchRefused(
-            f"{name} does not exist in this version; see patches/README.md for tested versions"
-        )
+    patch = build.__module__
+    entry = _installed.get((id(owner), attribute))
+    if entry is None:
+        if getattr(owner, attribute, None) is None:
+            raise PatchRefused(
+                f"{name} does not exist in this version; see patches/README.md for tested versions"
+            )
+        entry = _Wrapped(owner, attribute, inspect.getattr_static(owner, attribute))
+    original = entry.raw.__func__ if isinstance(entry.raw, staticmethod) else entry.raw
     found = tuple(inspect.signature(original).parameters)
-    if found != parameters:
-        raise PatchRefused(f"{name} takes {found}, this patch was written for {parameters}")
-    raw = inspect.getattr_static(owner, attribute)
-    setattr(owner, attribute, build(original))
-    _installed[id(owner), attribute] = (owner, attribute, raw)
-    return lambda: undo(owner, attribute)
+    known = parameters if parameters and isinstance(parameters[0], tuple) else (parameters,)
+    if found not in known:
+        wanted = " or ".join(str(one) for one in known)
+        raise PatchRefused(f"{name} takes {found}, this patch was written for {wanted}")
+    entry.builds.pop(patch, None)
+    entry.builds[patch] = build
+    _installed[id(owner), attribute] = entry
+    entry.compose()
+    return lambda: undo(owner, attribute, patch)
 
 
-def undo(owner: Any, attribute: str) -> None:
-    """Put the original back, if this attribute was replaced."""
-    entry = _installed.pop((id(owner), attribute), None)
-    if entry is not None:
-        setattr(entry[0], entry[1], entry[2])
+def undo(owner: Any, attribute: str, patch: str | None = None) -> None:
+    """Take one patch (None: every patch) off this attribute, if it is there."""
+    entry = _installed.get((id(owner), attribute))
+    if entry is None:
+        return
+    if patch is None:
+        entry.builds.clear()
+    else:
+        entry.builds.pop(patch, None)
+    entry.compose()
+    if not entry.builds:
+        del _installed[id(owner), attribute]
 
 
 def undo_all() -> None:
     """Put every original back."""
-    for owner, attribute, _ in list(_installed.values()):
-        undo(owner, attribute)
+    for entry in list(_installed.values()):
+        undo(entry.owner, entry.attribute)
 
 
 def check_fraction(what: str, fraction: float) -> float:
