@@ -108,6 +108,12 @@ class StageEvaluator:
         moments = {name: value for name, value in sizes.items() if name.startswith("beyond.")}
         return {"held": sizes["held"], "activations": sizes["term.activations"], **moments}
 
+    def moments(self, grid: StageGrid) -> tuple[Array, tuple[Array, ...]]:
+        """What is held throughout, and what each moment that may be the peak adds. Every moment is linear in
+        micro-batches in flight and in offload fractions, which their largest is not."""
+        sizes = self._memory(grid)
+        return sizes["held"], tuple(value for name, value in sizes.items() if name.startswith("beyond."))
+
     def _beyond(self, sizes: Mapping[str, Array]) -> Array:
         moments = sorted((v for name, v in sizes.items() if name.startswith("beyond.")), key=np.size)
         most = moments[0]
