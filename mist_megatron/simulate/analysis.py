@@ -55,21 +55,24 @@ class PathShare:
     events: int
 
 
-def device_usage(timeline: Timeline) -> tuple[DeviceUsage, ...]:
-    """Split every device's time into exposed, overlapped, waiting for the host, and idle."""
+def device_usage(timeline: Timeline, period_s: float | None = None) -> tuple[DeviceUsage, ...]:
+    """Split every device's time into exposed, overlapped, waiting for the host, and idle. `period_s` is the
+    time of an iteration in a row of them; without, the timeline stands alone."""
+    whole_s = timeline.makespan_s if period_s is None else period_s
     device = np.array(timeline.program.device, dtype=np.int64)
     order = np.argsort(device, kind="stable")
     bounds = np.searchsorted(device[order], np.arange(timeline.program.devices + 1))
     stream = np.array(timeline.program.stream, dtype=np.int64)
     return tuple(
-        _usage(number, timeline, stream, order[bounds[number] : bounds[number + 1]])
+        _usage(number, timeline, (stream, whole_s), order[bounds[number] : bounds[number + 1]])
         for number in range(timeline.program.devices)
     )
 
 
 def _usage(
-    number: int, timeline: Timeline, stream: NDArray[np.int64], mine: NDArray[np.int64]
+    number: int, timeline: Timeline, about: tuple[NDArray[np.int64], float], mine: NDArray[np.int64]
 ) -> DeviceUsage:
+    stream, whole_s = about
     start, end, streams = timeline.start_s[mine], timeline.end_s[mine], stream[mine]
 
     def covered(chosen: NDArray[np.bool_]) -> float:
@@ -88,7 +91,7 @@ def _usage(
         exposed_communication_s=moving - both,
         overlapped_s=both,
         host_s=anything - either,
-        idle_s=timeline.makespan_s - anything,
+        idle_s=max(whole_s - anything, 0.0),
         busy_s=(busy[0], busy[1], busy[2], busy[3], busy[4]),
     )
 

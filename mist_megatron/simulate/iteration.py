@@ -15,7 +15,7 @@ from mist_megatron.simulate.analysis import (
     device_usage,
     path_shares,
 )
-from mist_megatron.simulate.build import Built, build
+from mist_megatron.simulate.build import Built, build, last_iteration
 from mist_megatron.simulate.engine import Progress, Timeline, critical_path, run_program
 from mist_megatron.simulate.memory_curve import MemoryCurve, memory_curves
 from mist_megatron.simulate.schedules import SCHEDULES, PassCosts, schedule_orders
@@ -29,7 +29,10 @@ class Simulation:
 
     plan: Plan
     schedule: str
+    iteration_s: float
     timeline: Timeline
+    """Where iterations reach into each other it is longer than one: it shows all of one iteration's
+    events, of which the first run while other stages end the iteration before."""
     built: Built
     usage: tuple[DeviceUsage, ...]
     memory: tuple[MemoryCurve, ...]
@@ -38,10 +41,6 @@ class Simulation:
     """Eq. 1 of the same plan and schedule; None for schedules that it does not cover."""
     prices: int
     """Distinct pieces of work that were priced."""
-
-    @property
-    def iteration_s(self) -> float:
-        return self.timeline.makespan_s
 
     @property
     def bubble_fraction(self) -> float:
@@ -68,14 +67,15 @@ def simulate(
         played, len(plan.stages), plan.grad_accum, plan.vpp, _mean_costs(work.stages) if work.stages else None
     )
     built = build(work, orders, played)
-    timeline = run_program(built.program, work.interference, progress)
+    built, timeline, period_s = last_iteration(built, run_program(built.program, work.interference, progress))
     prediction = predict(plan, evaluator)
     return Simulation(
         plan=plan,
         schedule=played,
+        iteration_s=period_s,
         timeline=timeline,
         built=built,
-        usage=device_usage(timeline),
+        usage=device_usage(timeline, period_s),
         memory=memory_curves(plan, played, evaluator, timeline, built),
         prediction=prediction,
         closed_form_s=prediction.iteration_s if played == plan.schedule else None,

@@ -117,6 +117,8 @@ class Workload:
     interference: np.ndarray[Any, np.dtype[np.float64]]
     step_waits_for_all: bool
     """The step needs the gradient norm over all stages first."""
+    steps_early: bool
+    """Each layer steps before its first forward, not at the end of the iteration."""
     sends_overlap: bool
     """Stages compute on while a boundary tensor leaves."""
 
@@ -141,7 +143,8 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         stages=tuple(stages),
         prices=len(prices) + 2 * len(kinds),
         interference=context.interference,
-        step_waits_for_all=template.grad_norm_pass,
+        step_waits_for_all=template.grad_norm_pass and not template.step_in_first_forward,
+        steps_early=template.step_in_first_forward,
         sends_overlap=plan.vpp > 1 and template.boundary_overlaps_when_interleaved,
     )
 
