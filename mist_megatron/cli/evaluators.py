@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mist_megatron.errors import InputError, ProfileError
 from mist_megatron.resources import data_folder
+from mist_megatron.spec.load import is_there
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
@@ -59,12 +60,12 @@ def profile_of(cluster: ClusterSpec) -> Profile | None:
         path = shipped / f"{cluster.gpu.name}.yaml"
         return load_profile(path) if path.is_file() else None
     path = shipped / f"{named}.yaml"
-    return load_profile(path if path.is_file() else Path(named))
+    return load_profile(path if is_there(path) else Path(named))
 
 
 def load_profile(path: Path) -> Profile:
     """A profile file with its tables, which lie beside it; read once per process."""
-    return _load_profile(path, path.stat().st_mtime_ns if path.is_file() else 0)
+    return _load_profile(path, path.stat().st_mtime_ns if is_there(path) else 0)
 
 
 @lru_cache(maxsize=32)

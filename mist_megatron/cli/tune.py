@@ -96,9 +96,15 @@ def _check_numbers(grid: float, top: int, workers: int, time_limit: float | None
 
 def _check_out(out: Path | None, force: bool) -> None:
     """Before the search, not after it: a full folder is known now."""
-    if out is not None and out.exists() and not out.is_dir():
+    if out is None:
+        return
+    try:
+        is_file, is_full = out.exists() and not out.is_dir(), out.is_dir() and any(out.iterdir())
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be used: {error.strerror or error}") from None
+    if is_file:
         raise InputError(f"--out {out} is a file; wanted a folder")
-    if out is not None and not force and out.is_dir() and any(out.iterdir()):
+    if is_full and not force:
         raise InputError(f"output folder {out} is not empty", details=("try: --force, or another --out",))
 
 

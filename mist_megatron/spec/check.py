@@ -48,12 +48,12 @@ LONGEST_NAME = 200
 """Names become words of messages, folder names and table cells; longer ones are a mistake."""
 
 
-def name(where: str, value: str) -> None:
+def name(where: str, value: str, *, longest: int = LONGEST_NAME) -> None:
     """A name is one short line of visible characters."""
     if not value.strip():
         raise InputError(f"{where}: the name is empty; wanted some visible characters")
-    if len(value) > LONGEST_NAME:
-        raise InputError(f"{where}: the name has {len(value)} characters; wanted at most {LONGEST_NAME}")
+    if len(value) > longest:
+        raise InputError(f"{where}: the name has {len(value)} characters; wanted at most {longest}")
     for character in value:
         # Control, format (bidirectional overrides), surrogate, line and paragraph separators.
         if unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"}:

@@ -93,7 +93,8 @@ class ClusterSpec:
         check.at_least("cluster", 1, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
         check.positive("cluster", memory_limit_bytes=self.memory_limit_bytes)
         if self.profile is not None:
-            check.name("cluster: profile", self.profile)
+            # It may be a path.
+            check.name("cluster: profile", self.profile, longest=4096)
 
     @property
     def gpus(self) -> int:

@@ -75,7 +75,7 @@ def load_model(name_or_path: str) -> ModelSpec:
     if not _looks_like_path(name_or_path):
         check.known("--model", "model preset", name_or_path, presets.preset_names())
     path = Path(name_or_path)
-    if _is_there(path / "config.json"):
+    if is_there(path / "config.json"):
         path = path / "config.json"
     values = load_mapping(path)
     if is_huggingface(values):
@@ -86,10 +86,10 @@ def load_model(name_or_path: str) -> ModelSpec:
 def _looks_like_path(text: str) -> bool:
     if "/" in text or "\\" in text or text.endswith((".json", ".yaml", ".yml")):
         return True
-    return bool(text) and _is_there(Path(text))
+    return bool(text) and is_there(Path(text))
 
 
-def _is_there(path: Path) -> bool:
+def is_there(path: Path) -> bool:
     """Whether something has this name; a name that the system cannot even look up names nothing."""
     try:
         return path.exists()
