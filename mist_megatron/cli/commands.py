@@ -51,6 +51,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("predict", "predict:predict", "Time and memory of a given plan, term by term.", COSTS),
     CommandEntry("explain", "explain:explain", "The expressions behind a prediction, in symbols.", COSTS),
     CommandEntry("validate", "validate:validate", "Predictions against measured runs in CSV files.", COSTS),
+    CommandEntry("calibrate", "calibrate:CALIBRATE", "Makes, shows and lists hardware profiles.", COSTS),
     CommandEntry("emit", "emit:emit", "Writes files that Megatron-core or DeepSpeed run as they are.", FILES),
     CommandEntry("convert", "convert:convert", "A tuned replacement for a DeepSpeed JSON.", FILES),
     CommandEntry("lint", "lint:lint", "What a Megatron command line or a DeepSpeed JSON would do.", FILES),

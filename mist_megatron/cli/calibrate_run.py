@@ -1,0 +1,185 @@
+"""`calibrate run`: starts the measuring programs on this machine, with the shapes that models need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mist_megatron.cli.options import complete_models
+from mist_megatron.cli.output import OutputOptions
+from mist_megatron.errors import InputError
+
+if TYPE_CHECKING:
+    from mist_megatron.cost.needed_shapes import NeededShapes
+
+LARGEST = 1 << 24
+"""Of any size on the command line: sequences of 16 million tokens are a typing error."""
+INTERRUPTED = 130
+
+
+def run(
+    *,
+    out: Annotated[Path | None, typer.Option(help="File of measurements; taken up again if there.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Preset, config.json or YAML whose shapes are measured; may be repeated.",
+            autocompletion=complete_models,
+        ),
+    ] = None,
+    micro_batch: Annotated[str, typer.Option(help="Sequences per micro-step.")] = "1,2,4",
+    tp: Annotated[str, typer.Option("--tp", help="Tensor-parallel sizes.")] = "1,2,4,8",
+    seq: Annotated[str, typer.Option(help="Tokens per sequence.")] = "2048",
+    flash_attention: Annotated[
+        bool, typer.Option("--flash-attention/--no-flash-attention", help="Fused attention kernel.")
+    ] = True,
+    what: Annotated[
+        str, typer.Option(help="Parts to measure, such as gemm,attention; see the programs' README.")
+    ] = "all",
+    device: Annotated[str, typer.Option(help="cuda; cpu tries the programs out with tiny sizes.")] = "cuda",
+    precision: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    budget_s: Annotated[
+        float | None, typer.Option("--budget-s", help="Begin no point after so many seconds.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="On this node, for what GPUs do together; default: one per GPU.")
+    ] = None,
+    note: Annotated[str, typer.Option(help="Kept with the measurements.")] = "",
+    append: Annotated[bool, typer.Option("--append", help="Also to a file of other conditions.")] = False,
+    python: Annotated[str, typer.Option(help="Interpreter that has torch.")] = sys.executable,
+    shapes_to: Annotated[
+        Path | None,
+        typer.Option("--shapes-to", help="Write the list of shapes there and measure nothing."),
+    ] = None,
+    output: OutputOptions,
+) -> None:
+    """Measures this machine: products, attention, memory, copies, collectives, streams at once, Adam."""
+    from mist_megatron.spec import check
+
+    check.known("--device", "device", device, ("cuda", "cpu"))
+    check.known("--precision", "precision", precision, ("bf16", "fp16"))
+    if budget_s is not None and not 0.0 < budget_s < float("inf"):
+        raise InputError(f"--budget-s is {budget_s:g}; wanted above 0")
+    if processes is not None and not 1 <= processes <= 1024:
+        raise InputError(f"--processes is {processes}; wanted 1 to 1024")
+    sizes = (numbers("--micro-batch", micro_batch), numbers("--tp", tp), numbers("--seq", seq))
+    shapes = _shapes(model or [], sizes, flash_attention=flash_attention)
+    for line in shapes.left_out if shapes else ():
+        output.people.print(f"left out {line}")
+    if shapes_to is not None:
+        _write_shapes(shapes, shapes_to, output)
+        return
+    if out is None:
+        raise InputError("--out is missing", details=("try: --out measured.jsonl",))
+    _need_torch(python)
+    arguments = ["--out", str(out), "--what", what, "--device", device, "--precision", precision]
+    arguments += [] if budget_s is None else ["--budget-s", f"{budget_s:g}"]
+    arguments += [] if processes is None else ["--processes", str(processes)]
+    arguments += ["--note", note] if note else []
+    arguments += ["--append"] if append else []
+    output.finish(_measured(python, arguments, shapes, out))
+    output.people.print(f"next: mist-megatron calibrate fit {out}")
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """`1,2,4`, in the order given, without repetitions."""
+    found = []
+    for part in text.split(","):
+        try:
+            value = int(part)
+        except ValueError:
+            value = 0
+        if not 1 <= value <= LARGEST:
+            raise InputError(f"{option}: {part.strip()!r}; wanted whole numbers from 1 such as 1,2,4")
+        found.append(value)
+    return tuple(dict.fromkeys(found))
+
+
+def _shapes(
+    models: Sequence[str], sizes: tuple[tuple[int, ...], ...], *, flash_attention: bool
+) -> NeededShapes | None:
+    """None without a model: then the programs take the list that lies beside them."""
+    from mist_megatron.cost.needed_shapes import ShapeRange, needed_shapes
+    from mist_megatron.spec.load import load_model
+
+    if not models:
+        return None
+    wanted = ShapeRange(
+        micro_batches=sizes[0],
+        tensor_parallel=sizes[1],
+        seq_lens=sizes[2],
+        flash_attention=flash_attention,
+    )
+    return needed_shapes([load_model(name) for name in models], wanted)
+
+
+def _write_shapes(shapes: NeededShapes | None, path: Path, output: OutputOptions) -> None:
+    if shapes is None:
+        raise InputError("--shapes-to needs --model", details=("try: --model gpt3-7b",))
+    document = shapes.document()
+    _written(path, document)
+    counts = {name: len(document[name]) for name in ("gemm", "attention", "memory_bytes")}
+    output.finish({"shapes": str(path), **counts})
+    output.people.print(f"{path}: {counts['gemm']} products, {counts['attention']} attention shapes")
+
+
+def _written(path: Path, document: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _need_torch(python: str) -> None:
+    """Says what to install before anything else happens."""
+    probe = "import importlib.util, sys; sys.exit(3 if importlib.util.find_spec('torch') is None else 0)"
+    try:
+        done = subprocess.run([python, "-c", probe], capture_output=True, check=False)
+    except OSError as error:
+        raise InputError(f"--python {python} cannot be started: {error.strerror}") from None
+    if done.returncode == 3:
+        raise InputError(
+            f"torch is not installed for {python}; the measuring programs need it",
+            details=("try: pip install torch, or --python of an environment that has it",),
+        )
+    if done.returncode:
+        raise InputError(f"--python {python} is no Python interpreter (exit code {done.returncode})")
+
+
+def _measured(
+    python: str, arguments: Sequence[str], shapes: NeededShapes | None, out: Path
+) -> dict[str, Any]:
+    """Runs the program; its progress and its errors go straight to the terminal."""
+    from mist_megatron.resources import data_folder
+
+    program = data_folder("calibration") / "measure" / "measure.py"
+    if not program.is_file():
+        raise InputError(f"{program} is not in this installation; reinstall mist-megatron")
+    with tempfile.TemporaryDirectory() as folder:
+        tally = Path(folder) / "tally.json"
+        command = [python, str(program), *arguments, "--tally", str(tally)]
+        if shapes is not None:
+            _written(Path(folder) / "shapes.json", shapes.document())
+            command += ["--shapes", str(Path(folder) / "shapes.json")]
+        code = _finished(command)
+        if code:
+            # It has said why.
+            raise typer.Exit(code if code in (2, INTERRUPTED) else 1)
+        return {"out": str(out), **json.loads(tally.read_text("utf-8"))}
+
+
+def _finished(command: Sequence[str]) -> int:
+    """Its exit code; an interrupt reaches the program too, which then closes its file."""
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno()) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            return INTERRUPTED
