@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.calibrate.measurements import Measurement
 from mist_megatron.errors import InputError
+from mist_megatron.spec.cluster import GpuSpec
 from mist_megatron.spec.profile import CollectiveCurve, CollectiveKind
 
 Array = NDArray[np.float64]
@@ -133,6 +134,47 @@ def with_missing_kinds(curves: Sequence[CollectiveCurve]) -> tuple[CollectiveCur
                 )
             )  # fmt: skip
     return (*curves, *added)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFigures:
+    """What measured collectives of one reach (inside a node, or between nodes) say about unmeasured ones."""
+
+    fraction: float
+    """Bus bandwidth over the datasheet's, median."""
+    error: float
+    """Mean relative distance of the curves from that median."""
+    latency_s: float
+    hop_latency_s: float | None
+    """None where all curves have the same number of steps."""
+    curves: int
+
+
+def link_figures(curves: Sequence[CollectiveCurve], gpu: GpuSpec, *, across: bool) -> LinkFigures | None:
+    """Over curves inside a node or between nodes, as `cost.lookup` turns figures back into curves."""
+    used = [curve for curve in curves if (curve.nodes > 1) == across and not curve.strided and curve.points]
+    if not used:
+        return None
+    if across:
+        per_gpu = gpu.inter_bytes_per_s.value / gpu.usual_gpus_per_node
+        most = [per_gpu * max(curve.ranks / curve.nodes, 1.0) for curve in used]
+        steps = [float(curve.nodes) for curve in used]
+    else:
+        most = [gpu.intra_bytes_per_s.value for _ in used]
+        turns = {"all_reduce": 2.0, "send_recv": 0.0}
+        steps = [(curve.ranks - 1.0) * turns.get(curve.kind, 1.0) for curve in used]
+    shares = np.array([curve.bytes_per_s for curve in used]) / np.array(most)
+    median = float(np.median(shares))
+    latency = np.array([curve.latency_s for curve in used])
+    start, hop = float(latency.mean()), None
+    if len(set(steps)) > 1:
+        slope, level = np.polyfit(np.array(steps), latency, 1)
+        hop = max(float(slope), 0.0)
+        start = max(float(level), 0.0) if slope >= 0.0 else start
+    return LinkFigures(
+        fraction=rounded(median), error=round(float(np.abs(shares / median - 1.0).mean()), 4),
+        latency_s=rounded(start), hop_latency_s=None if hop is None else rounded(hop), curves=len(used),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

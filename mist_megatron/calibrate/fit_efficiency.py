@@ -1,9 +1,9 @@
 """What kernels reach of a device's peak, fitted to sweeps over shapes.
 
-Same curves as `spec.profile.KernelCurves`: a product of M x K and K x N takes its FLOPs at a share of the peak,
-times 1 + half_area / (M N batch) for tiles that do not fill the device, times 1 + half_depth / K for the start
-of each dot product; nothing takes less than one launch. The error is that of shapes held out together with
-all others of the same K (products), sequence (attention) or size (copies in device memory).
+Same curves as `spec.profile.KernelCurves`: a product of M x K and K x N takes its FLOPs at a share of the
+peak, times 1 + half_area / (M N batch) for tiles that do not fill the device, times 1 + half_depth / K for
+the start of each dot product; nothing takes less than one launch. The error is that of shapes held out
+together with all others of the same K (products), sequence (attention) or size (copies in device memory).
 """
 
 from __future__ import annotations
@@ -56,6 +56,23 @@ def fit_gemm(points: Sequence[Measurement], peak_flops_per_s: float, launch_s: f
     return CurveFit(values=_named(names, theta), points=len(rows), error=error)
 
 
+def fit_batched_gemm(
+    points: Sequence[Measurement], peak_flops_per_s: float, launch_s: float, half_depth: float
+) -> CurveFit:
+    """Share and half area of many small products at once, with the depth of single ones."""
+    rows = _rows(points, "gemm", ("m", "n", "k", "batch"))
+
+    def seconds(theta: Array, at: Array) -> Array:
+        area, k = at[:, 0] * at[:, 1] * at[:, 3], at[:, 2]
+        share, half_area = np.exp(theta)
+        busy = 2.0 * area * k / (peak_flops_per_s * share) * (1.0 + half_area / area) * (1.0 + half_depth / k)
+        return np.asarray(np.maximum(busy, launch_s))
+
+    theta, error = _fit(rows, rows[:, 2], seconds, GEMM_START[:2])
+    names = ("batched_gemm_peak_fraction", "batched_gemm_half_area")
+    return CurveFit(values=_named(names, theta), points=len(rows), error=error)
+
+
 def fit_attention(points: Sequence[Measurement], peak_flops_per_s: float, launch_s: float) -> CurveFit:
     """Shares of the peak that causal attention reaches forward and backward, and the half sequence."""
     columns = ("batch", "seq", "heads", "head_dim")
@@ -75,7 +92,8 @@ def fit_attention(points: Sequence[Measurement], peak_flops_per_s: float, launch
         flops = 2.0 * batch * heads * seq * seq * head_dim * np.where(backward > 0.0, 2.5, 1.0)
         share = np.where(backward > 0.0, backward_share, forward_share)
         busy = flops / (peak_flops_per_s * share) * (1.0 + half_seq / seq)
-        return np.asarray(np.maximum(busy, launch_s))
+        # Backward launches three kernels: `cost.lookup` floors it so.
+        return np.asarray(np.maximum(busy, launch_s * np.where(backward > 0.0, 3.0, 1.0)))
 
     share, half_seq = ATTENTION_START
     theta, error = _fit(rows, rows[:, 1], seconds, (share, share, half_seq))
@@ -141,15 +159,16 @@ def _solve(rows: Array, curve: Curve, start: tuple[float, ...]) -> Array:
     pull = _PULL * math.sqrt(len(rows)) * np.array([0.0, *(1.0 for _ in start[1:])])
 
     def residual(theta: Array) -> Array:
-        return np.concatenate([np.log(curve(theta, rows)) - wanted, pull * (theta - first)])
+        return np.asarray(np.concatenate([np.log(curve(theta, rows)) - wanted, pull * (theta - first)]))
 
-    theta, damping = first.copy(), 1e-2
-    best = residual(theta)
+    theta: Array = first.copy()
+    damping, best = 1e-2, residual(theta)
     for _ in range(80):
-        jacobian = np.stack([(residual(theta + step) - best) / 1e-5 for step in 1e-5 * np.eye(len(theta))], 1)
+        columns = [(residual(theta + step) - best) / 1e-5 for step in 1e-5 * np.eye(len(theta))]
+        jacobian: Array = np.asarray(np.stack(columns, axis=1), dtype=np.float64)
         normal = jacobian.T @ jacobian
         move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ best)
-        tried = theta + np.clip(move, -1.0, 1.0)
+        tried: Array = np.asarray(theta + np.clip(move, -1.0, 1.0), dtype=np.float64)
         then = residual(tried)
         if then @ then < best @ best:
             theta, best, damping = tried, then, damping / 3.0

@@ -1,0 +1,438 @@
+"""Raw measurements of one device -> its profile; what was not measured stays the base's, and says so."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+
+import numpy as np
+
+from mist_megatron.calibrate.agreement import HALF, Agreed, agree, peak_flops_per_s
+from mist_megatron.calibrate.fit_collectives import (
+    LineFit,
+    fit_collectives,
+    fit_copies,
+    link_figures,
+    matrix_figures,
+    rounded,
+    with_missing_kinds,
+)
+from mist_megatron.calibrate.fit_efficiency import (
+    CurveFit,
+    fit_attention,
+    fit_batched_gemm,
+    fit_gemm,
+    fit_memory,
+    launch_seconds,
+    rate_of,
+)
+from mist_megatron.calibrate.interference import CoRuns, Overlap, fit_interference, interference_sets
+from mist_megatron.calibrate.measurements import SIZES, Measurement, Raw
+from mist_megatron.calibrate.profile_file import check_units
+from mist_megatron.errors import InputError, ProfileError
+from mist_megatron.spec.cluster import GpuSpec
+from mist_megatron.spec.profile import (
+    TABLE_COLUMNS,
+    CollectiveCurve,
+    InterferenceSet,
+    OperatorTable,
+    Profile,
+    Quantity,
+    Source,
+    sources_used,
+)
+
+LEAST_SHAPES = 4
+"""Distinct shapes from which on a curve of three figures is fitted; fewer only make a table."""
+TOOLS = {"cuda": "measured", "cpu": "rehearsal"}
+"""Backend -> key of its source; of other tools the backend itself."""
+_OPERATORS = ("gemm", "attention_forward", "attention_backward", "memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """What is to become of the measurements."""
+
+    name: str
+    gpu: GpuSpec
+    base: Profile
+    overlap: Overlap
+    """How co-run factors become a time: the cost model's own function."""
+    rehearsal: bool = False
+    told: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A profile, and what about it is worth telling."""
+
+    profile: Profile
+    notes: tuple[str, ...]
+
+
+@dataclass
+class _Draft:
+    """The base while its parts are replaced."""
+
+    profile: Profile
+    agreed: Agreed
+    request: FitRequest
+    sources: dict[str, Source] = field(default_factory=dict)
+    kernels: dict[str, Quantity] = field(default_factory=dict)
+    links: dict[str, Quantity] = field(default_factory=dict)
+    host: dict[str, Quantity] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def source(self, points: Sequence[Measurement]) -> str:
+        """Key of the source of these points, which is described once."""
+        conditions = self.agreed.conditions
+        used = sorted({point.conditions for point in points})
+        key = "+".join(sorted({TOOLS.get(conditions[i].backend, conditions[i].backend) for i in used}))
+        if key not in self.sources:
+            self.sources[key] = _source(self.agreed, self.request.rehearsal, key)
+        return key
+
+    def quantity(self, value: float, points: Sequence[Measurement], error: float | None) -> Quantity:
+        rounded_error = None if error is None or not math.isfinite(error) else round(error, 4)
+        return Quantity(
+            value=rounded(value), source=self.source(points), points=len(points), error=rounded_error
+        )
+
+
+def fit_profile(raws: Sequence[Raw], request: FitRequest) -> Fitted:
+    """The base profile with everything that was measured in the place of its own figures."""
+    if request.base.gpu != request.gpu.name:
+        raise ProfileError(f"base profile is of {request.base.gpu}, wanted one of {request.gpu.name}")
+    agreed = agree(raws, request.gpu, rehearsal=request.rehearsal)
+    draft = _Draft(profile=_with_own_sources(request.base), agreed=agreed, request=request)
+    _launch(draft)
+    tables = [table for operator in _OPERATORS for table in _tables(draft, operator)]
+    _products(draft)
+    _attention(draft)
+    _memory(draft)
+    curves = _collectives(draft)
+    _host(draft)
+    adam = _device_adam(draft)
+    interference = _interference(draft)
+    profile = draft.profile
+    made = Profile(
+        name=request.name,
+        gpu=request.gpu.name,
+        sources={**profile.sources, **draft.sources},
+        kernels=replace(profile.kernels, **draft.kernels),
+        links=replace(profile.links, **draft.links),
+        host=replace(profile.host, **draft.host),
+        adam_bytes_per_parameter=adam or profile.adam_bytes_per_parameter,
+        interference=_merged_sets(interference, profile.interference),
+        collectives=_merged_curves(curves, profile.collectives),
+        tables=_merged_tables(draft, tables),
+        clock_mhz=_clock(draft) or profile.clock_mhz,
+        versions=_versions(agreed) or profile.versions,
+        note=_note(draft),
+    )
+    made = replace(made, sources=_used_only(made))
+    check_units(made)
+    return Fitted(profile=made, notes=tuple(draft.notes))
+
+
+def _with_own_sources(base: Profile) -> Profile:
+    """The base with keys of sources that no measurement of ours takes."""
+    taken = {*TOOLS.values(), "nccl-tests", "mpigraph", "kineto"}
+    names = {
+        key: f"base {key}" for key in base.sources if taken & set(re.sub(r"^(base )+", "", key).split("+"))
+    }
+
+    def renamed(item: object) -> dict[str, Quantity]:
+        return {
+            name: replace(value, source=names.get(value.source, value.source))
+            for name, value in vars(item).items()
+            if isinstance(value, Quantity)
+        }
+
+    def key(source: str) -> str:
+        return names.get(source, source)
+
+    return replace(
+        base,
+        sources={key(name): source for name, source in base.sources.items()},
+        kernels=replace(base.kernels, **renamed(base.kernels)),
+        links=replace(base.links, **renamed(base.links)),
+        host=replace(base.host, **renamed(base.host)),
+        adam_bytes_per_parameter=renamed(base)["adam_bytes_per_parameter"],
+        clock_mhz=renamed(base).get("clock_mhz"),
+        interference=tuple(replace(item, source=key(item.source)) for item in base.interference),
+        collectives=tuple(replace(item, source=key(item.source)) for item in base.collectives),
+        tables=tuple(replace(item, source=key(item.source)) for item in base.tables),
+    )
+
+
+def _source(agreed: Agreed, rehearsal: bool, key: str) -> Source:
+    """Who measured, on what, when, with which versions."""
+    members = [
+        (item, agreed.files[identity]) for identity, item in agreed.conditions.items()
+        if TOOLS.get(item.backend, item.backend) in key.split("+")
+    ]  # fmt: skip
+    described = []
+    for item, file in members:
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(item.versions.items()))
+        clock = f"{item.clock_mhz:g} MHz" if item.clock_mhz else ""
+        parts = (item.device, item.date, versions, clock, item.note, PurePath(file).name)
+        described.append(", ".join(part for part in parts if part))
+    tool = {"measured": "mist-megatron calibrate run", "rehearsal": "rehearsal on a CPU"}.get(key, key)
+    text = f"{tool}: {'; '.join(dict.fromkeys(described))}"
+    if rehearsal:
+        return Source(origin="assumed", text=f"{text}; not measured on this GPU", uncertainty=10.0)
+    return Source(origin="measured", text=text)
+
+
+def _launch(draft: _Draft) -> None:
+    points = draft.agreed.of("launch")
+    found = launch_seconds(points)
+    if found is not None:
+        draft.kernels["launch_s"] = draft.quantity(found[0], points, None)
+
+
+def _launch_s(draft: _Draft) -> float:
+    return (draft.kernels.get("launch_s") or draft.profile.kernels.launch_s).value
+
+
+def _precision(draft: _Draft, point: Measurement) -> str:
+    found = draft.agreed.precision(point)
+    # A CPU multiplies in 32 bits: the rehearsal takes it for what the GPU would have run.
+    return "bf16" if draft.request.rehearsal and found not in HALF else found
+
+
+def _tables(draft: _Draft, operator: str) -> list[OperatorTable]:
+    """One table for each precision; repeats of a shape become their geometric mean."""
+    groups: dict[str, list[Measurement]] = {}
+    for point in draft.agreed.of(operator):
+        groups.setdefault(_precision(draft, point), []).append(point)
+    made = []
+    for precision, points in sorted(groups.items()):
+        if operator != "memory" and precision not in (*HALF, "fp8"):
+            draft.notes.append(f"{len(points)} points of {operator} in {precision}: no plan runs it")
+            continue
+        shapes: dict[tuple[float, ...], list[float]] = {}
+        for point in points:
+            shape = tuple(point.sizes[name] for name in SIZES[operator])
+            shapes.setdefault(shape, []).append(math.log(point.seconds))
+        rows = tuple(
+            (*shape, rounded(math.exp(sum(logs) / len(logs)))) for shape, logs in sorted(shapes.items())
+        )
+        made.append(
+            OperatorTable(operator=operator, precision=precision, source=draft.source(points), rows=rows)
+        )
+    return made
+
+
+def _half(draft: _Draft, *kinds: str) -> list[Measurement]:
+    """Points in half precision: bf16 and fp16 run at the same rate."""
+    return [point for kind in kinds for point in draft.agreed.of(kind) if _precision(draft, point) in HALF]
+
+
+def _enough(draft: _Draft, points: Sequence[Measurement], what: str) -> bool:
+    distinct = len({tuple(point.sizes.values()) for point in points})
+    if points and distinct < LEAST_SHAPES:
+        draft.notes.append(
+            f"{what}: {distinct} shapes, wanted {LEAST_SHAPES} to fit a curve; the base's curve stays"
+        )
+    return distinct >= LEAST_SHAPES
+
+
+def _take(draft: _Draft, fit: CurveFit, points: Sequence[Measurement], names: Sequence[str]) -> None:
+    for name in names:
+        draft.kernels[name] = draft.quantity(fit.values[name], points, fit.error)
+
+
+def _products(draft: _Draft) -> None:
+    points = _half(draft, "gemm")
+    peak = peak_flops_per_s(draft.request.gpu, "bf16") or peak_flops_per_s(draft.request.gpu, "fp16") or 0.0
+    single = [point for point in points if point.sizes["batch"] == 1.0]
+    many = [point for point in points if point.sizes["batch"] > 1.0]
+    if _enough(draft, single, "matrix products"):
+        fit = fit_gemm(single, peak, _launch_s(draft))
+        _take(draft, fit, single, tuple(fit.values))
+    if _enough(draft, many, "batched products"):
+        depth = (draft.kernels.get("gemm_half_depth") or draft.profile.kernels.gemm_half_depth).value
+        fit = fit_batched_gemm(many, peak, _launch_s(draft), depth)
+        _take(draft, fit, many, tuple(fit.values))
+
+
+def _attention(draft: _Draft) -> None:
+    points = _half(draft, "attention_forward", "attention_backward")
+    if not _enough(draft, points, "attention"):
+        return
+    peak = peak_flops_per_s(draft.request.gpu, "bf16") or peak_flops_per_s(draft.request.gpu, "fp16") or 0.0
+    fit = fit_attention(points, peak, _launch_s(draft))
+    measured = {point.kind for point in points}
+    _take(draft, fit, points, [f"{kind}_fraction" for kind in sorted(measured)])
+    if len({point.sizes["seq"] for point in points}) > 1:
+        _take(draft, fit, points, ["attention_half_seq"])
+
+
+def _memory(draft: _Draft) -> None:
+    points = draft.agreed.of("memory")
+    if _enough(draft, points, "memory-bound kernels"):
+        fit = fit_memory(points, draft.request.gpu.memory_bytes_per_s.value)
+        _take(draft, fit, points, tuple(fit.values))
+
+
+def _collectives(draft: _Draft) -> tuple[CollectiveCurve, ...]:
+    points = draft.agreed.of("collective")
+    pairs = draft.agreed.of("link")
+    if pairs:
+        found = matrix_figures(pairs)
+        draft.notes.append(
+            f"pairs of nodes: median {found.median_bytes_per_s / 1e9:.3g} GB/s, slowest "
+            f"{found.slowest_bytes_per_s / 1e9:.3g}, spread {found.variation:.0%} over {found.pairs} pairs"
+        )
+    if not points:
+        return ()
+    curves: list[CollectiveCurve] = []
+    by_source: dict[str, list[Measurement]] = {}
+    for point in points:
+        by_source.setdefault(draft.source([point]), []).append(point)
+    for source, members in by_source.items():
+        known = {(c.kind, c.ranks, c.nodes, c.strided) for c in curves}
+        fitted = fit_collectives(members, source)
+        curves += [c for c in fitted if (c.kind, c.ranks, c.nodes, c.strided) not in known]
+    for across, place in ((False, "intra"), (True, "inter")):
+        figures = link_figures(curves, draft.request.gpu, across=across)
+        if figures is None:
+            continue
+        here = [p for p in points if (p.sizes["nodes"] > 1.0) == across]
+        draft.links[f"{place}_fraction"] = draft.quantity(figures.fraction, here, figures.error)
+        draft.links[f"{place}_latency_s"] = draft.quantity(figures.latency_s, here, None)
+        if figures.hop_latency_s is not None:
+            draft.links[f"{place}_hop_latency_s"] = draft.quantity(figures.hop_latency_s, here, None)
+    return with_missing_kinds(curves)
+
+
+def _host(draft: _Draft) -> None:
+    copies = draft.agreed.of("copy")
+    if copies:
+        fit = fit_copies(copies)
+        ways: dict[str, LineFit] = {
+            way: line for way, line in (("h2d", fit.h2d), ("d2h", fit.d2h)) if line is not None
+        }
+        for way, line in ways.items():
+            used = [point for point in copies if point.label == way]
+            draft.host[f"{way}_bytes_per_s"] = draft.quantity(line.bytes_per_s, used, line.error)
+        if ways:
+            latency = float(np.mean([line.latency_s for line in ways.values()]))
+            used = [point for point in copies if point.label in ways]
+            draft.host["latency_s"] = draft.quantity(latency, used, None)
+        if fit.both_bytes_per_s is not None:
+            used = [point for point in copies if point.label == "both"]
+            draft.host["both_bytes_per_s"] = draft.quantity(fit.both_bytes_per_s, used, None)
+    found = rate_of(draft.agreed.points, "host_adam")
+    if found is not None:
+        points = draft.agreed.of("host_adam")
+        draft.host["host_adam_parameters_per_s"] = draft.quantity(found[0], points, None)
+
+
+def _device_adam(draft: _Draft) -> Quantity | None:
+    """Bytes of each parameter's step, at the rate that other memory-bound kernels reach."""
+    found = rate_of(draft.agreed.points, "device_adam")
+    if found is None:
+        return None
+    share = draft.kernels.get("memory_fraction") or draft.profile.kernels.memory_fraction
+    rate = draft.request.gpu.memory_bytes_per_s.value * share.value
+    return draft.quantity(rate / found[0], draft.agreed.of("device_adam"), None)
+
+
+def _interference(draft: _Draft) -> tuple[InterferenceSet, ...]:
+    points = draft.agreed.of("overlap")
+    if not points:
+        return ()
+    alone = np.array([[point.sizes[name] for name in SIZES["overlap"]] for point in points])
+    # Points of one amount of work have times alone within some percent of each other.
+    steps = np.where(alone > 0.0, np.round(4.0 * np.log2(np.maximum(alone, 1e-9))), -1e3)
+    _, group = np.unique(steps, axis=0, return_inverse=True)
+    runs = CoRuns(
+        alone_s=alone,
+        together_s=np.array([point.seconds for point in points]),
+        spread=np.array([point.spread for point in points]),
+        group=np.asarray(group.reshape(-1), dtype=np.int64),
+    )
+    try:
+        fit = fit_interference(runs, draft.request.overlap, draft.request.told)
+    except InputError as error:
+        draft.notes.append("; ".join((error.message, *error.details)))
+        return ()
+    draft.notes.append(
+        f"interference: {fit.error:.1%} off on held-out amounts of work; as a maximum "
+        f"{fit.maximum_error:.1%}, as a sum {fit.sum_error:.1%}"
+    )
+    draft.notes += [
+        f"interference: {count} points left out: {why}" for why, count in fit.left_out.items() if count
+    ]
+    sets = interference_sets(fit, draft.source(points))
+    # Sets that no point had are the base's, or their subsets', not this fit's.
+    return tuple(item for item in sets if item.points)
+
+
+def _merged_sets(
+    own: Sequence[InterferenceSet], base: Sequence[InterferenceSet]
+) -> tuple[InterferenceSet, ...]:
+    known = {frozenset(item.streams) for item in own}
+    both = [*own, *(item for item in base if frozenset(item.streams) not in known)]
+    return tuple(sorted(both, key=lambda item: len(item.streams)))
+
+
+def _merged_curves(
+    own: Sequence[CollectiveCurve], base: Sequence[CollectiveCurve]
+) -> tuple[CollectiveCurve, ...]:
+    known = {(c.kind, c.ranks, c.nodes, c.strided) for c in own}
+    both = [*own, *(c for c in base if (c.kind, c.ranks, c.nodes, c.strided) not in known)]
+    return tuple(sorted(both, key=lambda c: (c.kind, c.nodes, c.ranks, c.strided)))
+
+
+def _merged_tables(draft: _Draft, own: Sequence[OperatorTable]) -> tuple[OperatorTable, ...]:
+    """Measured tables replace the base's of the same operator and rate; whole-layer ratios hold for the
+    figures that they were found with only."""
+
+    def alike(table: OperatorTable) -> tuple[str, str]:
+        return table.operator, "half" if table.precision in HALF else table.precision
+
+    known = {alike(table) for table in own}
+    kept = [table for table in draft.profile.tables if alike(table) not in known]
+    if draft.kernels and any(table.operator == "layer" for table in kept):
+        kept = [table for table in kept if table.operator != "layer"]
+        draft.notes.append("the base's whole-layer ratios belong to its own figures: left out")
+    order = list(TABLE_COLUMNS)
+    return tuple(sorted((*own, *kept), key=lambda table: (order.index(table.operator), table.precision)))
+
+
+def _clock(draft: _Draft) -> Quantity | None:
+    known = [(key, item.clock_mhz) for key, item in draft.agreed.conditions.items() if item.clock_mhz]
+    if not known:
+        return None
+    keys = {key for key, _ in known}
+    points = [point for point in draft.agreed.points if point.conditions in keys]
+    return draft.quantity(float(np.median([clock for _, clock in known])), points, None) if points else None
+
+
+def _versions(agreed: Agreed) -> Mapping[str, str]:
+    found: dict[str, list[str]] = {}
+    for item in agreed.conditions.values():
+        for name, version in item.versions.items():
+            found.setdefault(name, [])
+            if version not in found[name]:
+                found[name].append(version)
+    return {name: ", ".join(versions) for name, versions in sorted(found.items())}
+
+
+def _note(draft: _Draft) -> str:
+    base = draft.request.base
+    origin = f"what was not measured is of {base.name} {base.content_hash}".rstrip()
+    parts = ["rehearsal on a CPU: not for planning"] if draft.request.rehearsal else []
+    return "; ".join((*parts, origin))
+
+
+def _used_only(profile: Profile) -> dict[str, Source]:
+    used = {source for _, source in sources_used(profile)}
+    return {key: source for key, source in profile.sources.items() if key in used}

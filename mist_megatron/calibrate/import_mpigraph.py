@@ -1,0 +1,105 @@
+"""mpiGraph: bandwidth of every pair of processes, one process a node, as a matrix for each direction.
+
+    Send	node-a:0	node-b:1
+    node-a:0	0.000	19204.908
+    node-b:1	19310.400	0.000
+
+Figures are MB/s of 1e6 bytes. A pair's latency is not in it: each pair becomes one transfer of the message
+size of the header (or 1 MiB) at that rate.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from mist_megatron.calibrate.importing import NO_DEVICE, Hints, Imported, identity_of
+from mist_megatron.calibrate.measurements import Conditions, Measurement, checked
+from mist_megatron.errors import InputError
+
+USUAL_BYTES = float(1 << 20)
+_DIRECTIONS = {"send": "send", "recv": "recv", "receive": "recv"}
+
+
+def read_mpigraph(text: str, where: str, hints: Hints) -> Imported:
+    """All pairs, both directions."""
+    message = re.search(r"(?im)^\s*msgsize\s+(\d+)", text)
+    size = float(message.group(1)) if message else USUAL_BYTES
+    if size <= 0.0:
+        raise InputError(f"{where}: MsgSize is {size:g}; wanted above 0")
+    condition = Conditions(
+        identity=identity_of(where, "mpigraph"), device=NO_DEVICE, backend="mpigraph", precision="bytes",
+        date=hints.date, versions={},
+    )  # fmt: skip
+    points: list[Measurement] = []
+    names: list[str] = []
+    direction, row = "", 0
+    for number, line in enumerate(text.splitlines(), start=1):
+        place = f"{where}, line {number}"
+        cells = line.split()
+        if cells and cells[0].lower() in _DIRECTIONS and len(cells) > 2 and not _is_number(cells[-1]):
+            _whole(direction, names, row, place)
+            direction, names, row = _DIRECTIONS[cells[0].lower()], _names(cells[1:], place), 0
+            continue
+        if not direction or not cells or (names and row >= len(names)):
+            continue
+        if not names:  # `Send Bandwidth (MB/s)`: they have a line of their own
+            names = _names(cells, place)
+            continue
+        rates = _row(cells, names, row, place)
+        for column, rate in enumerate(rates):
+            if column != row:
+                point = Measurement(
+                    kind="link", label=direction, seconds=size / rate, line=number,
+                    sizes={"bytes": size, "row": float(row), "column": float(column)},
+                    conditions=condition.identity,
+                )  # fmt: skip
+                points.append(checked(point, place))
+        row += 1
+    _whole(direction, names, row, f"{where}, line {len(text.splitlines())}")
+    if not points:
+        raise InputError(f"{where}: no bandwidth matrix; wanted a line `Send NODE NODE ...` and one a node")
+    return Imported(kind="mpigraph", conditions=(condition,), points=tuple(points))
+
+
+def _names(cells: Sequence[str], place: str) -> list[str]:
+    names = [cell for cell in cells if cell.lower() not in ("bandwidth", "(mb/s)", "mb/s", "to", "from")]
+    if len(set(names)) != len(names):
+        raise InputError(f"{place}: a node is named twice: {', '.join(names)[:80]}")
+    return names
+
+
+def _whole(direction: str, names: Sequence[str], row: int, place: str) -> None:
+    if direction and row < len(names):
+        raise InputError(f"{place}: the {direction} matrix has {row} of {len(names)} rows: cut off?")
+
+
+def _row(cells: Sequence[str], names: Sequence[str], row: int, place: str) -> list[float]:
+    values = [cell for cell in cells[1:] if cell.lower() not in ("to", "from")]
+    if cells[0].rstrip(":") != names[row].rstrip(":"):
+        raise InputError(f"{place}: row {cells[0]!r}; wanted {names[row]!r}, in the order of the columns")
+    if len(values) != len(names):
+        raise InputError(f"{place}: {len(values)} figures; wanted {len(names)}, one a node: cut off?")
+    rates = []
+    for column, text in enumerate(values):
+        rate = _rate(text)
+        if column == row:
+            rates.append(0.0)
+            continue
+        if rate is None or rate <= 0.0:
+            raise InputError(f"{place}: {names[row]} to {names[column]} is {text!r}; wanted MB/s above 0")
+        rates.append(rate * 1e6)
+    return rates
+
+
+def _rate(text: str) -> float | None:
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _is_number(text: str) -> bool:
+    return _rate(text) is not None

@@ -1,0 +1,116 @@
+"""Outputs of other measuring tools become raw measurements; the kind of an output is told by its content."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from mist_megatron.calibrate.measurements import Conditions, Measurement
+from mist_megatron.errors import InputError
+
+Kind = Literal["raw", "nccl-tests", "nccl-tests-json", "mpigraph", "kineto"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+UNKNOWN_DEVICE = "unknown"
+"""Device of a tool that does not say on which GPU it ran: `fit` refuses it, `--device` fills it in."""
+NO_DEVICE = "network"
+"""Device of what does not depend on one: links between nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hints:
+    """What a tool's output may leave open."""
+
+    date: str
+    """Where the output has none."""
+    device: str | None = None
+    collective: str | None = None
+    gpus_per_node: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What was found in one file."""
+
+    kind: Kind
+    conditions: tuple[Conditions, ...]
+    points: tuple[Measurement, ...]
+    notes: tuple[str, ...] = ()
+    """What was left out and why, for people."""
+
+
+def read_output(text: str, where: str, hints: Hints, kind: Kind | None = None) -> Imported:
+    """One output of any known tool."""
+    # Imported here: each of them needs the types above.
+    from mist_megatron.calibrate.import_kineto import read_kineto
+    from mist_megatron.calibrate.import_mpigraph import read_mpigraph
+    from mist_megatron.calibrate.import_nccl_tests import read_nccl_json, read_nccl_text
+    from mist_megatron.calibrate.measurements import read_measurements
+
+    if not text.strip():
+        raise InputError(f"{where}: the file is empty")
+    chosen = kind or kind_of(text, where)
+    if chosen == "raw":
+        raw = read_measurements(text, where)
+        return Imported(kind="raw", conditions=tuple(raw.conditions.values()), points=raw.points)
+    if chosen == "nccl-tests":
+        return read_nccl_text(text, where, hints)
+    if chosen == "mpigraph":
+        return read_mpigraph(text, where, hints)
+    document = json_document(text, where)
+    return (read_kineto if chosen == "kineto" else read_nccl_json)(document, where, hints)
+
+
+def kind_of(text: str, where: str) -> Kind:
+    """Told by what only that tool writes."""
+    head = text.lstrip()[:200_000]
+    first = head.split("\n", 1)[0]
+    if head.startswith(("{", "[")):
+        if re.search(r'"(traceEvents|deviceProperties|schemaVersion|distributedInfo)"', head):
+            return "kineto"
+        if re.search(r'"(out_of_place|bus_bw|nccl_version|avg_bus_bandwidth)"', head):
+            return "nccl-tests-json"
+        if re.search(r'^\{.*"(conditions|kind)"', first):
+            return "raw"
+        if re.search(r'"ph"\s*:', head):
+            return "kineto"
+    elif re.search(r"mpiGraph", head) or re.search(r"(?im)^\s*(send|recv)\b[^\n]*\n\s*\S+[ \t]+[\d.]", head):
+        return "mpigraph"
+    elif re.search(r"(?m)^#.*(nThread|algbw|nccl-tests)|_perf\b", head):
+        return "nccl-tests"
+    raise InputError(
+        f"{where}, line 1: {first[:60]!r}: not the output of a known tool",
+        details=(f"wanted one of: {', '.join(KINDS)}", "try: --as, if it is one of them in an odd form"),
+    )
+
+
+def json_document(text: str, where: str) -> Any:
+    """Parsed JSON, or the line at which it stops to be one."""
+
+    def refused(name: str) -> float:
+        raise InputError(f"{where}: holds {name}, which is not a JSON number")
+
+    try:
+        return json.loads(text, parse_constant=refused)
+    except json.JSONDecodeError as error:
+        cut = "; the file is cut off" if error.pos >= len(text.rstrip()) - 1 else ""
+        raise InputError(f"{where}, line {error.lineno}: not valid JSON ({error.msg}){cut}") from None
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply; wanted the output of a profiler") from None
+
+
+def identity_of(*parts: str) -> str:
+    """Short name of a set of conditions, the same for the same file."""
+    import hashlib
+
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+
+
+def text_of(mapping: Mapping[str, Any], *names: str) -> str:
+    """The first of these keys that holds something, as text."""
+    for name in names:
+        if mapping.get(name) not in (None, ""):
+            return str(mapping[name])
+    return ""

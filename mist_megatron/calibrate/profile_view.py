@@ -1,0 +1,194 @@
+"""A profile for readers: every figure with unit and origin, what its tables cover, and what is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mist_megatron.spec.cluster import GpuSpec
+from mist_megatron.spec.profile import STREAMS, TABLE_COLUMNS, CollectiveCurve, Profile, Quantity
+
+KNOWN_BY = ("measured", "published", "fitted")
+"""Origins of figures that rest on measurements."""
+SCALES: Mapping[str, tuple[float, str]] = {
+    "h2d_bytes_per_s": (1e9, "GB/s"), "d2h_bytes_per_s": (1e9, "GB/s"), "both_bytes_per_s": (1e9, "GB/s"),
+    "host_adam_parameters_per_s": (1e6, "M/s"), "adam_bytes_per_parameter": (1.0, "bytes"),
+    "clock_mhz": (1.0, "MHz"), "gemm_half_area": (1.0, "M*N"), "batched_gemm_half_area": (1.0, "M*N"),
+    "gemm_half_depth": (1.0, "K"), "attention_half_seq": (1.0, "tokens"),
+}  # fmt: skip
+"""Unit in which a figure is read most easily; of times microseconds, of shares percent."""
+_NEEDED = ("gemm", "attention_forward", "attention_backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FigureView:
+    """One figure."""
+
+    name: str
+    value: float
+    scaled: float
+    unit: str
+    origin: str
+    source: str
+    points: int | None
+    error: float | None
+    uncertainty: float | None
+
+    @property
+    def measured(self) -> bool:
+        return self.origin in KNOWN_BY
+
+
+def figures(profile: Profile) -> list[FigureView]:
+    """All single figures, in the order of the file."""
+    found: list[tuple[str, Quantity]] = []
+    for group in (profile.kernels, profile.links, profile.host):
+        for item in fields(group):
+            value = getattr(group, item.name)
+            if isinstance(value, Quantity):
+                found.append((item.name, value))
+    found.append(("adam_bytes_per_parameter", profile.adam_bytes_per_parameter))
+    if profile.clock_mhz is not None:
+        found.append(("clock_mhz", profile.clock_mhz))
+    return [_view(profile, name, quantity) for name, quantity in found]
+
+
+def _view(profile: Profile, name: str, quantity: Quantity) -> FigureView:
+    source = profile.sources[quantity.source]
+    scale, unit = SCALES.get(name, (1e-6, "us") if name.endswith("_s") else (0.01, "%"))
+    return FigureView(
+        name=name, value=quantity.value, scaled=quantity.value / scale, unit=unit, origin=source.origin,
+        source=quantity.source, points=quantity.points, error=quantity.error, uncertainty=source.uncertainty,
+    )  # fmt: skip
+
+
+def measured_count(profile: Profile) -> tuple[int, int]:
+    """(figures and curves that rest on measurements, all)."""
+    origins = [view.origin for view in figures(profile)]
+    origins += [profile.sources[curve.source].origin for curve in profile.collectives]
+    origins += [profile.sources[item.source].origin for item in profile.interference]
+    origins += [profile.sources[table.source].origin for table in profile.tables]
+    return sum(origin in KNOWN_BY for origin in origins), len(origins)
+
+
+def table_views(profile: Profile) -> list[dict[str, Any]]:
+    """Size of each table and the range of each of its columns."""
+    found = []
+    for table in profile.tables:
+        columns = TABLE_COLUMNS[table.operator]
+        ranges = {
+            name: [min(row[at] for row in table.rows), max(row[at] for row in table.rows)]
+            for at, name in enumerate(columns)
+            if table.rows
+        }
+        found.append(
+            {"operator": table.operator, "precision": table.precision, "rows": len(table.rows),
+             "origin": profile.sources[table.source].origin, "source": table.source, "ranges": ranges}
+        )  # fmt: skip
+    return found
+
+
+def gaps(profile: Profile, gpu: GpuSpec | None) -> list[str]:
+    """What nobody measured, in the order in which it matters to a plan."""
+    found = []
+    tables = {table.operator for table in profile.tables}
+    missing = [name for name in _NEEDED if name not in tables]
+    if missing:
+        found.append(f"no operator table of {', '.join(missing)}: shapes are extrapolated from curves")
+    guessed: dict[str, list[str]] = {}
+    for view in figures(profile):
+        if not view.measured:
+            guessed.setdefault(view.source, []).append(view.name)
+    for source, names in guessed.items():
+        about = profile.sources[source]
+        sigma = "" if about.uncertainty is None else f", +-{about.uncertainty:.0%}"
+        found.append(f"{about.origin}{sigma}: {', '.join(names)}")
+    found += _missing_collectives(profile, gpu)
+    found += _interference_gaps(profile)
+    if profile.host.both_bytes_per_s is None:
+        found.append("copies both ways at once were not measured: taken as independent of each other")
+    if profile.clock_mhz is None:
+        found.append("the clock under measurement is not known")
+    if not profile.versions:
+        found.append("versions of driver, CUDA, NCCL and torch are not known")
+    return found
+
+
+def _missing_collectives(profile: Profile, gpu: GpuSpec | None) -> list[str]:
+    node = 8 if gpu is None else gpu.usual_gpus_per_node
+    sizes = [size for size in (2, 4, 8, 16, 72) if size <= node]
+    found = []
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "send_recv"):
+        have = {curve.ranks for curve in profile.collectives if curve.kind == kind and curve.nodes == 1}
+        wanted = [size for size in (sizes if kind != "send_recv" else [2]) if size not in have]
+        if wanted:
+            numbers = ", ".join(map(str, wanted))
+            found.append(f"{kind} inside a node: no curve of {numbers} ranks; the link's share is used")
+    if not any(curve.nodes > 1 for curve in profile.collectives):
+        found.append("no collective between nodes was measured: the network's share is used")
+    return found
+
+
+def _interference_gaps(profile: Profile) -> list[str]:
+    found = []
+    known = {frozenset(item.streams) for item in profile.interference}
+    if not known:
+        return ["co-run slowdowns were not measured: streams are taken as independent"]
+    missing = []
+    for bits in range(16):
+        streams = [stream for at, stream in enumerate(STREAMS) if bits >> at & 1]
+        if len(streams) > 1 and frozenset(streams) not in known:
+            missing.append("+".join(streams))
+    if missing:
+        found.append(f"co-run sets without measurements (their subsets' factors hold): {', '.join(missing)}")
+    open_factors = [
+        f"{stream} in {'+'.join(item.streams)}"
+        for item in profile.interference
+        for stream, sure in zip(item.streams, item.identified, strict=True)
+        if not sure
+    ]
+    if open_factors:
+        found.append(f"co-run factors that the points do not determine: {', '.join(open_factors)}")
+    foreign = [
+        "+".join(i.streams) for i in profile.interference if profile.sources[i.source].origin == "assumed"
+    ]
+    if foreign:
+        found.append(f"co-run factors of another machine: {', '.join(foreign)}")
+    return found
+
+
+def document(profile: Profile, gpu: GpuSpec | None) -> dict[str, Any]:
+    """The JSON of `calibrate show`."""
+    measured, total = measured_count(profile)
+    return {
+        "name": profile.name,
+        "gpu": profile.gpu,
+        "content_hash": profile.content_hash,
+        "note": profile.note,
+        "versions": dict(profile.versions or {}),
+        "figures_measured": measured,
+        "figures": [
+            {**{item.name: getattr(view, item.name) for item in fields(view)}, "measured": view.measured}
+            for view in figures(profile)
+        ],
+        "figures_total": total,
+        "collectives": [_curve_document(profile, curve) for curve in profile.collectives],
+        "interference": [
+            {"streams": list(item.streams), "factors": list(item.factors),
+             "identified": list(item.identified), "source": item.source,
+             "origin": profile.sources[item.source].origin, "points": item.points, "error": item.error}
+            for item in profile.interference
+        ],
+        "tables": table_views(profile),
+        "sources": {
+            key: {"origin": source.origin, "text": source.text, "uncertainty": source.uncertainty}
+            for key, source in profile.sources.items()
+        },
+        "gaps": gaps(profile, gpu),
+    }  # fmt: skip
+
+
+def _curve_document(profile: Profile, curve: CollectiveCurve) -> dict[str, Any]:
+    body = {item.name: getattr(curve, item.name) for item in fields(curve)}
+    return {**body, "origin": profile.sources[curve.source].origin}

@@ -1,0 +1,174 @@
+"""Files of `calibrate`: raw measurements in, profiles by name or path, a profile with its tables out."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tempfile
+import zlib
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mist_megatron.cli.evaluators import load_profile
+from mist_megatron.errors import InputError, ProfileError
+from mist_megatron.resources import data_folder
+
+if TYPE_CHECKING:
+    from mist_megatron.spec.cluster import GpuSpec
+    from mist_megatron.spec.profile import Profile
+
+MOST_TRACE_BYTES = 1 << 30
+"""A trace of one iteration has some 100 MB; more does not fit in a laptop's memory once it is parsed."""
+GZIP = b"\x1f\x8b"
+
+
+def read_output_text(path: Path) -> str:
+    """Text of a tool's output, unpacked when it is compressed."""
+    from mist_megatron.spec.load import read_text
+
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == GZIP
+        if not packed:
+            return read_text(path, most_bytes=MOST_TRACE_BYTES)
+        with gzip.open(path, "rb") as stream:
+            data = stream.read(MOST_TRACE_BYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}: cut off or damaged: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"{path} cannot be read: {reason}") from None
+    if len(data) > MOST_TRACE_BYTES:
+        raise InputError(f"{path} unpacks to more than {MOST_TRACE_BYTES} bytes; wanted fewer iterations")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not a text file (not UTF-8)") from None
+
+
+def date_of(path: Path) -> str:
+    """When a file was last written: what is known of an output that names no date."""
+    return datetime.fromtimestamp(path.stat().st_mtime, tz=UTC).date().isoformat()
+
+
+def shipped_profiles() -> tuple[Path, ...]:
+    """The profiles that come with the package."""
+    return tuple(sorted((data_folder("calibration") / "profiles").glob("*.yaml")))
+
+
+def profile_named(named: str) -> Profile:
+    """A shipped profile by name, or a file."""
+    shipped = {path.stem: path for path in shipped_profiles()}
+    if named in shipped:
+        return load_profile(shipped[named])
+    if "/" not in named and not Path(named).exists() and not named.endswith((".yaml", ".yml", ".json")):
+        raise ProfileError(
+            f"no profile {named!r}", details=(f"known: {', '.join(shipped)}", "or a path to a profile.yaml")
+        )
+    return load_profile(Path(named))
+
+
+def base_profile(gpu: GpuSpec, named: str | None) -> Profile:
+    """The profile that fills what was not measured: the one named, the GPU's own, or typical figures."""
+    if named is not None:
+        return profile_named(named)
+    shipped = {path.stem: path for path in shipped_profiles()}
+    return load_profile(shipped[gpu.name]) if gpu.name in shipped else datasheet_profile(gpu)
+
+
+def datasheet_profile(gpu: GpuSpec) -> Profile:
+    """The cost model's own typical figures as a profile, for GPUs that none was made of."""
+    from mist_megatron.cost.datasheet import DatasheetCurves
+    from mist_megatron.spec.profile import HostLink, KernelCurves, LinkCurves, Profile, Quantity, Source
+
+    curves = DatasheetCurves()
+
+    def typical(value: float) -> Quantity:
+        return Quantity(value=value, source="assumed")
+
+    inside = curves.pcie_intra_fraction if gpu.intra_link == "PCIe" else curves.intra_fraction
+    copies = typical(curves.host_copy_fraction * gpu.pcie_bytes_per_s.value)
+    return Profile(
+        name=f"datasheet of {gpu.name}",
+        gpu=gpu.name,
+        sources={
+            "assumed": Source(
+                origin="assumed", text="typical of measured devices of this kind", uncertainty=0.2
+            )
+        },
+        kernels=KernelCurves(
+            gemm_peak_fraction=typical(curves.gemm_peak_fraction),
+            gemm_half_area=typical(curves.gemm_half_area),
+            gemm_half_depth=typical(curves.gemm_half_depth),
+            attention_forward_fraction=typical(curves.attention_peak_fraction),
+            attention_backward_fraction=typical(curves.attention_backward_fraction),
+            attention_half_seq=typical(512.0),
+            memory_fraction=typical(curves.memory_fraction),
+            launch_s=typical(curves.launch_s),
+        ),
+        links=LinkCurves(
+            intra_fraction=typical(inside),
+            inter_fraction=typical(curves.inter_fraction),
+            intra_latency_s=typical(curves.intra_latency_s),
+            inter_latency_s=typical(curves.inter_latency_s),
+            intra_hop_latency_s=typical(curves.hop_latency_s),
+            inter_hop_latency_s=typical(10.0 * curves.hop_latency_s),
+        ),
+        host=HostLink(
+            h2d_bytes_per_s=copies,
+            d2h_bytes_per_s=copies,
+            latency_s=typical(curves.host_copy_latency_s),
+            host_adam_parameters_per_s=typical(curves.host_adam_parameters_per_s),
+        ),
+        adam_bytes_per_parameter=typical(curves.adam_bytes_per_parameter),
+    )
+
+
+def write_profile(profile: Profile, out: Path, *, force: bool) -> list[Path]:
+    """The YAML and its tables beside it; tables first, so that no YAML names a table that is not there."""
+    from mist_megatron.calibrate.profile_file import profile_to_files
+
+    if out.suffix not in (".yaml", ".yml"):
+        raise InputError(f"--out is {out}; wanted a name that ends in .yaml")
+    count = Counter(table.operator for table in profile.tables)
+    names = {
+        index: f"{out.stem}.{table.operator}{f'.{table.precision}' * (count[table.operator] > 1)}.csv.gz"
+        for index, table in enumerate(profile.tables)
+    }
+    files = profile_to_files(profile, names)
+    body = files.pop(f"{profile.name}.yaml")
+    paths = {out.parent / name: data for name, data in files.items()} | {out: body}
+    taken = [path for path in paths if path.exists()]
+    if taken and not force:
+        raise InputError(
+            f"{taken[0]} exists", details=("nothing was written", "try: --force, or another --out")
+        )
+    _write_together(paths)
+    return list(paths)
+
+
+def _write_together(paths: dict[Path, bytes]) -> None:
+    """Everything is written aside first; then each file takes its place in one step, in this order."""
+    aside: list[tuple[Path, Path]] = []
+    try:
+        for path, data in paths.items():
+            if path.is_dir():
+                raise InputError(f"cannot write {path}: it is a folder", details=("nothing was written",))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            aside.append((Path(name), path))
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(name).chmod(0o644)
+        for written, path in aside:
+            written.replace(path)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {error.filename or 'the profile'}: {error.strerror or error}",
+            details=("nothing was written",),
+        ) from error
+    finally:
+        for written, _ in aside:
+            written.unlink(missing_ok=True)

@@ -1,0 +1,160 @@
+"""`calibrate fit`, `show` and `list`: a profile from raw measurements, and what profiles hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.errors import InputError
+
+if TYPE_CHECKING:
+    from mist_megatron.calibrate.measurements import Raw
+    from mist_megatron.spec.cluster import GpuSpec
+    from mist_megatron.spec.profile import Profile
+
+
+def fit(
+    files: Annotated[
+        list[Path], typer.Argument(help="Raw measurements, of `run` or `import`.", show_default=False)
+    ],
+    *,
+    gpu: Annotated[str, typer.Option(help="Catalogue name of the device, see `gpus`.")],
+    out: Annotated[Path, typer.Option(help="Write the profile here; its tables go beside it.")],
+    name: Annotated[str | None, typer.Option(help="Name of the profile; the file's by default.")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Profile that fills what was not measured; by default the shipped one of the GPU."),
+    ] = None,
+    rehearsal: Annotated[
+        bool,
+        typer.Option(
+            "--rehearsal", help="Take measurements of a CPU, to try the programs; not for planning."
+        ),
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    output: OutputOptions,
+) -> None:
+    """Fits a hardware profile to raw measurements, with errors by cross-validation."""
+    from mist_megatron.calibrate.fit_profile import FitRequest, fit_profile
+    from mist_megatron.calibrate.profile_view import document
+    from mist_megatron.cli.calibrate_files import base_profile, write_profile
+    from mist_megatron.cli.evaluators import load_profile
+    from mist_megatron.cost.overlap import overlapped_time
+    from mist_megatron.spec import catalogue
+
+    def told(text: str) -> None:
+        output.people.print(text, style="dim")
+
+    device = catalogue.gpu(gpu)
+    raws = _raws(files)
+    filled = base_profile(device, base)
+    request = FitRequest(
+        name=_profile_name(name or out.stem), gpu=device, base=filled, overlap=overlapped_time,
+        rehearsal=rehearsal, told=told,
+    )  # fmt: skip
+    fitted = fit_profile(raws, request)
+    written = write_profile(fitted.profile, out, force=force)
+    described = document(load_profile(out), device)
+    notes, paths = list(fitted.notes), [str(path) for path in written]
+    output.finish({**described, "base": filled.name, "notes": notes, "files": paths})
+    for note in notes:
+        output.people.print(note, soft_wrap=True, markup=False)
+    if not output.json:
+        _show_gaps(output, described["gaps"])
+    output.people.print(
+        f"wrote {out} ({described['content_hash']}): {described['figures_measured']} of "
+        f"{described['figures_total']} figures rest on measurements; what was not measured here is of "
+        f"{filled.name}; try: mist-megatron calibrate show {out}",
+        soft_wrap=True, markup=False,
+    )  # fmt: skip
+
+
+def _raws(files: list[Path]) -> list[Raw]:
+    from mist_megatron.calibrate.measurements import read_measurements
+    from mist_megatron.cli.calibrate_files import read_output_text
+
+    names = [str(path) for path in files]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise InputError(f"{twice} is given twice")
+    return [read_measurements(read_output_text(path), str(path)) for path in files]
+
+
+def _profile_name(text: str) -> str:
+    if not text.strip() or not all(letter.isalnum() or letter in "-_." for letter in text):
+        raise InputError(f"--name is {text!r}; wanted letters, digits, '-', '_' and '.'")
+    return text
+
+
+def show(
+    profile: Annotated[str, typer.Argument(help="Name of a shipped profile, or a file.", show_default=False)],
+    *,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Write pictures (SVG) of its curves into this folder.")
+    ] = None,
+    output: OutputOptions,
+) -> None:
+    """Every figure of a profile with its origin, what its tables cover, and its gaps."""
+    from mist_megatron.calibrate.profile_view import document
+    from mist_megatron.cli.calibrate_files import profile_named
+    from mist_megatron.cli.calibrate_show import show_profile
+    from mist_megatron.spec.catalogue import CATALOGUE
+
+    found = profile_named(profile)
+    device = CATALOGUE.get(found.gpu)
+    described = document(found, device)
+    plots = _plots(found, device, plot) if plot is not None else []
+    output.finish({**described, "plots": [str(path) for path in plots]})
+    if not output.json:
+        show_profile(output.people, described)
+        _show_gaps(output, described["gaps"])
+    for path in plots:
+        output.people.print(f"wrote {path}", soft_wrap=True, markup=False)
+
+
+def _plots(profile: Profile, device: GpuSpec | None, folder: Path) -> list[Path]:
+    from mist_megatron.calibrate.profile_plots import profile_plots
+    from mist_megatron.emit.write import write_file
+
+    if device is None:
+        raise InputError(f"profile {profile.name} is of {profile.gpu}, whose peak is not in the catalogue")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--plot {folder} is a file; wanted a folder")
+    pictures = profile_plots(profile, device)
+    return [write_file(folder / name, text, force=True) for name, text in pictures.items()]
+
+
+def _show_gaps(output: OutputOptions, gaps: list[str]) -> None:
+    output.people.print()
+    output.people.print("gaps" if gaps else "no gaps", style="bold")
+    for gap in gaps:
+        output.people.print(f"- {gap}", markup=False)
+
+
+def list_profiles(*, output: OutputOptions) -> None:
+    """Names the profiles that come with this package."""
+    from mist_megatron.calibrate.profile_view import measured_count
+    from mist_megatron.cli.calibrate_files import shipped_profiles
+    from mist_megatron.cli.evaluators import load_profile
+
+    found = []
+    for path in shipped_profiles():
+        profile = load_profile(path)
+        measured, total = measured_count(profile)
+        found.append(
+            {"name": profile.name, "gpu": profile.gpu, "content_hash": profile.content_hash,
+             "figures_measured": measured, "figures_total": total,
+             "table_rows": sum(len(each.rows) for each in profile.tables), "note": profile.note}
+        )  # fmt: skip
+    columns = ("name", "hash", "measured", "of", "rows", "note")
+    keys = ("name", "content_hash", "figures_measured", "figures_total", "table_rows", "note")
+    rows = [[str(item[key]) for key in keys] for item in found]
+    output.result({"profiles": found}, table(columns, rows, right=columns[2:5]))
+    if not output.json:
+        output.people.print(
+            "\nmeasured: figures, curves and tables that rest on measurements; rows: of operator tables. "
+            "More: mist-megatron calibrate show NAME"
+        )

@@ -1,0 +1,81 @@
+"""`calibrate import`: outputs of other measuring tools become raw measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.errors import InputError
+
+if TYPE_CHECKING:
+    from mist_megatron.calibrate.importing import Hints, Imported, Kind
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+
+
+def import_outputs(
+    files: Annotated[list[Path], typer.Argument(help="Outputs of other tools.", show_default=False)],
+    *,
+    out: Annotated[Path, typer.Option(help="Write raw measurements (JSON lines) here.")],
+    kind: Annotated[
+        str | None,
+        typer.Option("--as", help="What the files are: nccl-tests, nccl-tests-json, mpigraph, kineto, raw."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device, as its driver names it, where the output does not say it.")
+    ] = None,
+    collective: Annotated[
+        str | None, typer.Option(help=f"Where nccl-tests' output does not say it: {', '.join(COLLECTIVES)}.")
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of one node in a trace of several nodes.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace an existing file.")] = False,
+    output: OutputOptions,
+) -> None:
+    """Reads nccl-tests tables and JSON, mpiGraph matrices and Kineto traces into raw measurements."""
+    from mist_megatron.calibrate.importing import KINDS, Hints
+    from mist_megatron.calibrate.measurements import write_measurements
+    from mist_megatron.cli.calibrate_files import date_of
+    from mist_megatron.emit.write import write_file
+    from mist_megatron.spec import check
+
+    if kind is not None:
+        check.known("--as", "kind of output", kind, KINDS)
+    if collective is not None:
+        check.known("--collective", "collective", collective, COLLECTIVES)
+    found: dict[str, Imported] = {}
+    for path in files:
+        if str(path) in found:
+            raise InputError(f"{path} is given twice")
+        hints = Hints(date=date_of(path), device=device, collective=collective, gpus_per_node=gpus_per_node)
+        found[str(path)] = _one(path, hints, cast("Kind | None", kind))
+    conditions = [item for one in found.values() for item in one.conditions]
+    points = [point for one in found.values() for point in one.points]
+    write_file(out, write_measurements(conditions, points), force=force)
+    output.finish(
+        {"out": str(out), "points": len(points), "files": {
+            name: {"kind": one.kind, "points": len(one.points), "notes": list(one.notes)}
+            for name, one in found.items()}}
+    )  # fmt: skip
+    _tell(output, found, out)
+
+
+def _one(path: Path, hints: Hints, kind: Kind | None) -> Imported:
+    from mist_megatron.calibrate.importing import read_output
+    from mist_megatron.cli.calibrate_files import read_output_text
+
+    return read_output(read_output_text(path), str(path), hints, kind)
+
+
+def _tell(output: OutputOptions, found: dict[str, Imported], out: Path) -> None:
+    if not output.json:
+        rows = [[name, one.kind, str(len(one.points))] for name, one in found.items()]
+        output.people.print(table(("file", "kind", "points"), rows, right=("points",)))
+    for name, one in found.items():
+        for note in one.notes:
+            output.people.print(f"{name}: {note}", soft_wrap=True, markup=False)
+    output.people.print(f"wrote {out}", soft_wrap=True, markup=False)
