@@ -58,5 +58,6 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("models", "lists:models", "Model presets with their shapes and parameter counts.", LISTS),
     CommandEntry("gpus", "lists:gpus", "The GPU catalogue, with the source of each figure.", LISTS),
     CommandEntry("spaces", "lists:spaces", "Named search spaces, with what each of them varies.", LISTS),
+    CommandEntry("doctor", "doctor:doctor", "What is missing here, and for which feature.", LISTS),
     CommandEntry("recipes", "recipes:RECIPES", "Tuned plans that come with this package.", LISTS),
 )

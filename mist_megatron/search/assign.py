@@ -1,55 +1,77 @@
-"""The exact assignment between stages: which (layers, configuration) each stage gets.
+"""The exact assignment between stages: which (layers, GPUs, configuration) each stage gets.
 
-Minimises eq. 1 in the form  (G - 1) max_i t_i + max_i (d_i + sum_{j >= i} t_j)  with sum of layers = L.
-For a cap tau on every t and a cap C on the second maximum, the least suffix time over (stage from the end,
-layers left) is a plain one-label dynamic program: a smaller suffix loosens both caps for all before it.
-Walking tau upwards with C = best - (G - 1) tau meets every optimum; the walk ends when (G - 1) tau plus a
-lower bound of the second maximum reaches the best.
+Minimises eq. 1 in the form  (G - 1) max_i t_i + max_i (d_i + sum_{j >= i} t_j)  with sum of layers = L and sum
+of GPUs = N. For a cap tau on every t and a cap C on the second maximum, the least suffix time over (stage
+from the end, layers, GPUs) is a plain one-label dynamic program: a smaller suffix loosens both caps for all
+stages before it. What a stage holds depends on how many stages follow it, not on how many there are, so that
+one pass from the end prices pipelines of every length.
+
+Optima are found by halving intervals [a, b] of tau: no plan of an interval beats the best so far when none
+has all t <= b and its second maximum <= best - (G - 1) a.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.intp]
+
+Size = tuple[int, int]
+"""Layers and GPUs of a stage. GPUs are 0 where they are not counted: all stages have the same."""
 
 
 @dataclass(frozen=True)
 class Front:
-    """Non-dominated (t, d) of one stage with one number of layers, t ascending and d descending."""
+    """Non-dominated (t, d) of one stage of one size, t ascending and d descending."""
 
     t_s: Array
     d_s: Array
 
 
-StageFronts = dict[int, Front]
-"""Number of layers -> front; absent where nothing fits."""
+StageFronts = Mapping[Size, Front]
+"""Size -> front; absent where nothing fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelines:
+    """Pipelines of one or several lengths that share their ends."""
+
+    inner: Sequence[StageFronts]
+    """By number of stages that follow: what a stage that is not the first may be."""
+    first: Mapping[int, StageFronts]
+    """Number of stages that follow -> what the first stage of such a pipeline may be."""
+    layers: int
+    gpus: int = 0
+    gpus_per_node: int = 0
+    """Stages take consecutive GPUs, one of less than a node inside one node; 0 asks for no such thing."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One choice per stage, and its value of eq. 1."""
+    """One choice per stage, first to last, and its value of eq. 1."""
 
-    layers: tuple[int, ...]
+    sizes: tuple[Size, ...]
     choice: tuple[int, ...]
-    """Position in the front of (stage, layers)."""
+    """Position in the front of (stage, size)."""
     value_s: float
 
-
-@dataclass(frozen=True)
-class _Prepared:
-    layers: int
-    t_s: Array
-    least_sum: Array
-    """Least d + t over this and all faster configurations: descending, for bisection."""
-    least_d: float
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(layers for layers, _ in self.sizes)
 
 
-def pareto(t_s: Array, d_s: Array) -> NDArray[np.intp]:
+def in_line(stages: Sequence[Mapping[int, Front]], layers: int) -> Pipelines:
+    """A pipeline of known length and equal meshes; `stages` from first to last, by number of layers."""
+    sized = [{(count, 0): front for count, front in fronts.items()} for fronts in stages]
+    return Pipelines(inner=sized[:0:-1], first={len(stages) - 1: sized[0]}, layers=layers)
+
+
+def pareto(t_s: Array, d_s: Array) -> Ints:
     """Indices of the non-dominated points, t ascending; of equal points one is kept."""
     if not len(t_s):
         return np.zeros(0, dtype=np.intp)
@@ -70,120 +92,200 @@ def value_of(t_s: Sequence[float], d_s: Sequence[float], grad_accum: int) -> flo
 
 
 def assign(
-    stages: Sequence[StageFronts], layers: int, grad_accum: int, best_s: float = np.inf
+    pipelines: Pipelines,
+    grad_accum: int,
+    best_s: float = np.inf,
+    tick: Callable[[], None] = lambda: None,
 ) -> Assignment | None:
-    """The optimal assignment if it is better than `best_s`, else None."""
-    prepared = [
-        [_prepare(count, front) for count, front in sorted(fronts.items()) if len(front.t_s)]
-        for fronts in stages
-    ]
-    if any(not options for options in prepared):
-        return None
-    caps = np.unique(np.concatenate([option.t_s for options in prepared for option in options]))
-    first = _least_cap(prepared, layers, caps)
-    if first is None:
-        return None
+    """The optimal assignment if it is better than `best_s`, else None. `tick` is called before each pass: what
+    it raises ends the search."""
     found: Assignment | None = None
     weight = grad_accum - 1
-    # d of the first stage counts in full; with no cap the suffix alone bounds the second maximum.
-    least_d = min(float(option.least_d) for option in prepared[0])
-    floor_s = least_d + _least_total(prepared, layers, np.inf)
-    for tau in map(float, caps[first:]):
-        if weight * tau + floor_s >= best_s:
-            break
-        if weight * tau + least_d + _least_total(prepared, layers, tau) >= best_s:
+    ladder = _Ladder(pipelines)
+    caps = ladder.caps[-1:] if weight == 0 else ladder.caps
+    open_intervals = [(0, len(caps) - 1)] if len(caps) else []
+    while open_intervals:
+        low, high = open_intervals.pop()
+        tick()
+        # Strictly better by a relative 1e-12: rounding must not make the search go on forever.
+        cap = (best_s - weight * float(caps[low])) * (1 - 1e-12) if np.isfinite(best_s) else np.inf
+        candidate = ladder.quickest(float(caps[high]), cap, grad_accum)
+        if candidate is None:
             continue
-        while True:
-            # Strictly better by a relative 1e-12: rounding must not make the walk go on forever.
-            cap = (best_s - weight * tau) * (1 - 1e-12) if np.isfinite(best_s) else np.inf
-            picked = _suffix(prepared, layers, tau, cap)
-            if picked is None:
-                break
-            candidate = _assignment(stages, picked, grad_accum)
-            if candidate.value_s >= best_s:
-                break
+        improves = candidate.value_s < best_s
+        if improves:
             best_s, found = candidate.value_s, candidate
+        if low < high:
+            middle = (low + high) // 2
+            open_intervals += [(middle + 1, high), (low, middle)]
+        elif improves:
+            open_intervals.append((low, high))
     return found
 
 
-def _prepare(layers: int, front: Front) -> _Prepared:
-    least_sum = np.minimum.accumulate(front.t_s + front.d_s)
-    return _Prepared(layers, front.t_s, least_sum, float(front.d_s.min()))
+class _Options:
+    """The sizes that one stage may have, as arrays; each has its front."""
+
+    def __init__(self, fronts: StageFronts) -> None:
+        self.sizes = [size for size, front in sorted(fronts.items()) if len(front.t_s)]
+        self.fronts = [fronts[size] for size in self.sizes]
+        self.layers = np.array([layers for layers, _ in self.sizes], dtype=np.intp)
+        self.gpus = np.array([gpus for _, gpus in self.sizes], dtype=np.intp)
+        self.least_t = np.array([front.t_s[0] for front in self.fronts])
+        # Least d + t over a configuration and all faster ones: descending, so negated for bisection.
+        self.minus_sums = [-np.minimum.accumulate(front.t_s + front.d_s) for front in self.fronts]
+        self.lengths = np.array([len(front.t_s) for front in self.fronts], dtype=np.intp)
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]]) if self.sizes else self.lengths
+        self.t_s = np.concatenate([f.t_s for f in self.fronts]) if self.fronts else np.zeros(0)
+
+    def fastest(self, rows: Ints, room: Array) -> tuple[Ints, Array]:
+        """Of each row's front the first configuration with d + t within the room - the fastest that is - and
+        its t; infinite where none is. Rows ascend."""
+        choice = np.empty(len(rows), dtype=np.intp)
+        borders = np.searchsorted(rows, np.arange(len(self.sizes) + 1))
+        for row, (begin, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+            if begin < end:
+                choice[begin:end] = np.searchsorted(self.minus_sums[row], -room[begin:end], side="left")
+        outside = choice >= self.lengths[rows]
+        t_s = self.t_s[np.where(outside, 0, choice + self.starts[rows])]
+        return choice, np.where(outside, np.inf, t_s)
 
 
-def _least_total(prepared: Sequence[Sequence[_Prepared]], layers: int, tau: float) -> float:
-    """Least sum of t over all stages with every t under the cap: a bound of the second maximum."""
-    least = np.full(layers + 1, np.inf)
-    least[0] = 0.0
-    for options in reversed(prepared):
-        now = np.full(layers + 1, np.inf)
-        for option in options:
-            if option.layers <= layers and option.t_s[0] <= tau:
-                reached = least[: layers + 1 - option.layers] + option.t_s[0]
-                np.minimum(now[option.layers :], reached, out=now[option.layers :])
-        least = now
-    return float(least[layers])
+@dataclass(frozen=True)
+class _Level:
+    """Reached (layers, GPUs) of the stages so far from the end, with the least time of each."""
+
+    layers: Ints
+    gpus: Ints
+    suffix_s: Array
+    row: Ints
+    choice: Ints
+    before: Ints
+    """Position of the state of the level below."""
 
 
-def _least_cap(prepared: Sequence[Sequence[_Prepared]], layers: int, caps: Array) -> int | None:
-    """Position of the smallest cap under which all layers find a place."""
-    low, high = 0, len(caps) - 1
-    if not np.isfinite(_least_total(prepared, layers, np.inf)):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if not np.isfinite(_least_total(prepared, layers, float(caps[middle]))):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+class _Ladder:
+    """The dynamic program over stages from the end."""
+
+    def __init__(self, pipelines: Pipelines) -> None:
+        self.problem = pipelines
+        self.inner = [_Options(fronts) for fronts in pipelines.inner]
+        self.first = {k: _Options(fronts) for k, fronts in pipelines.first.items()}
+        every = [*self.inner, *self.first.values()]
+        self.caps: Array = np.unique(np.concatenate([o.t_s for o in every])) if every else np.zeros(0)
+
+    def quickest(self, tau: float, cap: float, grad_accum: int) -> Assignment | None:
+        """Of the assignments with the least suffix times under both caps, one per length, the best."""
+        rest = self._most_layers(tau)
+        if rest[0][self.problem.gpus] < self.problem.layers:
+            return None
+        zero = np.zeros(1, dtype=np.intp)
+        levels = [_Level(zero, zero, np.zeros(1), zero, zero, zero)]
+        best: Assignment | None = None
+        for after in range(len(rest)):
+            if after in self.first:
+                ended = self._ended(levels, self.first[after], tau, cap, grad_accum)
+                if ended is not None and (best is None or ended.value_s < best.value_s):
+                    best = ended
+            if after + 1 >= len(rest) or after >= len(self.inner):
+                break
+            level = self._next(levels[-1], self.inner[after], rest[after + 1], tau, cap)
+            if level is None:
+                break
+            levels.append(level)
+        return best
+
+    def _most_layers(self, tau: float) -> list[NDArray[np.float64]]:
+        """By number of stages behind and GPUs left: the most layers that the stages ahead can take with t
+        under the cap, memory of each at its best."""
+        gpus = self.problem.gpus
+        count = max(self.first, default=-1) + 1
+        none = np.full(gpus + 1, -np.inf)
+        rest = [none] * (count + 1)
+        for after in reversed(range(count)):
+            here = none.copy()
+            for left, most in _most_by_gpus(self.first.get(after), tau):
+                if left <= gpus:
+                    here[left] = max(here[left], most)
+            if after < len(self.inner):
+                for left, most in _most_by_gpus(self.inner[after], tau):
+                    if left <= gpus:
+                        np.maximum(here[left:], rest[after + 1][: gpus + 1 - left] + most, out=here[left:])
+            rest[after] = here
+        return rest[:count]
+
+    def _next(self, level: _Level, options: _Options, ahead: Array, tau: float, cap: float) -> _Level | None:
+        """All states with one stage more."""
+        problem = self.problem
+        layers = options.layers[:, None] + level.layers
+        gpus = options.gpus[:, None] + level.gpus
+        possible = (gpus <= problem.gpus) & (options.least_t <= tau)[:, None]
+        left = problem.layers - layers
+        # A stage ahead has a layer at least, and all of them together no more than they can take.
+        possible &= (left >= 1) & (left <= ahead[problem.gpus - np.minimum(gpus, problem.gpus)])
+        possible &= self._inside_a_node(options.gpus[:, None], gpus)
+        row, state = np.nonzero(possible)
+        if not len(row):
+            return None
+        before = level.suffix_s[state]
+        choice, t_s = options.fastest(row, cap - before)
+        suffix_s = np.where(t_s <= tau, before + t_s, np.inf)
+        key = layers[row, state] * (problem.gpus + 1) + gpus[row, state]
+        order = np.lexsort((suffix_s, key))
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = np.diff(key[order]) != 0
+        kept = order[first]
+        kept = kept[np.isfinite(suffix_s[kept])]
+        if not len(kept):
+            return None
+        row, state = row[kept], state[kept]
+        return _Level(layers[row, state], gpus[row, state], suffix_s[kept], row, choice[kept], state)
+
+    def _inside_a_node(self, stage: Ints, end: Ints) -> NDArray[np.bool_]:
+        """Whether a stage that ends the first `end` GPUs, counted from the last, keeps to whole nodes or
+        inside one."""
+        per_node = self.problem.gpus_per_node
+        if not per_node:
+            return np.ones(np.broadcast_shapes(stage.shape, end.shape), dtype=bool)
+        inside = (end - 1) // per_node == (end - stage) // per_node
+        return np.where(stage < per_node, inside, end % per_node == 0)
+
+    def _ended(
+        self, levels: list[_Level], options: _Options, tau: float, cap: float, grad_accum: int
+    ) -> Assignment | None:
+        """The pipeline whose first stage joins all stages so far."""
+        problem, level = self.problem, levels[-1]
+        possible = options.layers[:, None] + level.layers == problem.layers
+        possible &= options.gpus[:, None] + level.gpus == problem.gpus
+        possible &= (options.least_t <= tau)[:, None]
+        possible &= self._inside_a_node(options.gpus, np.full_like(options.gpus, problem.gpus))[:, None]
+        row, state = np.nonzero(possible)
+        if not len(row):
+            return None
+        choice, t_s = options.fastest(row, cap - level.suffix_s[state])
+        total = np.where(t_s <= tau, level.suffix_s[state] + t_s, np.inf)
+        least = int(np.argmin(total))
+        if not np.isfinite(total[least]):
+            return None
+        picked = [(options, int(row[least]), int(choice[least]))]
+        picked += self._trace(levels, int(state[least]))
+        points = [(o.fronts[k].t_s[c], o.fronts[k].d_s[c]) for o, k, c in picked]
+        value_s = value_of([float(t) for t, _ in points], [float(d) for _, d in points], grad_accum)
+        return Assignment(tuple(o.sizes[k] for o, k, _ in picked), tuple(c for _, _, c in picked), value_s)
+
+    def _trace(self, levels: list[_Level], state: int) -> Iterator[tuple[_Options, int, int]]:
+        for after in reversed(range(len(levels) - 1)):
+            level = levels[after + 1]
+            yield self.inner[after], int(level.row[state]), int(level.choice[state])
+            state = int(level.before[state])
 
 
-def _suffix(
-    prepared: Sequence[Sequence[_Prepared]], layers: int, tau: float, cap: float
-) -> list[tuple[int, int]] | None:
-    """(layers, choice) of every stage with the least suffix times under both caps, or None."""
-    least = np.full(layers + 1, np.inf)
-    least[0] = 0.0
-    records: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
-    for options in reversed(prepared):
-        now = np.full(layers + 1, np.inf)
-        which = np.full(layers + 1, -1, dtype=np.intp)
-        choice = np.full(layers + 1, -1, dtype=np.intp)
-        for position, option in enumerate(options):
-            count = option.layers
-            if count > layers or option.t_s[0] > tau:
-                continue
-            before = least[: layers + 1 - count]
-            # First configuration whose d + t fits under the cap; it is the fastest that does.
-            room = np.where(np.isfinite(before), cap - np.where(np.isfinite(before), before, 0.0), -np.inf)
-            index = np.searchsorted(-option.least_sum, -room, side="left")
-            allowed = index < len(option.t_s)
-            time = option.t_s[np.minimum(index, len(option.t_s) - 1)]
-            total = np.where(allowed & (time <= tau), before + time, np.inf)
-            better = total < now[count:]
-            now[count:][better] = total[better]
-            which[count:][better] = position
-            choice[count:][better] = index[better]
-        records.append((which, choice))
-        least = now
-    if not np.isfinite(least[layers]):
-        return None
-    picked = []
-    left = layers
-    for options, (which, choice) in zip(prepared, reversed(records), strict=True):
-        option = options[int(which[left])]
-        picked.append((option.layers, int(choice[left])))
-        left -= option.layers
-    return picked
-
-
-def _assignment(stages: Sequence[StageFronts], picked: list[tuple[int, int]], grad_accum: int) -> Assignment:
-    fronts = [stages[k][count] for k, (count, _) in enumerate(picked)]
-    t_s = [float(front.t_s[index]) for front, (_, index) in zip(fronts, picked, strict=True)]
-    d_s = [float(front.d_s[index]) for front, (_, index) in zip(fronts, picked, strict=True)]
-    return Assignment(
-        layers=tuple(count for count, _ in picked),
-        choice=tuple(index for _, index in picked),
-        value_s=value_of(t_s, d_s, grad_accum),
-    )
+def _most_by_gpus(options: _Options | None, tau: float) -> list[tuple[int, int]]:
+    """(GPUs, most layers under the cap) for each number of GPUs."""
+    if options is None or not options.sizes:
+        return []
+    most: dict[int, int] = {}
+    for (layers, gpus), t_s in zip(options.sizes, options.least_t, strict=True):
+        if t_s <= tau and layers > most.get(gpus, 0):
+            most[gpus] = layers
+    return list(most.items())

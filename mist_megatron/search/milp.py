@@ -1,42 +1,52 @@
 """Eq. 2 as a mixed-integer program in PuLP: the second opinion on `assign`.
 
-Binaries choose one (layers, front point) per stage; two epigraph variables carry the two maxima.
+Binaries choose one (layers, GPUs, front point) per stage; two epigraph variables carry the two maxima.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import pulp
 
 from mist_megatron.errors import InputError
-from mist_megatron.search.assign import Assignment, StageFronts, value_of
+from mist_megatron.search.assign import Assignment, Pipelines, Size, StageFronts, value_of
 
 MilpSolver = Literal["highs", "cbc"]
+Option = tuple[Size, int]
+"""A size of a stage, and a position in its front."""
 
 
 def assign_milp(
-    stages: Sequence[StageFronts],
-    layers: int,
-    grad_accum: int,
-    best_s: float = np.inf,
-    solver: MilpSolver = "highs",
+    pipelines: Pipelines, grad_accum: int, best_s: float = np.inf, solver: MilpSolver = "highs"
 ) -> Assignment | None:
-    """The optimal assignment if it is better than `best_s`, else None."""
+    """The optimal assignment if it is better than `best_s`, else None: one program per length."""
+    found: Assignment | None = None
     with warnings.catch_warnings():
         # PuLP 3 announces the interface of PuLP 4, which needs Python 3.12; we pin 3.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return _assign_milp(stages, layers, grad_accum, best_s, solver)
+        for after, first in sorted(pipelines.first.items()):
+            if after > len(pipelines.inner):
+                break
+            stages = [first, *reversed(pipelines.inner[:after])]
+            answer = _assign_milp(pipelines, stages, grad_accum, best_s, solver)
+            if answer is not None:
+                found, best_s = answer, answer.value_s
+    return found
 
 
 def _assign_milp(
-    stages: Sequence[StageFronts], layers: int, grad_accum: int, best_s: float, solver: MilpSolver
+    pipelines: Pipelines,
+    stages: Sequence[StageFronts],
+    grad_accum: int,
+    best_s: float,
+    solver: MilpSolver,
 ) -> Assignment | None:
     options = [
-        [(count, k) for count, front in sorted(fronts.items()) for k in range(len(front.t_s))]
+        [(size, k) for size, front in sorted(fronts.items()) for k in range(len(front.t_s))]
         for fronts in stages
     ]
     if any(not choices for choices in options):
@@ -49,14 +59,7 @@ def _assign_milp(
     slowest = pulp.LpVariable("slowest", lowBound=0)
     second = pulp.LpVariable("second")
     problem += (grad_accum - 1) * slowest + second
-    problem += (
-        pulp.lpSum(
-            count * pick
-            for choices, row in zip(options, picks, strict=True)
-            for (count, _), pick in zip(choices, row, strict=True)
-        )
-        == layers
-    )
+    _add_sizes(problem, pipelines, options, picks)
     for index, (time, extra) in enumerate(zip(times, extras, strict=True)):
         problem += slowest >= time
         problem += second >= extra + pulp.lpSum(times[index:])
@@ -69,15 +72,39 @@ def _assign_milp(
             return None
         raise RuntimeError(f"{solver} ended without a proof: {pulp.LpSolution[problem.sol_status]}")
     chosen = [choices[_picked(row)] for choices, row in zip(options, picks, strict=True)]
-    t_s = [float(stages[k][count].t_s[index]) for k, (count, index) in enumerate(chosen)]
-    d_s = [float(stages[k][count].d_s[index]) for k, (count, index) in enumerate(chosen)]
+    t_s = [float(stages[k][size].t_s[index]) for k, (size, index) in enumerate(chosen)]
+    d_s = [float(stages[k][size].d_s[index]) for k, (size, index) in enumerate(chosen)]
     value_s = value_of(t_s, d_s, grad_accum)
     if value_s >= best_s:
         return None
-    return Assignment(tuple(count for count, _ in chosen), tuple(index for _, index in chosen), value_s)
+    return Assignment(tuple(size for size, _ in chosen), tuple(index for _, index in chosen), value_s)
 
 
-def _picks(problem: Any, options: list[list[tuple[int, int]]]) -> list[list[Any]]:
+def _add_sizes(
+    problem: Any, pipelines: Pipelines, options: list[list[Option]], picks: list[list[Any]]
+) -> None:
+    """All layers and all GPUs are taken, and no stage straddles nodes: stage i begins at GPU o_i, on node n_i,
+    and ends before the last of the c_i nodes that it takes does."""
+
+    def total(row: Sequence[Any], choices: list[Option], size: Callable[[int, int], int]) -> Any:
+        return pulp.lpSum(size(*which) * pick for (which, _), pick in zip(choices, row, strict=True))
+
+    stages = list(zip(picks, options, strict=True))
+    problem += pulp.lpSum(total(row, o, lambda layers, _: layers) for row, o in stages) == pipelines.layers
+    if not pipelines.gpus:
+        return
+    gpus = [total(row, choices, lambda _, count: count) for row, choices in stages]
+    problem += pulp.lpSum(gpus) == pipelines.gpus
+    per_node = pipelines.gpus_per_node
+    for index, (row, choices) in enumerate(stages) if per_node else ():
+        begin = pulp.lpSum(gpus[:index])
+        node = pulp.LpVariable(f"node_{index}", lowBound=0, cat="Integer")
+        nodes = total(row, choices, lambda _, count: -(-count // per_node))
+        problem += begin >= per_node * node
+        problem += begin + gpus[index] <= per_node * (node + nodes)
+
+
+def _picks(problem: Any, options: list[list[Option]]) -> list[list[Any]]:
     """One binary per stage and option, exactly one of them set per stage."""
     rows = []
     for stage, choices in enumerate(options):
@@ -89,14 +116,14 @@ def _picks(problem: Any, options: list[list[tuple[int, int]]]) -> list[list[Any]
 
 def _times(
     stages: Sequence[StageFronts],
-    options: list[list[tuple[int, int]]],
+    options: list[list[Option]],
     picks: list[list[Any]],
     scale: float,
 ) -> tuple[list[Any], list[Any]]:
     """t and d of every stage as linear expressions of the picks."""
     times, extras = [], []
     for fronts, choices, row in zip(stages, options, picks, strict=True):
-        cost = [(fronts[count].t_s[k] / scale, fronts[count].d_s[k] / scale) for count, k in choices]
+        cost = [(fronts[size].t_s[k] / scale, fronts[size].d_s[k] / scale) for size, k in choices]
         times.append(pulp.lpSum(float(t) * pick for (t, _), pick in zip(cost, row, strict=True)))
         extras.append(pulp.lpSum(float(d) * pick for (_, d), pick in zip(cost, row, strict=True)))
     return times, extras

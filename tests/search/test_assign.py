@@ -7,36 +7,77 @@ import itertools
 import numpy as np
 import pytest
 
-from mist_megatron.search.assign import Front, assign, pareto, value_of
+from mist_megatron.search.assign import Front, Pipelines, assign, in_line, pareto, value_of
 from mist_megatron.search.milp import assign_milp
 
 
-def instance(rng, stages, counts, points):
+def front(rng, layers, speed, points):
+    t = layers / speed * (1 + rng.random(points))
+    d = layers / speed * 3 * rng.random(points) - 0.2
+    keep = pareto(t, d)
+    return Front(t[keep], d[keep])
+
+
+def equal(rng, stages, counts, points):
     """Random fronts: t grows with layers, d is anything, some slots are infeasible."""
-    made = []
-    for _ in range(stages):
-        fronts = {}
-        for count in counts:
-            if rng.random() < 0.1:
-                continue
-            t = count * (1 + rng.random(points))
-            d = count * 3 * rng.random(points) - 0.2
-            keep = pareto(t, d)
-            fronts[count] = Front(t[keep], d[keep])
-        made.append(fronts)
+    made = [
+        {count: front(rng, count, 1, points) for count in counts if rng.random() > 0.1} for _ in range(stages)
+    ]
     return made
 
 
-def brute_force(stages, layers, grad_accum):
+def unequal(rng, nodes, per_node, layers, points):
+    """Pipelines of all lengths with stages of parts of a node or whole nodes; bigger ones are faster, some
+    slots are infeasible, and stages with more behind them fit fewer layers, as with real memory."""
+    gpus = nodes * per_node
+    meshes = [k for k in range(1, per_node) if per_node % k == 0]
+    meshes += [per_node * k for k in range(1, nodes + 1)]
+
+    def stage(after):
+        return {
+            (count, mesh): front(rng, count, mesh ** rng.uniform(0.6, 1.0), points)
+            for mesh in meshes
+            for count in range(1, max(2, 3 * mesh - after + 1))
+            if count <= layers and rng.random() > 0.25
+        }
+
+    longest = min(gpus, layers)
+    return Pipelines(
+        inner=[stage(after) for after in range(longest - 1)],
+        first={after: stage(after) for after in range(longest) if rng.random() > 0.1},
+        layers=layers,
+        gpus=gpus,
+        gpus_per_node=per_node,
+    )
+
+
+def straddles(sizes, per_node):
+    """Whether some stage on consecutive GPUs begins or ends inside a node that it does not fill alone."""
+    begin = 0
+    for _, gpus in sizes:
+        touched = set(range(begin // per_node, (begin + gpus - 1) // per_node + 1))
+        if len(touched) != max(1, gpus // per_node):
+            return True
+        begin += gpus
+    return False
+
+
+def brute_force(pipelines, grad_accum):
     best = np.inf
-    for counts in itertools.product(*[list(fronts) for fronts in stages]):
-        if sum(counts) != layers:
-            continue
-        fronts = [stage[count] for stage, count in zip(stages, counts, strict=True)]
-        for picks in itertools.product(*[range(len(front.t_s)) for front in fronts]):
-            t = [front.t_s[k] for front, k in zip(fronts, picks, strict=True)]
-            d = [front.d_s[k] for front, k in zip(fronts, picks, strict=True)]
-            best = min(best, equation_1(t, d, grad_accum))
+    for after, first in pipelines.first.items():
+        stages = [first, *reversed(pipelines.inner[:after])]
+        for sizes in itertools.product(*[list(fronts) for fronts in stages]):
+            if sum(layers for layers, _ in sizes) != pipelines.layers:
+                continue
+            if sum(gpus for _, gpus in sizes) != pipelines.gpus:
+                continue
+            if pipelines.gpus_per_node and straddles(sizes, pipelines.gpus_per_node):
+                continue
+            fronts = [stage[size] for stage, size in zip(stages, sizes, strict=True)]
+            for picks in itertools.product(*[range(len(f.t_s)) for f in fronts]):
+                t = [f.t_s[k] for f, k in zip(fronts, picks, strict=True)]
+                d = [f.d_s[k] for f, k in zip(fronts, picks, strict=True)]
+                best = min(best, equation_1(t, d, grad_accum))
     return best
 
 
@@ -52,8 +93,8 @@ def test_equals_brute_force(seed):
     count = int(rng.integers(1, 4))
     layers = int(rng.integers(count, 3 * count + 1))
     grad_accum = int(rng.choice([1, 2, 5, 32]))
-    stages = instance(rng, count, (1, 2, 3), 4)
-    found, best = assign(stages, layers, grad_accum), brute_force(stages, layers, grad_accum)
+    pipelines = in_line(equal(rng, count, (1, 2, 3), 4), layers)
+    found, best = assign(pipelines, grad_accum), brute_force(pipelines, grad_accum)
     if found is None:
         assert best == np.inf
     else:
@@ -61,33 +102,76 @@ def test_equals_brute_force(seed):
         assert sum(found.layers) == layers
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(80))
+def test_unequal_stages_equal_brute_force(seed):
+    """Pipelines of all lengths at once, with stages of different sizes that do not straddle nodes."""
+    rng = np.random.default_rng(seed)
+    nodes, per_node = [(1, 4), (2, 2), (2, 4), (1, 6), (3, 2)][seed % 5]
+    layers = int(rng.integers(2, 5 if nodes * per_node > 4 else 7))
+    grad_accum = int(rng.choice([1, 2, 5, 32]))
+    pipelines = unequal(rng, nodes, per_node, layers, 2)
+    found, best = assign(pipelines, grad_accum), brute_force(pipelines, grad_accum)
+    if found is None:
+        assert best == np.inf
+    else:
+        assert found.value_s == pytest.approx(best, rel=1e-12)
+        assert sum(found.layers) == layers
+        assert sum(gpus for _, gpus in found.sizes) == nodes * per_node
+        assert not straddles(found.sizes, per_node)
+
+
+@pytest.mark.parametrize("seed", range(120))
 def test_equals_the_integer_program(seed):
     rng = np.random.default_rng(1000 + seed)
     count = int(rng.integers(2, 5))
     layers = int(rng.integers(2 * count, 4 * count))
     grad_accum = int(rng.choice([1, 4, 16]))
-    stages = instance(rng, count, (2, 3, 4), 4)
-    exact, milp = assign(stages, layers, grad_accum), assign_milp(stages, layers, grad_accum)
+    pipelines = in_line(equal(rng, count, (2, 3, 4), 4), layers)
+    agree(assign(pipelines, grad_accum), assign_milp(pipelines, grad_accum))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_unequal_stages_equal_the_integer_program(seed):
+    rng = np.random.default_rng(2000 + seed)
+    nodes, per_node = [(1, 4), (2, 2), (2, 4), (1, 8), (3, 2)][seed % 5]
+    layers = int(rng.integers(3, 9))
+    grad_accum = int(rng.choice([1, 4, 16]))
+    pipelines = unequal(rng, nodes, per_node, layers, 3)
+    agree(assign(pipelines, grad_accum), assign_milp(pipelines, grad_accum))
+
+
+def agree(exact, milp):
     assert (exact is None) == (milp is None)
     if exact is not None and milp is not None:
         assert exact.value_s == pytest.approx(milp.value_s, rel=1e-6)
 
 
 def test_cbc_agrees():
-    stages = instance(np.random.default_rng(7), 3, (2, 3, 4), 5)
-    exact, cbc = assign(stages, 9, 8), assign_milp(stages, 9, 8, solver="cbc")
-    assert exact is not None and cbc is not None
-    assert exact.value_s == pytest.approx(cbc.value_s, rel=1e-6)
+    rng = np.random.default_rng(7)
+    for pipelines in (in_line(equal(rng, 3, (2, 3, 4), 5), 9), unequal(rng, 2, 2, 5, 3)):
+        exact, cbc = assign(pipelines, 8), assign_milp(pipelines, 8, solver="cbc")
+        assert exact is not None
+        agree(exact, cbc)
 
 
 def test_an_incumbent_is_only_beaten():
-    stages = instance(np.random.default_rng(3), 3, (1, 2, 3), 4)
-    best = assign(stages, 6, 4)
+    pipelines = in_line(equal(np.random.default_rng(3), 3, (1, 2, 3), 4), 6)
+    best = assign(pipelines, 4)
     assert best is not None
-    assert assign(stages, 6, 4, best.value_s) is None
-    again = assign(stages, 6, 4, best.value_s * (1 + 1e-6))
+    assert assign(pipelines, 4, best.value_s) is None
+    again = assign(pipelines, 4, best.value_s * (1 + 1e-6))
     assert again is not None and again.value_s == pytest.approx(best.value_s)
+
+
+def test_what_the_tick_raises_ends_the_search():
+    class Enough(Exception):
+        pass
+
+    def tick():
+        raise Enough
+
+    with pytest.raises(Enough):
+        assign(in_line(equal(np.random.default_rng(3), 3, (1, 2, 3), 4), 6), 4, tick=tick)
 
 
 def test_value_is_equation_1():
