@@ -75,7 +75,7 @@ class Streams:
             self.piece_s[name] = max(self.together({name: trial}) / trial, 1e-7)
 
     def _compute(self) -> Callable[[], object]:
-        """An MLP with its activation and norm: products and memory-bound kernels in the proportion of a layer."""
+        """An MLP with activation and norm: products and memory-bound kernels in a layer's proportion."""
         rows, width = (32, 32) if self.bench.tiny else (2048, 2048)
 
         def made(*shape: int) -> torch.Tensor:

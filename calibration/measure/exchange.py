@@ -122,7 +122,7 @@ def _send(whole: torch.Tensor, rank: int, members: list[int], group: dist.Proces
 
 
 def gathered(bench: Bench, size: int) -> Callable[[], object]:
-    """One all-gather over all ranks whose result has so many bytes: what ZeRO sends while a layer computes."""
+    """One all-gather over all ranks whose result has so many bytes: ZeRO's traffic beside compute."""
     grouping = Grouping(bench.team.world, 1)
     group, members = own_group(grouping, bench.team)
     part = torch.ones(max(size // len(members), 1), dtype=torch.uint8, device=bench.device)

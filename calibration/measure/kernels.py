@@ -55,7 +55,7 @@ def attention_points(bench: Bench, shapes: Mapping[str, Any], dtype: torch.dtype
     for item in shapes["attention"]:
         sizes = {name: int(item[name]) for name in ("batch", "seq", "heads", "kv_heads", "head_dim")}
         if bench.tiny:
-            sizes |= {"seq": _cut(sizes["seq"], bench), "heads": min(sizes["heads"], 4)}
+            sizes |= {"batch": 1, "seq": _cut(sizes["seq"], bench), "heads": min(sizes["heads"], 4)}
             sizes["kv_heads"] = math.gcd(sizes["kv_heads"], sizes["heads"])
             sizes["head_dim"] = min(sizes["head_dim"], 32)
         text = "x".join(str(size) for size in sizes.values())
@@ -135,9 +135,7 @@ def memory_points(bench: Bench, shapes: Mapping[str, Any], dtype: torch.dtype) -
                 yield Point(name, "memory", sizes, _stream(bench, operator, (rows, width), dtype))
 
 
-def _stream(
-    bench: Bench, operator: str, shape: tuple[int, int], dtype: torch.dtype
-) -> Callable[[], Measure]:
+def _stream(bench: Bench, operator: str, shape: tuple[int, int], dtype: torch.dtype) -> Callable[[], Measure]:
     def prepare() -> Measure:
         x = _random(shape, bench, dtype)
         weight, bias = (_random(shape[1:], bench, dtype) for _ in range(2))
@@ -171,7 +169,7 @@ def launch_points(bench: Bench) -> Iterator[Point]:
 
 
 def device_adam_points(bench: Bench, dtype: torch.dtype) -> Iterator[Point]:
-    """One fused Adam step in fp32, and the new weights in half precision, as mixed-precision training does."""
+    """One fused Adam step in fp32 and the new weights in half precision: mixed-precision training."""
     for count in _adam_counts(bench):
 
         def prepare(count: int = count) -> Measure:

@@ -1,6 +1,6 @@
 """Measures what a hardware profile is made of. Needs torch alone; this folder may be copied to a cluster.
 
-    python measure.py --out raw.jsonl                        # all on this node, one process per GPU where it counts
+    python measure.py --out raw.jsonl                        # all of this node
     python measure.py --out raw.jsonl --what gemm,attention --shapes shapes.json
     torchrun --nnodes 2 --nproc-per-node 8 ... measure.py --out raw.jsonl --what collectives,interference
     python measure.py --out trial.jsonl --device cpu         # tries the programs out, with tiny sizes
@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import sys
 import time
 import warnings
@@ -35,8 +36,8 @@ import kernels
 from clocks import Clocks, Spell, driver_version
 from record import Conditions, Refused, open_record
 from runner import Bench, Point, Progress, Run, Tally, spread_out
+from starter import end_with_parent, start_team
 from team import Team, in_a_team, join, leave
-from starter import start_team
 from timers import THOROUGH, TRIAL, timer_of
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -50,6 +51,7 @@ TOGETHER = ("copies", "interference", "collectives", "host-adam")
 """These mean something else when all GPUs of a node do them at once, and that is what training does."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_S = 0.5
+SHAPES_WANTED = "wanted the shapes that `mist-megatron calibrate run --shapes-to` writes"
 LONG_S = 1e9
 
 
@@ -174,17 +176,17 @@ def cpu_name() -> str:
 
 
 def read_shapes(path: Path) -> dict[str, Any]:
-    """The list that `mist-megatron calibrate run --shapes` writes."""
+    """The list that `mist-megatron calibrate run --shapes-to` writes."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Refused(f"{path} cannot be read: {error.strerror}") from None
     except ValueError:
-        raise Refused(f"{path} is not JSON; wanted the shapes that `calibrate run --shapes` writes") from None
+        raise Refused(f"{path} is not JSON; {SHAPES_WANTED}") from None
     wanted = ("gemm", "attention", "memory_bytes", "hidden")
     missing = [name for name in wanted if not isinstance(found, dict) or name not in found]
     if missing:
-        raise Refused(f"{path} has no {', '.join(missing)}; wanted the shapes that `calibrate run --shapes` writes")
+        raise Refused(f"{path} has no {', '.join(missing)}; {SHAPES_WANTED}")
     return dict(found)
 
 
@@ -195,11 +197,20 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="file of JSON lines, taken up again if it is there")
     add("--what", default="all", help=f"comma-separated, of: {','.join(WEIGHTS)}; default: all")
-    add("--shapes", type=Path, default=HERE / "shapes.json", help="of the models, from `calibrate run --shapes`")
+    add(
+        "--shapes",
+        type=Path,
+        default=HERE / "shapes.json",
+        help="of the models, from `calibrate run --shapes-to`",
+    )
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial with tiny sizes")
     add("--precision", choices=tuple(DTYPES), default="bf16")
     add("--budget-s", type=float, help="begin no point after so many seconds")
-    add("--processes", type=int, help="on this node, for what GPUs do together; default: one per GPU, 2 with cpu")
+    add(
+        "--processes",
+        type=int,
+        help="for what GPUs do together; default: one per GPU, 2 with cpu",
+    )
     add("--note", default="", help="kept with the measurements")
     add("--append", action="store_true", help="also to a file of other conditions")
     add("--tally", type=Path, help="writes what became of the points as JSON")
@@ -231,6 +242,7 @@ def run(options: argparse.Namespace) -> Tally:
     """Here alone what one device does; in a team, started here, what devices do together."""
     settings = settings_of(options)
     if in_a_team():
+        end_with_parent()
         team, device = join(settings.device)
         tally = measure(settings, team, device)
         leave()
@@ -318,6 +330,12 @@ def _told(tally: Tally, out: Path) -> str:
     return f"{out}: {', '.join(parts)}"
 
 
+def _terminated(*_: object) -> None:
+    """As an interrupt: the team is ended, the file closed."""
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminated)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.exit(main())

@@ -119,7 +119,9 @@ def _lines(path: Path, notices: list[str]) -> list[dict[str, Any]]:
         except ValueError:
             line = None
         if not isinstance(line, dict):
-            raise Refused(f"{path}, line {number}: not a JSON object; wanted a file of this program") from None
+            raise Refused(
+                f"{path}, line {number}: not a JSON object; wanted a file of this program"
+            ) from None
         found.append(line)
     return found
 

@@ -8,12 +8,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from record import Refused
+
+PARENT = "MEASURE_STARTED_BY"
+"""Environment variable with the process that a team belongs to."""
+LOOK_S = 1.0
 
 
 def start_team(arguments: Sequence[str], processes: int) -> dict[str, Any]:
@@ -25,6 +30,7 @@ def start_team(arguments: Sequence[str], processes: int) -> dict[str, Any]:
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
+            PARENT: str(os.getpid()),
         }
         # One node: what gloo carries need not leave it, and host names need not resolve.
         defaults = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -64,3 +70,16 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+def end_with_parent() -> None:
+    """A team whose parent was killed must not wait for each other for hours."""
+    parent = os.environ.get(PARENT)
+
+    def watch() -> None:
+        while os.getppid() == int(parent or 0):
+            time.sleep(LOOK_S)
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True).start()

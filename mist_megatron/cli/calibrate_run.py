@@ -132,9 +132,18 @@ def _write_shapes(shapes: NeededShapes | None, path: Path, output: OutputOptions
 
 def _written(path: Path, document: dict[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        path.write_text(_text(document), encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _text(document: dict[str, Any]) -> str:
+    """JSON with one shape a line."""
+    parts = []
+    for name, value in document.items():
+        rows = ",\n".join(f"  {json.dumps(row)}" for row in value) if isinstance(value, list) else None
+        parts.append(f"{json.dumps(name)}: " + (json.dumps(value) if rows is None else f"[\n{rows}\n]"))
+    return "{" + ",\n".join(parts) + "}\n"
 
 
 def _need_torch(python: str) -> None:
