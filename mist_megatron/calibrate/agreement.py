@@ -117,7 +117,8 @@ def _no_contradiction(agreed: Agreed, places: Sequence[str]) -> None:
         if point.kind in ("overlap", "link", "launch"):
             continue
         key = (
-            point.kind, point.label, point.strided, tuple(point.sizes.items()), agreed.precision(point)
+            point.kind, point.label, point.name, point.at_once, point.strided,
+            tuple(point.sizes.items()), agreed.precision(point),
         )  # fmt: skip
         other, there = seen.setdefault(key, (point.seconds, place))
         low, high = sorted((other, point.seconds))

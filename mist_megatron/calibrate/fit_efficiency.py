@@ -9,7 +9,7 @@ together with all others of the same K (products), sequence (attention) or size 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,8 @@ GEMM_START = (0.7, 5e5, 60.0)
 """Where fits begin and to where a weak prior holds what a narrow sweep does not determine: the middle of
 the published tables of L4, A10G, V100, A100 and B200."""
 ATTENTION_START = (0.5, 512.0)
+SEEN = 0.02
+"""A parameter is determined when its doubling changes the times by more than about this, on average."""
 _PULL = 0.03
 """A factor e away from the start costs as much as an error of 3 % on every row."""
 
@@ -38,6 +40,8 @@ class CurveFit:
     points: int
     error: float | None
     """Mean relative error of held-out groups; None where there are too few groups."""
+    open: tuple[str, ...] = ()
+    """Parameters that the points do not determine: shapes too large, too small, or all alike in one size."""
 
 
 def fit_gemm(points: Sequence[Measurement], peak_flops_per_s: float, launch_s: float) -> CurveFit:
@@ -51,9 +55,8 @@ def fit_gemm(points: Sequence[Measurement], peak_flops_per_s: float, launch_s: f
         busy = 2.0 * area * k / (peak_flops_per_s * share) * (1.0 + half_area / area) * (1.0 + half_depth / k)
         return np.asarray(np.maximum(busy, launch_s))
 
-    theta, error = _fit(rows, rows[:, 2], seconds, GEMM_START)
     names = ("gemm_peak_fraction", "gemm_half_area", "gemm_half_depth")
-    return CurveFit(values=_named(names, theta), points=len(rows), error=error)
+    return _fit(rows, rows[:, 2], seconds, dict(zip(names, GEMM_START, strict=True)))
 
 
 def fit_batched_gemm(
@@ -68,9 +71,8 @@ def fit_batched_gemm(
         busy = 2.0 * area * k / (peak_flops_per_s * share) * (1.0 + half_area / area) * (1.0 + half_depth / k)
         return np.asarray(np.maximum(busy, launch_s))
 
-    theta, error = _fit(rows, rows[:, 2], seconds, GEMM_START[:2])
     names = ("batched_gemm_peak_fraction", "batched_gemm_half_area")
-    return CurveFit(values=_named(names, theta), points=len(rows), error=error)
+    return _fit(rows, rows[:, 2], seconds, dict(zip(names, GEMM_START, strict=False)))
 
 
 def fit_attention(points: Sequence[Measurement], peak_flops_per_s: float, launch_s: float) -> CurveFit:
@@ -96,9 +98,11 @@ def fit_attention(points: Sequence[Measurement], peak_flops_per_s: float, launch
         return np.asarray(np.maximum(busy, launch_s * np.where(backward > 0.0, 3.0, 1.0)))
 
     share, half_seq = ATTENTION_START
-    theta, error = _fit(rows, rows[:, 1], seconds, (share, share, half_seq))
-    names = ("attention_forward_fraction", "attention_backward_fraction", "attention_half_seq")
-    return CurveFit(values=_named(names, theta), points=len(rows), error=error)
+    start = {
+        "attention_forward_fraction": share, "attention_backward_fraction": share,
+        "attention_half_seq": half_seq,
+    }  # fmt: skip
+    return _fit(rows, rows[:, 1], seconds, start)
 
 
 def fit_memory(points: Sequence[Measurement], peak_bytes_per_s: float) -> CurveFit:
@@ -109,9 +113,9 @@ def fit_memory(points: Sequence[Measurement], peak_bytes_per_s: float) -> CurveF
         share, latency = np.exp(theta)
         return np.asarray(at[:, 0] / (peak_bytes_per_s * share) + latency)
 
-    theta, error = _fit(rows, rows[:, 0], seconds, (0.8, max(float(rows[:, -1].min()) / 2.0, 1e-7)))
-    names = ("memory_fraction", "memory_latency_s")
-    return CurveFit(values=_named(names, theta), points=len(rows), error=error)
+    latency = max(float(rows[:, -1].min()) / 2.0, 1e-7)
+    start = {"memory_fraction": 0.8, "memory_latency_s": latency}
+    return _fit(rows, rows[:, 0], seconds, start)
 
 
 def launch_seconds(points: Sequence[Measurement]) -> tuple[float, int] | None:
@@ -137,19 +141,30 @@ def _rows(points: Sequence[Measurement], kind: str, columns: tuple[str, ...]) ->
     return np.array(found, dtype=np.float64)
 
 
-def _fit(rows: Array, group: Array, curve: Curve, start: tuple[float, ...]) -> tuple[Array, float | None]:
+def _fit(rows: Array, group: Array, curve: Curve, start: Mapping[str, float]) -> CurveFit:
     """Parameters over all rows, and the mean relative error of groups that took no part in a fit."""
-    theta = _solve(rows, curve, start)
+    first = tuple(start.values())
+    theta = _solve(rows, curve, first)
+    values = {name: float(f"{math.exp(at):.5g}") for name, at in zip(start, theta, strict=True)}
+    here = np.log(curve(theta, rows))
+    moved = [np.log(curve(theta + math.log(2.0) * unit, rows)) - here for unit in np.eye(len(theta))]
+    unseen = tuple(
+        name for name, change in zip(start, moved, strict=True) if float(np.abs(change).mean()) < SEEN
+    )
+    return CurveFit(values=values, points=len(rows), error=_held_out(rows, group, curve, first), open=unseen)
+
+
+def _held_out(rows: Array, group: Array, curve: Curve, start: tuple[float, ...]) -> float | None:
     groups, index = np.unique(group, return_inverse=True)
     if groups.size < 3:
-        return theta, None
+        return None
     fold = index % min(FOLDS, groups.size)
     missed = np.empty(len(rows))
     for number in range(int(fold.max()) + 1):
         held = fold == number
         there = _solve(rows[~held], curve, start)
         missed[held] = np.abs(curve(there, rows[held]) / rows[held, -1] - 1.0)
-    return theta, float(missed.mean())
+    return float(missed.mean())
 
 
 def _solve(rows: Array, curve: Curve, start: tuple[float, ...]) -> Array:
@@ -175,7 +190,3 @@ def _solve(rows: Array, curve: Curve, start: tuple[float, ...]) -> Array:
         else:
             damping *= 4.0
     return theta
-
-
-def _named(names: tuple[str, ...], theta: Array) -> dict[str, float]:
-    return {name: float(f"{math.exp(value):.5g}") for name, value in zip(names, theta, strict=True)}

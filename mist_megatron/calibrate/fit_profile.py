@@ -134,6 +134,8 @@ def fit_profile(raws: Sequence[Raw], request: FitRequest) -> Fitted:
         note=_note(draft),
     )
     made = replace(made, sources=_used_only(made))
+    if request.rehearsal:
+        made = _as_if_possible(made, request.gpu)
     check_units(made)
     return Fitted(profile=made, notes=tuple(draft.notes))
 
@@ -244,7 +246,11 @@ def _enough(draft: _Draft, points: Sequence[Measurement], what: str) -> bool:
 
 def _take(draft: _Draft, fit: CurveFit, points: Sequence[Measurement], names: Sequence[str]) -> None:
     for name in names:
-        draft.kernels[name] = draft.quantity(fit.values[name], points, fit.error)
+        if name not in fit.open:
+            draft.kernels[name] = draft.quantity(fit.values[name], points, fit.error)
+    unseen = [name for name in names if name in fit.open]
+    if unseen:
+        draft.notes.append(f"not determined by the measured shapes, the base's stays: {', '.join(unseen)}")
 
 
 def _products(draft: _Draft) -> None:
@@ -311,8 +317,14 @@ def _collectives(draft: _Draft) -> tuple[CollectiveCurve, ...]:
     return with_missing_kinds(curves)
 
 
+def _contended(points: Sequence[Measurement]) -> list[Measurement]:
+    """Those of most devices at once: in training all of a node copy and update at the same time."""
+    most = max((point.at_once for point in points), default=1)
+    return [point for point in points if point.at_once == most]
+
+
 def _host(draft: _Draft) -> None:
-    copies = draft.agreed.of("copy")
+    copies = _contended(draft.agreed.of("copy"))
     if copies:
         fit = fit_copies(copies)
         ways: dict[str, LineFit] = {
@@ -328,9 +340,9 @@ def _host(draft: _Draft) -> None:
         if fit.both_bytes_per_s is not None:
             used = [point for point in copies if point.label == "both"]
             draft.host["both_bytes_per_s"] = draft.quantity(fit.both_bytes_per_s, used, None)
-    found = rate_of(draft.agreed.points, "host_adam")
+    points = _contended(draft.agreed.of("host_adam"))
+    found = rate_of(points, "host_adam")
     if found is not None:
-        points = draft.agreed.of("host_adam")
         draft.host["host_adam_parameters_per_s"] = draft.quantity(found[0], points, None)
 
 
@@ -345,7 +357,11 @@ def _device_adam(draft: _Draft) -> Quantity | None:
 
 
 def _interference(draft: _Draft) -> tuple[InterferenceSet, ...]:
-    points = draft.agreed.of("overlap")
+    points = [
+        point
+        for bits in range(16)
+        for point in _contended([p for p in draft.agreed.of("overlap") if _streams(p) == bits])
+    ]
     if not points:
         return ()
     alone = np.array([[point.sizes[name] for name in SIZES["overlap"]] for point in points])
@@ -373,6 +389,10 @@ def _interference(draft: _Draft) -> tuple[InterferenceSet, ...]:
     sets = interference_sets(fit, draft.source(points))
     # Sets that no point had are the base's, or their subsets', not this fit's.
     return tuple(item for item in sets if item.points)
+
+
+def _streams(point: Measurement) -> int:
+    return sum(1 << at for at, name in enumerate(SIZES["overlap"]) if point.sizes[name] > 0.0)
 
 
 def _merged_sets(
@@ -431,6 +451,27 @@ def _note(draft: _Draft) -> str:
     origin = f"what was not measured is of {base.name} {base.content_hash}".rstrip()
     parts = ["rehearsal on a CPU: not for planning"] if draft.request.rehearsal else []
     return "; ".join((*parts, origin))
+
+
+def _as_if_possible(profile: Profile, gpu: GpuSpec) -> Profile:
+    """A rehearsal's copies inside host memory may be faster than the GPU's links: cut to what those carry."""
+
+    def at_most(quantity: Quantity, most: float) -> Quantity:
+        return replace(quantity, value=min(quantity.value, most))
+
+    host, pcie = profile.host, gpu.pcie_bytes_per_s.value
+    rates = {
+        name: at_most(quantity, pcie)
+        for name, quantity in vars(host).items()
+        if name.endswith("_bytes_per_s") and quantity is not None
+    }
+    link = {1: gpu.intra_bytes_per_s.value}
+    curves = tuple(
+        replace(curve, bytes_per_s=min(curve.bytes_per_s, link.get(curve.nodes, gpu.inter_bytes_per_s.value)))
+        for curve in profile.collectives
+    )
+    kernels = replace(profile.kernels, memory_fraction=at_most(profile.kernels.memory_fraction, 1.0))
+    return replace(profile, host=replace(host, **rates), collectives=curves, kernels=kernels)
 
 
 def _used_only(profile: Profile) -> dict[str, Source]:

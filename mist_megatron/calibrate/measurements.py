@@ -80,6 +80,10 @@ class Measurement:
     strided: bool = False
     """Ranks of the group are not neighbours."""
     conditions: str = ""
+    name: str = ""
+    """Of the point, where its program gives one: points of another name measured something else."""
+    at_once: int = 1
+    """Devices of the node that did the same at that time."""
     line: int = 0
 
 
@@ -130,10 +134,14 @@ def write_measurements(conditions: Sequence[Conditions], points: Sequence[Measur
         lines.append(json.dumps({"conditions": {k: v for k, v in body.items() if v not in (None, "")}}))
     for point in points:
         label = {LABELS[point.kind][0]: point.label} if point.kind in LABELS else {}
-        strided = {"strided": True} if point.strided else {}
+        further = {
+            **({"strided": True} if point.strided else {}),
+            **({"point": point.name} if point.name else {}),
+            **({"at_once": point.at_once} if point.at_once > 1 else {}),
+        }
         lines.append(
             json.dumps(
-                {"kind": point.kind, "of": point.conditions, **label, **point.sizes, **strided,
+                {"kind": point.kind, "of": point.conditions, **label, **point.sizes, **further,
                  "seconds": point.seconds, "spread": point.spread}
             )
         )  # fmt: skip
@@ -237,10 +245,21 @@ def _point(mapping: Mapping[str, Any], place: str, number: int) -> Measurement:
             label=label,
             strided=mapping.get("strided") is True,
             conditions=str(mapping.get("of", "")),
+            name=str(mapping.get("point", "")),
+            at_once=_at_once(mapping, place),
             line=number,
         ),
         place,
     )
+
+
+def _at_once(mapping: Mapping[str, Any], place: str) -> int:
+    """`at_once` of copies and host Adam, `world` of streams that run together."""
+    name = "at_once" if "at_once" in mapping else "world"
+    found = number_of(mapping, name, place) if name in mapping else 1.0
+    if found < 1.0 or found != int(found):
+        raise InputError(f"{place}: {name} is {found:g}; wanted a whole number from 1")
+    return int(found)
 
 
 def number_of(mapping: Mapping[str, Any], name: str, place: str) -> float:

@@ -57,6 +57,7 @@ def _figures(people: Console, figures: list[dict[str, Any]]) -> None:
 
 def _short(name: str) -> str:
     """Without what the unit says."""
+    name = name.replace("_bytes_per_parameter", "_per_parameter")
     for suffix in ("_bytes_per_s", "_parameters_per_s", "_fraction", "_mhz", "_s"):
         name = name.removesuffix(suffix)
     return name
