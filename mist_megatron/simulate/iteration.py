@@ -89,6 +89,8 @@ def with_schedule(plan: Plan, schedule: str, vpp: int | None = None) -> Plan:
     if schedule not in SCHEDULES:
         raise InputError(f"--schedule: unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}")
     chunks = vpp if vpp is not None else (plan.vpp if schedule == "interleaved" else 1)
+    if schedule == "interleaved" and chunks < 2:
+        raise InputError("--schedule interleaved: wanted --vpp 2 or more, the chunks of each stage")
     named = cast(Schedule, schedule if schedule in get_args(Schedule) else "1f1b")
     return replace(plan, schedule=named, vpp=chunks)
 

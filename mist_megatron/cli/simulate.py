@@ -1,0 +1,134 @@
+"""`simulate PLAN`: one iteration of a plan, played event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mist_megatron.cli.output import OutputOptions, console
+from mist_megatron.errors import InputError
+
+if TYPE_CHECKING:
+    from mist_megatron.cost.evaluate import StageEvaluator
+    from mist_megatron.simulate.engine import Progress as Report
+    from mist_megatron.simulate.iteration import Simulation
+    from mist_megatron.simulate.what_if import Scales
+    from mist_megatron.spec.plan import Plan
+
+RANKS = ("representative", "all")
+
+
+def simulate(
+    plan: Annotated[Path, typer.Argument(help="plan.yaml, or its JSON form.")],
+    *,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="Play another schedule: 1f1b, gpipe, interleaved, zb-h1, zb-2p."),
+    ] = None,
+    vpp: Annotated[int | None, typer.Option(help="Chunks per stage, with --schedule interleaved.")] = None,
+    scale: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What if: op=matmul:0.5 halves the time of an operator kind, link=inter:2 doubles a "
+            "link's bandwidth; may be repeated."
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace, for ui.perfetto.dev, to this file.")
+    ] = None,
+    ranks: Annotated[
+        str, typer.Option(help="Devices told and traced: representative (one per stage), or all.")
+    ] = "representative",
+    output: OutputOptions,
+) -> None:
+    """Plays one iteration event by event: time, bubble, who is busy, critical path, memory over time."""
+    from mist_megatron.cli.simulate_report import show_simulation
+    from mist_megatron.cli.simulate_trace import check_trace, write_trace
+    from mist_megatron.simulate.report import simulation_document
+    from mist_megatron.simulate.what_if import parse_scales
+    from mist_megatron.spec.load import load_plan
+    from mist_megatron.spec.target import violations
+
+    if ranks not in RANKS:
+        raise InputError(f"--ranks: unknown choice {ranks!r}; known: {', '.join(RANKS)}")
+    scales = parse_scales(tuple(scale or ()))
+    read = load_plan(plan)
+    check_trace(trace)
+    found, origin = played(read, scales, (schedule, vpp))
+    changed = scales.any or schedule is not None
+    before = played(read, parse_scales(()), (None, None))[0] if changed else None
+    broken = list(violations(found.plan))
+    if trace is not None:
+        write_trace(trace, found, every_rank=ranks == "all")
+    output.finish(
+        {
+            **simulation_document(found, every_rank=ranks == "all"),
+            "baseline": None if before is None else _baseline(before, found),
+            "profile": origin,
+            "violations": broken,
+        }
+    )
+    if not output.json:
+        show_simulation(output.people, found, before, origin)
+        for rule in broken:
+            output.people.print(f"cannot run on {found.plan.target}: {rule}", soft_wrap=True)
+
+
+def played(plan: Plan, scales: Scales, how: tuple[str | None, int | None]) -> tuple[Simulation, str]:
+    """A plan simulated, on another schedule or at other prices if wanted, and where its prices come from."""
+    from mist_megatron.simulate.iteration import with_schedule
+
+    schedule, vpp = how
+    if schedule is None and vpp is not None:
+        raise InputError(f"--vpp is {vpp} without --schedule; try: --schedule interleaved --vpp {vpp}")
+    changed = plan if schedule is None else with_schedule(plan, schedule, vpp)
+    evaluator, origin = scaled_evaluator(changed, scales)
+    return simulated(changed, evaluator, schedule), origin
+
+
+def scaled_evaluator(plan: Plan, scales: Scales) -> tuple[StageEvaluator, str]:
+    """The evaluator of a plan's job at scaled prices."""
+    from mist_megatron.cli.evaluators import cache_directory, prices_for
+    from mist_megatron.cost.evaluate import make_evaluator
+    from mist_megatron.cost.predict import job_of
+    from mist_megatron.simulate.what_if import scaled_prices
+
+    job = job_of(plan)
+    prices, origin = prices_for(job)
+    return make_evaluator(job, scaled_prices(prices, scales), cache=cache_directory()), origin
+
+
+def simulated(plan: Plan, evaluator: StageEvaluator, schedule: str | None = None) -> Simulation:
+    """With a progress bar on a terminal; a schedule that cannot complete is told as wrong input."""
+    from mist_megatron.simulate.engine import Deadlock
+    from mist_megatron.simulate.iteration import simulate as play
+
+    with progress_bar() as progress:
+        try:
+            return play(plan, evaluator, schedule=schedule, progress=progress)
+        except Deadlock as stuck:
+            raise InputError(f"schedule {schedule or plan.schedule}: {stuck}") from None
+
+
+@contextmanager
+def progress_bar() -> Iterator[Report]:
+    """Events done, on stderr, where that is a terminal."""
+    err = console(stderr=True)
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _baseline(before: Simulation, after: Simulation) -> dict[str, Any]:
+    return {
+        "iteration_s": before.iteration_s,
+        "closed_form_s": before.closed_form_s,
+        "bubble_fraction": before.bubble_fraction,
+        "speedup": before.iteration_s / after.iteration_s,
+    }

@@ -1,0 +1,126 @@
+"""A simulation for people, 80 columns wide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from mist_megatron.cli.output import table
+
+if TYPE_CHECKING:
+    from mist_megatron.simulate.iteration import Simulation
+    from mist_megatron.simulate.memory_curve import MemoryCurve
+
+GIB = float(1 << 30)
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 40
+"""Characters of memory over time."""
+LONGEST = 6
+"""Events of the critical path that are told one by one."""
+
+
+def show_simulation(people: Console, found: Simulation, before: Simulation | None, origin: str) -> None:
+    plan, cluster = found.plan, found.plan.cluster
+    chunks = f" v={plan.vpp}" if plan.vpp > 1 else ""
+    people.print(
+        f"[bold]{escape(plan.model.name)}[/bold] on {cluster.gpus} x {cluster.gpu.name}, {plan.target}, "
+        f"{found.schedule}{chunks}, {plan.grad_accum} micro-batches",
+        soft_wrap=True,
+    )
+    people.print(f"iteration [bold]{found.iteration_s:.4g} s[/bold]   bubble {found.bubble_fraction:.1%}")
+    people.print(f"closed form {closed_form_words(found)}", soft_wrap=True)
+    if before is not None:
+        people.print(
+            f"as the plan is {before.iteration_s:.4g} s, bubble {before.bubble_fraction:.1%}: this is "
+            f"{before.iteration_s / found.iteration_s:.3g} times as fast"
+        )
+    people.print()
+    people.print(_usage_table(found))
+    people.print()
+    people.print(_memory_table(found))
+    people.print()
+    people.print(_path_table(found))
+    people.print()
+    people.print(_longest_table(found))
+    people.print()
+    people.print(f"{found.events:,} events from {found.prices} distinct prices: {origin}", soft_wrap=True)
+
+
+def closed_form_words(found: Simulation) -> str:
+    """Eq. 1 beside the events."""
+    if found.closed_form_s is None:
+        return f"none: no formula covers schedule {found.schedule}"
+    return f"{found.closed_form_s:.4g} s ({found.closed_form_s / found.iteration_s - 1.0:+.2%})"
+
+
+def _usage_table(found: Simulation) -> Table:
+    columns = ("stage", "ranks", "utilised", "compute alone", "comm. alone", "both", "host", "idle")
+    rows = []
+    first = 0
+    for usage, stage in zip(found.usage, found.plan.stages, strict=True):
+        shares = (
+            usage.utilisation * usage.makespan_s,
+            usage.exposed_compute_s,
+            usage.exposed_communication_s,
+            usage.overlapped_s,
+            usage.host_s,
+            usage.idle_s,
+        )
+        ranks = f"{first}-{first + stage.gpus - 1}" if stage.gpus > 1 else str(first)
+        rows.append([str(usage.device), ranks, *(f"{s / found.iteration_s:.1%}" for s in shares)])
+        first += stage.gpus
+    return table(columns, rows, right=columns[2:])
+
+
+def _memory_table(found: Simulation) -> Table:
+    columns = ("stage", "memory over time", "in flight", "peak GiB", "limit")
+    rows = []
+    for stage, (curve, predicted) in enumerate(zip(found.memory, found.prediction.stages, strict=True)):
+        rows.append(
+            [
+                str(stage),
+                sparkline(curve, found.timeline.makespan_s, predicted.limit_bytes),
+                f"{curve.in_flight:.3g}",
+                f"{curve.peak_bytes / GIB:.2f}",
+                f"{predicted.limit_bytes / GIB:.2f}",
+            ]
+        )
+    return table(columns, rows, right=columns[2:])
+
+
+def sparkline(curve: MemoryCurve, until_s: float, full_bytes: float) -> str:
+    """Largest value of each interval, as heights of the limit."""
+    values = curve.sampled(np.linspace(0.0, max(until_s, 1e-12), WIDTH + 1))
+    heights = np.ceil(values / full_bytes * len(BARS)).astype(int)
+    return "".join(BARS[min(max(height, 1), len(BARS)) - 1] for height in heights)
+
+
+def _path_table(found: Simulation) -> Table:
+    columns = ("critical path", "events", "seconds", "share")
+    total_s = found.timeline.makespan_s or 1.0
+    rows = [
+        [share.name, f"{share.events:,}", f"{share.seconds:.4g}", f"{share.seconds / total_s:.1%}"]
+        for share in found.path_shares()
+        if share.seconds > 0.0005 * total_s
+    ]
+    return table(columns, rows, right=columns[1:])
+
+
+def _longest_table(found: Simulation) -> Table:
+    timeline, program = found.timeline, found.timeline.program
+    path = found.critical_path()
+    longest = sorted(path, key=lambda event: timeline.start_s[event] - timeline.end_s[event])[:LONGEST]
+    made = table(("longest events on it", "stage", "from s", "ms"), [], right=("stage", "from s", "ms"))
+    for event in sorted(longest, key=lambda event: timeline.start_s[event]):
+        made.add_row(
+            Text(f"{found.built.kind[event]}: {program.name[event]}"),
+            str(program.device[event]),
+            f"{timeline.start_s[event]:.4g}",
+            f"{(timeline.end_s[event] - timeline.start_s[event]) * 1e3:.2f}",
+        )
+    return made

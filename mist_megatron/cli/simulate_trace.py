@@ -1,0 +1,121 @@
+"""Timelines as Chrome traces: which devices, slices, arrows and counters go into the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mist_megatron.errors import InputError
+
+if TYPE_CHECKING:
+    from mist_megatron.emit.trace import Arrow, Counter, Slice
+    from mist_megatron.simulate.iteration import Simulation
+
+MOST_SLICES = 1_000_000
+"""Some 130 bytes each: beyond this the file is larger than Perfetto opens in a browser."""
+GIB = float(1 << 30)
+
+
+def check_trace(path: Path | None) -> None:
+    """Before the simulation, not after it."""
+    if path is not None and path.is_dir():
+        raise InputError(f"--trace {path} is a folder; wanted a file, such as {path / 'trace.json'}")
+    if path is not None and not path.parent.is_dir():
+        raise InputError(f"--trace {path}: there is no folder {path.parent}")
+
+
+def write_trace(path: Path, simulation: Simulation, *, every_rank: bool) -> None:
+    """One process per stage, or per GPU."""
+    text = trace_text(simulation, every_rank=every_rank)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--trace {path} cannot be written: {error.strerror or error}") from None
+
+
+def trace_text(simulation: Simulation, *, every_rank: bool) -> str:
+    from mist_megatron.emit.trace import Names, chrome_trace
+    from mist_megatron.simulate.analysis import STREAM_NAMES
+
+    members = processes(simulation, every_rank=every_rank)
+    count = sum(len(members[device]) for device in simulation.timeline.program.device)
+    if count > MOST_SLICES:
+        raise InputError(
+            f"--trace with --ranks all would write {count:,} slices; wanted at most {MOST_SLICES:,}",
+            details=("try: --ranks representative, which has one process per stage",),
+        )
+    names = {
+        process: title_of(simulation, stage, process, every_rank=every_rank)
+        for stage, group in enumerate(members)
+        for process in group
+    }
+    return chrome_trace(
+        Names(processes=names, threads=STREAM_NAMES),
+        _slices(simulation, members),
+        _arrows(simulation, members),
+        _counters(simulation, members),
+    )
+
+
+def processes(simulation: Simulation, *, every_rank: bool) -> list[list[int]]:
+    """Process numbers of each stage: the stage itself, or its ranks."""
+    from mist_megatron.spec.layout import stage_ranks
+
+    count = len(simulation.plan.stages)
+    if every_rank:
+        return [list(stage_ranks(simulation.plan, stage)) for stage in range(count)]
+    return [[stage] for stage in range(count)]
+
+
+def title_of(simulation: Simulation, stage: int, process: int, *, every_rank: bool) -> str:
+    from mist_megatron.spec.layout import stage_ranks
+
+    if every_rank:
+        return f"rank {process} (stage {stage})"
+    ranks = stage_ranks(simulation.plan, stage)
+    alike = f"ranks {ranks[0]}-{ranks[-1]}, alike" if len(ranks) > 1 else f"rank {ranks[0]}"
+    return f"stage {stage} ({alike})"
+
+
+def _slices(simulation: Simulation, members: list[list[int]]) -> Iterator[Slice]:
+    from mist_megatron.emit.trace import Slice
+
+    timeline, kinds = simulation.timeline, simulation.built.kind
+    program = timeline.program
+    starts, ends = timeline.start_s.tolist(), timeline.end_s.tolist()
+    for event, kind in enumerate(kinds):
+        for process in members[program.device[event]]:
+            name = f"{kind}: {program.name[event]}"
+            seconds = ends[event] - starts[event]
+            yield Slice(process, program.stream[event], name, kind, starts[event], seconds)
+
+
+def _arrows(simulation: Simulation, members: list[list[int]]) -> Iterator[Arrow]:
+    """From the middle of a transfer to the first event of the pass that it is for; between stages of
+    different sizes a rank's partner is the one at the same place."""
+    from mist_megatron.emit.trace import Arrow
+
+    timeline, program = simulation.timeline, simulation.timeline.program
+    for send, target in simulation.built.sends:
+        senders, receivers = members[program.device[send]], members[program.device[target]]
+        middle_s = 0.5 * float(timeline.start_s[send] + timeline.end_s[send])
+        for place, sender in enumerate(senders):
+            yield Arrow(
+                program.name[send],
+                sender,
+                program.stream[send],
+                middle_s,
+                receivers[place * len(receivers) // len(senders)],
+                program.stream[target],
+                float(timeline.start_s[target]),
+            )
+
+
+def _counters(simulation: Simulation, members: list[list[int]]) -> Iterator[Counter]:
+    from mist_megatron.emit.trace import Counter
+
+    for stage, curve in enumerate(simulation.memory):
+        for at_s, live_bytes in zip(curve.at_s.tolist(), curve.live_bytes.tolist(), strict=True):
+            for process in members[stage]:
+                yield Counter(process, "memory, GiB", at_s, live_bytes / GIB)
