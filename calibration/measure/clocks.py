@@ -40,13 +40,13 @@ class Spell:
 class Clocks:
     """Reads one GPU's clock until it is closed."""
 
-    def __init__(self, device: int | None) -> None:
+    def __init__(self, device: str | None) -> None:
         self._samples: deque[Sample] = deque(maxlen=4096)
         self._process: subprocess.Popen[str] | None = None
         if device is not None:
             self._start(device)
 
-    def _start(self, device: int) -> None:
+    def _start(self, device: str) -> None:
         query = _query(device)
         if query is None:
             return
@@ -99,7 +99,7 @@ def parse(line: str, at_s: float) -> Sample | None:
         return None
 
 
-def _query(device: int) -> list[str] | None:
+def _query(device: str) -> list[str] | None:
     """The command that this driver understands: the reasons were renamed in driver 535."""
     for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
         command = [

@@ -16,6 +16,9 @@ from runner import Bench, Measure, NotPossible, Point
 from team import Team
 from timers import Timing, summary
 
+# Renamed in torch 2.13; the old names still warn there.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 
 
@@ -92,8 +95,8 @@ def _collective(
         part = torch.ones(elements // len(members), dtype=dtype, device=bench.device)
         work = {
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
-            "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+            "all_gather": lambda: all_gather(whole, part, group=group),
+            "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
             "send_recv": lambda: _send(whole, bench.team.rank, members, group),
         }[kind]
 
@@ -127,4 +130,4 @@ def gathered(bench: Bench, size: int) -> Callable[[], object]:
     group, members = own_group(grouping, bench.team)
     part = torch.ones(max(size // len(members), 1), dtype=torch.uint8, device=bench.device)
     whole = torch.ones(part.numel() * len(members), dtype=torch.uint8, device=bench.device)
-    return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+    return lambda: all_gather(whole, part, group=group)

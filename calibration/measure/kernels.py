@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from runner import Bench, Measure, NotPossible, Point
+from runner import Bench, Measure, NotPossible, Point, out_of_memory
 from timers import summary
 
 LAUNCHES = 200
@@ -106,9 +106,9 @@ def _fastest(bench: Bench, work_of: Callable[[], Callable[[], object]]) -> Any:
         try:
             with sdpa_kernel([kernel]):
                 samples = bench.timer.samples(work_of(), bench.effort)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise
             continue  # this kernel does not run this shape
         found = summary(samples, {"kernel": name.split("_")[0].lower()})
         if found.seconds < best_s:

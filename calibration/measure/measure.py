@@ -18,7 +18,6 @@ import platform
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +39,6 @@ from starter import end_with_parent, start_team
 from team import Team, in_a_team, join, leave
 from timers import THOROUGH, TRIAL, timer_of
 
-warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 HERE = Path(__file__).resolve().parent
 WEIGHTS = {
     "launch": 1, "copies": 4, "gemm": 20, "attention": 10, "memory": 4, "device-adam": 2, "interference": 12,
@@ -94,7 +92,7 @@ def measure(settings: Settings, team: Team, device: torch.device) -> Tally:
     """Measures what is asked for in this process and its fellows."""
     timer = timer_of(device)
     bench = Bench(timer, TRIAL if settings.tiny else THOROUGH, team, settings.tiny)
-    clocks = Clocks(device.index if team.leads and device.type == "cuda" else None)
+    clocks = Clocks(_smi_name(device) if team.leads and device.type == "cuda" else None)
     start_s = time.monotonic()
     recorder = None
     try:
@@ -146,6 +144,12 @@ def _warm(bench: Bench, clocks: Clocks, dtype: torch.dtype) -> Spell:
             torch.mm(a, a)
         torch.cuda.synchronize(bench.device)
     return clocks.since(start_s + WARM_S / 2)
+
+
+def _smi_name(device: torch.device) -> str:
+    """As nvidia-smi knows it: torch counts only the GPUs that CUDA_VISIBLE_DEVICES leaves."""
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return str(device.index) if found is None else f"GPU-{found}"
 
 
 def conditions(settings: Settings, clock_mhz: float | None) -> Conditions:

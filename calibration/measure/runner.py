@@ -131,13 +131,14 @@ class Run:
                 self._skip(point, "out of memory")
                 return
             timing, spell = self._sure(measure)
-        except (torch.OutOfMemoryError, MemoryError):
-            if self.bench.team.world > 1:
-                raise
-            self._skip(point, "out of memory")
-            return
         except NotPossible as error:
             self._skip(point, str(error))
+            return
+        except (RuntimeError, MemoryError) as error:
+            # In a team the others wait for this one: it cannot be left out any more.
+            if self.bench.team.world > 1 or not out_of_memory(error):
+                raise
+            self._skip(point, "out of memory")
             return
         finally:
             measure = None
@@ -150,7 +151,9 @@ class Run:
         """None where it is too large for one of the processes: then no other may begin."""
         try:
             measure: Measure | None = point.prepare()
-        except (torch.OutOfMemoryError, MemoryError):
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
             measure = None
         return measure if self.bench.team.all_fine(measure is not None) else None
 
@@ -196,6 +199,12 @@ class Run:
 
 class NotPossible(Exception):
     """This machine cannot measure a point, and that is no mistake of the user's."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """On the device, in pinned memory (a plain RuntimeError), or of the host."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
 
 
 def release(device: torch.device) -> None:

@@ -3,7 +3,8 @@
     python session.py --budget-s 500 --out DIR [--shapes shapes.json] [--device cpu]
 
 Measures by order of worth within the time given, a coarse cover of each sweep first, and writes into DIR:
-raw.jsonl (for `mist-megatron calibrate fit`), machine.txt (what the machine was), digest.txt (the best rates). A second call with the same DIR goes on where the first stopped.
+raw.jsonl (for `mist-megatron calibrate fit`), machine.txt (what the machine was), digest.txt (best rates).
+A second call with the same DIR goes on where the first stopped.
 """
 
 from __future__ import annotations

@@ -85,7 +85,11 @@ def run(
     arguments += ["--note", note] if note else []
     arguments += ["--append"] if append else []
     output.finish(_measured(python, arguments, shapes, out))
-    output.people.print(f"next: mist-megatron calibrate fit {out}")
+    output.people.print(
+        f"next: mist-megatron calibrate fit {out} --gpu NAME --out my-profile.yaml",
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
