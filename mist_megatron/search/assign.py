@@ -1,7 +1,7 @@
 """The exact assignment between stages: which (layers, GPUs, configuration) each stage gets.
 
-Minimises eq. 1 in the form  (G - 1) max_i t_i + max_i (d_i + sum_{j >= i} t_j)  with sum of layers = L and sum
-of GPUs = N. For a cap tau on every t and a cap C on the second maximum, the least suffix time over (stage
+Minimises eq. 1 in the form  (G - 1) max_i t_i + max_i (d_i + sum_{j >= i} t_j)  with sum of layers = L and
+sum of GPUs = N. For a cap tau on every t and a cap C on the second maximum, the least suffix time over (stage
 from the end, layers, GPUs) is a plain one-label dynamic program: a smaller suffix loosens both caps for all
 stages before it. What a stage holds depends on how many stages follow it, not on how many there are, so that
 one pass from the end prices pipelines of every length.
@@ -12,6 +12,7 @@ has all t <= b and its second maximum <= best - (G - 1) a.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,8 +98,8 @@ def assign(
     best_s: float = np.inf,
     tick: Callable[[], None] = lambda: None,
 ) -> Assignment | None:
-    """The optimal assignment if it is better than `best_s`, else None. `tick` is called before each pass: what
-    it raises ends the search."""
+    """The optimal assignment if it is better than `best_s`, else None. `tick` is called before each pass:
+    what it raises ends the search."""
     found: Assignment | None = None
     weight = grad_accum - 1
     ladder = _Ladder(pipelines)
@@ -143,7 +144,7 @@ class _Options:
         its t; infinite where none is. Rows ascend."""
         choice = np.empty(len(rows), dtype=np.intp)
         borders = np.searchsorted(rows, np.arange(len(self.sizes) + 1))
-        for row, (begin, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+        for row, (begin, end) in enumerate(itertools.pairwise(borders)):
             if begin < end:
                 choice[begin:end] = np.searchsorted(self.minus_sums[row], -room[begin:end], side="left")
         outside = choice >= self.lengths[rows]
@@ -248,7 +249,7 @@ class _Ladder:
         if not per_node:
             return np.ones(np.broadcast_shapes(stage.shape, end.shape), dtype=bool)
         inside = (end - 1) // per_node == (end - stage) // per_node
-        return np.where(stage < per_node, inside, end % per_node == 0)
+        return np.asarray(np.where(stage < per_node, inside, end % per_node == 0), dtype=bool)
 
     def _ended(
         self, levels: list[_Level], options: _Options, tau: float, cap: float, grad_accum: int

@@ -6,7 +6,7 @@ to a fraction. Everything that a plan adds to that costs time, so no plan of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,8 @@ class Question:
     space: Space
     step: float
     solver: Solver = "exact"
+    tick: Callable[[], None] = lambda: None
+    """Called every few milliseconds of work: what it raises ends the search."""
 
 
 @dataclass(frozen=True)

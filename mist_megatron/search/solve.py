@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
-from mist_megatron.cost.grid import role_of
-from mist_megatron.search.assign import Assignment, Front, StageFronts, assign
+from mist_megatron.cost.grid import StageRole, role_of
+from mist_megatron.search.assign import Assignment, Front, Pipelines, assign, in_line
 from mist_megatron.search.bounds import Question, ShapeBound
-from mist_megatron.search.frontier import (
-    AXES,
-    Slot,
-    StageConfigs,
-    StageTimes,
-    Tally,
-    _block,
-    slot_configs,
-)
+from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, slot_configs
 from mist_megatron.search.shapes import Shape
+from mist_megatron.search.slot_prices import AXES, Choices, slot_at, stage_grid
 
 StageChoice = dict[str, float]
 """Layers and one value per axis: what a stage of a solution runs."""
@@ -52,61 +46,61 @@ def _solve_per_stage(
     if np.isfinite(best_s) and weight > 0:
         # t of the slowest stage, were all other terms at their least.
         cap_s = (best_s - bound.sum_s - bound.least_d_s) / weight * shape.vpp * (1 + 1e-9)
-    counts = _layer_window(question, shape, bound, cap_s)
-    windows = {role_of(k, shape.stages): window for k, window in enumerate(counts)}
-    times = StageTimes(question.evaluator, question.space, shape, question.step, windows)
-    configs: list[dict[int, StageConfigs]] = []
-    for position in range(shape.stages):
-        here: dict[int, StageConfigs] = {}
-        for count in counts[position]:
-            slot = Slot(position=position, layers=count)
-            found, more = slot_configs(times, slot, cap_s)
+    windows = _layer_windows(question, shape, bound, cap_s)
+    choices = Choices(space=question.space, shape=shape, step=question.step)
+    times = StageTimes(question.evaluator, choices, windows)
+    configs: list[dict[int, StageConfigs]] = [{} for _ in range(shape.stages)]
+    for role, window in windows.items():
+        positions = [k for k in range(shape.stages) if role_of(k, shape.stages) is role]
+        for count in window:
+            question.tick()
+            slots = [slot_at(shape, position, count) for position in positions]
+            found, more = slot_configs(times, slots, cap_s)
             tally.add(more)
-            if found is not None:
-                here[count] = found
-        if not here:
-            return None, tally
-        configs.append(here)
+            for position, here in zip(positions, found, strict=True):
+                if here is not None:
+                    configs[position][count] = here
+    if not all(configs):
+        return None, tally
     fronts = [{count: Front(c.t_s / shape.vpp, c.d_s) for count, c in here.items()} for here in configs]
-    answer = _assign(question, fronts, layers, weight + 1, best_s)
+    answer = assign_by(question, in_line(fronts, layers), weight + 1, best_s)
     if answer is None:
         return None, tally
     picked = zip(answer.layers, answer.choice, configs, strict=True)
-    stages = tuple(_choice(count, here[count], index) for count, index, here in picked)
+    stages = tuple(stage_choice(count, here[count], index) for count, index, here in picked)
     return Solution(shape, stages, answer.value_s), tally
 
 
-def _assign(
-    question: Question, fronts: list[StageFronts], layers: int, grad_accum: int, best_s: float
-) -> Assignment | None:
+def assign_by(question: Question, pipelines: Pipelines, grad_accum: int, best_s: float) -> Assignment | None:
+    """By the solver that was asked for."""
     if question.solver == "exact":
-        return assign(fronts, layers, grad_accum, best_s)
+        return assign(pipelines, grad_accum, best_s, question.tick)
     from mist_megatron.search.milp import assign_milp
 
-    return assign_milp(fronts, layers, grad_accum, best_s)
+    return assign_milp(pipelines, grad_accum, best_s)
 
 
-def _choice(layers: int, configs: StageConfigs, index: int) -> StageChoice:
+def stage_choice(layers: int, configs: StageConfigs, index: int) -> StageChoice:
     return {"layers": float(layers), **{name: float(v[index]) for name, v in configs.columns.items()}}
 
 
-def _layer_window(question: Question, shape: Shape, bound: ShapeBound, cap_s: float) -> list[range]:
-    """Numbers of layers worth pricing per position: under the cap, and leaving room for the others."""
+def _layer_windows(
+    question: Question, shape: Shape, bound: ShapeBound, cap_s: float
+) -> dict[StageRole, range]:
+    """Numbers of layers worth pricing per role: under the cap, and leaving room for the others."""
     total, stages, vpp = question.evaluator.job.model.layers, shape.stages, shape.vpp
+    counts = Counter(role_of(position, stages) for position in range(stages))
     if not question.space.uneven_layers or stages == 1 or vpp > 1:
-        return [range(total // stages, total // stages + 1)] * stages
-    most = []
-    for position in range(stages):
-        one, two = bound.times_s[0 if position == 0 else 2 if position == stages - 1 else 1]
+        return dict.fromkeys(counts, range(total // stages, total // stages + 1))
+    most = {}
+    for role in counts:
+        one, two = bound.times_s[(StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST).index(role)]
         highest = total - (stages - 1)
         if np.isfinite(cap_s) and two > one:
             highest = min(highest, int((cap_s - one) / (two - one) * (1 + 1e-9)) + 1 if cap_s >= one else 0)
-        most.append(max(highest, 0))
-    windows = []
-    for highest in most:
-        others = sum(most) - highest
-        windows.append(range(max(1, total - others), highest + 1))
-    return windows
+        most[role] = max(highest, 0)
+    room = sum(count * most[role] for role, count in counts.items())
+    return {role: range(max(1, total - (room - most[role])), most[role] + 1) for role in counts}
 
 
 def _solve_uniform(question: Question, shape: Shape, best_s: float) -> tuple[Solution | None, Tally]:
@@ -133,30 +127,30 @@ def _uniform_values(
     dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]],
 ]:
     evaluator = question.evaluator
+    choices = Choices(space=question.space, shape=shape, step=question.step)
+    axes = choices.axes(choices.counts(layers, selective=selective))
     t_max = suffix = np.zeros(())
     second = np.full((), -np.inf)
     fits = np.ones((), dtype=bool)
     times = {}
     for position in reversed(range(shape.stages)):
-        slot = Slot(position=position, layers=layers)
-        block = _block(question.space, shape, slot, question.step, selective=selective)
-        role = role_of(position, shape.stages)
-        if role not in times:
-            factors = evaluator.factors(block.grid)
-            times[role] = (
-                factors.stable.at(block.grid.layers, block.grid.ckpt) / shape.vpp,
-                factors.delta.at(block.grid.layers, block.grid.ckpt),
+        question.tick()
+        slot = slot_at(shape, position, layers)
+        grid = stage_grid(shape, slot, axes, selective=selective)
+        if slot.role not in times:
+            factors = evaluator.factors(grid)
+            times[slot.role] = (
+                factors.stable.at(grid.layers, grid.ckpt) / shape.vpp,
+                factors.delta.at(grid.layers, grid.ckpt),
             )
-        t_s, d_s = times[role]
+        t_s, d_s = times[slot.role]
         suffix = suffix + t_s
         second = np.maximum(second, d_s + suffix)
         t_max = np.maximum(t_max, t_s)
-        peak = evaluator.peak_bytes(block.grid)
-        fits = fits & (peak <= evaluator.limit_bytes)
-        if not np.any(fits & block.valid):
-            tally.nearest_bytes = min(tally.nearest_bytes, float(np.min(peak)))
+        fits = fits & (evaluator.peak_bytes(grid) <= evaluator.limit_bytes)
     value = (shape.grad_accum * shape.vpp - 1) * t_max + second
-    tally.priced += int(block.valid.sum())
-    allowed = block.valid & fits
-    tally.over_memory += int((block.valid & ~np.broadcast_to(fits, block.valid.shape)).sum())
-    return np.where(allowed, np.broadcast_to(value, block.valid.shape), np.inf), block.axes
+    size = tuple(axes[name].size for name in AXES)
+    valid = np.broadcast_to(choices.valid(layers, axes), size)
+    tally.priced += int(valid.sum())
+    tally.over_memory += int((valid & ~np.broadcast_to(fits, size)).sum())
+    return np.where(valid & fits, np.broadcast_to(value, size), np.inf), axes

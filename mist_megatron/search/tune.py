@@ -11,8 +11,9 @@ from enum import Enum
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import Question, ShapeBound, Solver, shape_bounds
-from mist_megatron.search.frontier import Tally, fractions
+from mist_megatron.search.frontier import Tally
 from mist_megatron.search.shapes import Shape, explain_no_shape, shapes
+from mist_megatron.search.slot_prices import fractions
 from mist_megatron.search.solve import Solution, StageChoice, solve_shape
 from mist_megatron.search.space import OFFLOAD_KINDS, Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.plan import Offload, Plan, Recompute, StagePlan, Zero
@@ -197,12 +198,7 @@ def _waves(items: list[_Bounded], size: int) -> Iterable[list[_Bounded]]:
 
 def _no_plan(evaluator: StageEvaluator, space: Space, tally: Tally) -> NoFeasiblePlan:
     job, cluster = evaluator.job, evaluator.job.cluster
-    details = [
-        f"closest: {tally.nearest_bytes / GIB:.1f} GiB per GPU, limit {evaluator.limit_bytes / GIB:.1f} GiB "
-        f"({tally.over_memory:,} configurations of space {space.name} were over memory)",
-        f"try: --gpus {2 * cluster.gpus}, --seq {max(job.training.seq_len // 2, 1)}, "
-        "a GPU with more memory, or --space full",
-    ]
+    details: list[str] = []
     return NoFeasiblePlan(
         f"no plan fits {job.model.name} on {cluster.gpus} x {cluster.gpu.name} (target {job.target})",
         details=tuple(details),

@@ -11,8 +11,9 @@ from jobs import evaluator_of, small_job
 
 from mist_megatron.cost.predict import grid_of, predict
 from mist_megatron.errors import NoFeasiblePlan
-from mist_megatron.search.frontier import Slot, ckpt_counts, fractions, stage_configs
+from mist_megatron.search.frontier import stage_configs
 from mist_megatron.search.shapes import Shape
+from mist_megatron.search.slot_prices import Choices, ckpt_counts, fractions, slot_at
 from mist_megatron.search.space import Limits, apply_limits, cut_to_target, space_named
 from mist_megatron.search.tune import Settings, Status, Watch, plan_of, search
 from mist_megatron.spec.plan import Offload, Plan, StagePlan
@@ -128,9 +129,8 @@ def test_front_equals_brute_force(seed):
     job, space, shape, position = random_case(seed)
     evaluator = evaluator_of(job)
     layers, step = 4 // shape.stages, 0.5
-    found, tally = stage_configs(
-        evaluator, space, shape, Slot(position=position, layers=layers), step, np.inf
-    )
+    choices = Choices(space=space, shape=shape, step=step)
+    found, tally = stage_configs(evaluator, choices, slot_at(shape, position, layers), np.inf)
     options = stage_plans(space, shape, layers, step)
     priced = price_one_by_one(evaluator, job, shape, position, options)
     points = {(t, d) for t, d, fits in priced if fits}
