@@ -19,7 +19,7 @@ from typing import Any
 from mist_patches.activation_offload import MIN_BYTES, ActivationOffload
 from mist_patches.hooking import check_fraction, replace
 
-_PARAMETERS = (
+BLOCK_PARAMETERS = (
     "self",
     "config",
     "spec",
@@ -49,4 +49,4 @@ def offload_block_activations(fraction: float, min_bytes: int = MIN_BYTES) -> Ca
 
         return __init__
 
-    return replace(TransformerBlock, "__init__", _PARAMETERS, build)
+    return replace(TransformerBlock, "__init__", BLOCK_PARAMETERS, build)

@@ -34,6 +34,17 @@ class Case:
     micro_batches: int = 4
     patches: dict[str, list[float]] = field(default_factory=dict)
     """Patch name -> one value per pipeline stage."""
+    vpp: int = 1
+    weight_decay: float = 0.0
+    loss_scale: float | None = None
+    inf_at: int | None = None
+    """Step whose first gradient is made infinite on rank 0."""
+    evaluate_at: list[int] = field(default_factory=list)
+    """Steps after which the model is evaluated."""
+    resume_at: int | None = None
+    """Step after which everything is saved, thrown away, and loaded into a new model."""
+    mutate: str = ""
+    """Essential line of a patch to take out; see MUTATIONS."""
 
     def as_argument(self) -> str:
         return json.dumps(asdict(self))
@@ -42,16 +53,84 @@ class Case:
 HIDDEN, HEADS, SEQ, VOCAB, MICRO_BATCH = 64, 4, 32, 128, 2
 
 
+EVENTS: list[list[str]] = []
+"""What the patches say they do, in order."""
+
+
+def _no_hooks() -> None:
+    from mist_patches.megatron_decoupled_step import DecoupledSteps
+
+    DecoupledSteps.take = lambda self, unit: self.pending.pop(unit, None)
+
+
+def _late_settings() -> None:
+    from mist_patches import megatron_unit_steps as steps
+
+    narrowed = steps.PendingStep._narrowed_groups
+
+    def with_settings_of_now(self, inner, kept):
+        self._settings = [steps._settings(group) for group in inner.param_groups]
+        return narrowed(self, inner, kept)
+
+    steps.PendingStep._narrowed_groups = with_settings_of_now
+
+
+def _zero_everything() -> None:
+    from mist_patches.megatron_decoupled_step import DecoupledSteps
+
+    DecoupledSteps.zero = lambda self, buffer, original: original(buffer)
+
+
+def _never_zero_after() -> None:
+    from mist_patches.megatron_decoupled_step import DecoupledSteps
+
+    zero = DecoupledSteps.zero
+
+    def forget(self, buffer, original):
+        zero(self, buffer, original)
+        self.unzeroed.clear()
+
+    DecoupledSteps.zero = forget
+
+
+def _no_flush() -> None:
+    from mist_patches.megatron_decoupled_step import DecoupledSteps
+
+    DecoupledSteps.flush = lambda self, why: None
+
+
+def _no_gather() -> None:
+    from mist_patches.megatron_units import Chunk
+
+    Chunk.gathers = property(lambda self: False)
+
+
+MUTATIONS = {
+    "no_hooks": _no_hooks,
+    "late_settings": _late_settings,
+    "zero_everything": _zero_everything,
+    "never_zero_after": _never_zero_after,
+    "no_flush": _no_flush,
+    "no_gather": _no_gather,
+}
+
+
 def apply_patches(case: Case, stage: int) -> None:
     from mist_patches.megatron_activation_offload import offload_block_activations
+    from mist_patches.megatron_decoupled_step import decoupled_steps
     from mist_patches.megatron_optimizer_fraction import exact_optimizer_fraction
+    from mist_patches.megatron_units import lay_out_by_unit
 
     known = {
         "activation_offload": lambda fraction: offload_block_activations(fraction, min_bytes=0),
         "optimizer_fraction": exact_optimizer_fraction,
+        "unit_layout": lambda on: lay_out_by_unit(),
+        "decoupled_steps": lambda on: decoupled_steps(lambda what, unit: EVENTS.append([what, unit])),
     }
     for name, values in case.patches.items():
         known[name](values[stage])
+    if case.mutate:
+        MUTATIONS[case.mutate]()
 
 
 def build_config(case: Case, stage: int, dtype: Any) -> Any:
@@ -60,6 +139,7 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
 
     recompute = case.recompute[stage]
     layout = "E" + "|".join("t" * n for n in case.layers_per_stage) + "L" if case.pp > 1 else None
+    # layers_per_stage lists the chunks of all first virtual stages, then those of the second, ...
     return TransformerConfig(
         num_layers=sum(case.layers_per_stage),
         hidden_size=HIDDEN,
@@ -67,6 +147,7 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
         normalization="RMSNorm",
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
         sequence_parallel=case.sequence_parallel,
         pipeline_model_parallel_layout=layout,
         pipeline_dtype=dtype,
@@ -90,7 +171,12 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
     )
 
 
-def build_model(case: Case, config: Any) -> Any:
+def build_chunks(case: Case, config: Any) -> list[Any]:
+    """The model chunks of this rank, one for each virtual stage."""
+    return [build_model(case, config, chunk if case.vpp > 1 else None) for chunk in range(case.vpp)]
+
+
+def build_model(case: Case, config: Any, vp_stage: int | None = None) -> Any:
     from megatron.core import parallel_state as ps
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -102,10 +188,11 @@ def build_model(case: Case, config: Any) -> Any:
         get_gpt_layer_local_spec(),
         VOCAB,
         SEQ,
-        pre_process=ps.is_pipeline_first_stage(),
-        post_process=ps.is_pipeline_last_stage(),
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        vp_stage=vp_stage,
     )
     if case.bf16:
         model = Float16Module(config, model)
@@ -115,10 +202,10 @@ def build_model(case: Case, config: Any) -> Any:
         overlap_param_gather=case.overlap and case.distributed_optimizer,
         grad_reduce_in_fp32=True,
     )
-    return DistributedDataParallel(config, ddp, model)
+    return DistributedDataParallel(config, ddp, model, disable_bucketing=bool(vp_stage))
 
 
-def build_optimizer(case: Case, stage: int, model: Any, dtype: Any) -> Any:
+def build_optimizer(case: Case, stage: int, chunks: list[Any], dtype: Any) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     fraction = case.optimizer_fraction[stage] if case.optimizer_fraction else None
@@ -126,10 +213,11 @@ def build_optimizer(case: Case, stage: int, model: Any, dtype: Any) -> Any:
         OptimizerConfig(
             optimizer="adam",
             lr=3e-3,
-            weight_decay=0.0,
+            weight_decay=case.weight_decay,
             clip_grad=1.0,
             bf16=case.bf16,
             params_dtype=dtype,
+            loss_scale=case.loss_scale,
             use_distributed_optimizer=case.distributed_optimizer,
             overlap_param_gather=case.overlap and case.distributed_optimizer,
             optimizer_cpu_offload=fraction is not None,
@@ -137,65 +225,149 @@ def build_optimizer(case: Case, stage: int, model: Any, dtype: Any) -> Any:
             use_torch_optimizer_for_cpu_offload=True,
             use_precision_aware_optimizer=fraction is not None,
         ),
-        [model],
+        chunks,
     )
 
 
-def train(case: Case, config: Any, model: Any, optimizer: Any) -> tuple[list[float], list[float]]:
+class Trainer:
+    """One model with its optimizer; can be saved and built anew."""
+
+    def __init__(self, case: Case, config: Any, stage: int, dtype: Any) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        self.case = case
+        self.chunks = build_chunks(case, config)
+        self.optimizer = build_optimizer(case, stage, self.chunks, dtype)
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        if case.overlap:
+            syncs = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = syncs if case.vpp > 1 else syncs[0]
+
+    def save(self, path: str) -> None:
+        import torch
+
+        model = [chunk.state_dict() for chunk in self.chunks]
+        torch.save({"model": model, "optimizer": self.optimizer.state_dict()}, path)
+        if self.case.distributed_optimizer:
+            self.optimizer.save_parameter_state(path + ".states")
+
+    def load(self, path: str) -> None:
+        import torch
+
+        saved = torch.load(path, weights_only=False)
+        for chunk, state in zip(self.chunks, saved["model"], strict=True):
+            chunk.load_state_dict(state)
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if self.case.distributed_optimizer:
+            self.optimizer.load_parameter_state(path + ".states")
+
+    def forward_backward(self, micro_batches: int, *, forward_only: bool = False, poison: bool = False) -> Any:
+        import torch
+        from megatron.core import parallel_state as ps
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        generator = torch.Generator().manual_seed(7 + ps.get_data_parallel_rank())
+        data = torch.randint(0, VOCAB, (micro_batches, MICRO_BATCH, SEQ + 1), generator=generator) % 7
+        positions = torch.arange(SEQ)[None].expand(MICRO_BATCH, -1)
+        mask = torch.triu(torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool), 1)
+
+        def forward(iterator, module):
+            tokens = next(iterator)
+            EVENTS.append(["forward", ""])
+            output = module(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+
+            def loss(x):
+                value = x.float().mean()
+                return value * (float("inf") if poison else 1.0), {"loss": value.detach().clone()}
+
+            return output, loss
+
+        iterators = [iter(data) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if self.case.vpp > 1 else iterators[0],
+            model=self.chunks if self.case.vpp > 1 else self.chunks[0],
+            num_microbatches=micro_batches,
+            seq_length=SEQ,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=forward_only,
+        )
+
+
+def mean_loss(results: list[Any]) -> float:
+    return float(sum(r["loss"].item() for r in results) / len(results))
+
+
+def train(case: Case, config: Any, stage: int, dtype: Any) -> tuple[Trainer, dict[str, Any]]:
     import torch
-    from megatron.core import parallel_state as ps
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    if case.overlap:
-        config.no_sync_func = model.no_sync
-    generator = torch.Generator().manual_seed(7 + ps.get_data_parallel_rank())
-    data = torch.randint(0, VOCAB, (case.micro_batches, MICRO_BATCH, SEQ + 1), generator=generator) % 7
-    positions = torch.arange(SEQ)[None].expand(MICRO_BATCH, -1)
-    mask = torch.triu(torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool), 1)
-
-    def forward(iterator, module):
-        tokens = next(iterator)
-        output = module(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
-
-        def loss(x):
-            value = x.float().mean()
-            return value, {"loss": value.detach().clone()}
-
-        return output, loss
-
-    run = get_forward_backward_func()
-    losses, norms = [], []
+    trainer = Trainer(case, config, stage, dtype)
+    found: dict[str, Any] = {"losses": [], "norms": [], "evaluated": [], "skipped": [], "events": []}
     for step in range(case.steps):
-        model.zero_grad_buffer()
+        EVENTS.clear()
+        optimizer = trainer.optimizer
+        for chunk in trainer.chunks:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         for group in optimizer.param_groups:  # warm-up: a schedule that a stale rate would show
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 4)
-        results = run(
-            forward_step_func=forward,
-            data_iterator=iter(data),
-            model=model,
-            num_microbatches=case.micro_batches,
-            seq_length=SEQ,
-            micro_batch_size=MICRO_BATCH,
-            forward_only=False,
-        )
-        _, norm, _ = optimizer.step()
-        norms.append(float(norm))
+        results = trainer.forward_backward(case.micro_batches, poison=step == case.inf_at)
+        taken, norm, _ = optimizer.step()
+        found["norms"].append(None if norm is None else float(norm))
+        if not taken:
+            found["skipped"].append(step)
         if results:
-            losses.append(sum(r["loss"].item() for r in results) / len(results))
-    return losses, norms
+            found["losses"].append(mean_loss(results))
+        found["events"].append(list(EVENTS))
+        if step in case.evaluate_at:
+            for chunk in trainer.chunks:
+                chunk.eval()
+            with torch.no_grad():
+                results = trainer.forward_backward(2, forward_only=True)
+            if results:
+                found["evaluated"].append(mean_loss(results))
+            for chunk in trainer.chunks:
+                chunk.train()
+        if step == case.resume_at:
+            trainer = resumed(trainer, config, stage, dtype)
+    return trainer, found
 
 
-def report(model: Any, optimizer: Any) -> dict[str, Any]:
+def resumed(trainer: Trainer, config: Any, stage: int, dtype: Any) -> Trainer:
+    import tempfile
+
     import torch
 
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.pt"
+        trainer.save(path)
+        torch.manual_seed(99)  # so that what is not loaded shows
+        again = Trainer(trainer.case, config, stage, dtype)
+        again.load(path)
+    return again
+
+
+def report(trainer: Trainer) -> dict[str, Any]:
+    import hashlib
+
+    import torch
+
+    if "decoupled_steps" in trainer.case.patches:
+        from mist_patches.megatron_decoupled_step import flush_pending_steps
+
+        flush_pending_steps()
+    model, optimizer = trainer.chunks[0], trainer.optimizer
     inner = model.module.module if hasattr(model.module, "module") else model.module
     patch = getattr(inner.decoder, "mist_activation_offload", None)
+    parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
+    digest = hashlib.sha256()
+    for p in parameters:
+        digest.update(p.detach().float().numpy().tobytes())
     found: dict[str, Any] = {
-        "checksum": sum(float(p.detach().double().square().sum()) for p in model.parameters()),
+        "checksum": sum(float(p.detach().double().square().sum()) for p in parameters),
+        "sums": [float(p.detach().double().sum()) for p in parameters],
+        "digest": digest.hexdigest(),
     }
     if patch is not None:
         found["saved_bytes"] = patch.counts.saved_bytes
@@ -210,7 +382,7 @@ def report(model: Any, optimizer: Any) -> dict[str, Any]:
         found["largest_shard_share"] = max(p.numel() for g in hybrid.param_groups for p in g["params"]) / sum(
             count
         )
-    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert all(torch.isfinite(p).all() for p in parameters)
     return found
 
 
@@ -224,17 +396,14 @@ def main() -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.distributed.init_process_group("gloo")
-    ps.initialize_model_parallel(case.tp, case.pp)
+    ps.initialize_model_parallel(case.tp, case.pp, case.vpp if case.vpp > 1 else None)
     model_parallel_cuda_manual_seed(1234)
     stage = ps.get_pipeline_model_parallel_rank()
     apply_patches(case, stage)
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     config = build_config(case, stage, dtype)
-    model = build_model(case, config)
-    optimizer = build_optimizer(case, stage, model, dtype)
-    losses, norms = train(case, config, model, optimizer)
-    found = report(model, optimizer)
-    line = {"rank": torch.distributed.get_rank(), "stage": stage, "losses": losses, "norms": norms, **found}
+    trainer, found = train(case, config, stage, dtype)
+    line = {"rank": torch.distributed.get_rank(), "stage": stage, **found, **report(trainer)}
     print("RESULT " + json.dumps(line), flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

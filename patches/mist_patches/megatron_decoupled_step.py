@@ -1,0 +1,290 @@
+"""Decoupled optimizer steps for Megatron-core: each layer is stepped right before its next forward pass.
+
+Why: Megatron steps all layers at once between two iterations, when nothing else runs. Taken layer by layer in the
+first forward pass of the next iteration, the update of a layer (on the host with optimizer offload), the copies it
+needs and the gather of its parameters run beside the forward pass of the layers before it.
+
+What: `optimizer.step()` does all that decides the step - unscaling, the search for inf and NaN, the global norm,
+clipping - and returns as before, but keeps the update pending (`megatron_unit_steps`). A hook before each layer's
+forward takes its part and gathers its parameters. Until then its gradients stay in Megatron's buffer: zeroing skips
+them, and they are zeroed after the update. Learning rate and weight decay are those of the moment of `step()`.
+
+No rollback: the paper steps optimistically and takes the step back when the global norm turns out invalid. In
+Megatron the norm is reduced within `step()`, before this patch acts, so a step that must not be taken is never
+begun. What this costs is the latency of one scalar reduction per iteration: under 1F1B the stage whose backward
+pass ends last is the first, which also starts the next iteration, so no rank could have started earlier.
+
+Everything pending is taken before a checkpoint is read off or put into model or optimizer, before gradients are
+read again, and at the end of a chunk's forward pass (modules that did not run). Evaluation needs nothing: its
+forward passes meet the same hooks. Who reads parameters otherwise calls `flush_pending_steps()` first.
+
+Tested with megatron-core 0.16.1 and 0.19.2 (classes: see `megatron_unit_steps`). With the distributed optimizer of
+0.19.2 buckets follow layers; before, a bucket is stepped and gathered whole, when the first of its layers runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mist_patches.hooking import PatchRefused, log, replace
+from mist_patches.megatron_unit_steps import PendingStep
+from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, watch_chunks
+
+OnEvent = Callable[[str, str], None]
+"""Called with what happens (`step`, `gather`, `zero`, `flush`) and to which unit or why."""
+
+_MODEL_READERS = ("state_dict", "sharded_state_dict", "state_dict_for_save_checkpoint", "load_state_dict")
+_OPTIMIZER_READERS = (
+    "state_dict",
+    "sharded_state_dict",
+    "load_state_dict",
+    "save_parameter_state",
+    "load_parameter_state",
+    "get_parameter_state_dp_zero",
+    "get_parameter_state_dp_reshardable",
+    "reload_model_params",
+    "offload_to_cpu",
+)
+
+
+class DecoupledSteps:
+    """All pending steps of this process."""
+
+    def __init__(self, on_event: OnEvent | None = None) -> None:
+        self.on_event = on_event or (lambda what, unit: None)
+        self.pending: dict[Unit, list[PendingStep]] = {}
+        self.unzeroed: set[Unit] = set()
+        self.handles: list[Any] = []
+        self._stream: Any = None
+        self._decided: Any = None
+
+    def defer(self, optimizer: Any, step: Callable[[Any], bool]) -> bool:
+        """Keep this step; every unit of the optimizer's chunks waits, whether or not this rank has a share."""
+        if optimizer.is_stub_optimizer:
+            return True
+        kept = PendingStep(optimizer, step)
+        for unit in _all_units(optimizer, kept):
+            self.pending.setdefault(unit, []).append(kept)
+        self._decided = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+        return True
+
+    def take(self, unit: Unit) -> None:
+        """The unit's part of every pending step, and the gather of its parameters."""
+        if unit not in self.pending:
+            return
+        chunk = unit.chunk
+        units = unit.together() if chunk.gathers else [unit]
+        with self._beside():
+            self._step(units)
+            if chunk.gathers and not chunk.gathers_ahead:
+                for group in unit.groups:
+                    self.on_event("gather", unit.name)
+                    group.start_param_sync()
+
+    def take_group(self, parameters: Iterable[nn.Parameter]) -> None:
+        """What must happen before these parameters are gathered."""
+        units = dict.fromkeys(p.mist_unit for p in parameters if hasattr(p, "mist_unit"))
+        waiting = [unit for unit in units if unit in self.pending]
+        if waiting:
+            with self._beside():
+                self._step(waiting)
+
+    def flush(self, why: str) -> None:
+        """Take all that is pending, in the order of the model."""
+        if self.pending:
+            self.on_event("flush", why)
+            for unit in list(self.pending):
+                self.take(unit)
+
+    def take_rest(self, chunk: Chunk) -> None:
+        """Units that a forward pass of their chunk did not run: their gradients must not wait for the
+        backward pass that adds to them."""
+        for unit in [unit for unit in self.pending if unit.chunk is chunk]:
+            self.take(unit)
+
+    def zero(self, buffer: Any, original: Callable[[Any], None]) -> None:
+        """Zero a gradient buffer, except for gradients that a pending step still reads."""
+        if not any(getattr(p, "mist_unit", None) in self.pending for p in buffer.params):
+            original(buffer)
+            return
+        for p in buffer.params:
+            unit = p.mist_unit
+            if unit in self.pending:
+                self.unzeroed.add(unit)
+            else:
+                p.main_grad.zero_()
+
+    def _step(self, units: list[Unit]) -> None:
+        for unit in units:
+            for step in self.pending.pop(unit, ()):
+                self.on_event("step", unit.name)
+                step.take(unit)
+            if unit in self.unzeroed:
+                self.unzeroed.discard(unit)
+                self.on_event("zero", unit.name)
+                for p in unit.parameters:
+                    p.main_grad.zero_()
+
+    @contextmanager
+    def _beside(self) -> Any:
+        """On a stream of its own, which waits for the decision, not for the layers that run now."""
+        with torch.inference_mode(False), torch.no_grad():
+            if not torch.cuda.is_available():
+                yield
+                return
+            self._stream = self._stream or torch.cuda.Stream()
+            if self._decided is not None:
+                self._stream.wait_event(self._decided)
+            with torch.cuda.stream(self._stream):
+                yield
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+_active: DecoupledSteps | None = None
+
+
+def flush_pending_steps() -> None:
+    """Take every pending step now: for code that reads parameters without running the model."""
+    if _active is not None:
+        _active.flush("asked for")
+
+
+def decoupled_steps(on_event: OnEvent | None = None) -> Undo:
+    """Step each layer right before its next forward pass; returns the function that undoes it.
+
+    Call it before the model is built. `on_event` sees the order of things; it is for tests.
+    """
+    global _active
+    if _active is not None:
+        _active.flush("patched again")
+    engine = _active = DecoupledSteps(on_event)
+    undone = [
+        lay_out_by_unit(),
+        watch_chunks("decoupled steps", lambda chunk: _hook_chunk(engine, chunk)),
+        *_patch_optimizers(engine),
+        *_patch_buffers(engine),
+    ]
+    log.info("optimizer steps: each layer's before its next forward pass")
+
+    def undo() -> None:
+        global _active
+        engine.flush("undone")
+        for one in undone:
+            one()
+        for handle in engine.handles:
+            handle.remove()
+        if _active is engine:
+            _active = None
+
+    return undo
+
+
+def _hook_chunk(engine: DecoupledSteps, chunk: Chunk) -> None:
+    for unit in chunk.units:
+        engine.handles.append(
+            unit.module.register_forward_pre_hook(lambda m, a, unit=unit: engine.take(unit), prepend=True)
+        )
+    engine.handles.append(chunk.ddp.register_forward_hook(lambda m, a, out: engine.take_rest(chunk)))
+    module = chunk.ddp
+    while module is not None:
+        _flush_before(engine, module, _MODEL_READERS)
+        module = getattr(module, "module", None)
+
+
+def _flush_before(engine: DecoupledSteps, owner: Any, names: Iterable[str]) -> None:
+    """Calls of these methods of this object take pending steps first."""
+    for name in names:
+        original = getattr(owner, name, None)
+        if original is None:
+            continue
+
+        def method(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            engine.flush(_name)
+            return _original(*args, **kwargs)
+
+        owner.__dict__[name] = method
+
+
+def _patch_optimizers(engine: DecoupledSteps) -> list[Undo]:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer, MixedPrecisionOptimizer
+
+    def checked(original: Callable[..., None]) -> Any:
+        def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            _check_optimizer(config)
+            original(self, optimizer, config, *args, **kwargs)
+            _flush_before(engine, self, _OPTIMIZER_READERS)
+
+        return __init__
+
+    # The distributed optimizer's own step is the mixed-precision one and a gather, which is ours here.
+    whole: dict[str, Callable[[Any], bool]] = {}
+
+    def deferred(original: Callable[[Any], bool]) -> Any:
+        return lambda self: engine.defer(self, original)
+
+    def deferred_mixed(original: Callable[[Any], bool]) -> Any:
+        whole["mixed"] = original
+        return deferred(original)
+
+    def deferred_distributed(original: Callable[[Any], bool]) -> Any:
+        return lambda self: engine.defer(self, whole["mixed"])
+
+    def flushed(original: Callable[[Any], bool]) -> Any:
+        def prepare_grads(self: Any) -> bool:
+            engine.flush("gradients are read")
+            return original(self)
+
+        return prepare_grads
+
+    name, self_only = "step_with_ready_grads", ("self",)
+    return [
+        replace(MegatronOptimizer, "__init__", ("self", "optimizer", "config", "init_state_fn"), checked),
+        replace(MixedPrecisionOptimizer, name, self_only, deferred_mixed),
+        replace(DistributedOptimizer, name, self_only, deferred_distributed),
+        replace(FP32Optimizer, name, self_only, deferred),
+        replace(MixedPrecisionOptimizer, "prepare_grads", self_only, flushed),
+        replace(FP32Optimizer, "prepare_grads", self_only, flushed),
+    ]
+
+
+def _check_optimizer(config: Any) -> None:
+    if config.optimizer not in ("adam", "sgd"):
+        raise PatchRefused(f"decoupled steps: optimizer {config.optimizer!r}; wanted adam or sgd")
+    for name in ("optimizer_cuda_graph", "overlap_param_gather_with_optimizer_step"):
+        if getattr(config, name, False):
+            raise PatchRefused(f"decoupled steps: {name} steps all parameters at once; switch it off")
+
+
+def _patch_buffers(engine: DecoupledSteps) -> list[Undo]:
+    from megatron.core.distributed.param_and_grad_buffer import (
+        _ParamAndGradBucketGroup,
+        _ParamAndGradBuffer,
+    )
+
+    def zeroing(original: Callable[[Any], None]) -> Any:
+        return lambda self: engine.zero(self, original)
+
+    def gathering(original: Callable[..., None]) -> Any:
+        def start_param_sync(self: Any, force_sync: bool = False) -> None:
+            engine.take_group(self.params)
+            original(self, force_sync=force_sync)
+
+        return start_param_sync
+
+    return [
+        replace(_ParamAndGradBuffer, "reset", ("self",), zeroing),
+        replace(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), gathering),
+    ]
+
+
+def _all_units(optimizer: Any, step: PendingStep) -> list[Unit]:
+    """Every unit of the optimizer's chunks, in the order of the model."""
+    chunks = dict.fromkeys(model.mist_chunk for model in getattr(optimizer, "model_chunks", ()))
+    chunks.update(dict.fromkeys(unit.chunk for unit in step.units))
+    return [unit for chunk in chunks for unit in chunk.units]

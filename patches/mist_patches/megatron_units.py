@@ -1,0 +1,209 @@
+"""Parts of a Megatron model that are stepped and moved as one: a layer, or a module outside of the layers.
+
+Why: Megatron's data-parallel wrapper lays parameters out in buckets by size, usually one for a whole stage.
+To step, gather or move one layer, its parameters must have a bucket of their own.
+
+What: `lay_out_by_unit` makes the bucket layout break at the borders of layers; every parameter outside of them
+(embedding, final norm, head) is a bucket of its own. Order, padding and alignment stay Megatron's: its own
+function lays out each run of parameters. `watch_chunks` lists the units of every wrapped model chunk.
+
+Tested with megatron-core 0.19.2. 0.16.1 has no layout function to wrap: there buckets stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+from mist_patches.hooking import PatchRefused, log, replace
+from mist_patches.megatron_activation_offload import BLOCK_PARAMETERS
+
+Undo = Callable[[], None]
+
+_DDP_PARAMETERS = (
+    ("self", "config", "ddp_config", "module", "disable_bucketing", "pg_collection", "full_param_layout"),
+    ("self", "config", "ddp_config", "module", "disable_bucketing", "pg_collection"),  # 0.16.1
+)
+_UNTESTED = (
+    "nccl_ub",
+    "fp8_param_gather",
+    "fp4_param_gather",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "use_megatron_fsdp",
+    "delay_wgrad_compute",
+    "param_name_patterns_for_fp32_local_accumulation",
+)
+"""Settings of DistributedDataParallelConfig under which parameters or gradients live elsewhere."""
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that one module's forward reads first."""
+
+    name: str
+    module: nn.Module
+    parameters: tuple[nn.Parameter, ...]
+    chunk: Chunk
+
+    @property
+    def groups(self) -> list[Any]:
+        """Megatron's bucket groups that hold these parameters, in their order."""
+        owner = self.chunk.ddp.param_to_bucket_group
+        return list(dict.fromkeys(owner[p] for p in self.parameters))
+
+    def together(self) -> list[Unit]:
+        """This unit and those whose parameters share a bucket group with it."""
+        return list(dict.fromkeys(p.mist_unit for group in self.groups for p in _in_order(group)))
+
+
+@dataclass(eq=False)
+class Chunk:
+    """One wrapped model chunk."""
+
+    ddp: Any
+    units: list[Unit] = field(default_factory=list)
+
+    @property
+    def gathers(self) -> bool:
+        """Each rank updates its share of the parameters and gathers the others'."""
+        return bool(self.ddp.ddp_config.use_distributed_optimizer)
+
+    @property
+    def gathers_ahead(self) -> bool:
+        return bool(self.ddp.ddp_config.overlap_param_gather)
+
+
+def _in_order(group: Any) -> Iterator[nn.Parameter]:
+    for bucket in group.buckets:
+        yield from getattr(bucket, "params_list", None) or bucket.params
+
+
+def find_units(chunk: Chunk) -> list[Unit]:
+    """Layers of the transformer blocks, and each other module that has parameters of its own, in the order
+    in which the model names them."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    model = chunk.ddp.module
+    layers = {id(x) for block in model.modules() if isinstance(block, TransformerBlock) for x in block.layers}
+    units: list[Unit] = []
+    taken: set[int] = set()
+    for name, module in model.named_modules():
+        own = module.parameters() if id(module) in layers else module.parameters(recurse=False)
+        found = tuple(p for p in own if p.requires_grad and id(p) not in taken)
+        taken.update(id(p) for p in found)
+        if found:
+            units.append(Unit(name.removeprefix("module."), module, found, chunk))
+    order = {id(p): k for k, p in enumerate(model.parameters())}
+    return sorted(units, key=lambda unit: order[id(unit.parameters[0])])
+
+
+def watch_chunks(patch: str, on_chunk: Callable[[Chunk], None]) -> Undo:
+    """Call `on_chunk` for every data-parallel wrapper made from now on, once its buffers are there."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    def build(original: Callable[..., None]) -> Any:
+        @functools.wraps(original)
+        def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+            _check(patch, config, ddp_config)
+            if "disable_bucketing" in kwargs:
+                # Megatron joins the buckets of virtual stages beyond the first into one group.
+                kwargs["disable_bucketing"] = False
+            original(self, config, ddp_config, *args, **kwargs)
+            if not hasattr(self, "mist_chunk"):
+                chunk = Chunk(self)
+                chunk.units = find_units(chunk)
+                for unit in chunk.units:
+                    for parameter in unit.parameters:
+                        parameter.mist_unit = unit  # type: ignore[attr-defined]
+                object.__setattr__(self, "mist_chunk", chunk)
+            on_chunk(self.mist_chunk)
+
+        return __init__
+
+    # Each patch that watches is its own layer around the wrapper's __init__.
+    build.__module__ = f"{__name__}:{patch}"
+    return replace(DistributedDataParallel, "__init__", _DDP_PARAMETERS, build)
+
+
+def _check(patch: str, config: Any, ddp_config: Any) -> None:
+    for name in _UNTESTED:
+        value = getattr(ddp_config, name, None)
+        if value:
+            raise PatchRefused(f"{patch}: {name}={value} is not supported: parameters live outside the buffers")
+    graphs = getattr(config, "cuda_graph_impl", "none")
+    if getattr(config, "enable_cuda_graph", False) or graphs not in (None, "none"):
+        raise PatchRefused(f"{patch}: CUDA graphs replay without calling Python, where this patch does its work")
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise PatchRefused(f"{patch}: overlap_moe_expert_parallel_comm runs layers without calling them")
+
+
+def lay_out_by_unit() -> Undo:
+    """Buckets that end where layers end; returns the function that undoes it."""
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    if not hasattr(DistributedOptimizer, "_compute_per_buffer_param_layout"):
+        log.info("this megatron-core has no layout function: buckets hold several layers")
+        return lambda: None
+    undone = [
+        replace(TransformerBlock, "__init__", BLOCK_PARAMETERS, _mark_layers),
+        replace(
+            DistributedOptimizer,
+            "_compute_per_buffer_param_layout",
+            ("params", "bucket_size", "data_parallel_world_size", "ddp_config", "param_indices"),
+            _by_unit,
+        ),
+        replace(
+            param_and_grad_buffer, "_compute_default_per_buffer_param_layout", ("params", "bucket_size"), _by_unit
+        ),
+    ]
+
+    def undo() -> None:
+        for one in undone:
+            one()
+
+    return undo
+
+
+def _mark_layers(original: Callable[..., None]) -> Any:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                parameter.mist_layer = id(layer)
+
+    return __init__
+
+
+def _by_unit(original: Callable[..., Any]) -> Any:
+    """Megatron's function on each run of one unit's parameters, put behind one another."""
+
+    @functools.wraps(original)
+    def layout(params: list[Any], bucket_size: int | None, *args: Any, **kwargs: Any) -> Any:
+        runs = [list(run) for _, run in groupby(params, key=lambda p: getattr(p, "mist_layer", id(p)))]
+        whole: Any = None
+        for run in reversed(runs):  # buckets are filled in the order of the backward pass
+            part = original(run, bucket_size, *args, **kwargs)
+            whole = part if whole is None else _joined(whole, part)
+        return whole
+
+    return layout
+
+
+def _joined(whole: Any, part: Any) -> Any:
+    start, first = whole.bucket_indices[-1][1], len(whole.bucket_indices)
+    moved = {p: (a + start, b + start, bucket + first) for p, (a, b, bucket) in part.param_index_map.items()}
+    return dataclasses.replace(
+        whole,
+        param_index_map={**whole.param_index_map, **moved},
+        bucket_indices=[*whole.bucket_indices, *((a + start, b + start) for a, b in part.bucket_indices)],
+        per_bucket_numel_unpadded=[*whole.per_bucket_numel_unpadded, *part.per_bucket_numel_unpadded],
+    )
