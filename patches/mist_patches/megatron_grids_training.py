@@ -79,3 +79,17 @@ def mean_loss(reported: list[dict[str, Any]], built: BuiltGrids) -> float:
     total = torch.tensor([mean], dtype=torch.float32, device="cuda")
     torch.distributed.all_reduce(total)
     return float(total)
+
+
+def checkpoint_metadata() -> dict[str, Any]:
+    """What `sharded_state_dict` of model and optimizer must be told so that any grid can read the checkpoint.
+
+    By default Megatron stacks equal layers into one tensor, all of whose shards must have one shape; layers of
+    stages with different tensor-parallel sizes do not. Named by layer they are independent. The distributed
+    optimizer's states likewise follow the parameter, not the bucket they lie in.
+    """
+    return {
+        "non_homogeneous_layers": True,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }

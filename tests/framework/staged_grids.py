@@ -1,7 +1,7 @@
 """Trains a tiny Megatron-core GPT whose stages have different grids, and prints what it did per rank.
 
-A program of its own (`python staged_grids.py '{"stages": [...], ...}'`), because the CPU shim rewires torch
-for the whole process. With one stage, or with `native`, Megatron runs as it is: that is the reference.
+A program of its own (`python staged_grids.py FOLDER '[{"stages": [...], ...}]'`), because the CPU shim rewires
+torch for the whole process; one start runs many cases, since importing takes longer than training. With one stage, or with `native`, Megatron runs as it is: that is the reference.
 Weights depend on a parameter's global name only and data on the sample's number, so that any grid starts
 from the same model and sees the same batches.
 """
@@ -95,8 +95,8 @@ def initialize(case: Case) -> int:
     if "share" in case.without:
         patch.BuiltGrids.gradient_share = 1.0
     if "count" in case.without:
-        patch._count_once = lambda original: lambda self, params, param_filter=None: original(
-            self, params, param_filter
+        patch._count_once = lambda original: (
+            lambda self, params, param_filter=None: original(self, params, param_filter)
         )
     patch.hook_stage_grids(document)
     built = patch.build_stage_grids(document)
@@ -317,9 +317,7 @@ def train(case: Case, stage: int, model: Any, optimizer: Any) -> dict[str, list[
         else:
             from mist_patches.megatron_grids_training import Batch, train_step
 
-            taken = train_step(
-                forward_step, data, model, optimizer, Batch(case.micro_batches, size, SEQ)
-            )
+            taken = train_step(forward_step, data, model, optimizer, Batch(case.micro_batches, size, SEQ))
             done = (taken.loss, taken.grad_norm, taken.updated)
         for values, value in zip(result.values(), done, strict=True):
             values.append(value)
@@ -347,7 +345,9 @@ def keep_parameters(case: Case, stage: int, model: Any) -> None:
     kept = {
         name: (
             parameter.detach().clone(),
-            parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) and tp > 1 else None,
+            parameter.partition_dim
+            if getattr(parameter, "tensor_model_parallel", False) and tp > 1
+            else None,
         )
         for name, parameter in named(inner).items()
     }
@@ -360,10 +360,9 @@ def keep_parameters(case: Case, stage: int, model: Any) -> None:
 
 def checkpoint(case: Case, model: Any, optimizer: Any, *, loading: bool) -> dict[str, Any]:
     from megatron.core import parallel_state as ps
+    from mist_patches.megatron_grids_training import checkpoint_metadata
 
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
+    metadata = checkpoint_metadata() | {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
@@ -374,34 +373,67 @@ def checkpoint(case: Case, model: Any, optimizer: Any, *, loading: bool) -> dict
     return state
 
 
+def begin_states(optimizer: Any) -> None:
+    """Where the distributed optimizer cannot load into torch's Adam, which keeps `step` as a state.
+
+    It reads the step of states that are not there yet (distrib_optimizer.py:839) and looks for it among the
+    checkpoint's tensors (:1223). With Transformer Engine's or Apex's Adam neither happens.
+    """
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    for inner in optimizer.chained_optimizers:
+        if not isinstance(inner, DistributedOptimizer):
+            continue
+        for parameter in (p for group in inner.optimizer.param_groups for p in group["params"]):
+            empty = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            inner.optimizer.state[parameter] = {"step": torch.tensor(0.0), **empty}
+        put = inner._set_main_param_and_optimizer_states
+        inner._set_main_param_and_optimizer_states = lambda parameter, tensors, put=put: put(
+            parameter, {"step": None, **tensors}
+        )
+
+
 def load(case: Case, model: Any, optimizer: Any) -> None:
+    import torch
     from megatron.core import dist_checkpointing
 
+    begin_states(optimizer)
     state = dist_checkpointing.load(checkpoint(case, model, optimizer, loading=True), case.load)
     inner = model.module.module if case.bf16 else model.module
     inner.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    for loaded in optimizer.chained_optimizers:
+        for values in loaded.optimizer.state.values():  # one tensor for all: counted up once per parameter
+            values["step"] = values["step"].clone()
 
 
-def main() -> None:
-    case = Case(**json.loads(sys.argv[1]))
-    import megatron_cpu
-
-    megatron_cpu.install()
+def run(case: Case, folder: str, number: int) -> dict[str, Any]:
+    """One case from process groups to the last step; refusals are results too."""
     import torch
     from megatron.core import dist_checkpointing
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from mist_patches.hooking import PatchRefused
 
-    torch.distributed.init_process_group("gloo")
-    stage = initialize(case)
-    model_parallel_cuda_manual_seed(1234)
-    dtype = torch.bfloat16 if case.bf16 else torch.float32
-    config = build_config(case, stage, dtype)
-    model = build_model(case, config)
-    optimizer = build_optimizer(case, stage, model, dtype)
-    if case.load:
-        load(case, model, optimizer)
-    result = train(case, stage, model, optimizer)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store{number}",
+        rank=int(os.environ["RANK"]),
+        world_size=case.world_size,
+    )
+    os.environ["WORLD_SIZE"] = str(case.world_size)  # HyperCommGrid asks the environment
+    stage = int(os.environ["RANK"])
+    try:
+        stage = initialize(case)
+        model_parallel_cuda_manual_seed(1234)
+        dtype = torch.bfloat16 if case.bf16 else torch.float32
+        model = build_model(case, build_config(case, stage, dtype))
+        optimizer = build_optimizer(case, stage, model, dtype)
+        if case.load:
+            load(case, model, optimizer)
+        result: dict[str, Any] = train(case, stage, model, optimizer)
+    except PatchRefused as refused:
+        return {"stage": stage, "refused": str(refused)}
     if case.parameters:
         keep_parameters(case, stage, model)
     if case.save:
@@ -409,10 +441,43 @@ def main() -> None:
         os.makedirs(case.save, exist_ok=True)
         torch.distributed.barrier()
         dist_checkpointing.save(state, case.save)
-    line = {"rank": torch.distributed.get_rank(), "stage": stage, **result}
-    print("RESULT " + json.dumps(line), flush=True)
     torch.distributed.barrier()
+    return {"stage": stage, **result}
+
+
+def forget(before: dict[str, Any]) -> None:
+    """Leave nothing of a case to the next one."""
+    import torch
+    from megatron.core import parallel_state as ps
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+    from mist_patches import hooking, megatron_stage_grids
+
+    hooking.undo_all()
+    megatron_stage_grids._built.clear()
+    BridgeCommunicator._broadcast_pg_cache.clear()
+    BridgeCommunicator._bridge_pg_cache.clear()
     torch.distributed.destroy_process_group()
+    vars(ps).update(before)
+
+
+def main() -> None:
+    """`staged_grids.py FOLDER CASES`: the cases one after another, each on as many processes as it needs."""
+    folder, cases = sys.argv[1], [Case(**entry) for entry in json.loads(sys.argv[2])]
+    import megatron_cpu
+
+    megatron_cpu.install()
+    from megatron.core import parallel_state as ps
+    from mist_patches import megatron_stage_grids as patch
+
+    before, rank = patch._groups(ps), int(os.environ["RANK"])
+    share, count = patch.BuiltGrids.gradient_share, patch._count_once
+    for number, case in enumerate(cases):
+        if rank >= case.world_size:
+            continue
+        line = {"case": number, "rank": rank, **run(case, folder, number)}
+        print("RESULT " + json.dumps(line), flush=True)
+        forget(before)
+        patch.BuiltGrids.gradient_share, patch._count_once = share, count
 
 
 if __name__ == "__main__":
