@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -195,7 +195,7 @@ def read_nccl_json(document: Any, where: str, hints: Hints) -> Imported:
             f"{where}: results is {type(results).__name__}; wanted a list with entries: cut off?"
         )
     rows = [_json_row(entry, f"{where}: results[{index}]", index + 1) for index, entry in enumerate(results)]
-    return _imported(setting, rows, hints, ())
+    return replace(_imported(setting, rows, hints, ()), kind="nccl-tests-json")
 
 
 def _json_row(entry: Any, place: str, number: int) -> _Row:

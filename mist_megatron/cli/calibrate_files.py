@@ -29,6 +29,8 @@ def read_output_text(path: Path) -> str:
     from mist_megatron.spec.load import read_text
 
     try:
+        if not path.is_file():
+            return read_text(path)  # which tells what is wrong with it
         with path.open("rb") as file:
             packed = file.read(2) == GZIP
         if not packed:

@@ -11,7 +11,7 @@ from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
-    from mist_megatron.calibrate.importing import Hints, Imported, Kind
+    from mist_megatron.calibrate.importing import Imported, Kind
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 
@@ -37,9 +37,9 @@ def import_outputs(
     output: OutputOptions,
 ) -> None:
     """Reads nccl-tests tables and JSON, mpiGraph matrices and Kineto traces into raw measurements."""
-    from mist_megatron.calibrate.importing import KINDS, Hints
+    from mist_megatron.calibrate.importing import KINDS, Hints, read_output
     from mist_megatron.calibrate.measurements import write_measurements
-    from mist_megatron.cli.calibrate_files import date_of
+    from mist_megatron.cli.calibrate_files import date_of, read_output_text
     from mist_megatron.emit.write import write_file
     from mist_megatron.spec import check
 
@@ -51,8 +51,9 @@ def import_outputs(
     for path in files:
         if str(path) in found:
             raise InputError(f"{path} is given twice")
+        text = read_output_text(path)
         hints = Hints(date=date_of(path), device=device, collective=collective, gpus_per_node=gpus_per_node)
-        found[str(path)] = _one(path, hints, cast("Kind | None", kind))
+        found[str(path)] = read_output(text, str(path), hints, cast("Kind | None", kind))
     conditions = [item for one in found.values() for item in one.conditions]
     points = [point for one in found.values() for point in one.points]
     write_file(out, write_measurements(conditions, points), force=force)
@@ -62,13 +63,6 @@ def import_outputs(
             for name, one in found.items()}}
     )  # fmt: skip
     _tell(output, found, out)
-
-
-def _one(path: Path, hints: Hints, kind: Kind | None) -> Imported:
-    from mist_megatron.calibrate.importing import read_output
-    from mist_megatron.cli.calibrate_files import read_output_text
-
-    return read_output(read_output_text(path), str(path), hints, kind)
 
 
 def _tell(output: OutputOptions, found: dict[str, Imported], out: Path) -> None:

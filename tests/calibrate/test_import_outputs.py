@@ -1,0 +1,328 @@
+"""Outputs of nccl-tests, mpiGraph and the PyTorch profiler as raw measurements; broken ones are refused."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+
+import pytest
+
+from mist_megatron.calibrate.fit_collectives import fit_collectives
+from mist_megatron.calibrate.importing import Hints, kind_of, read_output
+from mist_megatron.calibrate.measurements import Raw, read_measurements, write_measurements
+from mist_megatron.errors import InputError
+
+HINTS = Hints(date="2026-11-21")
+HEADER = """\
+# nccl-tests version 2.17.6 nccl-headers=22803 nccl-library=22803
+# Collective test starting: all_reduce_perf
+# nThread 1 nGpus 1 minBytes 8 maxBytes 1073741824 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1
+#
+# Using devices
+{ranks}
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+"""  # noqa: E501
+FOOTER = "# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 41.1\n#\n"
+
+
+def rank_lines(hosts: list[str], name: str = "NVIDIA H100 80GB HBM3", group: int = 0, first: int = 0) -> str:
+    return "\n".join(
+        f"#  Rank {first + at:2d} Group {group:2d} Pid  {4000 + at} on {host} device {at % 8:2d} "
+        f"[0x{at:02x}] {name}"
+        for at, host in enumerate(hosts)
+    )
+
+
+def nccl_row(size: float, us: float, factor: float, wrong: str = "0") -> str:
+    algbw = size / us * 1e-3
+    side = f"{us:9.2f} {algbw:7.2f} {algbw * factor:7.2f} {wrong:>6}"
+    return f"{int(size):12d} {int(size) // 4:12d}     float     sum      -1 {side} {side}"
+
+
+def table(rows: list[str], hosts: list[str] | None = None) -> str:
+    return HEADER.format(ranks=rank_lines(hosts or ["node-1"] * 8)) + "\n".join(rows) + "\n" + FOOTER
+
+
+def sweep(factor: float = 1.75, latency_us: float = 20.0, gb_per_s: float = 350.0) -> list[str]:
+    """A collective of known latency and bus bandwidth."""
+    sizes = [float(1 << power) for power in range(10, 31)]
+    return [nccl_row(size, latency_us + factor * size / gb_per_s * 1e-3, factor) for size in sizes]
+
+
+def test_nccl_tests_table_gives_latency_and_bandwidth():
+    found = read_output(table(sweep()), "log.txt", HINTS)
+    assert (found.kind, len(found.points), found.notes) == ("nccl-tests", 21, ())
+    assert {(p.label, p.sizes["ranks"], p.sizes["nodes"]) for p in found.points} == {("all_reduce", 8, 1)}
+    (condition,) = found.conditions
+    assert condition.device == "NVIDIA H100 80GB HBM3"
+    assert condition.versions == {"nccl": "22803"}
+    (curve,) = fit_collectives(found.points, "here")
+    assert curve.bytes_per_s == pytest.approx(350e9, rel=0.01)
+    assert curve.latency_s == pytest.approx(20e-6, rel=0.05)
+
+
+def test_ranks_of_several_nodes_and_groups():
+    across = read_output(table(sweep(1.875), ["a"] * 8 + ["b"] * 8), "log.txt", HINTS)
+    assert across.points[0].sizes == {"bytes": 1024.0, "ranks": 16.0, "nodes": 2.0}
+    groups = HEADER.format(
+        ranks=rank_lines(["a"] * 4) + "\n" + rank_lines(["a"] * 4, group=1, first=4)
+    ) + "\n".join([*sweep(1.5), FOOTER])
+    assert read_output(groups, "log.txt", HINTS).points[0].sizes["ranks"] == 4.0
+
+
+def test_published_sweep_goes_through(measured_dir):
+    """Real times of 8 A100 as their table: the fit meets the busbw that was printed for large sizes."""
+    with (measured_dir / "hardware" / "nvlink_allreduce.csv").open(newline="") as file:
+        rows = [r for r in csv.DictReader(file) if r["gpu"] == "A100" and r["n_gpus_one_node"] == "8"][:1024]
+    lines = [nccl_row(float(r["size_bytes"]), float(r["out_of_place_us"]), 1.75) for r in rows]
+    found = read_output(table(lines), "log.txt", HINTS)
+    (curve,) = fit_collectives(found.points, "here")
+    large = max(rows, key=lambda row: float(row["size_bytes"]))
+    assert curve.bytes_per_s / 1e9 == pytest.approx(float(large["out_of_place_busbw_GBps"]), rel=0.1)
+    assert curve.error is not None
+    assert curve.error < 0.15
+
+
+def nccl_json(**changes):
+    entry = {
+        "size": 1 << 20, "count": 1 << 18, "type": "bfloat16", "redop": "none", "root": "-1",
+        "out_of_place": {"time": 40.0, "alg_bw": 26.2144, "bus_bw": 22.9376, "nwrong": "0"},
+        "in_place": {"time": 41.0, "alg_bw": 25.5, "bus_bw": 22.4, "nwrong": "0"},
+    }  # fmt: skip
+    whole = {
+        "version": 1, "start_time": "2026-11-20T10:00:00Z", "args": ["./build/all_gather_perf", "-b", "8"],
+        "nccl_version": 22803,
+        "devices": [{"rank": at, "group": 0, "hostname": "a", "device": at, "device_info": "NVIDIA H200"}
+                    for at in range(8)],
+        "results": [entry],
+    }  # fmt: skip
+    whole.update(changes)
+    return json.dumps(whole)
+
+
+def test_nccl_tests_json():
+    found = read_output(nccl_json(), "out.json", HINTS)
+    (point,) = found.points
+    assert (found.kind, point.label, pytest.approx(point.seconds)) == ("nccl-tests-json", "all_gather", 4e-5)
+    assert (found.conditions[0].precision, found.conditions[0].date) == ("bf16", "2026-11-20")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (table([nccl_row(1 << 20, 40.0, 1.75)[:40]]), "columns; wanted 13: cut off?"),
+        (table([nccl_row(1 << 20, 40.0, 1.75).replace("40.00", "-40.00")]), "time is '-40.00'"),
+        (table([nccl_row(1 << 20, 40.0, 1.75, wrong="3")]), "3 wrong elements"),
+        (table([nccl_row(1 << 20, 40.0, 0.875)]), "another collective, or other ranks"),
+        (table([nccl_row(1 << 30, 1.0, 1.75)]), "no hardware exceeds"),
+        (table([nccl_row(1 << 20, 40.0, 1.75).replace("40.00", "0.040")]), "wanted time in us"),
+        (table([]), "no measured size"),
+        (table(sweep()).replace("all_reduce_perf", "alltoall_perf"), "no plan uses it"),
+        (table(sweep()).replace("all_reduce_perf", "something"), "which collective ran is not said"),
+        (table(sweep()).replace("[0x01] NVIDIA H100 80GB HBM3", "[0x01] NVIDIA L4"),
+         "different devices"),
+        (nccl_json()[:-40], "not valid JSON"),
+        (nccl_json(results=[]), "results is list"),
+        (nccl_json(results=[{"size": 8}]), "no out_of_place"),
+        (nccl_json(devices=[]), "0 ranks"),
+        ("{}", "not the output of a known tool"),
+        ("hello\n", "not the output of a known tool"),
+        ("", "the file is empty"),
+    ],
+)  # fmt: skip
+def test_broken_nccl_tests_are_refused(text, told):
+    with pytest.raises(InputError) as caught:
+        read_output(text, "log.txt", HINTS)
+    assert told in caught.value.message
+    assert caught.value.message.startswith("log.txt")
+
+
+def test_cut_sweep_is_told():
+    found = read_output(table(sweep()).removesuffix(FOOTER), "log.txt", HINTS)
+    assert "cut short" in found.notes[0]
+
+
+MATRIX = """\
+START mpiGraph v1.4
+MsgSize\t1048576
+Times\t100
+Window\t10
+Procs\t3
+
+Send\tn1:0\tn2:1\tn3:2
+n1:0 to\t0.000\t19204.9\t18990.1
+n2:1 to\t19310.4\t0.000\t12000.0
+n3:2 to\t19100.0\t19050.5\t0.000
+
+Recv\tn1:0\tn2:1\tn3:2
+n1:0 from\t0.000\t19204.9\t18990.1
+n2:1 from\t19310.4\t0.000\t12000.0
+n3:2 from\t19100.0\t19050.5\t0.000
+
+END mpiGraph
+"""
+
+
+def test_mpigraph_matrix():
+    found = read_output(MATRIX, "net.txt", HINTS)
+    assert (found.kind, len(found.points)) == ("mpigraph", 12)
+    slow = next(
+        p for p in found.points if p.label == "send" and p.sizes["row"] == 1 and p.sizes["column"] == 2
+    )
+    assert slow.sizes["bytes"] / slow.seconds == pytest.approx(12e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (MATRIX.replace("12000.0", "-12000.0"), "line 9: n2:1 to n3:2 is '-12000.0'"),
+        (MATRIX.replace("\t12000.0", ""), "line 9: 2 figures; wanted 3"),
+        (MATRIX.split("n3:2 from")[0], "the recv matrix has 2 of 3 rows: cut off?"),
+        (MATRIX.replace("19050.5", "nan"), "is 'nan'"),
+        (MATRIX.replace("19050.5", "190505000"), "check the units"),
+        (MATRIX.replace("n2:1\tn3:2", "n2:1\tn2:1"), "named twice"),
+        (MATRIX.replace("n2:1 to", "n9:1 to"), "row 'n9:1'; wanted 'n2:1'"),
+        ("START mpiGraph v1.4\nEND mpiGraph\n", "no bandwidth matrix"),
+    ],
+)
+def test_broken_matrices_are_refused(text, told):
+    with pytest.raises(InputError) as caught:
+        read_output(text, "net.txt", HINTS)
+    assert told in caught.value.message
+
+
+FLASH = "aten::_flash_attention_forward"
+MM = ("aten::mm", [[4096, 1024], [1024, 8192]])
+
+
+def op(number, name, dims, concrete=None, kind="c10::BFloat16"):
+    return {"ph": "X", "cat": "cpu_op", "name": name, "ts": 1.0, "dur": 9.0, "args": {
+        "External id": number, "Input Dims": dims, "Input type": [kind] * len(dims),
+        "Concrete Inputs": concrete or [""] * len(dims)}}  # fmt: skip
+
+
+def kernel(number, us, name="sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn"):
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": 2.0, "dur": us,
+            "args": {"External id": number, "correlation": 7, "stream": 7, "device": 0}}  # fmt: skip
+
+
+def nccl_kernel(us, **arguments):
+    given = {"Collective name": "_allgather_base", "In msg nelems": 1 << 20, "Out msg nelems": 1 << 23,
+             "Group size": 8, "dtype": "BFloat16", "Process Group Ranks": str(list(range(8)))}  # fmt: skip
+    event = kernel(99, us, "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
+    event["args"] = {**given, **arguments}
+    return event
+
+
+def trace(*events):
+    return json.dumps({"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
+                       "traceEvents": [{"ph": "M", "name": "process_name"}, *events]})  # fmt: skip
+
+
+def test_kineto_products_attention_copies_and_collectives():
+    sdpa = [[2, 4096, 32, 128]] + [[2, 4096, 8, 128]] * 2 + [[], [], [], [], [], []]
+    text = trace(
+        op(1, *MM), kernel(1, 90.0), kernel(1, 10.0, "splitKreduce"),
+        op(2, *MM), kernel(2, 110.0),
+        op(3, "aten::baddbmm", [[8, 64, 32], [8, 64, 128], [8, 128, 32]]), kernel(3, 12.0),
+        op(4, FLASH, sdpa, [""] * 8 + ["True"]), kernel(4, 800.0, "flash_fwd_kernel"),
+        op(5, FLASH, sdpa, [""] * 8 + ["False"]), kernel(5, 1500.0, "flash_fwd_kernel"),
+        op(6, "aten::mul", [[4096], [4096]]), kernel(6, 3.0, "elementwise"), kernel(77, 5.0),
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 1, "dur": 1000.0,
+         "args": {"bytes": 25_000_000}},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "ts": 1, "dur": 9000.0,
+         "args": {"bytes": 25_000_000}},
+        *(nccl_kernel(us) for us in (60.0, 61.0, 62.0, *[900.0] * 8)),
+    )  # fmt: skip
+    found = read_output(text, "trace.json", HINTS)
+    points = {(p.kind, p.label): p for p in found.points}
+    product = next(p for p in found.points if p.kind == "gemm" and p.sizes["batch"] == 1.0)
+    assert product.sizes == {"m": 4096, "n": 8192, "k": 1024, "batch": 1}
+    assert product.seconds == pytest.approx(105e-6)  # median of two calls, one of two kernels
+    attention = points["attention_forward", ""]
+    assert (attention.seconds, attention.sizes["kv_heads"]) == (pytest.approx(800e-6), 8.0)
+    assert points["copy", "h2d"].sizes["bytes"] / points["copy", "h2d"].seconds == pytest.approx(25e9)
+    gather = points["collective", "all_gather"]
+    assert gather.sizes == {"bytes": float(2 << 23), "ranks": 8.0, "nodes": 1.0}
+    assert gather.seconds < 65e-6  # most of these kernels only waited for the others
+    left = " ".join(found.notes)
+    assert "pageable" in left
+    assert "no recorded operator launched: 1" in left
+    assert "_flash_attention_forward of unusual shape, type or mask: 1" in left
+    assert {c.device for c in found.conditions} == {"NVIDIA H100 80GB HBM3"}
+
+
+def test_ranks_of_a_trace_on_nodes():
+    far = nccl_kernel(60.0, **{"Group size": 2, "Process Group Ranks": "[0, 8]"})
+    with pytest.raises(InputError, match="share a node"):
+        read_output(trace(far), "trace.json", HINTS)
+    found = read_output(trace(far), "trace.json", Hints(date="2026-11-21", gpus_per_node=8))
+    assert (found.points[0].sizes["nodes"], found.points[0].strided) == (2.0, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            trace(op(1, *MM), kernel(1, -3.0)),
+            "traceEvents[2]: dur is -3.0",
+        ),
+        (trace(op(1, *MM), kernel(1, "90")), "dur is '90'"),
+        (trace(op(1, *MM), kernel(1, 90.0))[:-30], "not valid JSON"),
+        (trace(op(1, *MM), kernel(1, 0.001)), "no hardware exceeds"),
+        (trace(op(1, *MM)), "no product, attention, copy or collective"),
+        (trace(5), "traceEvents[1] is int"),
+        ('{"traceEvents": []}', "no traceEvents"),
+        ('{"schemaVersion": 1, "traceEvents": [{"dur": NaN}]}', "not a JSON number"),
+    ],
+)
+def test_broken_traces_are_refused(text, told):
+    with pytest.raises(InputError) as caught:
+        read_output(text, "trace.json", HINTS)
+    assert told in caught.value.message
+
+
+def test_written_measurements_read_back():
+    found = read_output(table(sweep()), "log.txt", HINTS)
+    text = write_measurements(found.conditions, found.points)
+    assert kind_of(text, "raw.jsonl") == "raw"
+    raw = read_measurements(text, "raw.jsonl")
+    assert isinstance(raw, Raw)
+    assert [(p.sizes, p.seconds) for p in raw.points] == [(p.sizes, p.seconds) for p in found.points]
+
+
+def test_command_imports_several_files_at_once(mist, tmp_path):
+    (tmp_path / "all_reduce.txt").write_text(table(sweep()))
+    (tmp_path / "net.txt").write_text(MATRIX)
+    with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
+        file.write(trace(op(1, *MM), kernel(1, 90.0)))
+    files = ["all_reduce.txt", "net.txt", "trace.json.gz"]
+    ran = mist("calibrate", "import", *files, "--out", "raw.jsonl", "--json")
+    assert (ran.code, json.loads(ran.out)["points"]) == (0, 34)
+    assert len((tmp_path / "raw.jsonl").read_text().splitlines()) == 37
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["absent.txt"], "does not exist"),
+        (["log.txt", "log.txt"], "given twice"),
+        (["log.txt", "--as", "csv"], "--as"),
+        (["log.txt", "--as", "kineto"], "line 1: not valid JSON"),
+        (["log.txt", "--collective", "broadcast"], "--collective"),
+        (["cut.gz"], "cut off or damaged"),
+        (["."], "is a directory"),
+    ],
+)
+def test_command_refuses(mist, tmp_path, arguments, told):
+    (tmp_path / "log.txt").write_text(table(sweep()))
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 1000)[:15])
+    ran = mist("calibrate", "import", *arguments, "--out", "raw.jsonl")
+    assert ran.code == 2
+    assert told in ran.err
+    assert not (tmp_path / "raw.jsonl").exists()
+    assert "Traceback" not in ran.err
