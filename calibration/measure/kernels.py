@@ -13,8 +13,8 @@ from timers import summary
 
 LAUNCHES = 200
 """Empty kernels in one sample."""
-TINY_SIDE = 64
-"""Longest side of anything in a trial on the CPU."""
+TINY_SIDES = (16, 256)
+"""Shortest and longest side of anything in a trial on the CPU; between, sides are cut to a 64th."""
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -22,7 +22,8 @@ def gemm_points(bench: Bench, shapes: Mapping[str, Any], dtype: torch.dtype) -> 
     """Products in the layout in which training runs them; the cost model's M, N, K of each."""
     seen = set()
     for item in shapes["gemm"]:
-        sizes = {name: _cut(item[name], bench) for name in ("m", "n", "k", "batch")}
+        sizes = {name: _cut(item[name], bench) for name in ("m", "n", "k")}
+        sizes["batch"] = min(int(item["batch"]), 4) if bench.tiny else int(item["batch"])
         layout = item["layout"]
         name = f"gemm {layout} {sizes['m']}x{sizes['n']}x{sizes['k']}x{sizes['batch']}"
         if name not in seen:
@@ -124,7 +125,7 @@ def memory_points(bench: Bench, shapes: Mapping[str, Any], dtype: torch.dtype) -
     for size in shapes["memory_bytes"]:
         for operator, per_element in (("layer_norm", 2), ("gelu", 2), ("add", 3), ("dropout", 2.5)):
             width = _cut(shapes["hidden"], bench)
-            wanted = min(size, 1 << 16) if bench.tiny else size
+            wanted = max(min(size >> 10, 1 << 18), 1 << 12) if bench.tiny else size
             rows = max(int(wanted / (per_element * dtype.itemsize * width)), 1)
             # A mask of a byte besides reading and writing: half an element of two bytes.
             moved = int(per_element * dtype.itemsize * rows * width)
@@ -192,7 +193,8 @@ def _adam_counts(bench: Bench) -> Sequence[int]:
 
 
 def _cut(size: int, bench: Bench) -> int:
-    return min(int(size), TINY_SIDE) if bench.tiny else int(size)
+    shortest, longest = TINY_SIDES
+    return min(max(int(size) >> 6, shortest), longest) if bench.tiny else int(size)
 
 
 def _random(shape: Sequence[int], bench: Bench, dtype: torch.dtype) -> torch.Tensor:

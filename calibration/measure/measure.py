@@ -49,6 +49,8 @@ TOGETHER = ("copies", "interference", "collectives", "host-adam")
 """These mean something else when all GPUs of a node do them at once, and that is what training does."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_S = 0.5
+TRIAL_POINTS = 12
+"""Of each kind, on the CPU."""
 SHAPES_WANTED = "wanted the shapes that `mist-megatron calibrate run --shapes-to` writes"
 LONG_S = 1e9
 
@@ -85,7 +87,7 @@ def points_of(what: str, bench: Bench, settings: Settings) -> list[Point]:
         "collectives": lambda: exchange.collective_points(bench, dtype),
         "interference": lambda: coruns.overlap_points(bench, dtype),
     }[what]()
-    return spread_out(list(found))
+    return spread_out(list(found))[: TRIAL_POINTS if bench.tiny else None]
 
 
 def measure(settings: Settings, team: Team, device: torch.device) -> Tally:
@@ -316,7 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"stopped; {options.out} keeps what was measured: run it again to go on", file=sys.stderr)
+        if not in_a_team():
+            print(f"stopped; {options.out} keeps what was measured: run it again to go on", file=sys.stderr)
         return 130
     if options.tally:
         options.tally.write_text(json.dumps(asdict(tally)), encoding="utf-8")

@@ -209,8 +209,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 def release(device: torch.device) -> None:
     """What a point held is free for the next."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
