@@ -1,38 +1,47 @@
 """Fits what no operator table holds of a GPU to measured iterations, through the cost model itself.
 
-    python calibration/fit_end_to_end.py MEASURED/end_to_end/vtrain_a100.csv [more.csv] [--turns 4]
+    python calibration/fit_end_to_end.py a100 MEASURED/end_to_end/vtrain_a100.csv \\
+        MEASURED/end_to_end/megatron_papers_a100.csv MEASURED/other/published_perf.csv
+    python calibration/fit_end_to_end.py h100 MEASURED/other/published_perf.csv
 
-Writes calibration/fitted.json (kernel and link figures, whole-layer ratios), which build_profiles.py puts
-into the profiles, and prints the host constants of Megatron's eager execution, which stand in
-mist_megatron/cost/communication.py. Physical figures first, on rows spread over the files; then the ratio of
-measured to modelled layer time by shape, of shapes with several rows.
+Writes its part of calibration/fitted.json (kernel and link figures, whole-layer ratios), which
+build_profiles.py puts into the profiles, and prints the host constants of Megatron's eager execution, which
+stand in mist_megatron/cost/communication.py. Physical figures first, on rows spread evenly over the sources,
+so that no source with many rows decides; matrix products start from, and are held near, what operator timings
+say of the chip. Then, where a source has runs without fused attention on one node, the ratio of measured to
+modelled layer time by shape, of shapes with several rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mist_megatron.calibrate.refit import FitLimits, Parameters, cross_validated, fit
+import numpy as np
+from published_rows import converted, table
+
+from mist_megatron.calibrate.refit import FitLimits, Parameters, cross_validated, fit, spread
 from mist_megatron.calibrate.rows import MeasuredRow, read_rows
-from mist_megatron.calibrate.validate import Predicted, outcomes_of, summary
+from mist_megatron.calibrate.validate import Outcome, Predicted, outcomes_of, summary
 from mist_megatron.cli.evaluators import cache_directory, profile_of
 from mist_megatron.cli.refitting import learnt_profile, predictor, with_layers
 from mist_megatron.cost import communication
-from mist_megatron.cost.evaluate import make_evaluator
+from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
+from mist_megatron.cost.grid import role_of
+from mist_megatron.cost.iteration import StageTiming, iteration_time
 from mist_megatron.cost.lookup import profile_prices
-from mist_megatron.cost.predict import job_of
-from mist_megatron.cost.predict import predict as predict_plan
+from mist_megatron.cost.predict import grid_of, job_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.profile import KernelCurves, LinkCurves, Profile, Quantity
 
 HERE = Path(__file__).resolve().parent
-GPU = "a100-sxm-80gb"
 HOST = {
     "host_s_per_launch": communication.HOST_S_PER_LAUNCH,
     "host_s_per_peer": communication.HOST_S_PER_PEER,
@@ -40,29 +49,68 @@ HOST = {
     "host_s_per_exchange": communication.HOST_S_PER_EXCHANGE,
     "host_s_per_step": communication.HOST_S_PER_STEP,
 }
-START = {
-    "gemm_peak_fraction": 0.88,
-    "gemm_half_area": 1.2e6,
-    "gemm_half_depth": 85.0,
-    "batched_gemm_peak_fraction": 0.63,
-    "batched_gemm_half_area": 4.0e6,
-    "memory_fraction": 0.65,
-    "memory_latency_s": 2.3e-6,
-    "inter_fraction": 0.85,
+SINGLE_GEMM = frozenset({"gemm_peak_fraction", "gemm_half_area", "gemm_half_depth"})
+ASIDE = ("attention_forward_fraction", "attention_backward_fraction", "attention_half_seq")
+"""Fitted along, not kept: the runs with fused attention are of 2023, with its first Triton kernels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What is fitted for one kind of GPU, and from where."""
+
+    gpus: tuple[str, ...]
+    start: Mapping[str, float]
+    held: Mapping[str, float] = field(default_factory=dict)
+    """Strength of the pull towards the start, per row."""
+    sources: tuple[str, ...]
+    host: bool = False
+    layers: bool = False
+
+
+_COMMON = {
+    "memory_latency_s": 2.5e-6,
+    "attention_forward_fraction": 0.45,
+    "attention_backward_fraction": 0.24,
+    "attention_half_seq": 550.0,
+    "inter_fraction": 0.68,
+    "inter_hop_latency_s": 2.0e-5,
 }
+CHIPS: Mapping[str, Chip] = {
+    "a100": Chip(
+        gpus=("a100-sxm-80gb", "a100-sxm-40gb"),
+        # Products of 8192 tokens reach 0.70 to 0.84 of the peak on A100-SXM4-40GB (Aceso's timings).
+        start={"gemm_peak_fraction": 0.80, "gemm_half_area": 6e5, "gemm_half_depth": 100.0,
+               "batched_gemm_peak_fraction": 0.82, "batched_gemm_half_area": 4.9e6,
+               "memory_fraction": 0.70, **_COMMON},
+        held={"gemm_peak_fraction": 2e-2, "gemm_half_area": 1e-3, "gemm_half_depth": 1e-3,
+              "memory_fraction": 1e-2},
+        sources=("vtrain_a100", "megatron_papers_a100", "llm-foundry", "sc21"),
+        host=True,
+        layers=True,
+    ),
+    "h100": Chip(
+        gpus=("h100-sxm-80gb",),
+        start={"gemm_peak_fraction": 0.68, "gemm_half_area": 2e6, "gemm_half_depth": 115.0,
+               "memory_fraction": 0.65, **_COMMON, "inter_fraction": 0.5},
+        held={"memory_fraction": 3e-2},
+        sources=("llm-foundry",),
+    ),
+}  # fmt: skip
 
 
-def shipped() -> Profile:
-    profile = profile_of(cluster_of(CATALOGUE[GPU], 8))
+def shipped(gpu: str) -> Profile:
+    """Without the layer ratios that an earlier fit learnt."""
+    profile = profile_of(cluster_of(CATALOGUE[gpu], 8))
     assert profile is not None
-    return profile
+    return with_layers(profile, {}, "fitted")
 
 
 def changed(profile: Profile, values: Parameters) -> Profile:
-    """The profile with these figures."""
+    """The profile with these figures; where it has a table of matrix products it keeps that table's curve."""
+    tabled = SINGLE_GEMM if any(item.operator == "gemm" for item in profile.tables) else frozenset()
 
     def of(kind: Any) -> dict[str, Quantity]:
-        names = {item.name for item in fields(kind)}
+        names = {item.name for item in fields(kind)} - tabled
         return {n: Quantity(value=v, source="assumed") for n, v in values.items() if n in names}
 
     kernels, links = of(KernelCurves), of(LinkCurves)
@@ -71,77 +119,159 @@ def changed(profile: Profile, values: Parameters) -> Profile:
     )
 
 
-def model(base: Profile, values: Mapping[str, float]) -> Callable[[MeasuredRow], Predicted]:
-    """A predictor under given figures and host constants."""
-    profile = changed(base, values)
-    host = {name: value for name, value in values.items() if name in HOST}
-    evaluators: dict[Any, Any] = {}
+def seconds_of(plan: Plan, evaluator: StageEvaluator) -> float:
+    """As `cost.predict.predict`, without memory and without pricing equal stages twice."""
+    found: dict[Any, StageTiming] = {}
+    timings = []
+    for position, stage in enumerate(plan.stages):
+        key = (stage, role_of(position, len(plan.stages)))
+        if key not in found:
+            factors = evaluator.factors(grid_of(plan, position))
+            layers, ckpt = np.asarray(float(stage.layers)), np.asarray(float(stage.ckpt))
+            found[key] = StageTiming(
+                stable_s=float(factors.stable.at(layers, ckpt)),
+                delta_s=float(factors.delta.at(layers, ckpt)),
+                weight_grad_s=0.0,
+            )
+        timings.append(found[key])
+    return iteration_time(timings, plan.grad_accum, plan.schedule, plan.vpp).total_s
 
-    def predict(row: MeasuredRow) -> Predicted:
-        assert row.plan is not None
-        job = job_of(row.plan)
-        if job not in evaluators:
-            prices = profile_prices(profile, job.cluster, job.training.precision)
-            made = make_evaluator(job, prices, cache=cache_directory())
-            made._context = replace(made._context, template=replace(made._context.template, **host))
-            evaluators[job] = made
-        return Predicted(
-            iteration_s=predict_plan(row.plan, evaluators[job]).iteration_s,
-            stage_peak_bytes=(),
-            extrapolated_share=0.0,
+
+class Modeller:
+    """Predictors under given figures; compiles each job once."""
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._bases = {gpu: shipped(gpu) for gpu in gpus}
+        self._compiled: dict[Any, StageEvaluator] = {}
+
+    def __call__(self, values: Parameters) -> Callable[[MeasuredRow], Predicted]:
+        profiles = {gpu: changed(base, values) for gpu, base in self._bases.items()}
+        host = {name: value for name, value in values.items() if name in HOST}
+        evaluators: dict[Any, StageEvaluator] = {}
+
+        def predict(row: MeasuredRow) -> Predicted:
+            assert row.plan is not None
+            job = job_of(row.plan)
+            if job not in evaluators:
+                profile = profiles[job.cluster.gpu.name]
+                prices = profile_prices(profile, job.cluster, job.training.precision)
+                if job not in self._compiled:
+                    self._compiled[job] = make_evaluator(job, prices, cache=cache_directory())
+                made = StageEvaluator(job, prices, self._compiled[job].stage)
+                made._context = replace(made._context, template=replace(made._context.template, **host))
+                evaluators[job] = made
+            return Predicted(
+                iteration_s=seconds_of(row.plan, evaluators[job]), stage_peak_bytes=(), extrapolated_share=0.0
+            )
+
+        return predict
+
+
+def rows_by_source(paths: Sequence[Path], chip: Chip) -> dict[str, list[MeasuredRow]]:
+    """Rows of the chip's GPUs that can be predicted, by source."""
+    found: dict[str, list[MeasuredRow]] = {}
+    for path in paths:
+        if path.name == "published_perf.csv":
+            with path.open(newline="") as file:
+                texts = [
+                    (source, table(rows)) for (source, _), rows in converted(csv.DictReader(file)).items()
+                ]
+        else:
+            texts = [(path.stem, path.read_text())]
+        for source, text in texts:
+            rows = [
+                row
+                for row in read_rows(text, source)
+                if row.plan is not None and row.measured_s and row.plan.cluster.gpu.name in chip.gpus
+            ]
+            if source in chip.sources and rows:
+                found.setdefault(source, []).extend(rows)
+    return found
+
+
+def told_by_source(
+    rows: Mapping[str, Sequence[MeasuredRow]], predict: Callable[[MeasuredRow], Predicted]
+) -> None:
+    for source, own in rows.items():
+        ratios = np.array([predict(row).iteration_s / (row.measured_s or 1.0) for row in own])
+        print(f"  {source}: {len(own)} rows, error {np.mean(np.abs(ratios - 1)):.1%}, "
+              f"bias {np.mean(ratios - 1):+.1%}", flush=True)  # fmt: skip
+
+
+def layer_part(base: Profile, rows: Sequence[MeasuredRow]) -> tuple[list[list[float]], float]:
+    """Whole-layer ratios of a profile's own rows, and their error on groups that they have not seen."""
+    marked = with_layers(base, {(1.0,) * 5: (1.0, 0)}, "assumed")
+    own = [row for row in rows if row.plan is not None and row.plan.target == "megatron"]
+    learnt, ratios = learnt_profile(marked, own)
+    outcomes: tuple[Outcome, ...] = outcomes_of(own, "all", predictor({base.gpu: learnt}))
+    unseen = cross_validated(
+        outcomes, lambda seen: predictor({base.gpu: learnt_profile(marked, seen)[0]}), print
+    )
+    found, honest = summary(outcomes), summary(unseen)
+    print(f"layers: error {found['time_mape']:.2%}, on unseen groups {honest['time_mape']:.2%}")
+    layers = [[*shape, float(f"{r:.4g}")] for shape, (r, _) in sorted(ratios.items())]
+    return layers, float(honest["time_mape"])
+
+
+def fitted_part(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: Any) -> dict[str, Any]:
+    """What stands under the chip's name in fitted.json."""
+    modeller = Modeller(chip.gpus)
+    used = [row for own in rows.values() for row in spread(own, options.rows)]
+    start = {**chip.start, **(HOST if chip.host else {})}
+    limits = FitLimits(
+        iterations=options.turns, rows=len(used), told=lambda text: print(text, flush=True), held=chip.held
+    )
+    values = fit(modeller, start, used, limits)
+    for name in HOST if chip.host else ():
+        print(f"{name.upper()} = {values[name]:.3g}")
+    told_by_source(rows, modeller(values))
+    groups = [row for row in used if row.plan is not None]
+    outcomes = tuple(outcomes_of(groups, "all", modeller(values)))
+    error = summary(outcomes)["time_mape"]
+    if options.folds > 1:
+        unseen = cross_validated(
+            outcomes,
+            lambda seen: modeller(fit(modeller, start, list(seen), limits)),
+            print,
+            folds=options.folds,
         )
+        error = summary(unseen)["time_mape"]
+        print(f"figures: on unseen groups {error:.2%}")
+    print("aside: " + ", ".join(f"{name} {values[name]:.3g}" for name in ASIDE))
+    figures = {n: float(f"{v:.4g}") for n, v in values.items() if n not in HOST and n not in ASIDE}
+    part: dict[str, Any] = {
+        "source": "measured iterations, through this cost model: " + ", ".join(sorted(rows)),
+        "gpus": list(chip.gpus),
+        "rows": sum(len(own) for own in rows.values()),
+        "cross_validated_error": round(error, 4),
+        "figures": figures,
+    }
+    if chip.layers:
+        base = changed(shipped(chip.gpus[0]), figures)
+        part["layers"], part["layers_cross_validated_error"] = layer_part(
+            base, [row for own in rows.values() for row in own if _is_first(row, chip)]
+        )
+    return part
 
-    return predict
+
+def _is_first(row: MeasuredRow, chip: Chip) -> bool:
+    return row.plan is not None and row.plan.cluster.gpu.name == chip.gpus[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("chip", choices=sorted(CHIPS))
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=120)
+    parser.add_argument("--rows", type=int, default=75, help="most rows of one source that are fitted to")
+    parser.add_argument("--folds", type=int, default=1, help="also fit with groups left out")
     parser.add_argument("--out", type=Path, default=HERE / "fitted.json")
-    parser.add_argument("--layers-only", action="store_true", help="keep the figures of the shipped profile")
     options = parser.parse_args()
-    rows = [
-        row
-        for path in options.files
-        for row in read_rows(path.read_text(), path.name)
-        if row.plan is not None and row.plan.cluster.gpu.name == GPU and row.plan.target == "megatron"
-    ]
-    base = with_layers(shipped(), {}, "fitted")
-    known = json.loads(options.out.read_text())["a100"] if options.out.is_file() else {}
-    values: dict[str, float] = dict(known.get("figures", {}))
-    if not options.layers_only:
-        limits = FitLimits(
-            iterations=options.turns, rows=options.rows, told=lambda text: print(text, flush=True)
-        )
-        values = fit(lambda at: model(base, at), {**START, **HOST}, rows, limits)
-        for name in HOST:
-            print(f"{name.upper()} = {values.pop(name):.3g}", flush=True)
-    figures = {name: float(f"{value:.4g}") for name, value in values.items()}
-    print(f"figures: {json.dumps(figures)}", flush=True)
-    marked = with_layers(changed(base, figures), {(1.0,) * 5: (1.0, 0)}, "assumed")
-    learnt, ratios = learnt_profile(marked, rows)
-    outcomes = outcomes_of(rows, "all", predictor({GPU: learnt}))
-    print(
-        f"error {summary(outcomes)['time_mape']:.2%}; layers: "
-        + json.dumps([[*shape, float(f"{r:.4g}")] for shape, (r, _) in sorted(ratios.items())]),
-        flush=True,
-    )
-    unseen = cross_validated(outcomes, lambda seen: predictor({GPU: learnt_profile(marked, seen)[0]}), print)
-    found, honest = summary(outcomes), summary(unseen)
-    print(f"error {found['time_mape']:.2%}, on unseen groups {honest['time_mape']:.2%}")
-    document = {
-        "a100": {
-            "source": "iterations of Megatron runs on A100, through this cost model: "
-            + ", ".join(path.name for path in options.files),
-            "rows": len(rows),
-            "cross_validated_error": round(honest["time_mape"], 4),
-            "figures": figures,
-            "layers": [[*shape, float(f"{r:.4g}")] for shape, (r, _) in sorted(ratios.items())],
-        }
-    }
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    chip = CHIPS[options.chip]
+    rows = rows_by_source(options.files, chip)
+    known = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    known[options.chip] = fitted_part(chip, rows, options)
+    options.out.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

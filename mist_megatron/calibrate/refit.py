@@ -7,7 +7,7 @@ measured time, with weights that keep single odd rows from pulling, and a weak p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,8 @@ class FitLimits:
     rows: int = 120
     """Rows that are fitted to, spread evenly over those given; the rest only judges."""
     told: Callable[[str], None] = lambda text: None
+    held: Mapping[str, float] = field(default_factory=dict)
+    """Parameters that are pulled towards their start more than others, and how much."""
 
 
 def fit(model: Model, start: Parameters, rows: Sequence[MeasuredRow], limits: FitLimits) -> dict[str, float]:
@@ -50,29 +52,29 @@ def fit(model: Model, start: Parameters, rows: Sequence[MeasuredRow], limits: Fi
         predict = model(dict(zip(names, np.exp(at).tolist(), strict=True)))
         return np.log([predict(row).iteration_s for row in chosen]) - measured
 
+    def cost(at: Array, errors: Array) -> float:
+        away = at - origin
+        return float(np.sum(np.sqrt(1.0 + (errors / OUTLIER) ** 2)) + 0.5 * away @ pull @ away / OUTLIER**2)
+
+    pull = len(chosen) * np.diag([limits.held.get(name, PULL) for name in names])
     theta, damping = origin.copy(), 1e-2
     errors = residual(theta)
     for turn in range(limits.iterations):
         columns = [(residual(theta + STEP * unit) - errors) / STEP for unit in np.eye(len(names))]
         jacobian = np.stack(columns, axis=1)
         weights = 1.0 / np.sqrt(1.0 + (errors / OUTLIER) ** 2)
-        pull = PULL * len(chosen) * np.eye(len(names))
         normal = (jacobian.T * weights) @ jacobian + pull
         slope = (jacobian.T * weights) @ errors + pull @ (theta - origin)
         for _ in range(4):
             move = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slope)
             tried = theta + np.clip(move, -1.0, 1.0)
             tried_errors = residual(tried)
-            if _cost(tried_errors) < _cost(errors):
+            if cost(tried, tried_errors) < cost(theta, errors):
                 theta, errors, damping = tried, tried_errors, damping * 0.3
                 break
             damping *= 10.0
         limits.told(f"turn {turn + 1}: mean error {np.mean(np.abs(np.expm1(errors))):.2%}")
     return dict(zip(names, np.exp(theta).tolist(), strict=True))
-
-
-def _cost(errors: Array) -> float:
-    return float(np.sum(np.sqrt(1.0 + (errors / OUTLIER) ** 2)))
 
 
 def spread(rows: Sequence[MeasuredRow], most: int) -> list[MeasuredRow]:

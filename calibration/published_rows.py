@@ -1,0 +1,135 @@
+"""Published training runs as measured rows, in the layout that `mist-megatron validate` reads.
+
+    python calibration/published_rows.py MEASURED/other/published_perf.csv --out DIR
+
+Takes the dense runs whose every parallel setting is stated (tier A) on GPUs of the catalogue, from sources
+whose framework is one that is modelled, and writes one CSV per source and GPU: runs.SOURCE.GPU.csv. What a
+source does not print is what its program does by default, as said beside each source below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+COLUMNS = (
+    "id", "source", "gpu", "nodes", "gpus_per_node", "framework", "model", "family", "layers", "hidden",
+    "ffn_hidden", "heads", "kv_heads", "vocab", "tied_embeddings", "linear_bias", "seq_len", "global_batch",
+    "micro_batch", "dp", "tp", "pp", "vpp", "cp", "sequence_parallel", "schedule", "zero", "recompute",
+    "flash_attention", "precision", "dropout", "comm_overlap", "grad_bytes", "measured_s", "group", "note",
+)  # fmt: skip
+GPUS: Mapping[str, str] = {
+    "H100-80 SXM": "h100-sxm-80gb",
+    "A100-80 SXM": "a100-sxm-80gb",
+    "A100-40 SXM": "a100-sxm-40gb",
+    "A100-80 SXM (Selene)": "a100-sxm-80gb",
+    "A100-80 SXM (Jean Zay)": "a100-sxm-80gb",
+}
+NETWORK_GB_PER_S: Mapping[str, int] = {
+    "8x200Gb HDR IB/node, NVLink3": 200,
+    "8x200Gb HDR IB/node": 200,
+    "1600Gb/node RoCE": 200,
+    "4x100Gb Omni-Path/node, NVLink3": 50,
+    "4x100Gb Omni-Path/node": 50,
+}
+"""GB/s per node; the catalogue's usual network where the source is silent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What all runs of one publication have in common."""
+
+    begins: str
+    """How its name begins."""
+    short: str
+    framework: str
+    flash_attention: bool
+    linear_bias: bool
+    dropout: float
+    grad_bytes: int
+
+
+SOURCES = (
+    # MPT models: FlashAttention, no biases, no dropout; gradients reduced in 4 bytes unless marked PURE.
+    Source(begins="MosaicML llm-foundry", short="llm-foundry", framework="fsdp", flash_attention=True,
+           linear_bias=False, dropout=0.0, grad_bytes=4),
+    # Megatron-LM of 2021: unfused attention, dropout 0.1, gradients in 4 bytes.
+    Source(begins="Megatron-LM SC21", short="sc21", framework="megatron-lm", flash_attention=False,
+           linear_bias=True, dropout=0.1, grad_bytes=4),
+    # Megatron-DeepSpeed pipelines with ZeRO 1, the same kernels.
+    Source(begins="BigScience tr11-176B", short="bigscience", framework="megatron-deepspeed",
+           flash_attention=False, linear_bias=True, dropout=0.0, grad_bytes=4),
+    Source(begins="BLOOM", short="bigscience", framework="megatron-deepspeed", flash_attention=False,
+           linear_bias=True, dropout=0.0, grad_bytes=4),
+    Source(begins="MT-NLG", short="mt-nlg", framework="megatron-deepspeed", flash_attention=False,
+           linear_bias=True, dropout=0.1, grad_bytes=4),
+)  # fmt: skip
+
+
+def converted(runs: Iterable[Mapping[str, str]]) -> dict[tuple[str, str], list[dict[str, str]]]:
+    """Rows by (source, GPU); runs that cannot be expressed are left out."""
+    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for run in runs:
+        source = next((item for item in SOURCES if run["source"].startswith(item.begins)), None)
+        gpu = GPUS.get(run["hardware"])
+        if source is None or gpu is None or run["tier"] != "A":
+            continue
+        gpus = int(run["n_gpus"])
+        per_node = min(int(run["gpus_per_node"]), gpus)
+        if gpus % per_node == 0:
+            row = _row(run, source, gpu, gpus // per_node, per_node)
+            found.setdefault((source.short, gpu), []).append(row)
+    return found
+
+
+def _row(run: Mapping[str, str], source: Source, gpu: str, nodes: int, per_node: int) -> dict[str, str]:
+    vpp = int(run["vpp"] or 1)
+    network = NETWORK_GB_PER_S.get(run["interconnect"])
+    sharded = run["zero_or_fsdp"]
+    zero = 3 if "FULL_SHARD" in sharded else 2 if "SHARD_G" in sharded else 1 if "ZeRO-1" in sharded else 0
+    pure = "mp mode PURE" in run["note"]
+    return {
+        "id": run["row_id"], "source": run["source"], "gpu": gpu, "nodes": str(nodes),
+        "gpus_per_node": str(per_node), "framework": source.framework, "model": run["model"], "family": "gpt",
+        "layers": run["layers"], "hidden": run["hidden"], "ffn_hidden": run["ffn"], "heads": run["heads"],
+        "kv_heads": run["kv_heads"], "vocab": run["vocab"], "tied_embeddings": "1",
+        "linear_bias": str(int(source.linear_bias)), "seq_len": run["seq"], "global_batch": run["gbs"],
+        "micro_batch": run["mbs"], "dp": run["dp"], "tp": run["tp"], "pp": run["pp"], "vpp": str(vpp),
+        "cp": run["cp"] or "1", "sequence_parallel": "0", "schedule": "interleaved" if vpp > 1 else "1f1b",
+        "zero": str(zero), "recompute": run["recompute"], "flash_attention": str(int(source.flash_attention)),
+        "precision": "bf16" if "bf16" in run["precision"] else "fp16", "dropout": str(source.dropout),
+        "comm_overlap": "none", "grad_bytes": "2" if pure else str(source.grad_bytes),
+        "measured_s": run["step_time_s"], "group": f"{source.short} {run['model']} {run['seq']}",
+        "note": f"({network} GB/s per node)" if network else "",
+    }  # fmt: skip
+
+
+def table(rows: Iterable[Mapping[str, str]]) -> str:
+    """As CSV text."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    with options.runs.open(newline="") as file:
+        found = converted(csv.DictReader(file))
+    options.out.mkdir(parents=True, exist_ok=True)
+    for (source, gpu), rows in sorted(found.items()):
+        path = options.out / f"runs.{source}.{gpu}.csv"
+        path.write_text(table(rows))
+        print(f"{path.name}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()
