@@ -29,7 +29,7 @@ class StepResult:
     loss: float
     """Mean over the micro-batches and over the data ranks of the last stage."""
     grad_norm: float
-    """Of the whole model, before clipping."""
+    """Of the whole model, before clipping; 0 for a skipped step."""
     updated: bool
     """False when a gradient was infinite or NaN and the step was skipped."""
 
@@ -66,7 +66,7 @@ def train_step(
         forward_only=False,
     )
     updated, norm, _ = optimizer.step()
-    return StepResult(mean_loss(reported, built), float(norm), bool(updated))
+    return StepResult(mean_loss(reported, built), float(norm or 0.0), bool(updated))
 
 
 def mean_loss(reported: list[dict[str, Any]], built: BuiltGrids) -> float:

@@ -121,16 +121,14 @@ def build_stage_grids(document: Mapping[str, Any], **settings: Any) -> BuiltGrid
 
 def _groups(parallel_state: Any) -> dict[str, Any]:
     """The module-level state that initialize_model_parallel writes."""
-    return {
-        name: value for name, value in vars(parallel_state).items() if name[:1] == "_" and name.isupper()
-    }
+    return {name: value for name, value in vars(parallel_state).items() if name[:1] == "_" and name.isupper()}
 
 
 def _span_stages(parallel_state: Any, grids: StageGrids, rank: int) -> None:
     """Groups across stages, which a call for one stage alone could not make."""
     for ranks in grids.pipelines():
         group = parallel_state.create_group(list(ranks), group_desc="PIPELINE_MODEL_PARALLEL_GROUP")
-        if rank in ranks and parallel_state._PIPELINE_GLOBAL_RANKS == [rank]:
+        if rank in ranks and [rank] == parallel_state._PIPELINE_GLOBAL_RANKS:
             parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = group
             parallel_state._PIPELINE_GLOBAL_RANKS = list(ranks)
     everyone = list(range(grids.world_size))
@@ -169,6 +167,7 @@ def hook_stage_grids(document: Mapping[str, Any]) -> Callable[[], None]:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.pipeline_parallel import schedules
+
     from mist_patches.megatron_grids_pipeline import GridCommunicator
 
     grids = read_grids(document)

@@ -32,8 +32,9 @@ class Case:
     native: bool = False
     micro_batches: int = 4
     steps: int = 8
+    first_step: int = 0
     sequence_parallel: bool = False
-    bf16: bool = False
+    dtype: str = "float32"
     overlap: bool = False
     tied: bool = False
     per_token: bool = False
@@ -41,7 +42,9 @@ class Case:
     without: list[str] = field(default_factory=list)
     """Essential lines to take out: share, count, norm."""
     infinite_at: int | None = None
-    """Step at whose start one gradient of the first stage becomes infinite."""
+    """Step in which one gradient of one rank of the first stage becomes infinite."""
+    evaluate_at: int | None = None
+    """Step before which the model is evaluated, forward only."""
     save: str | None = None
     load: str | None = None
     parameters: str | None = None
@@ -127,7 +130,8 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
         else None,
         pipeline_dtype=dtype,
         params_dtype=dtype,
-        bf16=case.bf16,
+        bf16=case.dtype == "bfloat16",
+        fp16=case.dtype == "float16",
         hidden_dropout=0.0,
         attention_dropout=0.0,
         recompute_granularity="full" if recompute else None,
@@ -164,6 +168,12 @@ def named(model: Any) -> dict[str, Any]:
         local = re.match(r"decoder\.layers\.\d+\.", name)
         found[name.replace(local.group(), f"layer{numbers[local.group()]}.") if local else name] = parameter
     return found
+
+
+def unwrapped(model: Any) -> Any:
+    from megatron.core.utils import get_attr_wrapped_model
+
+    return get_attr_wrapped_model(model, "decoder", return_model_obj=True)
 
 
 def set_weights(model: Any, tp: int) -> None:
@@ -217,7 +227,9 @@ def build_model(case: Case, config: Any) -> Any:
         overlap_param_gather=case.overlap and zero == 1,
         grad_reduce_in_fp32=True,
     )
-    return DistributedDataParallel(config, ddp, Float16Module(config, model) if case.bf16 else model)
+    return DistributedDataParallel(
+        config, ddp, model if case.dtype == "float32" else Float16Module(config, model)
+    )
 
 
 def build_optimizer(case: Case, stage: int, model: Any, dtype: Any) -> Any:
@@ -230,7 +242,9 @@ def build_optimizer(case: Case, stage: int, model: Any, dtype: Any) -> Any:
             lr=3e-3,
             weight_decay=0.01,
             clip_grad=1.0,
-            bf16=case.bf16,
+            bf16=case.dtype == "bfloat16",
+            fp16=case.dtype == "float16",
+            initial_loss_scale=1024.0,
             params_dtype=dtype,
             use_distributed_optimizer=zero == 1,
             overlap_param_gather=case.overlap and zero == 1,
@@ -270,30 +284,39 @@ def forward_step(iterator: Any, module: Any) -> Any:
     return output, loss
 
 
-def native_step(data: Any, model: Any, optimizer: Any, batch: tuple[int, int]) -> tuple[float, float, bool]:
-    """The same step in Megatron's own words, for the reference."""
-    import torch
-    from megatron.core import parallel_state as ps
+def schedule(case: Case, stage: int, model: Any, data: Any, *, forward_only: bool) -> list[Any]:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    model.zero_grad_buffer()
-    optimizer.zero_grad()
-    reported = get_forward_backward_func()(
+    return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data,
         model=model,
-        num_microbatches=batch[0],
+        num_microbatches=case.micro_batches,
         seq_length=SEQ,
-        micro_batch_size=batch[1],
-        forward_only=False,
+        micro_batch_size=case.stages[stage][3],
+        forward_only=forward_only,
     )
+
+
+def mean_loss(reported: list[Any]) -> float:
+    """Over micro-batches and data ranks, known on the last stage."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    if not reported:
+        return 0.0
+    total = torch.tensor([sum(float(entry["loss"]) for entry in reported) / len(reported)])
+    torch.distributed.all_reduce(total, group=ps.get_data_parallel_group())
+    return float(total) / ps.get_data_parallel_world_size()
+
+
+def native_step(case: Case, stage: int, model: Any, optimizer: Any, data: Any) -> tuple[float, float, bool]:
+    """One step in Megatron's own words, for the reference."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    reported = schedule(case, stage, model, data, forward_only=False)
     updated, norm, _ = optimizer.step()
-    loss = sum(float(entry["loss"]) for entry in reported) / len(reported) if reported else 0.0
-    total = torch.tensor([loss])
-    if reported:
-        torch.distributed.all_reduce(total, group=ps.get_data_parallel_group())
-        total /= ps.get_data_parallel_world_size()
-    return float(total), float(norm), bool(updated)
+    return mean_loss(reported), float(norm or 0.0), bool(updated)
 
 
 def train(case: Case, stage: int, model: Any, optimizer: Any) -> dict[str, list[Any]]:
@@ -305,22 +328,24 @@ def train(case: Case, stage: int, model: Any, optimizer: Any) -> dict[str, list[
     if case.overlap:
         config.no_sync_func = model.no_sync
     size = case.stages[stage][3]
-    result: dict[str, list[Any]] = {"losses": [], "norms": [], "updated": []}
-    start = case.steps if case.load else 0
-    for step in range(start, start + case.steps):
+    result: dict[str, list[Any]] = {"losses": [], "norms": [], "updated": [], "evaluated": []}
+    for step in range(case.first_step, case.first_step + case.steps):
         for group in optimizer.param_groups:  # warm-up: a schedule that a stale rate would show
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 4)
+        if step == case.evaluate_at:
+            reported = schedule(case, stage, model, micro_batches(case, stage, 1000), forward_only=True)
+            result["evaluated"].append(mean_loss(reported))
         poison(case, stage, step, model)
         data = micro_batches(case, stage, step)
         if case.native or len(case.stages) == 1:
-            done = native_step(data, model, optimizer, (case.micro_batches, size))
+            done = native_step(case, stage, model, optimizer, data)
         else:
             from mist_patches.megatron_grids_training import Batch, train_step
 
             taken = train_step(forward_step, data, model, optimizer, Batch(case.micro_batches, size, SEQ))
             done = (taken.loss, taken.grad_norm, taken.updated)
-        for values, value in zip(result.values(), done, strict=True):
-            values.append(value)
+        for name, value in zip(("losses", "norms", "updated"), done, strict=True):
+            result[name].append(value)
     return result
 
 
@@ -340,7 +365,7 @@ def keep_parameters(case: Case, stage: int, model: Any) -> None:
     import torch
     from megatron.core import parallel_state as ps
 
-    inner = model.module.module if case.bf16 else model.module
+    inner = unwrapped(model)
     tp = case.stages[stage][2]
     kept = {
         name: (
@@ -367,7 +392,7 @@ def checkpoint(case: Case, model: Any, optimizer: Any, *, loading: bool) -> dict
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
     }
-    inner = model.module.module if case.bf16 else model.module
+    inner = unwrapped(model)
     state = {"model": inner.sharded_state_dict(metadata=metadata)}
     state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=metadata)
     return state
@@ -395,12 +420,11 @@ def begin_states(optimizer: Any) -> None:
 
 
 def load(case: Case, model: Any, optimizer: Any) -> None:
-    import torch
     from megatron.core import dist_checkpointing
 
     begin_states(optimizer)
     state = dist_checkpointing.load(checkpoint(case, model, optimizer, loading=True), case.load)
-    inner = model.module.module if case.bf16 else model.module
+    inner = unwrapped(model)
     inner.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     for loaded in optimizer.chained_optimizers:
@@ -426,7 +450,7 @@ def run(case: Case, folder: str, number: int) -> dict[str, Any]:
     try:
         stage = initialize(case)
         model_parallel_cuda_manual_seed(1234)
-        dtype = torch.bfloat16 if case.bf16 else torch.float32
+        dtype = getattr(torch, case.dtype)
         model = build_model(case, build_config(case, stage, dtype))
         optimizer = build_optimizer(case, stage, model, dtype)
         if case.load:
@@ -434,6 +458,8 @@ def run(case: Case, folder: str, number: int) -> dict[str, Any]:
         result: dict[str, Any] = train(case, stage, model, optimizer)
     except PatchRefused as refused:
         return {"stage": stage, "refused": str(refused)}
+    if case.overlap:  # the last gather waits for a next forward that does not come
+        model.start_param_sync(force_sync=True)
     if case.parameters:
         keep_parameters(case, stage, model)
     if case.save:
