@@ -318,10 +318,10 @@ def test_command_imports_several_files_at_once(mist, tmp_path):
         (["."], "is a directory"),
     ],
 )
-def test_command_refuses(mist, tmp_path, arguments, told):
+def test_command_refuses(ran_here, tmp_path, arguments, told):
     (tmp_path / "log.txt").write_text(table(sweep()))
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 1000)[:15])
-    ran = mist("calibrate", "import", *arguments, "--out", "raw.jsonl")
+    ran = ran_here("calibrate", "import", *arguments, "--out", "raw.jsonl")
     assert ran.code == 2
     assert told in ran.err
     assert not (tmp_path / "raw.jsonl").exists()
