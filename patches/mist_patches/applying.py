@@ -31,6 +31,16 @@ PATCHES: Mapping[str, Callable[[Mapping[str, Any]], Undo]] = {
 """Name in stages.json -> what applies it to this rank, given its stage."""
 
 
+def _stage_grids(document: Mapping[str, Any]) -> Undo:
+    from mist_patches.megatron_stage_grids import apply_stage_grids
+
+    return apply_stage_grids(document)
+
+
+WHOLE_PLAN_PATCHES: Mapping[str, Callable[[Mapping[str, Any]], Undo]] = {"stage_grids": _stage_grids}
+"""Name in stages.json -> what applies it to this rank, given the whole document."""
+
+
 def apply(path: str | os.PathLike[str]) -> list[Undo]:
     """Apply what the plan needs on this rank; returns the functions that undo it. Twice does no harm.
 
@@ -38,11 +48,12 @@ def apply(path: str | os.PathLike[str]) -> list[Undo]:
     know is refused: training without it would not be the plan.
     """
     document = read_stages(path)
-    unknown = [name for name in document["patches"] if name not in PATCHES]
+    known = {**PATCHES, **WHOLE_PLAN_PATCHES}
+    unknown = [name for name in document["patches"] if name not in known]
     if unknown:
-        raise PatchRefused(f"{path} names the patch {unknown[0]!r}; this version knows {', '.join(PATCHES)}")
+        raise PatchRefused(f"{path} names the patch {unknown[0]!r}; this version knows {', '.join(known)}")
     stage = apply_stage_arguments(document)
-    undone = [PATCHES[name](stage) for name in document["patches"]]
+    undone = [known[name](document if name in WHOLE_PLAN_PATCHES else stage) for name in document["patches"]]
     log.info(
         "rank %s, stage %s: %s", os.environ["RANK"], stage["stage"], ", ".join(document["patches"]) or "none"
     )

@@ -15,7 +15,7 @@ from mist_patches.megatron_stage_grids import BuiltGrids, built_grids
 
 @dataclass(frozen=True)
 class Batch:
-    """Sizes of one step on this rank: micro-batches per step, sequences per micro-batch, tokens per sequence."""
+    """Sizes of one step on this rank: micro-batches, sequences of a micro-batch, tokens of a sequence."""
 
     micro_batches: int
     micro_batch: int
@@ -70,7 +70,7 @@ def train_step(
 
 
 def mean_loss(reported: list[dict[str, Any]], built: BuiltGrids) -> float:
-    """The step's loss on every rank: each data rank of the last stage gives its mean once, the others zero."""
+    """The step's loss on every rank: each data rank of the last stage gives its mean once."""
     import torch
 
     last = built.grids.stages[-1]
@@ -84,9 +84,9 @@ def mean_loss(reported: list[dict[str, Any]], built: BuiltGrids) -> float:
 def checkpoint_metadata() -> dict[str, Any]:
     """What `sharded_state_dict` of model and optimizer must be told so that any grid can read the checkpoint.
 
-    By default Megatron stacks equal layers into one tensor, all of whose shards must have one shape; layers of
-    stages with different tensor-parallel sizes do not. Named by layer they are independent. The distributed
-    optimizer's states likewise follow the parameter, not the bucket they lie in.
+    By default Megatron stacks equal layers into one tensor, all of whose shards must have one shape; layers
+    of stages with different tensor-parallel sizes do not. Named by layer they are independent. The
+    distributed optimizer's states likewise follow the parameter, not the bucket they lie in.
     """
     return {
         "non_homogeneous_layers": True,

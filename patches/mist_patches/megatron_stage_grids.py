@@ -16,6 +16,7 @@ Tested with megatron-core 0.19.2.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +134,7 @@ def _span_stages(parallel_state: Any, grids: StageGrids, rank: int) -> None:
             parallel_state._PIPELINE_GLOBAL_RANKS = list(ranks)
     everyone = list(range(grids.world_size))
     group = parallel_state.create_group(everyone, group_desc="MODEL_PARALLEL_GROUP")
-    # The norm, overflow flags and "did all succeed" are reduced over these two: plain and distributed optimizer.
+    # Norm, overflow flags and "did all succeed" are reduced over these two, by plain and distributed optimizer.
     parallel_state._MODEL_PARALLEL_GROUP = group
     parallel_state._MODEL_PARALLEL_GLOBAL_RANKS = everyone
     parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = group
@@ -155,7 +156,7 @@ def _bridges(grids: StageGrids) -> tuple[Any, ...]:
     sequence_batch_hidden = {"s": 0, "b": 1, "h": 2}
     return tuple(
         BridgeCommunicator(one, two, dim_mapping=sequence_batch_hidden)
-        for one, two in zip(shapes, shapes[1:], strict=False)
+        for one, two in itertools.pairwise(shapes)
     )
 
 
@@ -194,6 +195,19 @@ def hook_stage_grids(document: Mapping[str, Any]) -> Callable[[], None]:
         for back in undone:
             back()
         _built.clear()
+
+    return undo
+
+
+def apply_stage_grids(document: Mapping[str, Any]) -> Callable[[], None]:
+    """Everything for `pretrain()`: megatron-core's hooks and those of its arguments and checkpoints."""
+    from mist_patches.megatron_grids_arguments import hook_arguments
+
+    undone = [hook_stage_grids(document), hook_arguments(document)]
+
+    def undo() -> None:
+        for back in undone:
+            back()
 
     return undo
 

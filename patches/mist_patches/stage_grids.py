@@ -6,6 +6,8 @@ What runs on it is in megatron_stage_grids.py.
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +71,11 @@ class StageGrids:
         return " -> ".join(f"dp{grid.dp} x tp{grid.tp}" for grid in self.stages)
 
 
+def rank_of_environment() -> int:
+    """This process's rank before torch.distributed is there; the stage arguments have set it."""
+    return int(os.environ["RANK"])
+
+
 def read_grids(document: Mapping[str, Any]) -> StageGrids:
     """The grids of stages.json; refuses what the bridge between two grids cannot carry."""
     if document["virtual_pipeline"] != 1:
@@ -118,7 +125,7 @@ def _check_neighbours(grids: StageGrids) -> None:
                 f"stage_grids: stages[{grid.stage}] takes micro_batch * dp = {grid.micro_batch} * {grid.dp} "
                 f"sequences at a time, stages[0] {first.micro_batch} * {first.dp}; wanted the same"
             )
-    for one, two in zip(grids.stages, grids.stages[1:], strict=False):
+    for one, two in itertools.pairwise(grids.stages):
         if one.dp % two.dp and two.dp % one.dp:
             raise PatchRefused(
                 f"stage_grids: dp is {one.dp} on stage {one.stage} and {two.dp} on stage {two.stage}; "

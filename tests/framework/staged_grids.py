@@ -1,7 +1,8 @@
 """Trains a tiny Megatron-core GPT whose stages have different grids, and prints what it did per rank.
 
-A program of its own (`python staged_grids.py FOLDER '[{"stages": [...], ...}]'`), because the CPU shim rewires
-torch for the whole process; one start runs many cases, since importing takes longer than training. With one stage, or with `native`, Megatron runs as it is: that is the reference.
+A program of its own (`python staged_grids.py FOLDER '[{"stages": [...], ...}]'`), because the CPU shim
+rewires torch for the whole process; one start runs many cases, since importing takes longer than
+training. With one stage, or with `native`, Megatron runs as it is: that is the reference.
 Weights depend on a parameter's global name only and data on the sample's number, so that any grid starts
 from the same model and sees the same batches.
 """

@@ -177,7 +177,7 @@ def test_without_the_essential_line_it_fails(results: dict[str, dict], line: str
 
 @pytest.mark.parametrize("name", ["resumed alone", "resumed native", "resumed on grids"])
 def test_checkpoint_of_grids_resumes_on_another_layout(results: dict[str, dict], name: str) -> None:
-    """Saved after 8 steps on tp2 -> dp2 with the distributed optimizer; states included, or losses would part."""
+    """Saved after 8 steps on tp2 -> dp2, distributed optimizer; without its states the losses would part."""
     alone, found = results["alone"]["last"], results[name]["last"]
     assert found["losses"] == pytest.approx(alone["losses"][8:], abs=2e-5)
     assert found["norms"] == pytest.approx(alone["norms"][8:], rel=1e-4)
