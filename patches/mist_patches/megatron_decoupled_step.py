@@ -1,25 +1,29 @@
 """Decoupled optimizer steps for Megatron-core: each layer is stepped right before its next forward pass.
 
-Why: Megatron steps all layers at once between two iterations, when nothing else runs. Taken layer by layer in the
-first forward pass of the next iteration, the update of a layer (on the host with optimizer offload), the copies it
-needs and the gather of its parameters run beside the forward pass of the layers before it.
+Why: Megatron steps all layers at once between two iterations, when nothing else runs. Taken layer by layer
+in the first forward pass of the next iteration, the update of a layer (on the host with optimizer offload),
+the copies it needs and the gather of its parameters run beside the forward pass of the layers before it.
 
-What: `optimizer.step()` does all that decides the step - unscaling, the search for inf and NaN, the global norm,
-clipping - and returns as before, but keeps the update pending (`megatron_unit_steps`). A hook before each layer's
-forward takes its part and gathers its parameters. Until then its gradients stay in Megatron's buffer: zeroing skips
-them, and they are zeroed after the update. Learning rate and weight decay are those of the moment of `step()`.
+What: `optimizer.step()` does all that decides the step - unscaling, the search for inf and NaN, the global
+norm, clipping - and returns as before, but keeps the update pending (`megatron_unit_steps`). A hook before
+each layer's forward takes its part and gathers its parameters. Until then its gradients stay in Megatron's
+buffer: zeroing skips them, and they are zeroed after the update. Learning rate and weight decay are those
+of the moment of `step()`.
 
-No rollback: the paper steps optimistically and takes the step back when the global norm turns out invalid. In
-Megatron the norm is reduced within `step()`, before this patch acts, so a step that must not be taken is never
-begun. What this costs is the latency of one scalar reduction per iteration: under 1F1B the stage whose backward
-pass ends last is the first, which also starts the next iteration, so no rank could have started earlier.
+No rollback: the paper steps optimistically and takes the step back when the global norm turns out invalid.
+In Megatron the norm is reduced within `step()`, before this patch acts, so a step that must not be taken is
+never begun. What this costs is the latency of one scalar reduction per iteration: under 1F1B the stage
+whose backward pass ends last is the first, which also starts the next iteration, so no rank could have
+started earlier.
 
-Everything pending is taken before a checkpoint is read off or put into model or optimizer, before gradients are
-read again, and at the end of a chunk's forward pass (modules that did not run). Evaluation needs nothing: its
-forward passes meet the same hooks. Who reads parameters otherwise calls `flush_pending_steps()` first.
+Everything pending is taken before a checkpoint is read off or put into model or optimizer, before gradients
+are read again, and at the end of a chunk's forward pass (modules that did not run). Evaluation needs
+nothing: its forward passes meet the same hooks. Who reads parameters otherwise calls
+`flush_pending_steps()` first.
 
-Tested with megatron-core 0.16.1 and 0.19.2 (classes: see `megatron_unit_steps`). With the distributed optimizer of
-0.19.2 buckets follow layers; before, a bucket is stepped and gathered whole, when the first of its layers runs.
+Tested with megatron-core 0.16.1 and 0.19.2 (classes: see `megatron_unit_steps`). With the distributed
+optimizer of 0.19.2 buckets follow layers; before, a bucket is stepped and gathered whole, when the first of
+its layers runs.
 """
 
 from __future__ import annotations
@@ -55,7 +59,9 @@ _OPTIMIZER_READERS = (
 class DecoupledSteps:
     """All pending steps of this process."""
 
-    def __init__(self, on_event: OnEvent | None = None) -> None:
+    def __init__(self, on_event: OnEvent | None = None, *, at_once: bool = False) -> None:
+        self.at_once = at_once
+        """Take all parts when the step is decided on: unit by unit, but not decoupled."""
         self.on_event = on_event or (lambda what, unit: None)
         self.pending: dict[Unit, list[PendingStep]] = {}
         self.unzeroed: set[Unit] = set()
@@ -64,33 +70,47 @@ class DecoupledSteps:
         self._decided: Any = None
 
     def defer(self, optimizer: Any, step: Callable[[Any], bool]) -> bool:
-        """Keep this step; every unit of the optimizer's chunks waits, whether or not this rank has a share."""
+        """Keep this step; every unit of the optimizer's chunks waits, also where this rank has no share."""
         if optimizer.is_stub_optimizer:
             return True
         kept = PendingStep(optimizer, step)
         for unit in _all_units(optimizer, kept):
             self.pending.setdefault(unit, []).append(kept)
         self._decided = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+        if self.at_once:
+            self.flush("at once")
+        else:
+            for unit in self.pending:
+                if unit.grads is not None:
+                    unit.grads.release()
         return True
 
-    def take(self, unit: Unit) -> None:
-        """The unit's part of every pending step, and the gather of its parameters."""
+    def take(self, unit: Unit, *, runs_now: bool = True) -> None:
+        """The unit's part of every pending step, and the gather of its parameters.
+
+        `runs_now`: its forward pass follows, so its weights stay on the device.
+        """
         if unit not in self.pending:
             return
         chunk = unit.chunk
         units = unit.together() if chunk.gathers else [unit]
+        _fetch(units)
         with self._beside():
             self._step(units)
             if chunk.gathers and not chunk.gathers_ahead:
                 for group in unit.groups:
                     self.on_event("gather", unit.name)
                     group.start_param_sync()
+            for one in units:
+                if one.weights is not None and not (runs_now and one is unit):
+                    one.weights.release()
 
     def take_group(self, parameters: Iterable[nn.Parameter]) -> None:
         """What must happen before these parameters are gathered."""
         units = dict.fromkeys(p.mist_unit for p in parameters if hasattr(p, "mist_unit"))
         waiting = [unit for unit in units if unit in self.pending]
         if waiting:
+            _fetch(waiting)
             with self._beside():
                 self._step(waiting)
 
@@ -99,36 +119,39 @@ class DecoupledSteps:
         if self.pending:
             self.on_event("flush", why)
             for unit in list(self.pending):
-                self.take(unit)
+                self.take(unit, runs_now=False)
 
     def take_rest(self, chunk: Chunk) -> None:
         """Units that a forward pass of their chunk did not run: their gradients must not wait for the
         backward pass that adds to them."""
         for unit in [unit for unit in self.pending if unit.chunk is chunk]:
-            self.take(unit)
+            self.take(unit, runs_now=False)
 
     def zero(self, buffer: Any, original: Callable[[Any], None]) -> None:
         """Zero a gradient buffer, except for gradients that a pending step still reads."""
-        if not any(getattr(p, "mist_unit", None) in self.pending for p in buffer.params):
-            original(buffer)
-            return
-        for p in buffer.params:
-            unit = p.mist_unit
+        units = dict.fromkeys(p.mist_unit for p in buffer.params if hasattr(p, "mist_unit"))
+        if not any(unit in self.pending for unit in units):
+            original(buffer)  # what it holds itself; the rest lives on the host
+            units = {unit: None for unit in units if unit.grads is not None}
+        for unit in units:
             if unit in self.pending:
                 self.unzeroed.add(unit)
             else:
-                p.main_grad.zero_()
+                unit.zero_grads()
 
     def _step(self, units: list[Unit]) -> None:
         for unit in units:
-            for step in self.pending.pop(unit, ()):
+            steps = self.pending.pop(unit, ())
+            for held in (unit.weights, unit.grads):
+                if steps and held is not None:
+                    held.write()
+            for step in steps:
                 self.on_event("step", unit.name)
                 step.take(unit)
-            if unit in self.unzeroed:
+            if unit in self.unzeroed or unit.grads is not None:
                 self.unzeroed.discard(unit)
                 self.on_event("zero", unit.name)
-                for p in unit.parameters:
-                    p.main_grad.zero_()
+                unit.zero_grads()
 
     @contextmanager
     def _beside(self) -> Any:
@@ -146,12 +169,29 @@ class DecoupledSteps:
 
 
 _active: DecoupledSteps | None = None
+before_reading: dict[str, Callable[[], None]] = {}
+"""What else must happen before parameters are read or replaced: patch name -> what it does."""
+
+
+def _fetch(units: Iterable[Unit]) -> None:
+    """On the compute stream, whose memory it will be, before anything happens beside it."""
+    for unit in units:
+        for held in (unit.weights, unit.grads):
+            if held is not None:
+                held.fetch()
+
+
+def _settle(why: str) -> None:
+    if _active is not None:
+        _active.flush(why)
+    for prepare in before_reading.values():
+        prepare()
 
 
 def flush_pending_steps() -> None:
-    """Take every pending step now: for code that reads parameters without running the model."""
-    if _active is not None:
-        _active.flush("asked for")
+    """Take every pending step now, and bring offloaded weights back until the next forward pass: for code
+    that reads parameters without running the model, saving or loading."""
+    _settle("asked for")
 
 
 def decoupled_steps(on_event: OnEvent | None = None) -> Undo:
@@ -159,17 +199,27 @@ def decoupled_steps(on_event: OnEvent | None = None) -> Undo:
 
     Call it before the model is built. `on_event` sees the order of things; it is for tests.
     """
+    undo = _install(DecoupledSteps(on_event))
+    log.info("optimizer steps: each layer's before its next forward pass")
+    return undo
+
+
+def step_by_unit() -> Undo:
+    """Step unit by unit in `optimizer.step()`, unless steps are decoupled: then they are so already."""
+    return _install(DecoupledSteps(at_once=True)) if _active is None else lambda: None
+
+
+def _install(engine: DecoupledSteps) -> Undo:
     global _active
     if _active is not None:
         _active.flush("patched again")
-    engine = _active = DecoupledSteps(on_event)
+    _active = engine
     undone = [
         lay_out_by_unit(),
         watch_chunks("decoupled steps", lambda chunk: _hook_chunk(engine, chunk)),
         *_patch_optimizers(engine),
         *_patch_buffers(engine),
     ]
-    log.info("optimizer steps: each layer's before its next forward pass")
 
     def undo() -> None:
         global _active
@@ -192,19 +242,19 @@ def _hook_chunk(engine: DecoupledSteps, chunk: Chunk) -> None:
     engine.handles.append(chunk.ddp.register_forward_hook(lambda m, a, out: engine.take_rest(chunk)))
     module = chunk.ddp
     while module is not None:
-        _flush_before(engine, module, _MODEL_READERS)
+        _call_before(module, _MODEL_READERS, _settle)
         module = getattr(module, "module", None)
 
 
-def _flush_before(engine: DecoupledSteps, owner: Any, names: Iterable[str]) -> None:
-    """Calls of these methods of this object take pending steps first."""
+def _call_before(owner: Any, names: Iterable[str], first: Callable[[str], None]) -> None:
+    """Calls of these methods of this object call `first` with the method's name before."""
     for name in names:
         original = getattr(owner, name, None)
         if original is None:
             continue
 
         def method(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
-            engine.flush(_name)
+            first(_name)
             return _original(*args, **kwargs)
 
         owner.__dict__[name] = method
@@ -218,7 +268,7 @@ def _patch_optimizers(engine: DecoupledSteps) -> list[Undo]:
         def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             _check_optimizer(config)
             original(self, optimizer, config, *args, **kwargs)
-            _flush_before(engine, self, _OPTIMIZER_READERS)
+            _call_before(self, _OPTIMIZER_READERS, _settle)
 
         return __init__
 

@@ -1,15 +1,17 @@
 """One optimizer step of Megatron, taken unit by unit.
 
-Why: Megatron's optimizers step all parameters at once. To step one layer at a time - right before it is needed, or
-while its weights are on the device - the same step must be cut without changing what it computes.
+Why: Megatron's optimizers step all parameters at once. To step one layer at a time - right before it is
+needed, or while its weights are on the device - the same step must be cut without changing what it
+computes.
 
-What: a `PendingStep` is made when a step is decided on: gradients are reduced, unscaled, checked and clipped.
-It keeps the settings of that moment (learning rate, weight decay, step number) and the gradients. `take(unit)` narrows
-the optimizer's own lists to the unit's parameters, puts those settings and gradients back, and calls Megatron's own
-step; Adam works element by element, so the parts add up to the whole step, bit for bit.
+What: a `PendingStep` is made when a step is decided on: gradients are reduced, unscaled, checked and
+clipped. It keeps the settings of that moment (learning rate, weight decay, step number) and the gradients.
+`take(unit)` narrows the optimizer's own lists to the unit's parameters, puts those settings and gradients
+back, and calls Megatron's own step; Adam works element by element, so the parts add up to the whole step,
+bit for bit.
 
-Tested with megatron-core 0.16.1 and 0.19.2: FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer,
-HybridDeviceOptimizer; torch's Adam and SGD.
+Tested with megatron-core 0.16.1 and 0.19.2: FP32Optimizer, Float16OptimizerWithFloat16Params,
+DistributedOptimizer, HybridDeviceOptimizer; torch's Adam and SGD.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class PendingStep:
         self._settings = [_settings(group) for group in inner.param_groups]
         self._unit_of = _units_of(optimizer)
         self._grads = {
-            id(p): (p.grad, getattr(p, "decoupled_grad", None)) for g in inner.param_groups for p in g["params"]
+            id(p): (p.grad, getattr(p, "decoupled_grad", None))
+            for g in inner.param_groups
+            for p in g["params"]
         }
         if self._hybrid:
             _send_gradients(inner)

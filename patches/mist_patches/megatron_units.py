@@ -3,9 +3,9 @@
 Why: Megatron's data-parallel wrapper lays parameters out in buckets by size, usually one for a whole stage.
 To step, gather or move one layer, its parameters must have a bucket of their own.
 
-What: `lay_out_by_unit` makes the bucket layout break at the borders of layers; every parameter outside of them
-(embedding, final norm, head) is a bucket of its own. Order, padding and alignment stay Megatron's: its own
-function lays out each run of parameters. `watch_chunks` lists the units of every wrapped model chunk.
+What: `lay_out_by_unit` makes the bucket layout break at the borders of layers; every parameter outside of
+them (embedding, final norm, head) is a bucket of its own. Order, padding and alignment stay Megatron's: its
+own function lays out each run of parameters. `watch_chunks` lists the units of every wrapped model chunk.
 
 Tested with megatron-core 0.19.2. 0.16.1 has no layout function to wrap: there buckets stay as they are.
 """
@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from mist_patches.hooking import PatchRefused, log, replace
+from mist_patches.host_copies import Held
 from mist_patches.megatron_activation_offload import BLOCK_PARAMETERS
 
 Undo = Callable[[], None]
@@ -50,6 +51,17 @@ class Unit:
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
     chunk: Chunk
+    weights: Held | None = None
+    """Set where the weights live on the host and visit the device (`megatron_state_offload`)."""
+    grads: Held | None = None
+    """The same of the gradients."""
+
+    def zero_grads(self) -> None:
+        if self.grads is not None:
+            self.grads.clear()
+            return
+        for parameter in self.parameters:
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
 
     @property
     def groups(self) -> list[Any]:
@@ -135,10 +147,14 @@ def _check(patch: str, config: Any, ddp_config: Any) -> None:
     for name in _UNTESTED:
         value = getattr(ddp_config, name, None)
         if value:
-            raise PatchRefused(f"{patch}: {name}={value} is not supported: parameters live outside the buffers")
+            raise PatchRefused(
+                f"{patch}: {name}={value} is not supported: parameters live outside the buffers"
+            )
     graphs = getattr(config, "cuda_graph_impl", "none")
     if getattr(config, "enable_cuda_graph", False) or graphs not in (None, "none"):
-        raise PatchRefused(f"{patch}: CUDA graphs replay without calling Python, where this patch does its work")
+        raise PatchRefused(
+            f"{patch}: CUDA graphs replay without calling Python, where this patch does its work"
+        )
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise PatchRefused(f"{patch}: overlap_moe_expert_parallel_comm runs layers without calling them")
 
@@ -161,7 +177,10 @@ def lay_out_by_unit() -> Undo:
             _by_unit,
         ),
         replace(
-            param_and_grad_buffer, "_compute_default_per_buffer_param_layout", ("params", "bucket_size"), _by_unit
+            param_and_grad_buffer,
+            "_compute_default_per_buffer_param_layout",
+            ("params", "bucket_size"),
+            _by_unit,
         ),
     ]
 

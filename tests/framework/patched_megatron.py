@@ -119,11 +119,13 @@ def apply_patches(case: Case, stage: int) -> None:
     from mist_patches.megatron_activation_offload import offload_block_activations
     from mist_patches.megatron_decoupled_step import decoupled_steps
     from mist_patches.megatron_optimizer_fraction import exact_optimizer_fraction
+    from mist_patches.megatron_state_offload import offload_states
     from mist_patches.megatron_units import lay_out_by_unit
 
     known = {
         "activation_offload": lambda fraction: offload_block_activations(fraction, min_bytes=0),
         "optimizer_fraction": exact_optimizer_fraction,
+        "state_offload": lambda shares: offload_states(*shares),
         "unit_layout": lambda on: lay_out_by_unit(),
         "decoupled_steps": lambda on: decoupled_steps(lambda what, unit: EVENTS.append([what, unit])),
     }
@@ -262,7 +264,9 @@ class Trainer:
         if self.case.distributed_optimizer:
             self.optimizer.load_parameter_state(path + ".states")
 
-    def forward_backward(self, micro_batches: int, *, forward_only: bool = False, poison: bool = False) -> Any:
+    def forward_backward(
+        self, micro_batches: int, *, forward_only: bool = False, poison: bool = False
+    ) -> Any:
         import torch
         from megatron.core import parallel_state as ps
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -352,11 +356,9 @@ def report(trainer: Trainer) -> dict[str, Any]:
     import hashlib
 
     import torch
+    from mist_patches.megatron_decoupled_step import flush_pending_steps
 
-    if "decoupled_steps" in trainer.case.patches:
-        from mist_patches.megatron_decoupled_step import flush_pending_steps
-
-        flush_pending_steps()
+    flush_pending_steps()
     model, optimizer = trainer.chunks[0], trainer.optimizer
     inner = model.module.module if hasattr(model.module, "module") else model.module
     patch = getattr(inner.decoder, "mist_activation_offload", None)

@@ -1,0 +1,357 @@
+"""Weights and gradients of chosen layers on the host, for Megatron-core, as fractions of a stage's bytes.
+
+Why: Megatron keeps all weights and all gradients on the device; what it can move (`offload_grad_buffers`)
+moves as a whole, between iterations. A plan may ask for a share of either to live on the host.
+
+What: units (layers, embedding, head) are chosen evenly over the stage until their bytes make up the
+fraction, to within half a unit. Their slices of Megatron's parameter and gradient buffers become storages
+of their own; the buffers keep the rest. Weights come to the device before the unit's forward and backward
+pass, and the next chosen unit's are fetched meanwhile, so that at most two are there. Gradients come before
+the unit's backward pass and go after it: they are added up on the device, as always, so sums keep their
+order. Before gradients are reduced all of them are brought back, and stay until the optimizer has read
+them: then there are no activations. The optimizer steps unit by unit (`megatron_unit_steps`), each with its
+weights on the device.
+
+Limits, refused before training: overlap_param_gather (with weights), overlap_grad_reduce (with gradients),
+buckets that hold several units (megatron-core before 0.17), experts. Tied embeddings stay on the device.
+Code that reads parameters without running the model, saving or loading must call `flush_pending_steps()`
+first.
+
+Tested with megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mist_patches.hooking import PatchRefused, check_fraction, log, replace
+from mist_patches.host_copies import Held, Meter, Streams
+from mist_patches.megatron_decoupled_step import before_reading, step_by_unit
+from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, watch_chunks
+
+
+def choose_evenly(sizes: Sequence[int], movable: Sequence[bool], fraction: float) -> list[bool]:
+    """Which to move so that at every point of the list about this fraction of the bytes is moved."""
+    chosen, moved, seen = [], 0, 0
+    for size, may in zip(sizes, movable, strict=True):
+        seen += size
+        take = may and moved + size / 2 <= fraction * seen
+        moved += size if take else 0
+        chosen.append(take)
+    return chosen
+
+
+@dataclass
+class StateOffload:
+    """All that this process moves."""
+
+    weights_fraction: float
+    grads_fraction: float
+    streams: Streams = field(default_factory=Streams)
+    weights: Meter = field(default_factory=Meter)
+    grads: Meter = field(default_factory=Meter)
+    chunks: list[Chunk] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    total_bytes: dict[str, int] = field(default_factory=lambda: {"weights": 0, "grads": 0})
+    _brought_back: bool = True
+    _waiting: dict[Unit, set[int]] = field(default_factory=dict)
+
+    def take_over(self, chunk: Chunk) -> None:
+        """Move the chosen units of a new chunk into storages of their own and hook them."""
+        _refuse_untested(chunk, self.weights_fraction, self.grads_fraction)
+        tied = _tied(chunk.ddp.module)
+        sizes = [sum(p.numel() for p in unit.parameters) for unit in chunk.units]
+        movable = [not (tied and _is_edge(unit)) for unit in chunk.units]
+        moved_weights = choose_evenly(sizes, movable, self.weights_fraction)
+        moved_grads = choose_evenly(sizes, movable, self.grads_fraction)
+        for unit, weights, grads in zip(chunk.units, moved_weights, moved_grads, strict=True):
+            if weights:
+                unit.weights = Held(_own_weights(unit), self.streams, self.weights)
+            if grads:
+                unit.grads = Held(_own_grads(unit), self.streams, self.grads)
+        for buffer in chunk.ddp.buffers:
+            _shrink(buffer)
+        self._count(chunk)
+        self.chunks.append(chunk)
+        self._hook(chunk)
+
+    def send_away(self) -> None:
+        """Begin the normal state: what is offloaded is on the host."""
+        self._brought_back = False
+        for unit in self._units():
+            if unit.weights is not None:
+                unit.weights.release()
+            if unit.grads is not None:
+                unit.grads.release()
+
+    def bring_back(self) -> None:
+        """All weights on the device until the next forward pass, and free to be changed."""
+        self._brought_back = True
+        for unit in self._units():
+            if unit.weights is not None:
+                unit.weights.write()
+
+    def bring_back_grads(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.grads is not None:
+                unit.grads.write()
+
+    def _units(self) -> list[Unit]:
+        return [unit for chunk in self.chunks for unit in chunk.units]
+
+    def _count(self, chunk: Chunk) -> None:
+        for unit in chunk.units:
+            self.total_bytes["weights"] += sum(p.numel() * p.element_size() for p in unit.parameters)
+            self.total_bytes["grads"] += sum(
+                p.numel() * p.main_grad.element_size()  # type: ignore[attr-defined]
+                for p in unit.parameters
+            )
+        log.info(
+            "offload: weights asked %.4f, %d of %d bytes on the host; gradients asked %.4f, %d of %d",
+            self.weights_fraction,
+            sum(u.weights.nbytes for u in chunk.units if u.weights is not None),
+            self.total_bytes["weights"],
+            self.grads_fraction,
+            sum(u.grads.nbytes for u in chunk.units if u.grads is not None),
+            self.total_bytes["grads"],
+        )
+
+    def _hook(self, chunk: Chunk) -> None:
+        keep = self.handles.append
+        keep(chunk.ddp.register_forward_pre_hook(lambda m, a: self._start(), prepend=True))
+        for unit in chunk.units:
+            if unit.weights is None and unit.grads is None:
+                continue
+            keep(unit.module.register_forward_pre_hook(lambda m, a, u=unit: self._enter(u), prepend=True))
+            keep(unit.module.register_forward_hook(lambda m, a, out, u=unit: self._leave(u, out)))
+            for p in unit.parameters:
+                node = p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                keep(node.register_hook(lambda *grads, u=unit, p=p: self._grad_added(u, p)))
+
+    def _start(self) -> None:
+        if self._brought_back:
+            self.send_away()
+        for unit in [unit for unit, left in self._waiting.items() if left]:
+            self._done(unit)  # a parameter that got no gradient must not keep its unit here
+
+    def _enter(self, unit: Unit) -> None:
+        if unit.weights is not None:
+            unit.weights.use()
+            ahead = _neighbour(unit, -1 if _in_backward() else 1)
+            if ahead is not None and ahead.weights is not None:
+                ahead.weights.fetch()
+
+    def _leave(self, unit: Unit, output: Any) -> None:
+        found = _first_with_gradient(output)
+        if found is not None and torch.is_grad_enabled():
+            found.register_hook(lambda grad: self._before_backward(unit))
+        if unit.weights is not None and not _in_backward():
+            # Recomputed in backward, it is needed again at once.
+            unit.weights.release()
+
+    def _before_backward(self, unit: Unit) -> None:
+        self._waiting[unit] = {id(p) for p in unit.parameters}
+        if unit.weights is not None:
+            unit.weights.use()
+        if unit.grads is not None:
+            unit.grads.write()
+        for kind in ("weights", "grads"):
+            before = _neighbour(unit, -1, kind)
+            if getattr(unit, kind) is not None and before is not None:
+                getattr(before, kind).fetch()
+
+    def _grad_added(self, unit: Unit, parameter: Any) -> None:
+        waiting = self._waiting.get(unit)
+        if waiting:
+            waiting.discard(id(parameter))
+            if not waiting:
+                self._done(unit)
+
+    def _done(self, unit: Unit) -> None:
+        self._waiting[unit] = set()
+        if unit.weights is not None:
+            unit.weights.release()
+        if unit.grads is not None:
+            unit.grads.release()
+
+
+_active: StateOffload | None = None
+
+
+def offload_states(weights: float, grads: float) -> Undo:
+    """Keep these fractions of this rank's weights and gradients on the host.
+
+    Call it before the model is built. Returns the function that undoes it for models built afterwards.
+    """
+    global _active
+    mover = _active = StateOffload(
+        check_fraction("weight offload fraction", weights), check_fraction("gradient offload fraction", grads)
+    )
+    if weights == 0.0 and grads == 0.0:
+        return lambda: None
+    before_reading["state offload"] = mover.bring_back
+    undone = [
+        lay_out_by_unit(),
+        watch_chunks("state offload", mover.take_over),
+        step_by_unit(),
+        *_patch_gradients(mover),
+    ]
+
+    def undo() -> None:
+        global _active
+        mover.bring_back()
+        before_reading.pop("state offload", None)
+        for one in undone:
+            one()
+        for handle in mover.handles:
+            handle.remove()
+        if _active is mover:
+            _active = None
+
+    return undo
+
+
+def _patch_gradients(mover: StateOffload) -> list[Undo]:
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.core.optimizer.optimizer import FP32Optimizer, MixedPrecisionOptimizer
+
+    def reducing(original: Callable[..., None]) -> Any:
+        def start_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
+            mover.bring_back_grads(dict.fromkeys(p.mist_unit for p in self.params))
+            original(self, force_all_reduce=force_all_reduce)
+
+        return start_grad_sync
+
+    def reading(original: Callable[[Any], bool]) -> Any:
+        def prepare_grads(self: Any) -> bool:
+            mover.bring_back_grads(mover._units())
+            return original(self)
+
+        return prepare_grads
+
+    return [
+        replace(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), reducing),
+        replace(MixedPrecisionOptimizer, "prepare_grads", ("self",), reading),
+        replace(FP32Optimizer, "prepare_grads", ("self",), reading),
+    ]
+
+
+def _refuse_untested(chunk: Chunk, weights: float, grads: float) -> None:
+    config = chunk.ddp.ddp_config
+    if weights and config.overlap_param_gather:
+        raise PatchRefused(
+            "weight offload: overlap_param_gather writes weights while they may be away; off it"
+        )
+    if grads and config.overlap_grad_reduce:
+        raise PatchRefused(
+            "gradient offload: overlap_grad_reduce reduces gradients as they come; switch it off"
+        )
+    if chunk.ddp.expert_parallel_buffers:
+        raise PatchRefused("weight and gradient offload: expert parameters are not supported")
+    for buffer in chunk.ddp.buffers:
+        for bucket in buffer.buckets:
+            if len({p.mist_unit for p in bucket.params_list}) > 1:
+                raise PatchRefused(
+                    "weight and gradient offload: a bucket holds several layers; "
+                    "wanted a megatron-core with layout functions (0.19)"
+                )
+
+
+def _tied(model: Any) -> bool:
+    return any(getattr(m, "share_embeddings_and_output_weights", False) for m in model.modules())
+
+
+def _is_edge(unit: Unit) -> bool:
+    return any(getattr(p, "is_embedding_or_output_parameter", False) for p in unit.parameters)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _first_with_gradient(output: Any) -> torch.Tensor | None:
+    parts = output if isinstance(output, (tuple, list)) else (output,)
+    return next((p for p in parts if isinstance(p, torch.Tensor) and p.requires_grad), None)
+
+
+def _neighbour(unit: Unit, step: int, kind: str = "weights") -> Unit | None:
+    """The next unit of the chunk, in this direction, that has this kind on the host."""
+    units = unit.chunk.units
+    at = units.index(unit) + step
+    while 0 <= at < len(units):
+        if getattr(units[at], kind) is not None:
+            return units[at]
+        at += step
+    return None
+
+
+def _buckets(unit: Unit) -> list[Any]:
+    return [bucket for group in unit.groups for bucket in group.buckets if unit in _units_of(bucket)]
+
+
+def _units_of(bucket: Any) -> set[Unit]:
+    return {p.mist_unit for p in bucket.params_list}
+
+
+@torch.no_grad()
+def _own_weights(unit: Unit) -> list[torch.Tensor]:
+    """Flat tensors with the unit's parameters, in the place of slices of Megatron's buffer or of tensors."""
+    flats = []
+    for bucket in _buckets(unit):
+        first = bucket.params_list[0]
+        whole = bucket.param_data
+        flat = torch.zeros(bucket.grad_data.numel(), dtype=first.dtype, device=first.device)
+        if whole is not None:
+            flat.copy_(whole)
+            bucket.param_data = flat
+        for p in bucket.params_list:
+            start, end = bucket.param_to_index[p]
+            flat[start:end].copy_(p.data.reshape(-1))
+            p.data = flat[start:end].view(p.shape)
+        flats.append(flat)
+    return flats
+
+
+@torch.no_grad()
+def _own_grads(unit: Unit) -> list[torch.Tensor]:
+    flats = []
+    for bucket in _buckets(unit):
+        bucket.grad_data = flat = torch.zeros_like(bucket.grad_data)
+        for p in bucket.params_list:
+            start, end = bucket.param_to_index[p]
+            p.main_grad = flat[start:end].view(p.shape)
+        flats.append(flat)
+    return flats
+
+
+@torch.no_grad()
+def _shrink(buffer: Any) -> None:
+    """Megatron's whole-stage tensors, without the slices that have storages of their own now."""
+    for name, kind in (("param_data", "weights"), ("grad_data", "grads")):
+        whole = getattr(buffer, name)
+        if whole is None:
+            continue
+        stay = [b for b in buffer.buckets if all(getattr(u, kind) is None for u in _units_of(b))]
+        if len(stay) == len(buffer.buckets):
+            continue
+        smaller = torch.zeros(
+            sum(getattr(b, name).numel() for b in stay), dtype=whole.dtype, device=whole.device
+        )
+        start = 0
+        for bucket in stay:
+            old = getattr(bucket, name)
+            piece = smaller[start : start + old.numel()]
+            piece.copy_(old)
+            setattr(bucket, name, piece)
+            start += old.numel()
+            for p in bucket.params_list:
+                a, b = bucket.param_to_index[p]
+                if name == "param_data":
+                    p.data = piece[a:b].view(p.shape)
+                else:
+                    p.main_grad = piece[a:b].view(p.shape)
+        setattr(buffer, name, smaller)
