@@ -4,10 +4,12 @@ Built as DistSim builds it: layers of a pass, passes of a stage in the schedule'
 point-to-point transfers. One device stands for all ranks of its stage: tensor- and data-parallel ranks do the
 same at the same time, their collectives being priced as contended.
 
-A layer pass is a chain on the compute and GPU-GPU streams. Beside it run, by the schedule template of Mist
-(METHODS.md section 1): what layer k + 1 needs comes in while layer k computes, what layer k - 1 made goes
-out meanwhile, and layer k + 1 waits for that, because buffers are two layers deep. The first layer of a pass
-fetches when its pass begins; what its last layer made leaves beside whatever comes next.
+A layer pass is a chain on the compute and GPU-GPU streams. Beside it run, by Mist's schedule template: what
+layer k + 1 needs comes in while layer k computes, what layer k - 1 made goes out meanwhile, and layer k + 1
+waits for that, because buffers are two layers deep. (Reductions of ZeRO 0 and 1, whose gradients have a place
+of their own, hold nothing up.) Transfers that compute waits for go before those that it does not, which
+stands for the share of the network that they would get. The first layer of a pass fetches when its pass
+begins; what its last layer made leaves beside whatever comes next.
 
 Where layers step before their first forward, a stage steps as soon as it is done with the iteration before,
 while its first input is on the way: eq. 1 counts on that, and measured runs of Mist (its artifact, GPT-7B on
@@ -185,6 +187,7 @@ class _Builder:
             self.arrived[key] = rank.end[0]
             return
         send = self.add("send", f"send {step}", number, Stream.GPU_TO_GPU, hop_s, rank.end)
+        self.built.program.urgent.add(send)
         self.arrived[key] = send
         if not self.sends_overlap:
             rank.holds = [send]
@@ -263,7 +266,8 @@ class _Builder:
         if work.reduce_s > 0.0:
             sent = self.add("gradient reduction", name, number, Stream.GPU_TO_GPU, work.reduce_s, [end])
             rank.unfinished[Stream.GPU_TO_GPU] = sent
-            events.append(sent)
+            if layer.work.backward.reduce_s > 0.0:
+                events.append(sent)
         if work.copy_out_s > 0.0:
             sent = self.add("copy out", name, number, Stream.DEVICE_TO_HOST, work.copy_out_s, [end])
             rank.unfinished[Stream.DEVICE_TO_HOST] = sent
@@ -278,6 +282,8 @@ class _Builder:
         for kind, stream, seconds in self.chain_of(step, work):
             if seconds > 0.0:
                 end = [self.add(kind, name, number, stream, seconds, end)]
+                if stream is Stream.GPU_TO_GPU:
+                    self.built.program.urgent.add(end[0])
         if end is after:
             return self.add("forward", name, number, Stream.COMPUTE, 0.0, after)
         return end[0]
@@ -376,6 +382,7 @@ def last_iteration(built: Built, timeline: Timeline) -> tuple[Built, Timeline, f
         whole.work_s[start:],
         whole.name[start:],
         [tuple(event - start for event in after if event >= start) for after in whole.after[start:]],
+        {event - start for event in whole.urgent if event >= start},
     )
     period_s = timeline.makespan_s - float(timeline.end_s[:start].max())
     origin_s = float(timeline.start_s[start:].min())

@@ -1,10 +1,10 @@
 """The event engine: what runs when, on the streams of each device, which slow each other down.
 
 Events are columns, not objects: a run of a large pipeline has a hundred thousand of them. Each
-stream runs one event at a time, in the order in which events become ready. While several of the four
-GPU streams are busy, each proceeds at 1 / f of its speed, f from the interference table of
-METHODS.md section 1; the slowdown applies piecewise to the overlapping intervals, so that work is
-conserved: the integral of an event's speed over its life is its exclusive time.
+stream runs one event at a time, in the order in which events become ready, urgent ones first. While
+several of the four GPU streams are busy, each proceeds at 1 / f of its speed, f from the profile's
+interference table (Mist, EuroSys 2025, Algorithm 1); the slowdown applies piecewise to the overlapping
+intervals, so that work is conserved: the integral of an event's speed over its life is its exclusive time.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Program:
     work_s: list[float] = field(default_factory=list)
     name: list[str] = field(default_factory=list)
     after: list[tuple[int, ...]] = field(default_factory=list)
+    urgent: set[int] = field(default_factory=set)
+    """Events that go to the head of their stream's queue: what compute waits for, before what it does not."""
 
     def add(self, name: str, device: int, stream: Stream, work_s: float, after: Sequence[int] = ()) -> int:
         """Append one event and return its number. `after` names events that must end first."""
@@ -156,7 +158,10 @@ class _Run:
         device = self.devices[self.program.device[event]]
         stream = self.program.stream[event]
         if device.mask >> stream & 1:
-            device.queue[stream].append(event)
+            if event in self.program.urgent:
+                device.queue[stream].appendleft(event)
+            else:
+                device.queue[stream].append(event)
             return
         self.begin(event, now_s, cause, touched)
 
