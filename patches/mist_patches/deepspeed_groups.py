@@ -1,0 +1,229 @@
+"""Where DeepSpeed cuts its parameters into the groups that it steps, places and gathers as one.
+
+Why: what DeepSpeed can put on the host, or step at a time of its own, is a whole sub-group (ZeRO-3) or a
+whole optimizer group (ZeRO-1 and 2), and by default the model is one or two of them. A fraction of bytes or
+a step per layer needs the cuts elsewhere.
+
+What: each patch names the cuts it needs, here; one hook makes them all, so that patches combine. A fraction
+puts the last parameters of every group on the host, with one running count over all groups: the sum is off
+by at most half of one parameter's shard, however many groups there are. Cuts change which numbers are
+flattened together, and no result.
+
+Used by the other DeepSpeed patches; nothing of it is called from outside.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from mist_patches.hooking import PatchRefused, replace, undo
+
+Undo = Callable[[], None]
+BY_LAYER = "layers"
+HOSTED = "_mist_hosted"
+_LAYER = re.compile(r"^((?:[^.\d]\w*\.)*\d+)\.")
+
+_wanted: dict[str, float | None] = {}
+"""Kind of bytes -> fraction on the host (None: what the JSON says), or BY_LAYER -> None."""
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter's name puts it in: up to the first number, else the module that holds it."""
+    found = _LAYER.match(name)
+    return found.group(1) if found else name.rpartition(".")[0]
+
+
+def host_starts(sizes: Sequence[Sequence[int]], fraction: float) -> list[int]:
+    """Per group, the position from which its parameters live on the host."""
+    starts, total, hosted = [], 0, 0
+    for group in sizes:
+        total += sum(group)
+        wanted = fraction * total - hosted
+        best, tail, off = len(group), 0, abs(wanted)
+        for index in range(len(group) - 1, -1, -1):
+            tail += group[index]
+            if abs(wanted - tail) < off:
+                best, off = index, abs(wanted - tail)
+        starts.append(best)
+        hosted += sum(group[best:])
+    return starts
+
+
+def layer_edges(layers: Sequence[str]) -> list[int]:
+    """Positions at which another layer begins."""
+    return [k for k in range(1, len(layers)) if layers[k] != layers[k - 1]]
+
+
+def pieces(items: Sequence[Any], edges: Iterable[int]) -> list[list[Any]]:
+    """The items, cut before each of these positions; no piece is empty."""
+    marks = sorted({0, len(items), *(k for k in edges if 0 < k < len(items))})
+    return [list(items[a:b]) for a, b in itertools.pairwise(marks)]
+
+
+def cut_for(kind: str, fraction: float | None = None) -> Undo:
+    """Ask for the cuts of one kind of bytes (or BY_LAYER); returns the function that takes the wish back."""
+    _wanted[kind] = fraction
+    _install()
+
+    def take_back() -> None:
+        _wanted.pop(kind, None)
+        if not _wanted:
+            stage3, stage12 = optimizer_classes()
+            undo(stage3, "_create_fp16_sub_groups")
+            undo(stage3, "offload_states")
+            undo(stage12, "__init__")
+
+    return take_back
+
+
+def hosted(optimizer: Any, kind: str) -> frozenset[int]:
+    """ids of the parameters whose bytes of this kind belong on the host."""
+    found: Mapping[str, frozenset[int]] = getattr(optimizer, HOSTED, {})
+    return found.get(kind, frozenset())
+
+
+def stays_gathered(p: Any) -> bool:
+    """Whether ZeRO 3 keeps this parameter whole on every rank."""
+    return bool(getattr(p, "ds_persist", False))
+
+
+def optimizer_classes() -> tuple[type, type]:
+    """ZeRO-3's optimizer and that of ZeRO-1 and 2, of a DeepSpeed that these patches know."""
+    try:
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    except ImportError as error:
+        raise PatchRefused(f"DeepSpeed 0.19 is needed for the DeepSpeed patches: {error}") from error
+    return DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer
+
+
+def need_parameters(function: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """All parameter names of a long signature, after checking that it has the ones a patch relies on."""
+    found = tuple(inspect.signature(function).parameters)
+    missing = [name for name in names if name not in found]
+    if missing:
+        where = getattr(function, "__qualname__", function)
+        raise PatchRefused(f"{where} has no parameter {missing[0]!r}; tested with DeepSpeed 0.19.8")
+    return found
+
+
+def put(owner: Any, name: str, parameters: tuple[str, ...], build: Callable[[Any], Any]) -> Undo:
+    """`hooking.replace` that looks through DeepSpeed's profiling wrapper, which hides the signature."""
+    undo(owner, name)
+    function = getattr(owner, name, None)
+    shown = tuple(inspect.signature(function).parameters) if callable(function) else parameters
+    inner = [
+        c.cell_contents for c in getattr(function, "__closure__", None) or () if callable(c.cell_contents)
+    ]
+    if shown == ("args", "kwargs") and len(inner) == 1:
+        found = tuple(inspect.signature(inner[0]).parameters)
+        if found != parameters:
+            where = getattr(inner[0], "__qualname__", name)
+            raise PatchRefused(f"{where} takes {found}, this patch was written for {parameters}")
+        parameters = shown
+    return replace(owner, name, parameters, build)
+
+
+def _install() -> None:
+    stage3, stage12 = optimizer_classes()
+    replace(stage3, "_create_fp16_sub_groups", ("self", "params_group"), _cut_sub_groups)
+    undo(stage3, "offload_states")
+    states = need_parameters(stage3.offload_states, ("include", "device"))
+    put(stage3, "offload_states", states, _refuse_offload_states)
+    undo(stage12, "__init__")
+    names = ("init_optimizer", "param_names", "offload_optimizer_config")
+    replace(stage12, "__init__", need_parameters(stage12.__init__, names), _cut_groups)
+
+
+def _refuse_offload_states(original: Callable[..., None]) -> Any:
+    """It lays all weights and gradients out again as if they were on the GPU in one piece."""
+
+    def offload_states(self: Any, *places: Any, **options: Any) -> None:
+        if {"weights", "grads"} & set(getattr(self, HOSTED, {})):
+            raise PatchRefused("engine.offload_states() cannot be used with weight or gradient fractions")
+        original(self, *places, **options)
+
+    return offload_states
+
+
+def _cut_sub_groups(original: Callable[..., Any]) -> Any:
+    def _create_fp16_sub_groups(self: Any, params_group: list[Any]) -> list[list[Any]]:
+        groups = [group["params"] for group in self.trainable_param_groups]
+        sizes = [[p.partition_numel() for p in group] for group in groups]
+        fractions = {
+            kind: self.partial_offload if fraction is None else fraction
+            for kind, fraction in _wanted.items()
+            if kind != BY_LAYER
+        }
+        if not hasattr(self, HOSTED):
+            setattr(self, HOSTED, _hosted_ids(groups, sizes, fractions))
+        position = next(k for k, group in enumerate(groups) if group is params_group)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        edges = _edges(params_group, [sizes[: position + 1]], fractions, names)
+        done = 0
+        for sub_group in original(self, params_group):
+            done += len(sub_group)
+            edges.add(done)
+        found = pieces(params_group, edges)
+        if BY_LAYER not in _wanted:
+            return found
+        # What is never gathered cannot wait for being gathered: groups of its own.
+        apart = [[p for p in piece if stays_gathered(p) is kept] for piece in found for kept in (True, False)]
+        return [piece for piece in apart if piece]
+
+    return _create_fp16_sub_groups
+
+
+def _edges(
+    group: Sequence[Any],
+    sizes_so_far: Sequence[Sequence[Sequence[int]]],
+    fractions: Mapping[str, float],
+    names: Mapping[int, str],
+) -> set[int]:
+    """Where one group has to be cut, given the sizes of all groups up to it."""
+    edges = {host_starts(sizes_so_far[0], fraction)[-1] for fraction in fractions.values()}
+    if BY_LAYER in _wanted:
+        edges.update(layer_edges([layer_of(names[id(p)]) for p in group]))
+    return edges
+
+
+def _hosted_ids(
+    groups: Sequence[Sequence[Any]], sizes: Sequence[Sequence[int]], fractions: Mapping[str, float]
+) -> dict[str, frozenset[int]]:
+    return {
+        kind: frozenset(
+            id(p)
+            for group, start in zip(groups, host_starts(sizes, fraction), strict=True)
+            for p in group[start:]
+        )
+        for kind, fraction in fractions.items()
+    }
+
+
+def _cut_groups(original: Callable[..., Any]) -> Any:
+    def __init__(self: Any, init_optimizer: Any, param_names: Any, *more: Any, **options: Any) -> None:
+        groups = [[p for p in group["params"] if p.requires_grad] for group in init_optimizer.param_groups]
+        sizes = [[p.numel() for p in group] for group in groups]
+        offloads = options.get("offload_optimizer_config")
+        default = 1.0 if offloads is not None and offloads.device != "none" else 0.0
+        fractions = {
+            kind: default if fraction is None else fraction
+            for kind, fraction in _wanted.items()
+            if kind != BY_LAYER
+        }
+        setattr(self, HOSTED, _hosted_ids(groups, sizes, fractions))
+        names = {id(p): name for p, name in param_names.items()}
+        added = []
+        for position, (group, params) in enumerate(zip(init_optimizer.param_groups, groups, strict=True)):
+            first, *rest = pieces(params, _edges(params, [sizes[: position + 1]], fractions, names)) or [[]]
+            group["params"] = first
+            # Behind all others: whoever counted the groups before still finds them where they were.
+            added += [{**group, "params": piece} for piece in rest]
+        init_optimizer.param_groups.extend(added)
+        original(self, init_optimizer, param_names, *more, **options)
+
+    return __init__

@@ -1,0 +1,355 @@
+"""Trains a tiny GPT with DeepSpeed on CPU and prints what it did as one JSON line per rank.
+
+A program of its own (`python patched_deepspeed.py '[{"zero": 3, ...}, ...]'`): it runs the cases one after
+the other in the same process, so that importing DeepSpeed is paid once. `Case` is what can be asked for;
+`mutate` names an essential line of a patch to neutralise, after which a test must fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
+
+LAYERS, WIDTH, HEADS, VOCAB, SEQ, MICRO_BATCH = 4, 32, 4, 64, 16, 2
+
+
+@dataclass
+class Case:
+    """One training run."""
+
+    zero: int = 3
+    offload: bool = False
+    offload_param: bool = False
+    precision: str = "fp32"
+    ratio: float = 1.0
+    sub_group_size: int = 1_000_000_000
+    persistence: int = 0
+    patches: dict[str, Any] = field(default_factory=dict)
+    """Patch name -> its argument."""
+    checkpointed: list[int] = field(default_factory=list)
+    """Layers under torch's activation checkpointing."""
+    steps: int = 8
+    accumulate: int = 2
+    accumulate_in: str | None = None
+    resume_at: int | None = None
+    inf_at: int | None = None
+    evaluate_at: int | None = None
+    two_groups: bool = False
+    """Weight decay for matrices only, as trainers do it."""
+    mutate: str | None = None
+    against: int | None = None
+    """Report the largest difference of the final parameters from those of this case."""
+
+
+def tiny_gpt(checkpointed: list[int]) -> Any:
+    import torch
+    from torch import nn
+    from torch.nn import functional
+    from torch.utils.checkpoint import checkpoint
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            # Without bias: that of the keys has no gradient but rounding, which Adam would blow up.
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x):
+            b, s, h = x.shape
+            q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, h // HEADS).permute(2, 0, 3, 1, 4)
+            a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(a.transpose(1, 2).reshape(b, s, h))
+            return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+    class Gpt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQ, WIDTH)
+            self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
+
+        def forward(self, tokens, labels):
+            x = self.table(tokens) + self.places(torch.arange(SEQ))
+            for index, layer in enumerate(self.layers):
+                again = index in checkpointed and torch.is_grad_enabled()
+                x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+            return functional.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    return Gpt()
+
+
+def configuration(case: Case) -> dict[str, Any]:
+    # In single precision, ZeRO 1 with bf16 would take another optimizer, which the patches refuse.
+    width = "bf16" if case.zero == 1 and case.precision == "bf16" else "fp32"
+    zero: dict[str, Any] = {"stage": case.zero, "reduce_bucket_size": 20000}
+    if case.zero == 3:
+        zero["stage3_param_persistence_threshold"] = case.persistence
+        zero["stage3_prefetch_bucket_size"] = 9000
+        zero["sub_group_size"] = case.sub_group_size
+    elif case.zero:
+        zero["allgather_bucket_size"] = 20000
+    if case.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+        if case.ratio != 1.0:
+            zero["offload_optimizer"]["ratio"] = case.ratio
+    if case.offload_param:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": False}
+    adam = {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
+    if not case.offload:
+        adam["torch_adam"] = True  # the fused kernel would have to be compiled
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": case.accumulate,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": case.precision == "bf16"},
+        "fp16": {"enabled": case.precision == "fp16", "initial_scale_power": 4, "loss_scale_window": 3},
+        "data_types": {"grad_accum_dtype": case.accumulate_in or width},
+        "optimizer": {"type": "AdamW", "params": adam},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 6, "warmup_max_lr": 3e-3, "warmup_type": "linear"},
+        },
+        "zero_optimization": zero,
+    }
+
+
+def apply_patches(case: Case) -> list[Any]:
+    from mist_patches import (
+        deepspeed_decoupled_step,
+        deepspeed_gradient_fraction,
+        deepspeed_optimizer_fraction,
+        deepspeed_weight_fraction,
+    )
+
+    known = {
+        "weight_fraction": deepspeed_weight_fraction.exact_weight_fraction,
+        "gradient_fraction": deepspeed_gradient_fraction.exact_gradient_fraction,
+        "optimizer_fraction": deepspeed_optimizer_fraction.exact_optimizer_fraction,
+        "decoupled_step": lambda _: deepspeed_decoupled_step.decouple_optimizer_steps(),
+    }
+    return [known[name](value) for name, value in case.patches.items()]
+
+
+@contextlib.contextmanager
+def mutated(name: str | None) -> Any:
+    """With one essential line of a patch neutralised."""
+    from unittest import mock
+
+    from mist_patches import deepspeed_decoupled_step as decoupled
+    from mist_patches import deepspeed_gradient_fraction as gradients
+    from mist_patches import deepspeed_groups as groups
+    from mist_patches import deepspeed_optimizer_fraction as optimizer_fraction
+    from mist_patches import deepspeed_weight_fraction as weights
+
+    own_state = property(lambda s: s.__dict__.setdefault("own", defaultdict(dict)), lambda s, value: None)
+    places: dict[str, Any] = {
+        "stale_rates": (optimizer_fraction, "HYPER_PARAMETERS", ("betas", "eps", "weight_decay")),
+        "state_of_its_own": (optimizer_fraction.DeviceAdam, "state", own_state),
+        "no_host_weights": (weights, "hosted", lambda *_: frozenset()),
+        "no_host_gradients": (gradients, "hosted", lambda *_: frozenset()),
+        "no_cut": (groups, "host_starts", lambda sizes, fraction: [0] * len(sizes)),
+        "rates_of_today": (decoupled, "_RATES", ()),
+        "no_flush": (decoupled, "_flushed", lambda original: original),
+        "no_step_before_gather": (decoupled, "_before_gather", lambda original: original),
+        "no_step_before_forward": (decoupled, "_step_before", lambda *_: lambda module, inputs: None),
+    }
+    if name is None:
+        yield
+        return
+    owner, attribute, value = places[name]
+    with mock.patch.object(owner, attribute, value, create=True):
+        yield
+
+
+def build(case: Case) -> Any:
+    import deepspeed
+
+    model = tiny_gpt(case.checkpointed)
+    parameters: Any = list(model.parameters())
+    if case.two_groups:
+        parameters = [
+            {"params": [p for p in model.parameters() if p.dim() > 1]},
+            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=configuration(case))
+    return engine
+
+
+def batches(step: int, case: Case, rank: int, world: int) -> list[Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, 9, (case.accumulate, world, MICRO_BATCH, SEQ + 1), generator=generator)
+    return [(rows[rank, :, :-1].contiguous(), rows[rank, :, 1:].contiguous()) for rows in tokens]
+
+
+def masters(engine: Any) -> dict[str, Any]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
+
+
+def train(case: Case) -> tuple[Any, dict[str, Any]]:
+    import torch
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    engine = build(case)
+    losses, norms, skipped, evaluated, events = [], [], [], [], []
+    for step in range(case.steps):
+        if step == case.resume_at:
+            engine = resumed(engine, case)
+        if step == case.steps - 1:
+            watch(engine, events)
+        before = engine.skipped_steps
+        total = torch.zeros(1)
+        for micro, (tokens, labels) in enumerate(batches(step, case, rank, world)):
+            loss = engine(tokens, labels)
+            total += loss.detach().float() / (world * case.accumulate)
+            spoiled = step == case.inf_at and micro == 0 and rank == 0
+            engine.backward(loss * float("inf") if spoiled else loss)
+            engine.step()
+        torch.distributed.all_reduce(total)
+        losses.append(float(total))
+        norms.append(float(engine.get_global_grad_norm()))
+        if engine.skipped_steps != before:
+            skipped.append(step)
+        if step == case.evaluate_at:
+            engine.eval()
+            with torch.no_grad():
+                evaluated.append(float(engine(*batches(999, case, rank, world)[0])))
+            engine.train()
+    found = {"losses": losses, "norms": norms, "skipped": skipped, "evaluated": evaluated}
+    found["events"] = events
+    return engine, found
+
+
+def resumed(engine: Any, case: Case) -> Any:
+    import torch
+
+    folder = [tempfile.mkdtemp()] if torch.distributed.get_rank() == 0 else [None]
+    torch.distributed.broadcast_object_list(folder, 0)
+    engine.save_checkpoint(folder[0], tag="t")
+    engine.destroy()
+    engine = build(case)
+    engine.load_checkpoint(folder[0], tag="t")
+    return engine
+
+
+def groups_of(engine: Any) -> list[tuple[Any, list[Any]]]:
+    """Master weights of each group that is stepped as one, and the parameters in it."""
+    zero = engine.optimizer
+    if hasattr(zero, "fp16_groups"):
+        return list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True))
+    return list(zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True))
+
+
+def placement(engine: Any) -> dict[str, Any]:
+    """Bytes of master weights and moments by which optimizer steps them: each counts in a type of its own."""
+    import torch
+
+    zero, found = engine.optimizer, {"host": 0, "device": 0, "largest_shard": 0}
+    world = torch.distributed.get_world_size()
+    for master, params in groups_of(engine):
+        entry = zero.optimizer.state.get(master) or zero.backup_optimizer.state[master]
+        parts = [master, entry["exp_avg"], entry["exp_avg_sq"]]
+        place = "device" if torch.is_tensor(entry["step"]) else "host"
+        found[place] += sum(t.numel() * t.element_size() for t in parts)
+        shards = [getattr(p, "ds_numel", p.numel()) // world for p in params]
+        found["largest_shard"] = max(found["largest_shard"], 12 * max(shards))
+    return found
+
+
+def buffers(engine: Any) -> dict[str, Any]:
+    """Bytes of weights and accumulated gradients in the GPU's buffer, as DeepSpeed knows it, and elsewhere.
+
+    The GPU's buffer is counted by its storage, so that a piece that nobody uses any more would show.
+    """
+    zero, found = engine.optimizer, {}
+    if hasattr(zero, "fp16_groups"):
+        params = [p for group in zero.fp16_groups for p in group]
+        by_id = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        pairs = {
+            "weights": (zero.lp_param_buffer, [p.ds_tensor for p in params]),
+            "grads": (zero.grad_partitions_flat_buffer, [by_id[p.ds_id] for p in params]),
+        }
+        for kind, (buffer, tensors) in pairs.items():
+            storage = buffer.untyped_storage()
+            elsewhere = [t for t in tensors if t.untyped_storage().data_ptr() != storage.data_ptr()]
+            shard = max(t.numel() * t.element_size() for t in tensors)
+            host = sum(t.numel() * t.element_size() for t in elsewhere)
+            found[kind] = {"host": host, "device": storage.nbytes(), "largest_shard": shard}
+    return found
+
+
+def watch(engine: Any, events: list[str]) -> None:
+    """Note when each layer runs forward and when its group is stepped."""
+    from mist_patches.deepspeed_groups import layer_of
+
+    name_of = {id(p): name for name, p in engine.module.named_parameters()}
+    layer_of_master = {id(m): layer_of(name_of[id(params[0])]) for m, params in groups_of(engine)}
+    optimizer = engine.optimizer.optimizer
+    step = optimizer.step
+
+    def noted(closure: Any = None) -> Any:
+        for group in optimizer.param_groups:
+            events.extend(f"step {layer_of_master[id(p)]}" for p in group["params"])
+        return step(closure)
+
+    optimizer.step = noted
+    for index, layer in enumerate(engine.module.layers):
+        layer.register_forward_pre_hook(lambda *_, index=index: events.append(f"forward layers.{index}"))
+
+
+def run(case: Case, finals: list[Any]) -> dict[str, Any]:
+    from deepspeed.accelerator import get_accelerator
+    from mist_patches import hooking
+
+    # A GPU by name, so that DeepSpeed tells its share from the host's; a CPU to torch.
+    accelerator, name = get_accelerator(), get_accelerator()._name
+    accelerator._name = "cpu:0"
+    accelerator.is_fp16_supported = lambda: True  # slow on a CPU, and enough to see the loss scale
+    try:
+        with mutated(case.mutate):
+            apply_patches(case)
+            engine, found = train(case)
+            finals.append(masters(engine))
+            found["placement"], found["buffers"] = placement(engine), buffers(engine)
+    except hooking.PatchRefused as refused:
+        finals.append(None)
+        return {"refused": str(refused)}
+    finally:
+        accelerator._name = name
+        hooking.undo_all()
+    if case.against is not None:
+        pairs = zip(finals[-1].values(), finals[case.against].values(), strict=True)
+        found["difference"] = max(float((a - b).abs().max()) for a, b in pairs)
+    engine.destroy()
+    return found
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    cases = [Case(**words) for words in json.loads(sys.argv[1])]
+    deepspeed_cpu.without_compiler().init_distributed("gloo", verbose=False)
+    import torch
+
+    finals: list[Any] = []
+    found = [run(case, finals) for case in cases]
+    print("RESULT " + json.dumps({"rank": torch.distributed.get_rank(), "cases": found}), flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
