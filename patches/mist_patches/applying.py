@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
 from mist_patches.hooking import PatchRefused, log
 from mist_patches.stage_arguments import apply_stage_arguments, read_stages
+from mist_patches.stage_guards import version_problem
 
 Undo = Callable[[], None]
+Apply = Callable[[Mapping[str, Any]], Undo]
 
 
 def _exact_optimizer_fraction(stage: Mapping[str, Any]) -> Undo:
@@ -24,37 +27,68 @@ def _activation_offload(stage: Mapping[str, Any]) -> Undo:
     return offload_block_activations(stage["offload"]["activations"])
 
 
-PATCHES: Mapping[str, Callable[[Mapping[str, Any]], Undo]] = {
+def _decoupled_steps(stage: Mapping[str, Any]) -> Undo:
+    from mist_patches.megatron_decoupled_step import decoupled_steps
+
+    return decoupled_steps()
+
+
+def _state_offload(stage: Mapping[str, Any]) -> Undo:
+    from mist_patches.megatron_state_offload import offload_states
+
+    return offload_states(stage["offload"]["weights"], stage["offload"]["grads"])
+
+
+MEGATRON: Mapping[str, Apply] = {
     "exact_optimizer_fraction": _exact_optimizer_fraction,
     "activation_offload": _activation_offload,
+    "decoupled_steps": _decoupled_steps,
+    "state_offload": _state_offload,
 }
 """Name in stages.json -> what applies it to this rank, given its stage."""
-
-
-def _stage_grids(document: Mapping[str, Any]) -> Undo:
-    from mist_patches.megatron_stage_grids import apply_stage_grids
-
-    return apply_stage_grids(document)
-
-
-WHOLE_PLAN_PATCHES: Mapping[str, Callable[[Mapping[str, Any]], Undo]] = {"stage_grids": _stage_grids}
-"""Name in stages.json -> what applies it to this rank, given the whole document."""
+DEEPSPEED: Mapping[str, Apply] = {}
+"""The same for DeepSpeed."""
+PATCHES: Mapping[str, Mapping[str, Apply]] = {"megatron-core": MEGATRON, "deepspeed": DEEPSPEED}
 
 
 def apply(path: str | os.PathLike[str]) -> list[Undo]:
     """Apply what the plan needs on this rank; returns the functions that undo it. Twice does no harm.
 
-    Stage arguments come first if the entry has not added them already. A name that this version does not
-    know is refused: training without it would not be the plan.
+    Stage arguments come first if the entry has not added them already. A framework, a version or a name
+    that these patches do not know is refused: training without it would not be the plan.
     """
     document = read_stages(path)
-    known = {**PATCHES, **WHOLE_PLAN_PATCHES}
+    known = PATCHES[document["framework"]]
     unknown = [name for name in document["patches"] if name not in known]
     if unknown:
-        raise PatchRefused(f"{path} names the patch {unknown[0]!r}; this version knows {', '.join(known)}")
+        raise PatchRefused(
+            f"{path} names the patch {unknown[0]!r}; for {document['framework']} this version knows "
+            f"{', '.join(known) or 'none'}"
+        )
     stage = apply_stage_arguments(document)
-    undone = [known[name](document if name in WHOLE_PLAN_PATCHES else stage) for name in document["patches"]]
+    if document["patches"]:
+        _require_known_version(document["framework"])
+    undone = [known[name](stage) for name in document["patches"]]
     log.info(
         "rank %s, stage %s: %s", os.environ["RANK"], stage["stage"], ", ".join(document["patches"]) or "none"
     )
     return undone
+
+
+def _require_known_version(framework: str) -> None:
+    version = _version(framework)
+    problem = version_problem(framework, version, os.environ)
+    if problem is not None:
+        raise PatchRefused(problem)
+
+
+def _version(framework: str) -> str:
+    """The installed version; a checkout of Megatron-LM on the path is no package, but says its own."""
+    if framework == "megatron-core":
+        from megatron.core import __version__
+
+        return str(__version__)
+    try:
+        return metadata.version(framework)
+    except metadata.PackageNotFoundError:
+        raise PatchRefused(f"{framework} is not installed in this environment") from None

@@ -19,6 +19,8 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from mist_patches.stage_guards import SERIES, check
+
 SCHEMA = 1
 _MARK = "MIST_STAGE_ARGUMENTS"
 
@@ -39,6 +41,10 @@ def read_stages(path: str | os.PathLike[str]) -> dict[str, Any]:
     stages = document.get("stages")
     if not isinstance(stages, list) or len(stages) != document.get("pipeline_parallel"):
         raise SystemExit(f"mist: {path}: wanted one entry in `stages` for each of `pipeline_parallel` stages")
+    if document.get("framework") not in SERIES:
+        raise SystemExit(
+            f"mist: {path}: got framework {document.get('framework')!r}, wanted one of {', '.join(SERIES)}"
+        )
     return document
 
 
@@ -77,6 +83,7 @@ def apply_stage_arguments(
     if environment.get(_MARK):
         return stage_of_rank(document, int(environment["RANK"]))
     rank = rank_of_process(document, environment)
+    check(document, argv)
     stage = stage_of_rank(document, rank)
     for name, value in document.get("environment", {}).items():
         if value is None:

@@ -74,9 +74,8 @@ def megatron_bytes() -> dict[str, int]:
     model_parallel_cuda_manual_seed(1)
     case = tiny.Case(layers_per_stage=[2], recompute=[0], bf16=True, distributed_optimizer=True, steps=1)
     config = tiny.build_config(case, 0, torch.bfloat16)
-    model = tiny.build_model(case, config)
-    optimizer = tiny.build_optimizer(case, 0, model, torch.bfloat16)
-    tiny.train(case, config, model, optimizer)
+    trainer, _ = tiny.train(case, config, 0, torch.bfloat16)
+    (model,), optimizer = trainer.chunks, trainer.optimizer
     chained = getattr(optimizer, "chained_optimizers", [optimizer])[0]
     masters = [p for group in chained.shard_fp32_from_float16_groups for p in group]
     states = chained.optimizer.state.values()

@@ -1,17 +1,23 @@
 """Trains a tiny Megatron-core GPT on CPU and prints what it did as one JSON line per rank.
 
-A program of its own (`python patched_megatron.py '{"steps": 8, ...}'`), because the CPU shim rewires
-torch for the whole process. `Case` is what can be asked for; `patches` names functions in PATCHES.
+A program of its own (`python patched_megatron.py '[{"steps": 8, ...}, ...]'`), because the CPU shim rewires
+torch for the whole process. `Case` is what can be asked for; `patches` names what
+apply_patches knows.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import inspect
 import json
 import logging
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest import mock
 
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)
@@ -46,8 +52,10 @@ class Case:
     mutate: str = ""
     """Essential line of a patch to take out; see MUTATIONS."""
 
-    def as_argument(self) -> str:
-        return json.dumps(asdict(self))
+
+def as_argument(cases: Iterable[Case]) -> str:
+    """What the program takes: all cases of one call run on the same grid, one after another."""
+    return json.dumps([asdict(case) for case in cases])
 
 
 HIDDEN, HEADS, SEQ, VOCAB, MICRO_BATCH = 64, 4, 32, 128, 2
@@ -57,65 +65,66 @@ EVENTS: list[list[str]] = []
 """What the patches say they do, in order."""
 
 
-def _no_hooks() -> None:
-    from mist_patches.megatron_decoupled_step import DecoupledSteps
-
-    DecoupledSteps.take = lambda self, unit: self.pending.pop(unit, None)
-
-
-def _late_settings() -> None:
+def _late_settings(narrowed: Any) -> Any:
     from mist_patches import megatron_unit_steps as steps
 
-    narrowed = steps.PendingStep._narrowed_groups
-
-    def with_settings_of_now(self, inner, kept):
+    def with_settings_of_now(self: Any, inner: Any, kept: Any) -> Any:
         self._settings = [steps._settings(group) for group in inner.param_groups]
         return narrowed(self, inner, kept)
 
-    steps.PendingStep._narrowed_groups = with_settings_of_now
+    return with_settings_of_now
 
 
-def _zero_everything() -> None:
-    from mist_patches.megatron_decoupled_step import DecoupledSteps
-
-    DecoupledSteps.zero = lambda self, buffer, original: original(buffer)
-
-
-def _never_zero_after() -> None:
-    from mist_patches.megatron_decoupled_step import DecoupledSteps
-
-    zero = DecoupledSteps.zero
-
-    def forget(self, buffer, original):
+def _never_zero_after(zero: Any) -> Any:
+    def forget(self: Any, buffer: Any, original: Any) -> None:
         zero(self, buffer, original)
         self.unzeroed.clear()
 
-    DecoupledSteps.zero = forget
+    return forget
 
 
-def _no_flush() -> None:
-    from mist_patches.megatron_decoupled_step import DecoupledSteps
+def _hold_no_host_copy(release: Any) -> Any:
+    def forget(self: Any) -> None:
+        self.changed = False
+        release(self)
 
-    DecoupledSteps.flush = lambda self, why: None
-
-
-def _no_gather() -> None:
-    from mist_patches.megatron_units import Chunk
-
-    Chunk.gathers = property(lambda self: False)
+    return forget
 
 
-MUTATIONS = {
-    "no_hooks": _no_hooks,
-    "late_settings": _late_settings,
-    "zero_everything": _zero_everything,
-    "never_zero_after": _never_zero_after,
-    "no_flush": _no_flush,
-    "no_gather": _no_gather,
+STEPS, UNIT, HELD = "megatron_decoupled_step.DecoupledSteps", "megatron_unit_steps", "host_copies.Held"
+MUTATIONS: dict[str, tuple[str, str, Any]] = {
+    # name: (where, attribute, what stands there instead, given what stood there)
+    "no_hooks": (STEPS, "take", lambda take: lambda self, unit, runs_now=True: self.pending.pop(unit, None)),
+    "late_settings": (f"{UNIT}.PendingStep", "_narrowed_groups", _late_settings),
+    "zero_everything": (STEPS, "zero", lambda zero: lambda self, buffer, original: original(buffer)),
+    "never_zero_after": (STEPS, "zero", _never_zero_after),
+    "no_flush": (STEPS, "flush", lambda flush: lambda self, why: None),
+    "no_gather": ("megatron_units.Chunk", "gathers", lambda gathers: property(lambda self: False)),
+    "no_copy_out": (HELD, "release", _hold_no_host_copy),
+    "no_copy_in": ("host_copies.Streams", "copy", lambda copy: lambda self, side, target, source: None),
+    "grads_stay_away": (
+        "megatron_state_offload.StateOffload",
+        "bring_back_grads",
+        lambda bring: lambda self, units: None,
+    ),
+    "weights_stay_here": (HELD, "free", lambda free: lambda self: None),
 }
 
 
-def apply_patches(case: Case, stage: int) -> None:
+@contextlib.contextmanager
+def mutated(name: str) -> Any:
+    """Take an essential line of a patch out."""
+    if not name:
+        yield
+        return
+    where, attribute, build = MUTATIONS[name]
+    module, _, owner_name = f"mist_patches.{where}".rpartition(".")
+    owner = getattr(importlib.import_module(module), owner_name)
+    with mock.patch.object(owner, attribute, build(inspect.getattr_static(owner, attribute))):
+        yield
+
+
+def apply_patches(case: Case, stage: int) -> list[Any]:
     from mist_patches.megatron_activation_offload import offload_block_activations
     from mist_patches.megatron_decoupled_step import decoupled_steps
     from mist_patches.megatron_optimizer_fraction import exact_optimizer_fraction
@@ -129,10 +138,7 @@ def apply_patches(case: Case, stage: int) -> None:
         "unit_layout": lambda on: lay_out_by_unit(),
         "decoupled_steps": lambda on: decoupled_steps(lambda what, unit: EVENTS.append([what, unit])),
     }
-    for name, values in case.patches.items():
-        known[name](values[stage])
-    if case.mutate:
-        MUTATIONS[case.mutate]()
+    return [known[name](values[stage]) for name, values in case.patches.items()]
 
 
 def build_config(case: Case, stage: int, dtype: Any) -> Any:
@@ -252,7 +258,7 @@ class Trainer:
         model = [chunk.state_dict() for chunk in self.chunks]
         torch.save({"model": model, "optimizer": self.optimizer.state_dict()}, path)
         if self.case.distributed_optimizer:
-            self.optimizer.save_parameter_state(path + ".states")
+            torch.save([shard_states(one) for one in self.optimizer.chained_optimizers], path + ".states")
 
     def load(self, path: str) -> None:
         import torch
@@ -262,7 +268,14 @@ class Trainer:
             chunk.load_state_dict(state)
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.case.distributed_optimizer:
-            self.optimizer.load_parameter_state(path + ".states")
+            states = torch.load(path + ".states", weights_only=False)
+            for one, state in zip(self.optimizer.chained_optimizers, states, strict=True):
+                # Without Transformer Engine Megatron hands one step counter to all parameters, and each of
+                # them would count it up (distrib_optimizer.py:1035).
+                for moments in one.optimizer.state.values():
+                    moments["step"] = moments["step"].clone()
+                with torch.no_grad():  # Megatron forgets it where shards are views of fp32 parameters
+                    one.load_parameter_state_from_dp_reshardable(state)
 
     def forward_backward(
         self, micro_batches: int, *, forward_only: bool = False, poison: bool = False
@@ -297,6 +310,18 @@ class Trainer:
             micro_batch_size=MICRO_BATCH,
             forward_only=forward_only,
         )
+
+
+def shard_states(optimizer: Any) -> Any:
+    """This rank's shards, in the form in which a distributed checkpoint hands them back."""
+    state = optimizer.get_parameter_state_dp_reshardable()
+    for buffer in state.values():
+        if isinstance(buffer, dict):
+            for buckets in buffer.values():
+                for shards in buckets:
+                    for shard in shards:
+                        shard["padding"] = False
+    return state
 
 
 def mean_loss(results: list[Any]) -> float:
@@ -388,25 +413,48 @@ def report(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    case = Case(**json.loads(sys.argv[1]))
-    import megatron_cpu
-
-    megatron_cpu.install(two_devices=case.optimizer_fraction is not None)
+def run_case(case: Case) -> dict[str, Any]:
+    """One run from fresh weights, with its patches put on and taken off again."""
     import torch
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    torch.distributed.init_process_group("gloo")
-    ps.initialize_model_parallel(case.tp, case.pp, case.vpp if case.vpp > 1 else None)
+    torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234)
     stage = ps.get_pipeline_model_parallel_rank()
-    apply_patches(case, stage)
     dtype = torch.bfloat16 if case.bf16 else torch.float32
-    config = build_config(case, stage, dtype)
-    trainer, found = train(case, config, stage, dtype)
-    line = {"rank": torch.distributed.get_rank(), "stage": stage, **found, **report(trainer)}
-    print("RESULT " + json.dumps(line), flush=True)
+    undone = apply_patches(case, stage)
+    try:
+        with mutated(case.mutate):
+            trainer, found = train(case, build_config(case, stage, dtype), stage, dtype)
+            return {"rank": torch.distributed.get_rank(), "stage": stage, **found, **report(trainer)}
+    finally:
+        for undo in reversed(undone):
+            undo()
+
+
+def main() -> None:
+    cases = [Case(**one) for one in json.loads(sys.argv[1])]
+    import megatron_cpu
+
+    megatron_cpu.install(two_devices=any(case.optimizer_fraction is not None for case in cases))
+    import torch
+    from megatron.core import parallel_state as ps
+
+    torch.distributed.init_process_group("gloo")
+    grid = {(case.tp, case.pp, case.vpp) for case in cases}
+    (tp, pp, vpp) = grid.pop()
+    assert not grid, "cases of one call share their grid"
+    ps.initialize_model_parallel(tp, pp, vpp if vpp > 1 else None)
+    for case in cases:
+        if case.mutate:
+            try:
+                line = run_case(case)
+            except (RuntimeError, AssertionError, ValueError, KeyError) as error:
+                line = {"rank": torch.distributed.get_rank(), "failed": f"{type(error).__name__}: {error}"}
+        else:
+            line = run_case(case)
+        print("RESULT " + json.dumps(line), flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
