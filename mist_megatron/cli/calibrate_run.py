@@ -7,11 +7,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mist_megatron.cli.expand import OptionGroup
 from mist_megatron.cli.options import complete_models
 from mist_megatron.cli.output import OutputOptions
 from mist_megatron.errors import InputError
@@ -22,38 +24,82 @@ if TYPE_CHECKING:
 LARGEST = 1 << 24
 """Of any size on the command line: sequences of 16 million tokens are a typing error."""
 INTERRUPTED = 130
+MOST_PROCESSES = 1024
+"""Of one node, with room to spare."""
 
 
-def run(
-    *,
-    out: Annotated[Path | None, typer.Option(help="File of measurements; taken up again if there.")] = None,
+@dataclass(frozen=True)
+class ShapeOptions(OptionGroup):
+    """Which operators: those of these models in these configurations."""
+
     model: Annotated[
         list[str] | None,
         typer.Option(
             help="Preset, config.json or YAML whose shapes are measured; may be repeated.",
             autocompletion=complete_models,
+            rich_help_panel="Shapes",
         ),
-    ] = None,
-    micro_batch: Annotated[str, typer.Option(help="Sequences per micro-step.")] = "1,2,4",
-    tp: Annotated[str, typer.Option("--tp", help="Tensor-parallel sizes.")] = "1,2,4,8",
-    seq: Annotated[str, typer.Option(help="Tokens per sequence.")] = "2048",
+    ] = None
+    micro_batch: Annotated[str, typer.Option(help="Sequences per micro-step.", rich_help_panel="Shapes")] = (
+        "1,2,4"
+    )
+    tp: Annotated[str, typer.Option("--tp", help="Tensor-parallel sizes.", rich_help_panel="Shapes")] = (
+        "1,2,4,8"
+    )
+    seq: Annotated[str, typer.Option(help="Tokens per sequence.", rich_help_panel="Shapes")] = "2048"
     flash_attention: Annotated[
-        bool, typer.Option("--flash-attention/--no-flash-attention", help="Fused attention kernel.")
-    ] = True,
+        bool,
+        typer.Option(
+            "--flash-attention/--no-flash-attention", help="Fused attention kernel.", rich_help_panel="Shapes"
+        ),
+    ] = True
+
+
+@dataclass(frozen=True)
+class ProgramOptions(OptionGroup):
+    """What the programs are told."""
+
     what: Annotated[
         str, typer.Option(help="Parts to measure, such as gemm,attention; see the programs' README.")
-    ] = "all",
-    device: Annotated[str, typer.Option(help="cuda; cpu tries the programs out with tiny sizes.")] = "cuda",
-    precision: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    ] = "all"
+    device: Annotated[str, typer.Option(help="cuda; cpu tries the programs out with tiny sizes.")] = "cuda"
+    precision: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16"
     budget_s: Annotated[
         float | None, typer.Option("--budget-s", help="Begin no point after so many seconds.")
-    ] = None,
+    ] = None
     processes: Annotated[
         int | None, typer.Option(help="On this node, for what GPUs do together; default: one per GPU.")
+    ] = None
+    note: Annotated[str, typer.Option(help="Kept with the measurements.")] = ""
+    append: Annotated[bool, typer.Option("--append", help="Also to a file of other conditions.")] = False
+
+    def checked(self) -> None:
+        from mist_megatron.spec import check
+
+        check.known("--device", "device", self.device, ("cuda", "cpu"))
+        check.known("--precision", "precision", self.precision, ("bf16", "fp16"))
+        if self.budget_s is not None and not 0.0 < self.budget_s < float("inf"):
+            raise InputError(f"--budget-s is {self.budget_s:g}; wanted above 0")
+        if self.processes is not None and not 1 <= self.processes <= MOST_PROCESSES:
+            raise InputError(f"--processes is {self.processes}; wanted 1 to {MOST_PROCESSES}")
+
+    def arguments(self) -> list[str]:
+        """For the programs, which have the same names."""
+        found = [f"--what={self.what}", f"--device={self.device}", f"--precision={self.precision}"]
+        found += [] if self.budget_s is None else [f"--budget-s={self.budget_s:g}"]
+        found += [] if self.processes is None else [f"--processes={self.processes}"]
+        found += [f"--note={self.note}"] if self.note else []
+        return [*found, "--append"] if self.append else found
+
+
+def run(
+    *,
+    out: Annotated[Path | None, typer.Option(help="File of measurements; taken up again if there.")] = None,
+    shapes: ShapeOptions,
+    program: ProgramOptions,
+    python: Annotated[
+        str | None, typer.Option(help="Interpreter that has torch; this one by default.")
     ] = None,
-    note: Annotated[str, typer.Option(help="Kept with the measurements.")] = "",
-    append: Annotated[bool, typer.Option("--append", help="Also to a file of other conditions.")] = False,
-    python: Annotated[str, typer.Option(help="Interpreter that has torch.")] = sys.executable,
     shapes_to: Annotated[
         Path | None,
         typer.Option("--shapes-to", help="Write the list of shapes there and measure nothing."),
@@ -61,30 +107,18 @@ def run(
     output: OutputOptions,
 ) -> None:
     """Measures this machine: products, attention, memory, copies, collectives, streams at once, Adam."""
-    from mist_megatron.spec import check
-
-    check.known("--device", "device", device, ("cuda", "cpu"))
-    check.known("--precision", "precision", precision, ("bf16", "fp16"))
-    if budget_s is not None and not 0.0 < budget_s < float("inf"):
-        raise InputError(f"--budget-s is {budget_s:g}; wanted above 0")
-    if processes is not None and not 1 <= processes <= 1024:
-        raise InputError(f"--processes is {processes}; wanted 1 to 1024")
-    sizes = (numbers("--micro-batch", micro_batch), numbers("--tp", tp), numbers("--seq", seq))
-    shapes = _shapes(model or [], sizes, flash_attention=flash_attention)
-    for line in shapes.left_out if shapes else ():
-        output.people.print(f"left out {line}")
+    program.checked()
+    needed = _needed(shapes)
+    for line in needed.left_out if needed else ():
+        output.people.print(f"left out {line}", markup=False)
     if shapes_to is not None:
-        _write_shapes(shapes, shapes_to, output)
+        _write_shapes(needed, shapes_to, output)
         return
     if out is None:
         raise InputError("--out is missing", details=("try: --out measured.jsonl",))
-    _need_torch(python)
-    arguments = ["--out", str(out), "--what", what, "--device", device, "--precision", precision]
-    arguments += [] if budget_s is None else ["--budget-s", f"{budget_s:g}"]
-    arguments += [] if processes is None else ["--processes", str(processes)]
-    arguments += ["--note", note] if note else []
-    arguments += ["--append"] if append else []
-    output.finish(_measured(python, arguments, shapes, out))
+    interpreter = python or sys.executable
+    _need_torch(interpreter)
+    output.finish(_measured(interpreter, program.arguments(), needed, out))
     output.people.print(
         f"next: mist-megatron calibrate fit {out} --gpu NAME --out my-profile.yaml",
         soft_wrap=True,
@@ -106,22 +140,19 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _shapes(
-    models: Sequence[str], sizes: tuple[tuple[int, ...], ...], *, flash_attention: bool
-) -> NeededShapes | None:
+def _needed(options: ShapeOptions) -> NeededShapes | None:
     """None without a model: then the programs take the list that lies beside them."""
     from mist_megatron.cost.needed_shapes import ShapeRange, needed_shapes
     from mist_megatron.spec.load import load_model
 
-    if not models:
-        return None
     wanted = ShapeRange(
-        micro_batches=sizes[0],
-        tensor_parallel=sizes[1],
-        seq_lens=sizes[2],
-        flash_attention=flash_attention,
+        micro_batches=numbers("--micro-batch", options.micro_batch),
+        tensor_parallel=numbers("--tp", options.tp),
+        seq_lens=numbers("--seq", options.seq),
+        flash_attention=options.flash_attention,
     )
-    return needed_shapes([load_model(name) for name in models], wanted)
+    models = [load_model(name) for name in options.model or ()]
+    return needed_shapes(models, wanted) if models else None
 
 
 def _write_shapes(shapes: NeededShapes | None, path: Path, output: OutputOptions) -> None:
@@ -177,10 +208,10 @@ def _measured(
         raise InputError(f"{program} is not in this installation; reinstall mist-megatron")
     with tempfile.TemporaryDirectory() as folder:
         tally = Path(folder) / "tally.json"
-        command = [python, str(program), *arguments, "--tally", str(tally)]
+        command = [python, str(program), f"--out={out}", f"--tally={tally}", *arguments]
         if shapes is not None:
             _written(Path(folder) / "shapes.json", shapes.document())
-            command += ["--shapes", str(Path(folder) / "shapes.json")]
+            command.append(f"--shapes={Path(folder) / 'shapes.json'}")
         code = _finished(command)
         if code:
             # It has said why.
