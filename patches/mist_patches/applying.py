@@ -39,6 +39,17 @@ def _state_offload(stage: Mapping[str, Any]) -> Undo:
     return offload_states(stage["offload"]["weights"], stage["offload"]["grads"])
 
 
+def _whole_plan_patches(document: Mapping[str, Any]) -> Mapping[str, Apply]:
+    """Patches of megatron-core that span all stages and read the whole document."""
+
+    def stage_grids(stage: Mapping[str, Any]) -> Undo:
+        from mist_patches.megatron_stage_grids import apply_stage_grids
+
+        return apply_stage_grids(document)
+
+    return {"stage_grids": stage_grids} if document["framework"] == "megatron-core" else {}
+
+
 MEGATRON: Mapping[str, Apply] = {
     "exact_optimizer_fraction": _exact_optimizer_fraction,
     "activation_offload": _activation_offload,
@@ -58,7 +69,7 @@ def apply(path: str | os.PathLike[str]) -> list[Undo]:
     that these patches do not know is refused: training without it would not be the plan.
     """
     document = read_stages(path)
-    known = PATCHES[document["framework"]]
+    known = {**PATCHES[document["framework"]], **_whole_plan_patches(document)}
     unknown = [name for name in document["patches"] if name not in known]
     if unknown:
         raise PatchRefused(

@@ -3,9 +3,9 @@
 Why: `validate_args` derives the data-parallel size from the number of all ranks, and `save_checkpoint` stacks
 equal layers into one tensor whose shards must be cut alike.
 
-What: arguments are checked as if the job were this stage's grid on every stage; what different grids cannot do
-is refused here, before anything is built; checkpoints name layers one by one and keep optimizer states by
-parameter, so that any layout can read them. The states of the random generators are not kept, since
+What: arguments are checked as if the job were this stage's grid on every stage; what different grids cannot
+do is refused here, before anything is built; checkpoints name layers one by one and keep optimizer states
+by parameter, so that any layout can read them. The states of the random generators are not kept, since
 they belong to a grid: after a resume dropout draws other masks.
 
 Tested with megatron-core 0.19.2, whose package contains megatron.training.

@@ -134,7 +134,7 @@ def _span_stages(parallel_state: Any, grids: StageGrids, rank: int) -> None:
             parallel_state._PIPELINE_GLOBAL_RANKS = list(ranks)
     everyone = list(range(grids.world_size))
     group = parallel_state.create_group(everyone, group_desc="MODEL_PARALLEL_GROUP")
-    # Norm, overflow flags and "did all succeed" are reduced over these two, by plain and distributed optimizer.
+    # Norm, overflow flags and "did all succeed" are reduced over these, by plain and distributed optimizer.
     parallel_state._MODEL_PARALLEL_GROUP = group
     parallel_state._MODEL_PARALLEL_GLOBAL_RANKS = everyone
     parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = group
