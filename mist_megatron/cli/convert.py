@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from mist_megatron.cli.emit import deepspeed_schema
-from mist_megatron.cli.options import JobOptions, read_job
+from mist_megatron.cli.options import JobOptions, TakenJob, read_job
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.emit import convert as conversion
 from mist_megatron.emit.convert import Change, Price, Question
 from mist_megatron.emit.deepspeed import config_text, provenance
-from mist_megatron.emit.deepspeed_read import Config, Reading, read_config
+from mist_megatron.emit.deepspeed_read import BATCH_KEYS, Config, Reading, read_config
 from mist_megatron.emit.deepspeed_schema import DeepSpeedSchema
 from mist_megatron.emit.loose_json import read_loose
 from mist_megatron.emit.write import write_artifacts
@@ -39,6 +39,18 @@ class Conversion:
     after_price: Price
     config: Config
     changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the file cannot say of how it is used, and what must stay."""
+
+    checkpointing: bool = False
+    """Whether the script recomputes activations now."""
+    may_checkpoint: bool = True
+    """Whether the answer may switch that."""
+    keep: tuple[str, ...] = ()
+    """Keys to leave as they are."""
 
 
 def convert(
@@ -69,23 +81,34 @@ def convert(
     output: OutputOptions,
 ) -> None:
     """Explains a DeepSpeed configuration, tunes it, and gives a reason for every change."""
-    raw = read_loose(read_text(ds_config), str(ds_config))
-    schema = deepspeed_schema(probe=True)
+    choices = Choices(
+        checkpointing=checkpointing, may_checkpoint=not fix_checkpointing, keep=tuple(keep or ())
+    )
+    made, taken = convert_text(
+        read_text(ds_config), str(ds_config), job, choices, deepspeed_schema(probe=True)
+    )
+    if out is not None:
+        write_artifacts(out, conversion_files(made), force=force)
+    output.finish(_document(made))
+    if not output.json:
+        _show(made, output, taken.lines(), out)
+
+
+def convert_text(
+    text: str, where: str, job: JobOptions, choices: Choices, schema: DeepSpeedSchema
+) -> tuple[Conversion, TakenJob]:
+    """The text of a file, converted; and the job that it was converted for."""
+    raw = read_loose(text, where)
     reading = read_config(raw, schema)
     taken = read_job(_with_batch(job, reading))
     question = Question(
         model=taken.job.model,
         cluster=taken.job.cluster,
         training=taken.job.training,
-        checkpointing=checkpointing,
-        may_checkpoint=not fix_checkpointing,
+        checkpointing=choices.checkpointing,
+        may_checkpoint=choices.may_checkpoint,
     )
-    made = _convert(raw, reading, question, schema, tuple(keep or ()))
-    if out is not None:
-        write_artifacts(out, _files(made), force=force)
-    output.finish(_document(made))
-    if not output.json:
-        _show(made, output, taken.lines(), out)
+    return _convert(raw, reading, question, schema, choices.keep), taken
 
 
 def _with_batch(job: JobOptions, reading: Reading) -> JobOptions:
@@ -157,7 +180,7 @@ def _gains(before: Plan, after: Plan, tuned: Price, price: Any) -> dict[str, flo
     return found
 
 
-def _files(made: Conversion) -> dict[str, str]:
+def conversion_files(made: Conversion) -> dict[str, str]:
     new = config_text(made.config)
     old = json.dumps(made.raw, indent=2) + "\n"
     lines = difflib.unified_diff(
@@ -171,8 +194,7 @@ def _files(made: Conversion) -> dict[str, str]:
 
 def _changes_text(made: Conversion) -> str:
     rows = [
-        f"| `{c.key}` | {_value(c.old)} | {_value(c.new)} | {_gain(c.gain)} | {c.reason} |"
-        for c in made.changes
+        f"| `{c.key}` | {_value(c.old)} | {_value(c.new)} | {_gain(c)} | {c.reason} |" for c in made.changes
     ]
     return "\n".join(
         [
@@ -198,6 +220,13 @@ def _summary(made: Conversion) -> list[str]:
     if now != then:
         word = "on" if then else "off"
         lines.append(f"Switch activation checkpointing {word} in your script: the plan counts on it.")
+    if "auto" in (made.config.get(key) for key in BATCH_KEYS[1:]):
+        stage = made.after.stages[0]
+        lines.append(
+            f"Set per_device_train_batch_size={stage.micro_batch} and "
+            f"gradient_accumulation_steps={made.after.grad_accum} in TrainingArguments: "
+            '"auto" takes them from there.'
+        )
     return lines
 
 
@@ -205,8 +234,11 @@ def _value(value: Any) -> str:
     return "-" if value is None else json.dumps(value)
 
 
-def _gain(gain: float | None) -> str:
-    return "" if gain is None else f"{gain:.1%}"
+def _gain(change: Change) -> str:
+    if change.needed:
+        return "needed to fit"
+    # Less than this is no gain: it came along with what is one.
+    return "" if change.gain is None or abs(change.gain) < 0.0005 else f"{change.gain:.1%}"
 
 
 def _document(made: Conversion) -> Mapping[str, Any]:
@@ -228,7 +260,7 @@ def _show(made: Conversion, output: OutputOptions, assumed: list[str], out: Path
     if rows:
         people.print(table(("what the file says", "key", ""), rows))
         people.print()
-    changed = [(c.key, _value(c.old), _value(c.new), _gain(c.gain), c.reason) for c in made.changes]
+    changed = [(c.key, _value(c.old), _value(c.new), _gain(c), c.reason) for c in made.changes]
     people.print(table(("key", "before", "after", "saves", "reason"), changed, right=("saves",)))
     people.print()
     for line in _summary(made):

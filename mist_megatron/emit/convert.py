@@ -63,6 +63,8 @@ class Change:
     gain: float | None
     """Time saved by this change as a fraction of the time without it; None where it changes no time, or where
     the plan without it does not fit."""
+    needed: bool = False
+    """Without it the tuned plan does not fit in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,10 +260,11 @@ def changes(
             continue
         group = next((g for g, keys in GROUPS.items() if key.split(".")[0] in keys), None)
         reason = said.get(key) or said.get(key.split(".")[0]) or _reason(key, old, now, group)
-        tuned = group is not None and old is not None and now is not None and key not in said
-        found.append(
-            Change(key=key, old=old, new=now, reason=reason, gain=gains.get(group or "") if tuned else None)
-        )
+        decided = key in BATCH_KEYS or key.endswith(".stage") or ".offload_" in key
+        tuned = group in gains and decided and key not in said and not (key in BATCH_KEYS and old is None)
+        gain = gains[str(group)] if tuned else None
+        needed = tuned and gain is None
+        found.append(Change(key=key, old=old, new=now, reason=reason, gain=gain, needed=needed))
     return tuple(found)
 
 
@@ -270,8 +273,12 @@ def _reason(key: str, old: Any, now: Any, group: str | None) -> str:
         return "written out: follows from the other two"
     if key == "gradient_clipping":
         return "not said before: written out as what versions before 0.19 did"
+    if key.endswith(".stage3_gather_16bit_weights_on_model_save"):
+        return "so that saving a model gives whole 16-bit weights"
+    if ".offload_" in key and (old is None or now is None):
+        return f"tuned: {group}" if now is not None else "left out: nothing of it is in host memory now"
     if old is None:
-        return "written out: its default has changed between versions" if group else "new"
+        return "written out, so that it is the same under every version" if group else "new"
     if now is None:
         return f"does nothing under the tuned {group}" if group else "removed"
     return f"tuned: {group}" if group else "changed"

@@ -170,5 +170,6 @@ def plan_to_yaml(plan: Plan) -> str:
     for key in ("training", "cluster"):
         if not any(isinstance(v, dict) for v in written[key].values()):
             written[key] = Inline(written[key])
-    text: str = yaml.dump(written, Dumper=Dumper, sort_keys=False, width=110, allow_unicode=True)
+    # Wide enough for a stage with all its keys.
+    text: str = yaml.dump(written, Dumper=Dumper, sort_keys=False, width=240, allow_unicode=True)
     return text

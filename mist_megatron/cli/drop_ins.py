@@ -1,0 +1,127 @@
+"""Replacements for hand-written DeepSpeed configurations: recipes/deepspeed/, beside what they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from mist_megatron.cli.convert import Choices, Conversion, conversion_files, convert_text
+from mist_megatron.cli.emit import deepspeed_schema
+from mist_megatron.cli.options import JobOptions
+from mist_megatron.cli.recipe_pages import plan_words, rounded
+from mist_megatron.errors import InputError
+from mist_megatron.spec.document import STRICT, build
+from mist_megatron.spec.load import load_mapping, read_text
+
+CASES_FILE = "cases.yaml"
+BEFORE = "before.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a hand-written file does not say of the job that it is used for."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    title: str
+    model: str
+    gpu: str
+    gpus: int
+    seq: int
+    checkpointing: bool
+    precision: str | None = None
+
+    def options(self) -> JobOptions:
+        return JobOptions(
+            model=self.model, gpu=self.gpu, gpus=self.gpus, seq=self.seq, precision=self.precision
+        )
+
+    def command(self, name: str) -> str:
+        """What somebody types to get the same."""
+        words = [f"mist-megatron convert {name}/{BEFORE}", f"--model {self.model}", f"--gpu {self.gpu}"]
+        words += [f"--gpus {self.gpus}", f"--seq {self.seq}"]
+        words += [f"--precision {self.precision}"] if self.precision else []
+        words += ["--checkpointing"] if self.checkpointing else []
+        return " ".join([*words, "--out new"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CasesDocument:
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    schema: int
+    cases: dict[str, Case]
+
+
+def read_cases(folder: Path) -> Mapping[str, Case]:
+    """Folder name -> case, in the order of the file."""
+    path = folder / CASES_FILE
+    document = build(_CasesDocument, load_mapping(path), str(path))
+    if document.schema != SCHEMA:
+        raise InputError(f"{path}: schema is {document.schema}; this version reads schema {SCHEMA}")
+    return MappingProxyType(document.cases)
+
+
+def convert_case(folder: Path, name: str, case: Case) -> Conversion:
+    """The replacement of one file, its figures cut so that they are the same everywhere."""
+    path = folder / name / BEFORE
+    choices = Choices(checkpointing=case.checkpointing)
+    made, _ = convert_text(read_text(path), str(path), case.options(), choices, deepspeed_schema(probe=False))
+    about = rounded({**made.config["_mist"]})
+    return replace(made, config={**made.config, "_mist": about})
+
+
+def drop_in_files(folder: Path) -> dict[str, str]:
+    """Path below the folder -> text: every replacement with its reasons, and the page over all."""
+    files: dict[str, str] = {}
+    rows: list[str] = []
+    for name, case in read_cases(folder).items():
+        made = convert_case(folder, name, case)
+        written = conversion_files(made)
+        files |= {f"{name}/{file}": written[file] for file in ("ds_config.json", "CHANGES.md")}
+        rows.append(_row(name, case, made))
+    commands = "\n".join(case.command(name) for name, case in read_cases(folder).items())
+    files["README.md"] = _PAGE.format(rows="\n".join(rows), commands=commands)
+    return files
+
+
+def _row(name: str, case: Case, made: Conversion) -> str:
+    before, after = made.before_price, made.after_price
+    faster = f"{before.iteration_s / after.iteration_s:.2f}x" if before.fits else "now fits"
+    cells = [
+        f"[{name}]({name}/CHANGES.md)",
+        case.title,
+        f"{case.gpus} x {case.gpu}",
+        _words(made, "before"),
+        f"{before.iteration_s:.4g}{'' if before.fits else ' (does not fit)'}",
+        _words(made, "after"),
+        f"{after.iteration_s:.4g}",
+        faster,
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _words(made: Conversion, which: str) -> str:
+    plan = made.before if which == "before" else made.after
+    return plan_words(plan).partition("tp 1, ")[2]
+
+
+_PAGE = """# Replacements for hand-written DeepSpeed configurations
+
+Configurations in the manner of those that people keep and pass on, each (`before.json`) beside what
+`mist-megatron convert` makes of it (`ds_config.json`): the same global batch, optimizer, schedule and
+precision; batch split, ZeRO stage, offload and recomputation as predicted to be fastest among what fits.
+`CHANGES.md` of each explains every key that changed and what it saves.
+
+| folder | job | GPUs | before | s/step | after | s/step | faster |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+{rows}
+
+Times are predictions for one optimizer step. To make them for your own job, in this folder:
+
+```bash
+{commands}
+```
+"""

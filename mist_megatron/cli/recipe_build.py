@@ -1,0 +1,107 @@
+"""One recipe from its job: four searches, and the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mist_megatron.cli.recipe_jobs import RecipeJob
+from mist_megatron.cli.recipe_pages import plan_words, readme_page, rounded, short_prediction, why_page
+from mist_megatron.errors import InputError, MistError, NoFeasiblePlan
+from mist_megatron.spec.plan import Plan, Target
+
+if TYPE_CHECKING:
+    from mist_megatron.cli.tune import Found
+
+BASELINES: Mapping[str, Target] = {
+    # Hand-made space -> the framework whose users work by hand in it.
+    "megatron": "megatron",
+    "megatron-expert": "megatron",
+    "deepspeed": "deepspeed",
+}
+KEPT = {
+    # Emitted files that say something of the plan; `recipes copy` writes the launch scripts, which are alike.
+    "megatron": ("args.sh", "args.yaml", "stages.json"),
+    "deepspeed": ("args.sh", "ds_config.json", "ds_config_auto.json", "accelerate_config.yaml"),
+}
+
+
+def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
+    """File name -> text. Everything follows from the job: no time of day, no seconds spent."""
+    found = _search(job, "full", job.target)
+    spaces = {
+        space: found if job.target == target == "deepspeed" else _baseline(job, space, target)
+        for space, target in BASELINES.items()
+    }
+    plan = recipe_plan(found, spaces)
+    files = emitted(plan)
+    other = spaces["deepspeed"]
+    if job.target != "deepspeed" and not isinstance(other, MistError):
+        files["ds_config.json"] = _best_deepspeed(other)
+    files["WHY.md"] = why_page(plan)
+    files["README.md"] = readme_page(name, plan, list(files))
+    return files
+
+
+def recipe_plan(found: Found, spaces: Mapping[str, Found | MistError]) -> Plan:
+    """The best plan; nothing in its prediction and provenance depends on when it was made."""
+    from mist_megatron.cost.predict import prediction_document
+
+    best = found.plans[0]
+    about = {key: best.provenance[key] for key in _SAME_EACH_TIME} if best.provenance else {}
+    about["compared"] = {space: _compared(other) for space, other in spaces.items()}
+    if len(found.plans) > 1:
+        slower = found.predictions[1].iteration_s / found.predictions[0].iteration_s - 1.0
+        about["next_best"] = {"shape": plan_words(found.plans[1]), "slower": round(slower, 4)}
+    prediction = short_prediction(prediction_document(found.predictions[0]))
+    return replace(best, prediction=prediction, provenance=rounded(about))
+
+
+_SAME_EACH_TIME = ("version", "profile", "space", "grid", "solver", "status", "gap")
+
+
+def _compared(other: Found | MistError) -> dict[str, Any]:
+    if isinstance(other, NoFeasiblePlan):
+        return {"iteration_s": None, "reason": "no plan fits"}
+    if isinstance(other, MistError):
+        return {"iteration_s": None, "reason": "cannot run this model"}
+    return {"iteration_s": other.predictions[0].iteration_s, "shape": plan_words(other.plans[0])}
+
+
+def emitted(plan: Plan) -> dict[str, str]:
+    """plan.yaml, and what is kept of the files that run it."""
+    from mist_megatron.cli.emit import launch_sources
+    from mist_megatron.emit.artifacts import artifacts
+    from mist_megatron.spec.plan_document import plan_to_yaml
+
+    texts = artifacts(plan, launch_sources(probe=False))
+    kept = KEPT["deepspeed" if plan.target == "deepspeed" else "megatron"]
+    return {"plan.yaml": plan_to_yaml(plan), **{name: texts[name] for name in kept}}
+
+
+def _best_deepspeed(found: Found) -> str:
+    from mist_megatron.cost.predict import prediction_document
+
+    plan = found.plans[0]
+    short = short_prediction(prediction_document(found.predictions[0]))
+    text = emitted(replace(plan, prediction=short))["ds_config.json"]
+    return json.dumps(json.loads(text), indent=2) + "\n"
+
+
+def _search(job: RecipeJob, space: str, target: Target) -> Found:
+    from mist_megatron.cli.options import TakenJob
+    from mist_megatron.cli.tune import run_search
+    from mist_megatron.search.space import space_named
+    from mist_megatron.search.tune import Settings
+
+    top = 2 if target == job.target and space == "full" else 1
+    return run_search(TakenJob(job.job(target), {}), space_named(space), Settings(top=top), (1, None))
+
+
+def _baseline(job: RecipeJob, space: str, target: Target) -> Found | MistError:
+    try:
+        return _search(job, space, target)
+    except (InputError, NoFeasiblePlan) as error:
+        return error
