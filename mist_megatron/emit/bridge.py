@@ -26,10 +26,7 @@ def bridge_text(plan: Plan) -> str:
 
 
 def _differs(plan: Plan) -> bool:
-    first = plan.stages[0]
-    return any(
-        (s.ckpt, s.recompute, s.offload) != (first.ckpt, first.recompute, first.offload) for s in plan.stages
-    )
+    return len({(s.ckpt, s.recompute, s.offload, s.dp, s.tp, s.micro_batch) for s in plan.stages}) > 1
 
 
 def bridge_mapping(plan: Plan) -> dict[str, Any]:
@@ -43,6 +40,13 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
         "seq_length": training.seq_len,
         "attention_backend": "flash" if training.flash_attention else "unfused",
     }
+    # Names of megatron.core.ModelParallelConfig.
+    switches = {
+        "tp_comm_overlap": execution.tp_comm_overlap,
+        "cross_entropy_loss_fusion": execution.fused_cross_entropy,
+        "deterministic_mode": execution.deterministic,
+    }
+    model |= {name: True for name, on in switches.items() if on}
     if len(plan.stages) > 1:
         model["pipeline_model_parallel_layout"] = layout(plan)
     if plan.vpp > 1:

@@ -5,6 +5,7 @@ Flags of megatron-core 0.19; names and rules are held against its own parser by 
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 from mist_megatron.emit.flags import Flags, arguments, flag, when
@@ -12,7 +13,7 @@ from mist_megatron.emit.megatron_model import (
     attention_flags,
     model_flags,
     precision_flags,
-    vocabulary_flags,
+    vocabulary_divisor,
 )
 from mist_megatron.emit.megatron_rules import refusals
 from mist_megatron.emit.refusal import refuse
@@ -26,10 +27,9 @@ PATCH_OF = {"optimizer": "exact_optimizer_fraction", "activations": "activation_
 
 def common_flags(plan: Plan) -> Flags:
     """Arguments that every rank gets."""
-    tp = plan.stages[0].tp
     return (
         *model_flags(plan.model, plan.training),
-        *vocabulary_flags(plan.model, tp),
+        *vocabulary_flags(plan, 0),
         *precision_flags(plan.training),
         *attention_flags(plan.training),
         *batch_flags(plan),
@@ -50,14 +50,27 @@ def batch_flags(plan: Plan) -> Flags:
 
 
 def grid_flags(plan: Plan) -> Flags:
-    """Tensor, context and pipeline size; sequence parallelism is rejected at TP 1 (MPC:502)."""
+    """Tensor, context and pipeline size; a rank at TP 1 switches sequence parallelism off itself (A:1432)."""
     tp, cp = plan.stages[0].tp, plan.execution.context_parallel
+    sliced = plan.sequence_parallel and any(stage.tp > 1 for stage in plan.stages)
     return (
         flag("--tensor-model-parallel-size", tp),
         flag("--pipeline-model-parallel-size", len(plan.stages)),
         *when(cp > 1, flag("--context-parallel-size", cp)),
-        *when(plan.sequence_parallel and tp > 1, flag("--sequence-parallel")),
+        *when(sliced, flag("--sequence-parallel")),
     )
+
+
+def different_grids(plan: Plan) -> bool:
+    """Stages differ in dp, tp or micro-batch: the patch `stage_grids` runs them."""
+    return len({(stage.dp, stage.tp, stage.micro_batch) for stage in plan.stages}) > 1
+
+
+def vocabulary_flags(plan: Plan, index: int) -> Flags:
+    """Megatron pads to a multiple of (divisor x the rank's TP); all stages must come to the same size."""
+    together = lcm(*(stage.tp for stage in plan.stages))
+    multiple = vocabulary_divisor(plan.model.vocab, together) * together
+    return (flag("--make-vocab-size-divisible-by", multiple // plan.stages[index].tp),)
 
 
 def layout(plan: Plan) -> str:
@@ -109,7 +122,7 @@ def execution_flags(plan: Plan) -> Flags:
     the reduction's overlap and the distributed optimizer (A:1023).
     """
     execution, half = plan.execution, plan.execution.grad_bytes == 2
-    spread = plan.stages[0].dp * execution.context_parallel > 1
+    spread = any(stage.dp * execution.context_parallel > 1 for stage in plan.stages)
     reduce = spread and bool(execution.overlap_grad_reduce)
     gather = reduce and distributed_optimizer(plan) and bool(execution.overlap_param_gather)
     return (
@@ -119,6 +132,8 @@ def execution_flags(plan: Plan) -> Flags:
         *when(gather, flag("--overlap-param-gather")),
         *when(bool(execution.tp_comm_overlap), flag("--tp-comm-overlap")),
         *when(bool(execution.fused_cross_entropy), flag("--cross-entropy-loss-fusion")),
+        # Megatron sets the environment that goes with it (training/determinism.py).
+        *when(bool(execution.deterministic), flag("--deterministic-mode")),
     )
 
 
@@ -126,10 +141,16 @@ def stage_flags(plan: Plan, index: int) -> Flags:
     """Arguments of one stage's ranks, put behind the common ones.
 
     Recomputed layers are counted in each virtual stage (core/recompute.py:167). A fraction of 0 is said too:
-    the parser's own default is 1.
+    the parser's own default is 1. A stage's own grid is said where grids differ.
     """
     stage = plan.stages[index]
     return (
+        *when(
+            different_grids(plan),
+            flag("--tensor-model-parallel-size", stage.tp),
+            flag("--micro-batch-size", stage.micro_batch),
+            *vocabulary_flags(plan, index),
+        ),
         *when(
             stage.recompute == "full" and stage.ckpt > 0,
             flag("--recompute-granularity", "full"),
@@ -155,7 +176,8 @@ def patches(plan: Plan) -> tuple[str, ...]:
     if plan.target != "megatron+patches":
         return ()
     used = [kind for kind in PATCH_OF if any(getattr(stage.offload, kind) > 0 for stage in plan.stages)]
-    return tuple(PATCH_OF[kind] for kind in used)
+    grids = ("stage_grids",) if different_grids(plan) else ()
+    return (*grids, *(PATCH_OF[kind] for kind in used))
 
 
 def require_emittable(plan: Plan) -> None:

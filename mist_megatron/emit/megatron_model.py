@@ -71,16 +71,16 @@ def position_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
     return (flag("--position-embedding-type", kind), flag("--max-position-embeddings", rows))
 
 
-def vocabulary_flags(model: ModelSpec, tp: int) -> Flags:
+def vocabulary_divisor(vocab: int, tp: int) -> int:
     """Keep Megatron from padding the table beyond what the plan counts.
 
     It pads to a multiple of (divisor x TP). The divisor is the largest power of two up to Megatron's own 128
     that leaves the planned size as it is; where TP itself does not divide it, 1 pads least.
     """
     divisor = 128
-    while divisor > 1 and model.vocab % (divisor * tp):
+    while divisor > 1 and vocab % (divisor * tp):
         divisor //= 2
-    return (flag("--make-vocab-size-divisible-by", divisor),)
+    return divisor
 
 
 def precision_flags(training: TrainingSpec) -> Flags:

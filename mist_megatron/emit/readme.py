@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mist_megatron.emit.megatron import patches
+from mist_megatron.emit.megatron import different_grids, patches
 from mist_megatron.spec.plan import Plan, StagePlan
 
 
@@ -52,10 +52,17 @@ def _megatron_notes(plan: Plan) -> list[str]:
         "`pretrain.py` adds this rank's arguments from `stages.json`, applies the patches named there,",
         "and runs your `pretrain_gpt.py` unchanged.",
         f"Patches of this plan: {', '.join(patches(plan)) or 'none'}.",
+        *(_GRID_NOTES if different_grids(plan) else ()),
         "",
         "`args.json` and `args.yaml` hold the same arguments as `args.sh`; `bridge.yaml` those that",
         "Megatron-Bridge takes. `mist-megatron lint args.sh` checks the folder again after changes.",
     ]
+
+
+_GRID_NOTES = (
+    "Stages have different grids here. Checkpoints (`--ckpt-format torch_dist`) name every layer, so that",
+    "any other layout can load them; the states of random generators are not kept.",
+)
 
 
 def _deepspeed_notes(plan: Plan) -> list[str]:

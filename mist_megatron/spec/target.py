@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
@@ -56,6 +57,8 @@ class Capability:
     per_stage_zero: bool
     per_stage_grid: bool
     """Each stage its own dp, tp and micro-batch."""
+    bridged_grids: bool = False
+    """Stages of different grids pass activations over megatron-core's bridge, within its limits."""
     offload: OffloadRanges
     offload_needs_zero: int = 0
     """Least ZeRO level with which optimizer states can be offloaded."""
@@ -107,7 +110,8 @@ CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
             per_stage_offload=True,
             # A distributed optimizer on some stages only hangs: the norm groups differ.
             per_stage_zero=False,
-            per_stage_grid=False,
+            per_stage_grid=True,
+            bridged_grids=True,
             offload=OffloadRanges(optimizer="any", activations="any"),
             offload_needs_zero=1,
         ),
@@ -165,7 +169,7 @@ def capability(target: Target) -> Capability:
 def violations(plan: Plan) -> tuple[str, ...]:
     """Every rule of its target that a plan breaks, in words that name stage, key and reason."""
     able = CAPABILITIES[plan.target]
-    found = [*_pipeline_rules(plan, able), *_uniformity_rules(plan, able)]
+    found = [*_pipeline_rules(plan, able), *_uniformity_rules(plan, able), *_bridge_rules(plan, able)]
     for index, stage in enumerate(plan.stages):
         found += _stage_rules(f"stages[{index}]", stage, plan, able)
     return tuple(found)
@@ -212,6 +216,8 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
         found.append("sequence_parallel: it has none")
     if plan.sequence_parallel and all(stage.tp == 1 for stage in plan.stages):
         found.append("sequence_parallel: needs tp above 1")
+    if plan.execution.deterministic and plan.target not in ("megatron", "megatron+patches"):
+        found.append("execution.deterministic: it has no such switch")
     if plan.execution.context_parallel > 1 and not able.context_parallel:
         found.append(f"context_parallel {plan.execution.context_parallel}: it has none")
     return found
@@ -233,6 +239,35 @@ def _uniformity_rules(plan: Plan, able: Capability) -> list[str]:
             odd = [k for k, stage in enumerate(plan.stages) if value(stage) != value(plan.stages[0])]
             if odd:
                 found.append(f"stages[{odd[0]}]: {what} must be the same on all stages")
+    return found
+
+
+def _bridge_rules(plan: Plan, able: Capability) -> list[str]:
+    """Limits of stages with different grids in megatron-core 0.19 with the patch stage_grids.
+
+    BridgeCommunicator splits or joins the batch alone, between a number of data ranks and a multiple of it.
+    """
+    if not able.bridged_grids or len({(s.dp, s.tp, s.micro_batch) for s in plan.stages}) == 1:
+        return []
+    found = []
+    if plan.schedule != "1f1b":
+        found.append(f"schedule {plan.schedule}: stages with different dp or tp run 1f1b only")
+    if plan.execution.context_parallel > 1:
+        found.append(
+            f"context_parallel {plan.execution.context_parallel}: stages with different dp or tp need 1"
+        )
+    if plan.model.tied_embeddings:
+        found.append(
+            f"model {plan.model.name}: tied embeddings cannot be summed between stages of different dp or tp"
+        )
+    if plan.training.precision == "fp8":
+        found.append("precision fp8: not tested on stages with different dp or tp, wanted bf16 or fp16")
+    for index, (one, two) in enumerate(pairwise(plan.stages)):
+        if max(one.dp, two.dp) % min(one.dp, two.dp):
+            found.append(
+                f"stages[{index}].dp {one.dp} and stages[{index + 1}].dp {two.dp}: "
+                "one of two neighbours must divide the other"
+            )
     return found
 
 
