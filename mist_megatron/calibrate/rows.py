@@ -228,6 +228,7 @@ def _plan(row: _Row) -> Plan:
                 overlap_param_gather=None if framework == "fsdp" else "param-gather" in overlap,
                 tp_comm_overlap="tp" in overlap.split(", "),
                 fused_cross_entropy="fused cross entropy" in row.text("note") or None,
+                deterministic="deterministic mode" in row.text("note") or None,
             ),
         )
     except InputError as error:

@@ -16,6 +16,7 @@ from mist_megatron.cost.conventions import (
     limit_of,
     padded_vocabulary,
 )
+from mist_megatron.cost.deterministic import DeterministicPrices
 from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
 from mist_megatron.cost.pricing import LayerRatios, Prices
 from mist_megatron.cost.program_cache import load_or_build
@@ -49,7 +50,8 @@ def make_evaluator(
     described = repr(
         (job.model, job.training.flash_attention, job.training.dropout, job.execution, job.target)
     )
-    return StageEvaluator(job, prices, load_or_build(cache, described, build), without=without)
+    priced = DeterministicPrices(prices) if job.execution.deterministic else prices
+    return StageEvaluator(job, priced, load_or_build(cache, described, build), without=without)
 
 
 class StageEvaluator:

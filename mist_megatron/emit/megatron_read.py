@@ -324,6 +324,7 @@ def _execution(read: Reader, training: TrainingSpec, context_parallel: int) -> E
         overlap_param_gather=read.has("overlap-param-gather"),
         tp_comm_overlap=read.has("tp-comm-overlap"),
         fused_cross_entropy=read.has("cross-entropy-loss-fusion"),
+        deterministic=read.has("deterministic-mode"),
     )
 
 

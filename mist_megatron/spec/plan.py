@@ -25,9 +25,13 @@ class Offload:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     weights: float = 0.0
+    """Of the 16-bit weights."""
     grads: float = 0.0
+    """Of the gradients."""
     optimizer: float = 0.0
+    """Of master weights and Adam moments; their step runs on the CPU."""
     activations: float = 0.0
+    """Of what the forward pass saves for the backward pass."""
 
     @property
     def any(self) -> bool:
@@ -40,13 +44,19 @@ class StagePlan:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     layers: int
+    """Transformer layers; embedding and output layer come on top in the first and last stage."""
     nodes: int
+    """Nodes that it lies on; part of one node counts as one."""
     gpus_per_node: int
+    """GPUs on each of them."""
     dp: int
+    """Data-parallel replicas."""
     tp: int
+    """Tensor-parallel ranks."""
     micro_batch: int
     """Sequences per GPU of this stage and micro-step."""
     zero: Zero = 1
+    """What data-parallel replicas share out: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
     ckpt: int = 0
     """Layers recomputed in full; the other layers follow `recompute`."""
     recompute: Recompute = "full"
@@ -54,6 +64,7 @@ class StagePlan:
     (so `ckpt: 0` recomputes nothing); `selective` recomputes the attention core of every layer
     that is not among the `ckpt`; `none` demands `ckpt: 0`."""
     offload: Offload = Offload()
+    """Fractions of its bytes in host memory."""
 
     @property
     def gpus(self) -> int:
@@ -66,12 +77,19 @@ class Execution:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     context_parallel: int = 1
+    """Ranks that split each sequence."""
     grad_bytes: int | None = None
     """Bytes per parameter of the gradient buffer: 2 or 4."""
     overlap_grad_reduce: bool | None = None
+    """Gradients are averaged while the backward pass still runs."""
     overlap_param_gather: bool | None = None
+    """Updated weights are gathered while the next forward pass already runs."""
     tp_comm_overlap: bool | None = None
+    """Tensor-parallel traffic runs beside matrix products (userbuffers)."""
     fused_cross_entropy: bool | None = None
+    """Loss without a copy of the logits in 32 bits."""
+    deterministic: bool | None = None
+    """Megatron's --deterministic-mode: the same bits every time, in more of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +104,11 @@ class Plan:
     """Micro-batches per optimizer step (G)."""
     stages: tuple[StagePlan, ...]
     schedule: Schedule = "1f1b"
+    """Order of micro-batches in the pipeline."""
     vpp: int = 1
     """Model chunks per pipeline rank; above 1 only with the interleaved schedule."""
     sequence_parallel: bool = False
+    """Norms and dropouts split over the tensor-parallel ranks as well."""
     execution: Execution = Execution()
     rank_map: tuple[int, ...] | None = None
     """Logical rank -> physical GPU; None for the identity."""
