@@ -101,6 +101,22 @@ def assign(
     """The optimal assignment if it is better than `best_s`, else None. `tick` is called before each pass:
     what it raises ends the search."""
     found: Assignment | None = None
+    for better in _ever_better(pipelines, grad_accum, best_s, tick):
+        found = better
+    return found
+
+
+def improves(
+    pipelines: Pipelines, grad_accum: int, best_s: float, tick: Callable[[], None] = lambda: None
+) -> bool:
+    """Whether some assignment is better than `best_s`."""
+    return next(_ever_better(pipelines, grad_accum, best_s, tick), None) is not None
+
+
+def _ever_better(
+    pipelines: Pipelines, grad_accum: int, best_s: float, tick: Callable[[], None]
+) -> Iterator[Assignment]:
+    """Assignments that each beat the last; the end of them is the proof of the last."""
     weight = grad_accum - 1
     ladder = _Ladder(pipelines)
     caps = ladder.caps[-1:] if weight == 0 else ladder.caps
@@ -113,15 +129,15 @@ def assign(
         candidate = ladder.quickest(float(caps[high]), cap, grad_accum)
         if candidate is None:
             continue
-        improves = candidate.value_s < best_s
-        if improves:
-            best_s, found = candidate.value_s, candidate
+        better = candidate.value_s < best_s
+        if better:
+            best_s = candidate.value_s
+            yield candidate
         if low < high:
             middle = (low + high) // 2
             open_intervals += [(middle + 1, high), (low, middle)]
-        elif improves:
+        elif better:
             open_intervals.append((low, high))
-    return found
 
 
 class _Options:

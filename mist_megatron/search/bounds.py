@@ -22,6 +22,10 @@ Array = NDArray[np.float64]
 Solver = Literal["exact", "milp"]
 
 
+def nothing() -> None:
+    """A tick that never ends the search."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What does not change from shape to shape."""
@@ -30,7 +34,7 @@ class Question:
     space: Space
     step: float
     solver: Solver = "exact"
-    tick: Callable[[], None] = lambda: None
+    tick: Callable[[], None] = nothing
     """Called every few milliseconds of work: what it raises ends the search."""
 
 
@@ -59,6 +63,22 @@ def shape_bounds(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound
         for index, bound in zip(members, _group(question, [shapes[k] for k in members]), strict=True):
             found[index] = bound
     return [bound for bound in found if bound is not None]
+
+
+def least_times(question: Question, meshes: Sequence[Shape]) -> list[tuple[tuple[float, float], ...]]:
+    """With one and with two layers, memory unlimited: t of a first, middle and last stage, and d of a first.
+    The meshes are shapes of three stages."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, mesh in enumerate(meshes):
+        key = (mesh.nodes, mesh.gpus_per_node, mesh.sequence_parallel, mesh.zero)
+        groups.setdefault(key, []).append(index)
+    found: list[tuple[tuple[float, float], ...]] = [()] * len(meshes)
+    for members in groups.values():
+        priced = [_plain(question.evaluator, [meshes[k] for k in members], k) for k in range(3)]
+        for row, index in enumerate(members):
+            arrays = [*(t_s[row] for t_s, _ in priced), priced[0][1][row]]
+            found[index] = tuple((float(one), float(two)) for one, two in arrays)
+    return found
 
 
 def _group(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound]:

@@ -68,6 +68,21 @@ class StageTimes:
             )
         return self._roles[key]
 
+    def least_times(self, role: StageRole, layers: int, held: Sequence[int], cap_s: float) -> Array:
+        """By micro-batches held: no configuration that fits is faster; infinite where none fits with t up to
+        `cap_s`."""
+        least = np.full(len(held), np.inf)
+        for selective in (False, True) if self.choices.space.selective else (False,):
+            prices = self.role(role, selective=selective).slot(layers)
+            t_s = prices.t_s().min(axis=-1)
+            most = np.broadcast_to(prices.memory.most_held()[..., 0], prices.size[:-1])
+            t_s = np.broadcast_to(t_s, most.shape)
+            fast = np.nonzero(t_s <= cap_s)
+            t_fast, most_fast = t_s[fast], most[fast]
+            for k, count in enumerate(held):
+                least[k] = min(least[k], float(np.min(t_fast, initial=np.inf, where=most_fast >= count)))
+        return least
+
 
 def stage_configs(
     evaluator: StageEvaluator, choices: Choices, slot: Slot, cap_s: float
@@ -107,7 +122,7 @@ def slot_configs(
             }
             columns["selective"] = np.full(len(keep), float(selective))
             here.append(StageConfigs(t_rows[keep], d_rows[keep], columns))
-    return [_joined(here) if here else None for here in parts], tally
+    return [joined(here) if here else None for here in parts], tally
 
 
 def _count(choices: Choices, prices: SlotPrices) -> int:
@@ -128,7 +143,7 @@ def _least_offload(choices: Choices, prices: SlotPrices, held: float, fast: Flag
 
 
 def _all_that_fit(choices: Choices, role: RolePrices, slot: Slot, fast: Flags, tally: Tally) -> Rows:
-    """Configurations that fit, each peak on its own: where offloading the optimizer is tied to other choices."""
+    """Configurations that fit, each peak on its own: where offloading the optimizer is tied to others."""
     axes = choices.axes(choices.counts(slot.layers, selective=role.selective))
     one = (1,) * len(AXES)
     peak = role.evaluator.peak_bytes(
@@ -145,7 +160,7 @@ def _all_that_fit(choices: Choices, role: RolePrices, slot: Slot, fast: Flags, t
     return np.nonzero(np.broadcast_to(valid & fits & fast, shape))
 
 
-def _joined(parts: list[StageConfigs]) -> StageConfigs:
+def joined(parts: list[StageConfigs]) -> StageConfigs:
     """One front of several."""
     if len(parts) == 1:
         return parts[0]
@@ -156,3 +171,8 @@ def _joined(parts: list[StageConfigs]) -> StageConfigs:
         name: np.concatenate([part.columns[name] for part in parts])[keep] for name in parts[0].columns
     }
     return StageConfigs(t_s[keep], d_s[keep], columns)
+
+
+def with_column(configs: StageConfigs, name: str, value: float) -> StageConfigs:
+    """The same with one value for all in one column more."""
+    return replace(configs, columns={**configs.columns, name: np.full(len(configs.t_s), float(value))})

@@ -83,8 +83,8 @@ def _assign_milp(
 def _add_sizes(
     problem: Any, pipelines: Pipelines, options: list[list[Option]], picks: list[list[Any]]
 ) -> None:
-    """All layers and all GPUs are taken, and no stage straddles nodes: stage i begins at GPU o_i, on node n_i,
-    and ends before the last of the c_i nodes that it takes does."""
+    """All layers and all GPUs are taken, and no stage straddles nodes: stage i begins at GPU o_i, on node
+    n_i, and ends before the last of the c_i nodes that it takes does."""
 
     def total(row: Sequence[Any], choices: list[Option], size: Callable[[int, int], int]) -> Any:
         return pulp.lpSum(size(*which) * pick for (which, _), pick in zip(choices, row, strict=True))

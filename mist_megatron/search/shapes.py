@@ -27,9 +27,50 @@ class Shape:
     zero: tuple[int, ...]
     """Levels that each stage may choose from; one where all stages must agree."""
 
+    @property
+    def gpus(self) -> int:
+        """Of one stage."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def meshes(self) -> tuple[Shape, ...]:
+        """What each stage runs on."""
+        return (self,) * self.stages
+
     def __str__(self) -> str:
         parts = [f"pp={self.stages}", f"dp={self.dp}", f"tp={self.tp}", f"mbs={self.micro_batch}"]
         parts += [f"G={self.grad_accum}"] + [f"vpp={self.vpp}"] * (self.vpp > 1)
+        return " ".join([*parts, *["sp"] * self.sequence_parallel])
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnequalShape:
+    """A pipeline whose stages have meshes of their own."""
+
+    grad_accum: int
+    meshes: tuple[Shape, ...]
+    """Of each only nodes, GPUs, dp, tp and micro-batch are meant."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.meshes)
+
+    @property
+    def vpp(self) -> int:
+        return 1
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return any(mesh.sequence_parallel for mesh in self.meshes)
+
+    def __str__(self) -> str:
+        def listed(name: str, values: list[int]) -> str:
+            return f"{name}={'/'.join(map(str, values)) if len(set(values)) > 1 else values[0]}"
+
+        parts = [f"pp={self.stages}", listed("gpus", [mesh.gpus for mesh in self.meshes])]
+        parts += [listed("dp", [mesh.dp for mesh in self.meshes])]
+        parts += [listed("tp", [mesh.tp for mesh in self.meshes])]
+        parts += [listed("mbs", [mesh.micro_batch for mesh in self.meshes]), f"G={self.grad_accum}"]
         return " ".join([*parts, *["sp"] * self.sequence_parallel])
 
 
@@ -48,9 +89,14 @@ def shapes(job: Job, space: Space, limits: Limits) -> Iterator[Shape]:
         mesh = _mesh(cluster.gpus // stages, cluster.gpus_per_node)
         if mesh is None:
             continue
-        for tp in divisors(min(mesh[1], cluster.gpus_per_node)):
-            if _tensor_parallel_allowed(job, space, limits, tp):
-                yield from _with_batches(job, space, limits, (stages, mesh, tp))
+        for tp in tensor_sizes(job, space, limits, mesh[1]):
+            yield from _with_batches(job, space, limits, (stages, mesh, tp))
+
+
+def tensor_sizes(job: Job, space: Space, limits: Limits, gpus: int) -> tuple[int, ...]:
+    """Tensor-parallel sizes inside so many GPUs of a node."""
+    sizes = divisors(min(gpus, job.cluster.gpus_per_node))
+    return tuple(tp for tp in sizes if _tensor_parallel_allowed(job, space, limits, tp))
 
 
 def _mesh(gpus: int, gpus_per_node: int) -> tuple[int, int] | None:
@@ -84,7 +130,7 @@ def _with_batches(
             continue
         for sequence_parallel in (False, True) if space.sequence_parallel and tp > 1 else (False,):
             for vpp in _chunks(job, space, limits, (stages, grad_accum)):
-                for zero in _levels(space, dp):
+                for zero in stage_levels(space, dp):
                     yield Shape(
                         grad_accum=grad_accum,
                         stages=stages,
@@ -110,7 +156,7 @@ def _chunks(job: Job, space: Space, limits: Limits, schedule: tuple[int, int]) -
     return tuple(found)
 
 
-def _levels(space: Space, dp: int) -> tuple[tuple[int, ...], ...]:
+def stage_levels(space: Space, dp: int) -> tuple[tuple[int, ...], ...]:
     """ZeRO levels: all at once where stages may differ, else one after the other. Without data
     parallelism every level holds the same bytes, so that the lowest stands for all."""
     levels = space.zero if dp > 1 or space.optimizer_offload_least_zero else space.zero[:1]

@@ -1,15 +1,16 @@
 """Times and peaks of all configurations of a stage slot, kept in the parts that they are sums of.
 
 t and d of a stage depend on its role and layers, not on its position; they are linear in recomputed layers
-but for what the last layer that is not recomputed changes, and peaks are linear, moment by moment, in layers
-held, recomputed and offloaded. So a role is priced once for a window of layers, with two numbers of
-recomputed layers and three corners of (micro-batches in flight, optimizer offload), and slots read theirs off.
+but for what the last layer that is not recomputed changes, and peaks are linear, moment by moment, in
+micro-batches in flight and optimizer offload. So a role is priced once for a window of layers, with two
+numbers of recomputed layers and at three corners of the latter two, and slots read theirs off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,7 +127,7 @@ class Choices:
             wanted = (axes["optimizer"] > 0.0) & (axes["zero"] >= 2)
             states = states & ((axes["grads"] > 0.0) == wanted)
             states = states & ((axes["weights"] == 0.0) | (axes["zero"] >= 3))
-        return activations & states
+        return np.asarray(activations & states, dtype=bool)
 
 
 class RolePrices:
@@ -149,18 +150,24 @@ class RolePrices:
         one = (1,) * (len(AXES) - 1)
         layers = np.array(window, dtype=np.float64).reshape(-1, 1, *one)
         ends = [c[[0, -1]] if len(c) > 1 else c for c in counts]
-        factors = evaluator.factors(
-            replace(self.grid, layers=layers, ckpt=np.stack(ends).reshape(len(window), -1, *one))
-        )
-        self.stable, self.delta = _padded(factors.stable), _padded(factors.delta)
+        self._ends = replace(self.grid, layers=layers, ckpt=np.stack(ends).reshape(len(window), -1, *one))
+        # t hardly ever depends on the optimizer's fraction, and d is not always asked for: two values tell.
+        offloads = self.axes["optimizer"][..., [0, -1]]
+        self.stable = _padded(evaluator.factors(replace(self._ends, optimizer_offload=offloads)).stable)
+        if any(np.shape(part)[-1] > 1 for part in _parts(self.stable)):
+            self.stable = _padded(evaluator.factors(self._ends).stable)
         if len({len(c) for c in counts}) == 1:
             ckpt = np.stack(counts).reshape(len(window), -1, *one)
         else:
             ckpt = counts[-1].reshape(1, -1, *one)
         self._moments = self._corners(layers, ckpt)
 
+    @cached_property
+    def delta(self) -> Linear:
+        return _padded(self.evaluator.factors(self._ends).delta)
+
     def _corners(self, layers: Array, ckpt: Array) -> list[Array]:
-        """What is held, and what each moment adds, with (held, optimizer offload) = (0, 0), (1, 0), (0, 1)."""
+        """What is held, and what each moment adds; (in flight, offloaded) = (0, 0), (1, 0), (0, 1)."""
         corner = (3,) + (1,) * (len(AXES) + 1)
         held, beyond = self.evaluator.moments(
             replace(
@@ -190,7 +197,7 @@ class RolePrices:
             counts=counts,
             axes=axes,
             stable=_row(self.stable, row),
-            delta=_row(self.delta, row),
+            delta=lambda: _row(self.delta, row),
             memory=HeldMemory(axes["optimizer"].reshape(-1), self.evaluator.limit_bytes, moments),
         )
 
@@ -205,7 +212,7 @@ class SlotPrices:
     axes: Mapping[str, Array]
     stable: Linear
     """Parts over AXES, of which the first is (some layers kept, all recomputed)."""
-    delta: Linear
+    delta: Callable[[], Linear]
     memory: HeldMemory
 
     @property
@@ -229,16 +236,19 @@ class SlotPrices:
             return array[self._all_recomputed(array.shape[0])[which]] if array.shape[0] > 1 else array
 
         value = part(linear.fixed) + self.layers * part(linear.per_layer)
-        return value + counts * part(linear.per_ckpt) if np.any(linear.per_ckpt) else value
+        if np.any(linear.per_ckpt):
+            value = value + counts * part(linear.per_ckpt)
+        return np.asarray(value, dtype=np.float64)
 
     def d_s(self, rows: Rows) -> Array:
         """d of some configurations."""
 
         def part(array: Array) -> Array:
             kind = self._all_recomputed(array.shape[0])[rows[0]]
-            return np.broadcast_to(array, (array.shape[0], *self.size[1:]))[(kind, *rows[1:])]
+            spread = np.broadcast_to(array, (array.shape[0], *self.size[1:]))
+            return np.asarray(spread[(kind, *rows[1:])], dtype=np.float64)
 
-        delta = self.delta
+        delta = self.delta()
         value = part(delta.fixed) + self.layers * part(delta.per_layer)
         if np.any(delta.per_ckpt):
             value = value + self.counts[rows[0]] * part(delta.per_ckpt)
@@ -249,7 +259,7 @@ class SlotPrices:
         the ends of its two pieces tell."""
         last = len(self.counts) - 1
         ends = np.array(sorted({0, max(last - 1, 0), last}), dtype=np.intp)
-        return bool(np.all(np.diff(self._table(self.delta, ends), axis=-1) >= 0.0))
+        return bool(np.all(np.diff(self._table(self.delta(), ends), axis=-1) >= 0.0))
 
 
 class HeldMemory:
@@ -273,8 +283,8 @@ class HeldMemory:
             self.groups.append((alike, freed))
 
     def least_offload(self, held: float) -> Ints:
-        """Per combination of the other axes: position of the least optimizer fraction that fits, or the number
-        of fractions where none does."""
+        """Per combination of the other axes: position of the least optimizer fraction that fits, or the
+        number of fractions where none does."""
         needed: Array = np.zeros(())
         for members, freed in self.groups:
             added = _largest([none + held * each for none, each in members])
@@ -284,6 +294,17 @@ class HeldMemory:
             needed = np.maximum(needed, share)
         # A hair below the grid value counts as reaching it, as the check peak <= limit does.
         return np.searchsorted(self.offloads, needed * (1 - 1e-12), side="left")[..., 0]
+
+    def most_held(self) -> Array:
+        """Micro-batches in flight that fit with the optimizer offloaded in full."""
+        most: Array = np.full((), np.inf)
+        for members, freed in self.groups:
+            for none, each in members:
+                room = (self.limit_bytes - none) - (self.held_bytes - self.offloads[-1] * freed)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    held = np.where(each > 0.0, room / each, np.where(room >= 0.0, np.inf, -1.0))
+                most = np.minimum(most, held)
+        return np.asarray(most * (1 + 1e-12), dtype=np.float64)
 
 
 def _largest(arrays: list[Array]) -> Array:
@@ -299,18 +320,17 @@ def _with_axes(array: Array, axes: int) -> Array:
     return array.reshape((1,) * (axes - np.ndim(array)) + np.shape(array))
 
 
+def _parts(linear: Linear) -> tuple[Array, Array, Array]:
+    return linear.fixed, linear.per_layer, linear.per_ckpt
+
+
 def _padded(linear: Linear) -> Linear:
     """All parts with an axis of layers before AXES."""
-    fixed, per_layer, per_ckpt = (
-        _with_axes(np.asarray(part), len(AXES) + 1)
-        for part in (linear.fixed, linear.per_layer, linear.per_ckpt)
-    )
+    fixed, per_layer, per_ckpt = (_with_axes(np.asarray(part), len(AXES) + 1) for part in _parts(linear))
     return Linear(fixed, per_layer, per_ckpt)
 
 
 def _row(linear: Linear, row: int) -> Linear:
     """One number of layers of a window."""
-    fixed, per_layer, per_ckpt = (
-        part[row if part.shape[0] > 1 else 0] for part in (linear.fixed, linear.per_layer, linear.per_ckpt)
-    )
+    fixed, per_layer, per_ckpt = (part[row if part.shape[0] > 1 else 0] for part in _parts(linear))
     return Linear(fixed, per_layer, per_ckpt)

@@ -11,7 +11,7 @@ from mist_megatron.cost.grid import StageRole, role_of
 from mist_megatron.search.assign import Assignment, Front, Pipelines, assign, in_line
 from mist_megatron.search.bounds import Question, ShapeBound
 from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, slot_configs
-from mist_megatron.search.shapes import Shape
+from mist_megatron.search.shapes import Shape, UnequalShape
 from mist_megatron.search.slot_prices import AXES, Choices, slot_at, stage_grid
 
 StageChoice = dict[str, float]
@@ -22,7 +22,7 @@ StageChoice = dict[str, float]
 class Solution:
     """The best of one shape."""
 
-    shape: Shape
+    shape: Shape | UnequalShape
     stages: tuple[StageChoice, ...]
     value_s: float
 

@@ -28,6 +28,8 @@ class Space:
     per_stage: bool = False
     """Stages may differ in recomputed layers, offload fractions and, where listed, ZeRO level."""
     per_stage_zero: bool = False
+    unequal: bool = False
+    """Stages may differ in GPUs, dp, tp and micro-batch."""
     ckpt: CkptRange = "none_or_all"
     selective: bool = False
     sequence_parallel: bool = False
@@ -47,6 +49,7 @@ class Space:
         found += ["interleaving"] * self.interleaved
         found += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
         found += [f"offload.{k}" for k in OFFLOAD_KINDS if getattr(self.offload, k) != "none"]
+        found += ["GPUs, dp, tp and micro-batch per stage"] * self.unequal
         return (*found, *(["all per stage"] if self.per_stage else []))
 
 
@@ -112,6 +115,7 @@ _SPACES = (
         uneven_layers=True,
         per_stage=True,
         per_stage_zero=True,
+        unequal=True,
         ckpt="any",
         zero=(1, 2, 3),
         offload=_ALL_ANY,
@@ -122,6 +126,7 @@ _SPACES = (
         uneven_layers=True,
         per_stage=True,
         per_stage_zero=True,
+        unequal=True,
         ckpt="any",
         selective=True,
         sequence_parallel=True,
@@ -169,6 +174,7 @@ def cut_to_target(space: Space, target: Target) -> Space:
         uneven_layers=space.uneven_layers and able.uneven_layers,
         per_stage=space.per_stage and able.per_stage_ckpt and able.per_stage_offload,
         per_stage_zero=space.per_stage_zero and able.per_stage_zero,
+        unequal=space.unequal and able.per_stage_grid and able.uneven_layers and able.per_stage_ckpt,
         ckpt=ckpt,
         selective=space.selective and able.selective,
         sequence_parallel=space.sequence_parallel and able.sequence_parallel,
@@ -184,6 +190,7 @@ LIMIT_KEYS = ("tp", "pp", "dp", "micro_batch", "grad_accum", "vpp", "zero")
 SWITCH_KEYS = (
     "sequence_parallel",
     "interleaved",
+    "unequal",
     "recompute.full",
     "recompute.selective",
     *(f"offload.{kind}" for kind in OFFLOAD_KINDS),
@@ -253,4 +260,5 @@ def apply_limits(space: Space, limits: Limits) -> Space:
         selective=space.selective and "recompute.selective" not in banned,
         sequence_parallel=space.sequence_parallel and "sequence_parallel" not in banned,
         interleaved=space.interleaved and "interleaved" not in banned,
+        unequal=space.unequal and "unequal" not in banned,
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import NoFeasiblePlan
@@ -16,13 +18,15 @@ from mist_megatron.search.shapes import Shape, explain_no_shape, shapes
 from mist_megatron.search.slot_prices import fractions
 from mist_megatron.search.solve import Solution, StageChoice, solve_shape
 from mist_megatron.search.space import OFFLOAD_KINDS, Limits, Space, apply_limits, cut_to_target
+from mist_megatron.search.unequal import Mixture, MixtureBound, mixture_bounds, mixtures, solve_mixture
 from mist_megatron.spec.plan import Offload, Plan, Recompute, StagePlan, Zero
 from mist_megatron.spec.target import require_model
 
 GIB = float(1 << 30)
 
 
-_Bounded = tuple[ShapeBound, Shape]
+Item = Shape | Mixture
+Bound = ShapeBound | MixtureBound
 
 
 class Status(Enum):
@@ -72,7 +76,7 @@ class Watch:
 
     progress: Callable[[int, int, float], None] = lambda done, total, best_s: None
     stop: Callable[[], Status | None] = lambda: None
-    """Asked between shapes: a status ends the search with what it has."""
+    """Asked every few milliseconds of work: a status ends the search with what it has."""
 
 
 def search(
@@ -91,14 +95,17 @@ def search(
     watch = watch or Watch()
     cut = apply_limits(cut_to_target(space, job.target), settings.limits)
     found = list(shapes(job, cut, settings.limits))
-    if not found:
+    mixed = list(mixtures(job, cut, settings.limits))
+    if not found and not mixed:
         raise explain_no_shape(job, cut, settings.limits)
     question = Question(evaluator=evaluator, space=cut, step=settings.step, solver=settings.solver)
-    order = sorted(zip(shape_bounds(question, found), found, strict=True), key=lambda pair: pair[0].value_s)
     run = _Run(question, settings, watch, executor)
-    if _offload_points(question) > FEW_POINTS:
-        run.quick(order)
-    status = run.full(order)
+    # Equal stages first: they are the quicker to solve, and what they find prunes the unequal ones.
+    order = [
+        *_by_bound(shape_bounds(question, found), found),
+        *_by_bound(mixture_bounds(question, mixed), mixed),
+    ]
+    status = run.all_of(order)
     if not run.best:
         raise _no_plan(evaluator, cut, run.tally)
     bound = min([run.best[0].value_s, *run.open_bounds])
@@ -107,10 +114,14 @@ def search(
         status=status,
         bound_s=bound,
         space=cut,
-        shapes=len(found),
+        shapes=len(order),
         shapes_solved=run.solved,
         tally=run.tally,
     )
+
+
+def _by_bound(bounds: Sequence[Bound], items: Sequence[Item]) -> list[tuple[Bound, Item]]:
+    return sorted(zip(bounds, items, strict=True), key=lambda pair: pair[0].value_s)
 
 
 FEW_POINTS = 128
@@ -123,77 +134,141 @@ def _offload_points(question: Question) -> int:
     return math.prod(len(fractions(getattr(allowed, kind), question.step)) for kind in OFFLOAD_KINDS)
 
 
+class _Stopped(Exception):
+    """The watch wants the search to end."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 class _Run:
     """The state of one search: the best so far, and what was priced."""
 
     def __init__(
         self, question: Question, settings: Settings, watch: Watch, executor: tuple[Executor, int] | None
     ) -> None:
-        self.question, self.settings, self.watch, self.executor = question, settings, watch, executor
+        self.question = replace(question, tick=self.tick)
+        self.shared = question
+        self.settings, self.watch, self.executor = settings, watch, executor
         self.best: list[Solution] = []
         self.tally = Tally()
         self.solved = 0
         self.open_bounds: list[float] = []
+
+    def tick(self) -> None:
+        status = self.watch.stop()
+        if status is not None:
+            raise _Stopped(status)
 
     @property
     def threshold_s(self) -> float:
         """What a new plan has to beat: the worst of the K best."""
         return self.best[-1].value_s if len(self.best) >= self.settings.top else float("inf")
 
-    def keep(self, solution: Solution | None) -> None:
-        if solution is not None:
+    def keep(self, answer: tuple[Solution | None, Tally]) -> None:
+        solution, tally = answer
+        self.tally.add(tally)
+        # A mixture whose best has equal meshes is a shape, which was solved before.
+        if solution is not None and (
+            isinstance(solution.shape, Shape) or len(set(solution.shape.meshes)) > 1
+        ):
             same = [s for s in self.best if s.shape == solution.shape]
             rest = [s for s in self.best if s.shape != solution.shape]
             better = min([solution, *same], key=lambda s: s.value_s)
             self.best = sorted([*rest, better], key=lambda s: s.value_s)[: self.settings.top]
 
-    def quick(self, order: list[_Bounded]) -> None:
-        """A first incumbent from the corners of the offload grid: it prunes nearly all of the full grid."""
-        corners = replace(self.question, step=1.0)
-        for bound, shape in order:
-            if bound.value_s >= self.threshold_s or self.watch.stop() is not None:
-                break
-            solution, tally = solve_shape(corners, shape, bound, self.threshold_s)
-            self.tally.add(tally)
-            self.keep(solution)
-
-    def full(self, order: list[_Bounded]) -> Status:
-        """Every shape whose bound is below the best, on the whole grid."""
-        done = 0
-        for wave in _waves(order, self.executor[1] if self.executor else 1):
-            status = self.watch.stop()
-            if status is not None:
-                left = [bound.value_s for bound, _ in order[done:]]
-                self.open_bounds = [value_s for value_s in left if value_s < self.threshold_s]
-                return status if self.open_bounds else Status.OPTIMAL
-            open_wave = [item for item in wave if item[0].value_s < self.threshold_s]
-            if not open_wave:
-                break
-            for solution, tally in self._solve(open_wave):
-                self.tally.add(tally)
-                self.keep(solution)
-                self.solved += 1
-            done += len(wave)
-            best_s = self.best[0].value_s if self.best else float("inf")
-            self.watch.progress(done, len(order), best_s)
+    def all_of(self, order: list[tuple[Bound, Item]]) -> Status:
+        """Every shape and mixture whose bound is below the best, the most promising first."""
+        left = dict(enumerate(order))
+        try:
+            if _offload_points(self.question) > FEW_POINTS:
+                self.quick(order)
+            for index, answer in self._answers(order):
+                if answer is not None:
+                    self.keep(answer)
+                    self.solved += 1
+                del left[index]
+                best_s = self.best[0].value_s if self.best else float("inf")
+                self.watch.progress(len(order) - len(left), len(order), best_s)
+        except _Stopped as stopped:
+            bounds = [bound.value_s for bound, _ in left.values()]
+            self.open_bounds = [value_s for value_s in bounds if value_s < self.threshold_s]
+            return stopped.status if self.open_bounds else Status.OPTIMAL
         return Status.OPTIMAL
 
-    def _solve(self, wave: list[_Bounded]) -> Iterable[tuple[Solution | None, Tally]]:
-        asked = [(self.question, shape, bound, self._beat(shape)) for bound, shape in wave]
-        if self.executor is None:
-            return [solve_shape(*question) for question in asked]
-        futures = [self.executor[0].submit(solve_shape, *question) for question in asked]
-        return [future.result() for future in futures]
+    def quick(self, order: list[tuple[Bound, Item]]) -> None:
+        """A first incumbent from the corners of the offload grid: it prunes nearly all of the full grid."""
+        corners = replace(self.question, step=1.0)
+        for bound, item in order:
+            self.tick()
+            if bound.value_s < self.threshold_s and (isinstance(item, Shape) or not self.best):
+                self.keep(solve(corners, item, bound, self.threshold_s))
 
-    def _beat(self, shape: Shape) -> float:
+    def _answers(
+        self, order: list[tuple[Bound, Item]]
+    ) -> Iterator[tuple[int, tuple[Solution | None, Tally] | None]]:
+        """What each item gives; None where its bound already says that it gives nothing."""
+        if self.executor is not None:
+            yield from self._answers_of(*self.executor, order)
+            return
+        for index, (bound, item) in enumerate(order):
+            if bound.value_s >= self.threshold_s:
+                yield index, None
+                continue
+            self.tick()
+            yield index, solve(self.question, item, bound, self._beat(item))
+
+    def _answers_of(
+        self, executor: Executor, workers: int, order: list[tuple[Bound, Item]]
+    ) -> Iterator[tuple[int, tuple[Solution | None, Tally] | None]]:
+        """The same with so many items at a time in other processes."""
+        told = pickle.dumps(self.shared)
+        running: dict[Future[tuple[Solution | None, Tally]], int] = {}
+        waiting = list(enumerate(order))[::-1]
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    index, (bound, item) = waiting.pop()
+                    if bound.value_s >= self.threshold_s:
+                        yield index, None
+                        continue
+                    running[executor.submit(solve_told, told, item, bound, self._beat(item))] = index
+                done, _ = wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield running.pop(future), future.result()
+                self.tick()
+        finally:
+            for future in running:
+                future.cancel()
+
+    def _beat(self, item: Item) -> float:
         """A shape that has a plan among the best must find a better one of its own."""
-        own = [s.value_s for s in self.best if s.shape == shape]
+        own = [s.value_s for s in self.best if s.shape == item]
         return min([self.threshold_s, *own])
 
 
-def _waves(items: list[_Bounded], size: int) -> Iterable[list[_Bounded]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+POLL_S = 0.1
+"""How often a search on other processes looks whether it should end."""
+
+
+def solve(question: Question, item: Item, bound: Bound, best_s: float) -> tuple[Solution | None, Tally]:
+    """The best plan of a shape or mixture if it beats `best_s`."""
+    if isinstance(item, Mixture) and isinstance(bound, MixtureBound):
+        return solve_mixture(question, item, bound, best_s)
+    assert isinstance(item, Shape) and isinstance(bound, ShapeBound)
+    return solve_shape(question, item, bound, best_s)
+
+
+def solve_told(told: bytes, item: Item, bound: Bound, best_s: float) -> tuple[Solution | None, Tally]:
+    """`solve` in another process, where the question is read once."""
+    return solve(_question(told), item, bound, best_s)
+
+
+@lru_cache(maxsize=2)
+def _question(told: bytes) -> Question:
+    question: Question = pickle.loads(told)
+    return question
 
 
 def _no_plan(evaluator: StageEvaluator, space: Space, tally: Tally) -> NoFeasiblePlan:
@@ -214,7 +289,9 @@ def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
         cluster=job.cluster,
         target=job.target,
         grad_accum=shape.grad_accum,
-        stages=tuple(_stage_plan(shape, choice) for choice in solution.stages),
+        stages=tuple(
+            _stage_plan(mesh, choice) for mesh, choice in zip(shape.meshes, solution.stages, strict=True)
+        ),
         schedule="interleaved" if shape.vpp > 1 else "1f1b",
         vpp=shape.vpp,
         sequence_parallel=shape.sequence_parallel,

@@ -20,10 +20,9 @@ def front(rng, layers, speed, points):
 
 def equal(rng, stages, counts, points):
     """Random fronts: t grows with layers, d is anything, some slots are infeasible."""
-    made = [
+    return [
         {count: front(rng, count, 1, points) for count in counts if rng.random() > 0.1} for _ in range(stages)
     ]
-    return made
 
 
 def unequal(rng, nodes, per_node, layers, points):

@@ -1,0 +1,308 @@
+"""Pipelines whose stages differ in GPUs, data and tensor parallelism and micro-batch.
+
+All that such stages share is the number of micro-batches (and what a target wants equal): one problem per
+such number covers pipelines of every length and every split of the cluster into parts of nodes and whole
+nodes. What a stage holds depends only on how many stages follow it, so its fronts serve all lengths.
+
+Three sieves keep the problems small, each exact: a bound of the whole problem from GPU-seconds per layer; the
+most layers that a mesh can take under the cap on t with memory unlimited; and the assignment of the least t
+of each slot that fits, which asks for no fronts. Few problems are left after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mist_megatron.cost.grid import StageRole
+from mist_megatron.search.assign import Array, Front, Pipelines, Size, StageFronts, improves
+from mist_megatron.search.bounds import Question, least_times
+from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, joined, slot_configs, with_column
+from mist_megatron.search.shapes import Shape, UnequalShape, divisors, stage_levels, tensor_sizes
+from mist_megatron.search.slot_prices import Choices, Slot
+from mist_megatron.search.solve import Solution, assign_by, stage_choice
+from mist_megatron.search.space import Limits, Space
+from mist_megatron.spec.job import Job
+
+ROLES = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The meshes that the stages of a pipeline may have, given all that they must share."""
+
+    grad_accum: int
+    meshes: tuple[Shape, ...]
+    """Each as a shape of three stages, which have a first, a middle and a last."""
+    lengths: tuple[int, ...]
+    """Numbers of stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureBound:
+    """Least times of a mixture, memory unlimited."""
+
+    value_s: float
+    """No plan of the mixture is faster."""
+    sum_s: float
+    least_d_s: float
+    times_s: tuple[tuple[tuple[float, float], ...], ...]
+    """By mesh: t of a first, middle and last stage with one and with two layers; linear beyond."""
+
+
+def mixtures(job: Job, space: Space, limits: Limits) -> Iterator[Mixture]:
+    """All mixtures of a space for a job; none where all stages must be alike."""
+    cluster = job.cluster
+    longest = min(cluster.gpus, job.model.layers)
+    lengths = tuple(k for k in range(2, longest + 1) if limits.allows("pp", k))
+    if not (space.unequal and space.pipeline and lengths and limits.allows("vpp", 1)):
+        return
+    for grad_accum in divisors(job.training.global_batch):
+        if not limits.allows("grad_accum", grad_accum):
+            continue
+        for sequence_parallel in (False, True) if space.sequence_parallel else (False,):
+            for zero in (space.zero,) if space.per_stage_zero else tuple((level,) for level in space.zero):
+                meshes = tuple(_meshes(job, replace(space, zero=zero), limits, grad_accum))
+                meshes = tuple(
+                    replace(mesh, sequence_parallel=sequence_parallel)
+                    for mesh in meshes
+                    if mesh.tp > 1 or not sequence_parallel
+                )
+                if meshes:
+                    yield Mixture(grad_accum=grad_accum, meshes=meshes, lengths=lengths)
+
+
+def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator[Shape]:
+    """Parts of a node that tile it and whole nodes, with every split between data and tensor parallelism."""
+    cluster, ranks = job.cluster, job.execution.context_parallel
+    sizes = [(1, part) for part in divisors(cluster.gpus_per_node)[:-1]]
+    sizes += [(nodes, cluster.gpus_per_node) for nodes in range(1, cluster.nodes)]
+    together = job.training.global_batch // grad_accum
+    for nodes, gpus in sizes:
+        for tp in tensor_sizes(job, space, limits, gpus):
+            dp, rest = divmod(nodes * gpus, tp * ranks)
+            if rest or not dp or together % dp or not limits.allows("dp", dp):
+                continue
+            if not limits.allows("micro_batch", together // dp):
+                continue
+            yield Shape(
+                grad_accum=grad_accum,
+                stages=len(ROLES),
+                nodes=nodes,
+                gpus_per_node=gpus,
+                dp=dp,
+                tp=tp,
+                micro_batch=together // dp,
+                sequence_parallel=False,
+                vpp=1,
+                zero=stage_levels(space, dp)[0],
+            )
+
+
+def mixture_bounds(question: Question, found: Sequence[Mixture]) -> list[MixtureBound]:
+    """Bounds of all mixtures, all meshes priced together."""
+    meshes = list(dict.fromkeys(mesh for mixture in found for mesh in mixture.meshes))
+    priced = dict(zip(meshes, least_times(question, meshes), strict=True))
+    return [_bound(question.evaluator.job, mixture, priced) for mixture in found]
+
+
+def _bound(job: Job, mixture: Mixture, priced: Mapping[Shape, tuple[tuple[float, ...], ...]]) -> MixtureBound:
+    """No layer takes fewer GPU-seconds than at its cheapest; with k stages as slow as the slowest and one GPU
+    at least for each other, eq. 1 is least at (G - 1 + k) work / (N - S + k) for some k."""
+    layers, gpus = job.model.layers, job.cluster.gpus
+    work = np.inf
+    least_d = 0.0
+    times = []
+    for mesh in mixture.meshes:
+        *roles, (one_d, two_d) = priced[mesh]
+        times.append(tuple((one, two) for one, two in roles))
+        for one, two in roles:
+            each = min(one, (one + (two - one) * (layers - 1)) / layers)
+            work = min(work, each * mesh.gpus * layers)
+        least_d = min(least_d, one_d, one_d + (two_d - one_d) * (layers - 1))
+    value_s = min(
+        (mixture.grad_accum - 1 + slow) * work / (gpus - stages + slow)
+        for stages in mixture.lengths
+        for slow in range(1, stages + 1)
+    )
+    return MixtureBound(
+        value_s=(value_s + least_d) * (1 - 1e-9),
+        sum_s=work / (gpus - 1),
+        least_d_s=least_d,
+        times_s=tuple(times),
+    )
+
+
+def solve_mixture(
+    question: Question, mixture: Mixture, bound: MixtureBound, best_s: float
+) -> tuple[Solution | None, Tally]:
+    """The best plan of a mixture if it beats `best_s`."""
+    tally = Tally()
+    cap_s = np.inf
+    if np.isfinite(best_s):
+        # Of the slowest stage; the others take no time at all, or at least what is left of the work.
+        cap_s = (best_s - bound.least_d_s) / mixture.grad_accum * (1 + 1e-9)
+        if mixture.grad_accum > 1:
+            rest = (best_s - bound.sum_s - bound.least_d_s) / (mixture.grad_accum - 1) * (1 + 1e-9)
+            cap_s = min(cap_s, rest)
+    windows = _layer_windows(question.evaluator.job, mixture, bound, cap_s)
+    if windows is None:
+        return None, tally
+    slots = _Slots(question, mixture, windows, cap_s, tally)
+    relaxed = slots.pipelines(lambda key: slots.least_fronts(key, bound.least_d_s))
+    if not improves(relaxed, mixture.grad_accum, best_s, question.tick):
+        return None, tally
+    slots.price()
+    answer = assign_by(question, slots.pipelines(slots.fronts), mixture.grad_accum, best_s)
+    if answer is None:
+        return None, tally
+    stages, meshes = [], []
+    for position, (size, index) in enumerate(zip(answer.sizes, answer.choice, strict=True)):
+        configs = slots.configs[slots.key(position, len(answer.sizes)), size]
+        stages.append(stage_choice(size[0], configs, index))
+        meshes.append(mixture.meshes[int(configs.columns["mesh"][index])])
+    shape = UnequalShape(grad_accum=mixture.grad_accum, meshes=tuple(meshes))
+    return Solution(shape, tuple(stages), answer.value_s), tally
+
+
+Windows = list[dict[StageRole, range]]
+"""By mesh and role: numbers of layers worth pricing."""
+
+
+def _layer_windows(job: Job, mixture: Mixture, bound: MixtureBound, cap_s: float) -> Windows | None:
+    """Under the cap with memory unlimited, and leaving the others no more than they can take."""
+    total = job.model.layers
+    most: list[dict[StageRole, int]] = []
+    for times in bound.times_s:
+        here = {}
+        for role, (one, two) in zip(ROLES, times, strict=True):
+            highest = total - 1
+            if np.isfinite(cap_s) and two > one:
+                fit = int((cap_s - one) / (two - one) * (1 + 1e-9)) + 1 if cap_s >= one else 0
+                highest = min(highest, fit)
+            here[role] = highest
+        most.append(here)
+    sizes = [mesh.gpus for mesh in mixture.meshes]
+    room = _most_together(
+        [(gpus, max(here.values())) for gpus, here in zip(sizes, most, strict=True)], job.cluster.gpus
+    )
+    if room[-1] < total:
+        return None
+    return [
+        {
+            role: range(max(1, total - max(room[job.cluster.gpus - gpus], 0)), highest + 1)
+            for role, highest in here.items()
+        }
+        for gpus, here in zip(sizes, most, strict=True)
+    ]
+
+
+def _most_together(options: Iterable[tuple[int, int]], gpus: int) -> list[int]:
+    """By number of GPUs: the most layers that any number of stages with (GPUs, most layers) take on them."""
+    best: dict[int, int] = {}
+    for size, most in options:
+        best[size] = max(best.get(size, 0), most)
+    room = [0] + [-1] * gpus
+    for total in range(1, gpus + 1):
+        reached = [room[total - size] + most for size, most in best.items() if size <= total and most > 0]
+        room[total] = max([r for r in reached if r > 0], default=-1)
+    return room
+
+
+Key = tuple[StageRole, int]
+"""Role of a stage and the micro-batches that it holds."""
+
+
+class _Slots:
+    """All stages that a mixture may have: first their least times, then their fronts."""
+
+    def __init__(
+        self, question: Question, mixture: Mixture, windows: Windows, cap_s: float, tally: Tally
+    ) -> None:
+        self.question, self.mixture = question, mixture
+        self.cap_s, self.tally = cap_s, tally
+        self.configs: dict[tuple[Key, Size], StageConfigs] = {}
+        lengths = mixture.lengths
+        self.keys = {self.key(position, stages) for stages in lengths for position in range(stages)}
+        self._times = [
+            StageTimes(
+                question.evaluator,
+                Choices(space=question.space, shape=mesh, step=question.step),
+                {role: window for role, window in here.items() if len(window)},
+            )
+            for mesh, here in zip(mixture.meshes, windows, strict=True)
+        ]
+        self.least: dict[tuple[int, StageRole, int], Array] = {}
+        """(mesh, role, layers) -> least t by micro-batches held, of the sorted numbers that the role meets;
+        infinite where nothing fits."""
+        for mesh, here in enumerate(windows):
+            for role, window in here.items():
+                if self.held(role):
+                    self._price_least(mesh, role, window)
+
+    def key(self, position: int, stages: int) -> Key:
+        role = ROLES[0] if position == 0 else ROLES[2] if position == stages - 1 else ROLES[1]
+        return role, min(stages - position, self.mixture.grad_accum)
+
+    def held(self, role: StageRole) -> list[int]:
+        """Micro-batches that stages of a role may hold."""
+        return sorted(held for other, held in self.keys if other is role)
+
+    def _price_least(self, mesh: int, role: StageRole, window: range) -> None:
+        for layers in window:
+            self.question.tick()
+            times_s = self._times[mesh].least_times(role, layers, self.held(role), self.cap_s)
+            if not np.isfinite(times_s[0]):
+                # More layers take longer and hold more.
+                break
+            self.least[mesh, role, layers] = times_s
+
+    def least_fronts(self, key: Key, least_d_s: float) -> dict[Size, Front]:
+        """One point per size, which no configuration is faster than. Of the extra times only the first
+        stage's counts in full, whatever the others are."""
+        role, held = key
+        column = self.held(role).index(held)
+        d_s = np.array([least_d_s if role is StageRole.FIRST else -LATE_S])
+        found: dict[Size, Front] = {}
+        for (mesh, other, layers), times_s in self.least.items():
+            if other is role and np.isfinite(times_s[column]):
+                size = (layers, self.mixture.meshes[mesh].gpus)
+                if size not in found or times_s[column] < found[size].t_s[0]:
+                    found[size] = Front(times_s[column : column + 1], d_s)
+        return found
+
+    def pipelines(self, fronts: Callable[[Key], StageFronts]) -> Pipelines:
+        """Pipelines of all lengths, of slots with these fronts."""
+        job, lengths = self.question.evaluator.job, self.mixture.lengths
+        by_key = {key: fronts(key) for key in self.keys}
+        return Pipelines(
+            inner=[by_key[self.key(1, after + 2)] for after in range(lengths[-1] - 1)],
+            first={stages - 1: by_key[self.key(0, stages)] for stages in lengths},
+            layers=job.model.layers,
+            gpus=job.cluster.gpus,
+            gpus_per_node=job.cluster.gpus_per_node,
+        )
+
+    def fronts(self, key: Key) -> dict[Size, Front]:
+        return {size: c.front for (other, size), c in self.configs.items() if other == key}
+
+    def price(self) -> None:
+        """The fronts of all slots in which something fits, those of one size together."""
+        for (mesh, role, layers), times_s in self.least.items():
+            self.question.tick()
+            wanted = [h for h, t in zip(self.held(role), times_s, strict=True) if np.isfinite(t)]
+            slots = [Slot(role=role, layers=layers, held=float(count)) for count in wanted]
+            found, tally = slot_configs(self._times[mesh], slots, self.cap_s)
+            self.tally.add(tally)
+            size = (layers, self.mixture.meshes[mesh].gpus)
+            for count, here in zip(wanted, found, strict=True):
+                if here is not None:
+                    named = with_column(here, "mesh", mesh)
+                    other = self.configs.get(((role, count), size))
+                    self.configs[(role, count), size] = joined([other, named]) if other else named
+
+
+LATE_S = 1e9
+"""Seconds by which a stage's extra time may be early without mattering: longer than any step."""

@@ -1,0 +1,152 @@
+"""Stages of different sizes: against brute force, against `predict`, and what they are worth."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from jobs import evaluator_of, small_job
+
+from mist_megatron.cost.predict import grid_of, predict
+from mist_megatron.search.space import Limits, space_named
+from mist_megatron.search.tune import Settings, plan_of, search
+from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.target import violations
+
+KINDS = ("weights", "grads", "optimizer", "activations")
+
+
+def job_on(nodes, per_node, layers, batch, limit_gib):
+    job = small_job("mist", gpus=nodes * per_node, layers=layers, batch=batch)
+    cluster = cluster_of(job.cluster.gpu, nodes * per_node, per_node)
+    return replace(job, cluster=replace(cluster, memory_limit_bytes=limit_gib * 2**30))
+
+
+def meshes(nodes, per_node):
+    """Parts of a node that tile it, and whole nodes."""
+    inside = [(1, part) for part in range(1, per_node) if per_node % part == 0]
+    return inside + [(count, per_node) for count in range(1, nodes + 1)]
+
+
+def pipelines(job, lengths):
+    """(G, stages of (nodes, GPUs per node, dp, tp, micro-batch, layers)) on consecutive GPUs, none of which
+    straddles nodes."""
+    cluster, batch = job.cluster, job.training.global_batch
+    for grad_accum in (g for g in range(1, batch + 1) if batch % g == 0):
+        options = [
+            (nodes, gpus, nodes * gpus // tp, tp, batch // grad_accum // (nodes * gpus // tp))
+            for nodes, gpus in meshes(cluster.nodes, cluster.gpus_per_node)
+            for tp in range(1, gpus + 1)
+            if gpus % tp == 0 and job.model.heads % tp == 0 and (batch // grad_accum) % (nodes * gpus // tp) == 0
+        ]
+        for stages in lengths:
+            for picked in itertools.product(options, repeat=stages):
+                sizes = [nodes * gpus for nodes, gpus, *_ in picked]
+                if sum(sizes) != cluster.gpus or straddles(sizes, cluster.gpus_per_node):
+                    continue
+                for layers in itertools.product(range(1, job.model.layers + 1), repeat=stages):
+                    if sum(layers) == job.model.layers:
+                        yield grad_accum, [(*p, count) for p, count in zip(picked, layers, strict=True)]
+
+
+def straddles(sizes, per_node):
+    begins = np.cumsum([0, *sizes[:-1]])
+    return any(
+        (begin + size - 1) // per_node - begin // per_node + 1 != max(1, size // per_node)
+        for begin, size in zip(begins, sizes, strict=True)
+    )
+
+
+def stage_of(mesh, zero=1, ckpt=0, offload=(0.0, 0.0, 0.0, 0.0)):
+    nodes, gpus, dp, tp, micro_batch, layers = mesh
+    return StagePlan(
+        layers=layers,
+        nodes=nodes,
+        gpus_per_node=gpus,
+        dp=dp,
+        tp=tp,
+        micro_batch=micro_batch,
+        zero=zero,
+        ckpt=ckpt,
+        offload=Offload(**dict(zip(KINDS, offload, strict=True))),
+    )
+
+
+def plan_with(job, grad_accum, stages):
+    return Plan(
+        model=job.model,
+        training=job.training,
+        cluster=job.cluster,
+        target=job.target,
+        grad_accum=grad_accum,
+        stages=tuple(stages),
+    )
+
+
+def priced(evaluator, plan, position, mesh):
+    """The undominated (t, d) of one stage among all configurations that fit, offloads all or nothing."""
+    layers = mesh[-1]
+    rows = [
+        (zero, ckpt, *offload)
+        for zero, ckpt in itertools.product((1, 2, 3), range(layers + 1))
+        for offload in itertools.product((0.0, 1.0), repeat=4)
+        if not (offload[3] and ckpt == layers)
+    ]
+    zero, ckpt, *offloads = np.array(rows, dtype=float).T
+    names = dict(zip([f"{kind}_offload" for kind in KINDS], offloads, strict=True))
+    cost = evaluator(replace(grid_of(plan, position), zero=zero, ckpt=ckpt, **names))
+    table = np.broadcast_arrays(cost.stable_s, cost.delta_s, cost.peak_bytes <= evaluator.limit_bytes)
+    points = sorted({(t, d) for t, d, fits in zip(*(c.tolist() for c in table), strict=True) if fits})
+    best, kept = np.inf, []
+    for t, d in points:
+        if d < best:
+            best = d
+            kept.append((t, d))
+    return kept
+
+
+def brute_force(job, evaluator, lengths):
+    best, memo = np.inf, {}
+    for grad_accum, stages in pipelines(job, lengths):
+        plan = plan_with(job, grad_accum, [stage_of(mesh) for mesh in stages])
+        fronts = []
+        for position, mesh in enumerate(stages):
+            key = (grad_accum, len(stages), position, mesh)
+            if key not in memo:
+                memo[key] = priced(evaluator, plan, position, mesh)
+            fronts.append(memo[key])
+        for points in itertools.product(*fronts):
+            t, d = zip(*points, strict=True)
+            late = max(d[i] - sum(t[:i]) for i in range(len(t)))
+            best = min(best, (grad_accum - 1) * max(t) + sum(t) + late)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "stages", "layers", "batch", "limit_gib"),
+    [
+        (1, 4, 3, 4, 8, 3.5),
+        (1, 4, 3, 5, 4, 100.0),
+        (2, 2, 3, 4, 8, 4.0),
+        (1, 6, 2, 3, 6, 4.0),
+        (3, 2, 2, 4, 4, 5.0),
+        (1, 8, 3, 3, 8, 3.0),
+    ],
+)
+def test_search_equals_brute_force(nodes, per_node, stages, layers, batch, limit_gib):
+    """Every split of GPUs and layers, and the whole grid of each stage, for pipelines that no division of
+    the cluster into equal parts gives or that beat it."""
+    job = job_on(nodes, per_node, layers, batch, limit_gib)
+    evaluator = evaluator_of(job)
+    result = search(evaluator, space_named("mist"), Settings(step=1.0, limits=Limits(fixed={"pp": stages})))
+    best = result.solutions[0]
+    assert best.value_s == pytest.approx(brute_force(job, evaluator, [stages]), rel=1e-9)
+    assert result.gap == 0.0
+    plan = plan_of(evaluator, best)
+    prediction = predict(plan, evaluator)
+    assert violations(plan) == ()
+    assert prediction.fits
+    assert prediction.iteration_s == pytest.approx(best.value_s, rel=1e-12)
