@@ -59,6 +59,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("models", "lists:models", "Model presets with their shapes and parameter counts.", LISTS),
     CommandEntry("gpus", "lists:gpus", "The GPU catalogue, with the source of each figure.", LISTS),
     CommandEntry("spaces", "lists:spaces", "Named search spaces, with what each of them varies.", LISTS),
+    CommandEntry("reference", "reference:reference", "Every key of plan.yaml, and what targets run.", LISTS),
     CommandEntry("doctor", "doctor:doctor", "What is missing here, and for which feature.", LISTS),
     CommandEntry("recipes", "recipes:RECIPES", "Tuned plans that come with this package.", LISTS),
 )

@@ -61,10 +61,13 @@ class LinkOverrides:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     intra_bytes_per_s: float | None = None
+    """Of one GPU to the others of its node."""
     inter_bytes_per_s: float | None = None
     """Of one node, all adapters together."""
     host_to_device_bytes_per_s: float | None = None
+    """Of one GPU."""
     device_to_host_bytes_per_s: float | None = None
+    """Of one GPU."""
 
     def __post_init__(self) -> None:
         check.positive(

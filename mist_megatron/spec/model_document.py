@@ -19,11 +19,17 @@ class ModelDocument:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     family: Family
+    """Closest framework implementation; gives the defaults below."""
     layers: int
+    """Transformer layers."""
     hidden: int
+    """Width of the residual stream."""
     heads: int
+    """Query heads."""
     vocab: int
+    """Rows of the token table, padding included."""
     name: str = "custom"
+    """What it is called in messages and files."""
     ffn_hidden: int | None = None
     """Default: 4 * hidden."""
     kv_heads: int | None = None
@@ -31,17 +37,29 @@ class ModelDocument:
     head_dim: int | None = None
     """Default: hidden / heads, which must then be whole."""
     gated_mlp: bool | None = None
+    """Two input projections multiplied together (SwiGLU). Default: llama."""
     activation: Activation | None = None
+    """Default: silu if gated, else gelu."""
     norm: Norm | None = None
+    """Default: rmsnorm for llama, else layernorm."""
     norm_bias: bool = True
+    """LayerNorm has a bias; RMSNorm never has one."""
     parallel_block: bool | None = None
+    """Attention and MLP read the same input and are added once. Default: falcon."""
     parallel_norms: int = 1
+    """Norms before a parallel block, 1 or 2."""
     linear_bias: bool | None = None
+    """Biases on all linear layers of a block. Default: gpt."""
     qkv_bias: bool = False
+    """A bias on query, key and value alone."""
     rotary: bool | None = None
+    """Rotary positions. Default: not gpt."""
     learned_positions: int = 0
+    """Rows of a learned position table."""
     tied_embeddings: bool | None = None
+    """Token table and output projection are one. Default: gpt."""
     final_norm: bool = True
+    """A norm before the output projection."""
 
 
 def model_from_mapping(value: Mapping[str, Any], where: str) -> ModelSpec:

@@ -56,7 +56,7 @@ class StagePlan:
     micro_batch: int
     """Sequences per GPU of this stage and micro-step."""
     zero: Zero = 1
-    """What data-parallel replicas share out: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+    """What dp ranks share out: 0 nothing, 1 optimizer states, 2 gradients as well, 3 weights as well."""
     ckpt: int = 0
     """Layers recomputed in full; the other layers follow `recompute`."""
     recompute: Recompute = "full"

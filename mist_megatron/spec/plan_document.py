@@ -25,11 +25,17 @@ class ClusterDocument:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     gpu: str | GpuSpec
+    """Name, see `mist-megatron gpus`, or a mapping of all its figures, each `{value, source}`."""
     nodes: int
+    """Number of equal nodes."""
     gpus_per_node: int
+    """GPUs of one node."""
     links: LinkOverrides = LinkOverrides()
+    """Bandwidths that replace the catalogue's or the profile's."""
     memory_limit_bytes: float | None = None
+    """Budget per GPU; null takes its memory less what the framework needs."""
     profile: str | None = None
+    """Hardware profile by name or path; null takes the one named after the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +44,34 @@ class PlanDocument:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     schema: int
+    """Of this format: 1."""
     model: str | dict[str, Any]
+    """Preset, see `mist-megatron models`, or a mapping of its shape."""
     training: TrainingSpec
+    """What the user fixes."""
     cluster: ClusterDocument
+    """Where it runs."""
     target: Target
+    """Framework whose byte counts and overlaps hold, and whose rules the plan keeps."""
     grad_accum: int
+    """Micro-batches per optimizer step; micro_batch * dp * grad_accum = global_batch on every stage."""
     stages: tuple[StagePlan, ...]
+    """First to last; their layers sum to the model's, their GPUs to the cluster's."""
     schedule: Schedule = "1f1b"
+    """Order of micro-batches in the pipeline; interleaved and vpp above 1 go together."""
     vpp: int = 1
+    """Model chunks per pipeline rank."""
     sequence_parallel: bool = False
+    """Norms and dropouts split over the tensor-parallel ranks as well."""
     execution: Execution = Execution()
+    """Framework switches; what is not said is the target's default."""
     rank_map: tuple[int, ...] | None = None
+    """Logical rank -> physical GPU; null for the same order. Ranks count tensor parallel
+    fastest, then context, data, pipeline."""
     prediction: dict[str, Any] | None = None
+    """Written by `tune`: what `predict --json` prints. Times in seconds, sizes in bytes."""
     provenance: dict[str, Any] | None = None
+    """Written by `tune`: version, profile, space, proof."""
 
 
 def plan_from_text(text: str, where: str = "plan") -> Plan:

@@ -20,9 +20,13 @@ class TrainingSpec:
     global_batch: int
     """Sequences per optimizer step, over the whole cluster."""
     seq_len: int
+    """Tokens per sequence."""
     precision: Precision = "bf16"
+    """Of matrix products; fp8 is a layer on bf16."""
     flash_attention: bool = True
+    """Fused attention kernel, which keeps no score matrix."""
     dropout: float = 0.0
+    """Probability, after attention and MLP and inside attention."""
 
     def __post_init__(self) -> None:
         check.at_least("training", 1, global_batch=self.global_batch, seq_len=self.seq_len)

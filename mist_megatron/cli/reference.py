@@ -1,0 +1,177 @@
+"""`reference`: every key of plan.yaml, written from the code that reads it (PLAN.md is its output)."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from mist_megatron.cli.output import OutputOptions
+
+EXAMPLE = """\
+schema: 1
+model: gpt3-1.3b
+training: {global_batch: 32, seq_len: 2048, precision: fp16, flash_attention: false}
+cluster: {gpu: l4-24gb, nodes: 1, gpus_per_node: 4}
+target: megatron+patches
+grad_accum: 8
+stages:
+  - {layers: 13, nodes: 1, gpus_per_node: 2, dp: 2, tp: 1, micro_batch: 2, ckpt: 5, offload: {optimizer: 0.5}}
+  - {layers: 11, nodes: 1, gpus_per_node: 2, dp: 2, tp: 1, micro_batch: 2}
+"""
+"""A plan that is read by a test, so that the page cannot show one that is refused."""
+
+
+def reference(*, output: OutputOptions) -> None:
+    """Describes every key of plan.yaml: type, default, meaning, and what each target runs."""
+    output.finish({"sections": [_section_document(*section) for section in _sections()]})
+    if not output.json:
+        # As it is: `mist-megatron reference > PLAN.md` writes the page of the repository.
+        print(reference_page(), end="")  # noqa: T201
+
+
+def reference_page() -> str:
+    """The whole page."""
+    parts = [_HEAD.format(example=EXAMPLE)]
+    parts += [_section_text(title, note, kind) for title, note, kind in _sections()]
+    parts.append(_targets_text())
+    return "\n".join(parts)
+
+
+def _sections() -> list[tuple[str, str, type[Any]]]:
+    from mist_megatron.spec.cluster import LinkOverrides
+    from mist_megatron.spec.model_document import ModelDocument
+    from mist_megatron.spec.plan import Execution, Offload, StagePlan
+    from mist_megatron.spec.plan_document import ClusterDocument, PlanDocument
+    from mist_megatron.spec.training import TrainingSpec
+
+    return [
+        ("The document", "", PlanDocument),
+        ("`training`", "", TrainingSpec),
+        ("`cluster`", "", ClusterDocument),
+        ("`cluster.links`", "Bytes per second in one direction.", LinkOverrides),
+        ("`stages[]`", "nodes * gpus_per_node = dp * tp * context_parallel.", StagePlan),
+        ("`stages[].offload`", "Fractions from 0 to 1.", Offload),
+        ("`execution`", "null takes what the target does by default.", Execution),
+        ("`model`, when it is a mapping", "The same keys as in a file for `--model`.", ModelDocument),
+    ]
+
+
+_HEAD = """# plan.yaml
+
+A plan says who computes which layers, how, and what that is predicted to cost. `mist-megatron tune --out DIR`
+writes one; `predict`, `simulate`, `emit` and `explain` read it, as YAML or as JSON with the same keys.
+Unknown keys, wrong sums and impossible divisions are errors. `mist-megatron reference` prints this page.
+
+```yaml
+{example}```
+"""
+
+
+def _section_text(title: str, note: str, kind: type[Any]) -> str:
+    rows = [
+        f"| `{row['key']}` | {row['type']} | {row['default']} | {row['meaning']} |".replace("|  |", "| |")
+        for row in _rows(kind)
+    ]
+    lines = [f"## {title}", "", *([note, ""] if note else [])]
+    return "\n".join([*lines, "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""])
+
+
+def _section_document(title: str, note: str, kind: type[Any]) -> dict[str, Any]:
+    return {"title": title.replace("`", ""), "note": note, "keys": _rows(kind)}
+
+
+def _rows(kind: type[Any]) -> list[dict[str, str]]:
+    hints, meanings = get_type_hints(kind), _meanings(kind)
+    return [
+        {
+            "key": item.name,
+            "type": _type_words(hints[item.name]),
+            "default": _default_words(item),
+            "meaning": meanings.get(item.name, ""),
+        }
+        for item in fields(kind)
+    ]
+
+
+def _meanings(kind: type[Any]) -> dict[str, str]:
+    """The text under each field of a dataclass, in one line."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    found: dict[str, str] = {}
+    name = ""
+    for node in body.body if isinstance(body, ast.ClassDef) else ():
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
+            found[name] = " ".join(str(node.value.value).split())
+            name = ""
+    return found
+
+
+_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "null"}
+
+
+def _type_words(hint: Any) -> str:
+    if hint in _WORDS:
+        return _WORDS[hint]
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(hint))
+    if get_origin(hint) is tuple:
+        inner = get_args(hint)[0]
+        return "list of whole numbers" if inner is int else "list of mappings"
+    if get_origin(hint) is dict or is_dataclass(hint):
+        return "mapping"
+    return " or ".join(_type_words(part) for part in get_args(hint))
+
+
+def _default_words(item: Field[Any]) -> str:
+    if item.default is MISSING:
+        return "required"
+    if item.default is None:
+        return "null"
+    if isinstance(item.default, bool):
+        return str(item.default).lower()
+    return "none of them" if is_dataclass(item.default) else str(item.default)
+
+
+def _targets_text() -> str:
+    from mist_megatron.spec.target import CAPABILITIES
+
+    names = list(CAPABILITIES)
+    meanings = _meanings(type(CAPABILITIES[names[0]]))
+    rows = []
+    for item in fields(CAPABILITIES[names[0]]):
+        if item.name == "target":
+            continue
+        label = item.name.replace("_", " ")
+        if item.name in meanings:
+            label += f": {meanings[item.name]}"
+        cells = [_capability_words(getattr(CAPABILITIES[name], item.name)) for name in names]
+        rows.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            "## What each target runs",
+            "",
+            "`tune` searches only this, and `predict` and `emit` refuse the rest. `mist` is the execution",
+            "engine of the Mist paper, priced for comparison; no files are written for it.",
+            "",
+            f"| | {' | '.join(names)} |",
+            "| --- |" + " --- |" * len(names),
+            *rows,
+            "",
+        ]
+    )
+
+
+def _capability_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if is_dataclass(value):
+        parts = {item.name: str(getattr(value, item.name)).replace("_", " ") for item in fields(value)}
+        return "; ".join(f"{name} {words}" for name, words in parts.items() if words != "none") or "none"
+    return str(value)

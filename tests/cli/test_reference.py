@@ -1,0 +1,58 @@
+"""PLAN.md: current, complete, and its example is a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mist_megatron.cli.app import run
+from mist_megatron.cli.reference import EXAMPLE, reference_page
+from mist_megatron.errors import InputError
+from mist_megatron.spec.document import parse
+from mist_megatron.spec.plan_document import plan_from_mapping, plan_from_text
+
+PAGE = Path(__file__).resolve().parents[2] / "PLAN.md"
+
+
+def test_the_page_is_what_the_code_says():
+    assert PAGE.read_text("utf-8") == reference_page(), "write it anew: mist-megatron reference > PLAN.md"
+
+
+def test_the_example_is_a_plan_that_its_target_runs():
+    from mist_megatron.spec.target import violations
+
+    assert violations(plan_from_text(EXAMPLE, "PLAN.md")) == ()
+
+
+def sections(capsys):
+    assert run(["reference", "--json"]) == 0
+    return {part["title"]: part["keys"] for part in json.loads(capsys.readouterr().out)["sections"]}
+
+
+def test_every_key_has_a_meaning(capsys):
+    found = sections(capsys)
+    assert len(found) == 8
+    assert not [row["key"] for rows in found.values() for row in rows if not row["meaning"]]
+
+
+def test_what_is_required_is_exactly_what_cannot_be_left_out(capsys):
+    """The reader is asked, key by key."""
+    document, found = parse(EXAMPLE, "x"), sections(capsys)
+    for row in found["The document"]:
+        rest = {key: value for key, value in document.items() if key != row["key"]}
+        if row["default"] == "required":
+            with pytest.raises(InputError, match=f"{row['key']} is missing"):
+                plan_from_mapping(rest)
+        else:
+            plan_from_mapping(rest)
+    for key in ("layers", "ckpt", "offload"):
+        stage = {name: value for name, value in document["stages"][0].items() if name != key}
+        row = next(row for row in found["stages[]"] if row["key"] == key)
+        changed = {**document, "stages": [stage, document["stages"][1]]}
+        if row["default"] == "required":
+            with pytest.raises(InputError, match=f"{key} is missing"):
+                plan_from_mapping(changed)
+        else:
+            plan_from_mapping(changed)
