@@ -20,6 +20,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from mist_patches.hooking import PatchRefused, replace, undo
 
 Undo = Callable[[], None]
@@ -75,7 +78,8 @@ def cut_for(kind: str, fraction: float | None = None) -> Undo:
             stage3, stage12 = optimizer_classes()
             undo(stage3, "_create_fp16_sub_groups")
             undo(stage3, "offload_states")
-            undo(stage12, "__init__")
+            for name in ("__init__", "scaled_global_norm", "_model_parallel_all_reduce"):
+                undo(stage12, name)
 
     return take_back
 
@@ -134,9 +138,42 @@ def _install() -> None:
     undo(stage3, "offload_states")
     states = need_parameters(stage3.offload_states, ("include", "device"))
     put(stage3, "offload_states", states, _refuse_offload_states)
+    put(stage12, "scaled_global_norm", ("self", "norm_type"), _norm_once)
+    put(stage12, "_model_parallel_all_reduce", ("self", "tensor", "op"), _local_while_summing)
     undo(stage12, "__init__")
     names = ("init_optimizer", "param_names", "offload_optimizer_config")
     replace(stage12, "__init__", need_parameters(stage12.__init__, names), _cut_groups)
+
+
+_LOCAL = "_mist_norm_is_local"
+
+
+def _norm_once(original: Callable[..., Any]) -> Any:
+    """One sum over the pipeline for all groups: DeepSpeed's one for each would meet other numbers of them."""
+
+    def scaled_global_norm(self: Any, norm_type: int = 2) -> Any:
+        group = self.model_parallel_group
+        if group is None or dist.get_world_size(group=group) == 1:
+            return original(self, norm_type)
+        setattr(self, _LOCAL, True)
+        try:
+            norm = original(self, norm_type)
+        finally:
+            setattr(self, _LOCAL, False)
+        from deepspeed.accelerator import get_accelerator
+
+        squares = norm.to(get_accelerator().current_device_name(), torch.float32) ** 2
+        dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=group)
+        return squares.sqrt().to(norm.device)
+
+    return scaled_global_norm
+
+
+def _local_while_summing(original: Callable[..., Any]) -> Any:
+    def _model_parallel_all_reduce(self: Any, tensor: Any, op: Any) -> Any:
+        return None if getattr(self, _LOCAL, False) else original(self, tensor, op)
+
+    return _model_parallel_all_reduce
 
 
 def _refuse_offload_states(original: Callable[..., None]) -> Any:

@@ -45,15 +45,15 @@ class Case:
     two_groups: bool = False
     """Weight decay for matrices only, as trainers do it."""
     mutate: str | None = None
+    pipeline: list[dict[str, Any]] | None = None
+    """One entry per stage, as in stages.json; without the patch of the same name the stages are even."""
     against: int | None = None
     """Report the largest difference of the final parameters from those of this case."""
 
 
-def tiny_gpt(checkpointed: list[int]) -> Any:
-    import torch
+def block_class() -> Any:
     from torch import nn
     from torch.nn import functional
-    from torch.utils.checkpoint import checkpoint
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -69,6 +69,52 @@ def tiny_gpt(checkpointed: list[int]) -> Any:
             a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(a.transpose(1, 2).reshape(b, s, h))
             return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+    return Block
+
+
+def tiny_pipeline(stages: int) -> Any:
+    """The same network as a list of layers, for DeepSpeed's pipeline."""
+    import torch
+    from deepspeed.pipe import LayerSpec, PipelineModule
+    from torch import nn
+    from torch.nn import functional
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQ, WIDTH)
+
+        def forward(self, tokens):
+            return self.table(tokens) + self.places(torch.arange(SEQ))
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
+
+        def forward(self, x):
+            return self.head(self.norm(x))
+
+    def loss(logits, labels):
+        value = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return value * float("inf") if loss.spoiled else value
+
+    loss.spoiled = False
+    specs = [LayerSpec(First), *(LayerSpec(block_class()) for _ in range(LAYERS)), LayerSpec(Last)]
+    # Each layer with a seed of its own: the same weights in whatever stage it is built.
+    return PipelineModule(
+        specs, num_stages=stages, loss_fn=loss, partition_method="uniform", seed_layers=True, base_seed=5
+    )
+
+
+def tiny_gpt(checkpointed: list[int]) -> Any:
+    import torch
+    from torch import nn
+    from torch.nn import functional
+    from torch.utils.checkpoint import checkpoint
+
+    Block = block_class()
 
     class Gpt(nn.Module):
         def __init__(self) -> None:
@@ -105,13 +151,14 @@ def configuration(case: Case) -> dict[str, Any]:
     if case.offload_param:
         zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     adam = {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
-    if not case.offload:
+    if not case.offload and not case.pipeline:
         adam["torch_adam"] = True  # the fused kernel would have to be compiled
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": case.accumulate,
         "gradient_clipping": 0.5,
         "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": case.precision == "bf16"},
         "fp16": {"enabled": case.precision == "fp16", "initial_scale_power": 4, "loss_scale_window": 3},
         "data_types": {"grad_accum_dtype": case.accumulate_in or width},
@@ -125,10 +172,13 @@ def configuration(case: Case) -> dict[str, Any]:
 
 
 def apply_patches(case: Case) -> list[Any]:
+    import torch
     from mist_patches import (
+        deepspeed_activations,
         deepspeed_decoupled_step,
         deepspeed_gradient_fraction,
         deepspeed_optimizer_fraction,
+        deepspeed_pipeline_stages,
         deepspeed_weight_fraction,
     )
 
@@ -136,9 +186,15 @@ def apply_patches(case: Case) -> list[Any]:
         "weight_fraction": deepspeed_weight_fraction.exact_weight_fraction,
         "gradient_fraction": deepspeed_gradient_fraction.exact_gradient_fraction,
         "optimizer_fraction": deepspeed_optimizer_fraction.exact_optimizer_fraction,
+        "activations": lambda words: deepspeed_activations.recompute_and_offload(**words, min_bytes=0),
+        "pipeline_stages": lambda _: deepspeed_pipeline_stages.configure_pipeline_stages(case.pipeline),
         "decoupled_step": lambda _: deepspeed_decoupled_step.decouple_optimizer_steps(),
     }
-    return [known[name](value) for name, value in case.patches.items()]
+    stage = torch.distributed.get_rank() * len(case.pipeline or ()) // torch.distributed.get_world_size()
+    return [
+        known[name](value[stage] if isinstance(value, list) else value)
+        for name, value in case.patches.items()
+    ]
 
 
 @contextlib.contextmanager
@@ -175,7 +231,7 @@ def mutated(name: str | None) -> Any:
 def build(case: Case) -> Any:
     import deepspeed
 
-    model = tiny_gpt(case.checkpointed)
+    model = tiny_pipeline(len(case.pipeline)) if case.pipeline else tiny_gpt(case.checkpointed)
     parameters: Any = list(model.parameters())
     if case.two_groups:
         parameters = [
@@ -195,15 +251,51 @@ def batches(step: int, case: Case, rank: int, world: int) -> list[Any]:
 
 
 def masters(engine: Any) -> dict[str, Any]:
+    import torch
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
+    own = {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
+    if not hasattr(engine, "train_batch"):
+        return own
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, own)
+    return {name: part[name] for part in parts for name in sorted(part)}
+
+
+def micro_steps(engine: Any, case: Case, step: int) -> Any:
+    """One optimizer step; returns the mean loss of this rank."""
+    import torch
+
+    world = torch.distributed.get_world_size() // len(case.pipeline or (0,))
+    rank = torch.distributed.get_rank() % world
+    rows = batches(step, case, rank, world)
+    if case.pipeline:
+        engine.module.loss_fn.spoiled = step == case.inf_at
+        return engine.train_batch(iter(rows)).detach().float().reshape(1)
+    total = torch.zeros(1)
+    for micro, (tokens, labels) in enumerate(rows):
+        loss = engine(tokens, labels)
+        total += loss.detach().float() / case.accumulate
+        spoiled = step == case.inf_at and micro == 0 and rank == 0
+        engine.backward(loss * float("inf") if spoiled else loss)
+        engine.step()
+    torch.distributed.all_reduce(total)
+    return total / world
+
+
+def evaluate(engine: Any, case: Case) -> float:
+    import torch
+
+    if case.pipeline:
+        return float(engine.eval_batch(iter(batches(999, case, 0, 1))))
+    engine.eval()
+    with torch.no_grad():
+        found = float(engine(*batches(999, case, 0, torch.distributed.get_world_size())[0]))
+    engine.train()
+    return found
 
 
 def train(case: Case) -> tuple[Any, dict[str, Any]]:
-    import torch
-
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     engine = build(case)
     losses, norms, skipped, evaluated, events = [], [], [], [], []
     for step in range(case.steps):
@@ -212,23 +304,12 @@ def train(case: Case) -> tuple[Any, dict[str, Any]]:
         if step == case.steps - 1:
             watch(engine, events)
         before = engine.skipped_steps
-        total = torch.zeros(1)
-        for micro, (tokens, labels) in enumerate(batches(step, case, rank, world)):
-            loss = engine(tokens, labels)
-            total += loss.detach().float() / (world * case.accumulate)
-            spoiled = step == case.inf_at and micro == 0 and rank == 0
-            engine.backward(loss * float("inf") if spoiled else loss)
-            engine.step()
-        torch.distributed.all_reduce(total)
-        losses.append(float(total))
+        losses.append(float(micro_steps(engine, case, step)))
         norms.append(float(engine.get_global_grad_norm()))
         if engine.skipped_steps != before:
             skipped.append(step)
         if step == case.evaluate_at:
-            engine.eval()
-            with torch.no_grad():
-                evaluated.append(float(engine(*batches(999, case, rank, world)[0])))
-            engine.train()
+            evaluated.append(evaluate(engine, case))
     found = {"losses": losses, "norms": norms, "skipped": skipped, "evaluated": evaluated}
     found["events"] = events
     return engine, found
@@ -259,7 +340,7 @@ def placement(engine: Any) -> dict[str, Any]:
     import torch
 
     zero, found = engine.optimizer, {"host": 0, "device": 0, "largest_shard": 0}
-    world = torch.distributed.get_world_size()
+    world = engine.dp_world_size
     for master, params in groups_of(engine):
         entry = zero.optimizer.state.get(master) or zero.backup_optimizer.state[master]
         parts = [master, entry["exp_avg"], entry["exp_avg_sq"]]
@@ -307,7 +388,10 @@ def watch(engine: Any, events: list[str]) -> None:
         return step(closure)
 
     optimizer.step = noted
-    for index, layer in enumerate(engine.module.layers):
+    blocks = [module for module in engine.module.modules() if type(module).__name__ == "Block"]
+    for index, layer in enumerate(blocks):
+        # Called by the layer itself, and so again when the layer is recomputed.
+        layer.up.register_forward_pre_hook(lambda *_, index=index: events.append(f"run layers.{index}"))
         layer.register_forward_pre_hook(lambda *_, index=index: events.append(f"forward layers.{index}"))
 
 
@@ -325,6 +409,8 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
             engine, found = train(case)
             finals.append(masters(engine))
             found["placement"], found["buffers"] = placement(engine), buffers(engine)
+            counts = getattr(getattr(engine, "mist_activation_offload", None), "counts", None)
+            found["activations"] = vars(counts) if counts else {}
     except hooking.PatchRefused as refused:
         finals.append(None)
         return {"refused": str(refused)}
@@ -342,8 +428,16 @@ def main() -> None:
     logging.disable(logging.WARNING)
     cases = [Case(**words) for words in json.loads(sys.argv[1])]
     deepspeed_cpu.without_compiler().init_distributed("gloo", verbose=False)
+    import deepspeed.ops.adam
     import torch
 
+    class FusedAdam(torch.optim.AdamW):
+        """In the place of the kernel that would have to be compiled."""
+
+        def __init__(self, params: Any, adam_w_mode: bool = True, **options: Any) -> None:
+            super().__init__(params, **options)
+
+    deepspeed.ops.adam.FusedAdam = FusedAdam
     finals: list[Any] = []
     found = [run(case, finals) for case in cases]
     print("RESULT " + json.dumps({"rank": torch.distributed.get_rank(), "cases": found}), flush=True)
