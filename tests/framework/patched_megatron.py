@@ -13,6 +13,7 @@ import inspect
 import json
 import logging
 import sys
+import types
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -94,7 +95,7 @@ def _hold_no_host_copy(release: Any) -> Any:
 STEPS, UNIT, HELD = "megatron_decoupled_step.DecoupledSteps", "megatron_unit_steps", "host_copies.Held"
 MUTATIONS: dict[str, tuple[str, str, Any]] = {
     # name: (where, attribute, what stands there instead, given what stood there)
-    "no_hooks": (STEPS, "take", lambda take: lambda self, unit, runs_now=True: self.pending.pop(unit, None)),
+    "no_hooks": (STEPS, "take", lambda take: lambda self, unit, runs_now=True: None),
     "late_settings": (f"{UNIT}.PendingStep", "_narrowed_groups", _late_settings),
     "zero_everything": (STEPS, "zero", lambda zero: lambda self, buffer, original: original(buffer)),
     "never_zero_after": (STEPS, "zero", _never_zero_after),
@@ -244,6 +245,7 @@ class Trainer:
         from megatron.core.distributed import finalize_model_grads
 
         self.case = case
+        self.bytes: dict[str, int] = {}
         self.chunks = build_chunks(case, config)
         self.optimizer = build_optimizer(case, stage, self.chunks, dtype)
         config.finalize_model_grads_func = finalize_model_grads
@@ -292,6 +294,7 @@ class Trainer:
         def forward(iterator, module):
             tokens = next(iterator)
             EVENTS.append(["forward", ""])
+            self.bytes = state_bytes(self.chunks)
             output = module(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
 
             def loss(x):
@@ -310,6 +313,28 @@ class Trainer:
             micro_batch_size=MICRO_BATCH,
             forward_only=forward_only,
         )
+
+
+def state_bytes(chunks: list[Any]) -> dict[str, int]:
+    """Where weights and gradients are now, by the storages that exist, and the most that ever visited."""
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    units = [unit for chunk in chunks for unit in getattr(chunk, "mist_chunk", NO_CHUNK).units]
+    found = {}
+    for kind, tensors in (("weights", parameters), ("grads", [p.main_grad for p in parameters])):
+        held = [getattr(unit, kind) for unit in units if getattr(unit, kind) is not None]
+        found[f"{kind}_device"] = sum({s.data_ptr(): s.nbytes() for s in map(storage, tensors)}.values())
+        found[f"{kind}_host"] = sum(one.host_bytes for one in held)
+        if held:
+            found[f"{kind}_visiting"] = held[0].meter.peak_bytes
+            held[0].meter.peak_bytes = held[0].meter.now_bytes
+    return found
+
+
+NO_CHUNK = types.SimpleNamespace(units=())
+
+
+def storage(tensor: Any) -> Any:
+    return tensor.untyped_storage()
 
 
 def shard_states(optimizer: Any) -> Any:
@@ -392,6 +417,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
     for p in parameters:
         digest.update(p.detach().float().numpy().tobytes())
     found: dict[str, Any] = {
+        "bytes": trainer.bytes,
         "checksum": sum(float(p.detach().double().square().sum()) for p in parameters),
         "sums": [float(p.detach().double().sum()) for p in parameters],
         "digest": digest.hexdigest(),
@@ -450,7 +476,7 @@ def main() -> None:
         if case.mutate:
             try:
                 line = run_case(case)
-            except (RuntimeError, AssertionError, ValueError, KeyError) as error:
+            except Exception as error:  # a mutant may fail in any way
                 line = {"rank": torch.distributed.get_rank(), "failed": f"{type(error).__name__}: {error}"}
         else:
             line = run_case(case)

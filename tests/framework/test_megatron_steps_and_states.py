@@ -1,0 +1,184 @@
+"""Decoupled steps and offloaded weights and gradients in real Megatron-core, on CPU, against plain training.
+
+Losses, gradient norms and final parameters are the same bit for bit wherever sums keep their order. With the
+distributed optimizer on two ranks the norm is summed over other shards, since buckets follow layers:
+there plain training on that layout is met bit for bit, and untouched Megatron within 1e-6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+pytest.importorskip("megatron", reason="needs the test framework environment")
+from patched_megatron import MUTATIONS, Case
+from test_megatron_patches import Runs, assert_close, assert_same, run_all
+
+STEPS = {"decoupled_steps": [1, 1]}
+STATES = {"state_offload": [[1.0, 0.75], [0.5, 0.25]]}
+LAYOUT = {"unit_layout": [1, 1]}
+FULL = Case(weight_decay=0.1, micro_batches=2)
+HALF = replace(FULL, bf16=True)
+SHARDED = {"distributed_optimizer": True}
+BUSY = {"evaluate_at": [2], "resume_at": 4, "loss_scale": 8.0, "inf_at": 5}
+"""Everything that may happen in between: evaluation, a checkpoint and its resume, a step to skip."""
+
+ONE_PROCESS = {
+    "fp32": replace(FULL, evaluate_at=[2], resume_at=4),
+    "bf16": replace(HALF, **BUSY),
+    "fp32 sharded": replace(FULL, **SHARDED, evaluate_at=[2], resume_at=4),
+    "bf16 sharded": replace(HALF, **SHARDED, **BUSY),
+    "host optimizer": replace(HALF, **SHARDED, evaluate_at=[2], resume_at=4, optimizer_fraction=[0.5]),
+    "recomputed": replace(HALF, recompute=[2]),
+}
+ALL = {**STEPS, **STATES, "activation_offload": [0.5, 0.25]}
+
+
+def with_patches(cases: dict[str, Case], **patches: dict) -> dict[str, Case]:
+    """Every case as it is, and once with each named set of patches."""
+    found = {(name, "plain"): case for name, case in cases.items()}
+    for label, patch in patches.items():
+        for name, case in cases.items():
+            found[name, label] = replace(case, patches={**case.patches, **patch})
+    return found
+
+
+@cache
+def one_process() -> Runs:
+    cases = with_patches(ONE_PROCESS, steps=STEPS, states=STATES)
+    for name in ("bf16", "host optimizer"):
+        exact = {"optimizer_fraction": [0.5]} if name == "host optimizer" else {}
+        cases[name, "all"] = replace(ONE_PROCESS[name], patches={**ALL, **exact})
+    cases["host optimizer", "exact"] = replace(
+        ONE_PROCESS["host optimizer"], patches={"optimizer_fraction": [0.5]}
+    )
+    return run_all(cases, 1)
+
+
+@pytest.mark.parametrize("name", ONE_PROCESS)
+@pytest.mark.parametrize("patch", ["steps", "states"])
+def test_alone(name, patch):
+    found = one_process()
+    assert_same(found[name, "plain"], found[name, patch])
+    (plain,) = found[name, "plain"]
+    assert plain["losses"][-1] < plain["losses"][0] - 0.3, "the tiny model does not learn"
+    assert plain["skipped"] == ([5] if ONE_PROCESS[name].inf_at else [])
+
+
+def test_all_together():
+    found = one_process()
+    assert_same(found["bf16", "plain"], found["bf16", "all"])
+    assert_same(found["host optimizer", "exact"], found["host optimizer", "all"])
+
+
+def order(events: list[list[str]], what: str) -> list[str]:
+    return [unit for event, unit in events if event == what]
+
+
+def test_order_of_events():
+    """Each layer is stepped after the first forward pass began, in order, and never in the second."""
+    (ran,) = one_process()["fp32", "steps"]
+    units = [
+        "embedding.word_embeddings",
+        *(f"decoder.layers.{k}" for k in range(4)),
+        "decoder.final_layernorm",
+        "output_layer",
+    ]
+    after_step, after_evaluation, after_resume = ran["events"][1], ran["events"][3], ran["events"][5]
+    assert after_step[0] == ["forward", ""]
+    assert [unit.removeprefix("module.") for unit in order(after_step, "step")] == units
+    assert order(after_step, "zero") == order(after_step, "step")
+    assert after_step[-1] == ["forward", ""], "the second micro-batch finds everything done"
+    assert "step" not in {event for event, _ in after_evaluation}, "evaluation has stepped all layers"
+    assert "step" not in {event for event, _ in after_resume}, "the checkpoint has"
+
+
+CAUGHT = {
+    "steps": ("no_hooks", "late_settings", "zero_everything", "never_zero_after", "no_flush"),
+    "states": ("no_copy_out", "no_copy_in", "grads_stay_away"),
+}
+
+
+@cache
+def mutants() -> Runs:
+    base = replace(HALF, steps=5, resume_at=3)
+    cases = {"plain": base}
+    for patch, names in CAUGHT.items():
+        for name in names:
+            patches = STEPS if patch == "steps" else {"state_offload": [[0.5, 0.5]]}
+            # What is read from where nothing is would end the process; a copy that is left out does not.
+            cases[name] = replace(base, patches=patches, mutate=name)
+    return run_all(cases, 1)
+
+
+@pytest.mark.parametrize("name", [name for names in CAUGHT.values() for name in names])
+def test_essential_lines(name):
+    """Without this line of the patch training differs, or fails."""
+    (plain,), (mutant,) = mutants()["plain"], mutants()[name]
+    assert name in MUTATIONS
+    assert "failed" in mutant or mutant["digest"] != plain["digest"]
+
+
+@cache
+def pipeline() -> Runs:
+    base = replace(HALF, pp=2, layers_per_stage=[3, 1], recompute=[1, 0], **SHARDED, micro_batches=4)
+    cases = {"busy": replace(base, **BUSY), "plain": replace(base, steps=3)}
+    return run_all(with_patches(cases, all=ALL), 2)
+
+
+def test_pipeline_of_two_stages():
+    assert_same(pipeline()["busy", "plain"], pipeline()["busy", "all"])
+
+
+def test_virtual_stages():
+    case = replace(FULL, pp=2, vpp=2, layers_per_stage=[1] * 4, recompute=[0, 0], resume_at=4)
+    found = run_all(with_patches({"": case}, all={**STEPS, **STATES}), 2)
+    assert_same(found["", "plain"], found["", "all"])
+
+
+@cache
+def data_parallel() -> Runs:
+    laid_out = replace(HALF, **SHARDED, **BUSY, patches=LAYOUT)
+    cases = {
+        "laid out": laid_out,
+        "overlap": replace(HALF, **SHARDED, overlap=True, patches=LAYOUT),
+        "fp32": replace(FULL, **SHARDED),
+        "replicated": HALF,
+    }
+    every = with_patches(cases, steps=STEPS, both={**STEPS, **STATES})
+    del every["overlap", "both"]
+    every["no_gather", "mutant"] = replace(laid_out, patches=STEPS, mutate="no_gather")
+    return run_all(every, 2)
+
+
+@pytest.mark.parametrize("patch", ["steps", "both"])
+@pytest.mark.parametrize("name", ["laid out", "overlap", "replicated"])
+def test_two_data_parallel_ranks(name, patch):
+    if (name, patch) != ("overlap", "both"):  # refused: see test_refusals
+        assert_same(data_parallel()[name, "plain"], data_parallel()[name, patch])
+
+
+@pytest.mark.parametrize("patch", ["steps", "both"])
+def test_other_layout_only_rounds_the_norm(patch):
+    assert_close(data_parallel()["fp32", "plain"], data_parallel()["fp32", patch])
+
+
+def test_gather_is_essential():
+    plain, mutant = data_parallel()["laid out", "plain"][0], data_parallel()["no_gather", "mutant"][0]
+    assert mutant.get("digest") != plain["digest"]
+
+
+def test_gathers_run_one_layer_ahead():
+    """With overlapping gathers the next layer is stepped when its gather starts, before this layer runs."""
+    (ran, _) = data_parallel()["overlap", "steps"]
+    steps = order(ran["events"][1], "step")
+    assert steps.index("module.decoder.layers.0") < steps.index("module.decoder.layers.1")
+    assert len(steps) == len(set(steps)) == 7
+
+
+def test_two_by_two():
+    case = replace(HALF, pp=2, layers_per_stage=[2, 2], recompute=[0, 0], **SHARDED, steps=8, patches=LAYOUT)
+    found = run_all(with_patches({"": case}, all={**ALL, **LAYOUT}), 4)
+    assert_same(found["", "plain"], found["", "all"])
