@@ -79,8 +79,10 @@ def plan(*stages: StagePlan, **more: object) -> Plan:
     )
 
 
-def train(folder: Path, planned: Plan, *, half: bool = False) -> list[float]:
-    """Write the plan's folder, start its train.sh, return the mean loss of every step."""
+def train(
+    folder: Path, planned: Plan, *, half: bool = False, more: tuple[str, ...] = (), steps: int = STEPS
+) -> list[float]:
+    """Write the plan's folder, start its train.sh with `more`, return the mean loss of every step."""
     out = folder / "emitted"
     write_artifacts(out, artifacts(planned, launch_sources(probe=False)))
     args = (out / "args.sh").read_text()
@@ -109,15 +111,15 @@ def train(folder: Path, planned: Plan, *, half: bool = False) -> list[float]:
         "PYTHONWARNINGS": "ignore",
         **({"MIST_TWO_DEVICES": "1"} if half else {}),
     }
-    command = ["bash", str(out / "train.sh"), *HERE_ONLY.split()]
+    command = ["bash", str(out / "train.sh"), *HERE_ONLY.split(), *more]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=170, check=False, cwd=folder
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     losses = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
-    per_step = len(losses) // STEPS
+    per_step = len(losses) // steps
     assert per_step == planned.grad_accum, losses
-    return [sum(losses[k * per_step : (k + 1) * per_step]) / per_step for k in range(STEPS)]
+    return [sum(losses[k * per_step : (k + 1) * per_step]) / per_step for k in range(steps)]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from staged_grids import Case, whole_parameter  # noqa: E402
 HERE = Path(__file__).parent
 WORKERS = 4
 # Each stage is [layers, dp, tp, micro_batch, zero]; every case trains on the same global batches.
-ALONE = Case([[4, 1, 1, 2, 0]], steps=12, evaluate_at=4)
+ALONE = Case([[4, 1, 1, 2, 0]], steps=11, evaluate_at=4)
 FAN_IN = Case([[3, 2, 1, 1, 0], [1, 1, 2, 2, 0]], evaluate_at=4)
 CASES = {
     "alone": ALONE,
@@ -29,16 +29,16 @@ CASES = {
     ),
     "3 processes": Case([[2, 2, 1, 1, 1], [2, 1, 1, 2, 0]]),
     "3 stages": Case([[1, 1, 1, 2, 1], [2, 2, 1, 1, 0], [1, 1, 1, 2, 1]]),
-    "fp16 alone": replace(ALONE, dtype="float16", steps=5, infinite_at=2, evaluate_at=None),
-    "fp16": Case([[3, 2, 1, 1, 1], [1, 1, 2, 2, 1]], dtype="float16", steps=5, infinite_at=2),
+    "fp16 alone": replace(ALONE, dtype="float16", steps=4, infinite_at=2, evaluate_at=None),
+    "fp16": Case([[3, 2, 1, 1, 1], [1, 1, 2, 2, 1]], dtype="float16", steps=4, infinite_at=2),
     "without share": replace(FAN_IN, steps=2, without=["share"], evaluate_at=None),
     "without count": replace(FAN_IN, steps=2, without=["count"], evaluate_at=None),
     "without norm": replace(FAN_IN, steps=2, without=["norm"], evaluate_at=None),
     "tied": replace(FAN_IN, tied=True),
     "per token": replace(FAN_IN, per_token=True),
-    "resumed alone": Case([[4, 1, 1, 2, 1]], steps=4, first_step=8),
-    "resumed native": Case([[2, 2, 1, 1, 1], [2, 2, 1, 1, 1]], native=True, steps=4, first_step=8),
-    "resumed on grids": Case([[2, 2, 1, 1, 1], [2, 1, 2, 2, 1]], steps=4, first_step=8),
+    "resumed alone": Case([[4, 1, 1, 2, 1]], steps=3, first_step=8),
+    "resumed native": Case([[2, 2, 1, 1, 1], [2, 2, 1, 1, 1]], native=True, steps=3, first_step=8),
+    "resumed on grids": Case([[2, 2, 1, 1, 1], [2, 1, 2, 2, 1]], steps=3, first_step=8),
 }
 EXACT = ("native", "dp2 -> tp2", "tp2 -> dp2", "3 processes", "3 stages")
 
@@ -160,7 +160,7 @@ def test_evaluation_in_between(results: dict[str, dict]) -> None:
 def test_infinite_gradient_on_one_rank_is_skipped_by_all(results: dict[str, dict]) -> None:
     """fp16 with a loss scale: every stage must leave the same step out."""
     alone = results["fp16 alone"]["last"]
-    assert alone["updated"] == [True, True, False, True, True]
+    assert alone["updated"] == [True, True, False, True]
     for rank in results["fp16"]["ranks"]:
         assert rank["updated"] == alone["updated"]
         assert rank["losses"] == pytest.approx(alone["losses"], abs=5e-3)

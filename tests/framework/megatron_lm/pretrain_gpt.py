@@ -65,7 +65,7 @@ def samples():
     """Micro-batches of this data-parallel rank, in Megatron's order; the sample number decides the tokens."""
     args = get_args()
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    first = rank * args.micro_batch_size
+    first = args.consumed_train_samples + rank * args.micro_batch_size
     while True:
         rows = []
         for number in range(first, first + args.micro_batch_size):

@@ -1,0 +1,75 @@
+"""Emitted plans whose stages have different grids: Megatron's own pretrain() trains, saves and resumes them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_emitted_megatron_training import STEPS, plain, plan, stage, train
+
+from mist_megatron.cli.emit import launch_sources
+from mist_megatron.emit.artifacts import artifacts
+from mist_megatron.errors import InputError
+from mist_megatron.spec.plan import Offload, Plan
+
+__all__ = ["plain"]
+
+
+def test_trains_and_its_checkpoint_goes_on_elsewhere(plain: list[float], tmp_path: Path) -> None:
+    """dp2 x tp1 -> dp1 x tp2; from step 3 on in one plain process, which knows nothing of grids."""
+    unequal = plan(stage(3, dp=2, micro_batch=1, zero=0), stage(1, tp=2, zero=0))
+    saved = str(tmp_path / "saved")
+    for name in ("unequal", "whole"):
+        (tmp_path / name).mkdir()
+    save = ("--ckpt-format", "torch_dist", "--save", saved, "--save-interval", "3")
+    assert train(tmp_path / "unequal", unequal, more=save) == pytest.approx(plain, abs=2e-5)
+    load = ("--ckpt-format", "torch_dist", "--load", saved, "--ckpt-step", "3")
+    resumed = train(tmp_path / "whole", plan(stage(4, zero=0)), more=load, steps=STEPS - 3)
+    assert resumed == pytest.approx(plain[3:], abs=2e-5)
+
+
+def test_with_offload_and_distributed_optimizer(plain: list[float], tmp_path: Path) -> None:
+    """bf16 (hence the tolerance), dp2 -> dp1 on three processes, each stage with fractions of its own."""
+    unequal = plan(
+        stage(3, dp=2, micro_batch=1, ckpt=1, offload=Offload(optimizer=0.75, activations=0.5)),
+        stage(1, offload=Offload(optimizer=0.25)),
+    )
+    assert train(tmp_path, unequal, half=True) == pytest.approx(plain, abs=1e-2)
+
+
+def test_what_stages_json_says() -> None:
+    """Each stage's own sizes behind the common ones, the patch, and one padded vocabulary for all."""
+    unequal = plan(stage(3, dp=2, micro_batch=1), stage(1, tp=2))
+    unequal = replace(unequal, model=replace(unequal.model, vocab=100))
+    document = json.loads(artifacts(unequal, launch_sources(probe=False))["stages.json"])
+    assert document["patches"] == ["stage_grids"]
+    for entry, (tp, size) in zip(document["stages"], ((1, 1), (2, 2)), strict=True):
+        words = entry["arguments"]
+        said = dict(zip(words[::2], words[1::2], strict=True))
+        assert said["--tensor-model-parallel-size"] == str(tp)
+        assert said["--micro-batch-size"] == str(size)
+        assert tp * int(said["--make-vocab-size-divisible-by"]) == 4, "100 = 4 * 25, for both stages"
+
+
+def refused(planned: Plan) -> str:
+    with pytest.raises(InputError) as error:
+        artifacts(planned, launch_sources(probe=False))
+    return str(error.value)
+
+
+def test_limits_are_refused_with_the_reason() -> None:
+    unequal = plan(stage(3, dp=2, micro_batch=1), stage(1, tp=2))
+    tied = replace(unequal, model=replace(unequal.model, tied_embeddings=True))
+    assert "tied embeddings" in refused(tied)
+    assert "must be the same on all stages" in refused(replace(unequal, target="megatron"))
+    six = replace(unequal.training, global_batch=6)
+    apart = replace(
+        unequal,
+        training=six,
+        grad_accum=1,
+        cluster=replace(unequal.cluster, gpus_per_node=5),
+        stages=(stage(3, dp=3, micro_batch=2), stage(1, dp=2, micro_batch=3)),
+    )
+    assert "one of two neighbours must divide the other" in refused(apart)
