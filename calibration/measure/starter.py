@@ -19,6 +19,7 @@ from record import Refused
 PARENT = "MEASURE_STARTED_BY"
 """Environment variable with the process that a team belongs to."""
 LOOK_S = 1.0
+GRACE_S = 3.0
 
 
 def start_team(arguments: Sequence[str], processes: int) -> dict[str, Any]:
@@ -44,11 +45,7 @@ def start_team(arguments: Sequence[str], processes: int) -> dict[str, Any]:
         try:
             code = _watched(children)
         finally:
-            for child in children:
-                if child.poll() is None:
-                    child.terminate()
-            for child in children:
-                child.wait()
+            _ended(children)
         if code:
             raise Refused(f"a process of {processes} ended with exit code {code}; see above")
         return dict(json.loads(tally.read_text(encoding="utf-8")))
@@ -64,6 +61,20 @@ def _watched(children: Sequence[subprocess.Popen[bytes]]) -> int:
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.1)
+
+
+def _ended(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """One that waits for a fellow inside a collective does not hear a signal: it is killed after a while."""
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+    deadline_s = time.monotonic() + GRACE_S
+    for child in children:
+        try:
+            child.wait(max(deadline_s - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 def _free_port() -> int:

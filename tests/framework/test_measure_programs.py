@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -87,13 +86,16 @@ def test_killed_and_taken_up_again(tmp_path: Path) -> None:
 
 def test_stopped_by_a_signal_it_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "raw.jsonl"
-    command = measure(out, "--what", "collectives")
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    command = measure(out, "--what", "interference,collectives")
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not out.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.terminate()
-    _, told = process.communicate(timeout=60)
+    try:
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, told
     assert "run it again to go on" in told
     assert "Traceback" not in told
