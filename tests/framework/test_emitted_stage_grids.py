@@ -1,4 +1,4 @@
-"""Emitted plans whose stages have different grids: Megatron's own pretrain() trains, saves and resumes them."""
+"""Emitted plans whose stages have different grids: Megatron's own pretrain() runs and resumes them."""
 
 from __future__ import annotations
 
