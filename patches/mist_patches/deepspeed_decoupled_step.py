@@ -197,10 +197,22 @@ def _put_off(name: str, original: Callable[..., Any]) -> Any:
         if not _is_recording(self) or sub_group_id in getattr(self, _STATE).at_once:
             return original(self, sub_group_id, *more)
         later = functools.partial(original, self, sub_group_id, *more)
+        if name == "_prepare_sub_group" and not self.offload_optimizer:
+            grads = self.averaged_gradients[sub_group_id]
+            later = functools.partial(_with_gradients, self, sub_group_id, grads, later)
         _later(self, getattr(self, _STATE), sub_group_id, later)
         return None
 
     return call
+
+
+def _with_gradients(self: Any, index: int, grads: Any, call: Callable[[], Any]) -> None:
+    """With the gradients of the step that was put off: a layer left out of a pass has newer ones by now."""
+    newer = self.averaged_gradients[index]
+    self.averaged_gradients[index] = grads
+    call()
+    if newer is not grads:
+        self.averaged_gradients[index] = newer
 
 
 def _before_gather(original: Callable[..., Any]) -> Any:

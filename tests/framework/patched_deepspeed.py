@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 import tempfile
+import traceback
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -396,6 +397,7 @@ def watch(engine: Any, events: list[str]) -> None:
 
 
 def run(case: Case, finals: list[Any]) -> dict[str, Any]:
+    import torch
     from deepspeed.accelerator import get_accelerator
     from mist_patches import hooking
 
@@ -414,6 +416,11 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
     except hooking.PatchRefused as refused:
         finals.append(None)
         return {"refused": str(refused)}
+    except Exception:
+        if torch.distributed.get_world_size() > 1:
+            raise  # the other ranks would wait for this one
+        finals.append(None)
+        return {"crashed": traceback.format_exc()[-2000:]}
     finally:
         accelerator._name = name
         hooking.undo_all()
