@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from runner import Bench, Measure, NotPossible, Point, out_of_memory
-from timers import summary
+from timers import Timing, summary
 
 LAUNCHES = 200
 """Empty kernels in one sample."""
+HOST_S_PER_LAUNCH = 2e-5
+"""What a slow host needs for one."""
 TINY_SIDES = (16, 256)
 """Shortest and longest side of anything in a trial on the CPU; between, sides are cut to a 64th."""
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -93,7 +96,7 @@ def _attention(
     return prepare
 
 
-def _fastest(bench: Bench, work_of: Callable[[], Callable[[], object]]) -> Any:
+def _fastest(bench: Bench, work_of: Callable[[], Callable[[], object]]) -> Timing:
     """Frameworks take the best kernel for a shape; which one that was goes into the line."""
     if bench.device.type != "cuda":
         return summary(bench.timer.samples(work_of(), bench.effort))
@@ -105,7 +108,8 @@ def _fastest(bench: Bench, work_of: Callable[[], Callable[[], object]]) -> Any:
         if kernel is None:
             continue
         try:
-            with sdpa_kernel([kernel]):
+            with warnings.catch_warnings(), sdpa_kernel([kernel]):
+                warnings.simplefilter("ignore")  # torch tells why each kernel cannot run this shape
                 samples = bench.timer.samples(work_of(), bench.effort)
         except RuntimeError as error:
             if out_of_memory(error):
@@ -162,7 +166,12 @@ def launch_points(bench: Bench) -> Iterator[Point]:
             for _ in range(LAUNCHES):
                 cell.add_(1.0)
 
-        return lambda: summary(bench.timer.samples(work, bench.effort, cold=False), parts=LAUNCHES)
+        def measure() -> Timing:
+            queue_s = LAUNCHES * HOST_S_PER_LAUNCH
+            samples = bench.timer.samples(work, bench.effort, cold=False, queue_s=queue_s)
+            return summary(samples, parts=LAUNCHES)
+
+        return measure
 
     # One point for each look: the fit takes the middle one.
     for look in range(3):

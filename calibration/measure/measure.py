@@ -317,6 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Refused as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {options.out}: {error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         if not in_a_team():
             print(f"stopped; {options.out} keeps what was measured: run it again to go on", file=sys.stderr)

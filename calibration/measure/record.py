@@ -82,9 +82,12 @@ def open_record(path: Path, conditions: Conditions, *, append: bool = False) -> 
         raise Refused(f"{path} cannot be written: {error.strerror}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.close()
         raise Refused(f"{path}: another run writes to it; wait for it, or choose another --out") from None
+    except OSError:
+        # Network file systems of clusters often have no locks.
+        notices.append(f"{path}: its file system has no locks; let one run at a time write to it")
     try:
         found = _lines(path, notices)
         done = _done(found, path, conditions, append)

@@ -18,8 +18,8 @@ import torch
 Work = Callable[[], object]
 Agreed = Callable[[float], float]
 """Own seconds -> those of the slowest process, where several must repeat equally often."""
-SLEEP_S = 2e-4
-"""Ahead of each repeat: queueing the backward pass of attention takes the host some 100 us."""
+QUEUE_S = 2e-4
+"""The device sleeps so long ahead of each repeat: the backward pass of attention takes the host 100 us."""
 SLEEP_CYCLES_PER_S = 2e9
 """Upper end of the clocks of today's GPUs: the sleep is this long or a little longer."""
 LEAST_FLUSH_BYTES = 256 << 20
@@ -62,9 +62,16 @@ class Timer(Protocol):
     device: torch.device
 
     def samples(
-        self, work: Work, effort: Effort, *, cold: bool = True, agreed: Agreed = float
+        self,
+        work: Work,
+        effort: Effort,
+        *,
+        cold: bool = True,
+        agreed: Agreed = float,
+        queue_s: float = QUEUE_S,
     ) -> list[float]:
-        """Seconds of each repeat; `cold` flushes the caches before each."""
+        """Seconds of each repeat; `cold` flushes the caches before each, `queue_s` is what the host needs
+        to queue the work."""
         ...
 
 
@@ -74,7 +81,13 @@ class CpuTimer:
     device = torch.device("cpu")
 
     def samples(
-        self, work: Work, effort: Effort, *, cold: bool = True, agreed: Agreed = float
+        self,
+        work: Work,
+        effort: Effort,
+        *,
+        cold: bool = True,
+        agreed: Agreed = float,
+        queue_s: float = QUEUE_S,
     ) -> list[float]:
         work()
         return [_clocked(work) for _ in range(effort.repeats(agreed(_clocked(work))))]
@@ -89,7 +102,13 @@ class CudaTimer:
         self._flush = torch.empty(max(LEAST_FLUSH_BYTES, 2 * found) // 4, dtype=torch.int32, device=device)
 
     def samples(
-        self, work: Work, effort: Effort, *, cold: bool = True, agreed: Agreed = float
+        self,
+        work: Work,
+        effort: Effort,
+        *,
+        cold: bool = True,
+        agreed: Agreed = float,
+        queue_s: float = QUEUE_S,
     ) -> list[float]:
         for _ in range(2):
             work()
@@ -100,7 +119,7 @@ class CudaTimer:
         for start, end in events:
             if cold:
                 self._flush.zero_()
-            torch.cuda._sleep(int(SLEEP_S * SLEEP_CYCLES_PER_S))
+            torch.cuda._sleep(int(queue_s * SLEEP_CYCLES_PER_S))
             start.record()
             work()
             end.record()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Iterator
@@ -137,6 +138,18 @@ def test_foreign_and_busy_files_are_refused(programs: Any, tmp_path: Path) -> No
     with pytest.raises(refused, match="another run"):
         programs.record.open_record(tmp_path / "busy.jsonl", conditions(programs))
     held.close()
+
+
+def test_file_systems_without_locks_are_written_all_the_same(
+    programs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(programs.record.fcntl, "flock", refuses)
+    recorder = write(programs, tmp_path / "raw.jsonl", "one")
+    assert "no locks" in recorder.notices[0]
+    assert "one" in (tmp_path / "raw.jsonl").read_text("utf-8")
 
 
 def test_clock_samples_and_their_reasons(programs: Any) -> None:

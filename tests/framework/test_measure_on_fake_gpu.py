@@ -56,6 +56,11 @@ class Gpu:
         self.main.name = "main"
         self.told.clear()
 
+    def sleep(self, cycles: int) -> None:
+        assert isinstance(cycles, int)
+        self.slept = cycles
+        self.told.append("sleep")
+
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         self.current = stream.name
@@ -67,7 +72,7 @@ class Gpu:
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.main)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: self.told.append("synchronize"))
-        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.told.append("sleep"))
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
         properties = SimpleNamespace(L2_cache_size=1 << 10)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
@@ -104,8 +109,10 @@ def test_each_repeat_is_flushed_and_queued_behind_a_sleep(gpu: Gpu, programs: An
     assert gpu.told == [*warm, *repeat * 3, "synchronize"]
     assert seconds == [0.003] * 3
     gpu.told.clear()
-    timer.samples(lambda: None, effort, cold=False)
+    timer.samples(lambda: None, effort, cold=False, queue_s=5e-3)
     assert "flush" not in gpu.told
+    # 5 ms of a device of 2 GHz.
+    assert gpu.slept == 10_000_000
 
 
 def bench(programs: Any, timer: Any) -> Any:
