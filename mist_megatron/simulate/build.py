@@ -103,6 +103,8 @@ class _Builder:
         self.hops = hops_across(work.plan)
         # Virtual stage and micro-batch -> the event with which its input is there.
         self.arrived: dict[tuple[PassKind, int, int], int] = {}
+        # Micro-batch and layer -> the copy with which its activations have left; they come back after it.
+        self.offloaded: dict[tuple[int, str], int] = {}
 
     def add(self, kind: str, name: str, rank: int, stream: Stream, work_s: float, after: list[int]) -> int:
         self.built.kind.append(kind)
@@ -254,7 +256,10 @@ class _Builder:
         if work.gather_s > 0.0:
             events.append(self.add("weight gather", name, number, Stream.GPU_TO_GPU, work.gather_s, after))
         if work.copy_in_s > 0.0:
-            events.append(self.add("copy in", name, number, Stream.HOST_TO_DEVICE, work.copy_in_s, after))
+            backward = step.kind is PassKind.BACKWARD
+            left = self.offloaded.pop((step.micro_batch, layer.name), None) if backward else None
+            needs = after if left is None else [*after, left]
+            events.append(self.add("copy in", name, number, Stream.HOST_TO_DEVICE, work.copy_in_s, needs))
         return events
 
     def send_off(self, number: int, step: Pass, layer: NamedLayer, end: int) -> list[int]:
@@ -272,6 +277,8 @@ class _Builder:
             sent = self.add("copy out", name, number, Stream.DEVICE_TO_HOST, work.copy_out_s, [end])
             rank.unfinished[Stream.DEVICE_TO_HOST] = sent
             events.append(sent)
+            if step.kind is PassKind.FORWARD:
+                self.offloaded[step.micro_batch, layer.name] = sent
         return events
 
     def play_layer(self, number: int, step: Pass, layer: NamedLayer, after: list[int]) -> int:
