@@ -13,14 +13,10 @@ from mist_megatron.cli.output import OutputOptions, table
 if TYPE_CHECKING:
     from mist_megatron.calibrate.validate import Outcome
 
-FIGURES = (
-    ("time error", "time_mape"),
-    ("bias", "time_bias"),
-    ("memory error", "memory_mape"),
-    ("bias", "memory_bias"),
-    ("regret mean", "pick_regret_mean"),
-    ("max", "pick_regret_max"),
-    ("extrapolated", "extrapolated_share"),
+LEGEND = (
+    "error: mean of |predicted / measured - 1|; bias: mean of predicted / measured - 1; rank: Spearman's "
+    "correlation within groups; regret: how much slower the row predicted fastest is than the fastest, mean "
+    "over groups and worst; extrapolated: share of layer time from no measured kernel"
 )
 
 
@@ -84,30 +80,58 @@ def _points(by_file: dict[str, tuple[Outcome, ...]]) -> dict[str, list[tuple[flo
     }
 
 
+def _short(name: str) -> str:
+    """Columns of 80 characters have no room for an ending that all share."""
+    return name.removesuffix(".csv")
+
+
+def _counts(figures: dict[str, Any]) -> str:
+    rows, predicted = figures["rows"], figures["predicted"]
+    return str(rows) if rows == predicted else f"{predicted} of {rows}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _time_cells(figures: dict[str, Any]) -> list[str]:
+    rank = figures["spearman"]
+    regrets = (figures["pick_regret_mean"], figures["pick_regret_max"])
+    return [
+        _percent(figures["time_mape"]),
+        _percent(figures["time_bias"]),
+        "-" if rank is None else f"{rank:.3f}",
+        *map(_percent, regrets),
+    ]
+
+
 def _show(people: Console, found: dict[str, Any], by_file: dict[str, tuple[Outcome, ...]]) -> None:
     from mist_megatron.calibrate.scatter import text_scatter
 
-    columns = ("file", "rows", "predicted", "rank corr.", *(title for title, _ in FIGURES))
-    rows = []
-    for name, figures in [*found["files"].items(), ("all", found["overall"])]:
-        rank = figures["spearman"]
-        cells = [
-            name,
-            str(figures["rows"]),
-            str(figures["predicted"]),
-            "-" if rank is None else f"{rank:.3f}",
-        ]
-        cells += ["-" if figures[key] is None else f"{figures[key]:.1%}" for _, key in FIGURES]
-        rows.append(cells)
-    people.print(table(columns, rows, right=columns[1:]))
+    everything = [*found["files"].items(), ("all", found["overall"])]
+    names = ("time", "rows", "error", "bias", "rank", "regret", "worst")
+    rows = [[_short(name), _counts(figures), *_time_cells(figures)] for name, figures in everything]
+    people.print(table(names, rows, right=names[1:]))
+    people.print()
+    memory = ("memory", "error", "bias", "extrapolated")
+    keys = ("memory_mape", "memory_bias", "extrapolated_share")
+    people.print(
+        table(
+            memory,
+            [[_short(name), *(_percent(figures[key]) for key in keys)] for name, figures in everything],
+            right=memory[1:],
+        )
+    )
+    people.print()
+    people.print(LEGEND, style="dim")
     people.print()
     people.print("furthest off", style="bold")
     worst = [
         [w["id"], f"{w['measured_s']:.4g}", f"{w['predicted_s']:.4g}", f"{w['time_error']:+.1%}"]
         for w in found["overall"]["worst"]
     ]
-    names = ("row", "measured s", "predicted s", "error")
-    people.print(table(names, worst, right=names[1:]))
+    columns = ("row", "measured s", "predicted s", "error")
+    people.print(table(columns, worst, right=columns[1:]))
     for row, reason in found["overall"]["skipped"].items():
         people.print(f"not predicted: {row}: {reason}", soft_wrap=True, markup=False)
     people.print()
