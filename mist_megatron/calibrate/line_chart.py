@@ -102,7 +102,7 @@ def _frame(labels: Labels) -> list[str]:
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#888"/>',
         f'<text x="0" y="-24" font-size="14">{escape(labels.title)}</text>',
         _text(0, -8, labels.upwards, "start"),
-        _text(_WIDTH / 2, _HEIGHT + 56, labels.across, "middle"),
+        _text(_WIDTH / 2, _HEIGHT + 66, labels.across, "middle"),
     ]
 
 

@@ -8,7 +8,7 @@ from mist_megatron.calibrate.agreement import HALF, peak_flops_per_s
 from mist_megatron.calibrate.fit_collectives import passes
 from mist_megatron.calibrate.line_chart import Labels, Line, svg_bars, svg_lines
 from mist_megatron.spec.cluster import GpuSpec
-from mist_megatron.spec.profile import Profile
+from mist_megatron.spec.profile import CollectiveKind, Profile
 
 _DEPTHS = (512.0, 2048.0, 8192.0)
 _SWEEP = tuple(2.0**power for power in range(14, 34))
@@ -18,8 +18,8 @@ _SWEEP = tuple(2.0**power for power in range(14, 34))
 def profile_plots(profile: Profile, gpu: GpuSpec) -> Mapping[str, str]:
     """File name -> SVG; pictures without anything to show are left out."""
     found = {f"{profile.name}.gemm.svg": _products(profile, gpu)}
-    if profile.collectives:
-        found[f"{profile.name}.collectives.svg"] = _collectives(profile)
+    for kind in dict.fromkeys(curve.kind for curve in profile.collectives):
+        found[f"{profile.name}.{kind}.svg"] = _collectives(profile, kind)
     if profile.interference:
         found[f"{profile.name}.interference.svg"] = _interference(profile)
     return found
@@ -39,7 +39,8 @@ def _products(profile: Profile, gpu: GpuSpec) -> str:
     dots: dict[str, Line] = {}
     for table in profile.tables:
         if table.operator == "gemm" and table.precision in HALF:
-            dots[f"measured {table.precision} ({len(table.rows)})"] = [
+            origin = profile.sources[table.source].origin
+            dots[f"{origin} {table.precision} ({len(table.rows)})"] = [
                 (m * n * batch, 100.0 * 2.0 * m * n * k * batch / seconds / peak)
                 for m, n, k, batch, seconds in table.rows
             ]
@@ -53,16 +54,19 @@ def _share(peak_fraction: float, area: float, depth: float) -> float:
     return peak_fraction / (1.0 + area) / (1.0 + depth)
 
 
-def _collectives(profile: Profile) -> str:
+def _collectives(profile: Profile, kind: CollectiveKind) -> str:
     lines: dict[str, Line] = {}
     for curve in profile.collectives:
-        once = passes(curve.kind, curve.ranks)
-        name = f"{curve.kind} {curve.ranks} on {curve.nodes}{' strided' if curve.strided else ''}"
+        if curve.kind != kind:
+            continue
+        once = passes(kind, curve.ranks)
+        nodes = f"{curve.nodes} node{'s' * (curve.nodes > 1)}"
+        name = f"{curve.ranks} ranks on {nodes}{', strided' if curve.strided else ''}"
         lines[name] = [
             (size, once * size / (curve.latency_s + once * size / curve.bytes_per_s) / 1e9) for size in _SWEEP
         ]
     labels = Labels(
-        title=f"{profile.name}: collectives (kind, ranks on nodes)", across="message bytes",
+        title=f"{profile.name}: {kind}", across="message bytes",
         upwards="bus bandwidth, GB/s", upwards_logarithmic=True,
     )  # fmt: skip
     return svg_lines(lines, {}, labels)

@@ -286,7 +286,10 @@ def test_show_fits_80_columns_and_names_origins(fitted, ran_here):
 def test_show_draws_the_curves(fitted, ran_here, tmp_path):
     ran = ran_here("calibrate", "show", str(fitted[0]), "--plot", "pictures", "--json")
     pictures = [Path(path).name for path in json.loads(ran.out)["plots"]]
-    assert pictures == ["node.gemm.svg", "node.collectives.svg", "node.interference.svg"]
+    assert pictures == [
+        "node.gemm.svg", "node.all_gather.svg", "node.all_reduce.svg", "node.reduce_scatter.svg",
+        "node.interference.svg",
+    ]  # fmt: skip
     for name in pictures:
         root = ElementTree.parse(tmp_path / "pictures" / name).getroot()
         drawn = [item for item in root.iter() if item.tag.endswith(("polyline", "circle", "rect"))]
