@@ -74,6 +74,9 @@ class Template:
     """ZeRO level that embedding and head always have, whatever the stage's; None for the stage's."""
     edges_offload: bool = True
     """Embedding and head follow the stage's offload ratios."""
+    states_visit: bool = False
+    """Offloaded gradients are added up on the device, which they visit in every backward pass, and come back
+    for the reduction and the norm; offloaded weights visit for their update (patch state_offload)."""
 
 
 MIST = Template(
@@ -114,10 +117,11 @@ def template_of(target: Target, execution: Execution) -> Template:
 
 def _megatron(execution: Execution) -> Template:
     """Megatron-core: reductions once per step in buckets of max(40e6, 1e6 * dp) elements
-    (distributed_data_parallel_config.py), optimizer step and host Adam at the end. The patches
-    change what is offloaded and where, not when."""
+    (distributed_data_parallel_config.py), optimizer step and host Adam at the end. With the patch
+    decoupled_steps each layer is stepped and gathered beside the first forward pass of the layers before it;
+    the norm is still reduced before."""
     reduce_overlaps = bool(execution.overlap_grad_reduce)
-    gather_overlaps = bool(execution.overlap_param_gather)
+    gather_overlaps = bool(execution.overlap_param_gather) or bool(execution.decoupled_step)
     return Template(
         zero3_gather_overlaps=True,
         zero3_gather_elements=None,
@@ -127,7 +131,7 @@ def _megatron(execution: Execution) -> Template:
         last_reduce_overlaps=reduce_overlaps,
         first_gather_overlaps=gather_overlaps,
         host_copies_overlap=True,
-        step_in_first_forward=False,
+        step_in_first_forward=bool(execution.decoupled_step),
         adam_on_host=True,
         # --overlap-cpu-optimizer-d2h-h2d, which the emitted arguments always set.
         host_adam_copies_overlap=True,
@@ -141,6 +145,7 @@ def _megatron(execution: Execution) -> Template:
         host_s_per_step=HOST_S_PER_STEP,
         bucket_elements=40e6,
         bucket_elements_per_rank=1e6,
+        states_visit=True,
     )
 
 

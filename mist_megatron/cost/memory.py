@@ -185,6 +185,9 @@ def stage_memory(
     if role.has_embedding and target != "mist":
         # The token table's gradient is a half-precision table before it is added to the buffer.
         peaks["embedding"] = held + others + HALF * VOCAB_SHARE * HIDDEN + 2 * ACTIVATION
+    if target == "megatron+patches":
+        # Offloaded gradients come back for the reduction, when no activations are left.
+        peaks["reduction"] = held + conventions.grad_bytes * _elements(model, options, role) * GO
     if conventions.step_scratch_bytes:
         own = _elements(model, options, role) / _sharded(Z1, DP * CP)
         peaks["step"] = held + conventions.step_scratch_bytes * own * (1 - OO)

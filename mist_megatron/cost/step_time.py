@@ -34,11 +34,12 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         pair = np.asarray(2.0)
         nodes = np.asarray(2.0 if context.cluster_gpus > context.cluster_gpus_per_node else 1.0)
         delta["tied_embeddings"] = Linear(prices.collective("all_reduce", message, pair, nodes).seconds)
-    if template.step_in_first_forward:
-        steps = layer_traffic(grid, loads.block, context).step_compute_s
-        add_term(delta, "optimizer_compute", Linear(per_layer=steps))
-        return
     share = count / np.where(zero >= 1, replicas(grid, context), 1.0)
+    if template.states_visit:
+        _visits(grid, count, context, delta)
+    if template.step_in_first_forward:
+        _steps_in_first_forward(grid, loads, share, context, delta)
+        return
     on_host = share * grid.optimizer_offload
     compute = prices.device_adam(share - on_host).seconds
     if template.grad_norm_pass:
@@ -46,13 +47,42 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         compute = compute + prices.memory_bound(3.0 * context.grad_bytes * share).seconds
     delta["optimizer_compute"] = Linear(compute)
     if np.any(grid.optimizer_offload):
-        still_on_device = 1.0 - grid.grads_offload
+        still_on_device = 1.0 if template.states_visit else 1.0 - grid.grads_offload
         update = prices.host_adam(on_host).seconds
         out = host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
         back = host_copy(context.weight_bytes * on_host, "h2d", context)
         copies = np.maximum(out + back - update, 0.0) if template.host_adam_copies_overlap else out + back
         delta["host_adam"] = Linear(update)
         delta["host_adam_copies"] = Linear(copies)
+
+
+def _visits(grid: StageGrid, count: Array, context: TimeContext, delta: dict[str, Linear]) -> None:
+    """Offloaded gradients come back before the reduction, when nothing else runs; offloaded weights
+    come and go for an update that is not part of a forward pass."""
+    if not (np.any(grid.grads_offload) or np.any(grid.weights_offload)):
+        return
+    seconds = host_copy(grid.grads_offload * context.grad_bytes * count, "h2d", context)
+    if not context.template.step_in_first_forward:
+        weights = grid.weights_offload * context.weight_bytes * count
+        seconds = seconds + host_copy(weights, "h2d", context) + host_copy(weights, "d2h", context)
+    delta["states_at_step"] = Linear(seconds)
+
+
+def _steps_in_first_forward(
+    grid: StageGrid, loads: StageLoads, share: Array, context: TimeContext, delta: dict[str, Linear]
+) -> None:
+    """Updates between the layers of the first forward pass; the copies are part of its traffic."""
+    template, prices = context.template, context.prices
+    steps = layer_traffic(grid, loads.block, context).step_compute_s
+    add_term(delta, "optimizer_compute", Linear(per_layer=steps))
+    if template.grad_norm_pass:
+        norm = prices.memory_bound(3.0 * context.grad_bytes * share).seconds
+        add_term(delta, "optimizer_compute", Linear(norm))
+    if template.adam_on_host and np.any(grid.optimizer_offload):
+        # The thread that updates a layer launches nothing: the device has the layer before it to run.
+        divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)
+        update = prices.host_adam(grid.optimizer_offload * loads.block.parameters / divisor).seconds
+        delta["host_adam"] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
 
 
 def boundary_terms(

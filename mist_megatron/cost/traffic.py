@@ -38,6 +38,15 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     grads_out = grid.grads_offload * grad_shard
     states_out = grid.optimizer_offload * context.optimizer_bytes * step_share
     swaps = template.step_in_first_forward and not template.adam_on_host
+    step_in, step_out = ZERO, ZERO
+    if swaps:
+        step_in, step_out = states_out + grads_out, states_out + weights_out
+    elif template.step_in_first_forward:
+        # The host keeps its states: gradients go to it, new weights come back.
+        on_host = grid.optimizer_offload * step_share
+        step_in = weights_out + grads_out + context.weight_bytes * on_host
+        step_out = weights_out + grads_out + context.grad_bytes * on_host
+    added_on_device = template.states_visit or not template.adam_on_host
     compute: Array = ZERO
     if template.step_in_first_forward and "optimizer_compute" not in context.without:
         on_device = 1.0 - (0.0 if swaps else 1.0) * grid.optimizer_offload
@@ -50,11 +59,12 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
         gather_s=gather,
         reduce_s=np.where(zero >= 1, reduce_scatter, all_reduce),
         weights_in_s=host_copy(weights_out, "h2d", context),
-        # Mist adds on the device, so old gradients come back; a host that updates also adds.
-        grads_in_s=host_copy(grads_out, "h2d", context) if not template.adam_on_host else ZERO,
+        # Mist adds on the device, so old gradients come back; a host that updates also adds, but for the
+        # patch, which adds where Megatron's fused kernels do.
+        grads_in_s=host_copy(grads_out, "h2d", context) if added_on_device else ZERO,
         grads_out_s=host_copy(grads_out, "d2h", context),
-        step_in_s=host_copy(states_out + grads_out, "h2d", context) if swaps else ZERO,
-        step_out_s=host_copy(states_out + weights_out, "d2h", context) if swaps else ZERO,
+        step_in_s=host_copy(step_in, "h2d", context),
+        step_out_s=host_copy(step_out, "d2h", context),
         step_compute_s=compute,
     )
 

@@ -21,7 +21,12 @@ from mist_megatron.emit.stages_json import chunk_layers, stages_document
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.target import require_runnable
 
-PATCH_OF = {"optimizer": "exact_optimizer_fraction", "activations": "activation_offload"}
+PATCH_OF = {
+    "optimizer": "exact_optimizer_fraction",
+    "activations": "activation_offload",
+    "weights": "state_offload",
+    "grads": "state_offload",
+}
 """Kind of offloaded bytes -> the patch of mist_patches that carries out its fraction exactly."""
 
 
@@ -177,7 +182,8 @@ def patches(plan: Plan) -> tuple[str, ...]:
         return ()
     used = [kind for kind in PATCH_OF if any(getattr(stage.offload, kind) > 0 for stage in plan.stages)]
     grids = ("stage_grids",) if different_grids(plan) else ()
-    return (*grids, *(PATCH_OF[kind] for kind in used))
+    steps = ("decoupled_steps",) if plan.execution.decoupled_step else ()
+    return (*grids, *steps, *dict.fromkeys(PATCH_OF[kind] for kind in used))
 
 
 def require_emittable(plan: Plan) -> None:

@@ -347,4 +347,6 @@ def with_stages(plan: Plan, document: Mapping[str, Any], where: str) -> Plan:
         stages.append(replace(stage, offload=Offload(**item["offload"]), zero=item["zero"]))
     patched = bool(document.get("patches")) or plan.target == "megatron+patches"
     target: Target = "megatron+patches" if patched else "megatron"
-    return replace(plan, stages=tuple(stages), target=target)
+    steps = True if "decoupled_steps" in document.get("patches", ()) else None
+    execution = replace(plan.execution, decoupled_step=steps)
+    return replace(plan, stages=tuple(stages), target=target, execution=execution)

@@ -88,6 +88,9 @@ class Execution:
     """Tensor-parallel traffic runs beside matrix products (userbuffers)."""
     fused_cross_entropy: bool | None = None
     """Loss without a copy of the logits in 32 bits."""
+    decoupled_step: bool | None = None
+    """Each layer's optimizer step right before its next forward pass; None where that is no choice (the
+    mist target always does it)."""
     deterministic: bool | None = None
     """Megatron's --deterministic-mode: the same bits every time, in more of it."""
 

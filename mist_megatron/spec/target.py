@@ -14,7 +14,8 @@ from typing import Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Plan, Schedule, StagePlan, Target, Zero
+from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, Target, Zero
+from mist_megatron.spec.training import TrainingSpec
 
 Range = Literal["none", "all_or_nothing", "any"]
 """Which fractions of a kind of bytes a target can keep in host memory."""
@@ -64,6 +65,11 @@ class Capability:
     """Least ZeRO level with which optimizer states can be offloaded."""
     grads_follow_optimizer: bool = False
     """Gradients go to the host exactly when optimizer states do and gradients are sharded (DeepSpeed)."""
+    decoupled_step: bool = False
+    """Each layer can be stepped right before its next forward pass where the plan asks for it."""
+    states_visit: bool = False
+    """Offloaded weights and gradients visit the GPU layer by layer, which asynchronous collectives on them
+    cannot wait for (patch state_offload)."""
 
 
 _MEGATRON = Capability(
@@ -112,8 +118,10 @@ CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
             per_stage_zero=False,
             per_stage_grid=True,
             bridged_grids=True,
-            offload=OffloadRanges(optimizer="any", activations="any"),
+            offload=OffloadRanges(weights="any", grads="any", optimizer="any", activations="any"),
             offload_needs_zero=1,
+            decoupled_step=True,
+            states_visit=True,
         ),
         "deepspeed": Capability(
             target="deepspeed",
@@ -218,6 +226,8 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
         found.append("sequence_parallel: needs tp above 1")
     if plan.execution.deterministic and plan.target not in ("megatron", "megatron+patches"):
         found.append("execution.deterministic: it has no such switch")
+    if plan.execution.decoupled_step and not able.decoupled_step:
+        found.append("execution.decoupled_step: it has no such switch")
     if plan.execution.context_parallel > 1 and not able.context_parallel:
         found.append(f"context_parallel {plan.execution.context_parallel}: it has none")
     return found
@@ -242,26 +252,30 @@ def _uniformity_rules(plan: Plan, able: Capability) -> list[str]:
     return found
 
 
-def _bridge_rules(plan: Plan, able: Capability) -> list[str]:
-    """Limits of stages with different grids in megatron-core 0.19 with the patch stage_grids.
+def bridge_job_rules(model: ModelSpec, training: TrainingSpec, execution: Execution) -> tuple[str, ...]:
+    """What of a job rules out stages with different grids in megatron-core 0.19 with the patch stage_grids.
 
-    BridgeCommunicator splits or joins the batch alone, between a number of data ranks and a multiple of it.
+    BridgeCommunicator splits or joins the batch alone, never the sequence.
     """
+    found = []
+    if execution.context_parallel > 1:
+        found.append(f"context_parallel {execution.context_parallel}: stages with different dp or tp need 1")
+    if model.tied_embeddings:
+        found.append(
+            f"model {model.name}: tied embeddings cannot be summed between stages of different dp or tp"
+        )
+    if training.precision == "fp8":
+        found.append("precision fp8: not tested on stages with different dp or tp, wanted bf16 or fp16")
+    return tuple(found)
+
+
+def _bridge_rules(plan: Plan, able: Capability) -> list[str]:
+    """The rest: the bridge joins a number of data ranks with a multiple of it, under 1F1B."""
     if not able.bridged_grids or len({(s.dp, s.tp, s.micro_batch) for s in plan.stages}) == 1:
         return []
-    found = []
+    found = list(bridge_job_rules(plan.model, plan.training, plan.execution))
     if plan.schedule != "1f1b":
         found.append(f"schedule {plan.schedule}: stages with different dp or tp run 1f1b only")
-    if plan.execution.context_parallel > 1:
-        found.append(
-            f"context_parallel {plan.execution.context_parallel}: stages with different dp or tp need 1"
-        )
-    if plan.model.tied_embeddings:
-        found.append(
-            f"model {plan.model.name}: tied embeddings cannot be summed between stages of different dp or tp"
-        )
-    if plan.training.precision == "fp8":
-        found.append("precision fp8: not tested on stages with different dp or tp, wanted bf16 or fp16")
     for index, (one, two) in enumerate(pairwise(plan.stages)):
         if max(one.dp, two.dp) % min(one.dp, two.dp):
             found.append(
@@ -290,7 +304,18 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
             f"{where}.ckpt {stage.ckpt}: recomputed layers are counted per chunk, "
             f"wanted a multiple of vpp {plan.vpp}"
         )
+    if able.states_visit:
+        found += _visit_rules(where, stage, plan)
     return found + _offload_rules(where, stage, able)
+
+
+def _visit_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
+    clashes = (("weights", "overlap_param_gather"), ("grads", "overlap_grad_reduce"))
+    return [
+        f"{where}.offload.{kind}: excludes execution.{switch}, whose collective runs while they are away"
+        for kind, switch in clashes
+        if getattr(stage.offload, kind) and getattr(plan.execution, switch)
+    ]
 
 
 def _offload_rules(where: str, stage: StagePlan, able: Capability) -> list[str]:
