@@ -399,6 +399,7 @@ def watch(engine: Any, events: list[str]) -> None:
 def run(case: Case, finals: list[Any]) -> dict[str, Any]:
     import torch
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import groups
     from mist_patches import hooking
 
     # A GPU by name, so that DeepSpeed tells its share from the host's; a CPU to torch.
@@ -424,6 +425,7 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
     finally:
         accelerator._name = name
         hooking.undo_all()
+        groups.mpu = None  # a pipeline leaves its own behind
     if case.against is not None:
         pairs = zip(finals[-1].values(), finals[case.against].values(), strict=True)
         found["difference"] = max(float((a - b).abs().max()) for a, b in pairs)
