@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.intp]
+Flags = NDArray[np.bool_]
 
-Size = tuple[int, int]
-"""Layers and GPUs of a stage. GPUs are 0 where they are not counted: all stages have the same."""
+Size = tuple[int, int, int]
+"""Layers, GPUs and kind of a stage. GPUs are 0 where they are not counted: all stages have the same. The kind
+decides what may stand beside it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Pipelines:
     gpus: int = 0
     gpus_per_node: int = 0
     """Stages take consecutive GPUs, one of less than a node inside one node; 0 asks for no such thing."""
+    neighbours: Flags = field(default_factory=lambda: np.ones((1, 1), dtype=bool))
+    """(kind, kind): which may stand beside each other."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,12 @@ class Assignment:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        return tuple(layers for layers, _ in self.sizes)
+        return tuple(layers for layers, *_ in self.sizes)
 
 
 def in_line(stages: Sequence[Mapping[int, Front]], layers: int) -> Pipelines:
     """A pipeline of known length and equal meshes; `stages` from first to last, by number of layers."""
-    sized = [{(count, 0): front for count, front in fronts.items()} for fronts in stages]
+    sized = [{(count, 0, 0): front for count, front in fronts.items()} for fronts in stages]
     return Pipelines(inner=sized[:0:-1], first={len(stages) - 1: sized[0]}, layers=layers)
 
 
@@ -146,8 +150,7 @@ class _Options:
     def __init__(self, fronts: StageFronts) -> None:
         self.sizes = [size for size, front in sorted(fronts.items()) if len(front.t_s)]
         self.fronts = [fronts[size] for size in self.sizes]
-        self.layers = np.array([layers for layers, _ in self.sizes], dtype=np.intp)
-        self.gpus = np.array([gpus for _, gpus in self.sizes], dtype=np.intp)
+        self.layers, self.gpus, self.kind = np.array(self.sizes, dtype=np.intp).reshape(-1, 3).T
         self.least_t = np.array([front.t_s[0] for front in self.fronts])
         # Least d + t over a configuration and all faster ones: descending, so negated for bisection.
         self.minus_sums = [-np.minimum.accumulate(front.t_s + front.d_s) for front in self.fronts]
@@ -170,10 +173,12 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Level:
-    """Reached (layers, GPUs) of the stages so far from the end, with the least time of each."""
+    """Reached (layers, GPUs) of the stages so far from the end and the kind of their first, with the least
+    time of each."""
 
     layers: Ints
     gpus: Ints
+    kind: Ints
     suffix_s: Array
     row: Ints
     choice: Ints
@@ -189,6 +194,8 @@ class _Ladder:
         self.inner = [_Options(fronts) for fronts in pipelines.inner]
         self.first = {k: _Options(fronts) for k, fronts in pipelines.first.items()}
         every = [*self.inner, *self.first.values()]
+        # One kind more, that of no stage at all, which any may be the last before.
+        self.neighbours = np.pad(pipelines.neighbours, ((0, 0), (0, 1)), constant_values=True)
         self.caps: Array = np.unique(np.concatenate([o.t_s for o in every])) if every else np.zeros(0)
 
     def quickest(self, tau: float, cap: float, grad_accum: int) -> Assignment | None:
@@ -197,7 +204,8 @@ class _Ladder:
         if rest[0][self.problem.gpus] < self.problem.layers:
             return None
         zero = np.zeros(1, dtype=np.intp)
-        levels = [_Level(zero, zero, np.zeros(1), zero, zero, zero)]
+        nothing = np.full(1, len(self.neighbours), dtype=np.intp)
+        levels = [_Level(zero, zero, nothing, np.zeros(1), zero, zero, zero)]
         best: Assignment | None = None
         for after in range(len(rest)):
             if after in self.first:
@@ -241,6 +249,7 @@ class _Ladder:
         # A stage ahead has a layer at least, and all of them together no more than they can take.
         possible &= (left >= 1) & (left <= ahead[problem.gpus - np.minimum(gpus, problem.gpus)])
         possible &= self._inside_a_node(options.gpus[:, None], gpus)
+        possible &= self.neighbours[options.kind[:, None], level.kind]
         row, state = np.nonzero(possible)
         if not len(row):
             return None
@@ -248,6 +257,7 @@ class _Ladder:
         choice, t_s = options.fastest(row, cap - before)
         suffix_s = np.where(t_s <= tau, before + t_s, np.inf)
         key = layers[row, state] * (problem.gpus + 1) + gpus[row, state]
+        key = key * len(self.neighbours) + options.kind[row]
         order = np.lexsort((suffix_s, key))
         first = np.ones(len(order), dtype=bool)
         first[1:] = np.diff(key[order]) != 0
@@ -256,9 +266,17 @@ class _Ladder:
         if not len(kept):
             return None
         row, state = row[kept], state[kept]
-        return _Level(layers[row, state], gpus[row, state], suffix_s[kept], row, choice[kept], state)
+        return _Level(
+            layers[row, state],
+            gpus[row, state],
+            options.kind[row],
+            suffix_s[kept],
+            row,
+            choice[kept],
+            state,
+        )
 
-    def _inside_a_node(self, stage: Ints, end: Ints) -> NDArray[np.bool_]:
+    def _inside_a_node(self, stage: Ints, end: Ints) -> Flags:
         """Whether a stage that ends the first `end` GPUs, counted from the last, keeps to whole nodes or
         inside one."""
         per_node = self.problem.gpus_per_node
@@ -276,6 +294,7 @@ class _Ladder:
         possible &= options.gpus[:, None] + level.gpus == problem.gpus
         possible &= (options.least_t <= tau)[:, None]
         possible &= self._inside_a_node(options.gpus, np.full_like(options.gpus, problem.gpus))[:, None]
+        possible &= self.neighbours[options.kind[:, None], level.kind]
         row, state = np.nonzero(possible)
         if not len(row):
             return None
@@ -302,7 +321,7 @@ def _most_by_gpus(options: _Options | None, tau: float) -> list[tuple[int, int]]
     if options is None or not options.sizes:
         return []
     most: dict[int, int] = {}
-    for (layers, gpus), t_s in zip(options.sizes, options.least_t, strict=True):
+    for (layers, gpus, _), t_s in zip(options.sizes, options.least_t, strict=True):
         if t_s <= tau and layers > most.get(gpus, 0):
             most[gpus] = layers
     return list(most.items())

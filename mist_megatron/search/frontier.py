@@ -68,21 +68,6 @@ class StageTimes:
             )
         return self._roles[key]
 
-    def least_times(self, role: StageRole, layers: int, held: Sequence[int], cap_s: float) -> Array:
-        """By micro-batches held: no configuration that fits is faster; infinite where none fits with t up to
-        `cap_s`."""
-        least = np.full(len(held), np.inf)
-        for selective in (False, True) if self.choices.space.selective else (False,):
-            prices = self.role(role, selective=selective).slot(layers)
-            t_s = prices.t_s().min(axis=-1)
-            most = np.broadcast_to(prices.memory.most_held()[..., 0], prices.size[:-1])
-            t_s = np.broadcast_to(t_s, most.shape)
-            fast = np.nonzero(t_s <= cap_s)
-            t_fast, most_fast = t_s[fast], most[fast]
-            for k, count in enumerate(held):
-                least[k] = min(least[k], float(np.min(t_fast, initial=np.inf, where=most_fast >= count)))
-        return least
-
 
 def stage_configs(
     evaluator: StageEvaluator, choices: Choices, slot: Slot, cap_s: float

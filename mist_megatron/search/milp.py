@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -86,22 +87,29 @@ def _add_sizes(
     """All layers and all GPUs are taken, and no stage straddles nodes: stage i begins at GPU o_i, on node
     n_i, and ends before the last of the c_i nodes that it takes does."""
 
-    def total(row: Sequence[Any], choices: list[Option], size: Callable[[int, int], int]) -> Any:
-        return pulp.lpSum(size(*which) * pick for (which, _), pick in zip(choices, row, strict=True))
+    def total(row: Sequence[Any], choices: list[Option], size: Callable[[Size], int]) -> Any:
+        return pulp.lpSum(size(which) * pick for (which, _), pick in zip(choices, row, strict=True))
 
     stages = list(zip(picks, options, strict=True))
-    problem += pulp.lpSum(total(row, o, lambda layers, _: layers) for row, o in stages) == pipelines.layers
+    problem += pulp.lpSum(total(row, o, lambda size: size[0]) for row, o in stages) == pipelines.layers
+    for one, two in pairwise(stages):
+        for left, right in np.argwhere(~pipelines.neighbours):
+            problem += total(*one, _is_kind(int(left))) + total(*two, _is_kind(int(right))) <= 1
     if not pipelines.gpus:
         return
-    gpus = [total(row, choices, lambda _, count: count) for row, choices in stages]
+    gpus = [total(row, choices, lambda size: size[1]) for row, choices in stages]
     problem += pulp.lpSum(gpus) == pipelines.gpus
     per_node = pipelines.gpus_per_node
     for index, (row, choices) in enumerate(stages) if per_node else ():
         begin = pulp.lpSum(gpus[:index])
         node = pulp.LpVariable(f"node_{index}", lowBound=0, cat="Integer")
-        nodes = total(row, choices, lambda _, count: -(-count // per_node))
+        nodes = total(row, choices, lambda size: -(-size[1] // per_node))
         problem += begin >= per_node * node
         problem += begin + gpus[index] <= per_node * (node + nodes)
+
+
+def _is_kind(kind: int) -> Callable[[Size], int]:
+    return lambda size: int(size[2] == kind)
 
 
 def _picks(problem: Any, options: list[list[Option]]) -> list[list[Any]]:

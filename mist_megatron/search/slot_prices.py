@@ -8,6 +8,7 @@ numbers of recomputed layers and at three corners of the latter two, and slots r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,6 +119,11 @@ class Choices:
             for axis, name in enumerate(AXES)
         }
 
+    def size(self, layers: int, *, selective: bool) -> int:
+        """Configurations of a stage with so many layers, for one optimizer offload."""
+        axes = self.axes(self.counts(layers, selective=selective))
+        return math.prod(axes[name].size for name in AXES[:-1])
+
     def valid(self, layers: int, axes: Mapping[str, Array]) -> NDArray[np.bool_]:
         """Combinations that the target's rules allow (`spec/target.py`); axes broadcast together."""
         # With every layer recomputed there is nothing left to offload.
@@ -160,25 +166,11 @@ class RolePrices:
             ckpt = np.stack(counts).reshape(len(window), -1, *one)
         else:
             ckpt = counts[-1].reshape(1, -1, *one)
-        self._moments = self._corners(layers, ckpt)
+        self._moments = corner_moments(evaluator, replace(self.grid, layers=layers, ckpt=ckpt))
 
     @cached_property
     def delta(self) -> Linear:
         return _padded(self.evaluator.factors(self._ends).delta)
-
-    def _corners(self, layers: Array, ckpt: Array) -> list[Array]:
-        """What is held, and what each moment adds; (in flight, offloaded) = (0, 0), (1, 0), (0, 1)."""
-        corner = (3,) + (1,) * (len(AXES) + 1)
-        held, beyond = self.evaluator.moments(
-            replace(
-                self.grid,
-                layers=layers,
-                ckpt=ckpt,
-                in_flight=np.array([0.0, 1.0, 0.0]).reshape(corner),
-                optimizer_offload=np.array([0.0, 0.0, 1.0]).reshape(corner),
-            )
-        )
-        return [_with_axes(array, len(corner)) for array in (held, *beyond)]
 
     def slot(self, layers: int) -> SlotPrices:
         """What is known of slots with so many layers."""
@@ -186,12 +178,11 @@ class RolePrices:
         counts = self.choices.counts(layers, selective=self.selective)
         axes = {**self.axes, "ckpt": counts.reshape(-1, *(1,) * (len(AXES) - 1))}
 
-        def corner(array: Array, which: int) -> Array:
-            array = array[which if array.shape[0] > 1 else 0]
+        def cut(array: Array) -> Array:
             array = array[row if array.shape[0] > 1 else 0]
             return array[: len(counts)] if array.shape[0] > len(counts) else array
 
-        moments = [[corner(array, which) for which in range(3)] for array in self._moments]
+        moments = [[cut(array) for array in corners] for corners in self._moments]
         return SlotPrices(
             layers=layers,
             counts=counts,
@@ -200,6 +191,22 @@ class RolePrices:
             delta=lambda: _row(self.delta, row),
             memory=HeldMemory(axes["optimizer"].reshape(-1), self.evaluator.limit_bytes, moments),
         )
+
+
+def corner_moments(evaluator: StageEvaluator, grid: StageGrid) -> list[list[Array]]:
+    """What is held, then what each moment adds, each where (in flight, optimizer offload) is (0, 0), (1, 0)
+    and (0, 1). Axes are layers, then AXES."""
+    axes = len(AXES) + 2
+    corner = (3,) + (1,) * (axes - 1)
+    held, beyond = evaluator.moments(
+        replace(
+            grid,
+            in_flight=np.array([0.0, 1.0, 0.0]).reshape(corner),
+            optimizer_offload=np.array([0.0, 0.0, 1.0]).reshape(corner),
+        )
+    )
+    padded = [with_axes(array, axes) for array in (held, *beyond)]
+    return [[array[k if array.shape[0] > 1 else 0] for k in range(3)] for array in padded]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +323,8 @@ def _largest(arrays: list[Array]) -> Array:
     return most
 
 
-def _with_axes(array: Array, axes: int) -> Array:
+def with_axes(array: Array, axes: int) -> Array:
+    """The same array with so many axes."""
     return array.reshape((1,) * (axes - np.ndim(array)) + np.shape(array))
 
 
@@ -326,7 +334,7 @@ def _parts(linear: Linear) -> tuple[Array, Array, Array]:
 
 def _padded(linear: Linear) -> Linear:
     """All parts with an axis of layers before AXES."""
-    fixed, per_layer, per_ckpt = (_with_axes(np.asarray(part), len(AXES) + 1) for part in _parts(linear))
+    fixed, per_layer, per_ckpt = (with_axes(np.asarray(part), len(AXES) + 1) for part in _parts(linear))
     return Linear(fixed, per_layer, per_ckpt)
 
 

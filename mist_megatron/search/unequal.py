@@ -17,14 +17,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mist_megatron.cost.grid import StageRole
-from mist_megatron.search.assign import Array, Front, Pipelines, Size, StageFronts, improves
+from mist_megatron.search.assign import Array, Flags, Front, Pipelines, Size, StageFronts, improves
 from mist_megatron.search.bounds import Question, least_times
 from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, joined, slot_configs, with_column
 from mist_megatron.search.shapes import Shape, UnequalShape, divisors, stage_levels, tensor_sizes
+from mist_megatron.search.sieve import Sieve
 from mist_megatron.search.slot_prices import Choices, Slot
 from mist_megatron.search.solve import Solution, assign_by, stage_choice
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.target import bridge_job_rules, capability
 
 ROLES = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
 
@@ -38,6 +40,18 @@ class Mixture:
     """Each as a shape of three stages, which have a first, a middle and a last."""
     lengths: tuple[int, ...]
     """Numbers of stages."""
+    kinds: tuple[int, ...]
+    """By mesh: dp where that of neighbours must divide, else 0."""
+
+    def neighbours(self) -> Flags:
+        """Which kinds, by position in their sorted list, may stand beside each other."""
+        kinds = np.array(sorted(set(self.kinds)))
+        more, less = np.maximum(kinds[:, None], kinds), np.minimum(kinds[:, None], kinds)
+        return np.asarray((less == 0) | (more % np.maximum(less, 1) == 0), dtype=bool)
+
+    def size(self, layers: int, mesh: int) -> Size:
+        kind = sorted(set(self.kinds)).index(self.kinds[mesh])
+        return layers, self.meshes[mesh].gpus, kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +73,9 @@ def mixtures(job: Job, space: Space, limits: Limits) -> Iterator[Mixture]:
     lengths = tuple(k for k in range(2, longest + 1) if limits.allows("pp", k))
     if not (space.unequal and space.pipeline and lengths and limits.allows("vpp", 1)):
         return
+    bridged = capability(job.target).bridged_grids
+    if bridged and bridge_job_rules(job.model, job.training, job.execution):
+        return
     for grad_accum in divisors(job.training.global_batch):
         if not limits.allows("grad_accum", grad_accum):
             continue
@@ -71,7 +88,15 @@ def mixtures(job: Job, space: Space, limits: Limits) -> Iterator[Mixture]:
                     if mesh.tp > 1 or not sequence_parallel
                 )
                 if meshes:
-                    yield Mixture(grad_accum=grad_accum, meshes=meshes, lengths=lengths)
+                    kinds = _kinds(meshes) if bridged else (0,) * len(meshes)
+                    yield Mixture(grad_accum=grad_accum, meshes=meshes, lengths=lengths, kinds=kinds)
+
+
+def _kinds(meshes: tuple[Shape, ...]) -> tuple[int, ...]:
+    """dp of each mesh where it matters: of two stages beside each other one must divide the other's."""
+    sizes = {mesh.dp for mesh in meshes}
+    matters = any(max(one, two) % min(one, two) for one in sizes for two in sizes)
+    return tuple(mesh.dp if matters else 0 for mesh in meshes)
 
 
 def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator[Shape]:
@@ -222,6 +247,7 @@ class _Slots:
         self, question: Question, mixture: Mixture, windows: Windows, cap_s: float, tally: Tally
     ) -> None:
         self.question, self.mixture = question, mixture
+        self.sieve = Sieve(question.evaluator, question.space, question.step, mixture.meshes)
         self.cap_s, self.tally = cap_s, tally
         self.configs: dict[tuple[Key, Size], StageConfigs] = {}
         lengths = mixture.lengths
@@ -239,7 +265,7 @@ class _Slots:
         infinite where nothing fits."""
         for mesh, here in enumerate(windows):
             for role, window in here.items():
-                if self.held(role):
+                if len(window) and self.held(role):
                     self._price_least(mesh, role, window)
 
     def key(self, position: int, stages: int) -> Key:
@@ -251,13 +277,12 @@ class _Slots:
         return sorted(held for other, held in self.keys if other is role)
 
     def _price_least(self, mesh: int, role: StageRole, window: range) -> None:
-        for layers in window:
-            self.question.tick()
-            times_s = self._times[mesh].least_times(role, layers, self.held(role), self.cap_s)
-            if not np.isfinite(times_s[0]):
-                # More layers take longer and hold more.
-                break
-            self.least[mesh, role, layers] = times_s
+        self.question.tick()
+        shape = self.mixture.meshes[mesh]
+        times_s = self.sieve.least_times(shape, role, window, self.held(role), self.cap_s)
+        for layers, row in zip(window, times_s, strict=True):
+            if np.isfinite(row[0]):
+                self.least[mesh, role, layers] = row
 
     def least_fronts(self, key: Key, least_d_s: float) -> dict[Size, Front]:
         """One point per size, which no configuration is faster than. Of the extra times only the first
@@ -268,7 +293,7 @@ class _Slots:
         found: dict[Size, Front] = {}
         for (mesh, other, layers), times_s in self.least.items():
             if other is role and np.isfinite(times_s[column]):
-                size = (layers, self.mixture.meshes[mesh].gpus)
+                size = self.mixture.size(layers, mesh)
                 if size not in found or times_s[column] < found[size].t_s[0]:
                     found[size] = Front(times_s[column : column + 1], d_s)
         return found
@@ -283,6 +308,7 @@ class _Slots:
             layers=job.model.layers,
             gpus=job.cluster.gpus,
             gpus_per_node=job.cluster.gpus_per_node,
+            neighbours=self.mixture.neighbours(),
         )
 
     def fronts(self, key: Key) -> dict[Size, Front]:
@@ -296,7 +322,7 @@ class _Slots:
             slots = [Slot(role=role, layers=layers, held=float(count)) for count in wanted]
             found, tally = slot_configs(self._times[mesh], slots, self.cap_s)
             self.tally.add(tally)
-            size = (layers, self.mixture.meshes[mesh].gpus)
+            size = self.mixture.size(layers, mesh)
             for count, here in zip(wanted, found, strict=True):
                 if here is not None:
                     named = with_column(here, "mesh", mesh)

@@ -25,17 +25,20 @@ def equal(rng, stages, counts, points):
     ]
 
 
-def unequal(rng, nodes, per_node, layers, points):
+def unequal(rng, nodes, per_node, layers, points, kinds=1):
     """Pipelines of all lengths with stages of parts of a node or whole nodes; bigger ones are faster, some
-    slots are infeasible, and stages with more behind them fit fewer layers, as with real memory."""
+    slots are infeasible, stages with more behind them fit fewer layers, as with real memory, and of several
+    kinds some may not stand beside some."""
+    apart = np.triu(rng.random((kinds, kinds)) < 0.3, 1)
     gpus = nodes * per_node
     meshes = [k for k in range(1, per_node) if per_node % k == 0]
     meshes += [per_node * k for k in range(1, nodes + 1)]
 
     def stage(after):
         return {
-            (count, mesh): front(rng, count, mesh ** rng.uniform(0.6, 1.0), points)
+            (count, mesh, kind): front(rng, count, mesh ** rng.uniform(0.6, 1.0), points)
             for mesh in meshes
+            for kind in range(kinds)
             for count in range(1, max(2, 3 * mesh - after + 1))
             if count <= layers and rng.random() > 0.25
         }
@@ -47,13 +50,14 @@ def unequal(rng, nodes, per_node, layers, points):
         layers=layers,
         gpus=gpus,
         gpus_per_node=per_node,
+        neighbours=~(apart | apart.T),
     )
 
 
 def straddles(sizes, per_node):
     """Whether some stage on consecutive GPUs begins or ends inside a node that it does not fill alone."""
     begin = 0
-    for _, gpus in sizes:
+    for _, gpus, _ in sizes:
         touched = set(range(begin // per_node, (begin + gpus - 1) // per_node + 1))
         if len(touched) != max(1, gpus // per_node):
             return True
@@ -66,9 +70,11 @@ def brute_force(pipelines, grad_accum):
     for after, first in pipelines.first.items():
         stages = [first, *reversed(pipelines.inner[:after])]
         for sizes in itertools.product(*[list(fronts) for fronts in stages]):
-            if sum(layers for layers, _ in sizes) != pipelines.layers:
+            if sum(layers for layers, *_ in sizes) != pipelines.layers:
                 continue
-            if sum(gpus for _, gpus in sizes) != pipelines.gpus:
+            if sum(gpus for _, gpus, _ in sizes) != pipelines.gpus:
+                continue
+            if not all(pipelines.neighbours[one[2], two[2]] for one, two in itertools.pairwise(sizes)):
                 continue
             if pipelines.gpus_per_node and straddles(sizes, pipelines.gpus_per_node):
                 continue
@@ -108,14 +114,14 @@ def test_unequal_stages_equal_brute_force(seed):
     nodes, per_node = [(1, 4), (2, 2), (2, 4), (1, 6), (3, 2)][seed % 5]
     layers = int(rng.integers(2, 5 if nodes * per_node > 4 else 7))
     grad_accum = int(rng.choice([1, 2, 5, 32]))
-    pipelines = unequal(rng, nodes, per_node, layers, 2)
+    pipelines = unequal(rng, nodes, per_node, layers, 2, kinds=1 + seed % 2)
     found, best = assign(pipelines, grad_accum), brute_force(pipelines, grad_accum)
     if found is None:
         assert best == np.inf
     else:
         assert found.value_s == pytest.approx(best, rel=1e-12)
         assert sum(found.layers) == layers
-        assert sum(gpus for _, gpus in found.sizes) == nodes * per_node
+        assert sum(gpus for _, gpus, _ in found.sizes) == nodes * per_node
         assert not straddles(found.sizes, per_node)
 
 
@@ -135,7 +141,7 @@ def test_unequal_stages_equal_the_integer_program(seed):
     nodes, per_node = [(1, 4), (2, 2), (2, 4), (1, 8), (3, 2)][seed % 5]
     layers = int(rng.integers(3, 9))
     grad_accum = int(rng.choice([1, 4, 16]))
-    pipelines = unequal(rng, nodes, per_node, layers, 3)
+    pipelines = unequal(rng, nodes, per_node, layers, 3, kinds=1 + seed % 3)
     agree(assign(pipelines, grad_accum), assign_milp(pipelines, grad_accum))
 
 

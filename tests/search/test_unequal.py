@@ -40,7 +40,9 @@ def pipelines(job, lengths):
             (nodes, gpus, nodes * gpus // tp, tp, batch // grad_accum // (nodes * gpus // tp))
             for nodes, gpus in meshes(cluster.nodes, cluster.gpus_per_node)
             for tp in range(1, gpus + 1)
-            if gpus % tp == 0 and job.model.heads % tp == 0 and (batch // grad_accum) % (nodes * gpus // tp) == 0
+            if gpus % tp == 0
+            and job.model.heads % tp == 0
+            and (batch // grad_accum) % (nodes * gpus // tp) == 0
         ]
         for stages in lengths:
             for picked in itertools.product(options, repeat=stages):
