@@ -155,8 +155,7 @@ class _Builder:
                     return False
                 given = [found]
         rank, stage = self.ranks[number], self.work.stages[number]
-        begun = len(self.built.kind)
-        self.play_pass(number, step, given, stage)
+        begun = self.play_pass(number, step, given, stage)
         span = PassSpan(number, step, begun, rank.end[0])
         self.built.spans.append(span)
         if given and self.built.kind[given[0]] == "send":
@@ -194,25 +193,28 @@ class _Builder:
         if not self.sends_overlap:
             rank.holds = [send]
 
-    def play_pass(self, number: int, step: Pass, given: list[int], stage: StageWork) -> None:
+    def play_pass(self, number: int, step: Pass, given: list[int], stage: StageWork) -> int:
+        """The events of a pass; returns the first that waits for the pass's input."""
         rank, chunk = self.ranks[number], stage.chunks[step.chunk]
         layers = chunk if step.kind is PassKind.FORWARD else chunk[::-1]
         host_s = 0.0 if step.kind is PassKind.WEIGHT else stage.host_s / (2 * self.chunks)
         waits = [*rank.end, *rank.holds, *given]
         stepped = self.play_steps(number, step, layers) if self.steps_first(step) else None
-        arriving = [] if stepped or not layers else self.fetch(number, step, layers[0], rank.end)
+        arriving = [] if stepped else self.fetch(number, step, layers[0], rank.end)
+        begun = None
         if host_s > 0.0:
+            begun = len(self.built.kind)
             waits = [self.add("host work", f"host {step}", number, Stream.HOST, host_s, waits)]
         for index, layer in enumerate(layers):
             begin = [*waits, *(stepped[index] if stepped else arriving), *rank.leaving[0]]
             following = None if stepped or index + 1 == len(layers) else layers[index + 1]
             arriving = [] if following is None else self.fetch(number, step, following, waits)
+            begun = len(self.built.kind) if begun is None else begun
             end = self.play_layer(number, step, layer, begin)
             waits = [end]
             rank.end = waits
             rank.leaving = [rank.leaving[1], self.send_off(number, step, layer, end)]
-        if not layers:
-            rank.end = [self.add("forward", f"{step}", number, Stream.COMPUTE, 0.0, waits)]
+        return rank.end[0] if begun is None else begun
 
     def steps_first(self, step: Pass) -> bool:
         return self.work.steps_early and step.kind is PassKind.FORWARD and step.micro_batch == 0

@@ -56,8 +56,9 @@ def test_eq_1_is_exact_on_equal_middle_stages(schedule: str, stages: int, grad_a
 
 
 def test_events_are_the_longest_path_where_the_closed_form_is_not() -> None:
-    """200 random plans with uneven stages. The events equal the longest path through 1F1B that a few lines of
-    their own compute; eq. 1 is never far below, and above where a slow stage comes early."""
+    """200 random plans with uneven stages. The events equal the longest path through 1F1B that a few lines
+    of their own compute. Eq. 1's stable part is never below it, and above where a slow stage comes early; the
+    whole may be a little below, because the step waits for the gradient norm of all stages."""
     against = benchmark_program("closed_form_against_events")
     models = [model_from_mapping({**MODEL, "hidden": hidden}, "model") for hidden in (2048, 4096)]
     rng = random.Random(7)
@@ -69,11 +70,14 @@ def test_events_are_the_longest_path_where_the_closed_form_is_not() -> None:
         work = against.workload_of(plan, evaluator)
         last = [span.last for span in found.built.spans if span.stage == 0]
         passes_s = max(float(found.timeline.end_s[event]) for event in last)
-        assert passes_s == pytest.approx(against.longest_path(work, plan.grad_accum), rel=1e-9)
+        longest_s = against.longest_path(work, plan.grad_accum)
+        assert passes_s == pytest.approx(longest_s, rel=1e-9)
+        time = found.prediction.time
+        assert time.steady_s + time.ramp_s >= longest_s * (1.0 - 1e-9)
         errors.append((found.closed_form_s or 0.0) / found.iteration_s - 1.0)
     near = np.abs(np.array(errors)) <= against.NEAR
     assert near.mean() >= 0.7
-    assert min(errors) >= -0.03
+    assert min(errors) >= -0.05
 
 
 def check_conservation(found: Simulation, factors: np.ndarray) -> None:

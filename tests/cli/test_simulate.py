@@ -1,0 +1,124 @@
+"""`simulate` as a user meets it: the text, the JSON, the trace file, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+PLAN = """
+schema: 1
+model: gpt3-2.7b
+training: {global_batch: 16, seq_len: 2048, precision: fp16, flash_attention: false, dropout: 0.0}
+cluster: {gpu: l4-24gb, nodes: 1, gpus_per_node: 8}
+target: mist
+grad_accum: 8
+stages:
+  - {layers: 15, nodes: 1, gpus_per_node: 4, dp: 2, tp: 2, micro_batch: 1, zero: 2, ckpt: 8,
+     offload: {optimizer: 0.25}}
+  - {layers: 17, nodes: 1, gpus_per_node: 4, dp: 2, tp: 2, micro_batch: 1, zero: 1, ckpt: 4,
+     offload: {activations: 0.25}}
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(PLAN, "utf-8")
+    return path
+
+
+def test_text_fits_80_columns(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
+    ran = mist("simulate", str(plan))
+    assert (ran.code, ran.err) == (0, "")
+    assert max(map(len, ran.out.splitlines())) <= 80
+    for words in ("iteration", "closed form", "bubble", "memory over time", "critical path", "copy out"):
+        assert words in ran.out
+
+
+def test_json(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
+    ran = mist("simulate", str(plan), "--json", "--scale", "op=matmul:0.5", "--scale", "link=intra:2")
+    found = json.loads(ran.out)
+    assert ran.code == 0
+    assert {"iteration_s", "bubble_fraction", "closed_form_s", "devices", "memory"} <= found.keys()
+    assert found["baseline"]["speedup"] > 1.0
+    assert [device["ranks"] for device in found["devices"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for device in found["devices"]:
+        parts = ("exposed_compute_s", "exposed_communication_s", "overlapped_s", "host_s", "idle_s")
+        assert sum(device[part] for part in parts) == pytest.approx(found["iteration_s"], rel=1e-6)
+    for stage in found["memory"]:
+        assert max(stage["largest_bytes"]) == stage["peak_bytes"] == stage["predicted_peak_bytes"]
+
+
+def test_other_schedules(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
+    """Mist runs 1F1B only: another schedule is played, and told that it cannot be run."""
+    ran = mist("simulate", str(plan), "--schedule", "zb-h1")
+    assert ran.code == 0
+    assert "cannot run on mist: schedule zb-h1" in ran.out
+    assert "times as fast" in ran.out
+
+
+def read_trace(path: Path) -> dict[str, list[dict]]:  # type: ignore[type-arg]
+    by_phase: dict[str, list[dict]] = {}  # type: ignore[type-arg]
+    for event in json.loads(path.read_text("utf-8"))["traceEvents"]:
+        by_phase.setdefault(event["ph"], []).append(event)
+    return by_phase
+
+
+def test_trace(mist, plan: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """What the format demands: named processes and threads, slices that do not overlap on a thread, each
+    arrow with both its ends inside slices, and counters."""
+    path = tmp_path / "trace.json"
+    assert mist("simulate", str(plan), "--trace", str(path)).code == 0
+    found = read_trace(path)
+    titles = {e["pid"]: e["args"]["name"] for e in found["M"] if e["name"] == "process_name"}
+    assert titles == {0: "stage 0 (ranks 0-3, alike)", 1: "stage 1 (ranks 4-7, alike)"}
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in found["X"]:
+        threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
+    for spans in threads.values():
+        spans.sort()
+        for (start, seconds), (following, _) in pairwise(spans):
+            assert start + seconds <= following + 1e-3
+    starts, ends = ({e["id"]: e for e in found[phase]} for phase in ("s", "f"))
+    assert starts.keys() == ends.keys()
+    assert len(starts) == 2 * 8
+    for arrow in (*found["s"], *found["f"]):
+        inside = threads[arrow["pid"], arrow["tid"]]
+        assert any(start <= arrow["ts"] <= start + seconds for start, seconds in inside)
+    assert all(starts[k]["ts"] <= ends[k]["ts"] and starts[k]["pid"] != ends[k]["pid"] for k in starts)
+    assert {event["pid"] for event in found["C"]} == {0, 1}
+
+
+def test_every_rank(mist, plan: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "trace.json"
+    ran = mist("simulate", str(plan), "--trace", str(path), "--ranks", "all", "--json")
+    assert [device["ranks"] for device in json.loads(ran.out)["devices"]] == [[k] for k in range(8)]
+    assert {event["pid"] for event in read_trace(path)["X"]} == set(range(8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--scale", "op=gemm:2"], "unknown op 'gemm'; known: matmul"),
+        (["--schedule", "2f2b"], "unknown schedule '2f2b'; known: 1f1b"),
+        (["--schedule", "interleaved"], "wanted --vpp 2 or more"),
+        (["--schedule", "interleaved", "--vpp", "4"], "vpp (4) must divide layers (15)"),
+        (["--vpp", "2"], "without --schedule"),
+        (["--ranks", "some"], "known: representative, all"),
+        (["--trace", "nowhere/trace.json"], "there is no folder nowhere"),
+    ],
+)
+def test_bad_input(mist, plan: Path, arguments: list[str], words: str) -> None:  # type: ignore[no-untyped-def]
+    ran = mist("simulate", str(plan), *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert words in " ".join(ran.err.split())
+    assert "Traceback" not in ran.err
+
+
+def test_bad_plans(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
+    plan.write_text(PLAN.replace("grad_accum: 8", "grad_accum: 7"), "utf-8")
+    assert mist("simulate", str(plan)).code == 2
+    assert mist("simulate", "no_such_plan.yaml").code == 2

@@ -1,0 +1,95 @@
+"""Scaled prices: each factor changes its own kind of work and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mist_megatron.cost.datasheet import datasheet_prices
+from mist_megatron.cost.pricing import LayerRatios, Prices
+from mist_megatron.errors import InputError
+from mist_megatron.simulate.what_if import LINKS, OPERATORS, parse_scales, scaled_prices
+from mist_megatron.spec.catalogue import CATALOGUE
+from mist_megatron.spec.cluster import ClusterSpec
+
+PRICES = datasheet_prices(ClusterSpec(gpu=CATALOGUE["a100-sxm-80gb"], nodes=2, gpus_per_node=8), "bf16")
+
+
+def one(value: float) -> np.ndarray:
+    return np.asarray(value)
+
+
+def answers(prices: Prices) -> dict[str, float]:
+    """Seconds of one large piece of every kind of work."""
+    big = one(1e9)
+    found = {
+        "matmul": prices.gemm(one(4096), one(4096), one(4096), one(1)),
+        "attention": prices.attention(one(2), one(4096), one(32), one(32), one(128), backward=False),
+        "memory": prices.memory_bound(big),
+        "adam": prices.device_adam(big),
+        "host_adam": prices.host_adam(big),
+        "intra": prices.collective("all_reduce", big, one(8), one(1)),
+        "inter": prices.collective("all_gather", big, one(16), one(2)),
+        "h2d": prices.host_copy(big, "h2d"),
+        "d2h": prices.host_copy(big, "d2h"),
+    }
+    return {name: float(priced.seconds) for name, priced in found.items()}
+
+
+@pytest.mark.parametrize("kind", [*OPERATORS, *LINKS])
+def test_a_factor_changes_its_own_kind_only(kind: str) -> None:
+    what = "op" if kind in OPERATORS else "link"
+    plain = answers(PRICES)
+    scaled = answers(scaled_prices(PRICES, parse_scales([f"{what}={kind}:0.25"])))
+    for name, seconds in plain.items():
+        wanted = 1.0 if name != kind else 0.25 if what == "op" else 4.0
+        assert scaled[name] / seconds == pytest.approx(wanted, rel=0.01), name
+
+
+def test_latency_stays() -> None:
+    """A message of one byte takes as long over a link of ten times the bandwidth."""
+    scaled = scaled_prices(PRICES, parse_scales(["link=intra:10"]))
+    for message, speedup in ((1.0, 1.0), (1e10, 10.0)):
+        before, after = (p.collective("send_recv", one(message), one(2), one(1)) for p in (PRICES, scaled))
+        assert float(before.seconds / after.seconds) == pytest.approx(speedup, rel=0.01)
+
+
+def test_nothing_scaled_is_the_same_object() -> None:
+    assert scaled_prices(PRICES, parse_scales([])) is PRICES
+
+
+def test_whole_layer_ratios_stay_known() -> None:
+    """The wrapper answers for layers exactly when what it wraps does."""
+
+    class Knowing(type(PRICES)):  # type: ignore[misc]
+        def layer_ratio(self, *sizes: np.ndarray) -> np.ndarray:
+            return one(1.5)
+
+    scales = parse_scales(["op=matmul:2"])
+    knowing = Knowing(**{name: getattr(PRICES, name) for name in type(PRICES).__dataclass_fields__})
+    wrapped = scaled_prices(knowing, scales)
+    assert isinstance(wrapped, LayerRatios)
+    assert float(wrapped.layer_ratio(*[one(1.0)] * 5)) == 1.5
+    assert not isinstance(scaled_prices(PRICES, scales), LayerRatios)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("op=gemm:0.5", "known: matmul, attention, memory, adam, host_adam"),
+        ("link=nvlink:2", "known: intra, inter, h2d, d2h"),
+        ("matmul:2", "op=KIND:FACTOR"),
+        ("op=matmul", "op=KIND:FACTOR"),
+        ("op=matmul:fast", "a number from"),
+        ("op=matmul:0", "a number from"),
+        ("op=matmul:nan", "a number from"),
+    ],
+)
+def test_refused(text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        parse_scales([text])
+
+
+def test_given_twice() -> None:
+    with pytest.raises(InputError, match="twice"):
+        parse_scales(["op=matmul:0.5", "op=matmul:2"])
