@@ -16,6 +16,13 @@ pytest.importorskip("megatron", reason="needs the test framework environment")
 from patched_megatron import MUTATIONS, Case
 from test_megatron_patches import Runs, assert_close, assert_same, run_all
 
+from mist_megatron.cost import symbols as s
+from mist_megatron.cost.conventions import MEGATRON
+from mist_megatron.cost.grid import StageRole
+from mist_megatron.cost.layers import LayerOptions
+from mist_megatron.cost.memory import stage_memory
+from mist_megatron.spec.model_document import model_from_mapping
+
 STEPS = {"decoupled_steps": [1, 1]}
 STATES = {"state_offload": [[1.0, 0.75], [0.5, 0.25]]}
 LAYOUT = {"unit_layout": [1, 1]}
@@ -130,6 +137,45 @@ def pipeline() -> Runs:
 
 def test_pipeline_of_two_stages():
     assert_same(pipeline()["busy", "plain"], pipeline()["busy", "all"])
+
+
+def predicted(role: StageRole, layers: int, weights: float, grads: float) -> dict[str, float]:
+    """What the cost model says that a stage holds."""
+    model = model_from_mapping(
+        {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "vocab": 128, "ffn_hidden": 256}, "model"
+    )
+    memory = stage_memory(model, LayerOptions(), "megatron+patches", MEGATRON, role)
+    numbers = {
+        s.LAYERS: layers, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
+        s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,
+        s.DP: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, s.WO: weights, s.GO: grads, s.OO: 0, s.AO: 0, s.CKPT: 0,
+    }  # fmt: skip
+    return {
+        name: float(term.subs(numbers).doit()) for name, term in memory.terms.items() if name != "activations"
+    }
+
+
+LAYER = 4 * 64 * 64 + 3 * 64 * 256 + 2 * 64
+"""Parameters of the largest unit: attention, gated MLP, two norms."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "layers", "role"), [(0, 3, StageRole.FIRST), (1, 1, StageRole.LAST)], ids=["first", "last"]
+)
+def test_bytes_are_those_predicted(stage, layers, role):
+    """Storages that exist while the stage waits for a micro-batch, and what visits at most."""
+    found = pipeline()["plain", "all"][stage]["bytes"]
+    shares = dict(zip(("weights", "grads"), STATES["state_offload"][stage], strict=True))
+    here, nothing = predicted(role, layers, **shares), predicted(role, layers, 0.0, 0.0)
+    for kind, size in (("weights", 2), ("grads", 4)):
+        bucket, padding = size * LAYER, size * 128 * (layers + 3)
+        assert abs(found[f"{kind}_device"] - here[kind]) <= bucket / 2 + padding, kind
+        assert abs(found[f"{kind}_host"] - (nothing[kind] - here[kind])) <= bucket / 2 + padding, kind
+        assert found[f"{kind}_visiting"] <= 2 * bucket + padding, kind
+    assert here["buffers"] - nothing["buffers"] == pytest.approx(2 * (2 + 4) * LAYER)
+    plain = pipeline()["plain", "plain"][stage]["bytes"]
+    for kind in shares:
+        assert plain[f"{kind}_device"] == pytest.approx(nothing[kind], rel=0.02), kind
 
 
 def test_virtual_stages():

@@ -1,0 +1,79 @@
+"""Storage on the host that visits the device, and which units are moved. Plain torch."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from mist_patches.host_copies import Held, Meter, Streams  # noqa: E402
+from mist_patches.megatron_state_offload import choose_evenly  # noqa: E402
+
+
+def held(count: int = 4) -> tuple[Held, Meter, torch.Tensor]:
+    meter, flat = Meter(), torch.arange(count, dtype=torch.float32)
+    return Held([flat], Streams(gpu=False), meter), meter, flat
+
+
+def test_views_read_right_after_a_visit():
+    one, meter, flat = held()
+    view = flat[1:3].view(2, 1)
+    one.release()
+    assert flat.untyped_storage().nbytes() == 0 and one.device_bytes == 0 and meter.now_bytes == 0
+    assert one.host_bytes == 16
+    one.use()
+    assert view.flatten().tolist() == [1.0, 2.0]
+    assert (meter.moved_out_bytes, meter.moved_in_bytes, meter.peak_bytes) == (16, 16, 16)
+
+
+def test_only_what_changed_is_copied_out():
+    one, meter, flat = held()
+    one.release()
+    one.use()
+    one.release()
+    assert meter.moved_out_bytes == 16
+    one.write()
+    flat.add_(1)
+    one.release()
+    one.use()
+    assert flat.tolist() == [1.0, 2.0, 3.0, 4.0] and meter.moved_out_bytes == 32
+
+
+def test_cleared_contents_are_zero_without_a_copy():
+    one, meter, flat = held()
+    one.release()
+    one.clear()
+    one.write()
+    assert flat.tolist() == [0.0] * 4 and meter.moved_in_bytes == 0
+    flat.add_(2)
+    one.release()
+    one.use()
+    assert flat.tolist() == [2.0] * 4
+
+
+def test_backward_of_a_weight_that_was_away():
+    """What autograd saved is usable again: contents come back past the version counter."""
+    flat = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    weight = torch.nn.Parameter(torch.empty(0))
+    one = Held([flat], Streams(gpu=False), Meter())
+    weight.data = flat.view(2, 2)
+    x = torch.ones(1, 2, requires_grad=True)
+    loss = (x @ weight).square().sum()
+    one.release()
+    one.use()
+    loss.backward()
+    assert x.grad.tolist() == [[2 * (4 * 1 + 6 * 2), 2 * (4 * 3 + 6 * 4)]]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("sizes", [[10] * 8, [40, *([10] * 6), 1, 40], [7, 3, 11, 2, 5]])
+def test_chosen_evenly(sizes, fraction):
+    chosen = choose_evenly(sizes, [True] * len(sizes), fraction)
+    moved = sum(size for size, take in zip(sizes, chosen, strict=True) if take)
+    assert abs(moved - fraction * sum(sizes)) <= max(sizes) / 2
+    if fraction in (0.0, 1.0):
+        assert all(take == (fraction == 1.0) for take in chosen)
+
+
+def test_what_must_stay_is_made_up_for():
+    chosen = choose_evenly([40, 10, 10, 10, 10], [False, True, True, True, True], 0.4)
+    assert chosen == [False, True, True, True, False]

@@ -1,0 +1,125 @@
+"""What Megatron accepts silently, or hangs on, is refused before the first step, with the reason."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from mist_patches.stage_arguments import apply_stage_arguments, read_stages
+from mist_patches.stage_guards import OVERRIDE, problems, version_problem
+
+
+def stage(index: int, **more: object) -> dict:
+    return {
+        "stage": index,
+        "first_rank": 2 * index,
+        "ranks": 2,
+        "layers": 4,
+        "chunk_layers": [4],
+        "dp": 2,
+        "tp": 1,
+        "micro_batch": 1,
+        "zero": 1,
+        "recompute": "full",
+        "recompute_layers": 1,
+        "offload": {"weights": 0.0, "grads": 0.5, "optimizer": 1.0, "activations": 0.25},
+        "arguments": ["--recompute-num-layers", "1", "--optimizer-offload-fraction", "1"],
+        **more,
+    }
+
+
+GOOD = {
+    "schema": 1,
+    "framework": "megatron-core",
+    "plan": "tiny, 2 stages",
+    "world_size": 4,
+    "tensor_parallel": 1,
+    "context_parallel": 1,
+    "pipeline_parallel": 2,
+    "virtual_pipeline": 1,
+    "rank_of_gpu": None,
+    "environment": {},
+    "patches": [],
+    "stages": [stage(0), stage(1)],
+}
+
+
+def changed(index: int | None = None, **more: object) -> dict:
+    document = copy.deepcopy(GOOD)
+    (document if index is None else document["stages"][index]).update(more)
+    return document
+
+
+def test_a_good_plan_has_no_problem():
+    line = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size=1"]
+    assert list(problems(GOOD, line)) == []
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        (changed(1, recompute_layers=5), "stage 1: recompute_layers is 5, the stage has 4 layers"),
+        (changed(0, offload={"optimizer": 1.7}), "stage 0: offload.optimizer is 1.7"),
+        (changed(0, offload={"grads": "half"}), "offload.grads is half"),
+        (changed(0, recompute_layers=4), "nothing is left to offload"),
+        (changed(1, arguments=["--recompute-num-layers", "9"]), "--recompute-num-layers 9"),
+        (changed(1, arguments=["--optimizer-offload-fraction=1.5"]), "--optimizer-offload-fraction 1.5"),
+        (
+            changed(1, arguments=["--use-distributed-optimizer"]),
+            "--use-distributed-optimizer on stage 1 but not on stage 0",
+        ),
+        (changed(0, zero=0), "the distributed optimizer must be on all or none"),
+        (changed(1, stage=2), "stage 1 is missing"),
+        (changed(1, first_rank=3), "stage 1 begins at rank 3, wanted 2"),
+        (changed(world_size=6), "the stages hold 4 ranks, world_size says 6"),
+    ],
+)
+def test_refused(document, said):
+    assert any(said in problem for problem in problems(document)), list(problems(document))
+
+
+def test_missing_key_is_one_line():
+    document = copy.deepcopy(GOOD)
+    del document["stages"][1]["offload"]
+    assert next(problems(document)) == "stages[1] has no 'offload'; emit the plan again with this version"
+
+
+def test_command_line_of_another_plan():
+    found = list(problems(GOOD, ["--pipeline-model-parallel-size", "4"]))
+    assert found == [
+        "the plan has pipeline_parallel 2, the command line says --pipeline-model-parallel-size 4"
+    ]
+
+
+def test_stopped_before_anything_starts(tmp_path: Path):
+    path = tmp_path / "stages.json"
+    path.write_text(json.dumps(changed(0, recompute_layers=5)))
+    with pytest.raises(SystemExit, match="recompute_layers is 5"):
+        apply_stage_arguments(read_stages(path), ["x"], {"RANK": "0", "WORLD_SIZE": "4"})
+    path.write_text(json.dumps(changed(framework="jax")))
+    with pytest.raises(SystemExit, match="framework 'jax'"):
+        read_stages(path)
+    path.write_text(json.dumps(changed(pipeline_parallel=3)))
+    with pytest.raises(SystemExit, match="one entry"):
+        read_stages(path)
+
+
+def test_other_world_size(tmp_path: Path):
+    path = tmp_path / "stages.json"
+    path.write_text(json.dumps(GOOD))
+    with pytest.raises(SystemExit, match="the plan is for 4 GPUs, this job has 8 processes"):
+        apply_stage_arguments(read_stages(path), ["x"], {"RANK": "0", "WORLD_SIZE": "8"})
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2", "0.19.0rc1"])
+def test_known_versions(version):
+    assert version_problem("megatron-core", version, {}) is None
+
+
+@pytest.mark.parametrize("version", ["0.15.2", "0.21.0", "1.0", "unknown"])
+def test_unknown_versions(version):
+    problem = version_problem("megatron-core", version, {})
+    assert problem is not None and version in problem and "0.16 to 0.19" in problem
+    assert version_problem("megatron-core", version, {OVERRIDE: version}) is None
