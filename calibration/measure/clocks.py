@@ -12,6 +12,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+BEGUN_S = time.monotonic()
+"""When the program began, as near as it knows."""
 PERIOD_S = 0.2
 POWER_CAP, HARDWARE, HEAT_SOFTWARE, HEAT_HARDWARE, POWER_BRAKE = 0x4, 0x8, 0x20, 0x40, 0x80
 """Bits of clocks_event_reasons.active (NVML, nvmlClocksEventReasons)."""

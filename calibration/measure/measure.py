@@ -19,11 +19,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 try:
+    import clocks  # before torch, whose import may take half a minute of the budget
     import torch
 except ModuleNotFoundError:
     sys.exit("error: torch is not installed for this Python; try: pip install torch")
@@ -32,7 +33,6 @@ import coruns
 import exchange
 import host
 import kernels
-from clocks import Clocks, Spell, driver_version
 from record import Conditions, Refused, open_record
 from runner import Bench, Point, Progress, Run, Tally, spread_out
 from starter import end_with_parent, start_team
@@ -49,10 +49,10 @@ TOGETHER = ("copies", "interference", "collectives", "host-adam")
 """These mean something else when all GPUs of a node do them at once, and that is what training does."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_S = 0.5
+LONG_S = 1e12
 TRIAL_POINTS = 12
 """Of each kind, on the CPU."""
 SHAPES_WANTED = "wanted the shapes that `mist-megatron calibrate run --shapes-to` writes"
-LONG_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class Settings:
     shapes: dict[str, Any]
     device: str = "cuda"
     precision: str = "bf16"
-    budget_s: float | None = None
+    end_s: float = LONG_S
+    """Of time.monotonic(): no point is begun after it."""
     note: str = ""
     append: bool = False
 
@@ -94,23 +95,21 @@ def measure(settings: Settings, team: Team, device: torch.device) -> Tally:
     """Measures what is asked for in this process and its fellows."""
     timer = timer_of(device)
     bench = Bench(timer, TRIAL if settings.tiny else THOROUGH, team, settings.tiny)
-    clocks = Clocks(_smi_name(device) if team.leads and device.type == "cuda" else None)
-    start_s = time.monotonic()
+    watch = clocks.Clocks(_smi_name(device) if team.leads and device.type == "cuda" else None)
     recorder = None
     try:
-        clock_mhz = _warm(bench, clocks, DTYPES[settings.precision]).clock_mhz
+        clock_mhz = _warm(bench, watch, DTYPES[settings.precision]).clock_mhz
         if team.leads:
             recorder = open_record(settings.out, conditions(settings, clock_mhz), append=settings.append)
         progress = Progress(team.leads)
         for notice in recorder.notices if recorder else ():
             progress.say(notice)
-        end_s = start_s + (settings.budget_s or LONG_S)
-        run = Run(bench, recorder, clocks, progress, end_s)
+        run = Run(bench, recorder, watch, progress, settings.end_s)
         lists = {what: points_of(what, bench, settings) for what in settings.what}
-        _rounds(run, lists, end_s)
+        _rounds(run, lists, settings.end_s)
         return run.tally
     finally:
-        clocks.close()
+        watch.close()
         if recorder is not None:
             recorder.close()
 
@@ -135,17 +134,17 @@ def _rounds(run: Run, lists: dict[str, list[Point]], end_s: float) -> None:
     run.tally.found = found
 
 
-def _warm(bench: Bench, clocks: Clocks, dtype: torch.dtype) -> Spell:
+def _warm(bench: Bench, watch: clocks.Clocks, dtype: torch.dtype) -> clocks.Spell:
     """Brings the device from its idle clock to that of work, and reads it."""
     if bench.device.type != "cuda":
-        return Spell()
+        return clocks.Spell()
     start_s = time.monotonic()
     a = torch.randn(4096, 4096, device=bench.device).to(dtype)
     while time.monotonic() - start_s < WARM_S:
         for _ in range(20):
             torch.mm(a, a)
         torch.cuda.synchronize(bench.device)
-    return clocks.since(start_s + WARM_S / 2)
+    return watch.since(start_s + WARM_S / 2)
 
 
 def _smi_name(device: torch.device) -> str:
@@ -165,7 +164,7 @@ def conditions(settings: Settings, clock_mhz: float | None) -> Conditions:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
-            "driver": driver_version(),
+            "driver": clocks.driver_version(),
         }
         versions |= {name: str(value) for name, value in found.items() if value}
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()  # noqa: UP017 - nodes with Python 3.10
@@ -238,7 +237,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         shapes=read_shapes(options.shapes),
         device=options.device,
         precision=options.precision,
-        budget_s=options.budget_s,
+        end_s=clocks.BEGUN_S + (options.budget_s or LONG_S),
         note=options.note,
         append=options.append,
     )
@@ -259,33 +258,24 @@ def run(options: argparse.Namespace) -> Tally:
         together -= {"copies", "host-adam"}
     alone = tuple(name for name in settings.what if name not in together)
     joint = tuple(name for name in settings.what if name in together)
-    tally, start_s = Tally(), time.monotonic()
+    tally = Tally()
     if processes == 1 and "collectives" in alone:
         alone = tuple(name for name in alone if name != "collectives")
         tally.skipped["collectives"] = "one process: nobody to exchange with"
         print("left out collectives: one GPU has nobody to exchange with", file=sys.stderr)
     if alone:
         team, device = join(settings.device)
-        share = _share(settings, alone, joint)
-        tally = _sum(tally, measure(_part(settings, alone, share), team, device))
+        mine, theirs = (sum(WEIGHTS[name] for name in names) for names in (alone, joint))
+        now_s = time.monotonic()
+        end_s = now_s + (settings.end_s - now_s) * mine / (mine + theirs)
+        tally = _sum(tally, measure(replace(settings, what=alone, end_s=end_s), team, device))
     if joint:
         if settings.device == "cuda":
             torch.cuda.empty_cache()
-        spent_s = time.monotonic() - start_s
-        rest = None if settings.budget_s is None else max(settings.budget_s - spent_s, 1.0)
-        tally = _sum(tally, Tally(**start_team(_arguments(options, joint, rest), processes)))
+        rest_s = max(settings.end_s - time.monotonic(), 1.0)
+        given = _arguments(options, joint, None if options.budget_s is None else rest_s)
+        tally = _sum(tally, Tally(**start_team(given, processes)))
     return tally
-
-
-def _share(settings: Settings, alone: Sequence[str], joint: Sequence[str]) -> float | None:
-    if settings.budget_s is None:
-        return None
-    mine, theirs = (sum(WEIGHTS[name] for name in names) for names in (alone, joint))
-    return settings.budget_s * mine / (mine + theirs)
-
-
-def _part(settings: Settings, what: tuple[str, ...], budget_s: float | None) -> Settings:
-    return Settings(**{**settings.__dict__, "what": what, "budget_s": budget_s})
 
 
 def _arguments(options: argparse.Namespace, what: Sequence[str], budget_s: float | None) -> list[str]:
