@@ -20,6 +20,8 @@ GIB = float(1 << 30)
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
 """Characters of memory over time."""
+TOLD_FROM = 0.005
+"""Disagreements below half a percent are told as one figure."""
 LONGEST = 6
 """Events of the critical path that are told one by one."""
 
@@ -52,10 +54,22 @@ def show_simulation(people: Console, found: Simulation, before: Simulation | Non
 
 
 def closed_form_words(found: Simulation) -> str:
-    """Eq. 1 beside the events."""
-    if found.closed_form_s is None:
+    """Eq. 1 beside the events, and where they part."""
+    from mist_megatron.simulate.disagreement import disagreement
+
+    apart = disagreement(found)
+    if apart is None or found.closed_form_s is None:
         return f"none: no formula covers schedule {found.schedule}"
-    return f"{found.closed_form_s:.4g} s ({found.closed_form_s / found.iteration_s - 1.0:+.2%})"
+    whole_s = found.iteration_s
+    words = f"{found.closed_form_s:.4g} s ({found.closed_form_s / whole_s - 1.0:+.2%}"
+    if abs(apart.total_s) < TOLD_FROM * whole_s:
+        return f"{words})"
+    words += f": passes {apart.passes_s / whole_s:+.2%}, waiting {apart.waiting_s / whole_s:+.2%}"
+    if abs(apart.passes_s) < TOLD_FROM * whole_s:
+        return f"{words})"
+    stage = apart.worst_stage
+    closed_ms, played_ms = (t[stage] * 1e3 for t in (apart.closed_stable_s, apart.played_stable_s))
+    return f"{words};\n  stage {stage} takes {played_ms:.2f} ms a micro-batch, t is {closed_ms:.2f})"
 
 
 def _usage_table(found: Simulation) -> Table:

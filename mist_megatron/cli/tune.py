@@ -62,10 +62,17 @@ def tune(
         bool,
         typer.Option("--force", help="Replace files in a folder that is not empty.", rich_help_panel=PANEL),
     ] = False,
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            help="simulate: play the best plans event by event and rank them anew.", rich_help_panel=PANEL
+        ),
+    ] = None,
     output: OutputOptions,
 ) -> None:
     """Finds the fastest plan that fits, proves it, and with --out writes the files that run it."""
     from mist_megatron.cli.tune_report import show_result
+    from mist_megatron.cli.tune_verify import check_verify, show_verified, verified
     from mist_megatron.search.space import parse_limits, space_named
     from mist_megatron.search.tune import Settings
 
@@ -76,13 +83,18 @@ def tune(
     if solver not in ("exact", "milp"):
         raise InputError(f"--solver: unknown solver {solver!r}; known: exact, milp")
     _check_out(out, force)
+    check_verify(verify)
     settings = Settings(step=grid, top=top, solver="milp" if solver == "milp" else "exact", limits=limits)
     found = run_search(taken, chosen, settings, (workers, time_limit))
+    checked = None if verify is None else verified(found)
     document = found.document()
     files = _write(found.plans[0], out, force)
-    output.finish({**document, "defaults": dict(taken.defaults), "files": files})
+    told = {} if checked is None else {"verify": checked.document()}
+    output.finish({**document, **told, "defaults": dict(taken.defaults), "files": files})
     if not output.json:
         show_result(output.people, found, taken.lines(), (out, files))
+        if checked is not None:
+            show_verified(output.people, checked)
 
 
 def _check_numbers(grid: float, top: int, workers: int, time_limit: float | None) -> None:
@@ -117,6 +129,7 @@ class Found:
         from mist_megatron.cost.predict import predict
         from mist_megatron.search.tune import plan_of
 
+        self.evaluator = evaluator
         self.result = result
         self.seconds = seconds
         self.about = about

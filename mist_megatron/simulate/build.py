@@ -70,6 +70,8 @@ class Built:
     steps: list[tuple[int, int, int]] = field(default_factory=list)
     """Stage, and first and last event of its optimizer step at the end of the iteration."""
 
+    sends_overlap: bool = False
+    """Stages compute on while a boundary tensor leaves."""
     warm_up: int = 0
     """Events of the iteration before, which is played where iterations reach into each other."""
 
@@ -96,7 +98,7 @@ class _Builder:
         self.ranks = [_Rank() for _ in work.stages]
         self.split = schedule in SPLIT_BACKWARD
         # The reference implementation of zero-bubble schedules sends beside its weight gradients.
-        self.sends_overlap = work.sends_overlap or self.split
+        self.built.sends_overlap = work.sends_overlap or self.split
         self.chunks = len(work.stages[0].chunks)
         self.last_virtual = len(work.stages) * self.chunks - 1
         self.last_micro_batch = work.plan.grad_accum - 1
@@ -190,7 +192,7 @@ class _Builder:
         send = self.add("send", f"send {step}", number, Stream.GPU_TO_GPU, hop_s, rank.end)
         self.built.program.urgent.add(send)
         self.arrived[key] = send
-        if not self.sends_overlap:
+        if not self.built.sends_overlap:
             rank.holds = [send]
 
     def play_pass(self, number: int, step: Pass, given: list[int], stage: StageWork) -> int:
@@ -408,5 +410,6 @@ def last_iteration(built: Built, timeline: Timeline) -> tuple[Built, Timeline, f
         [PassSpan(span.stage, span.step, span.first - start, span.last - start) for span in built.spans],
         [(send - start, target - start) for send, target in built.sends],
         [(stage, first - start, last - start) for stage, first, last in built.steps],
+        built.sends_overlap,
     )
     return cut, alone, period_s

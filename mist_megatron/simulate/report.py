@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mist_megatron.simulate.analysis import STREAM_NAMES, DeviceUsage
+from mist_megatron.simulate.disagreement import disagreement
 from mist_megatron.simulate.iteration import Simulation
 from mist_megatron.spec.layout import stage_ranks
 
@@ -23,6 +24,7 @@ def simulation_document(simulation: Simulation, *, every_rank: bool = False) -> 
         "bubble_fraction": simulation.bubble_fraction,
         "closed_form_s": closed_s,
         "closed_form_error": None if not closed_s else closed_s / simulation.iteration_s - 1.0,
+        "disagreement": _disagreement(simulation),
         "schedule": simulation.schedule,
         "vpp": simulation.plan.vpp,
         "events": simulation.events,
@@ -30,6 +32,18 @@ def simulation_document(simulation: Simulation, *, every_rank: bool = False) -> 
         "devices": devices(simulation, every_rank=every_rank),
         "critical_path": _critical_path(simulation),
         "memory": [_memory(simulation, stage) for stage in range(len(simulation.plan.stages))],
+    }
+
+
+def _disagreement(simulation: Simulation) -> dict[str, Any] | None:
+    found = disagreement(simulation)
+    if found is None:
+        return None
+    return {
+        "passes_s": found.passes_s,
+        "waiting_s": found.waiting_s,
+        "closed_stable_s": list(found.closed_stable_s),
+        "played_stable_s": list(found.played_stable_s),
     }
 
 

@@ -1,0 +1,77 @@
+"""Where the closed form and the events disagree: in how long passes take, or in how stages wait.
+
+Eq. 1 knows a stage by its stable time t. The events tell what a micro-batch really took on each stage; eq. 1
+with those times instead splits the whole difference in two: what passes take, and the rest, which is waiting
+(a slow early stage that fills its wait with warm-up forwards, a step that waits for the gradient norm of all
+stages).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mist_megatron.cost.iteration import StageTiming, iteration_time
+from mist_megatron.simulate.iteration import Simulation
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Seconds by which eq. 1 is above the events; the two parts add up to the difference."""
+
+    passes_s: float
+    """Because passes take another time than t says."""
+    waiting_s: float
+    """Because stages wait for each other in another way than eq. 1 says."""
+    closed_stable_s: tuple[float, ...]
+    """t of each stage, by the closed form ..."""
+    played_stable_s: tuple[float, ...]
+    """... and by the events."""
+
+    @property
+    def total_s(self) -> float:
+        return self.passes_s + self.waiting_s
+
+    @property
+    def worst_stage(self) -> int:
+        """The stage whose passes differ most."""
+        pairs = list(zip(self.closed_stable_s, self.played_stable_s, strict=True))
+        return max(range(len(pairs)), key=lambda stage: abs(pairs[stage][0] - pairs[stage][1]))
+
+
+def disagreement(found: Simulation) -> Disagreement | None:
+    """None for schedules without a closed form."""
+    if found.closed_form_s is None:
+        return None
+    stages = found.prediction.stages
+    played = _stable_times(found)
+    timings = [
+        StageTiming(stable_s=stable_s, delta_s=stage.delta_s, weight_grad_s=stage.weight_grad_s)
+        for stable_s, stage in zip(played, stages, strict=True)
+    ]
+    plan = found.plan
+    between_s = iteration_time(timings, plan.grad_accum, plan.schedule, plan.vpp).total_s
+    return Disagreement(
+        passes_s=found.closed_form_s - between_s,
+        waiting_s=between_s - found.iteration_s,
+        closed_stable_s=tuple(stage.stable_s for stage in stages),
+        played_stable_s=played,
+    )
+
+
+def _stable_times(found: Simulation) -> tuple[float, ...]:
+    """Mean time of a micro-batch on each stage from when its inputs are there, first and last left out where
+    others are; and the transfers for which the stage stops."""
+    timeline, built = found.timeline, found.built
+    count = found.plan.grad_accum
+    chosen = range(1, count - 1) if count > 2 else range(count)
+    sums = [0.0] * len(found.plan.stages)
+    for span in built.spans:
+        if span.step.micro_batch in chosen:
+            sums[span.stage] += float(timeline.end_s[span.last] - timeline.start_s[span.first])
+    result = [total_s / len(chosen) for total_s in sums]
+    if not built.sends_overlap:
+        for event, kind in enumerate(built.kind):
+            if kind == "send":
+                seconds = float(timeline.end_s[event] - timeline.start_s[event])
+                result[timeline.program.device[event]] += seconds / count
+    return tuple(result)
