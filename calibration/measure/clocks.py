@@ -68,6 +68,11 @@ class Clocks:
             if found is not None:
                 self._samples.append(found)
 
+    @property
+    def silent(self) -> bool:
+        """Asked, and not answered yet."""
+        return self._process is not None and not self._samples
+
     def since(self, start_s: float) -> Spell:
         """What happened from a moment of time.monotonic() until now; the last sample before it helps
         where a point was shorter than the period."""

@@ -49,6 +49,8 @@ TOGETHER = ("copies", "interference", "collectives", "host-adam")
 """These mean something else when all GPUs of a node do them at once, and that is what training does."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_S = 0.5
+PATIENCE_S = 5.0
+"""For the first word of nvidia-smi, which takes seconds on nodes with many GPUs."""
 LONG_S = 1e12
 TRIAL_POINTS = 12
 """Of each kind, on the CPU."""
@@ -140,7 +142,7 @@ def _warm(bench: Bench, watch: clocks.Clocks, dtype: torch.dtype) -> clocks.Spel
         return clocks.Spell()
     start_s = time.monotonic()
     a = torch.randn(4096, 4096, device=bench.device).to(dtype)
-    while time.monotonic() - start_s < WARM_S:
+    while (warm_s := time.monotonic() - start_s) < WARM_S or (watch.silent and warm_s < PATIENCE_S):
         for _ in range(20):
             torch.mm(a, a)
         torch.cuda.synchronize(bench.device)
