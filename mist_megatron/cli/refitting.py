@@ -17,8 +17,11 @@ TURNS = 2
 """A layer is most of an iteration but not all of it: its ratio is found by repetition."""
 
 
-def predictor(profiles: Mapping[str, Profile] | None = None) -> Callable[[MeasuredRow], Predicted]:
-    """The cost model as a function of a row; `profiles` by GPU replace the shipped ones."""
+def predictor(
+    profiles: Mapping[str, Profile] | None = None, *, by_events: bool = False
+) -> Callable[[MeasuredRow], Predicted]:
+    """The cost model as a function of a row; `profiles` by GPU replace the shipped ones. `by_events` takes
+    the time from a simulation instead of eq. 1."""
     from mist_megatron.calibrate.validate import Predicted
     from mist_megatron.cli.evaluators import cache_directory, evaluator_for
     from mist_megatron.cost.evaluate import make_evaluator
@@ -38,9 +41,13 @@ def predictor(profiles: Mapping[str, Profile] | None = None) -> Callable[[Measur
             else:
                 prices = profile_prices(profile, job.cluster, job.training.precision)
                 evaluators[job] = make_evaluator(job, prices, cache=cache_directory())
-        prediction = predict_plan(row.plan, evaluators[job])
+        prediction, iteration_s = predict_plan(row.plan, evaluators[job]), None
+        if by_events:
+            from mist_megatron.simulate.iteration import simulate
+
+            iteration_s = simulate(row.plan, evaluators[job]).iteration_s
         return Predicted(
-            iteration_s=prediction.iteration_s,
+            iteration_s=prediction.iteration_s if iteration_s is None else iteration_s,
             stage_peak_bytes=tuple(stage.peak_memory_bytes for stage in prediction.stages),
             extrapolated_share=prediction.measured_share["extrapolated"],
         )

@@ -71,8 +71,7 @@ def tune(
     output: OutputOptions,
 ) -> None:
     """Finds the fastest plan that fits, proves it, and with --out writes the files that run it."""
-    from mist_megatron.cli.tune_report import show_result
-    from mist_megatron.cli.tune_verify import check_verify, show_verified, verified
+    from mist_megatron.cli.tune_verify import check_verify
     from mist_megatron.search.space import parse_limits, space_named
     from mist_megatron.search.tune import Settings
 
@@ -86,6 +85,17 @@ def tune(
     check_verify(verify)
     settings = Settings(step=grid, top=top, solver="milp" if solver == "milp" else "exact", limits=limits)
     found = run_search(taken, chosen, settings, (workers, time_limit))
+    _report(found, taken, (verify, out, force), output)
+
+
+def _report(
+    found: Found, taken: TakenJob, how: tuple[str | None, Path | None, bool], output: OutputOptions
+) -> None:
+    """Verify, write and show what a search answered."""
+    from mist_megatron.cli.tune_report import show_result
+    from mist_megatron.cli.tune_verify import show_verified, verified
+
+    verify, out, force = how
     checked = None if verify is None else verified(found)
     document = found.document()
     files = _write(found.plans[0], out, force)

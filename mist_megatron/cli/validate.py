@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
     from mist_megatron.calibrate.validate import Outcome
@@ -30,6 +31,9 @@ def validate(
             help="Learn whole-layer times from the other groups of each file only, in 5 folds.",
         ),
     ] = False,
+    by: Annotated[
+        str, typer.Option(help="closed-form (eq. 1), or simulate: time from an event simulation.")
+    ] = "closed-form",
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Write predicted against measured as SVG here.")
     ] = None,
@@ -42,10 +46,15 @@ def validate(
     from mist_megatron.cli.refitting import learn_layers, predictor
     from mist_megatron.spec.load import read_text
 
+    if by not in ("closed-form", "simulate"):
+        raise InputError(f"--by: unknown way {by!r}; known: closed-form, simulate")
+    if cross_validate and by == "simulate":
+        raise InputError("--by simulate: wanted no --cross-validate, which learns through the closed form")
+
     def told(text: str) -> None:
         output.people.print(text, style="dim")
 
-    predict = predictor()
+    predict = predictor(by_events=by == "simulate")
     by_file: dict[str, tuple[Outcome, ...]] = {}
     for path in files:
         name = path.name if path.name not in by_file else str(path)
@@ -61,7 +70,6 @@ def validate(
 
 def _write_plot(path: Path, by_file: dict[str, tuple[Outcome, ...]]) -> None:
     from mist_megatron.calibrate.scatter import svg_scatter
-    from mist_megatron.errors import InputError
 
     try:
         path.write_text(svg_scatter(_points(by_file)), encoding="utf-8")
