@@ -107,6 +107,11 @@ def fit_profile(raws: Sequence[Raw], request: FitRequest) -> Fitted:
     if request.base.gpu != request.gpu.name:
         raise ProfileError(f"base profile is of {request.base.gpu}, wanted one of {request.gpu.name}")
     agreed = agree(raws, request.gpu, rehearsal=request.rehearsal)
+    if all(point.kind == "link" for point in agreed.points):
+        raise InputError(
+            "only bandwidths between pairs of nodes: a profile holds collectives of groups",
+            details=("try: nccl-tests over the nodes",),
+        )
     draft = _Draft(profile=_with_own_sources(request.base), agreed=agreed, request=request)
     _launch(draft)
     tables = [table for operator in _OPERATORS for table in _tables(draft, operator)]

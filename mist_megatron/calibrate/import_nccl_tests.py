@@ -86,12 +86,27 @@ class _Row:
 
 
 def read_nccl_text(text: str, where: str, hints: Hints) -> Imported:
-    """The table that every version prints."""
+    """The tables of one or of several programs, one after the other."""
+    lines = text.splitlines()
+    ends = [at + 1 for at, line in enumerate(lines) if line.startswith("#") and "bus bandwidth" in line]
+    starts = [0, *ends]
+    parts = list(zip(starts, [*ends, len(lines)], strict=True))
+    # What follows the last closing line is a remark, unless another table begins there.
+    parts = [(a, b) for a, b in parts if a == 0 or any(_header(line.strip()) for line in lines[a:b])]
+    found = [_section(lines[a:b], a, where, hints, alone=len(parts) == 1) for a, b in parts]
+    conditions = {item.identity: item for part in found for item in part.conditions}
+    points = tuple(point for part in found for point in part.points)
+    notes = tuple(note for part in found for note in part.notes)
+    return Imported(kind="nccl-tests", conditions=tuple(conditions.values()), points=points, notes=notes)
+
+
+def _section(lines: Sequence[str], before: int, where: str, hints: Hints, *, alone: bool) -> Imported:
+    """The table of one program; `before` lines stand above it."""
     setting = _Setting(where=where)
     rows: list[_Row] = []
     columns: list[str] | None = None
     finished = False
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines, start=before + 1):
         stripped = line.strip()
         if stripped.startswith("#"):
             columns = _header(stripped) or columns
@@ -105,7 +120,8 @@ def read_nccl_text(text: str, where: str, hints: Hints) -> Imported:
         raise InputError(
             f"{where}: no line `# size count type redop root time ...`; wanted nccl-tests' table"
         )
-    _program(setting, "" if setting.program else where.replace("/", " "))
+    # The name of a file says nothing about the second of its tables.
+    _program(setting, where.replace("/", " ") if alone else "")
     notes = () if finished else ("no closing line `Avg bus bandwidth`: the sweep was cut short",)
     return _imported(setting, rows, hints, notes)
 
@@ -231,9 +247,9 @@ def _imported(setting: _Setting, rows: Sequence[_Row], hints: Hints, notes: tupl
         precision = TYPES.get(row.type, row.type or "unknown")
         if precision not in conditions:
             conditions[precision] = Conditions(
-                identity=identity_of(where, precision), device=device, backend="nccl-tests",
-                precision=precision, date=setting.date or hints.date, versions=setting.versions,
-                note=f"{label} of {ranks} ranks on {setting.nodes()} nodes",
+                identity=identity_of(where, precision, label, str(ranks)), device=device,
+                backend="nccl-tests", precision=precision, date=setting.date or hints.date,
+                versions=setting.versions, note=f"{label} of {ranks} ranks on {setting.nodes()} nodes",
             )  # fmt: skip
         point = Measurement(
             kind="collective", label=label, seconds=row.time_us * 1e-6, line=row.line,

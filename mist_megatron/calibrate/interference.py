@@ -163,6 +163,7 @@ def interference_sets(fit: InterferenceFit, source: str) -> tuple[InterferenceSe
                 streams=tuple(STREAMS[stream] for stream in members),
                 factors=tuple(float(f"{fit.factors[bits, stream]:.4g}") for stream in members),
                 identified=tuple(bool(fit.identified[bits, stream]) for stream in members),
+                sigma=tuple(round(min(float(fit.relative_sigma[bits, s]), 10.0), 4) for s in members),
                 source=source,
                 points=int(fit.points[bits]),
                 error=None if math.isnan(error) else round(float(error), 4),

@@ -37,7 +37,10 @@ LABELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "collective": ("collective", ("all_reduce", "all_gather", "reduce_scatter", "send_recv")),
     "link": ("direction", ("send", "recv")),
 }
-MAY_BE_ZERO = frozenset({"c_s", "g2g_s", "h2d_s", "d2h_s", "row", "column"})
+IN_SECONDS = frozenset({"c_s", "g2g_s", "h2d_s", "d2h_s"})
+MAY_BE_ZERO = frozenset({*IN_SECONDS, "row", "column"})
+LARGEST_SIZE = 1e15
+"""Of a count of bytes, elements or ranks: a petabyte is a typing error."""
 
 MOST_FLOPS_PER_S = 2e16
 """No single device of 2026 multiplies dense matrices faster in any precision (B300: 1.5e16 in 4 bits)."""
@@ -110,7 +113,11 @@ def read_measurements(text: str, where: str) -> Raw:
         mapping = _object(line, place)
         if "conditions" in mapping:
             found = _conditions(mapping["conditions"], place)
-            conditions[found.identity] = found
+            before = conditions.setdefault(found.identity, found)
+            if (before.device, before.backend, before.precision) != (
+                found.device, found.backend, found.precision,
+            ):  # fmt: skip
+                raise InputError(f"{place}: conditions {found.identity!r} were others before")
         else:
             points.append(_point(mapping, place, number))
             if points[-1].conditions not in conditions:
@@ -158,6 +165,10 @@ def checked(point: Measurement, place: str) -> Measurement:
     for name, value in size.items():
         if value < 0.0 or (value == 0.0 and name not in MAY_BE_ZERO):
             raise InputError(f"{place}: {name} is {value:g}; wanted above 0")
+        if name not in IN_SECONDS and (value != int(value) or value > LARGEST_SIZE):
+            raise InputError(f"{place}: {name} is {value:.10g}; wanted a whole number up to {LARGEST_SIZE:g}")
+        if name in IN_SECONDS and value > MOST_SECONDS:
+            raise InputError(f"{place}: {name} is {value:g} s; wanted at most {MOST_SECONDS:g}")
     if point.kind == "gemm":
         flops = 2.0 * size["m"] * size["n"] * size["k"] * size["batch"]
         _possible(place, "this product runs at", flops / point.seconds, MOST_FLOPS_PER_S, "FLOP/s")

@@ -199,6 +199,8 @@ class InterferenceSet:
     points: int | None = None
     error: float | None = None
     """Cross-validated mean relative error of predicted co-run times."""
+    sigma: tuple[float, ...] | None = None
+    """One sigma of each factor, relative, from the curvature of the fit; 10 where nothing tells."""
 
     def __post_init__(self) -> None:
         where = f"interference {'+'.join(self.streams)}"
@@ -208,6 +210,10 @@ class InterferenceSet:
             raise ProfileError(f"{where}: wanted one factor and one mark for each stream")
         if not all(1.0 <= factor <= 50.0 for factor in self.factors):
             raise ProfileError(f"{where}: factors are {self.factors}; wanted each from 1 to 50")
+        if self.sigma is not None and (
+            len(self.sigma) != len(self.streams) or not all(0.0 <= sigma <= 10.0 for sigma in self.sigma)
+        ):
+            raise ProfileError(f"{where}: sigma is {self.sigma}; wanted one from 0 to 10 for each stream")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,6 +128,7 @@ def test_copies_that_share_a_link_slow_each_other_down(fitted):
     pair = sets["H2D+D2H"]
     assert sum(1.0 / factor for factor in pair["factors"]) == pytest.approx(1.0, abs=0.06)
     assert (pair["origin"], pair["points"]) == ("measured", 4)
+    assert all(0.0 <= sigma < 1.0 for sigma in sets["C+H2D"]["sigma"])
     assert sets["C+G2G"]["origin"] == "assumed"  # one GPU alone has nobody to send to: the base's
 
 
@@ -161,6 +162,21 @@ def test_fitted_profile_predicts_its_own_measurements(fitted):
     assert priced.seconds[0] == pytest.approx(truth, rel=0.04)
     exact = prices.gemm(4096 * one, 4096 * one, 2048 * one, one)
     assert exact.exact_s[0] == exact.seconds[0]
+
+
+def test_pairs_of_nodes_alone_make_no_profile(ran_here, tmp_path):
+    pair = {
+        "kind": "link",
+        "direction": "send",
+        "bytes": 1 << 20,
+        "row": 0,
+        "column": 1,
+        "seconds": 5e-5,
+        "of": "a",
+    }
+    write(tmp_path / "raw.jsonl", [pair], device="network", backend="mpigraph")
+    ran = ran_here(*FIT)
+    assert (ran.code, "only bandwidths between pairs" in ran.err) == (2, True)
 
 
 def test_fit_is_reproducible_and_needs_force(ran_here, tmp_path):
@@ -222,6 +238,8 @@ Change = Callable[[Path], object]
         (lambda f: write(f, [GEMM], device="NVIDIA H200 NVL"), 2, "which is not h200-sxm-141gb"),
         (lambda f: write(f, [GEMM], device="unknown"), 2, "is not said"),
         (lambda f: write(f, [GEMM], device="AMD EPYC", backend="cpu"), 2, "--rehearsal"),
+        (lambda f: write(f, [{**GEMM, "m": 4096.5}]), 2, "line 2: m is 4096.5; wanted a whole number"),
+        (lambda f: write(f, [{"conditions": {**CONDITIONS, "device": "NVIDIA L4"}}]), 2, "others before"),
         (lambda f: write(f, [{**GEMM, "kind": "gem"}]), 2, "line 2: kind is 'gem'"),
     ],
 )  # fmt: skip

@@ -141,6 +141,18 @@ def test_broken_nccl_tests_are_refused(text, told):
     assert caught.value.message.startswith("log.txt")
 
 
+def test_tables_of_several_programs_in_one_log():
+    gather = table(sweep(0.875, gb_per_s=300.0)).replace("all_reduce_perf", "all_gather_perf")
+    found = read_output(table(sweep()) + "\n" + gather, "job.log", HINTS)
+    assert [p.label for p in found.points] == ["all_reduce"] * 21 + ["all_gather"] * 21
+    assert found.points[21].line > found.points[20].line + 10
+    curves = {curve.kind: curve.bytes_per_s for curve in fit_collectives(found.points, "here")}
+    assert curves["all_gather"] == pytest.approx(300e9, rel=0.01)
+    second = gather.replace(nccl_row(1 << 20, 20.0 + 0.875 * (1 << 20) / 3e5, 0.875), "  1048576   12 ")
+    with pytest.raises(InputError, match="line 70: 2 columns"):
+        read_output(table(sweep()) + "\n" + second, "job.log", HINTS)
+
+
 def test_cut_sweep_is_told():
     found = read_output(table(sweep()).removesuffix(FOOTER), "log.txt", HINTS)
     assert "cut short" in found.notes[0]
