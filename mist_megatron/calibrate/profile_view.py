@@ -177,7 +177,8 @@ def document(profile: Profile, gpu: GpuSpec | None) -> dict[str, Any]:
         "interference": [
             {"streams": list(item.streams), "factors": list(item.factors),
              "identified": list(item.identified), "source": item.source,
-             "sigma": None if item.sigma is None else list(item.sigma), "origin": profile.sources[item.source].origin, "points": item.points, "error": item.error}
+             "sigma": None if item.sigma is None else list(item.sigma),
+             "origin": profile.sources[item.source].origin, "points": item.points, "error": item.error}
             for item in profile.interference
         ],
         "tables": table_views(profile),
