@@ -14,16 +14,21 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import Question, ShapeBound, Solver, shape_bounds
 from mist_megatron.search.frontier import Tally
+from mist_megatron.search.no_plan import no_plan, possible_shapes
 from mist_megatron.search.shapes import Shape, explain_no_shape, shapes
 from mist_megatron.search.slot_prices import fractions
 from mist_megatron.search.solve import Solution, StageChoice, solve_shape
 from mist_megatron.search.space import OFFLOAD_KINDS, Limits, Space, apply_limits, cut_to_target
-from mist_megatron.search.unequal import Mixture, MixtureBound, mixture_bounds, mixtures, solve_mixture
+from mist_megatron.search.unequal import (
+    Mixture,
+    MixtureBound,
+    mixture_bounds,
+    mixtures,
+    possible_mixtures,
+    solve_mixture,
+)
 from mist_megatron.spec.plan import Offload, Plan, Recompute, StagePlan, Zero
 from mist_megatron.spec.target import require_model
-
-GIB = float(1 << 30)
-
 
 Item = Shape | Mixture
 Bound = ShapeBound | MixtureBound
@@ -36,6 +41,14 @@ class Status(Enum):
     """No plan of the space is faster."""
     TIME_LIMIT = "time limit"
     INTERRUPTED = "interrupted"
+
+
+class StoppedEmpty(NoFeasiblePlan):
+    """Stopped before any plan was found: whether one exists is not known."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(f"stopped by {status.value} before any plan was found")
+        self.status = status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +107,13 @@ def search(
     require_model(job.model, job.target)
     watch = watch or Watch()
     cut = apply_limits(cut_to_target(space, job.target), settings.limits)
-    found = list(shapes(job, cut, settings.limits))
     mixed = list(mixtures(job, cut, settings.limits))
-    if not found and not mixed:
+    if not mixed and next(shapes(job, cut, settings.limits), None) is None:
         raise explain_no_shape(job, cut, settings.limits)
     question = Question(evaluator=evaluator, space=cut, step=settings.step, solver=settings.solver)
+    found = possible_shapes(question, settings.limits)
+    if not found:
+        mixed = possible_mixtures(question, mixed)
     run = _Run(question, settings, watch, executor)
     # Equal stages first: they are the quicker to solve, and what they find prunes the unequal ones.
     order = [
@@ -107,7 +122,9 @@ def search(
     ]
     status = run.all_of(order)
     if not run.best:
-        raise _no_plan(evaluator, cut, run.tally)
+        if status is not Status.OPTIMAL:
+            raise StoppedEmpty(status)
+        raise no_plan(evaluator, cut, settings.limits)
     bound = min([run.best[0].value_s, *run.open_bounds])
     return SearchResult(
         solutions=tuple(run.best[: settings.top]),
@@ -269,15 +286,6 @@ def solve_told(told: bytes, item: Item, bound: Bound, best_s: float) -> tuple[So
 def _question(told: bytes) -> Question:
     question: Question = pickle.loads(told)
     return question
-
-
-def _no_plan(evaluator: StageEvaluator, space: Space, tally: Tally) -> NoFeasiblePlan:
-    job, cluster = evaluator.job, evaluator.job.cluster
-    details: list[str] = []
-    return NoFeasiblePlan(
-        f"no plan fits {job.model.name} on {cluster.gpus} x {cluster.gpu.name} (target {job.target})",
-        details=tuple(details),
-    )
 
 
 def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:

@@ -20,6 +20,7 @@ from mist_megatron.cost.grid import StageRole
 from mist_megatron.search.assign import Array, Flags, Front, Pipelines, Size, StageFronts, improves
 from mist_megatron.search.bounds import Question, least_times
 from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, joined, slot_configs, with_column
+from mist_megatron.search.least_memory import least_memory, sizes_of
 from mist_megatron.search.shapes import Shape, UnequalShape, divisors, stage_levels, tensor_sizes
 from mist_megatron.search.sieve import Sieve
 from mist_megatron.search.slot_prices import Choices, Slot
@@ -126,6 +127,58 @@ def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator
             )
 
 
+def possible_mixtures(question: Question, found: Sequence[Mixture]) -> list[Mixture]:
+    """Mixtures that are not ruled out by the least memory of their stages."""
+    job, limit = question.evaluator.job, question.evaluator.limit_bytes
+    asked = {sizes_of(mesh, *key) for mixture in found for mesh in mixture.meshes for key in _keys(mixture)}
+    lines = least_memory(question.evaluator, question.space, asked)
+    most = {sizes: line.most_layers(limit) for sizes, line in lines.items()}
+
+    def at(mixture: Mixture, key: Key) -> list[tuple[int, int]]:
+        return [(mesh.gpus, most[sizes_of(mesh, *key)]) for mesh in mixture.meshes]
+
+    return [mixture for mixture in found if _has_room(job, mixture, at)]
+
+
+def _has_room(job: Job, mixture: Mixture, most: Callable[[Mixture, Key], list[tuple[int, int]]]) -> bool:
+    """Whether stages with so many (GPUs, most layers) can take all layers on all GPUs."""
+    gpus = job.cluster.gpus
+    reach = np.full(gpus + 1, -np.inf)
+    reach[0] = 0.0
+    for stages in range(1, mixture.lengths[-1] + 1):
+        if stages in mixture.lengths:
+            ended = _extended(reach, most(mixture, _key(mixture, 0, stages)))
+            if ended[gpus] >= job.model.layers:
+                return True
+        if stages < mixture.lengths[-1]:
+            # The stage with stages - 1 behind it, in any longer pipeline.
+            reach = _extended(reach, most(mixture, _key(mixture, 1, stages + 1)))
+    return False
+
+
+def _extended(reach: Array, options: Sequence[tuple[int, int]]) -> Array:
+    """Most layers by GPUs after one stage more."""
+    after = np.full_like(reach, -np.inf)
+    for gpus, most in options:
+        if most > 0 and gpus < len(reach):
+            np.maximum(after[gpus:], reach[: len(reach) - gpus] + most, out=after[gpus:])
+    return after
+
+
+Key = tuple[StageRole, int]
+"""Role of a stage and the micro-batches that it holds."""
+
+
+def _key(mixture: Mixture, position: int, stages: int) -> Key:
+    role = ROLES[0] if position == 0 else ROLES[2] if position == stages - 1 else ROLES[1]
+    return role, min(stages - position, mixture.grad_accum)
+
+
+def _keys(mixture: Mixture) -> set[Key]:
+    """Of all stages of pipelines of all lengths."""
+    return {_key(mixture, position, stages) for stages in mixture.lengths for position in range(stages)}
+
+
 def mixture_bounds(question: Question, found: Sequence[Mixture]) -> list[MixtureBound]:
     """Bounds of all mixtures, all meshes priced together."""
     meshes = list(dict.fromkeys(mesh for mixture in found for mesh in mixture.meshes))
@@ -185,7 +238,7 @@ def solve_mixture(
         return None, tally
     stages, meshes = [], []
     for position, (size, index) in enumerate(zip(answer.sizes, answer.choice, strict=True)):
-        configs = slots.configs[slots.key(position, len(answer.sizes)), size]
+        configs = slots.configs[_key(mixture, position, len(answer.sizes)), size]
         stages.append(stage_choice(size[0], configs, index))
         meshes.append(mixture.meshes[int(configs.columns["mesh"][index])])
     shape = UnequalShape(grad_accum=mixture.grad_accum, meshes=tuple(meshes))
@@ -236,10 +289,6 @@ def _most_together(options: Iterable[tuple[int, int]], gpus: int) -> list[int]:
     return room
 
 
-Key = tuple[StageRole, int]
-"""Role of a stage and the micro-batches that it holds."""
-
-
 class _Slots:
     """All stages that a mixture may have: first their least times, then their fronts."""
 
@@ -250,8 +299,7 @@ class _Slots:
         self.sieve = Sieve(question.evaluator, question.space, question.step, mixture.meshes)
         self.cap_s, self.tally = cap_s, tally
         self.configs: dict[tuple[Key, Size], StageConfigs] = {}
-        lengths = mixture.lengths
-        self.keys = {self.key(position, stages) for stages in lengths for position in range(stages)}
+        self.keys = _keys(mixture)
         self._times = [
             StageTimes(
                 question.evaluator,
@@ -267,10 +315,6 @@ class _Slots:
             for role, window in here.items():
                 if len(window) and self.held(role):
                     self._price_least(mesh, role, window)
-
-    def key(self, position: int, stages: int) -> Key:
-        role = ROLES[0] if position == 0 else ROLES[2] if position == stages - 1 else ROLES[1]
-        return role, min(stages - position, self.mixture.grad_accum)
 
     def held(self, role: StageRole) -> list[int]:
         """Micro-batches that stages of a role may hold."""
@@ -303,8 +347,8 @@ class _Slots:
         job, lengths = self.question.evaluator.job, self.mixture.lengths
         by_key = {key: fronts(key) for key in self.keys}
         return Pipelines(
-            inner=[by_key[self.key(1, after + 2)] for after in range(lengths[-1] - 1)],
-            first={stages - 1: by_key[self.key(0, stages)] for stages in lengths},
+            inner=[by_key[_key(self.mixture, 1, after + 2)] for after in range(lengths[-1] - 1)],
+            first={stages - 1: by_key[_key(self.mixture, 0, stages)] for stages in lengths},
             layers=job.model.layers,
             gpus=job.cluster.gpus,
             gpus_per_node=job.cluster.gpus_per_node,

@@ -1,0 +1,160 @@
+"""What cannot fit, told before any time is priced: the least memory of every stage of every shape.
+
+Every moment of a stage's peak is linear in its layers and, given these, in recomputed layers and offload
+fractions, but for buffers that appear when anything is offloaded; so its least over the grid is at corners.
+What is over the limit even so fits with nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.grid import StageRole
+from mist_megatron.search.shapes import Shape
+from mist_megatron.search.slot_prices import AXES, Array, Choices, Slot, slot_at, stage_grid, with_axes
+from mist_megatron.search.space import Space
+
+AT_ONCE = 2_000
+"""Stages in one call; each has up to 128 corners."""
+
+
+class StageSizes(NamedTuple):
+    """All that the memory of a stage depends on besides its layers and the choices of the grid."""
+
+    role: StageRole
+    sequence_parallel: bool
+    zero: tuple[int, ...]
+    micro_batch: int
+    dp: int
+    tp: int
+    held: float
+
+
+@dataclass(frozen=True)
+class StageLines:
+    """Least bytes of each moment of one stage, as a line over its layers."""
+
+    one_bytes: Array
+    """With one layer."""
+    more_bytes: Array
+    """For each layer more."""
+
+    def least_bytes(self, layers: int) -> float:
+        """No configuration of the stage peaks lower."""
+        return float((self.one_bytes + (layers - 1) * self.more_bytes).max())
+
+    def most_layers(self, limit_bytes: float) -> int:
+        """With more layers no configuration fits."""
+        room = limit_bytes - self.one_bytes
+        if (room < 0.0).any():
+            return 0
+        more = np.full_like(room, np.inf)
+        np.divide(room, self.more_bytes, out=more, where=self.more_bytes > 0.0)
+        return 1 + int(min(float(more.min()) * (1 + 1e-12) + 1e-9, 1e6))
+
+
+def stages_of(shape: Shape) -> list[StageSizes]:
+    """The stages of a shape, first to last."""
+    slots = [slot_at(shape, position, 1) for position in range(shape.stages)]
+    return [sizes_of(shape, slot.role, slot.held) for slot in slots]
+
+
+def sizes_of(mesh: Shape, role: StageRole, held: float) -> StageSizes:
+    """What a stage on this mesh asks for."""
+    return StageSizes(
+        role, mesh.sequence_parallel, mesh.zero, mesh.micro_batch, mesh.dp, mesh.tp, float(held)
+    )
+
+
+def least_memory(
+    evaluator: StageEvaluator, space: Space, asked: Iterable[StageSizes]
+) -> dict[StageSizes, StageLines]:
+    """Lines of all these stages."""
+    groups: dict[tuple[object, ...], list[StageSizes]] = {}
+    for sizes in dict.fromkeys(asked):
+        groups.setdefault(sizes[:3], []).append(sizes)
+    found: dict[StageSizes, StageLines] = {}
+    for members in groups.values():
+        for begin in range(0, len(members), AT_ONCE):
+            part = members[begin : begin + AT_ONCE]
+            found.update(zip(part, _lines(evaluator, space, part), strict=True))
+    return found
+
+
+def _lines(evaluator: StageEvaluator, space: Space, members: Sequence[StageSizes]) -> list[StageLines]:
+    layers = evaluator.job.model.layers
+    least: Array | None = None
+    for selective in (False, True) if space.selective else (False,):
+        moments = _moments(evaluator, space, members, selective=selective)
+        least = moments if least is None else np.minimum(least, moments)
+    assert least is not None
+    one, whole = least[:, 0], least[:, 1]
+    more = (whole - one) / max(layers - 1, 1)
+    return [StageLines(*pair) for pair in zip(one, more, strict=True)]
+
+
+def _moments(
+    evaluator: StageEvaluator, space: Space, members: Sequence[StageSizes], *, selective: bool
+) -> Array:
+    """Least bytes by stage, by (one layer, all layers) and by moment."""
+    layers = evaluator.job.model.layers
+    first = members[0]
+    mesh = Shape(
+        grad_accum=1,
+        stages=1,
+        nodes=1,
+        gpus_per_node=1,
+        dp=first.dp,
+        tp=first.tp,
+        micro_batch=first.micro_batch,
+        sequence_parallel=first.sequence_parallel,
+        vpp=1,
+        zero=first.zero,
+    )
+    choices = Choices(space=space, shape=mesh, step=1.0)
+    none_or_all = [0.0] if selective or space.ckpt == "none" else [0.0, 1.0]
+    axes = choices.axes(np.array(none_or_all))
+    one = (1,) * (len(AXES) - 1)
+    counts = np.array([1.0, float(layers)]).reshape(1, 2, 1, *one)
+
+    def column(values: Sequence[float]) -> Array:
+        return np.array(values, dtype=np.float64).reshape(-1, 1, 1, *one)
+
+    grid = stage_grid(mesh, Slot(role=first.role, layers=1, held=1.0), axes, selective=selective)
+    held, beyond = evaluator.moments(
+        replace(
+            grid,
+            layers=counts,
+            ckpt=counts * axes["ckpt"],
+            in_flight=column([sizes.held for sizes in members]),
+            micro_batch=column([sizes.micro_batch for sizes in members]),
+            dp=column([sizes.dp for sizes in members]),
+            tp=column([sizes.tp for sizes in members]),
+        )
+    )
+    # Fractions of activations are kept where nothing is left to offload: that only lowers the bound.
+    valid = choices.valid(2, {**axes, "ckpt": np.zeros(1)})
+    full = (len(members), 2, *(axes[name].size for name in AXES))
+    inner = tuple(range(2, len(full)))
+    return np.stack(
+        [
+            np.broadcast_to(with_axes(held, len(full)) + moment, full).min(
+                axis=inner, where=np.broadcast_to(valid, full), initial=np.inf
+            )
+            for moment in beyond
+        ],
+        axis=-1,
+    )
+
+
+def may_fit(shape: Shape, lines: Sequence[StageLines], space: Space, layers: int, limit_bytes: float) -> bool:
+    """False where no split of the layers, and no configuration of the stages, fits."""
+    most = [line.most_layers(limit_bytes) for line in lines]
+    if not space.uneven_layers or shape.vpp > 1:
+        return min(most) >= layers // shape.stages
+    return min(most) >= 1 and sum(most) >= layers

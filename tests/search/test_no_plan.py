@@ -1,0 +1,73 @@
+"""No plan fits: what is ruled out unseen really fits with nothing, and what is suggested helps."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import numpy as np
+import pytest
+from jobs import evaluator_of, small_job
+
+from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.search.bounds import Question, shape_bounds
+from mist_megatron.search.no_plan import possible_shapes
+from mist_megatron.search.shapes import shapes
+from mist_megatron.search.solve import solve_shape
+from mist_megatron.search.space import Limits, cut_to_target, space_named
+from mist_megatron.search.tune import Settings, search
+from mist_megatron.search.unequal import mixture_bounds, mixtures, possible_mixtures, solve_mixture
+
+TARGETS = {"mist": "mist", "megatron+patches": "full", "deepspeed": "deepspeed", "megatron": "full"}
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("limit_gib", [0.4, 0.8, 1.6])
+def test_what_is_ruled_out_fits_with_nothing(target, limit_gib):
+    """Every shape that its least memory rules out is solved over the grid, and gives nothing."""
+    evaluator = evaluator_of(small_job(target, gpus=4, layers=4, batch=8, limit_gib=limit_gib))
+    space = cut_to_target(space_named(TARGETS[target]), target)
+    question = Question(evaluator=evaluator, space=space, step=0.5)
+    found = list(shapes(evaluator.job, space, Limits()))
+    kept = possible_shapes(question, Limits())
+    out = [shape for shape in found if shape not in kept]
+    for bound, shape in list(zip(shape_bounds(question, out), out, strict=True))[::3]:
+        assert solve_shape(question, shape, bound, np.inf)[0] is None, shape
+    mixed = list(mixtures(evaluator.job, space, Limits()))
+    left = possible_mixtures(question, mixed)
+    gone = [mixture for mixture in mixed if mixture not in left]
+    for bound, mixture in zip(mixture_bounds(question, gone), gone, strict=True):
+        assert solve_mixture(question, mixture, bound, np.inf)[0] is None
+
+
+def test_the_refusal_names_the_miss_its_part_and_what_helps():
+    job = small_job("megatron", gpus=2, layers=4, batch=16, limit_gib=3.0)
+    with pytest.raises(NoFeasiblePlan, match="no plan fits") as caught:
+        search(evaluator_of(job), space_named("full"), Settings(step=0.5))
+    closest, largest, help_ = caught.value.details
+    needed, limit = map(float, re.search(r"-> ([\d.]+) GiB per GPU, limit ([\d.]+) GiB", closest).groups())
+    assert needed > limit == 3.0
+    assert re.fullmatch(r"largest part: [a-z ]+ [\d.]+ GiB", largest)
+    more = re.search(r"--gpus (\d+)", help_)
+    assert more, help_
+    bigger = small_job("megatron", gpus=int(more[1]), layers=4, batch=16, limit_gib=3.0)
+    assert search(evaluator_of(bigger), space_named("full"), Settings(step=0.5)).solutions
+
+
+def test_the_default_space_is_not_suggested_and_what_does_not_help_neither():
+    job = small_job("megatron", gpus=2, layers=4, batch=16, limit_gib=0.05)
+    with pytest.raises(NoFeasiblePlan) as caught:
+        search(evaluator_of(job), space_named("full"), Settings())
+    text = str(caught.value)
+    assert "--space" not in text
+    assert "--gpus" not in text
+    assert "--seq" not in text
+
+
+def test_a_hopeless_job_is_refused_at_once(mist):
+    started = time.process_time()
+    done = mist("tune", "--model", "gpt3-175b", "--gpus", "8")
+    assert done.code == 3
+    assert done.err.startswith("error: no plan fits gpt3-175b on 8 x a100-sxm-80gb")
+    assert "--gpus 16" in done.err
+    assert time.process_time() - started < 30.0  # 2 s alone on a machine; it took minutes
