@@ -55,9 +55,9 @@ def batch_flags(plan: Plan) -> Flags:
 
 
 def grid_flags(plan: Plan) -> Flags:
-    """Tensor, context and pipeline size; a rank at TP 1 switches sequence parallelism off itself (A:1432)."""
+    """Tensor, context and pipeline size; sequence parallelism is rejected at TP 1 (MPC:502)."""
     tp, cp = plan.stages[0].tp, plan.execution.context_parallel
-    sliced = plan.sequence_parallel and any(stage.tp > 1 for stage in plan.stages)
+    sliced = plan.sequence_parallel and tp > 1 and not different_grids(plan)
     return (
         flag("--tensor-model-parallel-size", tp),
         flag("--pipeline-model-parallel-size", len(plan.stages)),
@@ -155,6 +155,7 @@ def stage_flags(plan: Plan, index: int) -> Flags:
             flag("--tensor-model-parallel-size", stage.tp),
             flag("--micro-batch-size", stage.micro_batch),
             *vocabulary_flags(plan, index),
+            *when(plan.sequence_parallel and stage.tp > 1, flag("--sequence-parallel")),
         ),
         *when(
             stage.recompute == "full" and stage.ckpt > 0,

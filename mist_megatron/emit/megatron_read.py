@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, cast
 
 from mist_megatron.errors import InputError
@@ -218,37 +219,23 @@ def stage_layers(read: Reader, stages: int) -> tuple[tuple[int, ...], int]:
 def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpec, where: str) -> Plan:
     """The plan that a command line and its per-stage arguments describe."""
     read = Reader(options=common, where=where)
-    tp, pp = read.count("tensor-model-parallel-size", 1), read.count("pipeline-model-parallel-size", 1)
-    cp = read.count("context-parallel-size", 1)
-    if min(tp, pp, cp) < 1 or cluster.gpus % (tp * pp * cp):
-        raise InputError(
-            f"{where}: {cluster.gpus} GPUs are no multiple of tp {tp} x pp {pp} x cp {cp}",
-            details=("Megatron rejects this (arguments.py:432)",),
-        )
-    dp, micro = cluster.gpus // (tp * pp * cp), read.count("micro-batch-size")
+    pp, cp = read.count("pipeline-model-parallel-size", 1), read.count("context-parallel-size", 1)
+    readers = [Reader(options={**common, **options}, where=where) for options in per_stage] or [read] * pp
+    grids = _grids(readers, cluster.gpus, cp, where)
     training = training_of(read)
-    if not micro or training.global_batch % (micro * dp):
+    dp, _, micro = grids[0]
+    if training.global_batch % (micro * dp):
         raise InputError(
             f"{where}: global batch {training.global_batch} is no multiple of micro-batch {micro} x dp {dp}",
             details=("Megatron rejects this (num_microbatches_calculator.py:381)",),
         )
     layers, vpp = stage_layers(read, pp)
-    per_node = min(cluster.gpus_per_node, dp * tp * cp)
     stages = tuple(
-        _stage(
-            Reader(options={**common, **(per_stage[index] if per_stage else {})}, where=where),
-            count,
-            StagePlan(
-                layers=count,
-                nodes=dp * tp * cp // per_node,
-                gpus_per_node=per_node,
-                dp=dp,
-                tp=tp,
-                micro_batch=micro,
-            ),
-            vpp,
-        )
-        for index, count in enumerate(layers)
+        _stage(reader, count, _plain_stage(count, grid, cp, cluster.gpus_per_node), vpp)
+        for reader, count, grid in zip(readers, layers, grids, strict=True)
+    )
+    sliced = any(
+        reader.has("sequence-parallel") and tp > 1 for reader, (_, tp, _) in zip(readers, grids, strict=True)
     )
     return Plan(
         model=model_of(read, _vocab(read)),
@@ -259,8 +246,52 @@ def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpe
         stages=stages,
         schedule="interleaved" if vpp > 1 else "1f1b",
         vpp=vpp,
-        sequence_parallel=read.has("sequence-parallel") and tp > 1,
+        sequence_parallel=sliced,
         execution=_execution(read, training, cp),
+    )
+
+
+Grid = tuple[int, int, int]
+"""dp, tp, micro-batch."""
+
+
+def _grids(readers: Sequence[Reader], gpus: int, cp: int, where: str) -> list[Grid]:
+    """The grid of each stage. No flag says dp: it is what is left of the GPUs, and where stages differ,
+    what makes micro-batch x dp the same on all of them."""
+    sizes = [
+        (read.count("tensor-model-parallel-size", 1), read.count("micro-batch-size")) for read in readers
+    ]
+    tp, micro = sizes[0]
+    if min(cp, len(sizes), *(min(size) for size in sizes)) < 1:
+        raise InputError(
+            f"{where}: micro-batch, tp, pp and cp are {micro}, {tp}, {len(sizes)}, {cp}; wanted at least 1"
+        )
+    if len(set(sizes)) == 1:
+        if gpus % (tp * len(sizes) * cp):
+            raise InputError(
+                f"{where}: {gpus} GPUs are no multiple of tp {tp} x pp {len(sizes)} x cp {cp}",
+                details=("Megatron rejects this (arguments.py:432)",),
+            )
+        return [(gpus // (tp * len(sizes) * cp), tp, micro)] * len(sizes)
+    together = Fraction(gpus, cp) / sum(Fraction(tp, micro) for tp, micro in sizes)
+    if any((together / micro).denominator != 1 for _, micro in sizes):
+        raise InputError(
+            f"{where}: {gpus} GPUs cannot be split so that micro-batch x dp is the same on all stages; "
+            f"their tp and micro-batch are {', '.join(f'{tp} and {micro}' for tp, micro in sizes)}"
+        )
+    return [(int(together / micro), tp, micro) for tp, micro in sizes]
+
+
+def _plain_stage(layers: int, grid: Grid, cp: int, gpus_per_node: int) -> StagePlan:
+    dp, tp, micro = grid
+    per_node = min(gpus_per_node, dp * tp * cp)
+    return StagePlan(
+        layers=layers,
+        nodes=dp * tp * cp // per_node,
+        gpus_per_node=per_node,
+        dp=dp,
+        tp=tp,
+        micro_batch=micro,
     )
 
 
@@ -274,12 +305,11 @@ def _vocab(read: Reader) -> int | None:
 
 def _target(stages: tuple[StagePlan, ...]) -> Target:
     first = stages[0]
-    same = all((s.ckpt, s.recompute, s.offload, s.layers) == (*_kind(first), s.layers) for s in stages)
-    return "megatron" if same else "megatron+patches"
+    return "megatron" if all(_kind(stage) == _kind(first) for stage in stages) else "megatron+patches"
 
 
-def _kind(stage: StagePlan) -> tuple[int, Recompute, Offload]:
-    return stage.ckpt, stage.recompute, stage.offload
+def _kind(stage: StagePlan) -> tuple[Any, ...]:
+    return stage.ckpt, stage.recompute, stage.offload, stage.dp, stage.tp, stage.micro_batch
 
 
 def _stage(read: Reader, layers: int, plain: StagePlan, vpp: int) -> StagePlan:

@@ -16,6 +16,7 @@ Tested with megatron-core 0.19.2.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -172,6 +173,11 @@ def hook_stage_grids(document: Mapping[str, Any]) -> Callable[[], None]:
     from mist_patches.megatron_grids_pipeline import GridCommunicator
 
     grids = read_grids(document)
+    original = parallel_state.initialize_model_parallel
+    if not hasattr(original, "mist_original") and "rank_offset" not in inspect.signature(original).parameters:
+        raise PatchRefused(
+            "stage_grids: this megatron-core cannot make groups for a part of the ranks; it takes 0.19"
+        )
 
     def in_place_of_initialize(original: Any) -> Any:
         def initialize_model_parallel(*sizes: Any, **settings: Any) -> None:

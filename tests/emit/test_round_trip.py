@@ -53,6 +53,12 @@ PLANS = {
         stage(18, tp=2, ckpt=7, offload=Offload(optimizer=0.625)),
         stage(14, tp=2, ckpt=0, offload=Offload(optimizer=0.0, activations=0.375)),
     ),
+    "different grids": plan(
+        "llama2-7b",
+        stage(18, dp=4, micro_batch=1, offload=Offload(optimizer=0.5)),
+        stage(14, tp=2, micro_batch=2, ckpt=3),
+        sequence_parallel=True,
+    ),
     "interleaved": plan("qwen2.5-7b", stage(16, ckpt=4), stage(12, ckpt=2), schedule="interleaved", vpp=2),
     "four stages, half precision": plan(
         "gpt3-13b",

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from test_emitted_megatron_training import STEPS, plain, plan, stage, train
 
+from mist_megatron.cli.app import run
 from mist_megatron.cli.emit import launch_sources
 from mist_megatron.emit.artifacts import artifacts
+from mist_megatron.emit.megatron import patches
+from mist_megatron.emit.write import write_artifacts
 from mist_megatron.errors import InputError
 from mist_megatron.spec.plan import Offload, Plan
 
@@ -30,12 +33,14 @@ def test_trains_and_its_checkpoint_goes_on_elsewhere(plain: list[float], tmp_pat
     assert resumed == pytest.approx(plain[3:], abs=2e-5)
 
 
-def test_with_offload_and_distributed_optimizer(plain: list[float], tmp_path: Path) -> None:
+def test_with_every_other_patch(plain: list[float], tmp_path: Path) -> None:
     """bf16 (hence the tolerance), dp2 -> dp1 on three processes, each stage with fractions of its own."""
+    every = Offload(optimizer=0.75, activations=0.5, weights=0.5, grads=0.25)
     unequal = plan(
-        stage(3, dp=2, micro_batch=1, ckpt=1, offload=Offload(optimizer=0.75, activations=0.5)),
-        stage(1, offload=Offload(optimizer=0.25)),
+        stage(3, dp=2, micro_batch=1, ckpt=1, offload=every), stage(1, offload=Offload(optimizer=0.25))
     )
+    unequal = replace(unequal, execution=replace(unequal.execution, decoupled_step=True))
+    assert len(patches(unequal)) == 5
     assert train(tmp_path, unequal, half=True) == pytest.approx(plain, abs=1e-2)
 
 
@@ -51,6 +56,17 @@ def test_what_stages_json_says() -> None:
         assert said["--tensor-model-parallel-size"] == str(tp)
         assert said["--micro-batch-size"] == str(size)
         assert tp * int(said["--make-vocab-size-divisible-by"]) == 4, "100 = 4 * 25, for both stages"
+
+
+def test_stages_of_different_sizes_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three GPUs over two stages: `lint` finds nothing to say against the folder and the same plan in it."""
+    unequal = plan(stage(3, dp=2, micro_batch=1), stage(1))
+    write_artifacts(tmp_path / "out", artifacts(unequal, launch_sources(probe=False)))
+    assert run(["lint", str(tmp_path / "out" / "args.sh"), "--gpus-per-node", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [finding for finding in found["findings"] if finding["level"] != "note"] == []
+    read = [(entry["dp"], entry["tp"], entry["micro_batch"]) for entry in found["plan"]["stages"]]
+    assert read == [(2, 1, 1), (1, 1, 2)]
 
 
 def refused(planned: Plan) -> str:
