@@ -39,15 +39,55 @@ def _state_offload(stage: Mapping[str, Any]) -> Undo:
     return offload_states(stage["offload"]["weights"], stage["offload"]["grads"])
 
 
+def _deepspeed_optimizer_fraction(stage: Mapping[str, Any]) -> Undo:
+    from mist_patches.deepspeed_optimizer_fraction import exact_optimizer_fraction
+
+    return exact_optimizer_fraction(stage["offload"]["optimizer"])
+
+
+def _deepspeed_weight_fraction(stage: Mapping[str, Any]) -> Undo:
+    from mist_patches.deepspeed_weight_fraction import exact_weight_fraction
+
+    return exact_weight_fraction(stage["offload"]["weights"])
+
+
+def _deepspeed_gradient_fraction(stage: Mapping[str, Any]) -> Undo:
+    from mist_patches.deepspeed_gradient_fraction import exact_gradient_fraction
+
+    return exact_gradient_fraction(stage["offload"]["grads"])
+
+
+def _deepspeed_decoupled_steps(stage: Mapping[str, Any]) -> Undo:
+    from mist_patches.deepspeed_decoupled_step import decouple_optimizer_steps
+
+    return decouple_optimizer_steps()
+
+
 def _whole_plan_patches(document: Mapping[str, Any]) -> Mapping[str, Apply]:
-    """Patches of megatron-core that span all stages and read the whole document."""
+    """Patches that span all stages and read the whole document."""
 
     def stage_grids(stage: Mapping[str, Any]) -> Undo:
         from mist_patches.megatron_stage_grids import apply_stage_grids
 
         return apply_stage_grids(document)
 
-    return {"stage_grids": stage_grids} if document["framework"] == "megatron-core" else {}
+    def pipeline_stages(stage: Mapping[str, Any]) -> Undo:
+        from mist_patches.deepspeed_pipeline_stages import configure_pipeline_stages
+
+        return configure_pipeline_stages(document["stages"])
+
+    def layer_activations(stage: Mapping[str, Any]) -> Undo:
+        from mist_patches.deepspeed_activations import recompute_and_offload
+
+        alone = len(document["stages"]) == 1  # else pipeline_stages recomputes
+        return recompute_and_offload(
+            recomputed=stage["recompute_layers"] if alone else 0,
+            fraction=stage["offload"]["activations"],
+        )
+
+    if document["framework"] == "deepspeed":
+        return {"pipeline_stages": pipeline_stages, "layer_activations": layer_activations}
+    return {"stage_grids": stage_grids}
 
 
 MEGATRON: Mapping[str, Apply] = {
@@ -57,7 +97,12 @@ MEGATRON: Mapping[str, Apply] = {
     "state_offload": _state_offload,
 }
 """Name in stages.json -> what applies it to this rank, given its stage."""
-DEEPSPEED: Mapping[str, Apply] = {}
+DEEPSPEED: Mapping[str, Apply] = {
+    "optimizer_fraction": _deepspeed_optimizer_fraction,
+    "weight_fraction": _deepspeed_weight_fraction,
+    "gradient_fraction": _deepspeed_gradient_fraction,
+    "decoupled_steps": _deepspeed_decoupled_steps,
+}
 """The same for DeepSpeed."""
 PATCHES: Mapping[str, Mapping[str, Apply]] = {"megatron-core": MEGATRON, "deepspeed": DEEPSPEED}
 

@@ -34,7 +34,9 @@ class Case:
     sub_group_size: int = 1_000_000_000
     persistence: int = 0
     patches: dict[str, Any] = field(default_factory=dict)
-    """Patch name -> its argument."""
+    """Patch name -> its argument, in a pipeline one for each stage if a list."""
+    by_file: bool = False
+    """Through a stages.json and `mist_patches.apply`, as an emitted plan does it."""
     checkpointed: list[int] = field(default_factory=list)
     """Layers under torch's activation checkpointing."""
     steps: int = 8
@@ -172,6 +174,36 @@ def configuration(case: Case) -> dict[str, Any]:
     }
 
 
+def stages_document(case: Case) -> dict[str, Any]:
+    """The stages.json that asks for a case's patches."""
+    import torch
+
+    world, count = torch.distributed.get_world_size(), len(case.pipeline or (0,))
+    kinds = {"optimizer": "optimizer_fraction", "weights": "weight_fraction", "grads": "gradient_fraction"}
+    renamed = {"decoupled_step": "decoupled_steps", "activations": "layer_activations"}
+    words = case.patches.get("activations", {})
+    stages = []
+    for index in range(count):
+        asked = {kind: case.patches.get(name, 0.0) for kind, name in kinds.items()}
+        offload = {kind: f[index] if isinstance(f, list) else f for kind, f in asked.items()}
+        place = {"stage": index, "first_rank": index * (world // count), "ranks": world // count}
+        again = {"layers": LAYERS, "recompute_layers": words.get("recomputed", 0), "arguments": []}
+        offload["activations"] = words.get("fraction", 0.0)
+        stages.append({**again, **(case.pipeline or [{}])[index], **place, "offload": offload})
+    return {
+        "schema": 1,
+        "framework": "deepspeed",
+        "plan": "tiny",
+        "world_size": world,
+        "pipeline_parallel": count,
+        "virtual_pipeline": 1,
+        "rank_of_gpu": None,
+        "environment": {},
+        "patches": [renamed.get(name, name) for name in case.patches],
+        "stages": stages,
+    }
+
+
 def apply_patches(case: Case) -> list[Any]:
     import torch
     from mist_patches import (
@@ -183,6 +215,13 @@ def apply_patches(case: Case) -> list[Any]:
         deepspeed_weight_fraction,
     )
 
+    if case.by_file:
+        import mist_patches
+
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(stages_document(case), file)
+            file.flush()
+            return mist_patches.apply(file.name)
     known = {
         "weight_fraction": deepspeed_weight_fraction.exact_weight_fraction,
         "gradient_fraction": deepspeed_gradient_fraction.exact_gradient_fraction,

@@ -39,7 +39,9 @@ def with_patches(case: Case, **patches: object) -> Case:
 
 def plain(case: Case) -> Case:
     """The run that a patched one must equal: the same, stepped and placed as DeepSpeed does it."""
-    return replace(case, patches={}, resume_at=None, mutate=None, ratio=1.0, sub_group_size=10**9)
+    return replace(
+        case, patches={}, by_file=False, resume_at=None, mutate=None, ratio=1.0, sub_group_size=10**9
+    )
 
 
 ONE_PROCESS = {
@@ -71,10 +73,11 @@ TWO_PROCESSES = {
         replace(Z3, precision="bf16", resume_at=5), weight_fraction=0.3, gradient_fraction=0.6
     ),
     "all z3 bf16": with_patches(
-        replace(Z3_HOST, precision="bf16", **FULL),
+        replace(Z3_HOST, precision="bf16", by_file=True, **FULL),
         optimizer_fraction=0.8,
         weight_fraction=0.25,
         gradient_fraction=0.5,
+        activations={"recomputed": 2, "fraction": 0.5},
         decoupled_step=True,
     ),
     "fraction z2 bf16": with_patches(replace(Z2_HOST, precision="bf16", **NO_INF), optimizer_fraction=0.4),
@@ -94,7 +97,7 @@ TWO_PROCESSES = {
 PIPELINES = {
     "stages": with_patches(replace(STAGES, evaluate_at=3, inf_at=2), pipeline_stages=True),
     "all stages bf16": with_patches(
-        replace(STAGES, precision="bf16", **FULL),
+        replace(STAGES, precision="bf16", by_file=True, **FULL),
         pipeline_stages=True,
         optimizer_fraction=FRACTIONS,
         decoupled_step=True,
