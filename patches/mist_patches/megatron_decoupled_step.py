@@ -84,10 +84,16 @@ class DecoupledSteps:
         if self.at_once:
             self.flush("at once")
         else:
-            for unit in self.pending:
-                if unit.grads is not None:
-                    unit.grads.release()
+            self._put_away(kept)
         return True
+
+    def _put_away(self, step: PendingStep) -> None:
+        """Offloaded gradients go back to the host until their unit is stepped."""
+        held = [unit.grads for unit in self.pending if unit.grads is not None]
+        if held:
+            step.wait_for_copies()
+        for grads in held:
+            grads.release()
 
     def take(self, unit: Unit, *, runs_now: bool = True) -> None:
         """The unit's part of every pending step, and the gather of its parameters.
@@ -108,6 +114,9 @@ class DecoupledSteps:
             for one in units:
                 if one.weights is not None and not (runs_now and one is unit):
                     one.weights.release()
+        ahead = next((one for one in self.pending if one.chunk is chunk and one.grads is not None), None)
+        if runs_now and ahead is not None and ahead.grads is not None:
+            ahead.grads.fetch()
 
     def take_group(self, parameters: Iterable[nn.Parameter]) -> None:
         """What must happen before these parameters are gathered."""

@@ -54,6 +54,13 @@ class PendingStep:
     def units(self) -> set[Unit]:
         return set(self._unit_of.values())
 
+    def wait_for_copies(self) -> None:
+        """Let nothing touch the gradients' memory before HybridDeviceOptimizer has copied them."""
+        if self._hybrid:
+            import torch
+
+            torch.cuda.current_stream().wait_stream(self.optimizer.optimizer._d2h_stream)
+
     def take(self, unit: Unit) -> None:
         """Step the parameters of this unit."""
         inner = self.optimizer.optimizer

@@ -1,8 +1,8 @@
 """What a stages.json must be before anything is started; Megatron accepts much of the rest without a word.
 
-Found silent in megatron-core 0.19.2: more layers to recompute than a stage has, an offload fraction above 1,
-activation offload where every layer is recomputed (an assertion in the second step), the distributed optimizer on
-some stages only (hangs: the groups of the gradient norm differ). Standard library only.
+Found silent in megatron-core 0.19.2: more layers to recompute than a stage has, an offload fraction above
+1, activation offload where every layer is recomputed (an assertion in the second step), the distributed
+optimizer on some stages only (hangs: the groups of the gradient norm differ). Standard library only.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ SERIES: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "deepspeed": ((0, 19), (0, 19)),
 }
 """First and last release series that the patches know."""
+_LATE = frozenset({"decoupled_steps", "state_offload"})
+_READERS = ("--log-params-norm", "--check-weight-hash-across-dp-replicas-interval")
 OVERRIDE = "MIST_UNTESTED_VERSION"
 
 
@@ -113,6 +115,11 @@ def _command_line_problems(document: Mapping[str, Any], argv: Sequence[str]) -> 
             continue  # stages on grids of their own say it in their arguments
         if value is not None and key in document and value != str(document[key]):
             yield f"the plan has {key} {document[key]}, the command line says {flag} {value}"
+
+    reads = sorted(set(_READERS) & {word.partition("=")[0] for word in argv})
+    late = sorted(_LATE & set(document["patches"]))
+    if reads and late:
+        yield f"{reads[0]} reads parameters between iterations, where {late[0]} has them old or elsewhere"
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:

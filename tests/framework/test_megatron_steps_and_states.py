@@ -117,7 +117,18 @@ def mutants() -> Runs:
             patches = STEPS if patch == "steps" else {"state_offload": [[0.5, 0.5]]}
             # What is read from where nothing is would end the process; a copy that is left out does not.
             cases[name] = replace(base, patches=patches, mutate=name)
+    for name, mutation in (("moved", ""), ("weights_stay_here", "weights_stay_here")):
+        cases[name] = replace(base, patches={"state_offload": [[0.5, 0.5]]}, mutate=mutation)
     return run_all(cases, 1)
+
+
+def test_memory_is_really_given_back():
+    """Training does not show it, the storages do."""
+    (plain,), (moved,), (kept,) = (mutants()[name] for name in ("plain", "moved", "weights_stay_here"))
+    assert moved["digest"] == kept["digest"] == plain["digest"]
+    for kind in ("weights", "grads"):
+        whole, left = (run["bytes"][f"{kind}_device"] for run in (kept, moved))
+        assert left == pytest.approx(whole / 2, rel=0.15), kind
 
 
 @pytest.mark.parametrize("name", [name for names in CAUGHT.values() for name in names])

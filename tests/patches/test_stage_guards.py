@@ -93,6 +93,13 @@ def test_command_line_of_another_plan():
     ]
 
 
+@pytest.mark.parametrize("patch", ["decoupled_steps", "state_offload"])
+def test_what_reads_parameters_in_between(patch):
+    assert list(problems(GOOD, ["--log-params-norm"])) == []
+    (found,) = problems(changed(patches=[patch]), ["--log-params-norm"])
+    assert found.startswith("--log-params-norm reads parameters between iterations")
+
+
 def test_stopped_before_anything_starts(tmp_path: Path):
     path = tmp_path / "stages.json"
     path.write_text(json.dumps(changed(0, recompute_layers=5)))

@@ -1,0 +1,85 @@
+"""Offloaded weights and gradients under megatron+patches, and steps taken layer by layer: sums made by hand.
+
+Prices are those of test_evaluate_terms: copies take 2 s a byte, Adam 0.5 s a parameter on the device and 5 s
+on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_evaluate_terms import GRID, PARAMETERS, array, terms_of
+
+from mist_megatron.cost import symbols as s
+from mist_megatron.cost.conventions import MEGATRON
+from mist_megatron.cost.grid import StageRole
+from mist_megatron.cost.layers import LayerOptions
+from mist_megatron.cost.memory import stage_memory
+from mist_megatron.spec.presets import PRESETS
+
+TARGET = "megatron+patches"
+LAYERS, RANKS = 6, 4
+
+
+def test_gradients_visit_every_backward_pass_and_come_back_once():
+    stable, delta = terms_of(TARGET, replace(GRID, grads_offload=array(0.5)))
+    each = 2 * 2 * PARAMETERS * 0.5
+    # Hidden behind 2000 s of backward, but for the first layer's way in and the last one's way out.
+    assert stable["exposed_traffic"] == 0
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(each + each)
+    assert delta["states_at_step"] == pytest.approx(LAYERS * each)
+
+
+def test_weights_come_and_go_for_their_update():
+    stable, delta = terms_of(TARGET, replace(GRID, weights_offload=array(0.25)))
+    each = 2 * 2 * PARAMETERS * 0.25
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(2 * each), "in before forward and backward"
+    assert delta["states_at_step"] == pytest.approx(2 * LAYERS * each)
+
+
+def test_nothing_offloaded_costs_nothing():
+    assert "states_at_step" not in terms_of(TARGET)[1]
+
+
+def test_decoupled_steps_hide_the_gather():
+    _, plain = terms_of(TARGET)
+    _, delta = terms_of(TARGET, decoupled_step=True)
+    assert plain["weight_gather"] == 2 * LAYERS * PARAMETERS
+    assert "weight_gather" not in delta
+    assert delta["optimizer_compute"] == plain["optimizer_compute"] == 0.5 * LAYERS * PARAMETERS / RANKS
+    # 200 s of gather beside 1000 s of forward: only the first layer's stands alone.
+    assert delta["first_forward_traffic"] == pytest.approx(2 * PARAMETERS)
+
+
+def test_host_adam_hides_behind_the_layer_before():
+    slow = replace(GRID, optimizer_offload=array(1.0))
+    _, plain = terms_of(TARGET, slow)
+    _, delta = terms_of(TARGET, slow, decoupled_step=True)
+    assert plain["host_adam"] == 5.0 * LAYERS * PARAMETERS / RANKS
+    assert delta["host_adam"] == 0, "125 s a layer behind 1000 s of forward"
+    assert "host_adam_copies" not in delta
+    # Gradients out, new weights in, 2 s * 2 B * 25 parameters each, beside forward but for one layer's.
+    assert delta["first_forward_traffic"] == pytest.approx(2 * PARAMETERS + 100)
+
+
+def test_offloaded_gradients_are_all_there_for_the_reduction():
+    """Without activations to speak of the peak is when gradients have come back, not in backward."""
+    model = PRESETS["gpt3-1.3b"]
+    memory = stage_memory(model, LayerOptions(), TARGET, MEGATRON, StageRole.MIDDLE)
+    numbers = {
+        s.LAYERS: 24, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
+        s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,
+        s.DP: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, s.WO: 0, s.OO: 0, s.AO: 0, s.CKPT: 24, s.B: 1, s.S: 128, s.SP: 0,
+        s.SELECTIVE: 0, s.IN_FLIGHT: 1,
+    }  # fmt: skip
+
+    def at(expression, share):
+        return float(expression.subs({**numbers, s.GO: share}).doit())
+
+    on_device, away = at(memory.terms["grads"], 0.0), at(memory.terms["grads"], 1.0)
+    assert away == 0
+    assert at(memory.peaks["reduction"], 1.0) - at(memory.peaks["reduction"], 0.0) == pytest.approx(
+        at(memory.terms["buffers"], 1.0) - at(memory.terms["buffers"], 0.0)
+    )
+    assert at(memory.peak, 1.0) >= at(memory.peak, 0.0) - on_device / 2
