@@ -143,18 +143,17 @@ def _rows(points: Sequence[Measurement], kind: str, columns: tuple[str, ...]) ->
 
 def _fit(rows: Array, group: Array, curve: Curve, start: Mapping[str, float]) -> CurveFit:
     """Parameters over all rows, and the mean relative error of groups that took no part in a fit."""
-    first = tuple(start.values())
-    theta = _solve(rows, curve, first)
+    theta = _solve(rows, curve, start)
     values = {name: float(f"{math.exp(at):.5g}") for name, at in zip(start, theta, strict=True)}
     here = np.log(curve(theta, rows))
     moved = [np.log(curve(theta + math.log(2.0) * unit, rows)) - here for unit in np.eye(len(theta))]
     unseen = tuple(
         name for name, change in zip(start, moved, strict=True) if float(np.abs(change).mean()) < SEEN
     )
-    return CurveFit(values=values, points=len(rows), error=_held_out(rows, group, curve, first), open=unseen)
+    return CurveFit(values=values, points=len(rows), error=_held_out(rows, group, curve, start), open=unseen)
 
 
-def _held_out(rows: Array, group: Array, curve: Curve, start: tuple[float, ...]) -> float | None:
+def _held_out(rows: Array, group: Array, curve: Curve, start: Mapping[str, float]) -> float | None:
     groups, index = np.unique(group, return_inverse=True)
     if groups.size < 3:
         return None
@@ -167,11 +166,13 @@ def _held_out(rows: Array, group: Array, curve: Curve, start: tuple[float, ...])
     return float(missed.mean())
 
 
-def _solve(rows: Array, curve: Curve, start: tuple[float, ...]) -> Array:
+def _solve(rows: Array, curve: Curve, start: Mapping[str, float]) -> Array:
     """Damped Gauss-Newton on logarithms of parameters and times, with a weak pull to the start."""
-    first = np.log(np.array(start))
+    first = np.log(np.array(list(start.values())))
+    # No share of a peak is above 1, whatever a few small shapes suggest.
+    most = np.array([0.0 if name.endswith("fraction") else np.inf for name in start])
     wanted = np.log(rows[:, -1])
-    pull = _PULL * math.sqrt(len(rows)) * np.array([0.0, *(1.0 for _ in start[1:])])
+    pull = _PULL * math.sqrt(len(rows)) * np.array([0.0, *(1.0 for _ in range(len(start) - 1))])
 
     def residual(theta: Array) -> Array:
         return np.asarray(np.concatenate([np.log(curve(theta, rows)) - wanted, pull * (theta - first)]))
@@ -183,7 +184,7 @@ def _solve(rows: Array, curve: Curve, start: tuple[float, ...]) -> Array:
         jacobian: Array = np.asarray(np.stack(columns, axis=1), dtype=np.float64)
         normal = jacobian.T @ jacobian
         move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ best)
-        tried: Array = np.asarray(theta + np.clip(move, -1.0, 1.0), dtype=np.float64)
+        tried: Array = np.minimum(theta + np.clip(move, -1.0, 1.0), most)
         then = residual(tried)
         if then @ then < best @ best:
             theta, best, damping = tried, then, damping / 3.0

@@ -122,6 +122,7 @@ def fit_profile(raws: Sequence[Raw], request: FitRequest) -> Fitted:
     _host(draft)
     adam = _device_adam(draft)
     interference = _interference(draft)
+    clock = _clock(draft)
     profile = draft.profile
     made = Profile(
         name=request.name,
@@ -134,7 +135,7 @@ def fit_profile(raws: Sequence[Raw], request: FitRequest) -> Fitted:
         interference=_merged_sets(interference, profile.interference),
         collectives=_merged_curves(curves, profile.collectives),
         tables=_merged_tables(draft, tables),
-        clock_mhz=_clock(draft) or profile.clock_mhz,
+        clock_mhz=clock or profile.clock_mhz,
         versions=_versions(agreed) or profile.versions,
         note=_note(draft),
     )

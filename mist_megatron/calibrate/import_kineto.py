@@ -10,17 +10,16 @@ A collective's kernel also waits until the last rank arrives, so of one size the
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from mist_megatron.calibrate.importing import UNKNOWN_DEVICE, Hints, Imported, identity_of, text_of
-from mist_megatron.calibrate.measurements import SIZES, Conditions, Measurement, checked
+from mist_megatron.calibrate.measurements import LARGEST_SIZE, SIZES, Conditions, Measurement, checked
 from mist_megatron.errors import InputError
 
 Shape = tuple[float, ...]
@@ -53,6 +52,8 @@ COLLECTIVES = {
     "send": ("send_recv", "In"), "recv": ("send_recv", "Out"),
 }  # fmt: skip
 """`Collective name` -> ours, and which message is the whole one."""
+MOST_US = 3.6e9
+"""An hour: no kernel takes so long."""
 _COPIES = (("Memcpy HtoD (Pinned", "h2d"), ("Memcpy DtoH (Device -> Pinned", "d2h"))
 
 
@@ -126,8 +127,8 @@ def _checked(event: Any, place: str) -> Mapping[str, Any] | None:
     duration = event.get("dur")
     if isinstance(duration, str | bool) or not isinstance(duration, int | float):
         raise InputError(f"{place}: dur is {duration!r}; wanted microseconds: cut off?")
-    if not (math.isfinite(duration) and duration >= 0.0):
-        raise InputError(f"{place}: dur is {duration!r}; wanted microseconds from 0")
+    if not 0.0 <= duration < MOST_US:
+        raise InputError(f"{place}: dur is {duration!r}; wanted microseconds from 0 to an hour")
     return event
 
 
@@ -165,7 +166,11 @@ def _sizes(dims: Sequence[Any], place: int, count: int) -> list[float] | None:
     entry = dims[place] if place < len(dims) else None
     if not isinstance(entry, list) or len(entry) != count:
         return None
-    return [float(size) for size in entry] if all(isinstance(s, int) and s > 0 for s in entry) else None
+    return [float(size) for size in entry] if all(_is_count(size) for size in entry) else None
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
 
 
 def _precision(types: Sequence[Any], place: int) -> str | None:
@@ -204,7 +209,7 @@ def _copy(event: Mapping[str, Any], found: _Found) -> None:
         if "HtoD" in name or "DtoH" in name:
             found.skip("copies of pageable host memory")
         return
-    if not isinstance(moved, int) or moved <= 0 or event["dur"] <= 0:
+    if not _is_count(moved) or event["dur"] <= 0:
         found.skip("copies without bytes or duration")
         return
     found.add(_Key("copy", direction, "bytes", (float(moved),)), float(event["dur"]) * 1e-6)
@@ -219,7 +224,7 @@ def _collective(event: Mapping[str, Any], found: _Found, hints: Hints, where: st
     kind, side = known
     count, size = arguments.get(f"{side} msg nelems"), arguments.get("Group size")
     width = TYPES.get(str(arguments.get("dtype")))
-    if not isinstance(count, int) or not isinstance(size, int) or width is None or count <= 0 or size < 2:
+    if not _is_count(count) or not _is_count(size) or width is None or size == 1:
         found.skip("NCCL kernels without message size or group")
         return
     if event["dur"] <= 0:

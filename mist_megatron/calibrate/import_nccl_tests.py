@@ -37,6 +37,7 @@ _RANK = re.compile(
     r"#\s+Rank\s+(?P<rank>\d+)\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+(?P<host>\S+)\s+"
     r"device\s+(?P<device>\d+)\s+\[[^\]]*\]\s+(?P<name>.+?)\s*$"
 )
+_COLUMNS = ("size", "type", "redop", "time", "algbw", "busbw")
 _NUMBER = re.compile(r"\d+(\.\d+)?([eE][+-]?\d+)?$")
 
 
@@ -157,7 +158,13 @@ def _program(setting: _Setting, line: str) -> None:
 
 
 def _text_row(cells: Sequence[str], columns: Sequence[str], place: str, number: int) -> _Row:
-    need = columns.index("#wrong" if "#wrong" in columns else "busbw") + 1
+    last = next((name for name in ("#wrong", "busbw") if name in columns), columns[-1])
+    need = columns.index(last) + 1
+    missing = [name for name in _COLUMNS if name not in columns[:need]]
+    if missing:
+        raise InputError(
+            f"{place}: the header above has no column {missing[0]}; wanted {', '.join(_COLUMNS)}"
+        )
     if len(cells) < need:
         raise InputError(f"{place}: {len(cells)} columns; wanted {len(columns)}: cut off?")
     value = dict(zip(reversed(columns[:need]), reversed(cells[:need]), strict=True))
@@ -172,7 +179,7 @@ def _text_row(cells: Sequence[str], columns: Sequence[str], place: str, number: 
 def _number(text: Any, name: str, place: str) -> float:
     if not _NUMBER.match(str(text)):
         raise InputError(f"{place}: {name} is {text!r}; wanted a number from 0")
-    found = float(text)
+    found = float(str(text))
     if not math.isfinite(found):
         raise InputError(f"{place}: {name} is {text!r}; wanted a finite number")
     return found

@@ -164,6 +164,15 @@ def test_fitted_profile_predicts_its_own_measurements(fitted):
     assert exact.exact_s[0] == exact.seconds[0]
 
 
+def test_no_share_above_one(ran_here, tmp_path):
+    """Small shapes in a cache can be faster than a curve that fits them allows."""
+    small = [{"kind": "memory", "moved_bytes": 1 << power, "seconds": (1 << power) / 9e12, "of": "a"}
+             for power in range(16, 28)]  # fmt: skip
+    write(tmp_path / "raw.jsonl", small)
+    figures = json.loads(ran_here(*FIT, "--json").out)["figures"]
+    assert next(f["value"] for f in figures if f["name"] == "memory_fraction") == 1.0
+
+
 def test_pairs_of_nodes_alone_make_no_profile(ran_here, tmp_path):
     pair = {
         "kind": "link",
