@@ -40,6 +40,7 @@ def fit(
     """Fits a hardware profile to raw measurements, with errors by cross-validation."""
     from mist_megatron.calibrate.fit_profile import FitRequest, fit_profile
     from mist_megatron.calibrate.profile_view import document
+    from mist_megatron.cli.calibrate_check import held_out_shapes
     from mist_megatron.cli.calibrate_files import base_profile, write_profile
     from mist_megatron.cli.evaluators import load_profile
     from mist_megatron.cost.overlap import overlapped_time
@@ -58,7 +59,8 @@ def fit(
     fitted = fit_profile(raws, request)
     written = write_profile(fitted.profile, out, force=force)
     described = document(load_profile(out), device)
-    notes, paths = list(fitted.notes), [str(path) for path in written]
+    notes = [*fitted.notes, *held_out_shapes(fitted.profile, device)]
+    paths = [str(path) for path in written]
     output.finish({**described, "base": filled.name, "notes": notes, "files": paths})
     for note in notes:
         output.people.print(note, soft_wrap=True, markup=False)

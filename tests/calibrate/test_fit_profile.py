@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -162,6 +163,14 @@ def test_fitted_profile_predicts_its_own_measurements(fitted):
     assert priced.seconds[0] == pytest.approx(truth, rel=0.04)
     exact = prices.gemm(4096 * one, 4096 * one, 2048 * one, one)
     assert exact.exact_s[0] == exact.seconds[0]
+
+
+def test_shapes_are_predicted_from_the_others(fitted):
+    """What is true by construction within 2 % is told as such; the fit's curve and its table both know it."""
+    told = next(note for note in fitted[1]["notes"] if note.startswith("gemm in bf16: 48 shapes"))
+    by_table, by_curve = (float(text.strip(" ;%off")) for text in re.findall(r" [\d.]+%", told))
+    assert 0.0 < by_table < 3.0
+    assert 0.0 < by_curve < 3.0
 
 
 def test_no_share_above_one(ran_here, tmp_path):
