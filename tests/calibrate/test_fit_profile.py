@@ -168,7 +168,7 @@ def test_fitted_profile_predicts_its_own_measurements(fitted):
 def test_shapes_are_predicted_from_the_others(fitted):
     """What is true by construction within 2 % is told as such; the fit's curve and its table both know it."""
     told = next(note for note in fitted[1]["notes"] if note.startswith("gemm in bf16: 48 shapes"))
-    by_table, by_curve = (float(text.strip(" ;%off")) for text in re.findall(r" [\d.]+%", told))
+    by_table, by_curve = map(float, re.findall(r" ([\d.]+)%", told))
     assert 0.0 < by_table < 3.0
     assert 0.0 < by_curve < 3.0
 
