@@ -63,6 +63,12 @@ def _deepspeed_decoupled_steps(stage: Mapping[str, Any]) -> Undo:
     return decouple_optimizer_steps()
 
 
+def _deepspeed_forget_overflow(stage: Mapping[str, Any]) -> Undo:
+    from mist_patches.deepspeed_overflow import forget_overflowed_gradients
+
+    return forget_overflowed_gradients()
+
+
 def _whole_plan_patches(document: Mapping[str, Any]) -> Mapping[str, Apply]:
     """Patches that span all stages and read the whole document."""
 
@@ -102,6 +108,7 @@ DEEPSPEED: Mapping[str, Apply] = {
     "weight_fraction": _deepspeed_weight_fraction,
     "gradient_fraction": _deepspeed_gradient_fraction,
     "decoupled_steps": _deepspeed_decoupled_steps,
+    "forget_overflow": _deepspeed_forget_overflow,
 }
 """The same for DeepSpeed."""
 PATCHES: Mapping[str, Mapping[str, Apply]] = {"megatron-core": MEGATRON, "deepspeed": DEEPSPEED}

@@ -143,7 +143,7 @@ def configuration(case: Case) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": case.zero, "reduce_bucket_size": 20000}
     if case.zero == 3:
         zero["stage3_param_persistence_threshold"] = case.persistence
-        zero["stage3_prefetch_bucket_size"] = 9000
+        zero["stage3_prefetch_bucket_size"] = 1000
         zero["sub_group_size"] = case.sub_group_size
     elif case.zero:
         zero["allgather_bucket_size"] = 20000
@@ -211,6 +211,7 @@ def apply_patches(case: Case) -> list[Any]:
         deepspeed_decoupled_step,
         deepspeed_gradient_fraction,
         deepspeed_optimizer_fraction,
+        deepspeed_overflow,
         deepspeed_pipeline_stages,
         deepspeed_weight_fraction,
     )
@@ -226,6 +227,7 @@ def apply_patches(case: Case) -> list[Any]:
         "weight_fraction": deepspeed_weight_fraction.exact_weight_fraction,
         "gradient_fraction": deepspeed_gradient_fraction.exact_gradient_fraction,
         "optimizer_fraction": deepspeed_optimizer_fraction.exact_optimizer_fraction,
+        "forget_overflow": lambda _: deepspeed_overflow.forget_overflowed_gradients(),
         "activations": lambda words: deepspeed_activations.recompute_and_offload(**words, min_bytes=0),
         "pipeline_stages": lambda _: deepspeed_pipeline_stages.configure_pipeline_stages(case.pipeline),
         "decoupled_step": lambda _: deepspeed_decoupled_step.decouple_optimizer_steps(),
