@@ -37,6 +37,8 @@ from mist_megatron.spec.profile import (
 )
 
 HERE = Path(__file__).resolve().parent
+ELSEWHERE = 0.1
+"""Uncertainty of figures that were fitted on another product with the same chip."""
 
 
 def operator_rows(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
@@ -209,8 +211,11 @@ def fitted_figures(draft: Draft, recipe: Recipe, fitted: Mapping[str, Any]) -> N
     found = fitted.get(recipe.fitted or "")
     if not found:
         return
+    own = recipe.gpu in found["gpus"]
     draft.sources["fitted"] = Source(
-        origin="fitted", text=found["source"], uncertainty=found["cross_validated_error"]
+        origin="fitted" if own else "assumed",
+        text=found["source"] + ("" if own else f"; on {found['gpus'][0]}"),
+        uncertainty=found["error"] if own else ELSEWHERE,
     )
     measured = set(draft.figures) if draft.gemm else set()
     for name, value in found["figures"].items():

@@ -6,7 +6,8 @@
 
 Writes its part of calibration/fitted.json (kernel and link figures, whole-layer ratios), which
 build_profiles.py puts into the profiles, and prints the host constants of Megatron's eager execution, which
-stand in mist_megatron/cost/communication.py. Physical figures first, on rows spread evenly over the sources,
+stand in mist_megatron/cost/communication.py: put them there and run again with --layers-only. Physical
+figures come first, on rows spread evenly over the sources,
 so that no source with many rows decides; matrix products start from, and are held near, what operator timings
 say of the chip. Then, where a source has runs without fused attention on one node, the ratio of measured to
 modelled layer time by shape, of shapes with several rows.
@@ -243,15 +244,21 @@ def fitted_part(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: 
         "source": "measured iterations, through this cost model: " + ", ".join(sorted(rows)),
         "gpus": list(chip.gpus),
         "rows": sum(len(own) for own in rows.values()),
-        "cross_validated_error": round(error, 4),
+        "error": round(error, 4),
+        "on_unseen_groups": options.folds > 1,
         "figures": figures,
     }
-    if chip.layers:
-        base = changed(shipped(chip.gpus[0]), figures)
-        part["layers"], part["layers_cross_validated_error"] = layer_part(
-            base, [row for own in rows.values() for row in own if _is_first(row, chip)]
-        )
     return part
+
+
+def with_layer_part(
+    part: dict[str, Any], chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]]
+) -> dict[str, Any]:
+    """The layer ratios that go with these figures and the host constants as they stand."""
+    base = changed(shipped(chip.gpus[0]), part["figures"])
+    own = [row for several in rows.values() for row in several if _is_first(row, chip)]
+    layers, error = layer_part(base, own)
+    return {**part, "layers": layers, "layers_cross_validated_error": round(error, 4)}
 
 
 def _is_first(row: MeasuredRow, chip: Chip) -> bool:
@@ -265,12 +272,16 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rows", type=int, default=75, help="most rows of one source that are fitted to")
     parser.add_argument("--folds", type=int, default=1, help="also fit with groups left out")
+    parser.add_argument(
+        "--layers-only", action="store_true", help="keep the figures; after new host constants"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "fitted.json")
     options = parser.parse_args()
     chip = CHIPS[options.chip]
     rows = rows_by_source(options.files, chip)
     known = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    known[options.chip] = fitted_part(chip, rows, options)
+    part = known[options.chip] if options.layers_only else fitted_part(chip, rows, options)
+    known[options.chip] = with_layer_part(part, chip, rows) if chip.layers else part
     options.out.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 

@@ -14,16 +14,16 @@ import numpy as np
 from mist_megatron.cost.pricing import Array
 from mist_megatron.spec.plan import Execution, Target
 
-HOST_S_PER_LAUNCH = 5.83e-05
+HOST_S_PER_LAUNCH = 6.09e-05
 """Eager PyTorch under Megatron: on 2 to 8 A100 the published runs of vTrain (MICRO 2024) with hidden 1024
 and one or two sequences take 3.6 ms per layer and micro-batch whatever the tensor-parallel size, for the
 46 kernels of forward, recomputation and backward in our graph."""
 
 
-HOST_S_PER_PEER = 2.23e-05
-HOST_S_PER_MICRO_BATCH = 0.00117
-HOST_S_PER_EXCHANGE = 0.000637
-HOST_S_PER_STEP = 0.00176
+HOST_S_PER_PEER = 1.81e-05
+HOST_S_PER_MICRO_BATCH = 0.00111
+HOST_S_PER_EXCHANGE = 0.000598
+HOST_S_PER_STEP = 0.00161
 """Fitted with the above to the same runs by calibration/fit_end_to_end.py."""
 
 
