@@ -31,9 +31,9 @@ def import_outputs(
         str | None, typer.Option(help=f"Where nccl-tests' output does not say it: {', '.join(COLLECTIVES)}.")
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of one node in a trace of several nodes.")
+        int | None, typer.Option(help="Ranks of one node in a trace of several nodes.")
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace an existing file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     output: OutputOptions,
 ) -> None:
     """Reads nccl-tests tables and JSON, mpiGraph matrices and Kineto traces into raw measurements."""
@@ -47,6 +47,8 @@ def import_outputs(
         check.known("--as", "kind of output", kind, KINDS)
     if collective is not None:
         check.known("--collective", "collective", collective, COLLECTIVES)
+    if gpus_per_node is not None:
+        check.at_least("calibrate import", 1, gpus_per_node=gpus_per_node)
     found: dict[str, Imported] = {}
     for path in files:
         if str(path) in found:

@@ -92,12 +92,13 @@ def _interference(people: Console, sets: list[dict[str, Any]]) -> None:
     columns = ("co-run", "slowdown of each (? not determined)", "source", "points", "error")
     rows = []
     for item in sets:
+        sigmas = item["sigma"] or [None] * len(item["factors"])
         factors = [
-            f"{factor:.3g}{'' if sure else '?'}"
-            for factor, sure in zip(item["factors"], item["identified"], strict=True)
+            f"{factor:.3g}{'?' if not sure else '' if sigma is None else f'±{sigma:.0%}'}"
+            for factor, sure, sigma in zip(item["factors"], item["identified"], sigmas, strict=True)
         ]
         rows.append(
-            ["+".join(item["streams"]), "  ".join(factors), item["source"], _count(item["points"]),
+            ["+".join(item["streams"]), " ".join(factors), item["source"], _count(item["points"]),
              _error(item["error"])]
         )  # fmt: skip
     people.print()
