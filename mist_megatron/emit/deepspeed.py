@@ -275,6 +275,13 @@ def megatron_deepspeed_flags(plan: Plan) -> Flags:
     )
 
 
+def patches(plan: Plan) -> tuple[str, ...]:
+    """Names for mist_patches.apply: without it DeepSpeed 0.19.8 skips every step after the first overflow."""
+    stage = plan.stages[0]
+    accumulates_wide = plan.execution.grad_bytes == 4 and stage.zero in {1, 2}
+    return ("forget_overflow",) if accumulates_wide and stage.offload.optimizer else ()
+
+
 def stages(plan: Plan) -> Config:
     """The stages.json document: nothing differs, but the entry checks the world size with it."""
-    return stages_document(plan, framework="deepspeed", arguments=[[]], environment={}, patches=())
+    return stages_document(plan, framework="deepspeed", arguments=[[]], environment={}, patches=patches(plan))

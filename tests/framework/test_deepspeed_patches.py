@@ -44,6 +44,10 @@ def plain(case: Case) -> Case:
 
 
 ONE_PROCESS = {
+    "weights and gradients z3 bf16": with_patches(
+        replace(Z3, precision="bf16", resume_at=5), weight_fraction=0.3, gradient_fraction=0.6
+    ),
+    "decoupled z3 fp16": with_patches(replace(Z3, precision="fp16", **FULL), decoupled_step=True),
     "activations z3 bf16": with_patches(
         replace(Z3, precision="bf16", steps=4), activations={"recomputed": 1, "fraction": 0.5}
     ),
@@ -68,9 +72,6 @@ PIPELINE = [
 STAGES = Case(zero=1, pipeline=PIPELINE)
 FRACTIONS = [0.4, 0.0]
 TWO_PROCESSES = {
-    "weights and gradients z3 bf16": with_patches(
-        replace(Z3, precision="bf16", resume_at=5), weight_fraction=0.3, gradient_fraction=0.6
-    ),
     "all z3 bf16": with_patches(
         replace(Z3_HOST, precision="bf16", by_file=True, **FULL),
         optimizer_fraction=0.8,
@@ -93,7 +94,6 @@ TWO_PROCESSES = {
         gradient_fraction=0.3,
         decoupled_step=True,
     ),
-    "decoupled z3 fp16": with_patches(replace(Z3, precision="fp16", **FULL), decoupled_step=True),
 }
 PIPELINES = {
     "stages": with_patches(replace(STAGES, evaluate_at=3, inf_at=2), pipeline_stages=True),
