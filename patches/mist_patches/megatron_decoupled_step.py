@@ -63,10 +63,12 @@ _OPTIMIZER_READERS = (
 class DecoupledSteps:
     """All pending steps of this process."""
 
-    def __init__(self, on_event: OnEvent | None = None, *, at_once: bool = False) -> None:
-        self.at_once = at_once
+    def __init__(self) -> None:
+        self.reasons: set[str] = set()
+        self.undone: list[Undo] = []
+        self.at_once = True
         """Take all parts when the step is decided on: unit by unit, but not decoupled."""
-        self.on_event = on_event or (lambda what, unit: None)
+        self.on_event: OnEvent = lambda what, unit: None
         self.pending: dict[Unit, list[PendingStep]] = {}
         self.unzeroed: set[Unit] = set()
         self.handles: list[Any] = []
@@ -212,36 +214,46 @@ def decoupled_steps(on_event: OnEvent | None = None) -> Undo:
 
     Call it before the model is built. `on_event` sees the order of things; it is for tests.
     """
-    undo = _install(DecoupledSteps(on_event))
+    undo = _use(_DECOUPLED)
+    if _active is not None and on_event is not None:
+        _active.on_event = on_event
     log.info("optimizer steps: each layer's before its next forward pass")
     return undo
 
 
 def step_by_unit() -> Undo:
     """Step unit by unit in `optimizer.step()`, unless steps are decoupled: then they are so already."""
-    return _install(DecoupledSteps(at_once=True)) if _active is None else lambda: None
+    return _use("step by unit")
 
 
-def _install(engine: DecoupledSteps) -> Undo:
+_DECOUPLED = "decoupled steps"
+
+
+def _use(reason: str) -> Undo:
+    """One engine serves all reasons for steps by unit; models built under it keep its hooks."""
     global _active
-    if _active is not None:
-        _active.flush("patched again")
-    _active = engine
-    undone = [
-        lay_out_by_unit(),
-        watch_chunks("decoupled steps", lambda chunk: _hook_chunk(engine, chunk)),
-        *_patch_optimizers(engine),
-        *_patch_buffers(engine),
-    ]
+    engine = _active or DecoupledSteps()
+    if _active is None:
+        _active = engine
+        engine.undone = [
+            lay_out_by_unit(),
+            watch_chunks("decoupled steps", lambda chunk: _hook_chunk(engine, chunk)),
+            *_patch_optimizers(engine),
+            *_patch_buffers(engine),
+        ]
+    engine.reasons.add(reason)
+    engine.at_once = _DECOUPLED not in engine.reasons
 
     def undo() -> None:
         global _active
         engine.flush("undone")
-        for one in undone:
-            one()
-        for handle in engine.handles:
-            handle.remove()
-        if _active is engine:
+        engine.reasons.discard(reason)
+        engine.at_once = _DECOUPLED not in engine.reasons
+        if not engine.reasons and _active is engine:
+            for one in engine.undone:
+                one()
+            for handle in engine.handles:
+                handle.remove()
             _active = None
 
     return undo

@@ -56,6 +56,7 @@ class StateOffload:
     grads: Meter = field(default_factory=Meter)
     chunks: list[Chunk] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
+    undo: Undo = lambda: None
     total_bytes: dict[str, int] = field(default_factory=lambda: {"weights": 0, "grads": 0})
     _brought_back: bool = True
     _waiting: dict[Unit, set[int]] = field(default_factory=dict)
@@ -185,14 +186,22 @@ _active: StateOffload | None = None
 def offload_states(weights: float, grads: float) -> Undo:
     """Keep these fractions of this rank's weights and gradients on the host.
 
-    Call it before the model is built. Returns the function that undoes it for models built afterwards.
+    Call it before the model is built. Returns the function that undoes it for models built afterwards; one
+    that was built under it has its weights back then, and must not be trained further.
     """
     global _active
-    mover = _active = StateOffload(
+    mover = StateOffload(
         check_fraction("weight offload fraction", weights), check_fraction("gradient offload fraction", grads)
     )
+    if _active is not None:
+        if (_active.weights_fraction, _active.grads_fraction) == (weights, grads):
+            return _active.undo
+        if _active.chunks:
+            raise PatchRefused("weight and gradient offload: a model is built with other fractions already")
+        _active.undo()
     if weights == 0.0 and grads == 0.0:
         return lambda: None
+    _active = mover
     before_reading["state offload"] = mover.bring_back
     undone = [
         lay_out_by_unit(),
@@ -212,6 +221,7 @@ def offload_states(weights: float, grads: float) -> Undo:
         if _active is mover:
             _active = None
 
+    mover.undo = undo
     return undo
 
 

@@ -50,6 +50,8 @@ class Case:
     """Steps after which the model is evaluated."""
     resume_at: int | None = None
     """Step after which everything is saved, thrown away, and loaded into a new model."""
+    twice: bool = False
+    """Apply each patch twice, which must do no harm."""
     mutate: str = ""
     """Essential line of a patch to take out; see MUTATIONS."""
 
@@ -139,7 +141,8 @@ def apply_patches(case: Case, stage: int) -> list[Any]:
         "unit_layout": lambda on: lay_out_by_unit(),
         "decoupled_steps": lambda on: decoupled_steps(lambda what, unit: EVENTS.append([what, unit])),
     }
-    return [known[name](values[stage]) for name, values in case.patches.items()]
+    every = case.patches.items()
+    return [known[name](values[stage]) for _ in range(1 + case.twice) for name, values in every]
 
 
 def build_config(case: Case, stage: int, dtype: Any) -> Any:

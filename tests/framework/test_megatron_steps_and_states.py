@@ -57,10 +57,11 @@ def one_process() -> Runs:
     cases = with_patches(ONE_PROCESS, steps=STEPS, states=STATES)
     for name in ("bf16", "host optimizer"):
         exact = {"optimizer_fraction": [0.5]} if name == "host optimizer" else {}
-        cases[name, "all"] = replace(ONE_PROCESS[name], patches={**ALL, **exact})
+        cases[name, "all"] = replace(ONE_PROCESS[name], patches={**ALL, **exact}, twice=True)
     cases["host optimizer", "exact"] = replace(
         ONE_PROCESS["host optimizer"], patches={"optimizer_fraction": [0.5]}
     )
+    cases["bf16", "plain again"] = ONE_PROCESS["bf16"]
     return run_all(cases, 1)
 
 
@@ -78,6 +79,12 @@ def test_all_together():
     found = one_process()
     assert_same(found["bf16", "plain"], found["bf16", "all"])
     assert_same(found["host optimizer", "exact"], found["host optimizer", "all"])
+
+
+def test_undone():
+    """After all patches were put on, twice, and taken off, nothing of them is left."""
+    assert_same(one_process()["bf16", "plain"], one_process()["bf16", "plain again"])
+    assert one_process()["bf16", "plain again"][0]["bytes"] == one_process()["bf16", "plain"][0]["bytes"]
 
 
 def order(events: list[list[str]], what: str) -> list[str]:
@@ -117,18 +124,20 @@ def mutants() -> Runs:
             patches = STEPS if patch == "steps" else {"state_offload": [[0.5, 0.5]]}
             # What is read from where nothing is would end the process; a copy that is left out does not.
             cases[name] = replace(base, patches=patches, mutate=name)
-    for name, mutation in (("moved", ""), ("weights_stay_here", "weights_stay_here")):
-        cases[name] = replace(base, patches={"state_offload": [[0.5, 0.5]]}, mutate=mutation)
+    cases["moved"] = replace(base, patches={"state_offload": [[0.5, 0.5]]})
+    # Gradients are made zero by letting go of them, so only weights can stay and still be right.
+    weights = {"state_offload": [[0.5, 0.0]]}
+    cases["weights_stay_here"] = replace(base, patches=weights, mutate="weights_stay_here")
     return run_all(cases, 1)
 
 
 def test_memory_is_really_given_back():
-    """Training does not show it, the storages do."""
+    """What training does not show, the storages do."""
     (plain,), (moved,), (kept,) = (mutants()[name] for name in ("plain", "moved", "weights_stay_here"))
     assert moved["digest"] == kept["digest"] == plain["digest"]
-    for kind in ("weights", "grads"):
-        whole, left = (run["bytes"][f"{kind}_device"] for run in (kept, moved))
-        assert left == pytest.approx(whole / 2, rel=0.15), kind
+    assert kept["bytes"]["weights_device"] == plain["bytes"]["weights_device"]
+    for kind in ("weights_device", "grads_device"):
+        assert moved["bytes"][kind] == pytest.approx(plain["bytes"][kind] / 2, rel=0.15), kind
 
 
 @pytest.mark.parametrize("name", [name for names in CAUGHT.values() for name in names])
