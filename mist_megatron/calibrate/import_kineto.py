@@ -92,6 +92,10 @@ def read_kineto(document: Any, where: str, hints: Hints) -> Imported:
         _identity(event): event for event in complete
         if event.get("cat") == "cpu_op" and _identity(event) is not None
     }  # fmt: skip
+    launches = {
+        _key(_arguments(event).get("correlation")): _identity(event) for event in complete
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and _identity(event) is not None
+    }  # fmt: skip
     found = _Found()
     calls: dict[Any, float] = {}
     for event in complete:
@@ -100,7 +104,8 @@ def read_kineto(document: Any, where: str, hints: Hints) -> Imported:
         elif event.get("cat") == "kernel" and "nccl" in str(event.get("name", "")).lower():
             _collective(event, found, hints, where)
         elif event.get("cat") == "kernel":
-            identity = _identity(event)
+            # Older traces say only which call launched a kernel, and of the call which operator it served.
+            identity = _identity(event) or launches.get(_key(_arguments(event).get("correlation")))
             if identity not in operators:
                 found.skip("kernels that no recorded operator launched")
             else:
@@ -140,6 +145,10 @@ def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
 def _identity(event: Mapping[str, Any]) -> int | None:
     found = _arguments(event).get("External id", _arguments(event).get("external id"))
     return found if isinstance(found, int) and found > 0 else None
+
+
+def _key(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _operator(event: Mapping[str, Any], seconds: float, found: _Found) -> None:

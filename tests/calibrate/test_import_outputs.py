@@ -270,6 +270,15 @@ def test_kineto_products_attention_copies_and_collectives():
     assert {c.device for c in found.conditions} == {"NVIDIA H100 80GB HBM3"}
 
 
+def test_older_traces_name_the_operator_at_the_launch_only():
+    late = kernel(0, 80.0)
+    late["args"] = {"correlation": 31, "stream": 7}
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1.0, "dur": 4.0,
+              "args": {"External id": 5, "correlation": 31}}  # fmt: skip
+    found = read_output(trace(op(5, *MM), launch, late), "trace.json", HINTS)
+    assert [(p.kind, p.seconds) for p in found.points] == [("gemm", pytest.approx(80e-6))]
+
+
 def test_ranks_of_a_trace_on_nodes():
     far = nccl_kernel(60.0, **{"Group size": 2, "Process Group Ranks": "[0, 8]"})
     with pytest.raises(InputError, match="share a node"):
