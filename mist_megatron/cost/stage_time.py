@@ -65,7 +65,8 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
     for name, load in (("embedding", loads.embedding), ("head", loads.head)):
         if load is not None:
             _edge_layer_terms(name, edge_grid(grid, context.template), load, context, stable, delta)
-    exchange_s = context.template.host_s_per_exchange if grid.stages > 1 else 0.0
+    # Every chunk of an interleaved stage meets its neighbours for itself.
+    exchange_s = grid.vpp * context.template.host_s_per_exchange if grid.stages > 1 else 0.0
     stable["host_work"] = Linear(np.asarray(context.template.host_s_per_micro_batch + exchange_s))
     delta["host_step"] = Linear(np.asarray(context.template.host_s_per_step))
     step_terms(grid, loads, context, delta)
