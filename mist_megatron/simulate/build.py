@@ -11,9 +11,9 @@ of their own, hold nothing up.) Transfers that compute waits for go before those
 stands for the share of the network that they would get. The first layer of a pass fetches when its pass
 begins; what its last layer made leaves beside whatever comes next.
 
-Where layers step before their first forward, a stage steps as soon as it is done with the iteration before,
-while its first input is on the way: eq. 1 counts on that, and measured runs of Mist (its artifact, GPT-7B on
-8 L4) leave no room for stages that wait. Then an iteration is the time between the ends of two in a row.
+Where layers step before their first forward, a stage that waits for its first input steps as soon as it is
+done with the iteration before: eq. 1 counts on that, and measured runs of Mist (its artifact, GPT-7B on 8 L4)
+leave no room for stages that wait. Then an iteration is the time between the ends of two in a row.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class _Builder:
         layers = chunk if step.kind is PassKind.FORWARD else chunk[::-1]
         host_s = 0.0 if step.kind is PassKind.WEIGHT else stage.host_s / (2 * self.chunks)
         waits = [*rank.end, *rank.holds, *given]
-        stepped = self.play_steps(number, step, layers) if self.steps_first(step) else None
+        stepped = self.play_steps(number, step, layers) if self.steps_ahead(number, step) else None
         arriving = [] if stepped else self.fetch(number, step, layers[0], rank.end)
         begun = None
         if host_s > 0.0:
@@ -218,8 +218,11 @@ class _Builder:
             rank.leaving = [rank.leaving[1], self.send_off(number, step, layer, end)]
         return rank.end[0] if begun is None else begun
 
-    def steps_first(self, step: Pass) -> bool:
-        return self.work.steps_early and step.kind is PassKind.FORWARD and step.micro_batch == 0
+    def steps_ahead(self, number: int, step: Pass) -> bool:
+        """A pass whose layers have stepped before its input is there. The very first chunk waits for nothing:
+        each of its layers steps and then runs."""
+        first = step.kind is PassKind.FORWARD and step.micro_batch == 0
+        return first and self.work.steps_early and (number > 0 or step.chunk > 0)
 
     def play_steps(self, number: int, step: Pass, layers: Sequence[NamedLayer]) -> list[list[int]]:
         """The optimizer steps of a chunk's layers: states come in while the layer before steps and go out
@@ -246,16 +249,16 @@ class _Builder:
             ready.append([end])
         return ready
 
-    def streams_of(self, step: Pass, layer: LayerWork) -> PassWork:
+    def streams_of(self, number: int, step: Pass, layer: LayerWork) -> PassWork:
         if step.kind is PassKind.FORWARD:
-            return layer.forward if step.micro_batch or self.work.steps_early else layer.first
+            return layer.forward if step.micro_batch or self.steps_ahead(number, step) else layer.first
         return layer.last if step.micro_batch == self.last_micro_batch else layer.backward
 
     def fetch(self, number: int, step: Pass, layer: NamedLayer, after: list[int]) -> list[int]:
         """What must be there before a layer computes."""
         if step.kind is PassKind.WEIGHT:
             return []
-        work, name = self.streams_of(step, layer.work), f"{step} {layer.name}"
+        work, name = self.streams_of(number, step, layer.work), f"{step} {layer.name}"
         events = []
         if work.gather_s > 0.0:
             events.append(self.add("weight gather", name, number, Stream.GPU_TO_GPU, work.gather_s, after))
@@ -270,7 +273,11 @@ class _Builder:
         """What leaves after a layer; gradients leave when all of them are made."""
         if self.split and step.kind is PassKind.BACKWARD:
             return []
-        rank, work, name = self.ranks[number], self.streams_of(step, layer.work), f"{step} {layer.name}"
+        rank, work, name = (
+            self.ranks[number],
+            self.streams_of(number, step, layer.work),
+            f"{step} {layer.name}",
+        )
         events = []
         if work.reduce_s > 0.0:
             sent = self.add("gradient reduction", name, number, Stream.GPU_TO_GPU, work.reduce_s, [end])
@@ -287,7 +294,7 @@ class _Builder:
 
     def play_layer(self, number: int, step: Pass, layer: NamedLayer, after: list[int]) -> int:
         """The chain of a layer pass; returns its last event."""
-        work = self.streams_of(step, layer.work)
+        work = self.streams_of(number, step, layer.work)
         name = f"{step} {layer.name}"
         end = after
         for kind, stream, seconds in self.chain_of(step, work):
@@ -309,7 +316,8 @@ class _Builder:
         added_s = work.accumulate_s if step.micro_batch else 0.0
         added = ("gradient accumulation", compute, added_s)
         if step.kind is PassKind.FORWARD:
-            return gather, ("forward", compute, work.compute_s), tensor
+            stepped = ("optimizer step", compute, work.step_s)
+            return gather, stepped, ("forward", compute, work.compute_s), tensor
         if step.kind is PassKind.WEIGHT:
             return ("weight gradient", compute, work.weight_s), added, reduce
         if self.split:

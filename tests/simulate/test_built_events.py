@@ -194,6 +194,17 @@ def test_decoupled_steps_run_before_the_input_is_there() -> None:
     assert last_end_s - end == pytest.approx(2.0)
 
 
+def test_the_first_stage_steps_layer_by_layer() -> None:
+    """It waits for nothing: each layer steps (2) and runs (1), states (1) coming in one layer ahead."""
+    first = PassWork(compute_s=1.0, step_s=2.0, copy_in_s=1.0)
+    stepping = layer(PassWork(compute_s=1.0), PassWork(compute_s=1.0), first=first)
+    spans, _ = ran(workload(stage(stepping, stepping), grad_accum=1, steps_early=True))
+    assert spans[0, "optimizer step", "F0 layer 0"] == (1.0, 3.0)
+    assert spans[0, "copy in", "F0 layer 1"] == (1.0, 2.0)
+    assert spans[0, "forward", "F0 layer 0"] == (3.0, 4.0)
+    assert spans[0, "optimizer step", "F0 layer 1"] == (4.0, 6.0)
+
+
 def test_events_run_on_the_streams_that_they_are_priced_for() -> None:
     rich = PassWork(
         compute_s=1.0, recompute_s=1.0, tensor_s=1.0, blocking_gather_s=1.0, copy_in_s=1.0, copy_out_s=1.0

@@ -55,16 +55,21 @@ def test_eq_1_is_exact_on_equal_middle_stages(schedule: str, stages: int, grad_a
     assert found.closed_form_s == pytest.approx(found.iteration_s, rel=0.03)
 
 
-def test_events_are_the_longest_path_where_the_closed_form_is_not() -> None:
-    """200 random plans with uneven stages. The events equal the longest path through 1F1B that a few lines
-    of their own compute. Eq. 1's stable part is never below it, and above where a slow stage comes early; the
-    whole may be a little below, because the step waits for the gradient norm of all stages."""
+@pytest.mark.parametrize(("kind", "layers", "within"), [("balanced", 32, 0.9), ("uneven", 16, 0.6)])
+def test_events_are_the_longest_path_where_the_closed_form_is_not(
+    kind: str, layers: int, within: float
+) -> None:
+    """100 random plans of each kind. The events equal the longest path through 1F1B that a few lines of their
+    own compute; eq. 1's stable part is never below it, and above where a slow stage comes early; the whole
+    may be a little below, because the step waits for the gradient norm of all stages. Stages as a search
+    balances them are within 3 %, nearly all."""
     against = benchmark_program("closed_form_against_events")
-    models = [model_from_mapping({**MODEL, "hidden": hidden}, "model") for hidden in (2048, 4096)]
+    sizes = ({**MODEL, "hidden": hidden, "layers": layers} for hidden in (2048, 4096))
+    models = [model_from_mapping(size, "model") for size in sizes]
     rng = random.Random(7)
     errors = []
-    for _ in range(200):
-        plan = against.random_plan(rng, "megatron", models)
+    for _ in range(100):
+        plan = against.random_plan(rng, kind, models)
         evaluator = evaluator_of(plan)
         found = simulate(plan, evaluator)
         work = against.workload_of(plan, evaluator)
@@ -75,8 +80,7 @@ def test_events_are_the_longest_path_where_the_closed_form_is_not() -> None:
         time = found.prediction.time
         assert time.steady_s + time.ramp_s >= longest_s * (1.0 - 1e-9)
         errors.append((found.closed_form_s or 0.0) / found.iteration_s - 1.0)
-    near = np.abs(np.array(errors)) <= against.NEAR
-    assert near.mean() >= 0.7
+    assert (np.abs(np.array(errors)) <= against.NEAR).mean() >= within
     assert min(errors) >= -0.05
 
 
