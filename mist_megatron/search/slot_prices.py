@@ -157,9 +157,11 @@ class RolePrices:
         layers = np.array(window, dtype=np.float64).reshape(-1, 1, *one)
         ends = [c[[0, -1]] if len(c) > 1 else c for c in counts]
         self._ends = replace(self.grid, layers=layers, ckpt=np.stack(ends).reshape(len(window), -1, *one))
-        # t hardly ever depends on the optimizer's fraction, and d is not always asked for: two values tell.
+        # t hardly ever depends on the optimizer's fraction, and d is not always asked for: the ends tell.
         offloads = self.axes["optimizer"][..., [0, -1]]
-        self.stable = _padded(evaluator.factors(replace(self._ends, optimizer_offload=offloads)).stable)
+        factors = evaluator.factors(replace(self._ends, optimizer_offload=offloads))
+        self._all_delta = factors.delta if self.axes["optimizer"].size <= offloads.size else None
+        self.stable = _padded(factors.stable)
         if any(np.shape(part)[-1] > 1 for part in _parts(self.stable)):
             self.stable = _padded(evaluator.factors(self._ends).stable)
         if len({len(c) for c in counts}) == 1:
@@ -170,7 +172,7 @@ class RolePrices:
 
     @cached_property
     def delta(self) -> Linear:
-        return _padded(self.evaluator.factors(self._ends).delta)
+        return _padded(self._all_delta or self.evaluator.factors(self._ends).delta)
 
     def slot(self, layers: int) -> SlotPrices:
         """What is known of slots with so many layers."""

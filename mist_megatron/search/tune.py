@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 
+import numpy as np
+
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import Question, ShapeBound, Solver, shape_bounds
@@ -215,12 +217,14 @@ class _Run:
         return Status.OPTIMAL
 
     def quick(self, order: list[tuple[Bound, Item]]) -> None:
-        """A first incumbent from the corners of the offload grid: it prunes nearly all of the full grid."""
+        """First incumbents from the corners of the offload grid: without any, the whole grid of the most
+        promising shapes would have to be priced for all numbers of layers."""
         corners = replace(self.question, step=1.0)
         for bound, item in order:
+            if len(self.best) >= self.settings.top:
+                break
             self.tick()
-            if bound.value_s < self.threshold_s and (isinstance(item, Shape) or not self.best):
-                self.keep(solve(corners, item, bound, self.threshold_s))
+            self.keep(solve(corners, item, bound, np.inf))
 
     def _answers(
         self, order: list[tuple[Bound, Item]]
