@@ -21,6 +21,8 @@ BASELINES: Mapping[str, Target] = {
     "megatron-expert": "megatron",
     "deepspeed": "deepspeed",
 }
+FORBIDDEN = frozenset({"unequal"})
+"""A recipe is copied by people who then change it: its stages all have the same grid and micro-batch."""
 KEPT = {
     # Emitted files that say something of the plan; `recipes copy` writes the launch scripts, which are alike.
     "megatron": ("args.sh", "args.yaml", "stages.json"),
@@ -52,9 +54,8 @@ def recipe_plan(found: Found, spaces: Mapping[str, Found | MistError]) -> Plan:
     best = found.plans[0]
     about = {key: best.provenance[key] for key in _SAME_EACH_TIME} if best.provenance else {}
     about["compared"] = {space: _compared(other) for space, other in spaces.items()}
-    if len(found.plans) > 1:
-        slower = found.predictions[1].iteration_s / found.predictions[0].iteration_s - 1.0
-        about["next_best"] = {"shape": plan_words(found.plans[1]), "slower": round(slower, 4)}
+    if FORBIDDEN:
+        about["forbid"] = sorted(FORBIDDEN)
     prediction = short_prediction(prediction_document(found.predictions[0]))
     return replace(best, prediction=prediction, provenance=rounded(about))
 
@@ -63,10 +64,8 @@ _SAME_EACH_TIME = ("version", "profile", "space", "grid", "solver", "status", "g
 
 
 def _compared(other: Found | MistError) -> dict[str, Any]:
-    if isinstance(other, NoFeasiblePlan):
-        return {"iteration_s": None, "reason": "no plan fits"}
     if isinstance(other, MistError):
-        return {"iteration_s": None, "reason": "cannot run this model"}
+        return {"iteration_s": None, "reason": other.message}
     return {"iteration_s": other.predictions[0].iteration_s, "shape": plan_words(other.plans[0])}
 
 
@@ -93,15 +92,21 @@ def _best_deepspeed(found: Found) -> str:
 def _search(job: RecipeJob, space: str, target: Target) -> Found:
     from mist_megatron.cli.options import TakenJob
     from mist_megatron.cli.tune import run_search
-    from mist_megatron.search.space import space_named
+    from mist_megatron.search.space import Limits, space_named
     from mist_megatron.search.tune import Settings
 
-    top = 2 if target == job.target and space == "full" else 1
-    return run_search(TakenJob(job.job(target), {}), space_named(space), Settings(top=top), (1, None))
+    settings = Settings(limits=Limits(forbidden=FORBIDDEN))
+    return run_search(TakenJob(job.job(target), {}), space_named(space), settings, (1, None))
 
 
 def _baseline(job: RecipeJob, space: str, target: Target) -> Found | MistError:
+    """The best plan of a hand-made space, or in a few words why there is none."""
+    from mist_megatron.spec.target import model_rules
+
     try:
         return _search(job, space, target)
-    except (InputError, NoFeasiblePlan) as error:
-        return error
+    except NoFeasiblePlan:
+        return NoFeasiblePlan("no plan fits")
+    except InputError as error:
+        cannot = bool(model_rules(job.job().model, target))
+        return InputError("cannot run this model" if cannot else error.message.partition(":")[2].strip())

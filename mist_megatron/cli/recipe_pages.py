@@ -91,16 +91,10 @@ def _beaten(plan: Plan, space: str) -> str:
 
 
 def _proof(about: Mapping[str, Any]) -> str:
-    proved = about.get("status") == "optimal"
-    words = (
-        f"no plan of space {about['space']} is faster"
-        if proved
-        else f"within {about['gap']:.1%} of the bound"
-    )
-    other = about.get("next_best")
-    if other:
-        words += f"; the next best shape ({other['shape']}) takes {other['slower']:+.1%} time"
-    return words
+    alike = " with stages on equal grids" if "unequal" in about.get("forbid", ()) else ""
+    if about.get("status") == "optimal":
+        return f"no plan of space {about['space']}{alike} is faster under this cost model"
+    return f"within {about['gap']:.1%} of the bound"
 
 
 def readme_page(name: str, plan: Plan, files: Sequence[str]) -> str:
