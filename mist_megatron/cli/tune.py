@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mist_megatron.spec.plan import Plan
 
 PANEL = "Search"
+INTERRUPTED = 130
+"""Exit code of a search that was interrupted, with what it had: 128 + SIGINT, as shells expect."""
 
 
 def tune(
@@ -86,6 +88,8 @@ def tune(
     settings = Settings(step=grid, top=top, solver="milp" if solver == "milp" else "exact", limits=limits)
     found = run_search(taken, chosen, settings, (workers, time_limit))
     _report(found, taken, (verify, out, force), output)
+    if found.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _report(
@@ -112,7 +116,7 @@ def _check_numbers(grid: float, top: int, workers: int, time_limit: float | None
         raise InputError(f"--grid is {grid:g}; wanted 1 divided by a whole number, such as 0.125")
     if top < 1 or workers < 1:
         raise InputError(f"--top is {top} and --workers is {workers}; wanted at least 1 of each")
-    if time_limit is not None and not time_limit > 0.0:
+    if time_limit is not None and not 0.0 < time_limit < float("inf"):
         raise InputError(f"--time-limit is {time_limit:g}; wanted more than 0 seconds")
 
 
@@ -153,6 +157,10 @@ class Found:
         provenance = {**self.about, "rank": index + 1, **self.search_document()}
         return replace(plan, prediction=prediction_document(self.predictions[index]), provenance=provenance)
 
+    @property
+    def interrupted(self) -> bool:
+        return self.result.status.value == "interrupted"
+
     def search_document(self) -> dict[str, Any]:
         result = self.result
         return {
@@ -177,18 +185,20 @@ def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int
     """Search with progress on a terminal, a time limit, and an interrupt that keeps the best so far."""
     import mist_megatron
     from mist_megatron.cli.evaluators import evaluator_for
-    from mist_megatron.search.tune import search
+    from mist_megatron.search.tune import Status, StoppedEmpty, search
 
     workers, time_limit = how
     evaluator, origin = evaluator_for(taken.job)
     started = time.monotonic()
     with _watch(started, time_limit) as watch, _pool(workers) as executor:
         try:
-            result = search(evaluator, space, settings, watch, executor)
-        except NoFeasiblePlan:
-            if watch.stop() is not None:
-                raise InputError("stopped before any plan was found; try a longer --time-limit") from None
-            raise
+            result = search(evaluator, space, settings, watch, executor, at_once=workers)
+        except StoppedEmpty as stopped:
+            if stopped.status is Status.INTERRUPTED:
+                raise KeyboardInterrupt from None
+            raise NoFeasiblePlan(
+                f"no plan found within --time-limit {time_limit:g} s", details=("try: a longer --time-limit",)
+            ) from None
     about = {
         "version": mist_megatron.__version__,
         "profile": origin,
@@ -205,10 +215,22 @@ def _pool(workers: int) -> Iterator[Any]:
         yield None
         return
     from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
+    from multiprocessing import active_children, get_context
 
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield pool, workers
+    # A terminal's interrupt reaches workers too: what ends the search is for this process to say.
+    context = get_context("spawn")
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+    )
+    before = active_children()
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        # Whoever still solves a shape solves it for nobody.
+        for process in active_children():
+            if process not in before:
+                process.terminate()
 
 
 @contextmanager

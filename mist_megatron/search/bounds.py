@@ -60,6 +60,7 @@ def shape_bounds(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound
         groups.setdefault(key, []).append(index)
     found: list[ShapeBound | None] = [None] * len(shapes)
     for members in groups.values():
+        question.tick()
         for index, bound in zip(members, _group(question, [shapes[k] for k in members]), strict=True):
             found[index] = bound
     return [bound for bound in found if bound is not None]
@@ -74,6 +75,7 @@ def least_times(question: Question, meshes: Sequence[Shape]) -> list[tuple[tuple
         groups.setdefault(key, []).append(index)
     found: list[tuple[tuple[float, float], ...]] = [()] * len(meshes)
     for members in groups.values():
+        question.tick()
         priced = [_plain(question.evaluator, [meshes[k] for k in members], k) for k in range(3)]
         for row, index in enumerate(members):
             arrays = [*(t_s[row] for t_s, _ in priced), priced[0][1][row]]

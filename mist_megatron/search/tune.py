@@ -99,11 +99,13 @@ def search(
     space: Space,
     settings: Settings,
     watch: Watch | None = None,
-    executor: tuple[Executor, int] | None = None,
+    executor: Executor | None = None,
+    at_once: int = 8,
 ) -> SearchResult:
     """The best plans of a space for the evaluator's job.
 
-    `executor`: where to solve shapes, and how many at once; None solves them here, one by one.
+    `executor` is where shapes are solved - a pool of processes, or that of a cluster - with so many under way
+    `at_once`; None solves them here, one by one.
     """
     job = evaluator.job
     require_model(job.model, job.target)
@@ -113,15 +115,11 @@ def search(
     if not mixed and next(shapes(job, cut, settings.limits), None) is None:
         raise explain_no_shape(job, cut, settings.limits)
     question = Question(evaluator=evaluator, space=cut, step=settings.step, solver=settings.solver)
-    found = possible_shapes(question, settings.limits)
-    if not found:
-        mixed = possible_mixtures(question, mixed)
-    run = _Run(question, settings, watch, executor)
-    # Equal stages first: they are the quicker to solve, and what they find prunes the unequal ones.
-    order = [
-        *_by_bound(shape_bounds(question, found), found),
-        *_by_bound(mixture_bounds(question, mixed), mixed),
-    ]
+    run = _Run(question, settings, watch, (executor, at_once) if executor else None)
+    try:
+        order = _ordered(run.question, mixed, settings.limits)
+    except _Stopped as stopped:
+        raise StoppedEmpty(stopped.status) from None
     status = run.all_of(order)
     if not run.best:
         if status is not Status.OPTIMAL:
@@ -137,6 +135,16 @@ def search(
         shapes_solved=run.solved,
         tally=run.tally,
     )
+
+
+def _ordered(question: Question, mixed: list[Mixture], limits: Limits) -> list[tuple[Bound, Item]]:
+    """What may fit, the most promising first. Equal stages go before unequal ones: they are the quicker to
+    solve, and what they find prunes the others."""
+    found = possible_shapes(question, limits)
+    if not found:
+        mixed = possible_mixtures(question, mixed)
+    order = _by_bound(shape_bounds(question, found), found)
+    return order + _by_bound(mixture_bounds(question, mixed), mixed)
 
 
 def _by_bound(bounds: Sequence[Bound], items: Sequence[Item]) -> list[tuple[Bound, Item]]:

@@ -1,0 +1,125 @@
+"""Time limits and interrupts: real processes, real signals, and what they leave behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+JOB = ("--model", "gpt3-22b", "--gpus", "32", "--gpu", "l4-24gb", "--target", "mist")
+LONG = (*JOB, "--global-batch", "512")
+    "--model",
+    "gpt3-22b",
+    "--gpus",
+    "32",
+    "--gpu",
+    "l4-24gb",
+    "--target",
+    "mist",
+    "--global-batch",
+    "512",
+)
+
+
+def start(folder, *arguments, **environment):
+    command = [sys.executable, "-m", "mist_megatron", "tune", *LONG, *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "80", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_time_limit_gives_the_best_so_far_with_its_bound(mist):
+    """Small steps make a search of minutes; the limit acts inside the first shapes of it."""
+    started = time.monotonic()
+    done = mist("tune", *LONG, "--grid", "0.0625", "--time-limit", "4", "--json")
+    assert time.monotonic() - started < 60.0
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["search"]["status"] == "time limit"
+    assert 0.0 < found["search"]["bound_s"] <= found["prediction"]["iteration_s"]
+    gap = 1.0 - found["search"]["bound_s"] / found["prediction"]["iteration_s"]
+    assert found["search"]["gap"] == pytest.approx(gap)
+    assert found["provenance"]["status"] == "time limit"
+    assert found["prediction"]["fits"] is True
+
+
+def test_a_time_limit_without_a_plan_says_so(mist, tmp_path):
+    done = mist("tune", *LONG, "--time-limit", "0.001", "--out", "run")
+    assert done.code == 3
+    assert done.err.startswith("error: no plan found within --time-limit 0.001 s")
+    assert "longer --time-limit" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_an_interrupt_gives_the_best_so_far(tmp_path, workers):
+    """SIGINT once a first plan exists: the answer, whole files, and the exit code of an interrupt."""
+    process = start(tmp_path, "--grid", "0.0625", "--out", "run", "--workers", workers)
+    time.sleep(7.0)
+    if process.poll() is not None:
+        process.communicate()
+        pytest.skip("this machine finished before it could be interrupted")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert process.returncode == 130, err
+    if "interrupted: within" in out:
+        assert (tmp_path / "run" / "plan.yaml").is_file()
+        assert "status: interrupted" in (tmp_path / "run" / "plan.yaml").read_text()
+    else:
+        assert err == "error: interrupted\n"
+        assert not (tmp_path / "run").exists()
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["run"])
+
+
+def test_an_interrupt_acts_inside_a_shape():
+    """From the tick to the answer: what is under way is given up, not finished."""
+    from jobs import evaluator_of, small_job
+
+    from mist_megatron.search.space import space_named
+    from mist_megatron.search.tune import Settings, Status, Watch, search
+
+    evaluator = evaluator_of(small_job("mist", gpus=8, layers=12, batch=64, limit_gib=4.0))
+    space = space_named("mist")
+    asked: list[float] = []
+
+    def stop():
+        asked.append(time.process_time())
+        return
+
+    whole = search(evaluator, space, Settings(), Watch(stop=stop))
+    pauses = [two - one for one, two in itertools.pairwise(asked)]
+    assert len(asked) > 5 * whole.shapes_solved
+    assert max(pauses) < 0.5
+
+    count = len(asked) // 2
+    asked.clear()
+
+    def stop_halfway():
+        asked.append(time.process_time())
+        return Status.INTERRUPTED if len(asked) >= count else None
+
+    half = search(evaluator, space, Settings(), Watch(stop=stop_halfway))
+    assert half.status in (Status.INTERRUPTED, Status.OPTIMAL)
+    assert half.solutions[0].value_s >= whole.solutions[0].value_s
+    assert half.bound_s <= whole.solutions[0].value_s
+    assert half.shapes_solved <= whole.shapes_solved
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf"])
+def test_a_time_limit_must_be_positive(mist, text):
+    done = mist("tune", *LONG, "--time-limit", text)
+    assert done.code == 2
+    assert done.err.startswith("error: --time-limit is")
+    assert len(done.err.splitlines()) == 1
