@@ -93,8 +93,8 @@ def read_kineto(document: Any, where: str, hints: Hints) -> Imported:
         if event.get("cat") == "cpu_op" and _identity(event) is not None
     }  # fmt: skip
     launches = {
-        _key(_arguments(event).get("correlation")): _identity(event) for event in complete
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and _identity(event) is not None
+        call: _identity(event) for event in complete
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and (call := _launch(event)) is not None
     }  # fmt: skip
     found = _Found()
     calls: dict[Any, float] = {}
@@ -105,7 +105,7 @@ def read_kineto(document: Any, where: str, hints: Hints) -> Imported:
             _collective(event, found, hints, where)
         elif event.get("cat") == "kernel":
             # Older traces say only which call launched a kernel, and of the call which operator it served.
-            identity = _identity(event) or launches.get(_key(_arguments(event).get("correlation")))
+            identity = _identity(event) or launches.get(_launch(event) or 0)
             if identity not in operators:
                 found.skip("kernels that no recorded operator launched")
             else:
@@ -147,8 +147,10 @@ def _identity(event: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _key(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
+def _launch(event: Mapping[str, Any]) -> int | None:
+    """Number of the call that launched a kernel, on both of them."""
+    found = _arguments(event).get("correlation")
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _operator(event: Mapping[str, Any], seconds: float, found: _Found) -> None:
