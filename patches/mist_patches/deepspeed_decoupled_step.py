@@ -127,7 +127,8 @@ def _do(optimizer: Any, state: Decoupled, index: int) -> None:
     for group, rates in zip(groups, waiting.rates, strict=True):
         group.update(rates)
     try:
-        with torch.no_grad():
+        # An evaluation may run in inference mode, whose tensors could not be stepped again.
+        with torch.inference_mode(False), torch.no_grad():
             for call in waiting.calls:
                 call()
     finally:

@@ -66,7 +66,9 @@ def _place_stage3(original: Callable[[Any], None], fraction: float) -> Any:
         shares = [[p for p in params if (id(p) in on_host) is wanted] for wanted in (True, False)]
         sizes = [sum(p.partition_numel() for p in share) for share in shares]
         self.grad_partitions_flat_buffer = None
-        host = accelerator.pin_memory(torch.zeros(sizes[0], dtype=dtype))
+        host = torch.zeros(sizes[0], dtype=dtype)
+        if sizes[0]:
+            host = accelerator.pin_memory(host)
         device = torch.zeros(sizes[1], dtype=dtype, device=accelerator.current_device_name())
         for buffer, share in zip((host, device), shares, strict=True):
             offset = 0

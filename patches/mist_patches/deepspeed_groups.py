@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mist_patches.hooking import PatchRefused, replace, undo
+from mist_patches.hooking import PatchRefused, _installed, replace, undo
 
 Undo = Callable[[], None]
 BY_LAYER = "layers"
@@ -76,10 +76,10 @@ def cut_for(kind: str, fraction: float | None = None) -> Undo:
         _wanted.pop(kind, None)
         if not _wanted:
             stage3, stage12 = optimizer_classes()
-            undo(stage3, "_create_fp16_sub_groups")
-            undo(stage3, "offload_states")
+            for name in ("_create_fp16_sub_groups", "offload_states"):
+                undo(stage3, name, __name__)
             for name in ("__init__", "scaled_global_norm", "_model_parallel_all_reduce"):
-                undo(stage12, name)
+                undo(stage12, name, __name__)
 
     return take_back
 
@@ -117,8 +117,7 @@ def need_parameters(function: Any, names: Sequence[str]) -> tuple[str, ...]:
 
 def put(owner: Any, name: str, parameters: tuple[str, ...], build: Callable[[Any], Any]) -> Undo:
     """`hooking.replace` that looks through DeepSpeed's profiling wrapper, which hides the signature."""
-    undo(owner, name)
-    function = getattr(owner, name, None)
+    function = original_of(owner, name)
     shown = tuple(inspect.signature(function).parameters) if callable(function) else parameters
     inner = [
         c.cell_contents for c in getattr(function, "__closure__", None) or () if callable(c.cell_contents)
@@ -132,17 +131,22 @@ def put(owner: Any, name: str, parameters: tuple[str, ...], build: Callable[[Any
     return replace(owner, name, parameters, build)
 
 
+def original_of(owner: Any, name: str) -> Any:
+    """What stands there without any patch."""
+    wrapped = _installed.get((id(owner), name))
+    raw = wrapped.raw if wrapped else inspect.getattr_static(owner, name, None)
+    return getattr(raw, "__func__", raw)
+
+
 def _install() -> None:
     stage3, stage12 = optimizer_classes()
-    replace(stage3, "_create_fp16_sub_groups", ("self", "params_group"), _cut_sub_groups)
-    undo(stage3, "offload_states")
-    states = need_parameters(stage3.offload_states, ("include", "device"))
+    put(stage3, "_create_fp16_sub_groups", ("self", "params_group"), _cut_sub_groups)
+    states = need_parameters(original_of(stage3, "offload_states"), ("include", "device"))
     put(stage3, "offload_states", states, _refuse_offload_states)
     put(stage12, "scaled_global_norm", ("self", "norm_type"), _norm_once)
     put(stage12, "_model_parallel_all_reduce", ("self", "tensor", "op"), _local_while_summing)
-    undo(stage12, "__init__")
     names = ("init_optimizer", "param_names", "offload_optimizer_config")
-    replace(stage12, "__init__", need_parameters(stage12.__init__, names), _cut_groups)
+    put(stage12, "__init__", need_parameters(original_of(stage12, "__init__"), names), _cut_groups)
 
 
 _LOCAL = "_mist_norm_is_local"

@@ -204,8 +204,8 @@ def stages_document(case: Case) -> dict[str, Any]:
     }
 
 
-def apply_patches(case: Case) -> list[Any]:
-    import torch
+def apply_named(name: str, value: Any) -> Any:
+    """Apply one patch; returns the function that undoes it."""
     from mist_patches import (
         deepspeed_activations,
         deepspeed_decoupled_step,
@@ -216,27 +216,36 @@ def apply_patches(case: Case) -> list[Any]:
         deepspeed_weight_fraction,
     )
 
-    if case.by_file:
-        import mist_patches
-
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(stages_document(case), file)
-            file.flush()
-            return mist_patches.apply(file.name)
     known = {
         "weight_fraction": deepspeed_weight_fraction.exact_weight_fraction,
         "gradient_fraction": deepspeed_gradient_fraction.exact_gradient_fraction,
         "optimizer_fraction": deepspeed_optimizer_fraction.exact_optimizer_fraction,
         "forget_overflow": lambda _: deepspeed_overflow.forget_overflowed_gradients(),
         "activations": lambda words: deepspeed_activations.recompute_and_offload(**words, min_bytes=0),
-        "pipeline_stages": lambda _: deepspeed_pipeline_stages.configure_pipeline_stages(case.pipeline),
+        "pipeline_stages": deepspeed_pipeline_stages.configure_pipeline_stages,
         "decoupled_step": lambda _: deepspeed_decoupled_step.decouple_optimizer_steps(),
     }
+    return known[name](value)
+
+
+def apply_patches(case: Case) -> None:
+    import torch
+
+    if case.by_file:
+        import mist_patches
+
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(stages_document(case), file)
+            file.flush()
+            mist_patches.apply(file.name)
+        return
     stage = torch.distributed.get_rank() * len(case.pipeline or ()) // torch.distributed.get_world_size()
-    return [
-        known[name](value[stage] if isinstance(value, list) else value)
-        for name, value in case.patches.items()
-    ]
+    for name, value in case.patches.items():
+        if name == "pipeline_stages":
+            value = case.pipeline
+        elif isinstance(value, list):
+            value = value[stage]
+        apply_named(name, value)
 
 
 @contextlib.contextmanager

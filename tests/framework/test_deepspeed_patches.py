@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -352,3 +353,26 @@ def test_what_cannot_be_done_is_refused_in_one_line() -> None:
     words |= {"no offload in the JSON": "offload_optimizer", "bf16 optimizer": "BF16_Optimizer"}
     for name, case in zip(REFUSED, found, strict=True):
         assert words[name] in case["refused"] and "\n" not in case["refused"], name
+
+
+def test_applied_twice_and_undone_every_hook_is_as_it_was() -> None:
+    from mist_patches import hooking
+    from patched_deepspeed import apply_named
+
+    arguments = {"optimizer_fraction": 0.5, "weight_fraction": 0.5, "gradient_fraction": 0.5}
+    arguments |= {"decoupled_step": None, "forget_overflow": None, "activations": {"fraction": 0.5}}
+    arguments["pipeline_stages"] = PIPELINE
+    assert not hooking._installed
+
+    def installed() -> dict:
+        return {(e.owner, e.attribute): (e.raw, len(e.builds)) for e in hooking._installed.values()}
+
+    undone = [apply_named(name, value) for name, value in arguments.items()]
+    before = installed()
+    undone += [apply_named(name, value) for name, value in arguments.items()]
+    assert installed() == before and len(before) > 20
+    for undo in undone:
+        undo()
+    assert not hooking._installed
+    for (owner, name), (raw, _) in before.items():
+        assert inspect.getattr_static(owner, name) is raw, name

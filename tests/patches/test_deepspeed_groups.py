@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[2] / "patches"))
 
 from mist_patches.deepspeed_groups import host_starts, layer_edges, layer_of, pieces
 
