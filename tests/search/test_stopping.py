@@ -14,17 +14,6 @@ import pytest
 
 JOB = ("--model", "gpt3-22b", "--gpus", "32", "--gpu", "l4-24gb", "--target", "mist")
 LONG = (*JOB, "--global-batch", "512")
-    "--model",
-    "gpt3-22b",
-    "--gpus",
-    "32",
-    "--gpu",
-    "l4-24gb",
-    "--target",
-    "mist",
-    "--global-batch",
-    "512",
-)
 
 
 def start(folder, *arguments, **environment):
