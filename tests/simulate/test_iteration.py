@@ -55,7 +55,7 @@ def test_eq_1_is_exact_on_equal_middle_stages(schedule: str, stages: int, grad_a
     assert found.closed_form_s == pytest.approx(found.iteration_s, rel=0.03)
 
 
-@pytest.mark.parametrize(("kind", "layers", "within"), [("balanced", 32, 0.9), ("uneven", 16, 0.6)])
+@pytest.mark.parametrize(("kind", "layers", "within"), [("balanced", 32, 0.85), ("uneven", 16, 0.6)])
 def test_events_are_the_longest_path_where_the_closed_form_is_not(
     kind: str, layers: int, within: float
 ) -> None:
