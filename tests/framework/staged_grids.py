@@ -31,7 +31,7 @@ class Case:
 
     stages: list[list[int]]
     native: bool = False
-    micro_batches: int = 4
+    micro_batches: int = 3
     steps: int = 8
     first_step: int = 0
     sequence_parallel: bool = False
@@ -102,6 +102,7 @@ def initialize(case: Case) -> int:
         patch._count_once = lambda original: (
             lambda self, params, param_filter=None: original(self, params, param_filter)
         )
+    patch.hook_stage_grids(document)
     patch.hook_stage_grids(document)
     built = patch.build_stage_grids(document)
     if "norm" in case.without:
@@ -433,7 +434,7 @@ def load(case: Case, model: Any, optimizer: Any) -> None:
             values["step"] = values["step"].clone()
 
 
-def run(case: Case, folder: str, number: int) -> dict[str, Any]:
+def run(case: Case, store: str) -> dict[str, Any]:
     """One case from process groups to the last step; refusals are results too."""
     import torch
     from megatron.core import dist_checkpointing
@@ -442,7 +443,7 @@ def run(case: Case, folder: str, number: int) -> dict[str, Any]:
 
     torch.distributed.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store{number}",
+        init_method=f"file://{store}",
         rank=int(os.environ["RANK"]),
         world_size=case.world_size,
     )
@@ -487,6 +488,23 @@ def forget(before: dict[str, Any]) -> None:
     vars(ps).update(before)
 
 
+def hooked() -> list[Any]:
+    """What the patch takes hold of, as it is now."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.core.pipeline_parallel import schedules
+
+    return [
+        parallel_state.initialize_model_parallel,
+        schedules.P2PCommunicator,
+        DistributedDataParallel.__init__,
+        DistributedOptimizer.__init__,
+        MegatronOptimizer._filter_grads_for_norm,
+    ]
+
+
 def main() -> None:
     """`staged_grids.py FOLDER CASES`: the cases one after another, each on as many processes as it needs."""
     folder, cases = sys.argv[1], [Case(**entry) for entry in json.loads(sys.argv[2])]
@@ -496,14 +514,16 @@ def main() -> None:
     from megatron.core import parallel_state as ps
     from mist_patches import megatron_stage_grids as patch
 
-    before, rank = patch._groups(ps), int(os.environ["RANK"])
+    before, plain, rank = patch._groups(ps), hooked(), int(os.environ["RANK"])
     share, count = patch.BuiltGrids.gradient_share, patch._count_once
     for number, case in enumerate(cases):
         if rank >= case.world_size:
             continue
-        line = {"case": number, "rank": rank, **run(case, folder, number)}
-        print("RESULT " + json.dumps(line), flush=True)
+        line = {"case": number, "rank": rank, **run(case, f"{folder}/store{number}")}
+        line["once"] = getattr(ps.initialize_model_parallel, "mist_original", None) is plain[0]
         forget(before)
+        line["undone"] = hooked() == plain
+        print("RESULT " + json.dumps(line), flush=True)
         patch.BuiltGrids.gradient_share, patch._count_once = share, count
 
 

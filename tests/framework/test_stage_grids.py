@@ -95,6 +95,7 @@ def start(folder: Path, cases: list[Case]) -> list[dict]:
     finally:
         for worker in workers:
             worker.kill()
+            worker.communicate()
     return lines
 
 
@@ -188,3 +189,11 @@ def test_refused_in_one_line(results: dict[str, dict], name: str, words: str) ->
     for rank in results[name]["ranks"]:
         assert words in rank["refused"]
         assert "\n" not in rank["refused"]
+
+
+def test_applied_twice_is_once_and_undone(results: dict[str, dict]) -> None:
+    """Every case on grids hooks Megatron twice and undoes it once."""
+    for name in ("dp2 -> tp2", "3 stages", "fp16"):
+        for rank in results[name]["ranks"]:
+            assert rank["once"]
+            assert rank["undone"]
