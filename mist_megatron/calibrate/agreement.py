@@ -35,6 +35,8 @@ class Agreed:
     """By the identity that the points carry, made unique over files."""
     files: dict[str, str]
     """Identity -> file."""
+    overheated: int = 0
+    """Points left out because the device could not keep its clock."""
 
     def of(self, kind: str) -> list[Measurement]:
         return [point for point in self.points if point.kind == kind]
@@ -49,11 +51,15 @@ def agree(raws: Sequence[Raw], gpu: GpuSpec, *, rehearsal: bool = False) -> Agre
     files: dict[str, str] = {}
     points: list[Measurement] = []
     places: list[str] = []
+    overheated = 0
     for number, raw in enumerate(raws):
         for identity, item in raw.conditions.items():
             _of_device(item, gpu, raw.where, rehearsal=rehearsal)
             conditions[f"{number}:{identity}"], files[f"{number}:{identity}"] = item, raw.where
         for point in raw.points:
+            overheated += point.overheated
+            if point.overheated:
+                continue
             moved = replace(point, conditions=f"{number}:{point.conditions}")
             place = f"{raw.where}, line {point.line}"
             if not rehearsal:
@@ -61,7 +67,9 @@ def agree(raws: Sequence[Raw], gpu: GpuSpec, *, rehearsal: bool = False) -> Agre
             points.append(moved)
             places.append(place)
     _same_clock(conditions, files)
-    agreed = Agreed(points=tuple(points), conditions=conditions, files=files)
+    if not points:
+        raise InputError(f"{raws[0].where}: all {overheated} points were taken on an overheated device")
+    agreed = Agreed(points=tuple(points), conditions=conditions, files=files, overheated=overheated)
     if not rehearsal:
         _no_contradiction(agreed, places)
     return agreed

@@ -113,6 +113,8 @@ def fit_profile(raws: Sequence[Raw], request: FitRequest) -> Fitted:
             details=("try: nccl-tests over the nodes",),
         )
     draft = _Draft(profile=_with_own_sources(request.base), agreed=agreed, request=request)
+    if agreed.overheated:
+        draft.notes.append(f"{agreed.overheated} points of an overheated device left out")
     _launch(draft)
     tables = [table for operator in _OPERATORS for table in _tables(draft, operator)]
     _products(draft)
@@ -434,6 +436,11 @@ def _merged_tables(draft: _Draft, own: Sequence[OperatorTable]) -> tuple[Operato
 
 
 def _clock(draft: _Draft) -> Quantity | None:
+    """Of the points where they have it: power limits lower it under products, not under copies."""
+    loaded = [point for point in draft.agreed.points if point.clock_mhz]
+    loaded = [point for point in loaded if point.kind == "gemm"] or loaded
+    if loaded:
+        return draft.quantity(float(np.median([point.clock_mhz or 0.0 for point in loaded])), loaded, None)
     known = [(key, item.clock_mhz) for key, item in draft.agreed.conditions.items() if item.clock_mhz]
     if not known:
         return None

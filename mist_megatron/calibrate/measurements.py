@@ -87,6 +87,9 @@ class Measurement:
     """Of the point, where its program gives one: points of another name measured something else."""
     at_once: int = 1
     """Devices of the node that did the same at that time."""
+    clock_mhz: float | None = None
+    overheated: bool = False
+    """The device was too hot to run at its clock."""
     line: int = 0
 
 
@@ -145,6 +148,8 @@ def write_measurements(conditions: Sequence[Conditions], points: Sequence[Measur
             **({"strided": True} if point.strided else {}),
             **({"point": point.name} if point.name else {}),
             **({"at_once": point.at_once} if point.at_once > 1 else {}),
+            **({"clock_mhz": point.clock_mhz} if point.clock_mhz else {}),
+            **({"overheated": True} if point.overheated else {}),
         }
         lines.append(
             json.dumps(
@@ -258,6 +263,8 @@ def _point(mapping: Mapping[str, Any], place: str, number: int) -> Measurement:
             conditions=str(mapping.get("of", "")),
             name=str(mapping.get("point", "")),
             at_once=_at_once(mapping, place),
+            clock_mhz=number_of(mapping, "clock_mhz", place) if "clock_mhz" in mapping else None,
+            overheated=mapping.get("overheated") is True,
             line=number,
         ),
         place,

@@ -173,6 +173,18 @@ def test_shapes_are_predicted_from_the_others(fitted):
     assert 0.0 < by_curve < 3.0
 
 
+def test_hot_points_are_left_out_and_clocks_are_of_products(ran_here, tmp_path):
+    lines = [{**line, "clock_mhz": 1500 if line["kind"] == "gemm" else 1980} for line in measured()]
+    hot = {**GEMM, "seconds": 9e-3, "overheated": True}
+    write(tmp_path / "raw.jsonl", [*lines, hot])
+    said = json.loads(ran_here(*FIT, "--json").out)
+    assert "1 points of an overheated device left out" in said["notes"]
+    assert next(f["value"] for f in said["figures"] if f["name"] == "clock_mhz") == 1500
+    write(tmp_path / "raw.jsonl", [hot])
+    refused = ran_here(*FIT, "--force")
+    assert (refused.code, "overheated" in refused.err) == (2, True)
+
+
 def test_no_share_above_one(ran_here, tmp_path):
     """Small shapes in a cache can be faster than a curve that fits them allows."""
     small = [{"kind": "memory", "moved_bytes": 1 << power, "seconds": (1 << power) / 9e12, "of": "a"}
