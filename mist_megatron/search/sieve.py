@@ -21,6 +21,7 @@ from mist_megatron.search.slot_prices import (
     HeldMemory,
     Slot,
     corner_moments,
+    ends_of,
     stage_grid,
     with_axes,
 )
@@ -126,7 +127,7 @@ class Sieve:
             tp=column([mesh.tp for mesh in meshes]),
             grad_accum=column([mesh.grad_accum for mesh in meshes]),
             # t hardly ever depends on the optimizer's fraction: its ends tell.
-            optimizer_offload=grid.optimizer_offload[..., [0, -1]],
+            optimizer_offload=ends_of(grid.optimizer_offload),
         )
         stable = self.evaluator.factors(grid).stable
         axes = len(AXES) + 1

@@ -155,10 +155,10 @@ class RolePrices:
         self.grid = stage_grid(choices.shape, slot, self.axes, selective=selective)
         one = (1,) * (len(AXES) - 1)
         layers = np.array(window, dtype=np.float64).reshape(-1, 1, *one)
-        ends = [c[[0, -1]] if len(c) > 1 else c for c in counts]
+        ends = [ends_of(c) for c in counts]
         self._ends = replace(self.grid, layers=layers, ckpt=np.stack(ends).reshape(len(window), -1, *one))
         # t hardly ever depends on the optimizer's fraction, and d is not always asked for: the ends tell.
-        offloads = self.axes["optimizer"][..., [0, -1]]
+        offloads = ends_of(self.axes["optimizer"])
         factors = evaluator.factors(replace(self._ends, optimizer_offload=offloads))
         self._all_delta = factors.delta if self.axes["optimizer"].size <= offloads.size else None
         self.stable = _padded(factors.stable)
@@ -323,6 +323,11 @@ def _largest(arrays: list[Array]) -> Array:
     for array in ordered[1:]:
         most = np.maximum(most, array)
     return most
+
+
+def ends_of(values: Array) -> Array:
+    """First and last along the last axis; the one where there is one."""
+    return values[..., [0, -1]] if values.shape[-1] > 1 else values
 
 
 def with_axes(array: Array, axes: int) -> Array:
