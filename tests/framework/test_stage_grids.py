@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron", reason="megatron-core is not installed")
-from staged_grids import Case, whole_parameter  # noqa: E402
+from staged_model import Case, whole_parameter  # noqa: E402
 
 HERE = Path(__file__).parent
 WORKERS = 4
