@@ -110,7 +110,7 @@ def run(arguments: list[str]) -> int:
         _show(error.message, error.details)
         return error.exit_code
     except TyperException as error:
-        _show(*usage_message(error))
+        _show(*usage_message(error, arguments))
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         _show("interrupted")
@@ -125,7 +125,16 @@ def run(arguments: list[str]) -> int:
         return 1
 
 
-def usage_message(error: TyperException) -> tuple[str, tuple[str, ...]]:
+WANTED = {
+    "valid integer": "a whole number",
+    "valid number": "a number",
+    "finite number": "a finite number",
+    "valid boolean": "true or false",
+}
+"""Parts of what the parser says of a value -> what was wanted, in our words."""
+
+
+def usage_message(error: TyperException, arguments: list[str]) -> tuple[str, tuple[str, ...]]:
     """A wrong command line in our words, with the nearest option and where to look."""
     message = " ".join(error.format_message().split()).rstrip(".")
     message = message[:1].lower() + message[1:]
@@ -137,8 +146,23 @@ def usage_message(error: TyperException) -> tuple[str, tuple[str, ...]]:
         message = f"no such option: {wrong}"
         nearest = get_close_matches(wrong, known, n=1, cutoff=0.5)
         details += [f"did you mean {nearest[0]}?"] if nearest else []
+    options = getattr(getattr(error, "param", None), "opts", [])
+    wanted = [ours for theirs, ours in WANTED.items() if theirs in message]
+    typed = _typed(options, arguments)
+    if wanted and options and typed is not None:
+        message = f"{options[0]} is {typed!r}; wanted {wanted[0]}"
     details.append(f"try: {context.command_path if context else PROGRAM} --help")
     return message, tuple(details)
+
+
+def _typed(options: list[str], arguments: list[str]) -> str | None:
+    """What was typed for an option."""
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in options:
+            following = arguments[position + 1 :]
+            return value if equals else following[0] if following else None
+    return None
 
 
 def _show(message: str, details: tuple[str, ...] = ()) -> None:

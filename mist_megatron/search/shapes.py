@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mist_megatron.errors import InputError
@@ -166,18 +167,63 @@ def stage_levels(space: Space, dp: int) -> tuple[tuple[int, ...], ...]:
 
 
 def explain_no_shape(job: Job, space: Space, limits: Limits) -> InputError:
-    """Why not a single shape exists: what divides what."""
-    cluster, training = job.cluster, job.training
-    where = f"{job.model.name} on {cluster.nodes} x {cluster.gpus_per_node} GPUs"
-    fixed = {**limits.most, **limits.fixed}
+    """Why not a single shape exists: the first thing that does not divide, with what would."""
+    cluster, training, model = job.cluster, job.training, job.model
+    fixed = limits.fixed
+    where = f"{model.name} on {cluster.nodes} x {cluster.gpus_per_node} GPUs"
     details = [
-        f"pipeline sizes are divisors of {cluster.gpus} GPUs: {', '.join(map(str, divisors(cluster.gpus)))}",
-        f"data-parallel sizes must divide the global batch {training.global_batch}",
-        f"tensor-parallel sizes must divide the {job.model.heads} heads and stay inside a node",
+        f"pipeline sizes are divisors of {cluster.gpus} GPUs: {_listed(divisors(cluster.gpus))}",
+        f"tensor-parallel sizes divide {model.heads} heads and fit a node of {cluster.gpus_per_node}: "
+        f"{_listed(_every_tensor_size(job))}",
+        f"data-parallel sizes divide the global batch {training.global_batch}; "
+        f"dp x tp x pp is {cluster.gpus}",
     ]
-    limit = f" with {', '.join(f'{k}={v}' for k, v in fixed.items())}" if fixed else ""
+    found = _conflict(job, space, limits)
+    if found is not None:
+        return InputError(found, details=tuple(details))
+    named = {**limits.most, **fixed}
+    limit = f" with {', '.join(f'{key}={value}' for key, value in named.items())}" if named else ""
     return InputError(
         f"no parallel configuration of {where} exists in space {space.name}{limit}; "
         "try another --global-batch or --gpus",
         details=tuple(details),
     )
+
+
+def _conflict(job: Job, space: Space, limits: Limits) -> str | None:
+    """The one thing that was fixed to what cannot be."""
+    cluster, batch, fixed = job.cluster, job.training.global_batch, limits.fixed
+    sizes = {"pp": divisors(cluster.gpus), "tp": _every_tensor_size(job), "dp": divisors(cluster.gpus)}
+    for key, possible in sizes.items():
+        if key in fixed and fixed[key] not in possible:
+            return f"--fix {key}={fixed[key]}: wanted one of {_listed(possible)}"
+    if not space.uneven_layers and job.model.layers % fixed.get("pp", 1):
+        return (
+            f"--fix pp={fixed['pp']}: space {space.name} splits layers evenly, wanted a divisor of "
+            f"{job.model.layers} layers"
+        )
+    together = math.prod(fixed.get(key, 1) for key in sizes)
+    if cluster.gpus % together or (len(sizes.keys() & fixed.keys()) == 3 and together != cluster.gpus):
+        product = " x ".join(f"{key} {fixed[key]}" for key in sizes if key in fixed)
+        return f"--fix: {product} is {together}, which does not make {cluster.gpus} GPUs"
+    shares = [key for key in ("dp", "micro_batch", "grad_accum") if key in fixed]
+    share = math.prod(fixed[key] for key in shares)
+    if batch % share:
+        product = " x ".join(f"{key} {fixed[key]}" for key in shares)
+        below = batch - batch % share
+        works = " or ".join(str(count) for count in (below, below + share) if count)
+        return f"--global-batch {batch} is not a multiple of {product}; wanted {works}"
+    return None
+
+
+def _every_tensor_size(job: Job) -> tuple[int, ...]:
+    heads, groups, width = job.model.heads, job.model.kv_heads, job.model.ffn_hidden
+    return tuple(
+        tp
+        for tp in divisors(job.cluster.gpus_per_node)
+        if heads % tp == 0 and width % tp == 0 and (groups % tp == 0 or tp % groups == 0)
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -111,8 +111,12 @@ def cluster_of(gpu: GpuSpec, gpus: int, gpus_per_node: int | None = None) -> Clu
         check.at_least("cluster", 1, gpus_per_node=gpus_per_node)
     per_node = gpus_per_node or min(gpus, gpu.usual_gpus_per_node)
     if gpus % per_node:
+        below = gpus - gpus % per_node
+        works = [str(count) for count in (below, below + per_node) if count]
+        parts = [str(part) for part in range(min(per_node, gpus), 1, -1) if gpus % part == 0]
         raise InputError(
             f"cluster: {gpus} GPUs are not whole nodes of {per_node} {gpu.name}; "
-            f"wanted a multiple of {per_node}, or another --gpus-per-node"
+            f"wanted {' or '.join(works)} GPUs"
+            + (f", or --gpus-per-node {' or '.join(parts)}" if parts else "")
         )
     return ClusterSpec(gpu=gpu, nodes=gpus // per_node, gpus_per_node=per_node)

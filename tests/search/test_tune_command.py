@@ -67,7 +67,15 @@ def test_compare(mist):
         (("--space", "mists"), 2, "did you mean mist"),
         (("--time-limit", "0"), 2, "more than 0"),
         (("--grid", "0.3"), 2, "whole number"),
-        (("--fix", "tp=3"), 2, "no parallel configuration"),
+        (("--fix", "tp=3"), 2, "--fix tp=3: wanted one of 1, 2"),
+        (("--fix", "dp=2,tp=2"), 2, "tp 2 x dp 2 is 4, which does not make 2 GPUs"),
+        (("--fix", "dp=2,grad_accum=3"), 2, "is not a multiple of dp 2 x grad_accum 3; wanted 12 or 18"),
+        (("--fix", "pp=2", "--max", "pp=1"), 2, "contradicts"),
+        (("--space", "megatron", "--fix", "pp=2,vpp=5"), 2, "no parallel configuration"),
+        (("--gpus", "x"), 2, "--gpus is 'x'; wanted a whole number"),
+        (("--gpus=2.5",), 2, "--gpus is '2.5'; wanted a whole number"),
+        (("--grid", "fine"), 2, "--grid is 'fine'; wanted a number"),
+        (("--gpus", "12", "--gpu", "a100-sxm-80gb"), 2, "wanted 8 or 16 GPUs, or --gpus-per-node 6"),
         (("--memory-limit", "1GiB"), 3, "no plan fits"),
         (("--top", "0"), 2, "at least 1"),
     ],
@@ -82,8 +90,8 @@ def test_bad_input_is_one_line(mist, arguments, code, words):
 
 
 def test_seven_gpus(mist):
-    """Seven GPUs make seven stages or seven replicas; a batch of 16 divides by neither... but 24 layers
-    in 7 stages do, so that a plan exists; with an even split none does."""
+    """Seven GPUs are seven replicas, which 16 sequences do not divide into, or seven stages, which 24 layers
+    do not evenly."""
     done = mist("tune", "--model", "gpt3-1.3b", "--gpus", "7", "--global-batch", "16", "--space", "megatron")
     assert done.code == 2
     assert "divisors of 7 GPUs: 1, 7" in done.err
