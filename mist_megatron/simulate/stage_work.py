@@ -188,7 +188,7 @@ def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kind
         # Where each layer steps before its first forward, that is part of the layer's first pass.
         optimizer_s=0.0 if context.template.step_in_first_forward else delta.get("optimizer_compute", 0.0),
         host_adam_s=delta.get("host_adam", 0.0),
-        host_copies_s=delta.get("host_adam_copies", 0.0),
+        host_copies_s=delta.get("host_adam_copies", 0.0) + delta.get("states_at_step", 0.0),
         gather_s=delta.get("weight_gather", 0.0),
         host_s=delta.get("host_step", 0.0),
     )
