@@ -1,0 +1,27 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 32
+  --hidden-size 2560
+  --ffn-hidden-size 10240
+  --num-attention-heads 32
+  --kv-channels 80
+  --normalization LayerNorm
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type learned_absolute
+  --max-position-embeddings 2048
+  --seq-length 2048
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 4
+  --global-batch-size 128
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 2
+  --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+)

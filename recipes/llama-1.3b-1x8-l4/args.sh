@@ -1,0 +1,28 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 24
+  --hidden-size 2048
+  --ffn-hidden-size 5632
+  --num-attention-heads 16
+  --kv-channels 128
+  --normalization RMSNorm
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type rope
+  --max-position-embeddings 2048
+  --seq-length 2048
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 1
+  --global-batch-size 128
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 2
+  --pipeline-model-parallel-layout 'Et*13|t*11L'
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+)
