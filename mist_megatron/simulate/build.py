@@ -326,34 +326,39 @@ class _Builder:
 
     def add_steps(self) -> None:
         """The end of the iteration: what is reduced at once, and the optimizer step of other targets."""
-        stages, ends = self.work.stages, []
+        stages, ends, begun = self.work.stages, [], []
         for number, stage in enumerate(stages):
-            rank = self.ranks[number]
+            rank, step = self.ranks[number], stage.step
             end = [*rank.end, *rank.holds, *rank.unfinished.values()]
-            if stage.step.reduction_s > 0.0:
-                seconds = stage.step.reduction_s
-                name = "all gradients"
-                end = [self.add("gradient reduction", name, number, Stream.GPU_TO_GPU, seconds, end)]
-            ends.append(end)
+            begun.append(len(self.built.kind))
+            copied = ("copy in", "offloaded states", Stream.HOST_TO_DEVICE, step.visits_s)
+            reduced = ("gradient reduction", "all gradients", Stream.GPU_TO_GPU, step.reduction_s)
+            ends.append(self.add_chain(number, (copied, reduced), end))
+            if len(self.built.kind) == begun[-1]:
+                begun[-1] = -1
         both = [*ends[0], *ends[-1]]
         for number in {0, len(stages) - 1}:
-            seconds = stages[number].step.tied_s
-            if seconds > 0.0:
-                name = "tied embeddings"
-                ends[number] = [
-                    self.add("gradient reduction", name, number, Stream.GPU_TO_GPU, seconds, both)
-                ]
+            tied = ("gradient reduction", "tied embeddings", Stream.GPU_TO_GPU, stages[number].step.tied_s)
+            ends[number] = self.add_chain(number, (tied,), both) if tied[3] > 0.0 else ends[number]
         everything = [event for end in ends for event in end]
         for number, stage in enumerate(stages):
-            begun = len(self.built.kind)
+            first = len(self.built.kind)
             end = everything if self.work.step_waits_for_all else ends[number]
-            for kind, name, stream, seconds in _end_of_iteration(stage):
-                if seconds > 0.0:
-                    end = [self.add(kind, name, number, stream, seconds, end)]
-            if len(self.built.kind) > begun:
-                self.built.steps.append((number, begun, end[0]))
+            end = self.add_chain(number, _end_of_iteration(stage), end)
+            first = first if begun[number] < 0 else begun[number]
+            if first < len(self.built.kind) and self.built.program.device[end[-1]] == number:
+                self.built.steps.append((number, first, end[-1]))
             rank = self.ranks[number]
             rank.end, rank.holds, rank.leaving, rank.unfinished = end, [], [[], []], {}
+
+    def add_chain(
+        self, number: int, chain: Sequence[tuple[str, str, Stream, float]], after: list[int]
+    ) -> list[int]:
+        """Events one after another, those that take no time left out; returns what ends the chain."""
+        for kind, name, stream, seconds in chain:
+            if seconds > 0.0:
+                after = [self.add(kind, name, number, stream, seconds, after)]
+        return after
 
 
 def _end_of_iteration(stage: StageWork) -> tuple[tuple[str, str, Stream, float], ...]:

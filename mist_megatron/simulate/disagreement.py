@@ -59,11 +59,13 @@ def disagreement(found: Simulation) -> Disagreement | None:
 
 
 def _stable_times(found: Simulation) -> tuple[float, ...]:
-    """Mean time of a micro-batch on each stage from when its inputs are there, first and last left out where
-    others are; and the transfers for which the stage stops."""
+    """Mean time of a micro-batch on each stage from when its inputs are there, first and last left out, and
+    the transfers for which the stage stops. Of two micro-batches none is stable: nothing speaks against t."""
     timeline, built = found.timeline, found.built
     count = found.plan.grad_accum
-    chosen = range(1, count - 1) if count > 2 else range(count)
+    chosen = range(1, count - 1)
+    if not chosen:
+        return tuple(stage.stable_s for stage in found.prediction.stages)
     sums = [0.0] * len(found.plan.stages)
     for span in built.spans:
         if span.step.micro_batch in chosen:

@@ -7,7 +7,8 @@ point is the peak that `predict` gives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,9 +19,9 @@ from mist_megatron.simulate.engine import Array, Timeline
 from mist_megatron.simulate.schedules import SPLIT_BACKWARD, PassKind
 from mist_megatron.spec.plan import Plan
 
-FORWARD_MOMENTS = ("forward",)
-BACKWARD_MOMENTS = ("backward", "recompute", "loss", "embedding")
-STEP_MOMENTS = ("step",)
+FORWARD_MOMENTS = frozenset({"forward"})
+STEP_MOMENTS = frozenset({"reduction", "step"})
+"""Names of the memory model's moments; all others are of backward passes."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,6 @@ def _moments(
     plan: Plan, position: int, evaluator: StageEvaluator, counts: list[tuple[float, float]]
 ) -> dict[str, dict[float, float]]:
     """Bytes by kind of moment and micro-batches in flight; each distinct number is asked for once."""
-    from dataclasses import replace
-
     numbers = sorted({count for pair in counts for count in pair} | {0.0})
     grid = replace(grid_of(plan, position), in_flight=np.array(numbers))
     sizes = {
@@ -89,8 +88,10 @@ def _moments(
     }
     held = sizes["held"]
 
-    def worst(names: tuple[str, ...]) -> dict[float, float]:
-        found = [sizes[f"beyond.{name}"] for name in names if f"beyond.{name}" in sizes]
+    beyond_of = {name.removeprefix("beyond."): size for name, size in sizes.items() if "beyond." in name}
+
+    def worst(names: Set[str]) -> dict[float, float]:
+        found = [size for name, size in beyond_of.items() if name in names]
         most = np.max([held, *(held + beyond for beyond in found)], axis=0)
         return dict(zip(numbers, most.tolist(), strict=True))
 
@@ -98,7 +99,7 @@ def _moments(
     return {
         "between": dict(zip(numbers, between.tolist(), strict=True)),
         "forward": worst(FORWARD_MOMENTS),
-        "backward": worst(BACKWARD_MOMENTS),
+        "backward": worst(beyond_of.keys() - FORWARD_MOMENTS - STEP_MOMENTS),
         "step": worst(STEP_MOMENTS),
     }
 

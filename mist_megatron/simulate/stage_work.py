@@ -21,7 +21,7 @@ from mist_megatron.cost.stage_time import accumulation_seconds, edge_grid, layer
 from mist_megatron.cost.step_time import hop_seconds
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, PassStreams, TimeContext
 from mist_megatron.cost.traffic import layer_traffic
-from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.plan import Plan, StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +73,12 @@ class NamedLayer:
 class StepWork:
     """Once per iteration, after the last backward pass."""
 
+    visits_s: float = 0.0
+    """Offloaded states come to the device for what follows."""
     reduction_s: float
     tied_s: float
     optimizer_s: float
+    """What of the update, and of the gradient norm, is not part of a layer's first pass."""
     host_adam_s: float
     host_copies_s: float
     gather_s: float
@@ -104,6 +107,44 @@ class StageWork:
         backward_s = sum(work.backward.serial_s for work in layers)
         weight_s = sum(work.backward.weight_s for work in layers)
         return forward_s, backward_s - weight_s, weight_s
+
+
+STABLE_TERMS = frozenset(
+    {
+        "forward",
+        "backward",
+        "recompute",
+        "tensor_parallel",
+        "blocking_data_parallel",
+        "exposed_traffic",
+        "pipeline_fill_of_layers",
+        "gradient_accumulation",
+        "embedding",
+        "head",
+        "host_work",
+        "pipeline_p2p",
+    }
+)
+DELTA_TERMS = frozenset(
+    {
+        "first_forward_traffic",
+        "last_backward_traffic",
+        "gradient_accumulation",
+        "embedding_traffic",
+        "head_traffic",
+        "optimizer_compute",
+        "host_step",
+        "gradient_reduction",
+        "weight_gather",
+        "tied_embeddings",
+        "host_adam",
+        "host_adam_copies",
+        "states_at_step",
+        "pipeline_p2p",
+    }
+)
+"""The closed form's terms that are played, as passes, transfers or ends of iterations. A term that is added
+there has to be played here too: a test compares the names."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +184,7 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         stages=tuple(stages),
         prices=len(prices) + 2 * len(kinds),
         interference=context.interference,
-        step_waits_for_all=template.grad_norm_pass and not template.step_in_first_forward,
+        step_waits_for_all=template.grad_norm_pass,
         steps_early=template.step_in_first_forward,
         sends_overlap=plan.vpp > 1 and template.boundary_overlaps_when_interleaved,
     )
@@ -157,6 +198,11 @@ class _Kinds:
     recomputed: LayerWork
     embedding: LayerWork | None
     head: LayerWork | None
+
+    def counted(self, stage: StagePlan) -> list[tuple[LayerWork, int]]:
+        """Each kind with the number of such layers."""
+        edges = [(kind, 1) for kind in (self.embedding, self.head) if kind is not None]
+        return [(self.kept, stage.layers - stage.ckpt), (self.recomputed, stage.ckpt), *edges]
 
     def passes(self) -> list[PassWork]:
         kinds = [k for k in (self.kept, self.recomputed, self.embedding, self.head) if k is not None]
@@ -180,15 +226,17 @@ def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kind
         for load in (loads.embedding, loads.head)
     )
     inside, across = hop_seconds(loads.boundary_bytes, context)
+    kinds = _Kinds(kept, recomputed, embedding, head)
     terms = evaluator.terms(grid)
     stable, delta = _values(terms.stable, grid), _values(terms.delta, grid)
+    inside_s = sum(layer.first.step_s * count for layer, count in kinds.counted(plan.stages[position]))
     step = StepWork(
+        visits_s=delta.get("states_at_step", 0.0),
         reduction_s=delta.get("gradient_reduction", 0.0),
         tied_s=delta.get("tied_embeddings", 0.0),
-        # Where each layer steps before its first forward, that is part of the layer's first pass.
-        optimizer_s=0.0 if context.template.step_in_first_forward else delta.get("optimizer_compute", 0.0),
+        optimizer_s=_beyond(delta.get("optimizer_compute", 0.0), inside_s),
         host_adam_s=delta.get("host_adam", 0.0),
-        host_copies_s=delta.get("host_adam_copies", 0.0) + delta.get("states_at_step", 0.0),
+        host_copies_s=delta.get("host_adam_copies", 0.0),
         gather_s=delta.get("weight_gather", 0.0),
         host_s=delta.get("host_step", 0.0),
     )
@@ -199,7 +247,12 @@ def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kind
         hop_across_s=float(across),
         step=step,
     )
-    return _Kinds(kept, recomputed, embedding, head), work
+    return kinds, work
+
+
+def _beyond(whole_s: float, inside_s: float) -> float:
+    """The rest of a sum, without what rounding leaves of nothing."""
+    return whole_s - inside_s if whole_s - inside_s > 1e-9 * whole_s else 0.0
 
 
 def _values(terms: Mapping[str, Linear], grid: StageGrid) -> dict[str, float]:

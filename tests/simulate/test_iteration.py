@@ -15,6 +15,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.simulate.engine import Stream
 from mist_megatron.simulate.iteration import Simulation, simulate, with_schedule
 from mist_megatron.simulate.schedules import SCHEDULES
+from mist_megatron.simulate.stage_work import DELTA_TERMS, STABLE_TERMS
 from mist_megatron.spec.model_document import model_from_mapping
 from mist_megatron.spec.plan import Execution, Plan
 
@@ -121,6 +122,16 @@ RICH = {
     "megatron, interleaved": plan_of(4, 4, 4, 4, target="megatron", schedule="interleaved", vpp=2, dp=2),
     "deepspeed, ZeRO 3": plan_of(8, target="deepspeed", dp=8, zero=3),
     "gpipe": plan_of(4, 4, target="megatron", schedule="gpipe"),
+    "patches, decoupled": plan_of(
+        4,
+        4,
+        dp=4,
+        target="megatron+patches",
+        offload=FULL_OFFLOAD,
+        execution=Execution(decoupled_step=True),
+        sizes={"tied_embeddings": True},
+    ),
+    "patches, offload": plan_of(4, 4, dp=2, target="megatron+patches", offload=FULL_OFFLOAD),
 }
 
 
@@ -128,6 +139,14 @@ RICH = {
 def test_work_is_conserved(name: str) -> None:
     plan = RICH[name]
     check_conservation(play(plan), evaluator_of(plan).time_context.interference)
+
+
+@pytest.mark.parametrize("name", RICH)
+def test_no_term_of_the_closed_form_is_dropped(name: str) -> None:
+    """A new term of t or d has to be played too, or the two opinions are about different things."""
+    for stage in play(RICH[name]).prediction.stages:
+        assert stage.stable_terms_s.keys() <= STABLE_TERMS
+        assert stage.delta_terms_s.keys() <= DELTA_TERMS
 
 
 @pytest.mark.parametrize("name", RICH)
