@@ -62,6 +62,9 @@ class StageGrid:
     activations_offload: Array
     stages: int = 1
     vpp: int = 1
+    bridged: bool = False
+    """Neighbours may be on other grids: one rank of each tensor-parallel group sends and receives whole
+    activations, and hands them on inside its group."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.target import capability
 from mist_megatron.spec.training import TrainingSpec
 
 
@@ -74,6 +75,12 @@ def job_of(plan: Plan) -> Job:
     )
 
 
+def bridged(plan: Plan) -> bool:
+    """Whether a bridge carries activations between stages on different grids."""
+    grids = {(stage.dp, stage.tp, stage.micro_batch) for stage in plan.stages}
+    return len(grids) > 1 and capability(plan.target).bridged_grids
+
+
 def grid_of(plan: Plan, position: int) -> StageGrid:
     """The one configuration of a plan's stage, as the evaluator asks for it."""
     stage, stages = plan.stages[position], len(plan.stages)
@@ -98,6 +105,7 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
         activations_offload=_one(stage.offload.activations),
         stages=stages,
         vpp=plan.vpp,
+        bridged=bridged(plan),
     )
 
 

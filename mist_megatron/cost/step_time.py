@@ -101,14 +101,25 @@ def boundary_terms(
     gpus = grid.nodes * grid.gpus_per_node
     alike = max(context.cluster_gpus // gpus, 2)
     share = boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node)
+    if grid.bridged and grid.sequence_parallel:
+        boundary_bytes = boundary_bytes * grid.tp
     inside, across = hop_seconds(boundary_bytes, context)
     hop = (1.0 - share) * inside + share * across
+    if grid.bridged:
+        hop = hop + _handed_on(boundary_bytes, grid, context)
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     if grid.vpp > 1 and context.template.boundary_overlaps_when_interleaved:
         # Hidden in the steady state; the first and last micro-batch still wait for every hop.
         delta["pipeline_p2p"] = Linear(2.0 * (grid.stages - 1) * hop)
         return
     stable["pipeline_p2p"] = Linear(exchanges * grid.vpp * hop)
+
+
+def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
+    """A broadcast in a tensor-parallel group: a ring passes every byte once, as a gather does."""
+    nodes = np.ceil(grid.tp / context.cluster_gpus_per_node)
+    seconds = context.prices.collective("all_gather", whole_bytes, grid.tp, nodes).seconds
+    return np.where(grid.tp > 1.0, seconds, 0.0)
 
 
 def hop_seconds(boundary_bytes: Array, context: TimeContext) -> tuple[Array, Array]:

@@ -27,6 +27,8 @@ class Shape:
     vpp: int
     zero: tuple[int, ...]
     """Levels that each stage may choose from; one where all stages must agree."""
+    bridged: bool = False
+    """Stands beside stages on other grids, on a target that bridges them."""
 
     @property
     def gpus(self) -> int:

@@ -62,6 +62,8 @@ def ckpt_counts(space: Space, layers: int, vpp: int) -> Array:
     """Numbers of fully recomputed layers; per chunk, so multiples of the number of chunks."""
     if space.ckpt == "none":
         return np.zeros(1)
+    if space.ckpt == "all":
+        return np.array([float(layers)])
     if space.ckpt == "none_or_all":
         return np.array([0.0, float(layers)])
     return np.arange(0, layers + 1, vpp, dtype=np.float64)
@@ -93,6 +95,7 @@ def stage_grid(shape: Shape, slot: Slot, values: Mapping[str, Array], *, selecti
         activations_offload=values["activations"],
         stages=shape.stages,
         vpp=shape.vpp,
+        bridged=shape.bridged,
     )
 
 

@@ -124,6 +124,7 @@ def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator
                 sequence_parallel=False,
                 vpp=1,
                 zero=stage_levels(space, dp)[0],
+                bridged=capability(job.target).bridged_grids,
             )
 
 

@@ -1,0 +1,72 @@
+"""What a boundary between stages on different grids costs: whole activations, and handing them on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mist_megatron.cost.evaluate import make_evaluator
+from mist_megatron.cost.predict import bridged, grid_of, job_of
+from mist_megatron.spec.catalogue import CATALOGUE
+from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.presets import preset
+from mist_megatron.spec.training import TrainingSpec
+
+
+class Links:
+    """A byte a second, nothing else."""
+
+    def __init__(self, prices: object) -> None:
+        self.prices = prices
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.prices, name)
+
+    def collective(self, kind, message_bytes, ranks, nodes, *, strided=False):  # type: ignore[no-untyped-def]
+        usual = self.prices.collective(kind, message_bytes, ranks, nodes, strided=strided)
+        passes = 1.0 if kind == "send_recv" else (np.asarray(ranks) - 1.0) / np.asarray(ranks)
+        return replace(usual, seconds=passes * np.asarray(message_bytes))
+
+
+def plan_of(second_tp: int, *, sequence_parallel: bool) -> Plan:
+    model = preset("gpt3-1.3b")
+    stages = [
+        StagePlan(layers=12, nodes=1, gpus_per_node=4, dp=4 // tp, tp=tp, micro_batch=tp)
+        for tp in (2, second_tp)
+    ]
+    return Plan(
+        model=model,
+        training=TrainingSpec(global_batch=16, seq_len=512),
+        cluster=cluster_of(CATALOGUE["a100-sxm-80gb"], 8),
+        target="megatron+patches",
+        grad_accum=4,
+        stages=tuple(stages),
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def hop_s(plan: Plan, *, bridge: bool) -> float:
+    from mist_megatron.cost.datasheet import datasheet_prices
+
+    prices = Links(datasheet_prices(plan.cluster, "bf16"))
+    evaluator = make_evaluator(job_of(plan), prices)
+    grid = replace(grid_of(plan, 0), bridged=bridge)
+    return float(evaluator.terms(grid).stable["pipeline_p2p"].fixed)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_bridge_moves_whole_activations_and_hands_them_on(sequence_parallel: bool) -> None:
+    plan = plan_of(4, sequence_parallel=sequence_parallel)
+    whole = 2.0 * 2 * 512 * 2048
+    own = whole / 2 if sequence_parallel else whole
+    assert hop_s(plan, bridge=False) == pytest.approx(own)
+    assert hop_s(plan, bridge=True) == pytest.approx(whole + whole / 2)
+
+
+def test_only_stages_that_differ_are_bridged() -> None:
+    assert bridged(plan_of(4, sequence_parallel=False))
+    assert not bridged(plan_of(2, sequence_parallel=False))
+    assert not bridged(replace(plan_of(4, sequence_parallel=False), target="mist"))
