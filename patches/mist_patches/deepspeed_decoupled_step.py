@@ -15,8 +15,10 @@ Cost: gradients of ZeRO 1 and 2 without offload wait in single precision for the
 layer (4 bytes a parameter over the data-parallel ranks). Parameters that ZeRO 3 keeps gathered
 (`stage3_param_persistence_threshold`) are stepped at once, in groups of their own. A weight of ZeRO 1 and 2
 must be used through a module that holds it or through its layer; use behind the patch's back is found at
-the next backward pass, and refused. A learning-rate scheduler of ZeRO 1 and 2 must be made by DeepSpeed
-(JSON or callable), and all ranks must run the layers in the same order.
+the next backward pass, and refused. The module's `state_dict()` must be called on all ranks, since what
+waits is gathered then; `flush(engine.optimizer)` on all ranks does it beforehand. A learning-rate scheduler
+of ZeRO 1 and 2 must be made by DeepSpeed (JSON or callable), and all ranks must run the layers in the same
+order.
 
 Tested with DeepSpeed 0.19.8; NVMe, Muon and ZenFlow are refused.
 """
@@ -342,6 +344,7 @@ def _watch_modules(original: Callable[..., Any]) -> Any:
             state = _prepare(made, made.bit16_groups)
             for module, groups in _holders(self.module, state).items():
                 module.register_forward_pre_hook(_step_before(weakref.ref(made), sorted(groups)))
+            self.module.register_state_dict_pre_hook(_flush_before(weakref.ref(made)))
             for name, p in self.module.named_parameters():
                 if id(p) in state.group_of:
                     p.register_post_accumulate_grad_hook(_check_used(name, state, state.group_of[id(p)]))
@@ -379,6 +382,15 @@ def _step_before(reference: weakref.ref[Any], groups: list[int]) -> Any:
                     _do(optimizer, state, index)
 
     return before_forward
+
+
+def _flush_before(reference: weakref.ref[Any]) -> Any:
+    """A trainer may save the module's weights without asking the engine."""
+
+    def before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
+        flush(reference())
+
+    return before_state_dict
 
 
 def _check_used(name: str, state: Decoupled, index: int) -> Any:

@@ -186,6 +186,7 @@ def mutated(name: str | None) -> Any:
         "no_cut": (groups, "host_starts", lambda sizes, fraction: [0] * len(sizes)),
         "rates_of_today": (decoupled, "_RATES", ()),
         "no_flush": (decoupled, "_flushed", lambda original: original),
+        "no_flush_before_saving": (decoupled, "_flush_before", lambda *_: lambda module, *more: None),
         "no_step_before_gather": (decoupled, "_before_gather", lambda original: original),
         "no_step_before_forward": (decoupled, "_step_before", lambda *_: lambda module, inputs: None),
     }
@@ -378,7 +379,11 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
         with mutated(case.mutate):
             apply_patches(case)
             engine, found = train(case)
+            saved = {name: w.clone() for name, w in engine.module.state_dict().items()}
             finals.append(masters(engine))
+            if case.zero in {1, 2}:  # with ZeRO 3 a module has no weights of its own to save
+                pairs = ((w, finals[-1][name].to(w.dtype)) for name, w in saved.items())
+                found["stale"] = max(float((a - b).abs().max()) for a, b in pairs)
             found["placement"], found["buffers"] = placement(engine), buffers(engine)
             counts = getattr(getattr(engine, "mist_activation_offload", None), "counts", None)
             found["activations"] = vars(counts) if counts else {}

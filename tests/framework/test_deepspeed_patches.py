@@ -123,6 +123,7 @@ MUTANTS = {
     "no_cut": with_patches(replace(Z3_HOST, steps=2), optimizer_fraction=0.5),
     "rates_of_today": with_patches(replace(Z3, steps=4), decoupled_step=True),
     "no_flush": with_patches(replace(Z3, **SHORT), decoupled_step=True),
+    "no_flush_before_saving": with_patches(replace(Z2, steps=4), decoupled_step=True),
     "no_step_before_gather": with_patches(replace(Z3, steps=4), decoupled_step=True),
     "no_step_before_forward": with_patches(replace(Z2, steps=4), decoupled_step=True),
 }
@@ -253,6 +254,7 @@ def test_patched_run_equals_the_plain_one(cases: str, name: str) -> None:
         assert difference(run, reference) < CLOSE
         assert run["skipped"] == reference["skipped"] == ([] if case.inf_at is None else [case.inf_at])
         assert run["losses"][-1] < run["losses"][0]
+        assert run.get("stale", 0.0) == 0.0  # what the module itself saves is what was trained
 
 
 @pytest.mark.parametrize(("cases", "name"), PATCHED)
@@ -314,7 +316,7 @@ def test_each_layer_is_stepped_right_before_its_forward(name: str) -> None:
 
 
 SHARES = {"no_cut", "no_host_weights", "no_host_gradients"}
-REFUSES = {"no_step_before_forward"}
+REFUSES = {"no_step_before_forward", "no_flush_before_saving"}
 
 
 @pytest.mark.parametrize("name", sorted(set(MUTANTS) - SHARES - REFUSES))
@@ -326,6 +328,11 @@ def test_without_its_essential_line_a_patch_trains_another_model(name: str) -> N
 def test_weights_used_before_their_step_are_found() -> None:
     ((run, _),) = results("1 rank")["no_step_before_forward"]
     assert "was used before its step" in run["refused"]
+
+
+def test_weights_saved_without_the_engine_have_had_their_step() -> None:
+    ((run, _),) = results("1 rank")["no_flush_before_saving"]
+    assert run["stale"] > 100 * CLOSE
 
 
 def test_without_its_essential_line_a_share_is_another() -> None:
