@@ -1,6 +1,6 @@
 """Everything worth measuring on a machine that is lent for minutes, in one command.
 
-    python session.py --budget-s 500 --out DIR [--shapes shapes.json] [--device cpu]
+    python within_budget.py --budget-s 500 --out DIR [--shapes shapes.json] [--device cpu]
 
 Measures by order of worth within the time given, a coarse cover of each sweep first, and writes into DIR:
 raw.jsonl (for `mist-megatron calibrate fit`), machine.txt (what the machine was), digest.txt (best rates).
