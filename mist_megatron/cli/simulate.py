@@ -34,8 +34,9 @@ def simulate(
     scale: Annotated[
         list[str] | None,
         typer.Option(
-            help="What if: op=matmul:0.5 halves the time of an operator kind, link=inter:2 doubles a "
-            "link's bandwidth; may be repeated."
+            help="What if: op=matmul:0.5 halves the time of an operator kind (matmul, attention, memory, "
+            "adam, host_adam), link=inter:2 doubles a link's bandwidth (intra, inter, h2d, d2h); may be "
+            "repeated."
         ),
     ] = None,
     trace: Annotated[
