@@ -66,10 +66,6 @@ def run_all(cases: dict[str, Case], processes: int) -> Runs:
     return dict(zip(cases, _run(as_argument(cases.values()), processes), strict=True))
 
 
-def run(case: Case, processes: int) -> tuple[dict, ...]:
-    return run_all({"": case}, processes)[""]
-
-
 def assert_same(plain, patched):
     """Bit for bit."""
     for left, right in zip(plain, patched, strict=True):
@@ -86,16 +82,31 @@ def assert_close(plain, patched, relative=1e-6):
 
 
 UNEVEN = Case(pp=2, layers_per_stage=[3, 1], recompute=[0, 0])
+"""Patched, stage 0 recomputes one of three layers and offloads half of the rest, stage 1 a quarter."""
+OFFLOADED = {"recompute": [1, 0], "patches": {"activation_offload": [0.5, 0.25]}}
+HOST = replace(UNEVEN, bf16=True, distributed_optimizer=True, optimizer_fraction=[0.75, 0.25])
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_activation_offload_per_stage_with_recompute(bf16):
-    """Stage 0 recomputes one of three layers and offloads half of the rest, stage 1 offloads a quarter."""
-    plain = replace(UNEVEN, bf16=bf16)
-    patched = replace(plain, recompute=[1, 0], patches={"activation_offload": [0.5, 0.25]})
-    reference, found = run(plain, 2), run(patched, 2)
+@cache
+def two_stages() -> Runs:
+    half = replace(UNEVEN, bf16=True)
+    both = {"activation_offload": [1.0, 0.5], "optimizer_fraction": [0.75, 0.25]}
+    cases = {
+        "fp32": UNEVEN,
+        "fp32 patched": replace(UNEVEN, **OFFLOADED),
+        "bf16": half,
+        "bf16 patched": replace(half, **OFFLOADED),
+        "host": HOST,
+        "host patched": replace(HOST, recompute=[2, 0], patches=both),
+    }
+    return run_all(cases, 2)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_activation_offload_per_stage_with_recompute(name):
+    reference, found = two_stages()[name], two_stages()[f"{name} patched"]
     assert_same(reference, found)
-    assert len(reference[1]["losses"]) == plain.steps
+    assert len(reference[1]["losses"]) == UNEVEN.steps
     assert reference[1]["losses"][-1] < reference[1]["losses"][0]
     for stage, fraction in enumerate((0.5, 0.25)):
         share = found[stage]["offloaded_bytes"] / found[stage]["saved_bytes"]
@@ -107,21 +118,16 @@ def test_activation_offload_per_stage_with_recompute(bf16):
 def test_exact_optimizer_fraction():
     """Megatron's own split overshoots; ours lands within half the smallest shard; training is the same."""
     base = Case(bf16=True, distributed_optimizer=True, optimizer_fraction=[0.5])
-    native, exact = run(base, 1), run(replace(base, patches={"optimizer_fraction": [0.5]}), 1)
+    cases = {"native": base, "exact": replace(base, patches={"optimizer_fraction": [0.5]})}
+    native, exact = run_all(cases, 1).values()
     assert_same(native, exact)
     assert abs(exact[0]["host_share"] - 0.5) < abs(native[0]["host_share"] - 0.5)
     assert exact[0]["host_share"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_both_patches_together():
-    plain = replace(UNEVEN, bf16=True, distributed_optimizer=True, optimizer_fraction=[0.75, 0.25])
-    patched = replace(
-        plain,
-        recompute=[2, 0],
-        patches={"activation_offload": [1.0, 0.5], "optimizer_fraction": [0.75, 0.25]},
-    )
-    reference, found = run(plain, 2), run(patched, 2)
-    assert_same(reference, found)
+    found = two_stages()["host patched"]
+    assert_same(two_stages()["host"], found)
     for stage, fraction in enumerate((0.75, 0.25)):
         # One layer and the head make few shards, so the bound is a shard of this tiny model.
         assert found[stage]["host_share"] == pytest.approx(fraction, abs=0.03)
