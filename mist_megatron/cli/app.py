@@ -156,13 +156,13 @@ def usage_message(error: TyperException, arguments: list[str]) -> tuple[str, tup
 
 
 def _typed(options: list[str], arguments: list[str]) -> str | None:
-    """What was typed for an option."""
-    for position, argument in enumerate(arguments):
+    """What was typed for an option, the last time."""
+    typed = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         name, equals, value = argument.partition("=")
         if name in options:
-            following = arguments[position + 1 :]
-            return value if equals else following[0] if following else None
-    return None
+            typed = value if equals else following
+    return typed
 
 
 def _show(message: str, details: tuple[str, ...] = ()) -> None:

@@ -16,7 +16,16 @@ import numpy as np
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageRole
 from mist_megatron.search.shapes import Shape
-from mist_megatron.search.slot_prices import AXES, Array, Choices, Slot, slot_at, stage_grid, with_axes
+from mist_megatron.search.slot_prices import (
+    AXES,
+    Array,
+    Choices,
+    Slot,
+    ends_of,
+    slot_at,
+    stage_grid,
+    with_axes,
+)
 from mist_megatron.search.space import Space
 
 AT_ONCE = 2_000
@@ -117,8 +126,7 @@ def _moments(
         zero=first.zero,
     )
     choices = Choices(space=space, shape=mesh, step=1.0)
-    none_or_all = [0.0] if selective or space.ckpt == "none" else [0.0, 1.0]
-    axes = choices.axes(np.array(none_or_all))
+    axes = choices.axes(ends_of(choices.counts(1, selective=selective)))
     one = (1,) * (len(AXES) - 1)
     counts = np.array([1.0, float(layers)]).reshape(1, 2, 1, *one)
 

@@ -12,7 +12,7 @@ from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import Question, shape_bounds
 from mist_megatron.search.least_memory import least_memory, may_fit, stages_of
 from mist_megatron.search.shapes import Shape, shapes
-from mist_megatron.search.slot_prices import AXES, Choices, slot_at, stage_grid
+from mist_megatron.search.slot_prices import AXES, Choices, ends_of, slot_at, stage_grid
 from mist_megatron.search.solve import solve_shape
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.job import Job
@@ -85,8 +85,7 @@ def _least_configuration(
     best: tuple[float, str, dict[str, float]] = (np.inf, "", {})
     choices = Choices(space=space, shape=shape, step=1.0)
     for selective in (False, True) if space.selective else (False,):
-        counts = np.zeros(1) if selective or space.ckpt == "none" else np.array([0.0, float(layers)])
-        axes = choices.axes(counts)
+        axes = choices.axes(ends_of(choices.counts(layers, selective=selective)))
         grid = stage_grid(shape, slot_at(shape, position, layers), axes, selective=selective)
         size = tuple(axes[name].size for name in AXES)
         peak = np.broadcast_to(evaluator.peak_bytes(grid), size)

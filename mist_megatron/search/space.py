@@ -12,7 +12,7 @@ from mist_megatron.spec import check
 from mist_megatron.spec.plan import Target
 from mist_megatron.spec.target import OffloadRanges, Range, capability
 
-CkptRange = Literal["none", "none_or_all", "any"]
+CkptRange = Literal["none", "all", "none_or_all", "any"]
 OFFLOAD_KINDS = ("weights", "grads", "optimizer", "activations")
 
 
@@ -44,7 +44,12 @@ class Space:
         found = ["dp", "micro_batch", "grad_accum"]
         found += ["tp"] * self.tensor_parallel + ["pp"] * self.pipeline
         found += ["layers per stage"] * self.uneven_layers
-        found += {"none": [], "none_or_all": ["recompute none/full"], "any": ["recomputed layers"]}[self.ckpt]
+        found += {
+            "none": [],
+            "all": [],
+            "none_or_all": ["recompute none/full"],
+            "any": ["recomputed layers"],
+        }[self.ckpt]
         found += ["selective recompute"] * self.selective + ["sequence_parallel"] * self.sequence_parallel
         found += ["interleaving"] * self.interleaved
         found += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
@@ -163,7 +168,7 @@ def cut_to_target(space: Space, target: Target) -> Space:
             f"--space {space.name} needs ZeRO {'/'.join(map(str, space.zero))}, "
             f"which target {target} does not run (it runs {'/'.join(map(str, able.zero))})"
         )
-    ckpt = space.ckpt if able.partial_ckpt or space.ckpt == "none" else "none_or_all"
+    ckpt = space.ckpt if able.partial_ckpt or space.ckpt != "any" else "none_or_all"
     offload = OffloadRanges(
         **{k: _narrower(getattr(space.offload, k), getattr(able.offload, k)) for k in OFFLOAD_KINDS}
     )
