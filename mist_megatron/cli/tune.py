@@ -66,9 +66,7 @@ def tune(
     ] = False,
     verify: Annotated[
         str | None,
-        typer.Option(
-            help="simulate: play the best plans event by event and rank them anew.", rich_help_panel=PANEL
-        ),
+        typer.Option(help="simulate: rank the best plans anew, by events.", rich_help_panel=PANEL),
     ] = None,
     output: OutputOptions,
 ) -> None:
