@@ -192,8 +192,9 @@ mist-megatron recipes copy gpt3-7b-4x8-a100-80gb run
 The last three columns say how many times faster the plan is predicted to be than the best hand-made choice
 of the same job under the same cost model: Megatron (even split, all layers recomputed or none), what
 experts add (selective recomputation, sequence parallelism, interleaving), and DeepSpeed (ZeRO 0-3, offload
-on or off). `-`: no such plan fits, or the framework cannot run the model. All times are predictions;
-WHY.md of each says how far they rest on measured kernels.
+on or off). Below 1.00x the DeepSpeed file in the same folder is the faster choice. `-`: no such plan fits,
+or the framework cannot run the model. All times are predictions; WHY.md of each says how far they rest on
+measured kernels.
 
 | recipe | cluster | target | plan | s/step | MFU | Megatron | expert | DeepSpeed |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
