@@ -254,7 +254,7 @@ def _refuse_untested(chunk: Chunk, weights: float, grads: float) -> None:
     config = chunk.ddp.ddp_config
     if weights and config.overlap_param_gather:
         raise PatchRefused(
-            "weight offload: overlap_param_gather writes weights while they may be away; off it"
+            "weight offload: overlap_param_gather writes weights while they may be away; switch it off"
         )
     if grads and config.overlap_grad_reduce:
         raise PatchRefused(

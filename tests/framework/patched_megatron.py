@@ -52,6 +52,8 @@ class Case:
     """Step after which everything is saved, thrown away, and loaded into a new model."""
     twice: bool = False
     """Apply each patch twice, which must do no harm."""
+    may_fail: bool = False
+    """Report an error instead of ending the program."""
     mutate: str = ""
     """Essential line of a patch to take out; see MUTATIONS."""
 
@@ -476,7 +478,7 @@ def main() -> None:
     assert not grid, "cases of one call share their grid"
     ps.initialize_model_parallel(tp, pp, vpp if vpp > 1 else None)
     for case in cases:
-        if case.mutate:
+        if case.mutate or case.may_fail:
             try:
                 line = run_case(case)
             except Exception as error:  # a mutant may fail in any way
