@@ -261,7 +261,8 @@ def changes(
         group = next((g for g, keys in GROUPS.items() if key.split(".")[0] in keys), None)
         reason = said.get(key) or said.get(key.split(".")[0]) or _reason(key, old, now, group)
         decided = key in BATCH_KEYS or key.endswith(".stage") or ".offload_" in key
-        tuned = group in gains and decided and key not in said and not (key in BATCH_KEYS and old is None)
+        spelled = key in BATCH_KEYS and (old is None or now is None)
+        tuned = group in gains and decided and key not in said and not spelled
         gain = gains[str(group)] if tuned else None
         needed = tuned and gain is None
         found.append(Change(key=key, old=old, new=now, reason=reason, gain=gain, needed=needed))
@@ -271,6 +272,8 @@ def changes(
 def _reason(key: str, old: Any, now: Any, group: str | None) -> str:
     if key in BATCH_KEYS and old is None:
         return "written out: follows from the other two"
+    if key in BATCH_KEYS and now is None:
+        return "left to the trainer, which multiplies the other two"
     if key == "gradient_clipping":
         return "not said before: written out as what versions before 0.19 did"
     if key.endswith(".stage3_gather_16bit_weights_on_model_save"):
