@@ -104,9 +104,32 @@ def _report(
     told = {} if checked is None else {"verify": checked.document()}
     output.finish({**document, **told, "defaults": dict(taken.defaults), "files": files})
     if not output.json:
-        show_result(output.people, found, taken.lines(), (out, files))
+        show_result(output.people, found, taken.lines(), (out, files), hand_made(found))
         if checked is not None:
             show_verified(output.people, checked)
+
+
+HAND_MADE = {"deepspeed": ("deepspeed",)}
+"""Target -> spaces of hand-made choices; of the others the two that Megatron's users search."""
+
+
+def hand_made(found: Found) -> dict[str, float]:
+    """Seconds per step of the best plans of the hand-made spaces, on the same model of costs."""
+    from mist_megatron.search.space import space_named
+    from mist_megatron.search.tune import Settings, Status, search
+
+    if found.result.status is not Status.OPTIMAL:
+        return {}
+    best: dict[str, float] = {}
+    for name in HAND_MADE.get(found.evaluator.job.target, ("megatron", "megatron-expert")):
+        if name == found.result.space.name:
+            continue
+        try:
+            result = search(found.evaluator, space_named(name), Settings())
+        except (InputError, NoFeasiblePlan):
+            continue
+        best[name] = result.solutions[0].value_s
+    return best
 
 
 def _check_numbers(grid: float, top: int, workers: int, time_limit: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from mist_megatron.cli.output import table
 
 if TYPE_CHECKING:
     from mist_megatron.cli.tune import Found
-    from mist_megatron.cost.predict import Prediction
+    from mist_megatron.cost.predict import Prediction, StagePrediction
     from mist_megatron.spec.plan import Plan, StagePlan
 
 GIB = float(1 << 30)
@@ -22,7 +23,11 @@ BAR = 6
 
 
 def show_result(
-    people: Console, found: Found, defaults: list[str], written: tuple[Path | None, list[str]]
+    people: Console,
+    found: Found,
+    defaults: list[str],
+    written: tuple[Path | None, list[str]],
+    others: Mapping[str, float],
 ) -> None:
     """The plan as a table, what binds it, the next best, the proof, and the next command."""
     plan, prediction = found.plans[0], found.predictions[0]
@@ -37,13 +42,23 @@ def show_result(
     for other, cost in zip(found.plans[1:], found.predictions[1:], strict=True):
         slower = cost.iteration_s / prediction.iteration_s - 1
         people.print(f"next best: {shape_words(other)}, {slower:+.1%} time")
+    gain = hand_made_line(found, others)
+    if gain is not None:
+        people.print(gain)
     people.print(proof_line(found))
     out, files = written
     if out is not None:
-        people.print(f"wrote {len(files)} files to {out}: {', '.join(files)}")
-        people.print(f"next: mist-megatron predict {out}/plan.yaml", soft_wrap=True)
+        people.print(f"wrote {len(files)} file{'s' * (len(files) != 1)} to {out}: {', '.join(files)}")
+        people.print(next_command(out, files), soft_wrap=True)
     else:
         people.print("next: the same command with --out DIR writes the plan and its files", soft_wrap=True)
+
+
+def next_command(out: Path, files: list[str]) -> str:
+    """What to type next: start the training where there is something to start."""
+    if "train.sh" in files:
+        return f"next: fill in {out}/env.sh, then {out}/train.sh, or sbatch {out}/slurm.sbatch"
+    return f"next: mist-megatron predict {out}/plan.yaml"
 
 
 def headline(plan: Plan, prediction: Prediction) -> str:
@@ -59,12 +74,21 @@ def headline(plan: Plan, prediction: Prediction) -> str:
 
 def shape_words(plan: Plan) -> str:
     """Parallel sizes in one line."""
-    stage = plan.stages[0]
-    words = [f"pp {plan.pipeline_size}", f"dp {stage.dp}", f"tp {stage.tp}"]
-    words += [f"micro-batch {stage.micro_batch}", f"{plan.grad_accum} micro-batches"]
+    stages = plan.stages
+    words = [f"pp {plan.pipeline_size}"]
+    words += [f"GPUs {_each(s.gpus for s in stages)}"] * (len({s.gpus for s in stages}) > 1)
+    words += [f"dp {_each(s.dp for s in stages)}", f"tp {_each(s.tp for s in stages)}"]
+    words += [f"micro-batch {_each(s.micro_batch for s in stages)}"]
+    words += [f"{plan.grad_accum} micro-batch{'es' * (plan.grad_accum > 1)}"]
     words += [f"{plan.vpp} chunks per stage"] * (plan.vpp > 1)
     words += ["sequence parallel"] * plan.sequence_parallel
     return ", ".join(words)
+
+
+def _each(values: Iterable[int]) -> str:
+    """One number, or one per stage."""
+    listed = list(values)
+    return "/".join(map(str, listed)) if len(set(listed)) > 1 else str(listed[0])
 
 
 def stage_table(plan: Plan, prediction: Prediction) -> Table:
@@ -120,22 +144,54 @@ def reasons(prediction: Prediction) -> list[str]:
 
     what = binding(prediction)
     share = prediction.measured_share
+    slowest = what["slowest_stage"]
+    parts = stream_shares(prediction.stages[slowest])
+    listed = ", ".join(f"{name} {part:.0%}" for name, part in parts.items() if part >= 0.005)
+    step = prediction.time
+    split = [(step.steady_s, "steady"), (step.ramp_s, "fill and drain")]
+    split += [(step.first_and_last_s, "first and last micro-batch")]
     return [
-        f"time: stage {what['slowest_stage']} is slowest, most of it "
-        f"{str(what['largest_time_term']).replace('_', ' ')}; memory: stage {what['fullest_stage']} at "
-        f"{what['memory_used_fraction']:.0%} of its limit, most of it "
-        f"{str(what['largest_memory_term']).replace('_', ' ')}",
+        f"time binds in stage {slowest}: {listed}",
+        "step: " + ", ".join(f"{name} {seconds / step.total_s:.0%}" for seconds, name in split),
+        f"memory binds in stage {what['fullest_stage']}: {what['memory_used_fraction']:.0%} of its limit, "
+        f"most of it {str(what['largest_memory_term']).replace('_', ' ')}",
         f"prices: {share['exact']:.0%} measured at the exact shape, "
         f"{share['interpolated']:.0%} interpolated, "
         f"{share['extrapolated']:.0%} extrapolated",
     ]
 
 
+STREAMS = {
+    "compute": ("forward", "backward", "recompute", "embedding", "head", "gradient_accumulation"),
+    "tensor-parallel traffic": ("tensor_parallel",),
+    "data-parallel traffic": ("blocking_data_parallel",),
+    "gathers and copies that compute does not hide": ("exposed_traffic", "pipeline_fill_of_layers"),
+    "transfers between stages": ("pipeline_p2p",),
+}
+"""What of a micro-batch's time goes where; the rest is the host's."""
+
+
+def stream_shares(stage: StagePrediction) -> dict[str, float]:
+    """Parts of a stage's stable micro-batch by what is busy."""
+    terms, total = stage.stable_terms_s, stage.stable_s
+    shares = {name: sum(terms.get(t, 0.0) for t in parts) / total for name, parts in STREAMS.items()}
+    return {**shares, "host": 1.0 - sum(shares.values())}
+
+
+def hand_made_line(found: Found, others: Mapping[str, float]) -> str | None:
+    """How much faster than the best plans of hand-made spaces."""
+    best = found.predictions[0].iteration_s
+    listed = [f"{value / best:.2f}x the speed of space {name}" for name, value in others.items()]
+    return f"gain: {', '.join(listed)}, each at its best" if listed else None
+
+
 def proof_line(found: Found) -> str:
     """Status, gap, and what it took."""
     result = found.result
     if result.status.value == "optimal":
-        proof = f"proved: no plan of space {result.space.name} is faster"
+        stages = "stages of any sizes" if result.space.unequal else "stages of equal sizes"
+        pipelines = f", {stages}" if result.space.pipeline else ""
+        proof = f"proved: no plan of space {result.space.name} on this target{pipelines}, is faster"
     else:
         proof = f"{result.status.value}: within {result.gap:.1%} of the bound {result.bound_s:.4g} s"
     return (
