@@ -218,7 +218,7 @@ def test_a_stop_keeps_the_best_and_its_gap():
 
     def stop():
         asked.append(1)
-        return Status.TIME_LIMIT if len(asked) > 3 else None
+        return Status.TIME_LIMIT if len(asked) > 400 else None
 
     result = search(evaluator, space_named("full"), Settings(top=40), Watch(stop=stop))
     assert result.status is Status.TIME_LIMIT

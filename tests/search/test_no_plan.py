@@ -41,16 +41,16 @@ def test_what_is_ruled_out_fits_with_nothing(target, limit_gib):
 
 
 def test_the_refusal_names_the_miss_its_part_and_what_helps():
-    job = small_job("megatron", gpus=2, layers=4, batch=16, limit_gib=3.0)
+    job = small_job("megatron", gpus=2, layers=4, batch=16, limit_gib=1.2)
     with pytest.raises(NoFeasiblePlan, match="no plan fits") as caught:
         search(evaluator_of(job), space_named("full"), Settings(step=0.5))
     closest, largest, help_ = caught.value.details
     needed, limit = map(float, re.search(r"-> ([\d.]+) GiB per GPU, limit ([\d.]+) GiB", closest).groups())
-    assert needed > limit == 3.0
+    assert needed > limit == 1.2
     assert re.fullmatch(r"largest part: [a-z ]+ [\d.]+ GiB", largest)
     more = re.search(r"--gpus (\d+)", help_)
     assert more, help_
-    bigger = small_job("megatron", gpus=int(more[1]), layers=4, batch=16, limit_gib=3.0)
+    bigger = small_job("megatron", gpus=int(more[1]), layers=4, batch=16, limit_gib=1.2)
     assert search(evaluator_of(bigger), space_named("full"), Settings(step=0.5)).solutions
 
 
