@@ -11,6 +11,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.plan import Target
 from mist_megatron.spec.target import OffloadRanges, Range, capability
+from mist_megatron.spec.training import Precision
 
 CkptRange = Literal["none", "all", "none_or_all", "any"]
 OFFLOAD_KINDS = ("weights", "grads", "optimizer", "activations")
@@ -159,9 +160,9 @@ def _narrower(left: Range, right: Range) -> Range:
     return left if _ORDER[left] <= _ORDER[right] else right
 
 
-def cut_to_target(space: Space, target: Target) -> Space:
+def cut_to_target(space: Space, target: Target, precision: Precision | None = None) -> Space:
     """The part of a space that a target can run. Refuses where nothing of it is left."""
-    able = capability(target)
+    able = capability(target, precision)
     zero = tuple(level for level in space.zero if level in able.zero)
     if not zero:
         raise InputError(

@@ -1,0 +1,32 @@
+"""What targets refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mist_megatron.spec.catalogue import CATALOGUE
+from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.presets import preset
+from mist_megatron.spec.target import violations
+from mist_megatron.spec.training import TrainingSpec
+
+
+def plan_with(offload: Offload, precision: str) -> Plan:
+    stage = StagePlan(layers=24, nodes=1, gpus_per_node=8, dp=8, tp=1, micro_batch=1, offload=offload)
+    return Plan(
+        model=preset("gpt3-1.3b"),
+        training=TrainingSpec(global_batch=8, seq_len=2048, precision=precision),  # type: ignore[arg-type]
+        cluster=cluster_of(CATALOGUE["h100-sxm-80gb"], 8),
+        target="megatron+patches",
+        grad_accum=1,
+        stages=(replace(stage, zero=1),),
+    )
+
+
+def test_weights_and_gradients_of_fp8_layers_stay() -> None:
+    for offload in (Offload(weights=0.5), Offload(grads=0.5)):
+        assert not violations(plan_with(offload, "bf16"))
+        (rule,) = violations(plan_with(offload, "fp8"))
+        assert "it keeps" in rule
+    assert not violations(plan_with(Offload(optimizer=0.5, activations=0.5), "fp8"))
