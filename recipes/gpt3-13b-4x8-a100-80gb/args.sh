@@ -1,0 +1,27 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 40
+  --hidden-size 5120
+  --ffn-hidden-size 20480
+  --num-attention-heads 40
+  --kv-channels 128
+  --normalization LayerNorm
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type learned_absolute
+  --max-position-embeddings 4096
+  --seq-length 4096
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 1
+  --global-batch-size 512
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 2
+  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+)

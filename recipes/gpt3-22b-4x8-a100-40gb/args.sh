@@ -1,0 +1,28 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 48
+  --hidden-size 6144
+  --ffn-hidden-size 24576
+  --num-attention-heads 64
+  --kv-channels 96
+  --normalization LayerNorm
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type learned_absolute
+  --max-position-embeddings 2048
+  --seq-length 2048
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --make-vocab-size-divisible-by 32
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 4
+  --global-batch-size 512
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 4
+  --sequence-parallel
+  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+)

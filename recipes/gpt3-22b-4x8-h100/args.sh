@@ -1,0 +1,28 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 48
+  --hidden-size 6144
+  --ffn-hidden-size 24576
+  --num-attention-heads 64
+  --kv-channels 96
+  --normalization LayerNorm
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type learned_absolute
+  --max-position-embeddings 8192
+  --seq-length 8192
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --make-vocab-size-divisible-by 64
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 1
+  --global-batch-size 256
+  --tensor-model-parallel-size 2
+  --pipeline-model-parallel-size 2
+  --sequence-parallel
+  --pipeline-model-parallel-layout 'Et*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6L'
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+)

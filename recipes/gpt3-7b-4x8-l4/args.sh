@@ -1,0 +1,30 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 32
+  --hidden-size 4096
+  --ffn-hidden-size 16384
+  --num-attention-heads 32
+  --kv-channels 128
+  --normalization LayerNorm
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type learned_absolute
+  --max-position-embeddings 2048
+  --seq-length 2048
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 1
+  --global-batch-size 512
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 4
+  --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
+  --use-distributed-optimizer
+  --optimizer-cpu-offload
+  --use-precision-aware-optimizer
+  --overlap-cpu-optimizer-d2h-h2d
+  --accumulate-allreduce-grads-in-fp32
+)

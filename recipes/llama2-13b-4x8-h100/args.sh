@@ -1,0 +1,28 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 40
+  --hidden-size 5120
+  --ffn-hidden-size 13824
+  --num-attention-heads 40
+  --kv-channels 128
+  --normalization RMSNorm
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type rope
+  --max-position-embeddings 8192
+  --seq-length 8192
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 1
+  --global-batch-size 256
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 4
+  --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+)
