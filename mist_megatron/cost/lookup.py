@@ -71,6 +71,8 @@ class ProfilePrices:
     inter_bytes_per_s_per_gpu: float
     links: LinkOverrides = LinkOverrides()
     tables: dict[str, RatioTable] = field(default_factory=dict)
+    curves: dict[str, list[CollectiveCurve]] = field(default_factory=dict)
+    """By kind; strided ones last, so that they replace the plain ones where both fit."""
 
     def gemm(self, m: Array, n: Array, k: Array, batch: Array, *, kernels: int = 1) -> Priced:
         return self._priced("gemm", (m, n, k, batch), self._gemm_roofline(m, n, k, batch, kernels=kernels))
@@ -164,20 +166,15 @@ class ProfilePrices:
         passes = {"all_reduce": 2.0 * once, "send_recv": np.ones_like(once)}.get(kind, once)
         latency, rate = self._links(kind, size, spans)
         kinds = np.full(size.shape, 2, dtype=np.int8)
-        # Strided curves come last, so that they replace the plain ones where both fit.
-        for curve in sorted(self.profile.collectives, key=lambda curve: curve.strided):
-            if curve.kind == kind and not self._overridden(curve):
-                here = (size == curve.ranks) & (spans == curve.nodes) & (apart >= float(curve.strided))
+        for curve in self.curves.get(kind, ()):
+            here = size == curve.ranks
+            if here.any():
+                here = here & (spans == curve.nodes) & (apart >= float(curve.strided))
                 latency = np.where(here, curve.latency_s, latency)
                 rate = np.where(here, curve.bytes_per_s, rate)
                 kinds = np.where(here, np.int8(1), kinds)
         seconds = np.where((size > 1.0) & (message > 0.0), latency + passes * message / rate, 0.0)
         return _marked(seconds, kinds)
-
-    def _overridden(self, curve: CollectiveCurve) -> bool:
-        """A user's own bandwidth takes precedence over the profile's curve."""
-        given = self.links.intra_bytes_per_s if curve.nodes == 1 else self.links.inter_bytes_per_s
-        return given is not None
 
     def _links(self, kind: Collective, size: Array, spans: Array) -> tuple[Array, Array]:
         """Latency and bandwidth where no curve was measured."""
@@ -267,7 +264,18 @@ def profile_prices(profile: Profile, cluster: ClusterSpec, precision: Precision)
         links=links,
     )
     bare.tables.update(_ratio_tables(bare, precision))
+    bare.curves.update(_curves_by_kind(profile, links))
     return bare
+
+
+def _curves_by_kind(profile: Profile, links: LinkOverrides) -> dict[str, list[CollectiveCurve]]:
+    """Measured curves, without those whose bandwidth the user gives: that takes precedence."""
+    found: dict[str, list[CollectiveCurve]] = {}
+    for curve in sorted(profile.collectives, key=lambda curve: curve.strided):
+        given = links.intra_bytes_per_s if curve.nodes == 1 else links.inter_bytes_per_s
+        if given is None:
+            found.setdefault(curve.kind, []).append(curve)
+    return found
 
 
 def _ratio_tables(prices: ProfilePrices, precision: Precision) -> dict[str, RatioTable]:

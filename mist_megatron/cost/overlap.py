@@ -36,7 +36,7 @@ def overlapped_time(streams: Sequence[Array | float], factors: Array) -> Array:
     """
     arrays = [np.asarray(stream, dtype=np.float64) for stream in streams]
     shape = np.broadcast_shapes(*(array.shape for array in arrays))
-    active = [index for index, array in enumerate(arrays) if bool(np.any(array > 0.0))]
+    active = [index for index, array in enumerate(arrays) if (array > 0.0).any()]
     if not active:
         return np.zeros(shape)
     if len(active) == 1:

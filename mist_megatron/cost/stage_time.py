@@ -275,7 +275,7 @@ def _phase(streams: PassStreams, factors: Array) -> _Phase:
 
 def _dropped_if_idle(stream: Array) -> Array:
     """An idle stream loses its axes, so that it does not blow up the grid for nothing."""
-    return stream if np.any(stream) else ZERO
+    return stream if stream.any() else ZERO
 
 
 def _mixed(kept: Array, whole: Array) -> Linear:
@@ -284,7 +284,7 @@ def _mixed(kept: Array, whole: Array) -> Linear:
 
 def _edge(grid: StageGrid, kept: Array, whole: Array) -> Linear:
     """Once per run of layers: of recomputed layers when there are no others."""
-    if not (np.any(kept) or np.any(whole)):
+    if not (kept.any() or whole.any()):
         return Linear()
     if kept is whole or not np.any(grid.ckpt):
         return Linear(kept)

@@ -40,9 +40,9 @@ class Linear:
 
     def at(self, layers: Array, ckpt: Array) -> Array:
         value = self.fixed
-        if np.any(self.per_layer):
+        if self.per_layer.any():
             value = value + layers * self.per_layer
-        if np.any(self.per_ckpt):
+        if self.per_ckpt.any():
             value = value + ckpt * self.per_ckpt
         return value
 
