@@ -148,12 +148,14 @@ def reasons(prediction: Prediction) -> list[str]:
     parts = stream_shares(prediction.stages[slowest])
     listed = ", ".join(f"{name} {part:.0%}" for name, part in parts.items() if part >= 0.005)
     step = prediction.time
-    split = [(step.steady_s, "steady"), (step.ramp_s, "fill and drain")]
+    # The slowest stage is busy with each micro-batch; only what the others add to one is waiting.
+    own_s = min(prediction.stages[slowest].stable_s, step.ramp_s)
+    split = [(step.steady_s + own_s, "steady"), (step.ramp_s - own_s, "fill and drain")]
     split += [(step.first_and_last_s, "first and last micro-batch")]
     return [
         f"time binds in stage {slowest}: {listed}",
         "step: " + ", ".join(f"{name} {seconds / step.total_s:.0%}" for seconds, name in split),
-        f"memory binds in stage {what['fullest_stage']}: {what['memory_used_fraction']:.0%} of its limit, "
+        f"memory is fullest in stage {what['fullest_stage']}: {what['memory_used_fraction']:.0%} of its limit, "
         f"most of it {str(what['largest_memory_term']).replace('_', ' ')}",
         f"prices: {share['exact']:.0%} measured at the exact shape, "
         f"{share['interpolated']:.0%} interpolated, "
