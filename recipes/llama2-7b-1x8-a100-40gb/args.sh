@@ -18,12 +18,11 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 4
+  --micro-batch-size 1
   --global-batch-size 128
-  --tensor-model-parallel-size 2
+  --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 2
-  --sequence-parallel
-  --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
+  --pipeline-model-parallel-layout 'Et*16|t*16L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
 )

@@ -1,0 +1,29 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 96
+  --hidden-size 12288
+  --ffn-hidden-size 49152
+  --num-attention-heads 96
+  --kv-channels 128
+  --normalization LayerNorm
+  --position-embedding-type learned_absolute
+  --max-position-embeddings 2048
+  --seq-length 2048
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --make-vocab-size-divisible-by 1
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 1
+  --global-batch-size 1536
+  --tensor-model-parallel-size 2
+  --pipeline-model-parallel-size 16
+  --sequence-parallel
+  --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
+  --use-distributed-optimizer
+  --optimizer-cpu-offload
+  --use-precision-aware-optimizer
+  --overlap-cpu-optimizer-d2h-h2d
+  --accumulate-allreduce-grads-in-fp32
+)

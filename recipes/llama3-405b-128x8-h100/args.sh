@@ -1,0 +1,34 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 126
+  --hidden-size 16384
+  --ffn-hidden-size 53248
+  --num-attention-heads 128
+  --kv-channels 128
+  --group-query-attention
+  --num-query-groups 8
+  --normalization RMSNorm
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type rope
+  --max-position-embeddings 8192
+  --seq-length 8192
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --make-vocab-size-divisible-by 64
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 1
+  --global-batch-size 2048
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 16
+  --sequence-parallel
+  --pipeline-model-parallel-layout 'Et*7|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*7L'
+  --use-distributed-optimizer
+  --optimizer-cpu-offload
+  --use-precision-aware-optimizer
+  --overlap-cpu-optimizer-d2h-h2d
+  --accumulate-allreduce-grads-in-fp32
+)
