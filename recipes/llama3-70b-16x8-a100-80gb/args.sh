@@ -1,0 +1,34 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 80
+  --hidden-size 8192
+  --ffn-hidden-size 28672
+  --num-attention-heads 64
+  --kv-channels 128
+  --group-query-attention
+  --num-query-groups 8
+  --normalization RMSNorm
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type rope
+  --max-position-embeddings 4096
+  --seq-length 4096
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 1
+  --global-batch-size 1024
+  --tensor-model-parallel-size 2
+  --pipeline-model-parallel-size 4
+  --sequence-parallel
+  --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10|t*10|t*10|t*10|t*10L'
+  --use-distributed-optimizer
+  --optimizer-cpu-offload
+  --use-precision-aware-optimizer
+  --overlap-cpu-optimizer-d2h-h2d
+  --accumulate-allreduce-grads-in-fp32
+)
