@@ -116,7 +116,9 @@ def _with_batch(job: JobOptions, reading: Reading) -> JobOptions:
     if job.target not in {None, "deepspeed"}:
         raise InputError(f"--target is {job.target}; convert writes for deepspeed")
     if job.gpus is None:
-        raise InputError("--gpus is missing", details=("try: --gpus 8",))
+        asked = "--gpus is" if job.model is not None else "--model and --gpus are"
+        try_ = "--gpus 8" if job.model is not None else "--model llama2-7b --gpus 8"
+        raise InputError(f"{asked} missing", details=(f"try: {try_}",))
     micro, steps = conversion.batch_of(reading, job.gpus)
     written = micro * steps * job.gpus
     if job.global_batch is not None and job.global_batch != written:

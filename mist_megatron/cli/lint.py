@@ -32,7 +32,7 @@ from mist_megatron.emit.megatron_read import (
 from mist_megatron.errors import InputError
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.load import load_mapping, read_text
+from mist_megatron.spec.load import load_mapping, load_plan, read_text
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.plan_document import plan_to_mapping
 
@@ -127,9 +127,24 @@ def _megatron(text: str, file: Path, job: JobOptions) -> Linted:
     gpus = job.gpus if job.gpus is not None else document["world_size"] if document is not None else None
     if gpus is None:
         return Linted(kind="megatron", findings=_once(findings), plan=None)
-    plan = plan_of(common, per_stage, _cluster(job, gpus, common, where), where)
+    emitted = None if document is None else _emitted(job, gpus, file)
+    cluster = _cluster(job, gpus, common, where) if emitted is None else emitted.cluster
+    plan = plan_of(common, per_stage, cluster, where)
+    if emitted is not None and "vocab-size" not in common:
+        # The tokenizer says it, and that stands in env.sh.
+        plan = replace(plan, model=replace(plan.model, vocab=emitted.model.vocab))
     plan = plan if document is None else with_stages(plan, document, where)
     return Linted(kind="megatron", findings=_once(findings), plan=plan)
+
+
+def _emitted(job: JobOptions, gpus: int, file: Path) -> Plan | None:
+    """The plan.yaml beside emitted files, unless the options name another cluster."""
+    beside = file.parent / "plan.yaml"
+    asked = (job.gpus, job.gpu, job.gpus_per_node, job.memory_limit)
+    if not beside.is_file() or any(item is not None for item in asked):
+        return None
+    plan = load_plan(beside)
+    return plan if plan.cluster.gpus == gpus else None
 
 
 def _environment_is_said(text: str, document: Mapping[str, Any] | None) -> bool:

@@ -155,8 +155,8 @@ def reasons(prediction: Prediction) -> list[str]:
     return [
         f"time binds in stage {slowest}: {listed}",
         "step: " + ", ".join(f"{name} {seconds / step.total_s:.0%}" for seconds, name in split),
-        f"memory is fullest in stage {what['fullest_stage']}: {what['memory_used_fraction']:.0%} of its limit, "
-        f"most of it {str(what['largest_memory_term']).replace('_', ' ')}",
+        f"memory is fullest in stage {what['fullest_stage']}: {what['memory_used_fraction']:.0%} of its "
+        f"limit, most of it {str(what['largest_memory_term']).replace('_', ' ')}",
         f"prices: {share['exact']:.0%} measured at the exact shape, "
         f"{share['interpolated']:.0%} interpolated, "
         f"{share['extrapolated']:.0%} extrapolated",
