@@ -45,14 +45,19 @@ install ${MIST_TORCH_INDEX:+--extra-index-url "$MIST_TORCH_INDEX"} torch
 install --editable '.[test]' setuptools wheel pybind11 packaging ninja
 DS_BUILD_OPS=0 install deepspeed # no CUDA here: kernels are not compiled
 install transformers accelerate
+from_source=()
 if "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
   # Megatron-core declares Python 3.12; its source runs on 3.11 and compiles one small extension.
   command -v c++ >/dev/null || command -v g++ >/dev/null || {
     echo "error: Megatron-core on Python 3.11 needs a C++ compiler; install g++, or use Python 3.12" >&2
     exit 2
   }
-  install --no-deps --ignore-requires-python --no-build-isolation --no-binary megatron-core megatron-core
-else
-  install --no-deps megatron-core
+  from_source=(--ignore-requires-python --no-build-isolation --no-binary megatron-core)
 fi
+install --no-deps ${from_source[@]+"${from_source[@]}"} megatron-core
+# The oldest version that the patches support, in a folder that its tests put first on the path. The
+# constraints name the newest one, so they are left out.
+rm -rf "$venv/megatron-0.16.1"
+"$python" -m pip install --quiet --disable-pip-version-check --no-deps ${from_source[@]+"${from_source[@]}"} \
+  --target "$venv/megatron-0.16.1" megatron-core==0.16.1
 fingerprint >"$venv/mist-ready"

@@ -13,11 +13,11 @@ them: then there are no activations. The optimizer steps unit by unit (`megatron
 weights on the device.
 
 Limits, refused before training: overlap_param_gather (with weights), overlap_grad_reduce (with gradients),
-buckets that hold several units (megatron-core before 0.17), experts. Tied embeddings stay on the device.
+experts. Tied embeddings stay on the device.
 Code that reads parameters without running the model, saving or loading must call `flush_pending_steps()`
 first.
 
-Tested with megatron-core 0.19.2.
+Tested with megatron-core 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
@@ -266,8 +266,7 @@ def _refuse_untested(chunk: Chunk, weights: float, grads: float) -> None:
         for bucket in buffer.buckets:
             if len({p.mist_unit for p in bucket.params_list}) > 1:
                 raise PatchRefused(
-                    "weight and gradient offload: a bucket holds several layers; "
-                    "wanted a megatron-core with layout functions (0.19)"
+                    "weight and gradient offload: a bucket holds several layers; was the model built before the patch?"
                 )
 
 
@@ -307,6 +306,13 @@ def _units_of(bucket: Any) -> set[Unit]:
     return {p.mist_unit for p in bucket.params_list}
 
 
+def _places(bucket: Any) -> dict[Any, tuple[int, int]]:
+    """Where each parameter lies in its bucket; `param_to_index` of 0.16.1 leaves the padding out."""
+    first = bucket.grad_data.storage_offset()
+    starts = {p: p.main_grad.storage_offset() - first for p in bucket.params_list}
+    return {p: (start, start + p.numel()) for p, start in starts.items()}
+
+
 @torch.no_grad()
 def _own_weights(unit: Unit) -> list[torch.Tensor]:
     """Flat tensors with the unit's parameters, in the place of slices of Megatron's buffer or of tensors."""
@@ -318,8 +324,7 @@ def _own_weights(unit: Unit) -> list[torch.Tensor]:
         if whole is not None:
             flat.copy_(whole)
             bucket.param_data = flat
-        for p in bucket.params_list:
-            start, end = bucket.param_to_index[p]
+        for p, (start, end) in _places(bucket).items():
             flat[start:end].copy_(p.data.reshape(-1))
             p.data = flat[start:end].view(p.shape)
         flats.append(flat)
@@ -330,9 +335,9 @@ def _own_weights(unit: Unit) -> list[torch.Tensor]:
 def _own_grads(unit: Unit) -> list[torch.Tensor]:
     flats = []
     for bucket in _buckets(unit):
-        bucket.grad_data = flat = torch.zeros_like(bucket.grad_data)
-        for p in bucket.params_list:
-            start, end = bucket.param_to_index[p]
+        places, flat = _places(bucket), torch.zeros_like(bucket.grad_data)
+        bucket.grad_data = flat
+        for p, (start, end) in places.items():
             p.main_grad = flat[start:end].view(p.shape)
         flats.append(flat)
     return flats
@@ -353,13 +358,12 @@ def _shrink(buffer: Any) -> None:
         )
         start = 0
         for bucket in stay:
-            old = getattr(bucket, name)
+            places, old = _places(bucket), getattr(bucket, name)
             piece = smaller[start : start + old.numel()]
             piece.copy_(old)
             setattr(bucket, name, piece)
             start += old.numel()
-            for p in bucket.params_list:
-                a, b = bucket.param_to_index[p]
+            for p, (a, b) in places.items():
                 if name == "param_data":
                     p.data = piece[a:b].view(p.shape)
                 else:

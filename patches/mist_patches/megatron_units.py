@@ -7,13 +7,17 @@ What: `lay_out_by_unit` makes the bucket layout break at the borders of layers; 
 them (embedding, final norm, head) is a bucket of its own. Order, padding and alignment stay Megatron's: its
 own function lays out each run of parameters. `watch_chunks` lists the units of every wrapped model chunk.
 
-Tested with megatron-core 0.19.2. 0.16.1 has no layout function to wrap: there buckets stay as they are.
+0.16.1 has no layout function to wrap. There a buffer gets a bucket size that is reached exactly where a unit
+ends: it is compared once with every parameter, in the order of the buffer.
+
+Tested with megatron-core 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -21,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from mist_patches.hooking import PatchRefused, log, replace
+from mist_patches.hooking import PatchRefused, replace
 from mist_patches.host_copies import Held
 from mist_patches.megatron_activation_offload import BLOCK_PARAMETERS
 
@@ -31,6 +35,11 @@ _DDP_PARAMETERS = (
     ("self", "config", "ddp_config", "module", "disable_bucketing", "pg_collection", "full_param_layout"),
     ("self", "config", "ddp_config", "module", "disable_bucketing", "pg_collection"),  # 0.16.1
 )
+_BUFFER_PARAMETERS = (
+    "self", "ddp_config", "param_dtype", "grad_dtype", "params", "data_parallel_group", "bucket_size",
+    "param_to_name", "gradient_scaling_factor", "param_indices", "nccl_ub", "pg_collection",
+)  # fmt: skip
+"""Of 0.16.1."""
 _UNTESTED = (
     "nccl_ub",
     "fp8_param_gather",
@@ -165,11 +174,12 @@ def lay_out_by_unit() -> Undo:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer.transformer_block import TransformerBlock
 
+    marked = replace(TransformerBlock, "__init__", BLOCK_PARAMETERS, _mark_layers)
     if not hasattr(DistributedOptimizer, "_compute_per_buffer_param_layout"):
-        log.info("this megatron-core has no layout function: buckets hold several layers")
-        return lambda: None
-    undone = [
-        replace(TransformerBlock, "__init__", BLOCK_PARAMETERS, _mark_layers),
+        buffer = param_and_grad_buffer._ParamAndGradBuffer
+        return _both(marked, replace(buffer, "__init__", _BUFFER_PARAMETERS, _cut_by_unit))
+    return _both(
+        marked,
         replace(
             DistributedOptimizer,
             "_compute_per_buffer_param_layout",
@@ -182,8 +192,10 @@ def lay_out_by_unit() -> Undo:
             ("params", "bucket_size"),
             _by_unit,
         ),
-    ]
+    )
 
+
+def _both(*undone: Undo) -> Undo:
     def undo() -> None:
         for one in undone:
             one()
@@ -207,14 +219,45 @@ def _by_unit(original: Callable[..., Any]) -> Any:
 
     @functools.wraps(original)
     def layout(params: list[Any], bucket_size: int | None, *args: Any, **kwargs: Any) -> Any:
-        runs = [list(run) for _, run in groupby(params, key=lambda p: getattr(p, "mist_layer", id(p)))]
         whole: Any = None
-        for run in reversed(runs):  # buckets are filled in the order of the backward pass
+        for run in reversed(_runs(params)):  # buckets are filled in the order of the backward pass
             part = original(run, bucket_size, *args, **kwargs)
             whole = part if whole is None else _joined(whole, part)
         return whole
 
     return layout
+
+
+def _runs(params: list[Any]) -> list[list[Any]]:
+    """Neighbours of one unit."""
+    return [list(run) for _, run in groupby(params, key=lambda p: getattr(p, "mist_layer", id(p)))]
+
+
+class _UnitEnds(int):
+    """A bucket size for a buffer that asks `filled >= size` after each of its parameters, last one first."""
+
+    def __new__(cls, size: int | None, params: list[Any]) -> _UnitEnds:
+        self = super().__new__(cls, size or 0)
+        self._capped = size is not None
+        self._ends = [k == 0 for run in reversed(_runs(params)) for k in reversed(range(len(run)))]
+        self._ends.reverse()  # taken from the end
+        return self
+
+    def __le__(self, filled: int) -> bool:  # Python asks the subclass first, the other way round
+        return self._ends.pop() or (self._capped and int(self) <= filled)
+
+
+def _cut_by_unit(original: Callable[..., None]) -> Any:
+    """The buffer of megatron-core 0.16.1, which decides itself where buckets end."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["bucket_size"] = _UnitEnds(given.arguments["bucket_size"], given.arguments["params"])
+        original(*given.args, **given.kwargs)
+
+    return __init__
 
 
 def _joined(whole: Any, part: Any) -> Any:

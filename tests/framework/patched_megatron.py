@@ -42,6 +42,8 @@ class Case:
     patches: dict[str, list[float]] = field(default_factory=dict)
     """Patch name -> one value per pipeline stage."""
     vpp: int = 1
+    hidden: int = 64
+    tied: bool = False
     weight_decay: float = 0.0
     loss_scale: float | None = None
     inf_at: int | None = None
@@ -63,7 +65,7 @@ def as_argument(cases: Iterable[Case]) -> str:
     return json.dumps([asdict(case) for case in cases])
 
 
-HIDDEN, HEADS, SEQ, VOCAB, MICRO_BATCH = 64, 4, 32, 128, 2
+HEADS, SEQ, VOCAB, MICRO_BATCH = 4, 32, 128, 2
 
 
 EVENTS: list[list[str]] = []
@@ -156,7 +158,7 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
     # layers_per_stage lists the chunks of all first virtual stages, then those of the second, ...
     return TransformerConfig(
         num_layers=sum(case.layers_per_stage),
-        hidden_size=HIDDEN,
+        hidden_size=case.hidden,
         num_attention_heads=HEADS,
         normalization="RMSNorm",
         tensor_model_parallel_size=case.tp,
@@ -205,7 +207,7 @@ def build_model(case: Case, config: Any, vp_stage: int | None = None) -> Any:
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=case.tied,
         vp_stage=vp_stage,
     )
     if case.bf16:

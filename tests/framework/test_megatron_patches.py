@@ -29,9 +29,10 @@ def free_port() -> int:
 
 
 @cache
-def _run(argument: str, processes: int) -> tuple[tuple[dict, ...], ...]:
+def _run(argument: str, processes: int, megatron: str) -> tuple[tuple[dict, ...], ...]:
     root = HERE.parent.parent
-    path = os.pathsep.join([str(HERE), str(root / "patches"), os.environ.get("PYTHONPATH", "")])
+    folders = [megatron, str(HERE), str(root / "patches"), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(folder for folder in folders if folder)
     port = str(free_port())
     workers = []
     for rank in range(processes):
@@ -61,9 +62,12 @@ def _run(argument: str, processes: int) -> tuple[tuple[dict, ...], ...]:
     return tuple(zip(*by_rank, strict=True))
 
 
-def run_all(cases: dict[str, Case], processes: int) -> Runs:
-    """Each case's results, one per rank; all run in the same processes, so they share their grid."""
-    return dict(zip(cases, _run(as_argument(cases.values()), processes), strict=True))
+def run_all(cases: dict[str, Case], processes: int, megatron: str = "") -> Runs:
+    """Each case's results, one per rank; all run in the same processes, so they share their grid.
+
+    `megatron`: a folder with another megatron-core than the installed one.
+    """
+    return dict(zip(cases, _run(as_argument(cases.values()), processes, megatron), strict=True))
 
 
 def assert_same(plain, patched):

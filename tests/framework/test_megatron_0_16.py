@@ -1,0 +1,132 @@
+"""Every patch on megatron-core 0.16.1, which tests/setup_frameworks.sh lays beside the newest one.
+
+The same trainer and the same cases, in processes of their own that find the older package first.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron", reason="needs the test framework environment")
+from test_megatron_patches import Runs, assert_same, run_all
+from test_megatron_steps_and_states import ALL, BUSY, FULL, HALF, LAYOUT, SHARDED, STATES, STEPS, with_patches
+
+OLDER = Path(sys.prefix) / "megatron-0.16.1"
+pytestmark = pytest.mark.skipif(
+    not (OLDER / "megatron").is_dir(),
+    reason=f"no megatron-core 0.16.1 in {OLDER.name}; run setup_frameworks.sh",
+)
+ODD = replace(FULL, **SHARDED, hidden=40, steps=5)
+"""Norms of 40 values, which the distributed optimizer pads to 64 in its buckets."""
+
+
+def run(cases: dict, processes: int) -> Runs:
+    return run_all(cases, processes, str(OLDER))
+
+
+@cache
+def one_process() -> Runs:
+    base = {"bf16": replace(HALF, **BUSY), "fp32 sharded": ODD}
+    host = replace(HALF, **SHARDED, evaluate_at=[2], resume_at=4, optimizer_fraction=[0.5])
+    exact = {"optimizer_fraction": [0.5]}
+    return run(
+        {
+            **with_patches(base, steps=STEPS, states=STATES, activations={"activation_offload": [0.5]}),
+            ("host", "native"): host,
+            ("host", "exact"): replace(host, patches=exact),
+            ("host", "all"): replace(host, patches={**ALL, **exact}, twice=True),
+            ("bf16", "all"): replace(base["bf16"], patches=ALL, twice=True),
+            ("bf16", "plain again"): base["bf16"],
+        },
+        1,
+    )
+
+
+def test_it_is_the_older_version() -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "import megatron_cpu as m; m.import_megatron(); import megatron.core as c; print(c.__version__)",
+    ]
+    path = os.pathsep.join([str(OLDER), str(Path(__file__).parent)])
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.strip() == "0.16.1"
+
+
+@pytest.mark.parametrize("patch", ["steps", "states", "activations"])
+@pytest.mark.parametrize("name", ["bf16", "fp32 sharded"])
+def test_alone(name, patch):
+    found = one_process()
+    assert_same(found[name, "plain"], found[name, patch])
+    (plain,) = found[name, "plain"]
+    assert plain["losses"][-1] < plain["losses"][0] - 0.3, "the tiny model does not learn"
+    assert plain["skipped"] == ([5] if name == "bf16" else [])
+
+
+def test_all_together_and_undone():
+    found = one_process()
+    for label in ("all", "plain again"):
+        assert_same(found["bf16", "plain"], found["bf16", label])
+    assert_same(found["host", "exact"], found["host", "all"])
+
+
+def test_exact_optimizer_fraction():
+    native, exact = (one_process()["host", name] for name in ("native", "exact"))
+    assert_same(native, exact)
+    assert abs(exact[0]["host_share"] - 0.5) < abs(native[0]["host_share"] - 0.5)
+
+
+def test_what_is_offloaded_is_away():
+    (plain,), (moved,) = one_process()["bf16", "plain"], one_process()["bf16", "states"]
+    for kind, share in zip(("weights", "grads"), STATES["state_offload"][0], strict=True):
+        whole = plain["bytes"][f"{kind}_device"]
+        assert moved["bytes"][f"{kind}_device"] == pytest.approx((1 - share) * whole, abs=0.1 * whole)
+
+
+def test_steps_come_layer_by_layer():
+    (ran,) = one_process()["fp32 sharded", "steps"]
+    units = [unit for event, unit in ran["events"][1] if event == "gather"]
+    assert units[1:5] == [f"decoder.layers.{k}" for k in range(4)]
+
+
+@cache
+def two_processes() -> Runs:
+    pipeline = replace(
+        HALF, pp=2, layers_per_stage=[3, 1], recompute=[1, 0], **SHARDED, micro_batches=4, **BUSY
+    )
+    return run(with_patches({"pipeline": pipeline}, all=ALL), 2)
+
+
+def test_pipeline_of_two_stages():
+    assert_same(two_processes()["pipeline", "plain"], two_processes()["pipeline", "all"])
+
+
+@cache
+def data_parallel() -> Runs:
+    laid_out = replace(HALF, **SHARDED, hidden=40, patches=LAYOUT)
+    cases = {"laid out": laid_out, "overlap": replace(laid_out, overlap=True)}
+    every = with_patches(cases, steps=STEPS, both={**STEPS, **STATES})
+    every["overlap", "both"] = replace(every["overlap", "both"], may_fail=True)
+    return run(every, 2)
+
+
+def test_two_data_parallel_ranks():
+    found = data_parallel()
+    for name, patch in (("laid out", "steps"), ("laid out", "both"), ("overlap", "steps")):
+        assert_same(found[name, "plain"], found[name, patch])
+    for rank in found["overlap", "both"]:
+        assert rank["failed"].startswith("PatchRefused: weight offload: overlap_param_gather")
