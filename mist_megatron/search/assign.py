@@ -8,6 +8,10 @@ one pass from the end prices pipelines of every length.
 
 Optima are found by halving intervals [a, b] of tau: no plan of an interval beats the best so far when none
 has all t <= b and its second maximum <= best - (G - 1) a.
+
+Where all stages wait for each other before they step, no stage's extra time hides behind the drain of those
+before it, and  (G - 1) max_i t_i + sum_i t_i + max_i d_i  is minimised: intervals of caps on d are halved
+along with those of tau, and under both caps the fastest configuration of each stage is the best.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +59,8 @@ class Pipelines:
     """Stages take consecutive GPUs, one of less than a node inside one node; 0 asks for no such thing."""
     neighbours: Flags = field(default_factory=lambda: np.ones((1, 1), dtype=bool))
     """(kind, kind): which may stand beside each other."""
+    hides: bool = True
+    """Whether a stage's extra time hides behind the drain of the stages before it."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,10 @@ class Assignment:
         return tuple(layers for layers, *_ in self.sizes)
 
 
-def in_line(stages: Sequence[Mapping[int, Front]], layers: int) -> Pipelines:
+def in_line(stages: Sequence[Mapping[int, Front]], layers: int, *, hides: bool = True) -> Pipelines:
     """A pipeline of known length and equal meshes; `stages` from first to last, by number of layers."""
     sized = [{(count, 0, 0): front for count, front in fronts.items()} for fronts in stages]
-    return Pipelines(inner=sized[:0:-1], first={len(stages) - 1: sized[0]}, layers=layers)
+    return Pipelines(inner=sized[:0:-1], first={len(stages) - 1: sized[0]}, layers=layers, hides=hides)
 
 
 def pareto(t_s: Array, d_s: Array) -> Ints:
@@ -87,8 +94,10 @@ def pareto(t_s: Array, d_s: Array) -> Ints:
     return order[keep]
 
 
-def value_of(t_s: Sequence[float], d_s: Sequence[float], grad_accum: int) -> float:
-    """Eq. 1."""
+def value_of(t_s: Sequence[float], d_s: Sequence[float], grad_accum: int, *, hides: bool = True) -> float:
+    """Eq. 1, or what it is where no extra time hides."""
+    if not hides:
+        return float((grad_accum - 1) * max(t_s) + sum(t_s) + max(d_s))
     suffix, second = 0.0, -np.inf
     for t, d in zip(reversed(t_s), reversed(d_s), strict=True):
         suffix += t
@@ -123,49 +132,87 @@ def _ever_better(
     """Assignments that each beat the last; the end of them is the proof of the last."""
     weight = grad_accum - 1
     ladder = _Ladder(pipelines)
-    caps = ladder.caps[-1:] if weight == 0 else ladder.caps
-    open_intervals = [(0, len(caps) - 1)] if len(caps) else []
-    while open_intervals:
-        low, high = open_intervals.pop()
+    times = ladder.times[-1:] if weight == 0 else ladder.times
+    open_boxes = [_Box(0, len(times) - 1, 0, len(ladder.extras) - 1)] if len(times) else []
+    while open_boxes:
+        box = open_boxes.pop()
         tick()
+        least = weight * float(times[box.fast])
+        if not pipelines.hides:
+            least += float(ladder.extras[box.early])
         # Strictly better by a relative 1e-12: rounding must not make the search go on forever.
-        cap = (best_s - weight * float(caps[low])) * (1 - 1e-12) if np.isfinite(best_s) else np.inf
-        candidate = ladder.quickest(float(caps[high]), cap, grad_accum)
+        cap = (best_s - least) * (1 - 1e-12) if np.isfinite(best_s) else np.inf
+        caps = _Caps(float(times[box.slow]), float(ladder.extras[box.late]), cap)
+        candidate = ladder.quickest(caps, grad_accum)
         if candidate is None:
             continue
         better = candidate.value_s < best_s
         if better:
             best_s = candidate.value_s
             yield candidate
-        if low < high:
-            middle = (low + high) // 2
-            open_intervals += [(middle + 1, high), (low, middle)]
+        if box.fast < box.slow or box.early < box.late:
+            by_time = box.early == box.late
+            if not by_time and box.fast < box.slow:
+                wide = weight * float(times[box.slow] - times[box.fast])
+                by_time = wide >= float(ladder.extras[box.late] - ladder.extras[box.early])
+            open_boxes += box.halves(by_time=by_time)
         elif better:
-            open_intervals.append((low, high))
+            open_boxes.append(box)
+
+
+class _Box(NamedTuple):
+    """Positions, from and to, of caps on t and on d; the latter are one where extra times hide."""
+
+    fast: int
+    slow: int
+    early: int
+    late: int
+
+    def halves(self, *, by_time: bool) -> list[_Box]:
+        """The one to look at first last."""
+        if by_time:
+            middle = (self.fast + self.slow) // 2
+            return [self._replace(fast=middle + 1), self._replace(slow=middle)]
+        middle = (self.early + self.late) // 2
+        return [self._replace(early=middle + 1), self._replace(late=middle)]
+
+
+class _Caps(NamedTuple):
+    """What the stages of an assignment must keep."""
+
+    time_s: float
+    """On each t."""
+    extra_s: float
+    """On each d, where extra times do not hide ..."""
+    total_s: float
+    """... and on the sum of t there; on the second maximum where they do."""
 
 
 class _Options:
     """The sizes that one stage may have, as arrays; each has its front."""
 
-    def __init__(self, fronts: StageFronts) -> None:
+    def __init__(self, fronts: StageFronts, *, hides: bool) -> None:
         self.sizes = [size for size, front in sorted(fronts.items()) if len(front.t_s)]
         self.fronts = [fronts[size] for size in self.sizes]
         self.layers, self.gpus, self.kind = np.array(self.sizes, dtype=np.intp).reshape(-1, 3).T
         self.least_t = np.array([front.t_s[0] for front in self.fronts])
-        # Least d + t over a configuration and all faster ones: descending, so negated for bisection.
-        self.minus_sums = [-np.minimum.accumulate(front.t_s + front.d_s) for front in self.fronts]
+        # Least d + t over a configuration and all faster ones, or d, which falls with t: descending, so
+        # negated for bisection.
+        self.minus_room = [
+            -np.minimum.accumulate(front.t_s + front.d_s if hides else front.d_s) for front in self.fronts
+        ]
         self.lengths = np.array([len(front.t_s) for front in self.fronts], dtype=np.intp)
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]]) if self.sizes else self.lengths
         self.t_s = np.concatenate([f.t_s for f in self.fronts]) if self.fronts else np.zeros(0)
 
     def fastest(self, rows: Ints, room: Array) -> tuple[Ints, Array]:
-        """Of each row's front the first configuration with d + t within the room - the fastest that is - and
-        its t; infinite where none is. Rows ascend."""
+        """Of each row's front the first configuration with d + t (with d, where extra times do not hide)
+        within the room - the fastest that is - and its t; infinite where none is. Rows ascend."""
         choice = np.empty(len(rows), dtype=np.intp)
         borders = np.searchsorted(rows, np.arange(len(self.sizes) + 1))
         for row, (begin, end) in enumerate(itertools.pairwise(borders)):
             if begin < end:
-                choice[begin:end] = np.searchsorted(self.minus_sums[row], -room[begin:end], side="left")
+                choice[begin:end] = np.searchsorted(self.minus_room[row], -room[begin:end], side="left")
         outside = choice >= self.lengths[rows]
         t_s = self.t_s[np.where(outside, 0, choice + self.starts[rows])]
         return choice, np.where(outside, np.inf, t_s)
@@ -191,16 +238,20 @@ class _Ladder:
 
     def __init__(self, pipelines: Pipelines) -> None:
         self.problem = pipelines
-        self.inner = [_Options(fronts) for fronts in pipelines.inner]
-        self.first = {k: _Options(fronts) for k, fronts in pipelines.first.items()}
+        self.inner = [_Options(fronts, hides=pipelines.hides) for fronts in pipelines.inner]
+        self.first = {k: _Options(fronts, hides=pipelines.hides) for k, fronts in pipelines.first.items()}
         every = [*self.inner, *self.first.values()]
         # One kind more, that of no stage at all, which any may be the last before.
         self.neighbours = np.pad(pipelines.neighbours, ((0, 0), (0, 1)), constant_values=True)
-        self.caps: Array = np.unique(np.concatenate([o.t_s for o in every])) if every else np.zeros(0)
+        self.times: Array = np.unique(np.concatenate([o.t_s for o in every])) if every else np.zeros(0)
+        """All t, and all d where these have a cap of their own."""
+        self.extras: Array = np.full(1, np.inf)
+        if not pipelines.hides and len(self.times):
+            self.extras = np.unique(np.concatenate([front.d_s for o in every for front in o.fronts]))
 
-    def quickest(self, tau: float, cap: float, grad_accum: int) -> Assignment | None:
-        """Of the assignments with the least suffix times under both caps, one per length, the best."""
-        rest = self._most_layers(tau)
+    def quickest(self, caps: _Caps, grad_accum: int) -> Assignment | None:
+        """Of the assignments with the least suffix times under the caps, one per length, the best."""
+        rest = self._most_layers(caps.time_s)
         if rest[0][self.problem.gpus] < self.problem.layers:
             return None
         zero = np.zeros(1, dtype=np.intp)
@@ -209,12 +260,12 @@ class _Ladder:
         best: Assignment | None = None
         for after in range(len(rest)):
             if after in self.first:
-                ended = self._ended(levels, self.first[after], tau, cap, grad_accum)
+                ended = self._ended(levels, self.first[after], caps, grad_accum)
                 if ended is not None and (best is None or ended.value_s < best.value_s):
                     best = ended
             if after + 1 >= len(rest) or after >= len(self.inner):
                 break
-            level = self._next(levels[-1], self.inner[after], rest[after + 1], tau, cap)
+            level = self._next(levels[-1], self.inner[after], rest[after + 1], caps)
             if level is None:
                 break
             levels.append(level)
@@ -239,12 +290,12 @@ class _Ladder:
             rest[after] = here
         return rest[:count]
 
-    def _next(self, level: _Level, options: _Options, ahead: Array, tau: float, cap: float) -> _Level | None:
+    def _next(self, level: _Level, options: _Options, ahead: Array, caps: _Caps) -> _Level | None:
         """All states with one stage more."""
         problem = self.problem
         layers = options.layers[:, None] + level.layers
         gpus = options.gpus[:, None] + level.gpus
-        possible = (gpus <= problem.gpus) & (options.least_t <= tau)[:, None]
+        possible = (gpus <= problem.gpus) & (options.least_t <= caps.time_s)[:, None]
         left = problem.layers - layers
         # A stage ahead has a layer at least, and all of them together no more than they can take.
         possible &= (left >= 1) & (left <= ahead[problem.gpus - np.minimum(gpus, problem.gpus)])
@@ -254,8 +305,7 @@ class _Ladder:
         if not len(row):
             return None
         before = level.suffix_s[state]
-        choice, t_s = options.fastest(row, cap - before)
-        suffix_s = np.where(t_s <= tau, before + t_s, np.inf)
+        choice, suffix_s = self._joined(options, row, before, caps)
         key = layers[row, state] * (problem.gpus + 1) + gpus[row, state]
         key = key * len(self.neighbours) + options.kind[row]
         order = np.lexsort((suffix_s, key))
@@ -276,6 +326,16 @@ class _Ladder:
             state,
         )
 
+    def _joined(self, options: _Options, row: Ints, before: Array, caps: _Caps) -> tuple[Ints, Array]:
+        """Of each row the fastest configuration under the caps that may go before stages of so much time, and
+        the time with it; infinite where none may."""
+        if self.problem.hides:
+            choice, t_s = options.fastest(row, caps.total_s - before)
+            return choice, np.where(t_s <= caps.time_s, before + t_s, np.inf)
+        choice, t_s = options.fastest(row, np.full(len(row), caps.extra_s))
+        possible = (t_s <= caps.time_s) & (before + t_s <= caps.total_s)
+        return choice, np.where(possible, before + t_s, np.inf)
+
     def _inside_a_node(self, stage: Ints, end: Ints) -> Flags:
         """Whether a stage that ends the first `end` GPUs, counted from the last, keeps to whole nodes or
         inside one."""
@@ -286,27 +346,27 @@ class _Ladder:
         return np.asarray(np.where(stage < per_node, inside, end % per_node == 0), dtype=bool)
 
     def _ended(
-        self, levels: list[_Level], options: _Options, tau: float, cap: float, grad_accum: int
+        self, levels: list[_Level], options: _Options, caps: _Caps, grad_accum: int
     ) -> Assignment | None:
         """The pipeline whose first stage joins all stages so far."""
         problem, level = self.problem, levels[-1]
         possible = options.layers[:, None] + level.layers == problem.layers
         possible &= options.gpus[:, None] + level.gpus == problem.gpus
-        possible &= (options.least_t <= tau)[:, None]
+        possible &= (options.least_t <= caps.time_s)[:, None]
         possible &= self._inside_a_node(options.gpus, np.full_like(options.gpus, problem.gpus))[:, None]
         possible &= self.neighbours[options.kind[:, None], level.kind]
         row, state = np.nonzero(possible)
         if not len(row):
             return None
-        choice, t_s = options.fastest(row, cap - level.suffix_s[state])
-        total = np.where(t_s <= tau, level.suffix_s[state] + t_s, np.inf)
+        choice, total = self._joined(options, row, level.suffix_s[state], caps)
         least = int(np.argmin(total))
         if not np.isfinite(total[least]):
             return None
         picked = [(options, int(row[least]), int(choice[least]))]
         picked += self._trace(levels, int(state[least]))
         points = [(o.fronts[k].t_s[c], o.fronts[k].d_s[c]) for o, k, c in picked]
-        value_s = value_of([float(t) for t, _ in points], [float(d) for _, d in points], grad_accum)
+        t_s, d_s = ([float(value) for value in column] for column in zip(*points, strict=True))
+        value_s = value_of(t_s, d_s, grad_accum, hides=problem.hides)
         return Assignment(tuple(o.sizes[k] for o, k, _ in picked), tuple(c for _, _, c in picked), value_s)
 
     def _trace(self, levels: list[_Level], state: int) -> Iterator[tuple[_Options, int, int]]:

@@ -37,6 +37,12 @@ class Question:
     tick: Callable[[], None] = nothing
     """Called every few milliseconds of work: what it raises ends the search."""
 
+    @property
+    def hides(self) -> bool:
+        """Whether a stage's extra time hides behind the drain of the stages before it."""
+        template = self.evaluator.time_context.template
+        return template.step_in_first_forward or not template.grad_norm_pass
+
 
 @dataclass(frozen=True)
 class ShapeBound:

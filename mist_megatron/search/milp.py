@@ -63,7 +63,7 @@ def _assign_milp(
     _add_sizes(problem, pipelines, options, picks)
     for index, (time, extra) in enumerate(zip(times, extras, strict=True)):
         problem += slowest >= time
-        problem += second >= extra + pulp.lpSum(times[index:])
+        problem += second >= extra + pulp.lpSum(times[index if pipelines.hides else 0 :])
     if np.isfinite(best_s):
         problem += (grad_accum - 1) * slowest + second <= best_s / scale
     problem.solve(_solver(solver))
@@ -75,7 +75,7 @@ def _assign_milp(
     chosen = [choices[_picked(row)] for choices, row in zip(options, picks, strict=True)]
     t_s = [float(stages[k][size].t_s[index]) for k, (size, index) in enumerate(chosen)]
     d_s = [float(stages[k][size].d_s[index]) for k, (size, index) in enumerate(chosen)]
-    value_s = value_of(t_s, d_s, grad_accum)
+    value_s = value_of(t_s, d_s, grad_accum, hides=pipelines.hides)
     if value_s >= best_s:
         return None
     return Assignment(tuple(size for size, _ in chosen), tuple(index for _, index in chosen), value_s)

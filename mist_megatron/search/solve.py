@@ -63,7 +63,7 @@ def _solve_per_stage(
     if not all(configs):
         return None, tally
     fronts = [{count: Front(c.t_s / shape.vpp, c.d_s) for count, c in here.items()} for here in configs]
-    answer = assign_by(question, in_line(fronts, layers), weight + 1, best_s)
+    answer = assign_by(question, in_line(fronts, layers, hides=question.hides), weight + 1, best_s)
     if answer is None:
         return None, tally
     picked = zip(answer.layers, answer.choice, configs, strict=True)
@@ -145,10 +145,11 @@ def _uniform_values(
             )
         t_s, d_s = times[slot.role]
         suffix = suffix + t_s
-        second = np.maximum(second, d_s + suffix)
+        # Where extra times hide, each behind the drain of the stages before it.
+        second = np.maximum(second, d_s + suffix if question.hides else d_s)
         t_max = np.maximum(t_max, t_s)
         fits = fits & (evaluator.peak_bytes(grid) <= evaluator.limit_bytes)
-    value = (shape.grad_accum * shape.vpp - 1) * t_max + second
+    value = (shape.grad_accum * shape.vpp - 1) * t_max + second + (0.0 if question.hides else suffix)
     size = tuple(axes[name].size for name in AXES)
     valid = np.broadcast_to(choices.valid(layers, axes), size)
     tally.priced += int(valid.sum())

@@ -354,6 +354,7 @@ class _Slots:
             gpus=job.cluster.gpus,
             gpus_per_node=job.cluster.gpus_per_node,
             neighbours=self.mixture.neighbours(),
+            hides=self.question.hides,
         )
 
     def fronts(self, key: Key) -> dict[Size, Front]:
