@@ -28,17 +28,24 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from mist_patches.deepspeed_group_steps import (
+    Steps,
+    cut_steps,
+    do_waiting,
+    flush,
+    flush_all,
+    later,
+    recorded,
+    step_by_group,
+    steps_of,
+)
 from mist_patches.deepspeed_groups import BY_LAYER, cut_for, layer_of, optimizer_classes, put, stays_gathered
 from mist_patches.hooking import PatchRefused, log
 
 Undo = Callable[[], None]
-_RATES = ("lr", "betas", "eps", "weight_decay")
-_STATE = "_mist_decoupled"
+NAME = "decoupled steps"
 _GATHER = "_PartitionedParameterCoordinator__all_gather_params"
 _CALLS_STAGE3 = {
     "_prepare_sub_group": ("self", "sub_group_id", "timer_names"),
@@ -49,36 +56,13 @@ _CALLS_STAGE3 = {
 }
 """What ZeRO 3's step() does with each sub-group, in this order."""
 
-_known: list[weakref.ref[Any]] = []
-"""Optimizers that have steps of theirs put off, in the order of their making: the same on every rank."""
-
-
-@dataclass
-class Waiting:
-    """The step of one group that has been put off."""
-
-    rates: list[dict[str, Any]]
-    calls: list[Callable[[], Any]] = field(default_factory=list)
-
-
-@dataclass
-class Decoupled:
-    """What this patch knows of one optimizer."""
-
-    recording: bool = False
-    waiting: dict[int, Waiting] = field(default_factory=dict)
-    at_once: frozenset[int] = frozenset()
-    """Sub-groups that are never gathered, because they always are."""
-    group_of: dict[int, int] = field(default_factory=dict)
-    """id of a parameter -> its group."""
-
 
 def decouple_optimizer_steps() -> Undo:
     """Put off each layer's step until its next forward, in every engine built from now on.
 
     Returns the function that undoes the patch, after doing what has been put off.
     """
-    from deepspeed.runtime.zero import partitioned_param_coordinator, stage_1_and_2
+    from deepspeed.runtime.zero import partitioned_param_coordinator
 
     stage3, stage12 = optimizer_classes()
     coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
@@ -90,10 +74,7 @@ def decouple_optimizer_steps() -> Undo:
             for name, parameters in _CALLS_STAGE3.items()
         ),
         put(coordinator, _GATHER, ("self", "params", "forward"), _before_gather),
-        put(stage12, "step", ("self", "closure"), _step_stage12),
-        put(stage12, "unscale_and_clip_grads", ("self", "grad_groups_flat", "total_norm"), _scale_later),
-        put(stage12, "_optimizer_step", ("self", "group_no"), _step_later),
-        put(stage_1_and_2, "all_gather_dp_groups", _ALL_GATHER, _gather_later),
+        step_by_group(NAME),
         *_flush_points(stage3, stage12),
     ]
 
@@ -105,82 +86,19 @@ def decouple_optimizer_steps() -> Undo:
     return undo_patch
 
 
-def flush(optimizer: Any) -> None:
-    """Do every step of this optimizer that has been put off."""
-    state: Decoupled | None = getattr(optimizer, _STATE, None)
-    if state is not None:
-        for index in sorted(state.waiting):
-            _do(optimizer, state, index)
-
-
-def flush_all() -> None:
-    """Do every step that has been put off, on every rank in the same order."""
-    for reference in _known:
-        optimizer = reference()
-        if optimizer is not None:
-            flush(optimizer)
-
-
-def _do(optimizer: Any, state: Decoupled, index: int) -> None:
-    """One group's step, with the rates of the moment at which it was due."""
-    waiting = state.waiting.pop(index)
-    groups = optimizer.optimizer.param_groups
-    now = [{key: group[key] for key in _RATES if key in group} for group in groups]
-    for group, rates in zip(groups, waiting.rates, strict=True):
-        group.update(rates)
-    try:
-        # An evaluation may run in inference mode, whose tensors could not be stepped again.
-        with torch.inference_mode(False), torch.no_grad():
-            for call in waiting.calls:
-                call()
-    finally:
-        for group, rates in zip(optimizer.optimizer.param_groups, now, strict=True):
-            group.update(rates)
-
-
-def _later(optimizer: Any, state: Decoupled, index: int, call: Callable[[], Any]) -> None:
-    waiting = state.waiting.get(index)
-    if waiting is None:
-        groups = optimizer.optimizer.param_groups
-        waiting = Waiting([{key: group[key] for key in _RATES if key in group} for group in groups])
-        state.waiting[index] = waiting
-    waiting.calls.append(call)
-
-
-def _prepare(optimizer: Any, groups: Iterable[Iterable[Any]], at_once: Iterable[int] = ()) -> Decoupled:
-    """The patch's state of an optimizer, made at its first step."""
-    state: Decoupled | None = getattr(optimizer, _STATE, None)
-    if state is None:
-        for name in ("swap_optimizer", "use_muon", "zenflow"):
-            if getattr(optimizer, name, False):
-                raise PatchRefused(f"decoupled steps were not written for this optimizer: {name} is on")
-        groups = [list(group) for group in groups]
-        group_of = {id(p): index for index, group in enumerate(groups) for p in group}
-        state = Decoupled(at_once=frozenset(at_once), group_of=group_of)
-        setattr(optimizer, _STATE, state)
-        _known[:] = [known for known in _known if known() is not None]
-        _known.append(weakref.ref(optimizer))
+def _put_off_steps(optimizer: Any, groups: Iterable[Iterable[Any]], at_once: Iterable[int] = ()) -> Steps:
+    """Let the steps of this optimizer's groups wait until the groups are needed."""
+    steps = cut_steps(optimizer, groups)
+    if not steps.put_off:
+        steps.put_off, steps.at_once = True, frozenset(at_once)
+        count = len(set(steps.group_of.values()))
+        at_once_count = len(steps.at_once)
         log.info(
             "decoupled steps: %d groups step before their next forward, %d at once",
-            len(groups) - len(state.at_once),
-            len(state.at_once),
+            count - at_once_count,
+            at_once_count,
         )
-    return state
-
-
-def _recorded(optimizer: Any, state: Decoupled, original: Callable[..., Any], closure: Any) -> Any:
-    """DeepSpeed's own step, putting off what belongs to a group."""
-    flush(optimizer)
-    state.recording = True
-    try:
-        return original(optimizer, closure)
-    finally:
-        state.recording = False
-
-
-def _is_recording(optimizer: Any) -> bool:
-    state: Decoupled | None = getattr(optimizer, _STATE, None)
-    return state is not None and state.recording
+    return steps
 
 
 # ZeRO 3
@@ -189,7 +107,7 @@ def _is_recording(optimizer: Any) -> bool:
 def _step_stage3(original: Callable[..., Any]) -> Any:
     def step(self: Any, closure: Any = None) -> Any:
         always = [k for k, group in enumerate(self.fp16_groups) if any(stays_gathered(p) for p in group)]
-        return _recorded(self, _prepare(self, self.fp16_groups, always), original, closure)
+        return recorded(self, _put_off_steps(self, self.fp16_groups, always), original, closure)
 
     return step
 
@@ -197,13 +115,14 @@ def _step_stage3(original: Callable[..., Any]) -> Any:
 def _put_off(name: str, original: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def call(self: Any, sub_group_id: int, *more: Any) -> Any:
-        if not _is_recording(self) or sub_group_id in getattr(self, _STATE).at_once:
+        steps = steps_of(self)
+        if steps is None or not steps.recording or sub_group_id in steps.at_once:
             return original(self, sub_group_id, *more)
-        later = functools.partial(original, self, sub_group_id, *more)
+        due = functools.partial(original, self, sub_group_id, *more)
         if name == "_prepare_sub_group" and not self.offload_optimizer:
             grads = self.averaged_gradients[sub_group_id]
-            later = functools.partial(_with_gradients, self, sub_group_id, grads, later)
-        _later(self, getattr(self, _STATE), sub_group_id, later)
+            due = functools.partial(_with_gradients, self, sub_group_id, grads, due)
+        later(self, steps, sub_group_id, due)
         return None
 
     return call
@@ -222,117 +141,15 @@ def _before_gather(original: Callable[..., Any]) -> Any:
     def all_gather_params(self: Any, params: Iterable[Any], forward: bool) -> Any:
         for p in sorted(params, key=lambda p: p.ds_id):
             optimizer = getattr(p, "_z3_optimizer", None)
-            state: Decoupled | None = getattr(optimizer, _STATE, None)
-            if state is not None and state.waiting:
-                index = state.group_of.get(id(p))
-                if index in state.waiting:
-                    _do(optimizer, state, index)
+            steps = steps_of(optimizer)
+            if steps is not None and steps.waiting:
+                do_waiting(optimizer, [steps.group_of.get(id(p), -1)])
         return original(self, params, forward)
 
     return all_gather_params
 
 
 # ZeRO 1 and 2
-
-_ALL_GATHER = (
-    "groups_flat",
-    "partitioned_param_groups",
-    "dp_process_group",
-    "start_alignment_factor",
-    "allgather_bucket_size",
-)
-
-
-class _Nowhere:
-    """Takes the copies that step() makes of weights which have not been stepped yet."""
-
-    @property
-    def data(self) -> _Nowhere:
-        return self
-
-    def __getitem__(self, index: int) -> _Nowhere:
-        return self
-
-    def copy_(self, source: Any, non_blocking: bool = False) -> None:
-        pass
-
-
-def _step_stage12(original: Callable[..., Any]) -> Any:
-    def step(self: Any, closure: Any = None) -> Any:
-        state = _prepare(self, self.bit16_groups)
-        partitions = self.parallel_partitioned_bit16_groups
-        buffers = getattr(self, "param_buffer_of_bit16_for_cpu_offload_groups", None)
-        flush(self)
-        self.parallel_partitioned_bit16_groups = [_Nowhere()] * len(partitions)
-        if buffers is not None:
-            self.param_buffer_of_bit16_for_cpu_offload_groups = [_Nowhere()] * len(buffers)
-        try:
-            return _recorded(self, state, original, closure)
-        finally:
-            self.parallel_partitioned_bit16_groups = partitions
-            if buffers is not None:
-                self.param_buffer_of_bit16_for_cpu_offload_groups = buffers
-
-    return step
-
-
-def _scale_later(original: Callable[..., Any]) -> Any:
-    def unscale_and_clip_grads(self: Any, grad_groups_flat: list[Any], total_norm: Any) -> Any:
-        if not _is_recording(self):
-            return original(self, grad_groups_flat, total_norm)
-        masters = self.single_partition_of_fp32_groups
-        index = next(k for k, master in enumerate(masters) if master.grad is grad_groups_flat[0])
-        _later(self, getattr(self, _STATE), index, lambda: original(self, grad_groups_flat, total_norm))
-        return None
-
-    return unscale_and_clip_grads
-
-
-def _step_later(original: Callable[..., Any]) -> Any:
-    def _optimizer_step(self: Any, group_no: int) -> Any:
-        if not _is_recording(self):
-            return original(self, group_no)
-        grad = self.single_partition_of_fp32_groups[group_no].grad
-        _later(self, getattr(self, _STATE), group_no, lambda: _one_group(self, group_no, grad, original))
-        return None
-
-    return _optimizer_step
-
-
-def _one_group(self: Any, index: int, grad: Any, original: Callable[..., Any]) -> None:
-    """What step() does with one group from its optimizer on, and the all-gather of this group alone."""
-    from deepspeed.runtime.zero import stage_1_and_2
-
-    master, group = self.single_partition_of_fp32_groups[index], self.real_dp_process_group[index]
-    if not self.optimizer.state.get(master):
-        self._hp_optimizer_states_linked = False  # it links all groups at once, at the first step of one
-    master.grad = grad
-    original(self, index)
-    partitions = self.parallel_partitioned_bit16_groups[index]
-    own = partitions[torch.distributed.get_rank(group=group)]
-    if self.cpu_offload:
-        buffer = self.param_buffer_of_bit16_for_cpu_offload_groups[index]
-        buffer.data.copy_(master.data)
-        own.data.copy_(buffer.data, non_blocking=True)
-    else:
-        master.grad = None
-        own.data.copy_(master.data)
-    stage_1_and_2.all_gather_dp_groups(
-        groups_flat=[self.bit16_groups_flat[index]],
-        partitioned_param_groups=[partitions],
-        dp_process_group=[group],
-        start_alignment_factor=self.nccl_start_alignment_factor,
-        allgather_bucket_size=self.allgather_bucket_size,
-    )
-
-
-def _gather_later(original: Callable[..., Any]) -> Any:
-    def all_gather_dp_groups(partitioned_param_groups: list[Any], **more: Any) -> Any:
-        if partitioned_param_groups and isinstance(partitioned_param_groups[0], _Nowhere):
-            return None
-        return original(partitioned_param_groups=partitioned_param_groups, **more)
-
-    return all_gather_dp_groups
 
 
 def _watch_modules(original: Callable[..., Any]) -> Any:
@@ -341,7 +158,7 @@ def _watch_modules(original: Callable[..., Any]) -> Any:
     def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
         made = original(self, optimizer)
         if hasattr(made, "bit16_groups"):
-            state = _prepare(made, made.bit16_groups)
+            state = _put_off_steps(made, made.bit16_groups)
             for module, groups in _holders(self.module, state).items():
                 module.register_forward_pre_hook(_step_before(weakref.ref(made), sorted(groups)))
             self.module.register_state_dict_pre_hook(_flush_before(weakref.ref(made)))
@@ -353,7 +170,7 @@ def _watch_modules(original: Callable[..., Any]) -> Any:
     return _configure_zero_optimizer
 
 
-def _holders(root: Any, state: Decoupled) -> dict[Any, set[int]]:
+def _holders(root: Any, state: Steps) -> dict[Any, set[int]]:
     """Module -> groups to step before it runs: it holds parameters of them, or is their layer.
 
     Tied modules of a pipeline may be used without being called: the pipeline's own forward steps for them.
@@ -374,12 +191,7 @@ def _holders(root: Any, state: Decoupled) -> dict[Any, set[int]]:
 
 def _step_before(reference: weakref.ref[Any], groups: list[int]) -> Any:
     def before_forward(module: Any, inputs: Any) -> None:
-        optimizer = reference()
-        state: Decoupled | None = getattr(optimizer, _STATE, None)
-        if state is not None and state.waiting:
-            for index in groups:
-                if index in state.waiting:
-                    _do(optimizer, state, index)
+        do_waiting(reference(), groups)
 
     return before_forward
 
@@ -393,7 +205,7 @@ def _flush_before(reference: weakref.ref[Any]) -> Any:
     return before_state_dict
 
 
-def _check_used(name: str, state: Decoupled, index: int) -> Any:
+def _check_used(name: str, state: Steps, index: int) -> Any:
     def after_gradient(p: Any) -> None:
         if index in state.waiting:
             raise PatchRefused(

@@ -204,7 +204,9 @@ def _cut_sub_groups(original: Callable[..., Any]) -> Any:
             setattr(self, HOSTED, _hosted_ids(groups, sizes, fractions))
         position = next(k for k, group in enumerate(groups) if group is params_group)
         names = {id(p): name for name, p in self.module.named_parameters()}
-        edges = _edges(params_group, [sizes[: position + 1]], fractions, names)
+        edges = _edges(
+            params_group, [sizes[: position + 1]], fractions, names if BY_LAYER in _wanted else None
+        )
         done = 0
         for sub_group in original(self, params_group):
             done += len(sub_group)
@@ -223,11 +225,11 @@ def _edges(
     group: Sequence[Any],
     sizes_so_far: Sequence[Sequence[Sequence[int]]],
     fractions: Mapping[str, float],
-    names: Mapping[int, str],
+    names: Mapping[int, str] | None,
 ) -> set[int]:
-    """Where one group has to be cut, given the sizes of all groups up to it."""
+    """Where one group has to be cut, given the sizes of all groups up to it; by layer if there are names."""
     edges = {host_starts(sizes_so_far[0], fraction)[-1] for fraction in fractions.values()}
-    if BY_LAYER in _wanted:
+    if names is not None:
         edges.update(layer_edges([layer_of(names[id(p)]) for p in group]))
     return edges
 
@@ -256,11 +258,15 @@ def _cut_groups(original: Callable[..., Any]) -> Any:
             for kind, fraction in _wanted.items()
             if kind != BY_LAYER
         }
+        # Weights come and go by layer: where groups are cut by layer, their fraction needs no cut of its own.
+        moves_layers = fractions.pop("weights", 0.0) > 0.0
+        by_layer = BY_LAYER in _wanted or moves_layers
         setattr(self, HOSTED, _hosted_ids(groups, sizes, fractions))
         names = {id(p): name for p, name in param_names.items()}
         added = []
         for position, (group, params) in enumerate(zip(init_optimizer.param_groups, groups, strict=True)):
-            first, *rest = pieces(params, _edges(params, [sizes[: position + 1]], fractions, names)) or [[]]
+            edges = _edges(params, [sizes[: position + 1]], fractions, names if by_layer else None)
+            first, *rest = pieces(params, edges) or [[]]
             group["params"] = first
             # Behind all others: whoever counted the groups before still finds them where they were.
             added += [{**group, "params": piece} for piece in rest]

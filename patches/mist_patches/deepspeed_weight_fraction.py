@@ -1,17 +1,20 @@
-"""Weight offload by bytes for DeepSpeed's ZeRO 3.
+"""Weight offload by bytes for DeepSpeed's ZeRO 1, 2 and 3.
 
-Why: `offload_param` is all or nothing; its `max_in_cpu` is between host and NVMe. A plan that keeps a quarter
-of the shards on the host needs a fraction.
+Why: `offload_param` is ZeRO 3's alone, and all or nothing; its `max_in_cpu` is between host and NVMe. A plan
+that keeps a quarter of the weights on the host needs a fraction.
 
-What: after DeepSpeed has laid all half-precision shards into one buffer on the GPU, the share is laid into
-a pinned buffer on the host, in whole sub-groups that are cut where the fraction falls, and the GPU's buffer
-is made as small as the rest. DeepSpeed's all-gathers bring every shard to the GPU before they send it, its
-step writes each shard where it lies, and its checkpoints copy: nothing else changes. Layers later in the
-model go to the host first, so that the first gather of an iteration need not wait for the bus.
+What, ZeRO 3: after DeepSpeed has laid all half-precision shards into one buffer on the GPU, the share is laid
+into a pinned buffer on the host, in whole sub-groups that are cut where the fraction falls, and the GPU's
+buffer is made as small as the rest. DeepSpeed's all-gathers bring every shard to the GPU before they send
+it, its step writes each shard where it lies, and its checkpoints copy: nothing else changes. Layers later
+in the model go to the host first, so that the first gather of an iteration need not wait for the bus.
 
-Cost: while the engine is built both buffers exist for a moment. A gather of host shards is a synchronous
-copy from pinned memory, then the all-gather; DeepSpeed's prefetch runs it ahead of the layer. Parameters
-that ZeRO 3 keeps gathered are on the GPU in full besides. `engine.offload_states()` is refused.
+What, ZeRO 1 and 2: whole layers, as many as the fraction says, are on the host and come to the device for
+their forward and backward pass and their step (deepspeed_flat_weights).
+
+Cost, ZeRO 3: while the engine is built both buffers exist for a moment. A gather of host shards is a
+synchronous copy from pinned memory, then the all-gather; DeepSpeed's prefetch runs it ahead of the layer.
+Parameters that ZeRO 3 keeps gathered are on the GPU in full besides. `engine.offload_states()` is refused.
 
 Tested with DeepSpeed 0.19.8, without offload_param in the JSON.
 """
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 
+from mist_patches.deepspeed_flat_weights import keep_on_host
 from mist_patches.deepspeed_groups import cut_for, hosted, optimizer_classes, put
 from mist_patches.hooking import PatchRefused, check_fraction, log
 
@@ -31,16 +35,17 @@ HOST_BUFFER = "_mist_host_weights"
 
 
 def exact_weight_fraction(fraction: float) -> Callable[[], None]:
-    """Keep this fraction of ZeRO 3's shards of the weights on the host, in every engine built from now on.
+    """Keep this fraction of the weights on the host, in every engine built from now on.
 
-    Returns the function that undoes the patch; engines that are built already stay as they are.
+    Returns the function that undoes the patch. Engines of ZeRO 3 that are built already stay as they are,
+    those of ZeRO 1 and 2 have their weights back.
     """
     fraction = check_fraction("weight offload fraction", fraction)
-    stage3, stage12 = optimizer_classes()
+    stage3, _ = optimizer_classes()
     name = "_create_fp16_partitions_with_defragmentation"
     undone = [
         put(stage3, name, ("self", "fp16_param_groups"), lambda made: _place(made, fraction)),
-        put(stage12, "_link_all_hp_params", ("self",), lambda made: _refuse_below_3(made, fraction)),
+        keep_on_host(fraction),
         cut_for(KIND, fraction),
     ]
 
@@ -94,12 +99,3 @@ def _move(self: Any, moved: list[int], fraction: float) -> None:
         host_elements / max(sum(sizes), 1),
         len(moved),
     )
-
-
-def _refuse_below_3(original: Callable[[Any], None], fraction: float) -> Any:
-    def _link_all_hp_params(self: Any) -> None:
-        if fraction:
-            raise PatchRefused(f"weight offload of {fraction:g} needs ZeRO 3, got {self.zero_stage_string}")
-        original(self)
-
-    return _link_all_hp_params

@@ -111,11 +111,7 @@ class Held:
             self.streams.leaving.remove(self)
         if self.on_device:
             return
-        self.streams.reap()
-        for flat, size in zip(self.flats, self._sizes, strict=True):
-            flat.untyped_storage().resize_(size)
-        self.on_device = True
-        self.meter.add(self.nbytes)
+        self._allocate()
         if self.zeros:
             for flat in self.flats:
                 flat.zero_()
@@ -134,6 +130,21 @@ class Held:
         """As `use`, for work that changes the contents."""
         self.use()
         self.changed, self.zeros = True, False
+
+    def overwrite(self) -> None:
+        """Have memory on the device, all of which will be written: what the host has is not copied."""
+        if self.on_device:
+            self.use()
+        else:
+            self._allocate()
+        self.changed, self.zeros = True, False
+
+    def _allocate(self) -> None:
+        self.streams.reap()
+        for flat, size in zip(self.flats, self._sizes, strict=True):
+            flat.untyped_storage().resize_(size)
+        self.on_device = True
+        self.meter.add(self.nbytes)
 
     @torch.no_grad()
     def release(self) -> None:

@@ -172,8 +172,11 @@ def mutated(name: str | None) -> Any:
     from unittest import mock
 
     from mist_patches import deepspeed_decoupled_step as decoupled
+    from mist_patches import deepspeed_flat_weights as flat_weights
     from mist_patches import deepspeed_gradient_fraction as gradients
+    from mist_patches import deepspeed_group_steps as group_steps
     from mist_patches import deepspeed_groups as groups
+    from mist_patches import host_copies
     from mist_patches import deepspeed_optimizer_fraction as optimizer_fraction
     from mist_patches import deepspeed_weight_fraction as weights
 
@@ -184,7 +187,7 @@ def mutated(name: str | None) -> Any:
         "no_host_weights": (weights, "hosted", lambda *_: frozenset()),
         "no_host_gradients": (gradients, "hosted", lambda *_: frozenset()),
         "no_cut": (groups, "host_starts", lambda sizes, fraction: [0] * len(sizes)),
-        "rates_of_today": (decoupled, "_RATES", ()),
+        "rates_of_today": (group_steps, "RATES", ()),
         "no_flush": (decoupled, "_flushed", lambda original: original),
         "no_flush_before_saving": (decoupled, "_flush_before", lambda *_: lambda module, *more: None),
         "no_step_before_gather": (decoupled, "_before_gather", lambda original: original),
