@@ -20,8 +20,9 @@ from mist_megatron.resources import data_folder
 from mist_megatron.spec import check
 from mist_megatron.spec.load import load_plan, read_text
 from mist_megatron.spec.plan import Target
+from mist_megatron.spec.target import DEEPSPEED
 
-TARGETS = ("megatron", "megatron+patches", "deepspeed")
+TARGETS = ("megatron", "megatron+patches", "deepspeed", "deepspeed+patches")
 PROBE_LIMIT_S = 120.0
 """Importing DeepSpeed and torch from a slow network disk takes up to a minute."""
 
@@ -30,7 +31,10 @@ def emit(
     plan: Annotated[Path, typer.Argument(help="plan.yaml to write files for.")],
     *,
     target: Annotated[
-        str | None, typer.Option(help="megatron, megatron+patches or deepspeed; the plan's own by default.")
+        str | None,
+        typer.Option(
+            help="megatron, megatron+patches, deepspeed or deepspeed+patches; the plan's own by default."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     force: Annotated[
@@ -43,7 +47,7 @@ def emit(
     if target is not None:
         check.known("--target", "target", target, TARGETS)
         loaded = replace(loaded, target=cast(Target, target))
-    texts = artifacts(loaded, launch_sources(probe=loaded.target == "deepspeed"))
+    texts = artifacts(loaded, launch_sources(probe=loaded.target in DEEPSPEED))
     write_artifacts(out, texts, force=force)
     output.finish({"target": loaded.target, "out": str(out), "files": sorted(texts)})
     output.people.print(

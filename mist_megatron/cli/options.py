@@ -72,7 +72,10 @@ class JobOptions(OptionGroup):
     ] = None
     dropout: Annotated[float | None, typer.Option(help="Dropout probability.", rich_help_panel=PANEL)] = None
     target: Annotated[
-        str | None, typer.Option(help="mist, megatron, megatron+patches or deepspeed.", rich_help_panel=PANEL)
+        str | None,
+        typer.Option(
+            help="mist, megatron, megatron+patches, deepspeed or deepspeed+patches.", rich_help_panel=PANEL
+        ),
     ] = None
     memory_limit: Annotated[
         str | None, typer.Option(help="Budget per GPU, such as 76GiB.", rich_help_panel=PANEL)

@@ -11,6 +11,7 @@ from mist_megatron.cli.recipe_jobs import RecipeJob
 from mist_megatron.cli.recipe_pages import plan_words, readme_page, rounded, short_prediction, why_page
 from mist_megatron.errors import InputError, MistError, NoFeasiblePlan
 from mist_megatron.spec.plan import Plan, Target
+from mist_megatron.spec.target import DEEPSPEED
 
 if TYPE_CHECKING:
     from mist_megatron.cli.tune import Found
@@ -40,7 +41,7 @@ def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
     plan = recipe_plan(found, spaces)
     files = emitted(plan)
     other = spaces["deepspeed"]
-    if job.target != "deepspeed" and not isinstance(other, MistError):
+    if job.target not in DEEPSPEED and not isinstance(other, MistError):
         files["ds_config.json"] = _best_deepspeed(other)
     files["WHY.md"] = why_page(plan)
     files["README.md"] = readme_page(name, plan, list(files))
@@ -76,7 +77,7 @@ def emitted(plan: Plan) -> dict[str, str]:
     from mist_megatron.spec.plan_document import plan_to_yaml
 
     texts = artifacts(plan, launch_sources(probe=False))
-    kept = KEPT["deepspeed" if plan.target == "deepspeed" else "megatron"]
+    kept = KEPT["deepspeed" if plan.target in DEEPSPEED else "megatron"]
     return {"plan.yaml": plan_to_yaml(plan), **{name: texts[name] for name in kept}}
 
 

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mist_megatron.cli.options import JobOptions, TakenJob, read_job
 from mist_megatron.cli.output import OutputOptions, console
 from mist_megatron.errors import InputError, NoFeasiblePlan
+from mist_megatron.spec.target import DEEPSPEED
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
@@ -109,7 +110,7 @@ def _report(
             show_verified(output.people, checked)
 
 
-HAND_MADE = {"deepspeed": ("deepspeed",)}
+HAND_MADE = {"deepspeed": ("deepspeed",), "deepspeed+patches": ("deepspeed",)}
 """Target -> spaces of hand-made choices; of the others the two that Megatron's users search."""
 
 
@@ -302,6 +303,6 @@ def _write(plan: Plan, out: Path | None, force: bool) -> list[str]:
         from mist_megatron.cli.emit import launch_sources
         from mist_megatron.emit.artifacts import artifacts
 
-        texts = {**artifacts(plan, launch_sources(probe=plan.target == "deepspeed")), **texts}
+        texts = {**artifacts(plan, launch_sources(probe=plan.target in DEEPSPEED)), **texts}
     write_artifacts(out, texts, force=force)
     return sorted(texts)

@@ -7,7 +7,7 @@ ranks laid out as Megatron and DeepSpeed do: tensor parallel innermost, then con
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -77,6 +77,12 @@ class Template:
     states_visit: bool = False
     """Offloaded gradients are added up on the device, which they visit in every backward pass, and come back
     for the reduction and the norm; offloaded weights visit for their update (patch state_offload)."""
+    copies_in_collectives: bool = False
+    """Host copies are made on the streams of the collectives: weights right before their gather, the
+    gradients so far, to be added to, right before and after their reduction."""
+    steps_by_place: bool = False
+    """Gradients to step with go to where the states are, in 4 bytes, in the last backward pass; each group is
+    updated there and its weights copied to where they belong, and nothing hides these copies."""
 
 
 MIST = Template(
@@ -112,6 +118,8 @@ def template_of(target: Target, execution: Execution) -> Template:
         return MIST
     if target == "deepspeed":
         return _deepspeed(execution)
+    if target == "deepspeed+patches":
+        return _deepspeed_patches(execution)
     return _megatron(execution)
 
 
@@ -177,6 +185,20 @@ def _deepspeed(execution: Execution) -> Template:
         host_s_per_exchange=HOST_S_PER_EXCHANGE,
         host_s_per_step=HOST_S_PER_STEP,
         bucket_elements=5e8,
+    )
+
+
+def _deepspeed_patches(execution: Execution) -> Template:
+    """DeepSpeed with fractions. Its streams as they are: all_gather_params brings host shards to the GPU by
+    synchronous copies on the gather's stream; accumulated gradients are copied in, added to and copied out
+    on the stream that reduces (partition_grads of stage3.py, async_accumulate_grad_in_cpu_via_gpu of
+    stage_1_and_2.py). With decoupled steps the update, its copies and the gather of a group stop the forward
+    pass before which they are made."""
+    return replace(
+        _deepspeed(execution),
+        step_in_first_forward=bool(execution.decoupled_step),
+        copies_in_collectives=True,
+        steps_by_place=True,
     )
 
 

@@ -6,7 +6,9 @@ the Mist artifact (EuroSys 2025), whose own numbers its formulas here reproduce.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -41,6 +43,12 @@ class MemoryConventions:
     with them."""
     step_scratch_bytes: int = 0
     """Per optimizer-owned parameter, while the step runs (fp32 copy of the gradients)."""
+    kept_step_grad_bytes: int = 0
+    """Per optimizer-owned parameter that stays on the GPU while others are offloaded: the gradient that it is
+    stepped with is then kept for good, instead of made by the step."""
+    layer_step_bytes: int = 0
+    """Per parameter of the layer that is stepped right before its forward pass: its gradient, laid flat and
+    in fp32."""
     framework_bytes: float = 0.0
     """Allocated once: matrix-library workspaces, small buffers."""
 
@@ -72,12 +80,23 @@ DEEPSPEED = MemoryConventions(
 )
 
 
+DEEPSPEED_PATCHES = replace(DEEPSPEED, kept_step_grad_bytes=4)
+"""The patch optimizer_fraction gives the groups that it keeps on the GPU what DeepSpeed gives its host groups
+(stage_1_and_2.py, initialize_optimizer_states; stage3.py, the same)."""
+
+_OF_TARGET: Mapping[Target, MemoryConventions] = MappingProxyType(
+    {"mist": MIST, "deepspeed": DEEPSPEED, "deepspeed+patches": DEEPSPEED_PATCHES}
+)
+
+
 def conventions_of(target: Target, execution: Execution) -> MemoryConventions:
     """The conventions of a target; an explicit width of the gradient buffer takes precedence."""
-    from dataclasses import replace
-
-    found = {"mist": MIST, "deepspeed": DEEPSPEED}.get(target, MEGATRON)
-    return found if execution.grad_bytes is None else replace(found, grad_bytes=execution.grad_bytes)
+    found = _OF_TARGET.get(target, MEGATRON)
+    if execution.grad_bytes is not None:
+        found = replace(found, grad_bytes=execution.grad_bytes)
+    if target == "deepspeed+patches" and execution.decoupled_step:
+        found = replace(found, layer_step_bytes=found.grad_bytes + 4)
+    return found
 
 
 def padded_vocabulary(vocab: int, tensor_parallel: Array, conventions: MemoryConventions) -> Array:

@@ -1,7 +1,8 @@
 """Memory of a pipeline stage as named expressions in the configuration symbols.
 
 Every candidate for the peak is linear in layers, recomputed layers, micro-batches in flight and offload
-fractions, given micro-batch and parallel sizes: the search relies on it.
+fractions, given micro-batch and parallel sizes: the search relies on it. (Where the target's rules tie the
+optimizer's fraction to others, buffers may appear with the first of it: there every fraction is priced.)
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from mist_megatron.cost.symbols import (
 )
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Target
+from mist_megatron.spec.target import DEEPSPEED, MEGATRON
 
 ONE = Integer(1)
 
@@ -99,7 +101,7 @@ def layer_memory(model: ModelSpec, options: LayerOptions, target: Target) -> Lay
     # Backward of the matrix before it: the gathered input and its gradient, activation tensors gone.
     at_input = ACTIVATION + GATHERED * (1 + SP) - activated
     candidates = [at_activation, at_input]
-    if target == "deepspeed":
+    if target in DEEPSPEED:
         # Plain autograd makes the weight gradient first and adds it to the kept one afterwards: the MLP's
         # output matrix beside the gradients on either side of it.
         candidates.append(ACTIVATION + activated + HALF * INNER * HIDDEN)
@@ -112,7 +114,7 @@ def layer_memory(model: ModelSpec, options: LayerOptions, target: Target) -> Lay
         candidates.append(SELECTIVE * (kept - light) + 4 * HALF * TOKENS * QUERY - hidden - activated)
     backward = Max(*candidates, evaluate=False)
     forward = hidden + activated + GATHERED
-    scratch = HALF * weights if target in ("megatron", "megatron+patches") else ZERO
+    scratch = HALF * weights if target in MEGATRON else ZERO
     return LayerMemory(saved, ACTIVATION, forward, backward, scratch)
 
 
@@ -189,8 +191,14 @@ def stage_memory(
         # Offloaded gradients come back for the reduction, when no activations are left.
         peaks["reduction"] = held + conventions.grad_bytes * _elements(model, options, role) * GO
     if conventions.step_scratch_bytes:
-        own = _elements(model, options, role) / _sharded(Z1, DP * CP)
-        peaks["step"] = held + conventions.step_scratch_bytes * own * (1 - OO)
+        own = _elements(model, options, role) / _sharded(Z1, DP * CP) * (1 - OO)
+        # Not where the gradients to step with are kept throughout: `held` has them.
+        made = 1 - _any(OO) if conventions.kept_step_grad_bytes else ONE
+        peaks["step"] = held + conventions.step_scratch_bytes * own * made
+        if conventions.layer_step_bytes:
+            # The last is the head's, or a layer's, when the forward pass before it has been kept.
+            widest = _widest(model, options, role) / _sharded(Z1, DP * CP)
+            peaks["layer_step"] = held + activations + conventions.layer_step_bytes * widest * made
     return StageMemory({**states, "activations": activations}, peaks)
 
 
@@ -221,7 +229,7 @@ def _states(
         edges = (first + last) / _sharded(edge_switch, ranks)
         return size * (inner / _sharded(switch, ranks) * (1 - offloaded) + edges)
 
-    widest = Max(each, *(e for e in (first, last) if e != ZERO), evaluate=False)
+    widest = _widest(model, options, role)
     needs_weights, needs_grads = _either(Z3, WO), _either(Z2, GO)
     buffers = 2 * HALF * widest * needs_weights + 2 * Integer(grad) * widest * needs_grads
     if conventions.bucket_elements:
@@ -235,15 +243,28 @@ def _states(
         "buffers": buffers,
         "framework": Integer(int(conventions.framework_bytes)),
     }
+    if conventions.kept_step_grad_bytes:
+        kept = term(conventions.kept_step_grad_bytes, Z1, OO, ONE) * _any(OO)
+        states["optimizer"] = states["optimizer"] + kept
     if conventions.weight_grad_scratch:
         states["buffers"] = states["buffers"] + HALF * (each - _norm_parameters(model))
     return states
 
 
+def _widest(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
+    """Parameters of the largest of layer, embedding and head."""
+    edges = edge_parameters(model, options, role)
+    return Max(parameters(block(model, options)), *(e for e in edges if e != ZERO), evaluate=False)
+
+
+def _any(fraction: Expr) -> Expr:
+    """1 for any fraction above 0, else 0."""
+    return fraction / Max(fraction, Integer(10) ** -9, evaluate=False)
+
+
 def _either(switch: Expr, fraction: Expr) -> Expr:
     """1 when a state is sharded or any of it offloaded, else 0: then a full copy passes through a buffer."""
-    small = Integer(10) ** -9
-    return Max(switch, fraction / Max(fraction, small, evaluate=False), evaluate=False)
+    return Max(switch, _any(fraction), evaluate=False)
 
 
 def _edge_activations(model: ModelSpec, options: LayerOptions, target: Target, role: StageRole) -> Expr:
@@ -264,7 +285,7 @@ def _head_transients(model: ModelSpec, options: LayerOptions, target: Target) ->
         # The buffer of scores that stands in for a fused core lives as long as the stage.
         scores = ZERO if options.flash_attention else SCORES
         return ACTIVATION + 2 * HALF * logits + 16 * B * S + scores
-    if target == "deepspeed":
+    if target in DEEPSPEED:
         # Hugging Face and plain torch: the model's output keeps the half-precision logits; their fp32 copy,
         # the logarithm of the softmax and its gradient are live together.
         return (HALF + 3 * FULL) * logits + 3 * ACTIVATION

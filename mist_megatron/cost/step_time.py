@@ -7,8 +7,18 @@ import numpy as np
 from mist_megatron.cost.communication import boundary_crossing_share
 from mist_megatron.cost.grid import StageGrid, StageRole
 from mist_megatron.cost.pricing import Array
-from mist_megatron.cost.terms import Linear, StageLoads, TimeContext, add_term
-from mist_megatron.cost.traffic import host_copy, layer_traffic, replicas, whole_buckets
+from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext, add_term
+from mist_megatron.cost.traffic import (
+    collective,
+    host_copy,
+    layer_traffic,
+    replicas,
+    step_copies_s,
+    whole_buckets,
+)
+
+AT_STEP = ("optimizer_compute", "host_adam", "host_adam_copies", "weight_gather", "host_step")
+"""Terms of d that begin when a stage may step; the others are over by then."""
 
 
 def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: dict[str, Linear]) -> None:
@@ -26,9 +36,7 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         once = np.where(zero == 1, scatter, np.where(zero == 0, reduce, 0.0))
         delta["gradient_reduction"] = Linear(once)
     if not template.first_gather_overlaps:
-        whole = context.weight_bytes * count
-        gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context)
-        delta["weight_gather"] = Linear(np.where((zero == 1) | (zero == 2), gather, 0.0))
+        delta["weight_gather"] = _weight_gather(grid, loads, count, context)
     if loads.tied_parameters is not None:
         message = context.grad_bytes * loads.tied_parameters
         pair = np.asarray(2.0)
@@ -46,7 +54,11 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         # The norm reads every gradient, scaling reads and writes it.
         compute = compute + prices.memory_bound(3.0 * context.grad_bytes * share).seconds
     delta["optimizer_compute"] = Linear(compute)
-    if np.any(grid.optimizer_offload):
+    if template.steps_by_place:
+        delta["host_adam"] = Linear(prices.host_adam(on_host).seconds)
+        gone_s = host_copy(STEP_GRAD_BYTES * on_host, "d2h", context)
+        delta["host_adam_copies"] = Linear(gone_s + step_copies_s(grid, share, context))
+    elif np.any(grid.optimizer_offload):
         still_on_device = 1.0 if template.states_visit else 1.0 - grid.grads_offload
         update = prices.host_adam(on_host).seconds
         out = host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
@@ -54,6 +66,27 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         copies = np.maximum(out + back - update, 0.0) if template.host_adam_copies_overlap else out + back
         delta["host_adam"] = Linear(update)
         delta["host_adam_copies"] = Linear(copies)
+
+
+STEP_GRAD_BYTES = 4.0
+"""Per parameter of the gradients that DeepSpeed steps with: fp32, wherever they are."""
+
+
+def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext) -> Linear:
+    """Updated weights of ZeRO 1 and 2, when nothing hides it: in full buckets, or, where groups are stepped
+    by layer, one after the other."""
+    sharded = (grid.zero == 1) | (grid.zero == 2)
+    if not context.template.step_in_first_forward:
+        whole = context.weight_bytes * count
+        gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context)
+        return Linear(np.where(sharded, gather, 0.0))
+
+    def one(parameters: Array) -> Array:
+        gather = collective("all_gather", context.weight_bytes * parameters, grid, context)
+        return np.where(sharded, gather, 0.0)
+
+    edges = [one(load.parameters) for load in (loads.embedding, loads.head) if load is not None]
+    return Linear(sum(edges, start=ZERO), one(loads.block.parameters))
 
 
 def _visits(grid: StageGrid, count: Array, context: TimeContext, delta: dict[str, Linear]) -> None:
@@ -83,6 +116,20 @@ def _steps_in_first_forward(
         divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)
         update = prices.host_adam(grid.optimizer_offload * loads.block.parameters / divisor).seconds
         delta["host_adam"] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
+        if template.steps_by_place:
+            add_term(delta, "host_adam", _edges_on_host(grid, loads, divisor, context))
+            gone_s = host_copy(STEP_GRAD_BYTES * grid.optimizer_offload * share, "d2h", context)
+            delta["host_adam_copies"] = Linear(gone_s)
+
+
+def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: TimeContext) -> Linear:
+    """Nothing runs before the embedding, and the last layer before the head."""
+    exposed: Array = ZERO
+    for load, before_s in ((loads.embedding, ZERO), (loads.head, loads.block.forward_s)):
+        if load is not None:
+            update = context.prices.host_adam(grid.optimizer_offload * load.parameters / divisor).seconds
+            exposed = exposed + np.maximum(update - before_s, 0.0)
+    return Linear(exposed)
 
 
 def boundary_terms(

@@ -41,7 +41,7 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     step_in, step_out = ZERO, ZERO
     if swaps:
         step_in, step_out = states_out + grads_out, states_out + weights_out
-    elif template.step_in_first_forward:
+    elif template.step_in_first_forward and not template.steps_by_place:
         # The host keeps its states: gradients go to it, new weights come back.
         on_host = grid.optimizer_offload * step_share
         step_in = weights_out + grads_out + context.weight_bytes * on_host
@@ -51,13 +51,29 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     if template.step_in_first_forward and "optimizer_compute" not in context.without:
         on_device = 1.0 - (0.0 if swaps else 1.0) * grid.optimizer_offload
         compute = prices.device_adam(step_share * on_device).seconds
+        if template.steps_by_place:
+            compute = compute + step_copies_s(grid, step_share, context)
     reduce_bytes = context.grad_bytes * count
     gather = _weight_gather(weights, grid, context)
     reduce_scatter = bucketed("reduce_scatter", reduce_bytes, grid, context)
     all_reduce = bucketed("all_reduce", reduce_bytes, grid, context)
+    reduce = np.where(zero >= 1, reduce_scatter, all_reduce)
+    if template.copies_in_collectives:
+        # A lone micro-batch hands its gradients to the optimizer; ZeRO 3 has a buffer for them all the same.
+        added = np.where((zero >= 3) | (grid.grad_accum > 1), grads_out, 0.0)
+        return Traffic(
+            gather_s=gather + host_copy(weights_out, "h2d", context),
+            reduce_s=reduce + host_copy(added, "h2d", context) + host_copy(added, "d2h", context),
+            weights_in_s=ZERO,
+            grads_in_s=ZERO,
+            grads_out_s=ZERO,
+            step_in_s=ZERO,
+            step_out_s=ZERO,
+            step_compute_s=compute,
+        )
     return Traffic(
         gather_s=gather,
-        reduce_s=np.where(zero >= 1, reduce_scatter, all_reduce),
+        reduce_s=reduce,
         weights_in_s=host_copy(weights_out, "h2d", context),
         # Mist adds on the device, so old gradients come back; a host that updates also adds, but for the
         # patch, which adds where Megatron's fused kernels do.
@@ -67,6 +83,19 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
         step_out_s=host_copy(step_out, "d2h", context),
         step_compute_s=compute,
     )
+
+
+def step_copies_s(grid: StageGrid, share: Array, context: TimeContext) -> Array:
+    """What the update of so many parameters copies once their gradients are where the states are: weights to
+    where they belong. The fraction of each kind that is on the host is the same end of the model, so that
+    weights of ZeRO 3 that are on the host mostly meet their states there. Where no states are on the host,
+    gradients that are come to the GPU."""
+    on_host = grid.optimizer_offload
+    away = np.where(grid.zero >= 3, grid.weights_offload, 0.0)
+    back = context.weight_bytes * share * np.maximum(on_host - away, 0.0)
+    out = context.weight_bytes * share * np.maximum(away - on_host, 0.0)
+    grads = context.grad_bytes * share * np.where(on_host > 0.0, 0.0, grid.grads_offload)
+    return host_copy(back + grads, "h2d", context) + host_copy(out, "d2h", context)
 
 
 LARGEST_SHARE = 1.0 / 3.0

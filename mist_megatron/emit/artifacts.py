@@ -21,6 +21,7 @@ from mist_megatron.emit.stages_json import stages_text
 from mist_megatron.errors import InputError
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.plan_document import plan_to_yaml
+from mist_megatron.spec.target import DEEPSPEED, MEGATRON
 
 LAUNCHERS = {
     "train.sh": "train.sh.j2",
@@ -51,13 +52,13 @@ class LaunchSources:
 
 def artifacts(plan: Plan, sources: LaunchSources) -> dict[str, str]:
     """Everything needed to start the plan on its target; refuses what the target cannot run."""
-    if plan.target == "deepspeed":
+    if plan.target in DEEPSPEED:
         return _deepspeed_files(plan, sources)
-    if plan.target in {"megatron", "megatron+patches"}:
+    if plan.target in MEGATRON:
         return _megatron_files(plan, sources)
     raise InputError(
         f"target {plan.target} is a model of costs, no framework: nothing can be written for it",
-        details=("try: --target megatron+patches, megatron or deepspeed",),
+        details=("try: --target megatron+patches, megatron, deepspeed+patches or deepspeed",),
     )
 
 
@@ -93,7 +94,7 @@ def _deepspeed_files(plan: Plan, sources: LaunchSources) -> dict[str, str]:
     auto = deepspeed.auto_config(plan, schema)
     for config in (explicit, auto):
         deepspeed.check_against_schema(config, schema)
-    facts = {**launch_facts(plan, "deepspeed"), "environment": {}}
+    facts = {**launch_facts(plan, "deepspeed"), "environment": {}, "patched": bool(deepspeed.patches(plan))}
     arrays = {
         "HUGGINGFACE_ARGS": deepspeed.huggingface_flags(plan),
         "MEGATRON_DEEPSPEED_ARGS": deepspeed.megatron_deepspeed_flags(plan),

@@ -87,7 +87,7 @@ def zero_section(plan: Plan) -> Config:
         section |= STAGE3_ONLY
     if stage.offload.optimizer:
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if stage.offload.weights:
+    if stage.offload.weights == 1.0:
         section["offload_param"] = {"device": "cpu", "pin_memory": True}
     return section
 
@@ -199,8 +199,8 @@ def huggingface_flags(plan: Plan) -> Flags:
 
 
 def recomputes(plan: Plan) -> bool:
-    """All layers or none: what a trainer's one switch can say."""
-    return plan.stages[0].ckpt > 0
+    """All layers or none: what a trainer's one switch can say. Where a patch recomputes, it must not."""
+    return plan.stages[0].ckpt > 0 and plan.target == "deepspeed"
 
 
 def training_arguments_text(plan: Plan) -> str:
@@ -276,12 +276,25 @@ def megatron_deepspeed_flags(plan: Plan) -> Flags:
 
 
 def patches(plan: Plan) -> tuple[str, ...]:
-    """Names for mist_patches.apply: without it DeepSpeed 0.19.8 skips every step after the first overflow."""
+    """Names for mist_patches.apply: what of the plan DeepSpeed's JSON cannot say, and forget_overflow,
+    without which DeepSpeed 0.19.8 skips every step after the first overflow."""
     stage = plan.stages[0]
-    accumulates_wide = plan.execution.grad_bytes == 4 and stage.zero in {1, 2}
-    return ("forget_overflow",) if accumulates_wide and stage.offload.optimizer else ()
+    offload = stage.offload
+    wide = plan.execution.grad_bytes == 4 and stage.zero in {1, 2}
+    # Where DeepSpeed itself would put gradients that are wholly on one side.
+    own_grads = float(offload.optimizer > 0.0 and stage.zero >= 2 and not wide)
+    asked = {
+        "optimizer_fraction": 0.0 < offload.optimizer < 1.0,
+        "weight_fraction": 0.0 < offload.weights < 1.0,
+        "gradient_fraction": offload.grads != own_grads,
+        "layer_activations": stage.ckpt > 0 or offload.activations > 0.0,
+        "decoupled_steps": bool(plan.execution.decoupled_step),
+    }
+    named = tuple(name for name, wanted in asked.items() if wanted and plan.target == "deepspeed+patches")
+    return (*named, *(("forget_overflow",) if wide and offload.optimizer else ()))
 
 
 def stages(plan: Plan) -> Config:
-    """The stages.json document: nothing differs, but the entry checks the world size with it."""
+    """The stages.json document: one stage, with the fractions that the patches read; the entry checks the
+    world size with it."""
     return stages_document(plan, framework="deepspeed", arguments=[[]], environment={}, patches=patches(plan))

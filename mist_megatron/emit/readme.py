@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from mist_megatron.emit import deepspeed
 from mist_megatron.emit.megatron import different_grids, patches
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.target import DEEPSPEED
 
 
 def readme_text(plan: Plan) -> str:
     """Markdown, a page."""
-    framework = "DeepSpeed" if plan.target == "deepspeed" else "Megatron-core"
-    script = "TRAIN_SCRIPT" if plan.target == "deepspeed" else "MEGATRON_LM"
+    by_deepspeed = plan.target in DEEPSPEED
+    framework = "DeepSpeed" if by_deepspeed else "Megatron-core"
+    script = "TRAIN_SCRIPT" if by_deepspeed else "MEGATRON_LM"
     lines = [
         f"# {plan.model.name} on {plan.gpus} x {plan.cluster.gpu.name} with {framework}",
         "",
@@ -26,7 +29,7 @@ def readme_text(plan: Plan) -> str:
         "   (`pytorchjob.yaml` on the older operator), or",
         "   `sky launch skypilot.yaml`.",
         "",
-        *(_deepspeed_notes(plan) if plan.target == "deepspeed" else _megatron_notes(plan)),
+        *(_deepspeed_notes(plan) if by_deepspeed else _megatron_notes(plan)),
         "",
     ]
     return "\n".join(lines)
@@ -66,14 +69,34 @@ _GRID_NOTES = (
 
 
 def _deepspeed_notes(plan: Plan) -> list[str]:
-    checkpointing = "on" if plan.stages[0].ckpt else "off"
+    checkpointing = "on" if deepspeed.recomputes(plan) else "off"
+    named = deepspeed.patches(plan)
+    recomputing = [
+        f"Activation checkpointing is {checkpointing} in this plan. It is a setting of your script:",
+        "DeepSpeed's JSON has a section for it that acts only where a script asks for it.",
+    ]
+    if "layer_activations" in named:
+        recomputing = [
+            f"The patch `layer_activations` recomputes {plan.stages[0].ckpt} layers; your script must not",
+            "recompute layers itself (`gradient_checkpointing` off).",
+        ]
     return [
         "`ds_config.json` says every number, for scripts that call `deepspeed.initialize` and for",
         "Megatron-DeepSpeed (which builds its optimizer from its own flags). `ds_config_auto.json` is for",
         "Hugging Face Trainer and Accelerate; `training_arguments.py` and `accelerate_config.yaml` hold",
         "what must agree with it.",
         "",
-        f"Activation checkpointing is {checkpointing} in this plan. It is a setting of your script:",
-        "DeepSpeed's JSON has a section for it that acts only where a script asks for it.",
+        *recomputing,
+        *(_PATCH_NOTES if named else ()),
+        f"Patches of this plan: {', '.join(named) or 'none'}.",
         "`mist-megatron lint ds_config.json` checks the file again after changes.",
     ]
+
+
+_PATCH_NOTES = (
+    "",
+    "Every node needs `pip install mist-megatron` (its part `mist_patches`) beside DeepSpeed.",
+    "`train_deepspeed.py` applies the patches that `stages.json` names and runs your script unchanged.",
+    "A learning-rate scheduler must be made by DeepSpeed or the trainer, from the JSON or as a callable:",
+    "one that the script makes itself knows fewer groups than a cut optimizer has.",
+)

@@ -92,7 +92,8 @@ def slot_configs(
         t_s = prices.t_s()
         if not (t_s <= cap_s).any():
             continue
-        by_least_offload = not space.grads_follow_optimizer and t_s.shape[-1] == 1 and prices.d_grows()
+        tied = space.grads_follow_optimizer or space.states_by_level
+        by_least_offload = not tied and t_s.shape[-1] == 1 and prices.d_grows()
         for here, slot in zip(parts, slots, strict=True):
             if by_least_offload:
                 rows = _least_offload(times.choices, prices, slot.held, t_s <= cap_s, tally)

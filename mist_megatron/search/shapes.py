@@ -161,7 +161,10 @@ def _chunks(job: Job, space: Space, limits: Limits, schedule: tuple[int, int]) -
 
 def stage_levels(space: Space, dp: int) -> tuple[tuple[int, ...], ...]:
     """ZeRO levels: all at once where stages may differ, else one after the other. Without data
-    parallelism every level holds the same bytes, so that the lowest stands for all."""
+    parallelism every level holds the same bytes, so that the lowest stands for all - but where the level says
+    what can leave the GPU."""
+    if space.states_by_level:
+        return (space.zero,) if space.per_stage_zero else tuple((level,) for level in space.zero)
     levels = space.zero if dp > 1 or space.optimizer_offload_least_zero else space.zero[:1]
     if dp == 1 and space.optimizer_offload_least_zero and len(levels) > 1:
         levels = tuple(sorted({levels[0], min(x for x in levels if x >= space.optimizer_offload_least_zero)}))

@@ -23,7 +23,7 @@ from mist_megatron.search.shapes import Shape
 from mist_megatron.search.space import Space
 from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.plan import Schedule
-from mist_megatron.spec.target import Range
+from mist_megatron.spec.target import Range, gradient_range
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -136,7 +136,24 @@ class Choices:
             wanted = (axes["optimizer"] > 0.0) & (axes["zero"] >= 2)
             states = states & ((axes["grads"] > 0.0) == wanted)
             states = states & ((axes["weights"] == 0.0) | (axes["zero"] >= 3))
+        if self.space.states_by_level:
+            states = states & ((axes["weights"] == 0.0) | (axes["zero"] >= 3)) & self._gradients(axes)
         return np.asarray(activations & states, dtype=bool)
+
+    def _gradients(self, axes: Mapping[str, Array]) -> NDArray[np.bool_]:
+        """Where the fraction of gradients lies in the range of level and optimizer."""
+        allowed = np.zeros((), dtype=bool)
+        for level in self.space.zero:
+            for offloads in (False, True):
+                least, most, _ = gradient_range(
+                    level,
+                    offloads=offloads,
+                    grad_accum=self.shape.grad_accum,
+                    wide_grads=self.space.wide_grads,
+                )
+                here = (axes["zero"] == level) & ((axes["optimizer"] > 0.0) == offloads)
+                allowed = allowed | (here & (axes["grads"] >= least) & (axes["grads"] <= most))
+        return allowed
 
 
 class RolePrices:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
-from mist_megatron.spec.plan import Target
+from mist_megatron.spec.plan import Execution, Target
 from mist_megatron.spec.target import OffloadRanges, Range, capability
 from mist_megatron.spec.training import Precision
 
@@ -38,6 +38,9 @@ class Space:
     zero: tuple[int, ...] = (1,)
     offload: OffloadRanges = OffloadRanges()
     grads_follow_optimizer: bool = False
+    states_by_level: bool = False
+    """Weights leave the GPU at ZeRO 3 alone, gradients as `gradient_range` says."""
+    wide_grads: bool = False
     optimizer_offload_least_zero: int = 0
 
     def varies(self) -> tuple[str, ...]:
@@ -160,10 +163,14 @@ def _narrower(left: Range, right: Range) -> Range:
     return left if _ORDER[left] <= _ORDER[right] else right
 
 
-def cut_to_target(space: Space, target: Target, precision: Precision | None = None) -> Space:
+def cut_to_target(
+    space: Space, target: Target, precision: Precision | None = None, execution: Execution | None = None
+) -> Space:
     """The part of a space that a target can run. Refuses where nothing of it is left."""
-    able = capability(target, precision)
-    zero = tuple(level for level in space.zero if level in able.zero)
+    able = capability(target, precision, execution)
+    decoupled = execution is not None and bool(execution.decoupled_step)
+    least = able.decoupled_least_zero if decoupled else 0
+    zero = tuple(level for level in space.zero if level in able.zero and level >= least)
     if not zero:
         raise InputError(
             f"--space {space.name} needs ZeRO {'/'.join(map(str, space.zero))}, "
@@ -188,6 +195,8 @@ def cut_to_target(space: Space, target: Target, precision: Precision | None = No
         zero=zero,
         offload=offload,
         grads_follow_optimizer=space.grads_follow_optimizer or able.grads_follow_optimizer,
+        states_by_level=able.states_by_level,
+        wide_grads=execution is not None and execution.grad_bytes == 4,
         optimizer_offload_least_zero=max(space.optimizer_offload_least_zero, able.offload_needs_zero),
     )
 

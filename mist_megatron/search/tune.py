@@ -110,7 +110,8 @@ def search(
     job = evaluator.job
     require_model(job.model, job.target)
     watch = watch or Watch()
-    cut = apply_limits(cut_to_target(space, job.target, job.training.precision), settings.limits)
+    runnable = cut_to_target(space, job.target, job.training.precision, job.execution)
+    cut = apply_limits(runnable, settings.limits)
     mixed = list(mixtures(job, cut, settings.limits))
     if not mixed and next(shapes(job, cut, settings.limits), None) is None:
         raise explain_no_shape(job, cut, settings.limits)

@@ -12,7 +12,7 @@ from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Target
 from mist_megatron.spec.training import TrainingSpec
 
-TARGETS: tuple[Target, ...] = ("mist", "megatron", "megatron+patches", "deepspeed")
+TARGETS: tuple[Target, ...] = ("mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches")
 PRECISIONS = ("fp16", "bf16", "fp8")
 
 

@@ -13,7 +13,7 @@ from mist_megatron.spec.document import STRICT
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.training import TrainingSpec
 
-Target = Literal["mist", "megatron", "megatron+patches", "deepspeed"]
+Target = Literal["mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches"]
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1"]
 Recompute = Literal["none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]

@@ -20,6 +20,11 @@ from mist_megatron.spec.training import Precision, TrainingSpec
 Range = Literal["none", "all_or_nothing", "any"]
 """Which fractions of a kind of bytes a target can keep in host memory."""
 
+DEEPSPEED: frozenset[Target] = frozenset({"deepspeed", "deepspeed+patches"})
+"""Targets that DeepSpeed trains: its files, its layout of bytes, its streams."""
+MEGATRON: frozenset[Target] = frozenset({"megatron", "megatron+patches"})
+"""Those of Megatron-core."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadRanges:
@@ -65,8 +70,13 @@ class Capability:
     """Least ZeRO level with which optimizer states can be offloaded."""
     grads_follow_optimizer: bool = False
     """Gradients go to the host exactly when optimizer states do and gradients are sharded (DeepSpeed)."""
+    states_by_level: bool = False
+    """The ZeRO level and the optimizer's fraction say what of weights and gradients can leave the GPU
+    (DeepSpeed's patches: `gradient_range`)."""
     decoupled_step: bool = False
     """Each layer can be stepped right before its next forward pass where the plan asks for it."""
+    decoupled_least_zero: int = 0
+    """Least ZeRO level with which it can."""
     states_visit: bool = False
     """Offloaded weights and gradients visit the GPU layer by layer, which asynchronous collectives on them
     cannot wait for (patch state_offload)."""
@@ -147,6 +157,31 @@ CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
             offload_needs_zero=1,
             grads_follow_optimizer=True,
         ),
+        "deepspeed+patches": Capability(
+            target="deepspeed+patches",
+            zero=(0, 1, 2, 3),
+            zero_with_pipeline=(0, 1),
+            schedules=("1f1b",),
+            # The patch pipeline_stages configures a PipelineModule; what such a stage costs is not priced.
+            pipeline=False,
+            tensor_parallel=False,
+            context_parallel=False,
+            sequence_parallel=False,
+            selective=False,
+            partial_ckpt=True,
+            parallel_block=True,
+            uneven_layers=False,
+            per_stage_ckpt=False,
+            per_stage_offload=False,
+            per_stage_zero=False,
+            per_stage_grid=False,
+            offload=OffloadRanges(weights="any", grads="any", optimizer="any", activations="any"),
+            offload_needs_zero=1,
+            states_by_level=True,
+            decoupled_step=True,
+            # DeepSpeed's ZeRO optimizers are what the patch knows.
+            decoupled_least_zero=1,
+        ),
         "mist": Capability(
             target="mist",
             zero=(0, 1, 2, 3),
@@ -170,9 +205,16 @@ CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
 )
 
 
-def capability(target: Target, precision: Precision | None = None) -> Capability:
-    """What a target runs, in this precision if one is given."""
+def capability(
+    target: Target, precision: Precision | None = None, execution: Execution | None = None
+) -> Capability:
+    """What a target runs, in this precision and under these switches if they are given."""
     able = CAPABILITIES[target]
+    if target in DEEPSPEED and execution is not None and execution.grad_bytes == 4:
+        # Without ZeRO gradients are as wide as weights; ZeRO 1 beside bf16 weights is another optimizer,
+        # BF16_Optimizer, which no patch knows (engine.py, _do_optimizer_sanity_check).
+        missing = (0, 1) if target == "deepspeed+patches" and precision == "bf16" else (0,)
+        able = replace(able, zero=tuple(level for level in able.zero if level not in missing))
     if precision == "fp8" and target == "megatron+patches":
         # Transformer Engine keeps 8-bit copies of weights that the patch does not see; nobody tried it.
         return replace(able, offload=replace(able.offload, weights="none", grads="none"))
@@ -181,7 +223,7 @@ def capability(target: Target, precision: Precision | None = None) -> Capability
 
 def violations(plan: Plan) -> tuple[str, ...]:
     """Every rule of its target that a plan breaks, in words that name stage, key and reason."""
-    able = capability(plan.target, plan.training.precision)
+    able = capability(plan.target, plan.training.precision, plan.execution)
     found = [*_pipeline_rules(plan, able), *_uniformity_rules(plan, able), *_bridge_rules(plan, able)]
     for index, stage in enumerate(plan.stages):
         found += _stage_rules(f"stages[{index}]", stage, plan, able)
@@ -227,7 +269,7 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
         found.append("sequence_parallel: it has none")
     if plan.sequence_parallel and all(stage.tp == 1 for stage in plan.stages):
         found.append("sequence_parallel: needs tp above 1")
-    if plan.execution.deterministic and plan.target not in ("megatron", "megatron+patches"):
+    if plan.execution.deterministic and plan.target not in MEGATRON:
         found.append("execution.deterministic: it has no such switch")
     if plan.execution.decoupled_step and not able.decoupled_step:
         found.append("execution.decoupled_step: it has no such switch")
@@ -293,7 +335,9 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
     levels = able.zero_with_pipeline if plan.pipeline_size > 1 else able.zero
     if stage.zero not in levels:
         pipelined = " with a pipeline" if plan.pipeline_size > 1 else ""
-        found.append(f"{where}.zero {stage.zero}: it runs {', '.join(map(str, levels))}{pipelined}")
+        known = stage.zero in CAPABILITIES[plan.target].zero and not pipelined
+        wide = f" with gradients of 4 bytes beside {plan.training.precision} weights" if known else ""
+        found.append(f"{where}.zero {stage.zero}: it runs {', '.join(map(str, levels))}{pipelined}{wide}")
     if stage.tp > 1 and not able.tensor_parallel:
         found.append(f"{where}.tp {stage.tp}: it has no tensor parallelism here")
     if stage.recompute == "selective" and not able.selective:
@@ -307,9 +351,53 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
             f"{where}.ckpt {stage.ckpt}: recomputed layers are counted per chunk, "
             f"wanted a multiple of vpp {plan.vpp}"
         )
+    if plan.execution.decoupled_step and able.decoupled_step and stage.zero < able.decoupled_least_zero:
+        found.append(
+            f"{where}.zero {stage.zero}: decoupled_step needs zero {able.decoupled_least_zero} or above"
+        )
     if able.states_visit:
         found += _visit_rules(where, stage, plan)
+    if able.states_by_level:
+        found += _level_rules(where, stage, plan)
     return found + _offload_rules(where, stage, able)
+
+
+def gradient_range(
+    zero: int, *, offloads: bool, grad_accum: int, wide_grads: bool
+) -> tuple[float, float, str]:
+    """Least and largest fraction of the gradients that DeepSpeed's patches keep on the host, and why.
+
+    ZeRO 3 adds gradients up in one buffer that can be cut anywhere. ZeRO 2 adds them up on the host, or by
+    parameter on the GPU, where the optimizer is offloaded and a step has more than one micro-batch; with
+    one it hands them to the optimizer at once. Below, they stay in the parameters until the step.
+    """
+    if zero >= 3:
+        return 0.0, 1.0, ""
+    if zero < 2:
+        return 0.0, 0.0, "below zero 2 gradients add up on the GPU, wanted 0"
+    if not offloads:
+        return 0.0, 0.0, "below zero 3 gradients leave the GPU with offload.optimizer only, wanted 0"
+    if wide_grads:
+        return 0.0, 0.0, "below zero 3 gradients wider than the weights add up on the GPU, wanted 0"
+    if grad_accum == 1:
+        return 1.0, 1.0, "one micro-batch hands its gradients to the optimizer at once, wanted 1"
+    return 0.0, 1.0, ""
+
+
+def _level_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
+    found = []
+    offload = stage.offload
+    if offload.weights and stage.zero < 3:
+        found.append(f"{where}.offload.weights {offload.weights:g}: below zero 3 weights stay on the GPU")
+    least, most, reason = gradient_range(
+        stage.zero,
+        offloads=offload.optimizer > 0.0,
+        grad_accum=plan.grad_accum,
+        wide_grads=plan.execution.grad_bytes == 4,
+    )
+    if not least <= offload.grads <= most:
+        found.append(f"{where}.offload.grads {offload.grads:g}: {reason}")
+    return found
 
 
 def _visit_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
