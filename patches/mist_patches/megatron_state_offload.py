@@ -8,14 +8,13 @@ fraction, to within half a unit. Their slices of Megatron's parameter and gradie
 of their own; the buffers keep the rest. Weights come to the device before the unit's forward and backward
 pass, and the next chosen unit's are fetched meanwhile, so that at most two are there. Gradients come before
 the unit's backward pass and go after it: they are added up on the device, as always, so sums keep their
-order. Before gradients are reduced all of them are brought back, and stay until the optimizer has read
-them: then there are no activations. The optimizer steps unit by unit (`megatron_unit_steps`), each with its
-weights on the device.
+order. A table that embedding and head share visits for either of them. Before gradients are reduced all of
+them are brought back, and stay until the optimizer has read them: then there are no activations. The
+optimizer steps unit by unit (`megatron_unit_steps`), each with its weights on the device.
 
 Limits, refused before training: overlap_param_gather (with weights), overlap_grad_reduce (with gradients),
-experts. Tied embeddings stay on the device.
-Code that reads parameters without running the model, saving or loading must call `flush_pending_steps()`
-first.
+experts. Code that reads parameters without running the model, saving or loading must call
+`flush_pending_steps()` first.
 
 Tested with megatron-core 0.16.1 and 0.19.2.
 """
@@ -34,15 +33,25 @@ from mist_patches.megatron_decoupled_step import before_reading, step_by_unit
 from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, watch_chunks
 
 
-def choose_evenly(sizes: Sequence[int], movable: Sequence[bool], fraction: float) -> list[bool]:
+def choose_evenly(sizes: Sequence[int], fraction: float) -> list[bool]:
     """Which to move so that at every point of the list about this fraction of the bytes is moved."""
     chosen, moved, seen = [], 0, 0
-    for size, may in zip(sizes, movable, strict=True):
+    for size in sizes:
         seen += size
-        take = may and moved + size / 2 <= fraction * seen
+        take = moved + size / 2 <= fraction * seen
         moved += size if take else 0
         chosen.append(take)
     return chosen
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A module whose forward pass reads a unit's parameters, in the order of the model."""
+
+    unit: Unit
+    module: Any
+    borrowed: bool = False
+    """They are another module's: a head that uses the embedding's table."""
 
 
 @dataclass
@@ -64,11 +73,9 @@ class StateOffload:
     def take_over(self, chunk: Chunk) -> None:
         """Move the chosen units of a new chunk into storages of their own and hook them."""
         _refuse_untested(chunk, self.weights_fraction, self.grads_fraction)
-        tied = _tied(chunk.ddp.module)
         sizes = [sum(p.numel() for p in unit.parameters) for unit in chunk.units]
-        movable = [not (tied and _is_edge(unit)) for unit in chunk.units]
-        moved_weights = choose_evenly(sizes, movable, self.weights_fraction)
-        moved_grads = choose_evenly(sizes, movable, self.grads_fraction)
+        moved_weights = choose_evenly(sizes, self.weights_fraction)
+        moved_grads = choose_evenly(sizes, self.grads_fraction)
         for unit, weights, grads in zip(chunk.units, moved_weights, moved_grads, strict=True):
             if weights:
                 unit.weights = Held(_own_weights(unit), self.streams, self.weights)
@@ -124,14 +131,17 @@ class StateOffload:
     def _hook(self, chunk: Chunk) -> None:
         keep = self.handles.append
         keep(chunk.ddp.register_forward_pre_hook(lambda m, a: self._start(), prepend=True))
-        for unit in chunk.units:
+        visits = _visits(chunk)
+        for at, visit in enumerate(visits):
+            unit, module = visit.unit, visit.module
             if unit.weights is None and unit.grads is None:
                 continue
-            keep(unit.module.register_forward_pre_hook(lambda m, a, u=unit: self._enter(u), prepend=True))
-            keep(unit.module.register_forward_hook(lambda m, a, out, u=unit: self._leave(u, out)))
-            for p in unit.parameters:
-                node = p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-                keep(node.register_hook(lambda *grads, u=unit, p=p: self._grad_added(u, p)))
+            keep(module.register_forward_pre_hook(lambda m, a, at=at: self._enter(visits, at), prepend=True))
+            keep(module.register_forward_hook(lambda m, a, out, at=at: self._leave(visits, at, a, out)))
+            if not visit.borrowed:
+                for p in unit.parameters:
+                    node = p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                    keep(node.register_hook(lambda *grads, u=unit, p=p: self._grad_added(u, p)))
 
     def _start(self) -> None:
         if self._brought_back:
@@ -139,31 +149,38 @@ class StateOffload:
         for unit in [unit for unit, left in self._waiting.items() if left]:
             self._done(unit)  # a parameter that got no gradient must not keep its unit here
 
-    def _enter(self, unit: Unit) -> None:
-        if unit.weights is not None:
-            unit.weights.use()
-            ahead = _neighbour(unit, -1 if _in_backward() else 1)
-            if ahead is not None and ahead.weights is not None:
-                ahead.weights.fetch()
+    def _enter(self, visits: list[Visit], at: int) -> None:
+        weights = visits[at].unit.weights
+        if weights is not None:
+            weights.use()
+            ahead = _neighbour(visits, at, -1 if _in_backward() else 1, "weights")
+            if ahead is not None:
+                ahead.fetch()
 
-    def _leave(self, unit: Unit, output: Any) -> None:
+    def _leave(self, visits: list[Visit], at: int, inputs: Any, output: Any) -> None:
+        unit = visits[at].unit
         found = _first_with_gradient(output)
         if found is not None and torch.is_grad_enabled():
-            found.register_hook(lambda grad: self._before_backward(unit))
+            found.register_hook(lambda grad: self._before_backward(visits, at))
+            entered = _first_with_gradient(inputs) if visits[at].borrowed else None
+            if entered is not None:
+                # Its share of the gradient is there; the owner's backward pass comes last of all.
+                entered.register_hook(lambda grad: self._done(unit))
         if unit.weights is not None and not _in_backward():
             # Recomputed in backward, it is needed again at once.
             unit.weights.release()
 
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(self, visits: list[Visit], at: int) -> None:
+        unit = visits[at].unit
         self._waiting[unit] = {id(p) for p in unit.parameters}
         if unit.weights is not None:
             unit.weights.use()
         if unit.grads is not None:
             unit.grads.write()
         for kind in ("weights", "grads"):
-            before = _neighbour(unit, -1, kind)
+            before = _neighbour(visits, at, -1, kind)
             if getattr(unit, kind) is not None and before is not None:
-                getattr(before, kind).fetch()
+                before.fetch()
 
     def _grad_added(self, unit: Unit, parameter: Any) -> None:
         waiting = self._waiting.get(unit)
@@ -266,16 +283,21 @@ def _refuse_untested(chunk: Chunk, weights: float, grads: float) -> None:
         for bucket in buffer.buckets:
             if len({p.mist_unit for p in bucket.params_list}) > 1:
                 raise PatchRefused(
-                    "weight and gradient offload: a bucket holds several layers; was the model built before the patch?"
+                    "weight and gradient offload: a bucket holds several layers, "
+                    "so the model was built before the patch was applied"
                 )
 
 
-def _tied(model: Any) -> bool:
-    return any(getattr(m, "share_embeddings_and_output_weights", False) for m in model.modules())
-
-
-def _is_edge(unit: Unit) -> bool:
-    return any(getattr(p, "is_embedding_or_output_parameter", False) for p in unit.parameters)
+def _visits(chunk: Chunk) -> list[Visit]:
+    """Every unit's own module; behind them the head, where it uses the embedding's table."""
+    found = [Visit(unit, unit.module) for unit in chunk.units]
+    for model in chunk.ddp.module.modules():
+        if not getattr(model, "share_embeddings_and_output_weights", False):
+            continue
+        if getattr(model, "pre_process", False) and getattr(model, "post_process", False):
+            table = model.shared_embedding_or_output_weight()
+            found.append(Visit(table.mist_unit, model.output_layer, borrowed=True))
+    return found
 
 
 def _in_backward() -> bool:
@@ -287,14 +309,14 @@ def _first_with_gradient(output: Any) -> torch.Tensor | None:
     return next((p for p in parts if isinstance(p, torch.Tensor) and p.requires_grad), None)
 
 
-def _neighbour(unit: Unit, step: int, kind: str = "weights") -> Unit | None:
-    """The next unit of the chunk, in this direction, that has this kind on the host."""
-    units = unit.chunk.units
-    at = units.index(unit) + step
-    while 0 <= at < len(units):
-        if getattr(units[at], kind) is not None:
-            return units[at]
+def _neighbour(visits: list[Visit], at: int, step: int, kind: str) -> Held | None:
+    """What the next visit in this direction needs of this kind that is on the host."""
+    here = visits[at].unit
+    while 0 <= at + step < len(visits):
         at += step
+        held: Held | None = getattr(visits[at].unit, kind)
+        if held is not None and visits[at].unit is not here:
+            return held
     return None
 
 

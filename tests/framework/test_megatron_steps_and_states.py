@@ -39,6 +39,7 @@ ONE_PROCESS = {
     "bf16 sharded": replace(HALF, **SHARDED, **BUSY),
     "host optimizer": replace(HALF, **SHARDED, evaluate_at=[2], resume_at=4, optimizer_fraction=[0.5]),
     "recomputed": replace(HALF, recompute=[2]),
+    "tied": replace(HALF, **BUSY, tied=True),
 }
 ALL = {**STEPS, **STATES, "activation_offload": [0.5, 0.25]}
 

@@ -67,13 +67,8 @@ def test_backward_of_a_weight_that_was_away():
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("sizes", [[10] * 8, [40, *([10] * 6), 1, 40], [7, 3, 11, 2, 5]])
 def test_chosen_evenly(sizes, fraction):
-    chosen = choose_evenly(sizes, [True] * len(sizes), fraction)
+    chosen = choose_evenly(sizes, fraction)
     moved = sum(size for size, take in zip(sizes, chosen, strict=True) if take)
     assert abs(moved - fraction * sum(sizes)) <= max(sizes) / 2
     if fraction in (0.0, 1.0):
         assert all(take == (fraction == 1.0) for take in chosen)
-
-
-def test_what_must_stay_is_made_up_for():
-    chosen = choose_evenly([40, 10, 10, 10, 10], [False, True, True, True, True], 0.4)
-    assert chosen == [False, True, True, True, False]
