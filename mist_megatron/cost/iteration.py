@@ -1,24 +1,40 @@
-"""Time of one optimizer step from the times of its pipeline stages (Mist, EuroSys 2025, eq. 1).
+"""Time of one optimizer step from the times of its pipeline stages.
 
-    T = (G - 1) max_i t_i + sum_i t_i + max_i (d_i - sum_{j<i} t_j)
+Mist's form (EuroSys 2025, eq. 1), which the search minimises because it needs of a stage two numbers only:
+
+    T1 = (G - 1) max_i t_i + sum_i t_i + max_i (d_i - sum_{j<i} t_j)
 
 t_i is the stable micro-batch time of stage i, d_i the extra time of its first plus its last micro-batch
 (a later stage finishes earlier, so part of its extra hides behind the drain of the stages before it).
 What the paper leaves out - boundary transfers, optimizer compute, host Adam, gradient accumulation - is
-folded into t_i and d_i by `stage_time`, so that this form, and every search over it, stays exact.
+folded into t_i and d_i by `stage_time`.
 
-It is exact for equal stages and for stages that get slower towards the end, and an upper bound otherwise
-(a slow early stage fills part of its wait with warm-up forwards); the event simulator gives the exact time.
+T1 is exact for equal stages and for stages that get slower towards the end. Otherwise it is too long: a slow
+early stage runs warm-up forwards while its first micro-batch goes down the pipeline and comes back, and late
+backwards while its last one does. Of p stages stage b does w = p - 1 - b of each. With forward and backward
+f_i + b_i = t_i and D_b = sum_{j>b} t_j, what 1F1B takes is therefore
 
-Other schedules keep the form and change what the ramp-up and drain cost per stage, r_i:
+    T = max_b [ sum_{j<b} t_j + G t_b + wait_f + wait_b ] + max_i (d_i - sum_{j<i} t_j)
+    wait_f = max(0, D_b - w f_b, w max_{i<b} (f_i - f_b)),    wait_b = the same of b_i
+
+(the last member: a stage before b that hands on its warm-up forwards more slowly than b takes them). With
+no more than w + 1 micro-batches all forwards come before all backwards, the round trip is there once, and w
+is G - 1. Every bracket is a path through the schedule, so T is never above the longest one; tests hold it
+against that one on random stages. With equal t_i both forms are one.
+
+Where every stage waits for the gradient norm of all of them before it steps, a step s_i hides behind
+nobody's drain: the last term is max_i (d_i - s_i - sum_{j<i} t_j) + max_i s_i.
+
+Other schedules keep eq. 1 and change what the ramp-up and drain cost per stage, r_i:
 
     T = G max_i t_i + (sum_i r_i - r_b) + max_i (d_i - sum_{j<i} r_j),   b = argmax t
 
-* 1f1b, gpipe: r = t (GPipe's bubble is as long as 1F1B's, only its memory is larger).
 * interleaved with v chunks: r = t / v, because a chunk is handed on after 1/v of the layers. With
   t' = t / v this is eq. 1 with v G micro-batches, which is how a search can use it.
 * zb-h1: r = t - 2 w, with w the weight-gradient part of backward, which fills the bubble
   (Qi et al. 2023: bubble (p-1)(F + B - W) where the backward pass costs B + W).
+* gpipe: all forwards, then all backwards: G max t becomes G max f + G max b (its bubble is as long as
+  1F1B's where stages are equal).
 """
 
 from __future__ import annotations
@@ -35,8 +51,18 @@ class StageTiming:
 
     stable_s: float
     delta_s: float
+    forward_s: float | None = None
+    """Forward part of `stable_s`; a third of it where nobody says, backward costing twice as much."""
+    step_s: float = 0.0
+    """Part of `delta_s` that is the optimizer step, after everything that a stage does for itself."""
     weight_grad_s: float = 0.0
     """Part of the backward pass that only makes weight gradients: what zb-h1 moves into bubbles."""
+
+    @property
+    def split_s(self) -> tuple[float, float]:
+        """Forward and backward."""
+        forward_s = self.stable_s / 3.0 if self.forward_s is None else self.forward_s
+        return forward_s, self.stable_s - forward_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +72,7 @@ class IterationTime:
     steady_s: float
     """(G - 1) of the slowest stage's stable micro-batch."""
     ramp_s: float
-    """One micro-batch through all stages: fills and drains the pipeline."""
+    """Another micro-batch of it, and what filling and draining the pipeline adds to that."""
     first_and_last_s: float
     """Exposed extra of the first and last micro-batch: optimizer, gathers, gradient reduction."""
     bubble_fraction: float
@@ -70,27 +96,74 @@ def ramp_of(stage: StageTiming, schedule: Schedule, vpp: int) -> float:
 
 
 def iteration_time(
-    stages: Sequence[StageTiming], grad_accum: int, schedule: Schedule = "1f1b", vpp: int = 1
+    stages: Sequence[StageTiming],
+    grad_accum: int,
+    schedule: Schedule = "1f1b",
+    vpp: int = 1,
+    *,
+    step_hides: bool = True,
 ) -> IterationTime:
-    """Eq. 1 and its other schedules; `stages` from first to last."""
+    """The time of a step; `stages` from first to last. `step_hides` is whether a stage may step while
+    those before it still drain."""
     slowest = max(range(len(stages)), key=lambda index: stages[index].stable_s)
+    stable_s = stages[slowest].stable_s
     ramps = [ramp_of(stage, schedule, vpp) for stage in stages]
-    stable = stages[slowest].stable_s
-    # The slowest stage computes all G micro-batches in full; only the others shrink to their ramp.
-    ramp = stable + sum(ramps) - ramps[slowest]
-    before = 0.0
-    extra, binding = float("-inf"), 0
-    for index, stage in enumerate(stages):
-        if stage.delta_s - before > extra:
-            extra, binding = stage.delta_s - before, index
-        before += ramps[index]
-    steady = (grad_accum - 1) * stable
-    total = steady + ramp + extra
+    if schedule == "1f1b":
+        passes_s = _passes_1f1b(stages, grad_accum)
+    else:
+        # The slowest stage computes all G micro-batches in full; only the others shrink to their ramp.
+        passes_s = grad_accum * stable_s + sum(ramps) - ramps[slowest]
+    if schedule == "gpipe":
+        apart = [max(parts) for parts in zip(*(stage.split_s for stage in stages), strict=True)]
+        passes_s = (grad_accum - 1) * sum(apart) + sum(ramps)
+    extra_s, binding = _extra(stages, ramps, step_hides)
+    steady_s = (grad_accum - 1) * stable_s
+    ramp_s = passes_s - steady_s
+    total_s = passes_s + extra_s
     return IterationTime(
-        steady_s=steady,
-        ramp_s=ramp,
-        first_and_last_s=extra,
-        bubble_fraction=(ramp - stable) / total if total > 0.0 else 0.0,
+        steady_s=steady_s,
+        ramp_s=ramp_s,
+        first_and_last_s=extra_s,
+        bubble_fraction=(ramp_s - stable_s) / total_s if total_s > 0.0 else 0.0,
         slowest_stage=slowest,
         binding_extra_stage=binding,
     )
+
+
+def _passes_1f1b(stages: Sequence[StageTiming], grad_accum: int) -> float:
+    """Until the first stage's last backward pass: the longest of the paths that stand still at one stage."""
+    longest_s, before_s = 0.0, 0.0
+    slowest_before = [0.0, 0.0]
+    behind_s = sum(stage.stable_s for stage in stages)
+    for index, stage in enumerate(stages):
+        behind_s -= stage.stable_s
+        following = len(stages) - 1 - index
+        skipped = min(following, grad_accum - 1)
+        handed = [
+            skipped * max(slower - own, 0.0)
+            for slower, own in zip(slowest_before, stage.split_s, strict=True)
+        ]
+        round_trips = [behind_s - skipped * own for own in stage.split_s] if following else [0.0, 0.0]
+        if grad_accum > following + 1:
+            waits_s = sum(max(pair) for pair in zip(handed, round_trips, strict=True))
+        else:
+            waits_s = max(sum(handed), *round_trips)
+        longest_s = max(longest_s, before_s + grad_accum * stage.stable_s + waits_s)
+        before_s += stage.stable_s
+        slowest_before = [max(pair) for pair in zip(slowest_before, stage.split_s, strict=True)]
+    return longest_s
+
+
+def _extra(stages: Sequence[StageTiming], ramps: Sequence[float], step_hides: bool) -> tuple[float, int]:
+    """What first and last micro-batch expose, and on which stage."""
+    before_s = 0.0
+    extra_s, binding = float("-inf"), 0
+    steps = [0.0 if step_hides else stage.step_s for stage in stages]
+    for index, stage in enumerate(stages):
+        own_s = stage.delta_s - steps[index] - before_s
+        if own_s > extra_s:
+            extra_s, binding = own_s, index
+        before_s += ramps[index]
+    if max(steps) > 0.0:
+        binding = max(range(len(stages)), key=lambda index: steps[index])
+    return extra_s + max(steps), binding

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, role_of
 from mist_megatron.cost.iteration import IterationTime, StageTiming, iteration_time
+from mist_megatron.cost.step_time import AT_STEP
 from mist_megatron.cost.terms import Linear
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
@@ -29,6 +30,8 @@ class StagePrediction:
     delta_s: float
     forward_s: float
     """Forward part of `stable_s`, transfers to the next stage aside: what a simulator plays."""
+    step_s: float
+    """Part of `delta_s` that begins when the stage may step."""
     weight_grad_s: float
     peak_memory_bytes: float
     limit_bytes: float
@@ -54,6 +57,8 @@ class Prediction:
     mfu: float
     measured_share: Mapping[str, float]
     """Share of layer time that the profile held exactly, interpolated, or extrapolated."""
+    step_hides: bool = True
+    """Whether a stage may step while those before it still drain."""
 
     @property
     def iteration_s(self) -> float:
@@ -112,10 +117,13 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
 def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
     """Price every stage and put them together; `evaluator` is of `job_of(plan)`."""
     stages = tuple(_predict_stage(plan, position, evaluator) for position in range(len(plan.stages)))
-    timings = [
-        StageTiming(stable_s=s.stable_s, delta_s=s.delta_s, weight_grad_s=s.weight_grad_s) for s in stages
-    ]
-    time = iteration_time(timings, plan.grad_accum, plan.schedule, plan.vpp)
+    time = iteration_time(
+        [timing_of(stages, position) for position in range(len(stages))],
+        plan.grad_accum,
+        plan.schedule,
+        plan.vpp,
+        step_hides=evaluator.time_context.step_hides,
+    )
     training = plan.training
     tokens = training.global_batch * training.seq_len
     flops = model_flops(plan.model, training) / plan.cluster.gpus / time.total_s
@@ -127,6 +135,27 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
         tflops_per_gpu=flops / 1e12,
         mfu=flops / peak_flops_per_s(plan.cluster, training),
         measured_share=_measured_share(plan, evaluator),
+        step_hides=evaluator.time_context.step_hides,
+    )
+
+
+BETWEEN_PASSES = ("host_work", "blocking_data_parallel", "exposed_traffic", "pipeline_fill_of_layers")
+"""Terms of t that both passes of a layer have a part in."""
+
+
+def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
+    """A stage as the iteration formula knows it. The first stage hands on forward passes only, the last one
+    backward passes only."""
+    stage, terms = stages[position], stages[position].stable_terms_s
+    sent = 0.0 if position == len(stages) - 1 else 1.0 if position == 0 else 0.5
+    forward_s = stage.forward_s + sent * terms.get("pipeline_p2p", 0.0)
+    forward_s += 0.5 * sum(terms.get(name, 0.0) for name in BETWEEN_PASSES)
+    return StageTiming(
+        stable_s=stage.stable_s,
+        delta_s=stage.delta_s,
+        forward_s=min(forward_s, stage.stable_s),
+        step_s=stage.step_s,
+        weight_grad_s=stage.weight_grad_s,
     )
 
 
@@ -135,15 +164,17 @@ def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> Stag
     cost = evaluator(grid)
     terms = evaluator.terms(grid)
     parts = evaluator.passes(grid)
+    delta_terms_s = _at(terms.delta, plan.stages[position])
     return StagePrediction(
         stable_s=float(cost.stable_s),
         delta_s=float(cost.delta_s),
         forward_s=float(parts["forward_s"]),
+        step_s=sum(delta_terms_s.get(name, 0.0) for name in AT_STEP),
         weight_grad_s=float(parts["weight_grad_s"]),
         peak_memory_bytes=float(cost.peak_bytes),
         limit_bytes=evaluator.limit_bytes,
         stable_terms_s=_at(terms.stable, plan.stages[position]),
-        delta_terms_s=_at(terms.delta, plan.stages[position]),
+        delta_terms_s=delta_terms_s,
         memory_terms_bytes={name: float(v) for name, v in evaluator.memory_terms(grid).items()},
     )
 
@@ -229,6 +260,7 @@ def _stage_document(stage: StagePrediction) -> dict[str, Any]:
         "stable_s": stage.stable_s,
         "delta_s": stage.delta_s,
         "forward_s": stage.forward_s,
+        "step_s": stage.step_s,
         "weight_grad_s": stage.weight_grad_s,
         "peak_memory_bytes": stage.peak_memory_bytes,
         "limit_bytes": stage.limit_bytes,

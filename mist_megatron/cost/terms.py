@@ -88,6 +88,12 @@ class TimeContext:
     without: frozenset[str]
     """Names of terms that are left out, for comparison with models that leave them out."""
 
+    @property
+    def step_hides(self) -> bool:
+        """Whether a stage may step while those before it still drain: not where it needs the gradient norm
+        of all stages first, unless steps are taken in the next forward pass."""
+        return self.template.step_in_first_forward or not self.template.grad_norm_pass
+
 
 @dataclass(frozen=True)
 class StageLoads:

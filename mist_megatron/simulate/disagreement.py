@@ -1,27 +1,28 @@
 """Where the closed form and the events disagree: in how long passes take, or in how stages wait.
 
-Eq. 1 knows a stage by its stable time t. The events tell what a micro-batch really took on each stage; eq. 1
-with those times instead splits the whole difference in two: what passes take, and the rest, which is waiting
-(a slow early stage that fills its wait with warm-up forwards, a step that waits for the gradient norm of all
-stages).
+The closed form knows a stage by its stable time t. The events tell what a micro-batch really took on each
+stage; the closed form with those times instead splits the whole difference in two: what passes take, and the
+rest, which is waiting (paths that stand still at more than one stage, extras of first and last micro-batch
+that hide elsewhere).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mist_megatron.cost.iteration import StageTiming, iteration_time
+from mist_megatron.cost.predict import timing_of
 from mist_megatron.simulate.iteration import Simulation
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Seconds by which eq. 1 is above the events; the two parts add up to the difference."""
+    """Seconds by which the closed form is above the events; the two parts add up to the difference."""
 
     passes_s: float
     """Because passes take another time than t says."""
     waiting_s: float
-    """Because stages wait for each other in another way than eq. 1 says."""
+    """Because stages wait for each other in another way than the closed form says."""
     closed_stable_s: tuple[float, ...]
     """t of each stage, by the closed form ..."""
     played_stable_s: tuple[float, ...]
@@ -44,18 +45,23 @@ def disagreement(found: Simulation) -> Disagreement | None:
         return None
     stages = found.prediction.stages
     played = _stable_times(found)
-    timings = [
-        StageTiming(stable_s=stable_s, delta_s=stage.delta_s, weight_grad_s=stage.weight_grad_s)
-        for stable_s, stage in zip(played, stages, strict=True)
-    ]
+    timings = [_stretched(timing_of(stages, position), stable_s) for position, stable_s in enumerate(played)]
     plan = found.plan
-    between_s = iteration_time(timings, plan.grad_accum, plan.schedule, plan.vpp).total_s
+    between_s = iteration_time(
+        timings, plan.grad_accum, plan.schedule, plan.vpp, step_hides=found.prediction.step_hides
+    ).total_s
     return Disagreement(
         passes_s=found.closed_form_s - between_s,
         waiting_s=between_s - found.iteration_s,
         closed_stable_s=tuple(stage.stable_s for stage in stages),
         played_stable_s=played,
     )
+
+
+def _stretched(timing: StageTiming, stable_s: float) -> StageTiming:
+    """The same stage with another time of a micro-batch, split between the passes as before."""
+    forward_s = timing.split_s[0] * stable_s / timing.stable_s
+    return replace(timing, stable_s=stable_s, forward_s=forward_s)
 
 
 def _stable_times(found: Simulation) -> tuple[float, ...]:

@@ -1,6 +1,8 @@
-"""Eq. 1 and its schedules, held against a naive simulation of a pipeline and against hand sums."""
+"""The iteration formula and its schedules, held against a naive pipeline and against hand sums."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 
@@ -51,12 +53,78 @@ def test_stages_that_get_slower_are_exact() -> None:
     assert iteration_time(timing, 12).total_s == pytest.approx(truth)
 
 
+def equation_1(times: list[float], micro_batches: int) -> float:
+    return (micro_batches - 1) * max(times) + sum(times)
+
+
 @pytest.mark.parametrize("times", [[3.0, 2.0, 1.5], [1.0, 3.0, 2.0], [2.0, 2.5, 2.0, 1.0]])
-def test_unequal_stages_are_bounded_from_above(times: list[float]) -> None:
-    """A slow early stage fills part of its wait with warm-up forwards, which eq. 1 does not count."""
+def test_slow_early_stages_fill_their_waits(times: list[float]) -> None:
+    """With warm-up forwards and late backwards, which eq. 1 does not count."""
     timing = [StageTiming(stable_s=t, delta_s=0.0) for t in times]
     truth = pipeline_makespan([t / 3 for t in times], [2 * t / 3 for t in times], 12)
-    assert truth * (1 - 1e-12) <= iteration_time(timing, 12).total_s <= truth * 1.07
+    assert truth * 0.99 <= iteration_time(timing, 12).total_s <= truth * (1 + 1e-12)
+    assert equation_1(times, 12) > truth * 1.01
+
+
+def test_a_slow_first_stage_by_hand() -> None:
+    """Stages of 6 and 3 seconds, 2 of them and 1 forward, 4 micro-batches. The first stage runs a second
+    forward (2 s) while its first micro-batch is with the other (3 s), and waits 1 s; at the end its last
+    micro-batch is back (3 s) before it is done with the one before (4 s): 4 x 6 + 1."""
+    timing = [
+        StageTiming(stable_s=6.0, delta_s=0.0, forward_s=2.0),
+        StageTiming(stable_s=3.0, delta_s=0.0, forward_s=1.0),
+    ]
+    assert pipeline_makespan([2.0, 1.0], [4.0, 2.0], 4) == pytest.approx(25.0)
+    assert iteration_time(timing, 4).total_s == pytest.approx(25.0)
+
+
+@pytest.mark.parametrize(("spread", "shares", "off"), [(0.2, (0.25, 0.35), 0.015), (0.5, (0.2, 0.45), 0.05)])
+def test_random_stages_against_the_longest_path(
+    spread: float, shares: tuple[float, float], off: float
+) -> None:
+    """Never above it, and below it by little even where forward and backward passes are of any lengths."""
+    rng = random.Random(3)
+    close = []
+    for _ in range(400):
+        stages = rng.choice((2, 3, 4, 8))
+        micro_batches = rng.choice((rng.randint(1, stages + 2), stages, 2 * stages, 4 * stages))
+        times = [rng.uniform(1 - spread, 1 + spread) for _ in range(stages)]
+        forward = [t * rng.uniform(*shares) for t in times]
+        truth = pipeline_makespan(
+            forward, [t - f for t, f in zip(times, forward, strict=True)], micro_batches
+        )
+        timing = [
+            StageTiming(stable_s=t, delta_s=0.0, forward_s=f) for t, f in zip(times, forward, strict=True)
+        ]
+        found = iteration_time(timing, micro_batches).total_s
+        assert (
+            truth * (1 - off) <= found <= truth * (1 + 1e-9) <= equation_1(times, micro_batches) * (1 + 1e-8)
+        )
+        close.append(found >= truth * 0.995)
+    assert sum(close) >= 0.85 * len(close)
+
+
+def test_gpipe_runs_all_forwards_first() -> None:
+    """Two flow shops in a row: passes of 1, 2 and 1 s forward and 2, 1 and 4 s back, 5 micro-batches."""
+    forward, backward = [1.0, 2.0, 1.0], [2.0, 1.0, 4.0]
+    timing = [
+        StageTiming(stable_s=f + b, delta_s=0.0, forward_s=f) for f, b in zip(forward, backward, strict=True)
+    ]
+    truth = (sum(forward) + 4 * 2.0) + (sum(backward) + 4 * 4.0)
+    assert iteration_time(timing, 5, "gpipe").total_s == pytest.approx(truth)
+
+
+def test_steps_that_wait_for_each_other_do_not_hide() -> None:
+    """The second stage reduces (0.5 s) beside the first one's drain (2 s) but steps (1.5 s) when both are
+    done; a step of its own would hide."""
+    timing = [
+        StageTiming(stable_s=2.0, delta_s=0.25, step_s=0.0),
+        StageTiming(stable_s=2.0, delta_s=2.0, step_s=1.5),
+    ]
+    assert iteration_time(timing, 4).first_and_last_s == pytest.approx(0.25)
+    waiting = iteration_time(timing, 4, step_hides=False)
+    assert waiting.first_and_last_s == pytest.approx(0.25 + 1.5)
+    assert waiting.binding_extra_stage == 1
 
 
 def test_extras_hide_behind_earlier_stages() -> None:
@@ -79,9 +147,8 @@ def test_interleaving_is_eq1_with_v_times_the_micro_batches() -> None:
     times = [5.0, 7.0, 6.0]
     v, g = 2, 8
     whole = [StageTiming(stable_s=t, delta_s=1.0) for t in times]
-    chunks = [StageTiming(stable_s=t / v, delta_s=1.0) for t in times]
     inter = iteration_time(whole, g, "interleaved", v).total_s
-    assert inter == pytest.approx(iteration_time(chunks, v * g).total_s)
+    assert inter == pytest.approx(equation_1([t / v for t in times], v * g) + 1.0)
 
 
 def test_zero_bubble_h1_has_a_third_of_the_bubble_when_the_three_parts_are_equal() -> None:
