@@ -4,11 +4,13 @@ Why: Megatron's fine-grained offload counts groups, not bytes, needs Transformer
 zero on single stages; DeepSpeed's works on checkpoints only and keeps a hard-coded number back.
 
 What: while a chosen layer runs forward, the tensors that autograd saves go to pinned host memory on a
-side stream, as many as the asked fraction of bytes says; when the backward pass of a layer asks for its
-first tensor, those of the layer before it are already on their way back. The running share is kept at
-the fraction tensor by tensor, so every layer gives the same share and the total is right to within one
-tensor. Tensors that share a storage are copied once. Layers that run under activation checkpointing are
-left alone: what they save is needed again at once.
+side stream, as many as the asked fraction of bytes says. With every tensor that starts, one of the layer
+before has to be gone; with every tensor that a backward pass uses, one of the layer before begins its way
+back. So copies have a layer's time, and what passes through the device is one layer's share either way. The
+running share is kept at the fraction tensor by tensor: every layer gives the same, and the total is right
+to within one tensor. Tensors that share a storage are copied once. Masks and tables that a layer is handed
+stay, since their owner keeps them. Layers that run under activation checkpointing are left alone: what
+they save is needed again at once.
 
 Tested with torch 2.13 and with the layers of megatron-core 0.16.1 and 0.19.2 and of plain torch models.
 """
@@ -16,6 +18,7 @@ Tested with torch 2.13 and with the layers of megatron-core 0.16.1 and 0.19.2 an
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,94 +46,110 @@ class OffloadCounts:
 
 
 class _Copy:
-    """One storage on the host, and its way back."""
+    """One storage on the host, and its way back. Only what stands for it in the autograd graph owns it."""
 
-    __slots__ = ("back", "back_event", "device", "host", "out_event", "source")
+    __slots__ = (
+        "__weakref__",
+        "back",
+        "back_event",
+        "device",
+        "host",
+        "out_event",
+        "source",
+        "streams",
+        "used",
+    )
 
     def __init__(self, tensor: torch.Tensor, streams: _Streams) -> None:
-        self.device = tensor.device
-        self.source: torch.Tensor | None = tensor
-        self.host, self.out_event = streams.to_host(tensor)
+        self.device, self.streams = tensor.device, streams
         self.back: torch.Tensor | None = None
         self.back_event: Any = None
+        self.used = False
+        self.host, self.out_event = streams.to_host(tensor)
+        self.source = None if self.out_event is None else tensor
 
-    def release_source(self) -> None:
-        """Let the device memory go once the copy is known to be complete."""
-        self.source = None
+    def leave(self) -> None:
+        """Give the device memory back; the compute stream waits for the copy, the host does not."""
+        if self.out_event is not None and not self.out_event.query():
+            self.streams.wait(self.out_event)
+        self.source = self.out_event = None
 
-    def fetch(self, streams: _Streams) -> None:
+    def fetch(self) -> None:
         if self.back is None:
-            self.back, self.back_event = streams.to_device(self)
+            if self.source is not None:
+                self.back = self.source  # not gone yet
+            else:
+                self.back, self.back_event = self.streams.to_device(self.host, self.device)
 
-    def use(self, streams: _Streams) -> torch.Tensor:
-        self.fetch(streams)
-        streams.wait_here(self.back_event, self.back)
+    def use(self) -> torch.Tensor:
+        self.fetch()
+        self._arrive()
+        self.used = True
         assert self.back is not None
         return self.back
 
+    def _arrive(self) -> None:
+        if self.back_event is not None:
+            self.streams.wait(self.back_event)
+            self.back_event = None
+
+    def __del__(self) -> None:
+        # The compute stream may be given this memory again, but not before copies from and to it are done.
+        self._arrive()
+        self.leave()
+
 
 class _Streams:
-    """Two side streams on a GPU; plain copies where there is none (the order of events is the same)."""
+    """Two side streams on a GPU; plain copies where there is none (the order of events is the same).
+
+    Device memory belongs to the compute stream throughout: it is allocated there, and given back once that
+    stream waits for the last copy that touches it. So however far the host runs ahead of the GPU, what
+    is in flight is bounded.
+    """
 
     def __init__(self) -> None:
         self.gpu = torch.cuda.is_available()
         self.out = torch.cuda.Stream() if self.gpu else None
         self.back = torch.cuda.Stream() if self.gpu else None
-        self.waiting: list[_Copy] = []
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         if not self.gpu:
             return tensor.detach().clone(), None
-        assert self.out is not None
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        self.out.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.out):
-            host.copy_(tensor, non_blocking=True)
-            event = self.out.record_event()
-        return host, event
+        return host, self._copy(self.out, host, tensor)
 
-    def to_device(self, copy: _Copy) -> tuple[torch.Tensor, Any]:
+    def to_device(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
         if not self.gpu:
-            return copy.host, None
-        assert self.back is not None
-        if copy.out_event is not None:
-            self.back.wait_event(copy.out_event)
-        with torch.cuda.stream(self.back):
-            tensor = copy.host.to(copy.device, non_blocking=True)
-            event = self.back.record_event()
-        return tensor, event
+            return host, None
+        tensor = torch.empty(host.shape, dtype=host.dtype, device=device)
+        return tensor, self._copy(self.back, tensor, host)
 
-    def wait_here(self, event: Any, tensor: torch.Tensor | None) -> None:
-        if event is not None and tensor is not None:
-            torch.cuda.current_stream().wait_event(event)
-            tensor.record_stream(torch.cuda.current_stream())
+    def _copy(self, side: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            target.copy_(source, non_blocking=True)
+            return side.record_event()
 
-    def track(self, copy: _Copy) -> None:
-        """Hold a source until its copy is done, without ever blocking the compute stream."""
-        self.waiting.append(copy)
-        still = []
-        for item in self.waiting:
-            if item.out_event is None or item.out_event.query():
-                item.release_source()
-            else:
-                still.append(item)
-        self.waiting = still
+    def wait(self, event: Any) -> None:
+        torch.cuda.current_stream().wait_event(event)
 
 
 @dataclass(eq=False)
 class _Tape:
-    """What one forward of one layer sent away, with the forward before it (whose backward is next).
+    """What one forward of one layer sent away, with the forward before it (whose backward is next)."""
 
-    Only the autograd graph owns a tape, through what stands for its tensors: when the graph is freed
-    the host copies go with it, whether or not a backward pass ever ran.
-    """
-
-    copies: list[_Copy] = field(default_factory=list)
+    copies: deque[weakref.ref[_Copy]] = field(default_factory=deque)
+    """In the order of the forward pass; those that began their way back are taken off."""
     before: weakref.ref[_Tape] | None = None
 
-    def fetch(self, streams: _Streams) -> None:
-        for copy in self.copies:
-            copy.fetch(streams)
+    def fetch_last(self) -> bool:
+        """The one that backward needs next."""
+        while self.copies:
+            copy = self.copies.pop()()
+            if copy is not None:
+                copy.fetch()
+                return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -158,15 +177,15 @@ class ActivationOffload:
             )
         self.counts = OffloadCounts()
         self._streams = _Streams()
-        self._parameters: set[int] = set()
-        self._open: list[tuple[nn.Module, Any]] = []
-        self._recomputed: set[int] = set()
+        self._staying: set[int] = set()
+        self._leaving: deque[weakref.ref[_Copy]] = deque()
+        self._open: list[tuple[nn.Module, Any, _Tape]] = []
         self._last: weakref.ref[_Tape] | None = None
         self._seen: dict[tuple[int, int, int], tuple[_Copy | None, torch.Tensor]] = {}
         self._handles: list[Any] = []
         if self.fraction > 0.0:
             for layer in self.layers:
-                self._handles.append(layer.register_forward_pre_hook(self._enter))
+                self._handles.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
                 self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
         log.info("activation offload: fraction %.4f on %d layers", self.fraction, len(self.layers))
 
@@ -175,31 +194,38 @@ class ActivationOffload:
             handle.remove()
         self._handles.clear()
 
-    def _enter(self, layer: nn.Module, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
-            if layer.training:
-                self._recomputed.add(id(layer))
-            return
-        if id(layer) in self._recomputed or _other_hooks_active():
+    def _enter(self, layer: nn.Module, inputs: Any, named: Any) -> None:
+        if not torch.is_grad_enabled() or _in_backward() or _other_hooks_active():
             return
         tape = _Tape(before=self._last)
         self._seen = {}
         # Read anew for each layer: data-parallel wrappers move parameters into buffers of theirs after
         # this patch is in place, and the places they leave are given out again for activations.
-        self._parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+        others = [t for t in _tensors((*inputs, *named.values()))[1:] if not t.requires_grad]
+        self._staying = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *others)}
         context = torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, tape), self._unpack)
         context.__enter__()
-        self._open.append((layer, context))
+        self._open.append((layer, context, tape))
 
     def _leave(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         if self._open and self._open[-1][0] is layer:
-            self._open.pop()[1].__exit__(None, None, None)
+            _, context, tape = self._open.pop()
+            context.__exit__(None, None, None)
             self._seen = {}
+            if tape.copies:
+                while self._leaving:
+                    self._one_left()
+                self._leaving.extend(tape.copies)
+
+    def _one_left(self) -> None:
+        oldest = self._leaving.popleft()() if self._leaving else None
+        if oldest is not None:
+            oldest.leave()
 
     def _pack(self, tensor: torch.Tensor, tape: _Tape) -> Any:
         storage = tensor.untyped_storage()
         pointer, size = storage.data_ptr(), storage.nbytes()
-        if pointer in self._parameters or isinstance(tensor, nn.Parameter) or size == 0:
+        if pointer in self._staying or isinstance(tensor, nn.Parameter) or size == 0:
             return tensor
         key = (pointer, size, tensor._version)
         if key not in self._seen:
@@ -218,12 +244,12 @@ class ActivationOffload:
         wanted = self.fraction * counts.saved_bytes
         if size < self.min_bytes or counts.offloaded_bytes + size / 2 > wanted:
             return None
+        self._one_left()
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         copy = _Copy(flat, self._streams)
-        self._streams.track(copy)
         if not tape.copies:
             self._last = weakref.ref(tape)
-        tape.copies.append(copy)
+        tape.copies.append(weakref.ref(copy))
         counts.offloaded_bytes += size
         counts.offloaded_tensors += 1
         return copy
@@ -231,13 +257,30 @@ class ActivationOffload:
     def _unpack(self, held: Any) -> torch.Tensor:
         if not isinstance(held, _Held):
             return held  # type: ignore[no-any-return]
-        held.tape.fetch(self._streams)
-        before = held.tape.before() if held.tape.before is not None else None
-        if before is not None:
-            before.fetch(self._streams)
-            held.tape.before = None
-        flat = held.copy.use(self._streams)
+        first = not held.copy.used
+        flat = held.copy.use()
+        if first:
+            while held.tape.fetch_last():
+                pass  # nothing in steady state: the layer behind has begun with them
+            before = held.tape.before() if held.tape.before is not None else None
+            if before is not None:
+                before.fetch_last()
         return flat.view(held.dtype).as_strided(held.size, held.stride, held.offset)
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+    return found
+
+
+def _in_backward() -> bool:
+    """A forward pass within a backward pass makes again what was dropped: it is needed at once."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _other_hooks_active() -> bool:
