@@ -16,12 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mist_megatron.cli.options import JobOptions, TakenJob, read_job
 from mist_megatron.cli.output import OutputOptions, console
 from mist_megatron.errors import InputError, NoFeasiblePlan
-from mist_megatron.spec.target import DEEPSPEED
+from mist_megatron.spec.target import DEEPSPEED, MEGATRON, capability
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
     from mist_megatron.search.space import Space
     from mist_megatron.search.tune import SearchResult, Settings, Status, Watch
+    from mist_megatron.spec.job import Job
     from mist_megatron.spec.plan import Plan
 
 PANEL = "Search"
@@ -204,7 +205,63 @@ class Found:
 
 
 def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]) -> Found:
-    """Search with progress on a terminal, a time limit, and an interrupt that keeps the best so far."""
+    """Search with progress on a terminal, a time limit, and an interrupt that keeps the best so far; where
+    steps may be decoupled, with and without."""
+    workers, time_limit = how
+    started = time.monotonic()
+    found: list[Found] = []
+    refused: list[NoFeasiblePlan] = []
+    for job in _with_steps(taken.job, space, settings):
+        left_s = None if time_limit is None else max(time_limit - (time.monotonic() - started), 0.0)
+        try:
+            found.append(_searched(replace(taken, job=job), space, settings, (workers, left_s)))
+        except NoFeasiblePlan as error:
+            refused.append(error)
+        except InputError:
+            if job is taken.job:
+                raise  # else limits leave nothing that can be decoupled
+        if found and found[-1].interrupted:
+            break
+    if not found:
+        raise refused[0]
+    return _best_of(found, stopped=bool(refused) and time_limit is not None)
+
+
+def _with_steps(job: Job, space: Space, settings: Settings) -> list[Job]:
+    """The job as it is, and with decoupled steps where the space leaves them open and the target's patches
+    are meant to be searched with them."""
+    able = capability(job.target)
+    open_ = space.decoupled_step and able.decoupled_step and job.execution.decoupled_step is None
+    if not open_ or job.target in MEGATRON or "decoupled_step" in settings.limits.forbidden:
+        # A plan for Megatron asks for them by hand: its published runs are without.
+        return [job]
+    return [job, replace(job, execution=replace(job.execution, decoupled_step=True))]
+
+
+def _best_of(found: list[Found], *, stopped: bool) -> Found:
+    """The fastest, which is proved as far as the least proved of them."""
+    from mist_megatron.search.frontier import Tally
+    from mist_megatron.search.tune import Status
+
+    if len(found) == 1 and not stopped:
+        return found[0]
+    best = min(found, key=lambda each: each.result.solutions[0].value_s)
+    results, tally = [each.result for each in found], Tally()
+    for result in results:
+        tally.add(result.tally)
+    open_ = [result.status for result in results if result.status is not Status.OPTIMAL]
+    result = replace(
+        best.result,
+        status=open_[-1] if open_ else Status.TIME_LIMIT if stopped else Status.OPTIMAL,
+        bound_s=min(result.bound_s for result in results),
+        shapes=sum(result.shapes for result in results),
+        shapes_solved=sum(result.shapes_solved for result in results),
+        tally=tally,
+    )
+    return Found(best.evaluator, result, best.about, sum(each.seconds for each in found))
+
+
+def _searched(taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]) -> Found:
     import mist_megatron
     from mist_megatron.cli.evaluators import evaluator_for
     from mist_megatron.search.tune import Status, StoppedEmpty, search

@@ -78,8 +78,9 @@ class Template:
     """Offloaded gradients are added up on the device, which they visit in every backward pass, and come back
     for the reduction and the norm; offloaded weights visit for their update (patch state_offload)."""
     copies_in_collectives: bool = False
-    """Host copies are made on the streams of the collectives: weights right before their gather, the
-    gradients so far, to be added to, right before and after their reduction."""
+    """Host copies are made on the streams of the collectives: weights of ZeRO 3 right before their gather,
+    the gradients so far, to be added to, right before and after their reduction. Weights below ZeRO 3 visit
+    the device on streams of their own."""
     steps_by_place: bool = False
     """Gradients to step with go to where the states are, in 4 bytes, in the last backward pass; each group is
     updated there and its weights copied to where they belong, and nothing hides these copies."""
@@ -193,7 +194,7 @@ def _deepspeed_patches(execution: Execution) -> Template:
     synchronous copies on the gather's stream; accumulated gradients are copied in, added to and copied out
     on the stream that reduces (partition_grads of stage3.py, async_accumulate_grad_in_cpu_via_gpu of
     stage_1_and_2.py). With decoupled steps the update, its copies and the gather of a group stop the forward
-    pass before which they are made."""
+    pass before which they are made. Weights of ZeRO 1 and 2 visit the GPU by layer on side streams."""
     return replace(
         _deepspeed(execution),
         step_in_first_forward=bool(execution.decoupled_step),

@@ -58,6 +58,9 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         delta["host_adam"] = Linear(prices.host_adam(on_host).seconds)
         gone_s = host_copy(STEP_GRAD_BYTES * on_host, "d2h", context)
         delta["host_adam_copies"] = Linear(gone_s + step_copies_s(grid, share, context))
+        # Weights of ZeRO 1 and 2 that visited go back when they are new.
+        visited = context.weight_bytes * count * np.where(zero >= 3, 0.0, grid.weights_offload)
+        delta["states_at_step"] = Linear(host_copy(visited, "d2h", context))
     elif np.any(grid.optimizer_offload):
         still_on_device = 1.0 if template.states_visit else 1.0 - grid.grads_offload
         update = prices.host_adam(on_host).seconds
@@ -75,18 +78,21 @@ STEP_GRAD_BYTES = 4.0
 def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext) -> Linear:
     """Updated weights of ZeRO 1 and 2, when nothing hides it: in full buckets, or, where groups are stepped
     by layer, one after the other."""
+    template = context.template
     sharded = (grid.zero == 1) | (grid.zero == 2)
-    if not context.template.step_in_first_forward:
-        whole = context.weight_bytes * count
-        gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context)
+    whole = context.weight_bytes * count
+    gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context)
+    if not template.steps_by_place:
         return Linear(np.where(sharded, gather, 0.0))
+    by_layer = sharded & ((grid.weights_offload > 0.0) | template.step_in_first_forward)
 
     def one(parameters: Array) -> Array:
-        gather = collective("all_gather", context.weight_bytes * parameters, grid, context)
-        return np.where(sharded, gather, 0.0)
+        each = collective("all_gather", context.weight_bytes * parameters, grid, context)
+        return np.where(by_layer, each, 0.0)
 
     edges = [one(load.parameters) for load in (loads.embedding, loads.head) if load is not None]
-    return Linear(sum(edges, start=ZERO), one(loads.block.parameters))
+    at_once = np.where(sharded & ~by_layer, gather, 0.0)
+    return Linear(sum(edges, start=at_once), one(loads.block.parameters))
 
 
 def _visits(grid: StageGrid, count: Array, context: TimeContext, delta: dict[str, Linear]) -> None:

@@ -61,14 +61,15 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     if template.copies_in_collectives:
         # A lone micro-batch hands its gradients to the optimizer; ZeRO 3 has a buffer for them all the same.
         added = np.where((zero >= 3) | (grid.grad_accum > 1), grads_out, 0.0)
+        shards, visiting = np.where(zero >= 3, weights_out, 0.0), np.where(zero >= 3, 0.0, weights_out)
         return Traffic(
-            gather_s=gather + host_copy(weights_out, "h2d", context),
+            gather_s=gather + host_copy(shards, "h2d", context),
             reduce_s=reduce + host_copy(added, "h2d", context) + host_copy(added, "d2h", context),
-            weights_in_s=ZERO,
+            weights_in_s=host_copy(visiting, "h2d", context),
             grads_in_s=ZERO,
             grads_out_s=ZERO,
             step_in_s=ZERO,
-            step_out_s=ZERO,
+            step_out_s=host_copy(visiting, "d2h", context) if template.step_in_first_forward else ZERO,
             step_compute_s=compute,
         )
     return Traffic(

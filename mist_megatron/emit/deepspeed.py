@@ -87,7 +87,7 @@ def zero_section(plan: Plan) -> Config:
         section |= STAGE3_ONLY
     if stage.offload.optimizer:
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if stage.offload.weights == 1.0:
+    if stage.offload.weights == 1.0 and stage.zero == 3:
         section["offload_param"] = {"device": "cpu", "pin_memory": True}
     return section
 
@@ -285,7 +285,7 @@ def patches(plan: Plan) -> tuple[str, ...]:
     own_grads = float(offload.optimizer > 0.0 and stage.zero >= 2 and not wide)
     asked = {
         "optimizer_fraction": 0.0 < offload.optimizer < 1.0,
-        "weight_fraction": 0.0 < offload.weights < 1.0,
+        "weight_fraction": offload.weights not in ((0.0, 1.0) if stage.zero == 3 else (0.0,)),
         "gradient_fraction": offload.grads != own_grads,
         "layer_activations": stage.ckpt > 0 or offload.activations > 0.0,
         "decoupled_steps": bool(plan.execution.decoupled_step),

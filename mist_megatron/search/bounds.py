@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, role_of
+from mist_megatron.cost.terms import totals
 from mist_megatron.search.shapes import Shape
 from mist_megatron.search.space import Space
 
@@ -140,8 +141,13 @@ def _plain(evaluator: StageEvaluator, shapes: Sequence[Shape], position: int) ->
         stages=first.stages,
         vpp=first.vpp,
     )
-    factors = evaluator.factors(grid)
+    terms = evaluator.terms(grid)
+    delta = dict(terms.delta)
+    template = evaluator.time_context.template
+    if template.step_in_first_forward and template.adam_on_host:
+        # What the host updates behind a forward pass, the device need not: all that offloading ever saves.
+        delta.pop("optimizer_compute", None)
     shape = (len(shapes), 2, len(first.zero))
-    t_s = np.broadcast_to(factors.stable.at(grid.layers, grid.ckpt), shape).min(axis=-1)
-    d_s = np.broadcast_to(factors.delta.at(grid.layers, grid.ckpt), shape).min(axis=-1)
+    t_s = np.broadcast_to(totals(terms.stable).at(grid.layers, grid.ckpt), shape).min(axis=-1)
+    d_s = np.broadcast_to(totals(delta).at(grid.layers, grid.ckpt), shape).min(axis=-1)
     return t_s, d_s

@@ -23,7 +23,7 @@ from mist_megatron.search.shapes import Shape
 from mist_megatron.search.space import Space
 from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.plan import Schedule
-from mist_megatron.spec.target import Range, gradient_range
+from mist_megatron.spec.target import WEIGHTS_LEAST_ZERO, Range, gradient_range
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -137,7 +137,8 @@ class Choices:
             states = states & ((axes["grads"] > 0.0) == wanted)
             states = states & ((axes["weights"] == 0.0) | (axes["zero"] >= 3))
         if self.space.states_by_level:
-            states = states & ((axes["weights"] == 0.0) | (axes["zero"] >= 3)) & self._gradients(axes)
+            weights = (axes["weights"] == 0.0) | (axes["zero"] >= WEIGHTS_LEAST_ZERO)
+            states = states & weights & self._gradients(axes)
         return np.asarray(activations & states, dtype=bool)
 
     def _gradients(self, axes: Mapping[str, Array]) -> NDArray[np.bool_]:

@@ -35,11 +35,13 @@ class Space:
     selective: bool = False
     sequence_parallel: bool = False
     interleaved: bool = False
+    decoupled_step: bool = False
+    """Whether steps are decoupled, where the target can and the job leaves it open."""
     zero: tuple[int, ...] = (1,)
     offload: OffloadRanges = OffloadRanges()
     grads_follow_optimizer: bool = False
     states_by_level: bool = False
-    """Weights leave the GPU at ZeRO 3 alone, gradients as `gradient_range` says."""
+    """Weights leave the GPU from ZeRO 1 on, gradients as `gradient_range` says."""
     wide_grads: bool = False
     optimizer_offload_least_zero: int = 0
 
@@ -55,7 +57,7 @@ class Space:
             "any": ["recomputed layers"],
         }[self.ckpt]
         found += ["selective recompute"] * self.selective + ["sequence_parallel"] * self.sequence_parallel
-        found += ["interleaving"] * self.interleaved
+        found += ["interleaving"] * self.interleaved + ["decoupled steps"] * self.decoupled_step
         found += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
         found += [f"offload.{k}" for k in OFFLOAD_KINDS if getattr(self.offload, k) != "none"]
         found += ["GPUs, dp, tp and micro-batch per stage"] * self.unequal
@@ -140,6 +142,7 @@ _SPACES = (
         selective=True,
         sequence_parallel=True,
         interleaved=True,
+        decoupled_step=True,
         zero=(0, 1, 2, 3),
         offload=_ALL_ANY,
     ),
@@ -206,6 +209,7 @@ SWITCH_KEYS = (
     "sequence_parallel",
     "interleaved",
     "unequal",
+    "decoupled_step",
     "recompute.full",
     "recompute.selective",
     *(f"offload.{kind}" for kind in OFFLOAD_KINDS),

@@ -362,6 +362,11 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
     return found + _offload_rules(where, stage, able)
 
 
+WEIGHTS_LEAST_ZERO = 1
+"""From this level on DeepSpeed's patches can keep weights on the host: layers of ZeRO 1 and 2 that visit the
+GPU, shards of ZeRO 3."""
+
+
 def gradient_range(
     zero: int, *, offloads: bool, grad_accum: int, wide_grads: bool
 ) -> tuple[float, float, str]:
@@ -387,8 +392,11 @@ def gradient_range(
 def _level_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
     found = []
     offload = stage.offload
-    if offload.weights and stage.zero < 3:
-        found.append(f"{where}.offload.weights {offload.weights:g}: below zero 3 weights stay on the GPU")
+    if offload.weights and stage.zero < WEIGHTS_LEAST_ZERO:
+        found.append(
+            f"{where}.offload.weights {offload.weights:g}: needs zero {WEIGHTS_LEAST_ZERO} or above, whose "
+            "optimizers the patch knows"
+        )
     least, most, reason = gradient_range(
         stage.zero,
         offloads=offload.optimizer > 0.0,
