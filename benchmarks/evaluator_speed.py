@@ -125,9 +125,15 @@ class PlainPython:
         key = (float(grid.micro_batch), float(grid.zero))
         if key not in self.tables:
             quiet = replace(grid, **dict.fromkeys(AXES[5:], np.asarray(0.0)), ckpt=np.asarray(0.0))
-            load = self.evaluator.loads(grid).block
+            loads = self.evaluator.loads(grid)
+            load = loads.block
             terms = self.evaluator.terms(quiet)
-            own = ("pipeline_fill_of_layers", "first_forward_traffic", "last_backward_traffic")
+            own = (
+                "exposed_traffic",
+                "pipeline_fill_of_layers",
+                "first_forward_traffic",
+                "last_backward_traffic",
+            )
             edge = sum(float(term.fixed) for name, term in terms.stable.items() if name not in own)
             back = sum(float(term.fixed) for name, term in terms.delta.items() if name not in own)
             count, dp = float(load.parameters), float(grid.dp)
@@ -138,6 +144,8 @@ class PlainPython:
                 "collective": float(load.forward_collective_s),
                 "collectives": float(load.forward_collective_s + load.backward_collective_s),
                 "accumulate": float(terms.stable["gradient_accumulation"].per_layer),
+                "embedding": float(loads.embedding.forward_s) if loads.embedding else 0.0,
+                "host": float(terms.stable["host_work"].fixed) / 2,
                 "edge": edge,
                 "edge_back": back,
                 "weights": 2 * count / (dp if grid.zero >= 3 else 1.0),
@@ -157,21 +165,21 @@ class PlainPython:
         return copied / (rate * curves.host_copy_fraction) + curves.host_copy_latency_s if copied else 0.0
 
     def run(
-        self, compute: float, arriving: tuple[float, float], leaving: tuple[float, float]
+        self, compute: float, then: float, arriving: tuple[float, float], leaving: tuple[float, float]
     ) -> tuple[float, float]:
-        """Seconds of a layer inside a run beyond its compute, and of the two ends of the run."""
-
-        def time_of(*streams: float) -> float:
-            return overlapped_time_of_row(streams, self.factors)
-
+        """Seconds beyond compute and what follows it, of a layer inside a run and of its last one."""
         (gather, copy_in), (reduce, copy_out) = arriving, leaving
-        steady = time_of(compute, gather + reduce, copy_in, copy_out)
-        ends = time_of(compute, gather, copy_in, 0.0) + time_of(compute, reduce, 0.0, copy_out)
-        ends += time_of(0.0, gather, copy_in, 0.0) + time_of(0.0, reduce, 0.0, copy_out) - 2 * steady
-        return steady - compute, ends
+        inside = overlapped_time_of_row((compute, gather + reduce, copy_in, copy_out), self.factors, then)
+        last = overlapped_time_of_row((compute, reduce, 0.0, copy_out), self.factors, then)
+        return inside - compute - then, last - compute - then
+
+    def arrival(self, beside: float, arriving: tuple[float, float]) -> float:
+        """What the first arrival of a pass adds, beside the embedding or the host's work."""
+        return overlapped_time_of_row((beside, *arriving, 0.0), self.factors) - beside
 
     def passes(self, grid: StageGrid, table: dict[str, float], again: float, offloaded: float) -> list[float]:
-        """(beyond compute, ends) of forward, backward, first forward, last backward."""
+        """Of forward, backward, first forward, last backward: exposed in a layer inside, in the last one, and
+        once."""
         down, up = self.prices.host_to_device_bytes_per_s, self.prices.device_to_host_bytes_per_s
         wo, go, oo = (float(getattr(grid, AXES[i])) for i in (5, 6, 7))
         gather3 = table["gather"] if grid.zero >= 3 else 0.0
@@ -182,13 +190,23 @@ class PlainPython:
         grads_in, grads_out = self.copy(go * table["grads"], down), self.copy(go * table["grads"], up)
         step_in = self.copy(oo * table["states"] + go * table["grads"], down)
         step_out = self.copy(oo * table["states"] + wo * table["weights"], up)
-        forward, backward = table["forward"], table["backward"] + again
+        forward, backward = table["forward"], table["backward"] + again + table["accumulate"]
+        then = table["collective"]
+        twice = table["collectives"] - then + (then if again else 0.0)
         arriving = (gather3, weights_in + grads_in + back)
+        stepped = (table["gather"], step_in)
+        left = overlapped_time_of_row((0.0, table["reduce"], 0.0, grads_out), self.factors)
+        first = table["embedding"]
+        into_backward = max(self.arrival(0.0, arriving) - table["host"], 0.0)
         return [
-            *self.run(forward, (gather3, weights_in), (0.0, out)),
-            *self.run(backward, arriving, (reduce2, grads_out)),
-            *self.run(forward + table["step"], (table["gather"], step_in), (0.0, out + step_out)),
-            *self.run(backward, arriving, (table["reduce"], grads_out)),
+            *self.run(forward, then, (gather3, weights_in), (0.0, out)),
+            self.arrival(first, (gather3, weights_in)),
+            *self.run(backward, twice, arriving, (reduce2, grads_out)),
+            into_backward,
+            *self.run(forward + table["step"], then, stepped, (0.0, out + step_out)),
+            self.arrival(first, stepped),
+            *self.run(backward, twice, arriving, (table["reduce"], grads_out)),
+            into_backward + left,
         ]
 
     def __call__(self, grid: StageGrid) -> tuple[float, float, float, bool]:
@@ -197,13 +215,17 @@ class PlainPython:
         kept = self.passes(grid, table, 0.0, float(grid.activations_offload))
         whole = self.passes(grid, table, table["forward"], 0.0)
         ends = kept if ckpt < layers else whole
+
+        def exposed(begin: int) -> float:
+            inside, last, once = ends[begin : begin + 3]
+            return (layers - ckpt) * kept[begin] + ckpt * whole[begin] + last - inside + once
+
+        d = layers * (table["step"] - table["accumulate"]) + table["edge_back"]
         t = layers * (table["forward"] + table["backward"] + table["collectives"] + table["accumulate"])
         t += ckpt * (table["forward"] + table["collective"]) + table["edge"]
-        t += (layers - ckpt) * (kept[0] + kept[2]) + ckpt * (whole[0] + whole[2]) + ends[1] + ends[3]
-        d = layers * (table["step"] - table["accumulate"]) + table["edge_back"]
-        d += (layers - ckpt) * (kept[4] - kept[0] + kept[6] - kept[2])
-        d += ckpt * (whole[4] - whole[0] + whole[6] - whole[2])
-        d += ends[5] - ends[1] + ends[7] - ends[3]
+        for begin in (0, 3):
+            t += exposed(begin)
+            d += exposed(begin + 6) - exposed(begin)
         values = {name: float(v) for name, v in self.evaluator.memory_values(grid).items()}
         sizes = run_plainly(self.memory, values)
         peak = sizes["held"] + max(v for name, v in sizes.items() if name.startswith("beyond."))

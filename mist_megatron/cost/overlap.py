@@ -5,6 +5,10 @@ for every set of streams that are active together, the factor by which each of t
 set is active all its streams progress at their stretched pace; when the first of them is done the set
 shrinks and the rest goes on with the factors of the smaller set (Mist, EuroSys 2025, Algorithm 1).
 
+A layer's pass also has collectives that wait for its compute and that the next layer waits for (`then`):
+once compute and the GPU-GPU traffic beside it are done these follow on the GPU-GPU stream, while copies to
+and from the host go on.
+
 The table has 16 rows (bit set of active streams: 1 compute, 2 GPU-GPU, 4 host-to-device,
 8 device-to-host) and 4 columns (the stream); rows of one stream are 1 whatever the table says.
 """
@@ -19,6 +23,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 STREAMS = ("compute", "gpu_gpu", "host_to_device", "device_to_host")
+_COMPUTE, _GPU_GPU = 0, 1
+_COPIES = (2, 3)
 _CHUNK = 8192
 """Rows worked on at a time: the dozen temporaries of a chunk stay in a second-level cache."""
 
@@ -28,15 +34,32 @@ def no_interference() -> Array:
     return np.ones((16, 4))
 
 
-def overlapped_time(streams: Sequence[Array | float], factors: Array) -> Array:
-    """Seconds until all four streams are done, batched over any (broadcast) shape.
+def overlapped_time(streams: Sequence[Array | float], factors: Array, then: Array | float = 0.0) -> Array:
+    """Seconds until all four streams are done, batched over any (broadcast) shape; `then` follows on the
+    GPU-GPU stream when that and compute are done.
 
     Streams that are zero everywhere cost nothing: their sets cannot occur and are skipped, which
     on the configurations of a search without offload is nearly all of the work.
     """
     arrays = [np.asarray(stream, dtype=np.float64) for stream in streams]
-    shape = np.broadcast_shapes(*(array.shape for array in arrays))
+    after = np.asarray(then, dtype=np.float64)
+    shape = np.broadcast_shapes(after.shape, *(array.shape for array in arrays))
     active = [index for index, array in enumerate(arrays) if (array > 0.0).any()]
+    if not after.any():
+        return _until_done(arrays, active, shape, factors)
+    if not any(index in _COPIES for index in active):
+        # Nothing runs beside what follows.
+        return _until_done(arrays, active, shape, factors) + after
+    if len(active) == 1:
+        pair, both = [after, arrays[active[0]]], [_GPU_GPU, active[0]]
+        return np.array(np.broadcast_to(_two_streams(pair, both, factors), shape))
+    if len(active) == 2:
+        pair = [arrays[index] for index in active]
+        return np.array(np.broadcast_to(_two_and_then(pair, active, factors, after), shape))
+    return _in_chunks([arrays[index] for index in active], active, shape, factors, after)
+
+
+def _until_done(arrays: list[Array], active: list[int], shape: tuple[int, ...], factors: Array) -> Array:
     if not active:
         return np.zeros(shape)
     if len(active) == 1:
@@ -44,11 +67,19 @@ def overlapped_time(streams: Sequence[Array | float], factors: Array) -> Array:
     if len(active) == 2:
         pair = [arrays[index] for index in active]
         return np.array(np.broadcast_to(_two_streams(pair, active, factors), shape))
-    flat = [np.broadcast_to(arrays[index], shape).reshape(-1) for index in active]
+    return _in_chunks([arrays[index] for index in active], active, shape, factors, None)
+
+
+def _in_chunks(
+    times: list[Array], active: list[int], shape: tuple[int, ...], factors: Array, then: Array | None
+) -> Array:
+    flat = [np.broadcast_to(time, shape).reshape(-1) for time in times]
+    after = None if then is None else np.broadcast_to(then, shape).reshape(-1)
     total = np.empty(flat[0].size)
     for start in range(0, total.size, _CHUNK):
         part = slice(start, start + _CHUNK)
-        total[part] = _together([column[part] for column in flat], active, factors)
+        rest = None if after is None else after[part]
+        total[part] = _together([column[part] for column in flat], active, factors, rest)
     return total.reshape(shape)
 
 
@@ -61,12 +92,29 @@ def _two_streams(times: list[Array], active: list[int], factors: Array) -> Array
     return times[0] + times[1] + together * (1.0 - 1.0 / slow_first - 1.0 / slow_second)
 
 
-def _together(times: list[Array], active: list[int], factors: Array) -> Array:
+def _two_and_then(times: list[Array], active: list[int], factors: Array, then: Array) -> Array:
+    """The same of two streams and what follows the first of them, where one is a copy; beside two copies it
+    runs at once."""
+    if active[0] in _COPIES:
+        return _together([then, *times], [_GPU_GPU, *active], factors, None)
+    if active[1] not in _COPIES:
+        return _two_streams(times, active, factors) + then
+    row = (1 << active[0]) | (1 << active[1])
+    slow_first, slow_copy = float(factors[row, active[0]]), float(factors[row, active[1]])
+    together = np.minimum(times[0] * slow_first, times[1] * slow_copy)
+    first_left, copy_left = times[0] - together / slow_first, times[1] - together / slow_copy
+    # One of the two is done; where the copy is, what follows has the device for itself.
+    return together + first_left + _two_streams([then, copy_left], [_GPU_GPU, active[1]], factors)
+
+
+def _together(times: list[Array], active: list[int], factors: Array, then: Array | None) -> Array:
     """All rows have the same streams: run until the first of each row ends, then split the rows by
     which one that was. A stream that is zero in some rows ends there after no time, so that rows of
     any pattern pass through, and only sets that occur are visited."""
     if len(active) == 2:
-        return _two_streams(times, active, factors)
+        if then is None:
+            return _two_streams(times, active, factors)
+        return _two_and_then(times, active, factors, then)
     row = sum(1 << stream for stream in active)
     slow = [float(factors[row, stream]) for stream in active]
     stretched = [time * factor for time, factor in zip(times, slow, strict=True)]
@@ -83,21 +131,22 @@ def _together(times: list[Array], active: list[int], factors: Array) -> Array:
         undecided[rows] = False
         others = [index for index in range(len(active)) if index != position]
         left = [rest[index][rows] for index in others]
-        total[rows] += _together(left, [active[index] for index in others], factors)
+        after = None if then is None else then[rows]
+        total[rows] += _together(left, [active[index] for index in others], factors, after)
     return total
 
 
-def overlapped_time_of_row(streams: Sequence[float], factors: Array) -> float:
+def overlapped_time_of_row(streams: Sequence[float], factors: Array, then: float = 0.0) -> float:
     """The same for one row in plain Python, written as the algorithm reads: for tests and learners."""
     rest = {index: value for index, value in enumerate(streams) if value > 0.0}
     total = 0.0
-    while len(rest) > 1:
+    while rest or then > 0.0:
+        if then > 0.0 and _COMPUTE not in rest and _GPU_GPU not in rest:
+            rest, then = {**rest, _GPU_GPU: then}, 0.0
         row = sum(1 << index for index in rest)
-        step = min(value * float(factors[row, index]) for index, value in rest.items())
+        slow = {index: float(factors[row, index]) if len(rest) > 1 else 1.0 for index in rest}
+        step = min(value * slow[index] for index, value in rest.items())
         total += step
-        rest = {
-            index: (value * float(factors[row, index]) - step) / float(factors[row, index])
-            for index, value in rest.items()
-        }
+        rest = {index: value - step / slow[index] for index, value in rest.items()}
         rest = {index: value for index, value in rest.items() if value > 0.0}
-    return total + sum(rest.values())
+    return total

@@ -36,11 +36,28 @@ from mist_megatron.cost.traffic import Traffic, host_copy, layer_traffic
 
 @dataclass(frozen=True)
 class _Phase:
+    inside_s: Array
+    """Exposed beyond compute and what stops it, of a layer inside a run of layers ..."""
+    last_s: Array
+    """... and of its last one, beside which nothing comes in."""
+    alone_s: Array
+    """Once per run: the first arrival, and the last departure where nothing follows."""
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a stage is busy with when the first layer of a pass may fetch what it needs."""
+
+    host_s: Array
     compute_s: Array
-    exposed_s: Array
-    """Beyond compute, of a layer inside a run of layers."""
-    edge_s: Array
-    """Beyond that, once per run."""
+    """Embedding or head, where the pass begins with it."""
+
+    def arrival_s(self, gather_s: Array, copy_in_s: Array, factors: Array) -> Array:
+        """What the first arrival adds to that."""
+        if gather_s is ZERO and copy_in_s is ZERO:
+            return ZERO
+        beside = (self.compute_s, gather_s, copy_in_s, ZERO)
+        return np.maximum(overlapped_time(beside, factors) - self.compute_s - self.host_s, 0.0)
 
 
 @dataclass(frozen=True)
@@ -61,13 +78,11 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
     """All terms of t and d over a grid."""
     stable: dict[str, Linear] = {}
     delta: dict[str, Linear] = {}
-    _block_terms(grid, loads.block, context, stable, delta)
+    _block_terms(grid, loads, context, stable, delta)
     for name, load in (("embedding", loads.embedding), ("head", loads.head)):
         if load is not None:
             _edge_layer_terms(name, edge_grid(grid, context.template), load, context, stable, delta)
-    # Every chunk of an interleaved stage meets its neighbours for itself.
-    exchange_s = grid.vpp * context.template.host_s_per_exchange if grid.stages > 1 else 0.0
-    stable["host_work"] = Linear(np.asarray(context.template.host_s_per_micro_batch + exchange_s))
+    stable["host_work"] = Linear(np.asarray(_host_s(grid, context)))
     delta["host_step"] = Linear(np.asarray(context.template.host_s_per_step))
     step_terms(grid, loads, context, delta)
     boundary_terms(grid, loads.boundary_bytes, context, stable, delta)
@@ -77,45 +92,71 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
     return StageTerms(stable, delta)
 
 
+def _host_s(grid: StageGrid, context: TimeContext) -> float:
+    """Host work per micro-batch. Every chunk of an interleaved stage meets its neighbours for itself."""
+    exchange_s = grid.vpp * context.template.host_s_per_exchange if grid.stages > 1 else 0.0
+    return context.template.host_s_per_micro_batch + exchange_s
+
+
+def _before_passes(grid: StageGrid, loads: StageLoads, context: TimeContext) -> tuple[_Before, _Before]:
+    """Before the first layer of a forward and of a backward pass. The stage's host work comes first; where
+    embedding or head do, it is their own arrivals that it hides."""
+    host_s = 0.0 if "host_work" in context.without else _host_s(grid, context) / (2 * grid.vpp)
+    host = _Before(np.asarray(host_s), ZERO)
+    forward = host if loads.embedding is None else _Before(ZERO, loads.embedding.forward_s)
+    backward = host if loads.head is None else _Before(ZERO, loads.head.backward_s)
+    return forward, backward
+
+
 def _block_terms(
     grid: StageGrid,
-    load: LayerLoad,
+    loads: StageLoads,
     context: TimeContext,
     stable: dict[str, Linear],
     delta: dict[str, Linear],
 ) -> None:
+    load, before = loads.block, _before_passes(grid, loads, context)
     traffic = layer_traffic(grid, load, context)
     again = (load.selective_s, load.selective_collective_s) if grid.selective else (ZERO, ZERO)
-    kept = _run(grid, load, traffic, context, again=again, saved_bytes=load.saved_bytes)
+    kept = _run(grid, load, traffic, context, again=again, saved_bytes=load.saved_bytes, before=before)
     whole = kept
     if np.any(grid.ckpt):
         # What a recomputed layer keeps is its input, which is too small to be worth offloading.
         again_whole = (load.forward_s, load.forward_collective_s)
-        whole = _run(grid, load, traffic, context, again=again_whole, saved_bytes=ZERO)
+        whole = _run(grid, load, traffic, context, again=again_whole, saved_bytes=ZERO, before=before)
     stable["forward"] = Linear(per_layer=load.forward_s)
     stable["backward"] = Linear(per_layer=load.backward_s)
     stable["recompute"] = Linear(per_layer=again[0], per_ckpt=load.forward_s - again[0])
     stable["tensor_parallel"] = _mixed(kept.tensor_s, whole.tensor_s)
     stable["blocking_data_parallel"] = _mixed(kept.blocking_s, whole.blocking_s)
-    stable["exposed_traffic"] = _mixed(
-        kept.forward.exposed_s + kept.backward.exposed_s,
-        whole.forward.exposed_s + whole.backward.exposed_s,
+    stable["exposed_traffic"] = _exposed(grid, kept.forward, whole.forward) + _exposed(
+        grid, kept.backward, whole.backward
     )
-    stable["pipeline_fill_of_layers"] = _edge(
-        grid,
-        kept.forward.edge_s + kept.backward.edge_s,
-        whole.forward.edge_s + whole.backward.edge_s,
+    stable["pipeline_fill_of_layers"] = _once(
+        grid, kept.forward.alone_s + kept.backward.alone_s, whole.forward.alone_s + whole.backward.alone_s
     )
     delta["first_forward_traffic"] = _beyond(grid, (kept.first, kept.forward), (whole.first, whole.forward))
     delta["last_backward_traffic"] = _beyond(grid, (kept.last, kept.backward), (whole.last, whole.backward))
     _accumulation_terms(Linear(per_layer=load.parameters), context, stable, delta)
 
 
+def _exposed(grid: StageGrid, kept: _Phase, whole: _Phase) -> Linear:
+    """What the layers of a pass expose; one of each run of them is its last."""
+    inside = _mixed(kept.inside_s, whole.inside_s)
+    return inside + _once(grid, kept.last_s - kept.inside_s, whole.last_s - whole.inside_s)
+
+
 def _beyond(grid: StageGrid, kept: tuple[_Phase, _Phase], whole: tuple[_Phase, _Phase]) -> Linear:
     """What a first or last pass exposes beyond the steady one, (pass, steady) of both kinds of layers."""
-    exposed = [special.exposed_s - steady.exposed_s for special, steady in (kept, whole)]
-    edges = [special.edge_s - steady.edge_s for special, steady in (kept, whole)]
-    return _mixed(exposed[0], exposed[1]) + _edge(grid, edges[0], edges[1])
+    more = [
+        _Phase(
+            special.inside_s - steady.inside_s,
+            special.last_s - steady.last_s,
+            special.alone_s - steady.alone_s,
+        )
+        for special, steady in (kept, whole)
+    ]
+    return _exposed(grid, *more) + _once(grid, more[0].alone_s, more[1].alone_s)
 
 
 def _edge_layer_terms(
@@ -129,17 +170,18 @@ def _edge_layer_terms(
     """Embedding and head: one layer each, never recomputed, its activations never offloaded."""
     quiet = replace(grid, activations_offload=ZERO)
     traffic = layer_traffic(quiet, load, context)
-    run = _run(quiet, load, traffic, context, again=(ZERO, ZERO), saved_bytes=ZERO)
+    alone = (_Before(ZERO, ZERO),) * 2
+    run = _run(quiet, load, traffic, context, again=(ZERO, ZERO), saved_bytes=ZERO, before=alone)
     stable[name] = Linear(
         load.forward_s
         + load.backward_s
         + run.tensor_s
         + run.blocking_s
-        + run.forward.exposed_s
-        + run.backward.exposed_s
+        + run.forward.inside_s
+        + run.backward.inside_s
     )
     delta[f"{name}_traffic"] = Linear(
-        run.first.exposed_s - run.forward.exposed_s + run.last.exposed_s - run.backward.exposed_s
+        run.first.inside_s - run.forward.inside_s + run.last.inside_s - run.backward.inside_s
     )
     if context.template.step_in_first_forward:
         add_term(delta, "optimizer_compute", Linear(traffic.step_compute_s))
@@ -175,17 +217,21 @@ def _run(
     *,
     again: tuple[Array, Array],
     saved_bytes: Array,
+    before: tuple[_Before, _Before],
 ) -> _Run:
     """The four passes of one kind of layer; `again` is recomputed compute and collectives."""
     passes = layer_passes(grid, load, traffic, context, again=again, saved_bytes=saved_bytes)
     factors = context.interference
-    backward = _phase(passes.backward, factors)
-    last = backward if passes.last is passes.backward else _phase(passes.last, factors)
+    added = accumulation_seconds(load.parameters, context)
+    into_forward, into_backward = before
+    backward = _phase(passes.backward, factors, added, into_backward)
+    last = backward if passes.last is passes.backward else _phase(passes.last, factors, added, into_backward)
+    departure = _departure_s(passes.last, factors)
     return _Run(
-        _phase(passes.forward, factors),
+        _phase(passes.forward, factors, ZERO, into_forward),
         backward,
-        _phase(passes.first, factors),
-        last,
+        _phase(passes.first, factors, ZERO, into_forward),
+        replace(last, alone_s=last.alone_s + departure),
         passes.forward.tensor_s + passes.backward.tensor_s,
         passes.forward.blocking_gather_s
         + passes.backward.blocking_gather_s
@@ -259,18 +305,25 @@ def _gathers_again(load: LayerLoad, template: Template, recomputed_s: Array) -> 
     return np.asarray(load.parameters > template.zero3_reuse_elements, dtype=np.float64)
 
 
-def _phase(streams: PassStreams, factors: Array) -> _Phase:
-    compute = streams.compute_s
+def _phase(streams: PassStreams, factors: Array, added_s: Array, before: _Before) -> _Phase:
+    """`added_s` is compute besides: gradients added to old ones."""
     gather, copy_in = _dropped_if_idle(streams.gather_s), _dropped_if_idle(streams.copy_in_s)
     reduce, copy_out = _dropped_if_idle(streams.reduce_s), _dropped_if_idle(streams.copy_out_s)
     if all(stream is ZERO for stream in (gather, copy_in, reduce, copy_out)):
-        return _Phase(compute, ZERO, ZERO)
-    steady = overlapped_time((compute, gather + reduce, copy_in, copy_out), factors)
-    beginning = overlapped_time((compute, gather, copy_in, ZERO), factors)
-    ending = overlapped_time((compute, reduce, ZERO, copy_out), factors)
-    arrival = overlapped_time((ZERO, gather, copy_in, ZERO), factors)
-    departure = overlapped_time((ZERO, reduce, ZERO, copy_out), factors)
-    return _Phase(compute, steady - compute, arrival + beginning + ending + departure - 2.0 * steady)
+        return _Phase(ZERO, ZERO, ZERO)
+    compute = streams.compute_s + added_s
+    then = streams.tensor_s + streams.blocking_gather_s + streams.blocking_reduce_s
+    inside = overlapped_time((compute, gather + reduce, copy_in, copy_out), factors, then)
+    last = inside
+    if gather is not ZERO or copy_in is not ZERO:
+        last = overlapped_time((compute, reduce, ZERO, copy_out), factors, then)
+    serial = compute + then
+    return _Phase(inside - serial, last - serial, before.arrival_s(gather, copy_in, factors))
+
+
+def _departure_s(streams: PassStreams, factors: Array) -> Array:
+    """What the last layer of an iteration sends off, beside which nothing runs."""
+    return overlapped_time((ZERO, streams.reduce_s, ZERO, streams.copy_out_s), factors)
 
 
 def _dropped_if_idle(stream: Array) -> Array:
@@ -282,13 +335,14 @@ def _mixed(kept: Array, whole: Array) -> Linear:
     return Linear(per_layer=kept, per_ckpt=_dropped_if_idle(np.asarray(whole - kept)))
 
 
-def _edge(grid: StageGrid, kept: Array, whole: Array) -> Linear:
-    """Once per run of layers: of recomputed layers when there are no others."""
+def _once(grid: StageGrid, kept: Array, whole: Array) -> Linear:
+    """Once per run of layers, of which every chunk of an interleaved stage is one: of recomputed layers when
+    there are no others."""
     if not (kept.any() or whole.any()):
         return Linear()
     if kept is whole or not np.any(grid.ckpt):
-        return Linear(kept)
-    return Linear(np.where(grid.ckpt < grid.layers, kept, whole))
+        return Linear(grid.vpp * kept)
+    return Linear(grid.vpp * np.where(grid.ckpt < grid.layers, kept, whole))
 
 
 def edge_grid(grid: StageGrid, template: Template) -> StageGrid:

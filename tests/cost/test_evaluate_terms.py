@@ -17,6 +17,8 @@ from mist_megatron.cost.terms import LayerLoad, StageLoads, TimeContext
 from mist_megatron.spec.plan import Execution
 
 PARAMETERS = 100.0
+HOST_S = 0.01
+"""More than the host's work of a micro-batch, which hides the beginning of first arrivals."""
 
 
 def priced(seconds: Any) -> Priced:
@@ -138,7 +140,7 @@ def test_overlapped_reduction_hides_behind_the_last_backward() -> None:
     assert "gradient_reduction" not in delta
     # 200 s of reduction beside 2000 s of compute: only the last layer's own reduction stands alone.
     assert delta["last_backward_traffic"] == pytest.approx(2 * PARAMETERS)
-    assert delta["first_forward_traffic"] == pytest.approx(2 * PARAMETERS)
+    assert delta["first_forward_traffic"] == pytest.approx(2 * PARAMETERS, abs=HOST_S)
 
 
 def test_full_and_selective_recomputation() -> None:
@@ -154,10 +156,11 @@ def test_full_and_selective_recomputation() -> None:
 
 def test_zero3_gathers_and_reduces_every_micro_batch() -> None:
     stable, delta = terms_of("deepspeed", replace(GRID, zero=array(3), stages=1))
-    # Gathers (200 s) hide behind forward (1000 s) and backward;
-    # the first one of each pass does not, nor the last reduction.
+    # Gathers (200 s) hide behind forward (1000 s) and backward; the first one of each pass does not. The last
+    # reduction of a pass leaves beside the next pass; after the last pass of all there is none.
     assert stable["exposed_traffic"] == 0
-    assert stable["pipeline_fill_of_layers"] == pytest.approx(200 + 200 + 200)
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(200 + 200, abs=HOST_S)
+    assert delta["last_backward_traffic"] == pytest.approx(200)
     assert delta["gradient_reduction"] == 0
     assert delta["optimizer_compute"] == 0.5 * 6 * PARAMETERS / 4
 
@@ -186,9 +189,9 @@ def test_mist_swaps_optimizer_states_behind_the_first_forward() -> None:
     stable, delta = terms_of("mist", replace(GRID, optimizer_offload=array(1.0)))
     assert stable["exposed_traffic"] == 0
     # Per layer in (and out): 2 s * 12 B * 25 parameters = 600 s, hidden behind 1012.5 s of forward and step,
-    # except the first layer's swap in and the last one's swap out; gathers of 200 s hide
-    # too, but for the first, which arrives beside the longer swap.
-    assert delta["first_forward_traffic"] == pytest.approx(600 + 600)
+    # except the first layer's swap in (the last one's swap out is beside the next pass); gathers of 200 s
+    # hide too, but for the first, which arrives beside the longer swap.
+    assert delta["first_forward_traffic"] == pytest.approx(600, abs=HOST_S)
     assert delta["optimizer_compute"] == pytest.approx(6 * 0.5 * 25)
     assert delta["last_backward_traffic"] == pytest.approx(2 * PARAMETERS)
     assert "host_adam" not in delta
@@ -196,9 +199,9 @@ def test_mist_swaps_optimizer_states_behind_the_first_forward() -> None:
 
 def test_activation_offload_copies_out_and_in() -> None:
     stable, _ = terms_of("mist", replace(GRID, activations_offload=array(1.0)))
-    # 2 s * 50 B each way, hidden behind compute, but for the last layer's way out and back.
+    # 2 s * 50 B each way, hidden behind compute, but for the way back of the first layer of a backward pass.
     assert stable["exposed_traffic"] == 0
-    assert stable["pipeline_fill_of_layers"] == pytest.approx(100 + 100)
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(100, abs=HOST_S)
     # Recomputed layers keep only their inputs, which stay.
     whole = replace(GRID, activations_offload=array(1.0), ckpt=GRID.layers)
     assert terms_of("mist", whole)[0]["pipeline_fill_of_layers"] == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_evaluate_terms import GRID, PARAMETERS, array, terms_of
+from test_evaluate_terms import GRID, HOST_S, PARAMETERS, array, terms_of
 
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.conventions import MEGATRON
@@ -25,16 +25,20 @@ LAYERS, RANKS = 6, 4
 def test_gradients_visit_every_backward_pass_and_come_back_once():
     stable, delta = terms_of(TARGET, replace(GRID, grads_offload=array(0.5)))
     each = 2 * 2 * PARAMETERS * 0.5
-    # Hidden behind 2000 s of backward, but for the first layer's way in and the last one's way out.
+    # Hidden behind 2000 s of backward, but for the first layer's way in; the last one's way out is beside the
+    # next pass, or at the end beside nothing.
     assert stable["exposed_traffic"] == 0
-    assert stable["pipeline_fill_of_layers"] == pytest.approx(each + each)
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(each, abs=HOST_S)
+    assert delta["last_backward_traffic"] == pytest.approx(each)
     assert delta["states_at_step"] == pytest.approx(LAYERS * each)
 
 
 def test_weights_come_and_go_for_their_update():
     stable, delta = terms_of(TARGET, replace(GRID, weights_offload=array(0.25)))
     each = 2 * 2 * PARAMETERS * 0.25
-    assert stable["pipeline_fill_of_layers"] == pytest.approx(2 * each), "in before forward and backward"
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(2 * each, abs=HOST_S), (
+        "in before forward and backward"
+    )
     assert delta["states_at_step"] == pytest.approx(2 * LAYERS * each)
 
 
@@ -49,7 +53,7 @@ def test_decoupled_steps_hide_the_gather():
     assert "weight_gather" not in delta
     assert delta["optimizer_compute"] == plain["optimizer_compute"] == 0.5 * LAYERS * PARAMETERS / RANKS
     # 200 s of gather beside 1000 s of forward: only the first layer's stands alone.
-    assert delta["first_forward_traffic"] == pytest.approx(2 * PARAMETERS)
+    assert delta["first_forward_traffic"] == pytest.approx(2 * PARAMETERS, abs=HOST_S)
 
 
 def test_host_adam_hides_behind_the_layer_before():
@@ -59,8 +63,8 @@ def test_host_adam_hides_behind_the_layer_before():
     assert plain["host_adam"] == 5.0 * LAYERS * PARAMETERS / RANKS
     assert delta["host_adam"] == 0, "125 s a layer behind 1000 s of forward"
     assert "host_adam_copies" not in delta
-    # Gradients out, new weights in, 2 s * 2 B * 25 parameters each, beside forward but for one layer's.
-    assert delta["first_forward_traffic"] == pytest.approx(2 * PARAMETERS + 100)
+    # Gradients out, new weights in, 2 s * 2 B * 25 parameters each, beside forward but for the first gather.
+    assert delta["first_forward_traffic"] == pytest.approx(2 * PARAMETERS, abs=HOST_S)
 
 
 def test_offloaded_gradients_are_all_there_for_the_reduction():
