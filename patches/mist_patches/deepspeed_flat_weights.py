@@ -37,14 +37,20 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mist_patches.deepspeed_group_steps import cut_steps, do_waiting, step_by_group, steps_of
-from mist_patches.deepspeed_groups import layer_of, need_parameters, optimizer_classes, original_of, put
+from mist_patches.deepspeed_groups import (
+    WEIGHTS_AWAY,
+    layer_of,
+    need_parameters,
+    optimizer_classes,
+    original_of,
+    put,
+)
 from mist_patches.hooking import PatchRefused, log
 from mist_patches.host_copies import Held, Meter, Streams
 from mist_patches.megatron_state_offload import choose_evenly
 
 Undo = Callable[[], None]
 NAME = "weight fraction"
-_WEIGHTS = "_mist_flat_weights"
 _known: list[weakref.ref[FlatWeights]] = []
 
 
@@ -224,7 +230,6 @@ def keep_on_host(fraction: float) -> Undo:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     _, stage12 = optimizer_classes()
-    states = need_parameters(original_of(stage12, "offload_states"), ("include", "device"))
     compiled = need_parameters(original_of(DeepSpeedEngine, "compile"), ("self", "backend"))
     undone = [
         step_by_group(NAME),
@@ -234,7 +239,6 @@ def keep_on_host(fraction: float) -> Undo:
         put(DeepSpeedEngine, "compile", compiled, _refuse_compiling),
         put(stage12, "update_lp_params", ("self",), _with_weights),
         put(stage12, "_restore_from_bit16_weights", ("self",), _with_weights),
-        put(stage12, "offload_states", states, _refuse_offload_states),
         put(stage12, "destroy", ("self",), _let_go_first),
     ]
 
@@ -252,7 +256,7 @@ def keep_on_host(fraction: float) -> Undo:
 
 def flat_weights(optimizer: Any) -> FlatWeights | None:
     """What is known of an engine's optimizer, if a share of its weights is on the host."""
-    found: FlatWeights | None = getattr(optimizer, _WEIGHTS, None)
+    found: FlatWeights | None = getattr(optimizer, WEIGHTS_AWAY, None)
     return found
 
 
@@ -273,7 +277,7 @@ def _take(original: Callable[..., Any], fraction: float) -> Any:
                 raise PatchRefused(f"weight offload of {fraction:g} cannot be used with a compiled model")
             steps = cut_steps(made, made.bit16_groups)
             steps.weights = weights = FlatWeights(made, self.module, fraction)
-            setattr(made, _WEIGHTS, weights)
+            setattr(made, WEIGHTS_AWAY, weights)
             _known[:] = [known for known in _known if known() is not None]
             _known.append(weakref.ref(weights))
         return made
@@ -297,15 +301,6 @@ def _let_go_first(original: Callable[[Any], None]) -> Any:
         original(self)
 
     return destroy
-
-
-def _refuse_offload_states(original: Callable[..., None]) -> Any:
-    def offload_states(self: Any, *places: Any, **options: Any) -> None:
-        if flat_weights(self) is not None:
-            raise PatchRefused("engine.offload_states() cannot be used with weight or gradient fractions")
-        original(self, *places, **options)
-
-    return offload_states
 
 
 def _refuse_compiling(original: Callable[..., None]) -> Any:
@@ -375,14 +370,17 @@ def _chosen(units: list[FlatUnit], flats: list[torch.Tensor], fraction: float) -
 
 
 def _of_its_own(optimizer: Any, index: int) -> torch.Tensor:
-    """A group's flat buffer, which must have a storage that nothing else is in."""
+    """A group's flat buffer, in a storage that nothing else is in.
+
+    Of a single tensor DeepSpeed's flat buffer is a view, whose version autograd watches; `data` has its own.
+    """
     flat: torch.Tensor = optimizer.bit16_groups_flat[index]
     if flat.untyped_storage().nbytes() != _bytes(flat):
         flat = optimizer.bit16_groups_flat[index] = flat.clone()
         optimizer._update_model_bit16_weights(index)
         partitions = optimizer.get_data_parallel_partitions(flat, index)
         optimizer.parallel_partitioned_bit16_groups[index] = partitions
-    return flat
+    return flat.data
 
 
 def _use(unit: FlatUnit) -> None:

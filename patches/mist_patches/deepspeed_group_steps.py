@@ -153,12 +153,6 @@ def do_waiting(optimizer: Any, groups: Iterable[int]) -> None:
             _do(optimizer, waiting)
 
 
-def is_recording(optimizer: Any) -> bool:
-    """Whether this optimizer's step() is running, which leaves what belongs to a group to others."""
-    steps = steps_of(optimizer)
-    return steps is not None and steps.recording
-
-
 def recorded(optimizer: Any, steps: Steps, original: Callable[..., Any], closure: Any) -> Any:
     """DeepSpeed's own step, without what belongs to a group."""
     flush(optimizer)

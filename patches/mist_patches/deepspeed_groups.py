@@ -28,6 +28,8 @@ from mist_patches.hooking import PatchRefused, _installed, replace, undo
 Undo = Callable[[], None]
 BY_LAYER = "layers"
 HOSTED = "_mist_hosted"
+WEIGHTS_AWAY = "_mist_flat_weights"
+"""On an optimizer of ZeRO 1 or 2: what knows of the weights that come and go."""
 _LAYER = re.compile(r"^((?:[^.\d]\w*\.)*\d+)\.")
 
 _wanted: dict[str, float | None] = {}
@@ -78,8 +80,10 @@ def cut_for(kind: str, fraction: float | None = None) -> Undo:
             stage3, stage12 = optimizer_classes()
             for name in ("_create_fp16_sub_groups", "offload_states"):
                 undo(stage3, name, __name__)
-            for name in ("__init__", "scaled_global_norm", "_model_parallel_all_reduce"):
+            for name in ("__init__", "scaled_global_norm", "_model_parallel_all_reduce", "offload_states"):
                 undo(stage12, name, __name__)
+            for name in ("_configure_optimizer", "_configure_lr_scheduler"):
+                undo(_engine_class(), name, __name__)
 
     return take_back
 
@@ -103,6 +107,13 @@ def optimizer_classes() -> tuple[type, type]:
     except ImportError as error:
         raise PatchRefused(f"DeepSpeed 0.19 is needed for the DeepSpeed patches: {error}") from error
     return DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer
+
+
+def _engine_class() -> type:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    found: type = DeepSpeedEngine
+    return found
 
 
 def need_parameters(function: Any, names: Sequence[str]) -> tuple[str, ...]:
@@ -143,10 +154,49 @@ def _install() -> None:
     put(stage3, "_create_fp16_sub_groups", ("self", "params_group"), _cut_sub_groups)
     states = need_parameters(original_of(stage3, "offload_states"), ("include", "device"))
     put(stage3, "offload_states", states, _refuse_offload_states)
+    states = need_parameters(original_of(stage12, "offload_states"), ("include", "device"))
+    put(stage12, "offload_states", states, _refuse_offload_states)
     put(stage12, "scaled_global_norm", ("self", "norm_type"), _norm_once)
+    engine = _engine_class()
+    found = ("self", "client_optimizer", "model_parameters")
+    put(engine, "_configure_optimizer", found, _need_zero)
+    put(engine, "_configure_lr_scheduler", ("self",), _need_all_groups)
     put(stage12, "_model_parallel_all_reduce", ("self", "tensor", "op"), _local_while_summing)
     names = ("init_optimizer", "param_names", "offload_optimizer_config")
     put(stage12, "__init__", need_parameters(original_of(stage12, "__init__"), names), _cut_groups)
+
+
+def _need_zero(original: Callable[..., None]) -> Any:
+    """An engine whose optimizer is none of ZeRO's would be trained without what was asked for."""
+
+    def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
+        original(self, client_optimizer, model_parameters)
+        if not isinstance(self.optimizer, optimizer_classes()):
+            asked = [kind for kind, fraction in _wanted.items() if fraction or kind == BY_LAYER]
+            if asked:
+                words = {BY_LAYER: "decoupled steps"}
+                what = ", ".join(words.get(kind, f"a fraction of {kind} on the host") for kind in asked)
+                raise PatchRefused(
+                    f"{what}: wanted the optimizer of ZeRO 1, 2 or 3, got {type(self.optimizer).__name__}"
+                )
+
+    return _configure_optimizer
+
+
+def _need_all_groups(original: Callable[[Any], None]) -> Any:
+    """A scheduler made before groups were cut would leave the new ones at the rate they began with."""
+
+    def _configure_lr_scheduler(self: Any) -> None:
+        original(self)
+        groups = getattr(self.optimizer, "param_groups", ())
+        known = getattr(self.lr_scheduler, "base_lrs", groups)
+        if len(known) != len(groups):
+            raise PatchRefused(
+                f"the learning-rate scheduler knows {len(known)} of {len(groups)} optimizer groups: it was "
+                "made before the patches cut them; wanted a callable, or a scheduler in the JSON"
+            )
+
+    return _configure_lr_scheduler
 
 
 _LOCAL = "_mist_norm_is_local"
@@ -184,7 +234,7 @@ def _refuse_offload_states(original: Callable[..., None]) -> Any:
     """It lays all weights and gradients out again as if they were on the GPU in one piece."""
 
     def offload_states(self: Any, *places: Any, **options: Any) -> None:
-        if {"weights", "grads"} & set(getattr(self, HOSTED, {})):
+        if {"weights", "grads"} & set(getattr(self, HOSTED, {})) or getattr(self, WEIGHTS_AWAY, None):
             raise PatchRefused("engine.offload_states() cannot be used with weight or gradient fractions")
         original(self, *places, **options)
 
@@ -230,7 +280,7 @@ def _edges(
     """Where one group has to be cut, given the sizes of all groups up to it; by layer if there are names."""
     edges = {host_starts(sizes_so_far[0], fraction)[-1] for fraction in fractions.values()}
     if names is not None:
-        edges.update(layer_edges([layer_of(names[id(p)]) for p in group]))
+        edges.update(layer_edges([layer_of(names.get(id(p), "")) for p in group]))
     return edges
 
 

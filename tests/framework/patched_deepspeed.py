@@ -49,6 +49,8 @@ class Case:
     two_groups: bool = False
     """Weight decay for matrices only, as trainers do it."""
     mutate: str | None = None
+    model: str = ""
+    """A change to the tiny GPT, by name: see `altered`."""
     pipeline: list[dict[str, Any]] | None = None
     """One entry per stage, as in stages.json; without the patch of the same name the stages are even."""
     against: int | None = None
@@ -146,7 +148,8 @@ def apply_named(name: str, value: Any) -> Any:
     return known[name](value)
 
 
-def apply_patches(case: Case) -> None:
+def apply_patches(case: Case) -> list[Any]:
+    """Returns the functions that undo them."""
     import torch
 
     if case.by_file:
@@ -155,15 +158,29 @@ def apply_patches(case: Case) -> None:
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(stages_document(case), file)
             file.flush()
-            mist_patches.apply(file.name)
-        return
+            return mist_patches.apply(file.name)
     stage = torch.distributed.get_rank() * len(case.pipeline or ()) // torch.distributed.get_world_size()
+    undone = []
     for name, value in case.patches.items():
         if name == "pipeline_stages":
             value = case.pipeline
         elif isinstance(value, list):
             value = value[stage]
-        apply_named(name, value)
+        undone.append(apply_named(name, value))
+    return undone
+
+
+def fetch_nothing(held: Any) -> None:
+    """Memory, but not what was in it."""
+    if not held.on_device:
+        held.overwrite()
+        for flat in held.flats:
+            flat.zero_()
+
+
+def release_without_copy(held: Any) -> None:
+    if held.on_device:
+        held.free()
 
 
 @contextlib.contextmanager
@@ -172,13 +189,12 @@ def mutated(name: str | None) -> Any:
     from unittest import mock
 
     from mist_patches import deepspeed_decoupled_step as decoupled
-    from mist_patches import deepspeed_flat_weights as flat_weights
     from mist_patches import deepspeed_gradient_fraction as gradients
     from mist_patches import deepspeed_group_steps as group_steps
     from mist_patches import deepspeed_groups as groups
-    from mist_patches import host_copies
     from mist_patches import deepspeed_optimizer_fraction as optimizer_fraction
     from mist_patches import deepspeed_weight_fraction as weights
+    from mist_patches import host_copies
 
     own_state = property(lambda s: s.__dict__.setdefault("own", defaultdict(dict)), lambda s, value: None)
     places: dict[str, Any] = {
@@ -192,6 +208,9 @@ def mutated(name: str | None) -> Any:
         "no_flush_before_saving": (decoupled, "_flush_before", lambda *_: lambda module, *more: None),
         "no_step_before_gather": (decoupled, "_before_gather", lambda original: original),
         "no_step_before_forward": (decoupled, "_step_before", lambda *_: lambda module, inputs: None),
+        "no_copy_in": (host_copies.Held, "fetch", fetch_nothing),
+        "no_copy_out": (host_copies.Held, "release", release_without_copy),
+        "not_given_back": (host_copies.Held, "free", lambda self: None),
     }
     if name is None:
         yield
@@ -203,16 +222,39 @@ def mutated(name: str | None) -> Any:
 
 def build(case: Case) -> Any:
     import deepspeed
+    import torch
 
     model = tiny_pipeline(len(case.pipeline)) if case.pipeline else tiny_gpt(case.checkpointed)
+    altered(model, case.model)
     parameters: Any = list(model.parameters())
     if case.two_groups:
         parameters = [
             {"params": [p for p in model.parameters() if p.dim() > 1]},
             {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
         ]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=configuration(case))
+    given: dict[str, Any] = {"model_parameters": parameters}
+    if case.model == "scheduler":
+        optimizer = torch.optim.AdamW(model.parameters())
+        given = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer)}
+    engine, *_ = deepspeed.initialize(model=model, config=configuration(case), **given)
     return engine
+
+
+def altered(model: Any, how: str) -> None:
+    """Make the tiny GPT one of the models that patches have to tell apart."""
+    import torch
+
+    if how == "tied":
+        model.head.weight = model.table.weight
+    elif how == "frozen":  # as an adapter's training does it: few weights are trained
+        for layer in model.layers[:3]:
+            layer.requires_grad_(False)
+            layer.out.requires_grad_(True)
+    elif how == "held by the model":
+        model.shift = torch.nn.Parameter(torch.zeros(20000))
+        model.norm.register_forward_pre_hook(lambda _, x: (x[0] + model.shift[: x[0].shape[-1]],))
+    elif how == "used elsewhere":
+        model.head.register_forward_pre_hook(lambda _, x: (x[0] + model.layers[0].out.bias,))
 
 
 def batches(step: int, case: Case, rank: int, world: int) -> list[Any]:
@@ -227,7 +269,8 @@ def masters(engine: Any) -> dict[str, Any]:
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
 
-    own = {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
+    trained = ((n, p) for n, p in engine.module.named_parameters() if p.requires_grad)
+    own = {n: safe_get_full_fp32_param(p).detach().clone() for n, p in trained}
     if not hasattr(engine, "train_batch"):
         return own
     parts: list[Any] = [None] * torch.distributed.get_world_size()
@@ -276,6 +319,8 @@ def train(case: Case) -> tuple[Any, dict[str, Any]]:
             engine = resumed(engine, case)
         if step == case.steps - 1:
             watch(engine, events)
+            meter = visits(engine)
+            meter.peak_bytes = meter.now_bytes
         before = engine.skipped_steps
         losses.append(float(micro_steps(engine, case, step)))
         norms.append(float(engine.get_global_grad_norm()))
@@ -285,7 +330,18 @@ def train(case: Case) -> tuple[Any, dict[str, Any]]:
             evaluated.append(evaluate(engine, case))
     found = {"losses": losses, "norms": norms, "skipped": skipped, "evaluated": evaluated}
     found["events"] = events
+    # Before anybody reads the weights, for which they would come back.
+    found["buffers"], found["visiting_bytes"] = buffers(engine), meter.peak_bytes
     return engine, found
+
+
+def visits(engine: Any) -> Any:
+    """What counts the bytes of weights that come and go."""
+    from mist_patches.deepspeed_flat_weights import flat_weights
+    from mist_patches.host_copies import Meter
+
+    weights = flat_weights(engine.optimizer)
+    return Meter() if weights is None else weights.meter
 
 
 def resumed(engine: Any, case: Case) -> Any:
@@ -343,6 +399,18 @@ def buffers(engine: Any) -> dict[str, Any]:
             shard = max(t.numel() * t.element_size() for t in tensors)
             host = sum(t.numel() * t.element_size() for t in elsewhere)
             found[kind] = {"host": host, "device": storage.nbytes(), "largest_shard": shard}
+        return found
+    from mist_patches.deepspeed_flat_weights import flat_weights
+
+    flats, weights = zero.bit16_groups_flat, flat_weights(zero)
+    units = [] if weights is None else weights.units
+    sizes = [sum(flats[k].numel() * flats[k].element_size() for k in unit.groups) for unit in units]
+    found["weights"] = {
+        "host": sum(held.host_bytes for unit in units for held in unit.held.values()),
+        "device": sum(flat.untyped_storage().nbytes() for flat in flats),
+        "largest_shard": max(sizes, default=0) / 2,
+        "largest_unit": max(sizes, default=0),
+    }
     return found
 
 
@@ -378,16 +446,17 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
     accelerator, name = get_accelerator(), get_accelerator()._name
     accelerator._name = "cpu:0"
     accelerator.is_fp16_supported = lambda: True  # slow on a CPU, and enough to see the loss scale
+    undone: list[Any] = []
     try:
         with mutated(case.mutate):
-            apply_patches(case)
+            undone = apply_patches(case)
             engine, found = train(case)
             saved = {name: w.clone() for name, w in engine.module.state_dict().items()}
             finals.append(masters(engine))
             if case.zero in {1, 2}:  # with ZeRO 3 a module has no weights of its own to save
-                pairs = ((w, finals[-1][name].to(w.dtype)) for name, w in saved.items())
+                pairs = ((w, finals[-1][n].to(w.dtype)) for n, w in saved.items() if n in finals[-1])
                 found["stale"] = max(float((a - b).abs().max()) for a, b in pairs)
-            found["placement"], found["buffers"] = placement(engine), buffers(engine)
+            found["placement"] = placement(engine)
             counts = getattr(getattr(engine, "mist_activation_offload", None), "counts", None)
             found["activations"] = vars(counts) if counts else {}
     except hooking.PatchRefused as refused:
@@ -400,6 +469,8 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
         return {"crashed": traceback.format_exc()[-2000:]}
     finally:
         accelerator._name = name
+        for undo in undone:
+            undo()
         hooking.undo_all()
         groups.mpu = None  # a pipeline leaves its own behind
     if case.against is not None:

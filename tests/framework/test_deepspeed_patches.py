@@ -65,6 +65,26 @@ ONE_PROCESS = {
     "both z2, two groups": with_patches(
         replace(Z2_HOST, two_groups=True, **NO_INF), optimizer_fraction=0.4, decoupled_step=True
     ),
+    "weights z2": with_patches(replace(Z2, **FULL), weight_fraction=0.5),
+    "weights z1, recomputed, fp16": with_patches(
+        replace(Z1_HOST, precision="fp16", accumulate_in="fp16", checkpointed=[1, 3], **FULL),
+        weight_fraction=0.7,
+        optimizer_fraction=0.4,
+    ),
+    "weights z2, decoupled, two groups": with_patches(
+        replace(Z2_HOST, two_groups=True, **NO_INF),
+        weight_fraction=1.0,
+        optimizer_fraction=0.4,
+        gradient_fraction=0.6,
+        decoupled_step=True,
+    ),
+    "weights z2, tied": with_patches(
+        replace(Z2, model="tied", steps=3, resume_at=1), weight_fraction=1.0, decoupled_step=True
+    ),
+    "weights z2, few trained": with_patches(replace(Z2, model="frozen", steps=3), weight_fraction=0.5),
+    "weights z2, held by the model": with_patches(
+        replace(Z2, model="held by the model", steps=2), weight_fraction=0.6
+    ),
 }
 PIPELINE = [
     {"layers": 3, "recompute_layers": 2, "offload": {"optimizer": 0.4}},
@@ -93,7 +113,13 @@ TWO_PROCESSES = {
         replace(Z1_HOST, precision="bf16", accumulate_in="bf16", **FULL),
         optimizer_fraction=0.6,
         gradient_fraction=0.3,
+        weight_fraction=0.35,
         decoupled_step=True,
+    ),
+    "weights z2 bf16": with_patches(
+        replace(Z2, precision="bf16", by_file=True, **FULL),
+        weight_fraction=0.6,
+        activations={"recomputed": 2, "fraction": 0.5},
     ),
 }
 PIPELINES = {
@@ -102,6 +128,7 @@ PIPELINES = {
         replace(STAGES, precision="bf16", by_file=True, **FULL),
         pipeline_stages=True,
         optimizer_fraction=FRACTIONS,
+        weight_fraction=[0.6, 0.0],
         decoupled_step=True,
         activations={"fraction": 0.5},
     ),
@@ -126,11 +153,23 @@ MUTANTS = {
     "no_flush_before_saving": with_patches(replace(Z2, steps=4), decoupled_step=True),
     "no_step_before_gather": with_patches(replace(Z3, steps=4), decoupled_step=True),
     "no_step_before_forward": with_patches(replace(Z2, steps=4), decoupled_step=True),
+    "no_copy_in": with_patches(replace(Z2, steps=2), weight_fraction=0.5),
+    "no_copy_out": with_patches(replace(Z2, steps=3), weight_fraction=0.5),
+    "not_given_back": with_patches(replace(Z2, steps=2), weight_fraction=0.5),
 }
 TWIN_FLOW = replace(Z3_HOST, sub_group_size=9000, ratio=0.5, steps=4)
 SPOILED = replace(Z2_HOST, precision="bf16", steps=4, inf_at=1)
 REFUSED = {
-    "weights below ZeRO 3": with_patches(replace(Z2, steps=2), weight_fraction=0.5),
+    "weights without ZeRO": with_patches(Case(zero=0, steps=2), weight_fraction=0.5),
+    "steps without ZeRO": with_patches(Case(zero=0, steps=2), decoupled_step=True),
+    "weights of the bf16 optimizer": with_patches(
+        Case(zero=1, precision="bf16", accumulate_in="fp32", steps=2), weight_fraction=0.5
+    ),
+    "all weights, held by the model": with_patches(
+        replace(Z2, model="held by the model", steps=2), weight_fraction=1.0
+    ),
+    "weights used elsewhere": with_patches(replace(Z2, model="used elsewhere", steps=2), weight_fraction=1.0),
+    "scheduler made before": with_patches(replace(Z2, model="scheduler", steps=2), decoupled_step=True),
     "gradients that stay": with_patches(replace(Z2, steps=2), gradient_fraction=0.5),
     "no offload in the JSON": with_patches(replace(Z3, steps=2), optimizer_fraction=0.5),
     "bf16 optimizer": with_patches(
@@ -271,8 +310,25 @@ def test_share_on_the_host_is_the_asked_one_to_within_a_shard(cases: str, name: 
             total = placed["host"] + placed["device"]
             asked = asked_fraction(case, kind, rank * len(case.pipeline or ()) // processes)
             assert abs(placed["host"] - asked * total) <= placed["largest_shard"], kind
-            if not case.pipeline:
-                assert total == pytest.approx(kinds[kind] * PARAMETERS / processes, rel=0.01), kind
+            if not case.pipeline and not case.model:
+                shards = (
+                    processes if case.zero == 3 or kind != "weights" else 1
+                )  # below 3 all have all weights
+                assert total == pytest.approx(kinds[kind] * PARAMETERS / shards, rel=0.01), kind
+
+
+VISITING = [
+    pytest.param(cases, name, id=f"{name}, {cases}")
+    for cases, (_, named) in SETS.items()
+    for name, case in named.items()
+    if case.mutate is None and case.zero < 3 and case.patches.get("weight_fraction") and not case.pipeline
+]
+
+
+@pytest.mark.parametrize(("cases", "name"), VISITING)
+def test_two_layers_of_weights_visit_at_most(cases: str, name: str) -> None:
+    for run, _ in results(cases)[name]:
+        assert 0 < run["visiting_bytes"] <= 2 * run["buffers"]["weights"]["largest_unit"]
 
 
 @pytest.mark.parametrize("name", ["activations z3 bf16", "activations z2 bf16"])
@@ -315,7 +371,7 @@ def test_each_layer_is_stepped_right_before_its_forward(name: str) -> None:
     assert min(at_once) > reference["events"].index("forward layers.3")
 
 
-SHARES = {"no_cut", "no_host_weights", "no_host_gradients"}
+SHARES = {"no_cut", "no_host_weights", "no_host_gradients", "not_given_back"}
 REFUSES = {"no_step_before_forward", "no_flush_before_saving"}
 
 
@@ -337,6 +393,7 @@ def test_weights_saved_without_the_engine_have_had_their_step() -> None:
 
 def test_without_its_essential_line_a_share_is_another() -> None:
     places = {"no_cut": "placement", "no_host_weights": "weights", "no_host_gradients": "grads"}
+    places["not_given_back"] = "weights"
     for name, kind in places.items():
         run = results("1 rank")[name][0][0]
         placed = run["placement"] if kind == "placement" else run["buffers"][kind]
@@ -356,7 +413,15 @@ def test_an_overflow_spoils_all_later_steps_of_deepspeed_itself() -> None:
 
 def test_what_cannot_be_done_is_refused_in_one_line() -> None:
     (found,) = launch(list(REFUSED.values()), 1)
-    words = {"weights below ZeRO 3": "needs ZeRO 3", "gradients that stay": "offload_optimizer"}
+    words = {"weights without ZeRO": "weights on the host: wanted the optimizer of ZeRO"}
+    words |= {"steps without ZeRO": "decoupled steps: wanted the optimizer of ZeRO"}
+    words |= {"weights of the bf16 optimizer": "got BF16_Optimizer"}
+    words |= {"all weights, held by the model": "only 0.734 of the bytes can move"}
+    words |= {"weights used elsewhere": "weights of layers.0 are used while no module"}
+    words |= {
+        "scheduler made before": "knows 1 of 8 optimizer groups",
+        "gradients that stay": "offload_optimizer",
+    }
     words |= {"no offload in the JSON": "offload_optimizer", "bf16 optimizer": "BF16_Optimizer"}
     for name, case in zip(REFUSED, found, strict=True):
         assert words[name] in case["refused"] and "\n" not in case["refused"], name
