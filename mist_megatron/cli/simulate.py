@@ -40,7 +40,10 @@ def simulate(
         ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace, for ui.perfetto.dev, to this file.")
+        Path | None,
+        typer.Option(
+            help="Write a Chrome trace, for ui.perfetto.dev, to this file; compressed if it ends in .gz."
+        ),
     ] = None,
     ranks: Annotated[
         str, typer.Option(help="Devices told and traced: representative (one per stage), or all.")
@@ -65,7 +68,8 @@ def simulate(
     before = played(read, parse_scales(()), (None, None))[0] if changed else None
     broken = list(violations(found.plan))
     if trace is not None:
-        write_trace(trace, found, every_rank=ranks == "all")
+        with progress_bar("writing the trace") as progress:
+            write_trace(trace, found, every_rank=ranks == "all", progress=progress)
     output.finish(
         {
             **simulation_document(found, every_rank=ranks == "all"),
@@ -109,7 +113,7 @@ def simulated(plan: Plan, evaluator: StageEvaluator, schedule: str | None = None
     from mist_megatron.simulate.engine import Deadlock
     from mist_megatron.simulate.iteration import simulate as play
 
-    with progress_bar() as progress:
+    with progress_bar("simulating") as progress:
         try:
             return play(plan, evaluator, schedule=schedule, progress=progress)
         except Deadlock as stuck:
@@ -117,10 +121,10 @@ def simulated(plan: Plan, evaluator: StageEvaluator, schedule: str | None = None
 
 
 @contextmanager
-def progress_bar() -> Iterator[Report]:
+def progress_bar(what: str) -> Iterator[Report]:
     """Events done, on stderr, where that is a terminal."""
     err = console(stderr=True)
-    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -62,41 +62,34 @@ def test_other_schedules(mist, plan: Path) -> None:  # type: ignore[no-untyped-d
 
 def read_trace(path: Path) -> dict[str, list[dict]]:  # type: ignore[type-arg]
     by_phase: dict[str, list[dict]] = {}  # type: ignore[type-arg]
-    for event in json.loads(path.read_text("utf-8"))["traceEvents"]:
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text("utf-8")
+    for event in json.loads(text)["traceEvents"]:
         by_phase.setdefault(event["ph"], []).append(event)
     return by_phase
 
 
-def test_trace(mist, plan: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """What the format demands: named processes and threads, slices that do not overlap on a thread, each
-    arrow with both its ends inside slices, and counters."""
-    path = tmp_path / "trace.json"
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_trace(mist, plan: Path, tmp_path: Path, name: str) -> None:  # type: ignore[no-untyped-def]
+    """The file is there, whole and alone, over what was there before; its format has tests of its own."""
+    path = tmp_path / name
+    path.write_text("what was there before", "utf-8")
     assert mist("simulate", str(plan), "--trace", str(path)).code == 0
     found = read_trace(path)
-    titles = {e["pid"]: e["args"]["name"] for e in found["M"] if e["name"] == "process_name"}
-    assert titles == {0: "stage 0 (ranks 0-3, alike)", 1: "stage 1 (ranks 4-7, alike)"}
-    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in found["X"]:
-        threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
-    for spans in threads.values():
-        spans.sort()
-        for (start, seconds), (following, _) in pairwise(spans):
-            assert start + seconds <= following + 1e-3
-    starts, ends = ({e["id"]: e for e in found[phase]} for phase in ("s", "f"))
-    assert starts.keys() == ends.keys()
-    assert len(starts) == 2 * 8
-    for arrow in (*found["s"], *found["f"]):
-        inside = threads[arrow["pid"], arrow["tid"]]
-        assert any(start <= arrow["ts"] <= start + seconds for start, seconds in inside)
-    assert all(starts[k]["ts"] <= ends[k]["ts"] and starts[k]["pid"] != ends[k]["pid"] for k in starts)
-    assert {event["pid"] for event in found["C"]} == {0, 1}
+    titles = [e["args"]["name"] for e in found["M"] if e["name"] == "process_name"]
+    assert titles == ["stage 0 (ranks 0-3, alike)", "stage 1 (ranks 4-7, alike)"]
+    assert len(found["s"]) == len(found["f"]) == 2 * 8
+    assert len({event["pid"] for event in found["C"]}) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["plan.yaml", name])
 
 
 def test_every_rank(mist, plan: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "trace.json"
     ran = mist("simulate", str(plan), "--trace", str(path), "--ranks", "all", "--json")
     assert [device["ranks"] for device in json.loads(ran.out)["devices"]] == [[k] for k in range(8)]
-    assert {event["pid"] for event in read_trace(path)["X"]} == set(range(8))
+    found = read_trace(path)
+    titles = {e["pid"]: e["args"]["name"] for e in found["M"] if e["name"] == "process_name"}
+    assert list(titles.values()) == [f"rank {k} (stage {k // 4})" for k in range(8)]
+    assert {event["pid"] for event in found["X"]} == titles.keys()
 
 
 @pytest.mark.parametrize(
