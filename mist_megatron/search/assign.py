@@ -79,7 +79,8 @@ class Assignment:
 
 def in_line(stages: Sequence[Mapping[int, Front]], layers: int, *, hides: bool = True) -> Pipelines:
     """A pipeline of known length and equal meshes; `stages` from first to last, by number of layers."""
-    sized = [{(count, 0, 0): front for count, front in fronts.items()} for fronts in stages]
+    alike = {id(fronts): {(count, 0, 0): front for count, front in fronts.items()} for fronts in stages}
+    sized = [alike[id(fronts)] for fronts in stages]
     return Pipelines(inner=sized[:0:-1], first={len(stages) - 1: sized[0]}, layers=layers, hides=hides)
 
 
@@ -238,9 +239,11 @@ class _Ladder:
 
     def __init__(self, pipelines: Pipelines) -> None:
         self.problem = pipelines
-        self.inner = [_Options(fronts, hides=pipelines.hides) for fronts in pipelines.inner]
-        self.first = {k: _Options(fronts, hides=pipelines.hides) for k, fronts in pipelines.first.items()}
-        every = [*self.inner, *self.first.values()]
+        each = {id(fronts): fronts for fronts in (*pipelines.inner, *pipelines.first.values())}
+        options = {key: _Options(fronts, hides=pipelines.hides) for key, fronts in each.items()}
+        self.inner = [options[id(fronts)] for fronts in pipelines.inner]
+        self.first = {k: options[id(fronts)] for k, fronts in pipelines.first.items()}
+        every = list(options.values())
         # One kind more, that of no stage at all, which any may be the last before.
         self.neighbours = np.pad(pipelines.neighbours, ((0, 0), (0, 1)), constant_values=True)
         self.times: Array = np.unique(np.concatenate([o.t_s for o in every])) if every else np.zeros(0)

@@ -1,7 +1,9 @@
 """Lower bounds of all shapes at once: what sorts them, and what prunes nearly all of them unseen.
 
-The bound of a shape is its time were memory unlimited: nothing recomputed, nothing offloaded, layers split
-to a fraction. Everything that a plan adds to that costs time, so no plan of the shape is faster.
+The bound of a shape is its time were memory unlimited: nothing recomputed, nothing offloaded. Everything
+that a plan adds to that costs time, so no plan of the shape is faster. Of a stage two numbers are known then:
+the least t, and the least t + d, its first forward and last backward pass and all that it does once a step.
+(d alone may shrink where copies hide what only the first pass would have to wait for; t grows by more.)
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid, role_of
+from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.terms import totals
 from mist_megatron.search.shapes import Shape
+from mist_megatron.search.slot_prices import fractions
 from mist_megatron.search.space import Space
 
 Array = NDArray[np.float64]
@@ -41,8 +44,21 @@ class Question:
     @property
     def hides(self) -> bool:
         """Whether a stage's extra time hides behind the drain of the stages before it."""
-        template = self.evaluator.time_context.template
-        return template.step_in_first_forward or not template.grad_norm_pass
+        return self.evaluator.time_context.step_hides
+
+
+@dataclass(frozen=True)
+class LeastTimes:
+    """Of one stage on one mesh with 1, 2, ... layers, memory unlimited."""
+
+    t_s: Array
+    both_s: Array
+    """t + d."""
+
+    @property
+    def d_s(self) -> Array:
+        """With the least t: a configuration with a smaller d than this has so much larger a t."""
+        return self.both_s - self.t_s
 
 
 @dataclass(frozen=True)
@@ -51,19 +67,17 @@ class ShapeBound:
 
     value_s: float
     """No plan of the shape is faster."""
-    sum_s: float
-    """Least sum of t over the stages (of one chunk each when interleaved)."""
-    least_d_s: float
-    """Least d of the first stage where it is negative, else 0: t + d never falls below it and t."""
-    times_s: tuple[tuple[float, float], ...]
-    """t of a first, middle and last stage with one and with two layers; linear in between and beyond."""
+    rest_s: float
+    """Least of what is added to (G - 1) max t."""
+    stages: tuple[LeastTimes, LeastTimes, LeastTimes]
+    """A first, middle and last stage."""
 
 
 def shape_bounds(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound]:
     """Bounds of all shapes, priced in one batch per pipeline size and kind of schedule."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, shape in enumerate(shapes):
-        key = (shape.stages, shape.nodes, shape.sequence_parallel, shape.vpp, shape.zero)
+        key = (shape.stages, shape.nodes, shape.sequence_parallel, shape.vpp)
         groups.setdefault(key, []).append(index)
     found: list[ShapeBound | None] = [None] * len(shapes)
     for members in groups.values():
@@ -73,81 +87,101 @@ def shape_bounds(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound
     return [bound for bound in found if bound is not None]
 
 
-def least_times(question: Question, meshes: Sequence[Shape]) -> list[tuple[tuple[float, float], ...]]:
-    """With one and with two layers, memory unlimited: t of a first, middle and last stage, and d of a first.
-    The meshes are shapes of three stages."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for index, mesh in enumerate(meshes):
-        key = (mesh.nodes, mesh.gpus_per_node, mesh.sequence_parallel, mesh.zero)
-        groups.setdefault(key, []).append(index)
-    found: list[tuple[tuple[float, float], ...]] = [()] * len(meshes)
-    for members in groups.values():
-        question.tick()
-        priced = [_plain(question.evaluator, [meshes[k] for k in members], k) for k in range(3)]
-        for row, index in enumerate(members):
-            arrays = [*(t_s[row] for t_s, _ in priced), priced[0][1][row]]
-            found[index] = tuple((float(one), float(two)) for one, two in arrays)
-    return found
-
-
 def _group(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound]:
-    layers = question.evaluator.job.model.layers
     stages = shapes[0].stages
-    roles = (0, min(1, stages - 1), stages - 1)
-    priced = {position: _plain(question.evaluator, shapes, position) for position in set(roles)}
-    bounds = []
-    for row, shape in enumerate(shapes):
-        times = tuple((float(priced[k][0][row, 0]), float(priced[k][0][row, 1])) for k in roles)
-        counts = (1,) if stages == 1 else (1, 1) if stages == 2 else (1, stages - 2, 1)
-        used = times[:1] if stages == 1 else (times[0], times[2]) if stages == 2 else times
-        # All layers at the least price per layer, and each stage's fixed part.
-        slope = min(two - one for one, two in used)
-        fixed = sum(count * (2 * one - two) for count, (one, two) in zip(counts, used, strict=True))
-        sum_s = (fixed + slope * layers) / shape.vpp
-        one, two = (float(priced[0][1][row, k]) for k in (0, 1))
-        least_d = min(one, one + (two - one) * (layers - 1), 0.0)
-        weight = shape.grad_accum * shape.vpp - 1
-        value_s = weight * sum_s / stages + sum_s + least_d
-        bounds.append(ShapeBound(value_s * (1 - 1e-9), sum_s, least_d, times))
-    return bounds
+    positions = (0, min(1, stages - 1), stages - 1)
+    priced = {k: least_times(question, shapes, role_of(k, stages)) for k in sorted(set(positions))}
+    return [
+        _bound(question, shape, (priced[0][row], priced[positions[1]][row], priced[stages - 1][row]))
+        for row, shape in enumerate(shapes)
+    ]
 
 
-def _plain(evaluator: StageEvaluator, shapes: Sequence[Shape], position: int) -> tuple[Array, Array]:
-    """t and d with one and two layers, nothing recomputed or offloaded: rows are shapes."""
-    first = shapes[0]
+def _bound(question: Question, shape: Shape, stages: tuple[LeastTimes, LeastTimes, LeastTimes]) -> ShapeBound:
+    layers, count = question.evaluator.job.model.layers, shape.stages
+    if count == 1 or shape.vpp > 1 or not question.space.uneven_layers:
+        return _even_bound(question, shape, stages)
+    used = (stages[0], stages[2]) if count == 2 else stages
+    counts = (1, 1) if count == 2 else (1, count - 2, 1)
+    # All layers at the least price per layer, and each stage's fixed part.
+    slope = min(float(stage.t_s[1] - stage.t_s[0]) for stage in used)
+    fixed = sum(n * (float(stage.t_s[0]) - slope) for n, stage in zip(counts, used, strict=True))
+    sum_s = fixed + slope * layers
+    most = layers - count + 1
+    rest_s = sum_s + float(stages[0].d_s[:most].min())
+    if not question.hides:
+        # Some stage has its even share or more.
+        share = -(-layers // count)
+        rest_s = max(rest_s, sum_s + min(float(stage.d_s[share - 1 : most].min()) for stage in used))
+    value_s = (shape.grad_accum - 1) * sum_s / count + rest_s
+    return ShapeBound(value_s * (1 - 1e-9), rest_s, stages)
+
+
+def _even_bound(
+    question: Question, shape: Shape, stages: tuple[LeastTimes, LeastTimes, LeastTimes]
+) -> ShapeBound:
+    """With the number of layers known.
+
+    With v chunks the objective is (G v - 1) max t / v + sum t / v + d of some stage (less what hides it). A
+    larger t with an equally smaller d does not pay even on a stage that is not the slowest: at worst it gets
+    as slow as that, which leaves (G - 1) max t + t + d and t / v of the other stages."""
+    share, vpp, count = question.evaluator.job.model.layers // shape.stages - 1, shape.vpp, shape.stages
+    t_s = [float(stage.t_s[share]) for stage in stages]
+    sum_s = t_s[0] / vpp if count == 1 else (t_s[0] + (count - 2) * t_s[1] + t_s[2]) / vpp
+    hidden = (0.0, t_s[0] / vpp, sum_s - t_s[2] / vpp) if question.hides else (0.0, 0.0, 0.0)
+    rest_s = max(
+        sum_s - t / vpp + float(stage.both_s[share]) - before
+        for t, stage, before in zip(t_s, stages, hidden, strict=True)
+    )
+    return ShapeBound(((shape.grad_accum - 1) * max(t_s) + rest_s) * (1 - 1e-9), rest_s, stages)
+
+
+def least_times(question: Question, meshes: Sequence[Shape], role: StageRole) -> list[LeastTimes]:
+    """Of a role's stages on all these meshes, which are alike in nodes, sequence parallelism and chunks."""
+    evaluator, first = question.evaluator, meshes[0]
+    levels = sorted({level for mesh in meshes for level in mesh.zero})
+    layers = np.arange(1.0, evaluator.job.model.layers + 1.0)
 
     def column(values: Sequence[float]) -> Array:
-        return np.array(values, dtype=np.float64).reshape(-1, 1, 1)
+        return np.array(values, dtype=np.float64).reshape(-1, 1, 1, 1)
 
-    zero = np.zeros((1, 1, 1))
+    zero = np.zeros((1, 1, 1, 1))
     grid = StageGrid(
-        role=role_of(position, first.stages),
-        nodes=first.nodes,
+        role=role,
+        nodes=max(mesh.nodes for mesh in meshes),
         gpus_per_node=first.gpus_per_node,
         sequence_parallel=first.sequence_parallel,
         selective=False,
-        layers=np.array([1.0, 2.0]).reshape(1, -1, 1),
+        layers=layers.reshape(1, -1, 1, 1),
         ckpt=zero,
         in_flight=zero + 1.0,
-        micro_batch=column([shape.micro_batch for shape in shapes]),
-        dp=column([shape.dp for shape in shapes]),
-        tp=column([shape.tp for shape in shapes]),
-        zero=np.array(first.zero, dtype=np.float64).reshape(1, 1, -1),
-        grad_accum=column([shape.grad_accum for shape in shapes]),
+        micro_batch=column([mesh.micro_batch for mesh in meshes]),
+        dp=column([mesh.dp for mesh in meshes]),
+        tp=column([mesh.tp for mesh in meshes]),
+        zero=np.array(levels, dtype=np.float64).reshape(1, 1, -1, 1),
+        grad_accum=column([mesh.grad_accum for mesh in meshes]),
         weights_offload=zero,
         grads_offload=zero,
-        optimizer_offload=zero,
+        # The optimizer's share may make d smaller.
+        optimizer_offload=fractions(question.space.offload.optimizer, question.step).reshape(1, 1, 1, -1),
         activations_offload=zero,
         stages=first.stages,
         vpp=first.vpp,
+        bridged=first.bridged,
     )
     terms = evaluator.terms(grid)
-    delta = dict(terms.delta)
+    # Gradients that are on the host already need not be copied there for the update.
+    delta = {name: term for name, term in terms.delta.items() if name != "host_adam_copies"}
+    stable, extra = (totals(part).at(grid.layers, grid.ckpt) for part in (terms.stable, delta))
     template = evaluator.time_context.template
-    if template.step_in_first_forward and template.adam_on_host:
-        # What the host updates behind a forward pass, the device need not: all that offloading ever saves.
-        delta.pop("optimizer_compute", None)
-    shape = (len(shapes), 2, len(first.zero))
-    t_s = np.broadcast_to(totals(terms.stable).at(grid.layers, grid.ckpt), shape).min(axis=-1)
-    d_s = np.broadcast_to(totals(delta).at(grid.layers, grid.ckpt), shape).min(axis=-1)
-    return t_s, d_s
+    if template.step_in_first_forward and template.steps_by_place:
+        # Offloaded weights save copies of a step between forward passes.
+        extra = np.minimum(extra, 0.0)
+    size = (len(meshes), len(layers), len(levels))
+    t_s = np.broadcast_to(stable.min(axis=-1), size)
+    both_s = np.broadcast_to((stable + extra).min(axis=-1), size)
+    found = []
+    for row, mesh in enumerate(meshes):
+        mine = [levels.index(level) for level in mesh.zero]
+        found.append(LeastTimes(t_s[row][:, mine].min(axis=-1), both_s[row][:, mine].min(axis=-1)))
+    return found

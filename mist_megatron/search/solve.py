@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from mist_megatron.cost.grid import StageRole, role_of
-from mist_megatron.search.assign import Assignment, Front, Pipelines, assign, in_line
+from mist_megatron.search.assign import Assignment, Front, Pipelines, assign, improves, in_line
 from mist_megatron.search.bounds import Question, ShapeBound
 from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, slot_configs
 from mist_megatron.search.shapes import Shape, UnequalShape
 from mist_megatron.search.slot_prices import AXES, Choices, slot_at, stage_grid
 
+ROLES = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
 StageChoice = dict[str, float]
 """Layers and one value per axis: what a stage of a solution runs."""
 
@@ -41,12 +43,13 @@ def _solve_per_stage(
 ) -> tuple[Solution | None, Tally]:
     layers = question.evaluator.job.model.layers
     tally = Tally()
-    weight = shape.grad_accum * shape.vpp - 1
     cap_s = np.inf
-    if np.isfinite(best_s) and weight > 0:
+    if np.isfinite(best_s) and shape.grad_accum > 1:
         # t of the slowest stage, were all other terms at their least.
-        cap_s = (best_s - bound.sum_s - bound.least_d_s) / weight * shape.vpp * (1 + 1e-9)
+        cap_s = (best_s - bound.rest_s) / (shape.grad_accum - 1) * (1 + 1e-9)
     windows = _layer_windows(question, shape, bound, cap_s)
+    if not _may_beat(question, shape, bound, windows, best_s):
+        return None, tally
     choices = Choices(space=question.space, shape=shape, step=question.step)
     times = StageTimes(question.evaluator, choices, windows)
     configs: list[dict[int, StageConfigs]] = [{} for _ in range(shape.stages)]
@@ -63,12 +66,31 @@ def _solve_per_stage(
     if not all(configs):
         return None, tally
     fronts = [{count: Front(c.t_s / shape.vpp, c.d_s) for count, c in here.items()} for here in configs]
-    answer = assign_by(question, in_line(fronts, layers, hides=question.hides), weight + 1, best_s)
+    pipelines = in_line(fronts, layers, hides=question.hides)
+    answer = assign_by(question, pipelines, shape.grad_accum * shape.vpp, best_s)
     if answer is None:
         return None, tally
     picked = zip(answer.layers, answer.choice, configs, strict=True)
     stages = tuple(stage_choice(count, here[count], index) for count, index, here in picked)
     return Solution(shape, stages, answer.value_s), tally
+
+
+def _may_beat(
+    question: Question, shape: Shape, bound: ShapeBound, windows: Mapping[StageRole, range], best_s: float
+) -> bool:
+    """Whether the best split of the layers is fast enough, memory unlimited."""
+    if shape.stages == 1 or shape.vpp > 1 or not question.space.uneven_layers or not np.isfinite(best_s):
+        return True
+    fronts = {
+        role: {
+            count: Front(least.t_s[count - 1 : count], least.d_s[count - 1 : count])
+            for count in windows.get(role, ())
+        }
+        for role, least in zip(ROLES, bound.stages, strict=True)
+    }
+    stages = [fronts[role_of(position, shape.stages)] for position in range(shape.stages)]
+    pipelines = in_line(stages, question.evaluator.job.model.layers, hides=question.hides)
+    return improves(pipelines, shape.grad_accum, best_s, question.tick)
 
 
 def assign_by(question: Question, pipelines: Pipelines, grad_accum: int, best_s: float) -> Assignment | None:
@@ -94,11 +116,8 @@ def _layer_windows(
         return dict.fromkeys(counts, range(total // stages, total // stages + 1))
     most = {}
     for role in counts:
-        one, two = bound.times_s[(StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST).index(role)]
-        highest = total - (stages - 1)
-        if np.isfinite(cap_s) and two > one:
-            highest = min(highest, int((cap_s - one) / (two - one) * (1 + 1e-9)) + 1 if cap_s >= one else 0)
-        most[role] = max(highest, 0)
+        fast = bound.stages[ROLES.index(role)].t_s[: total - (stages - 1)] <= cap_s
+        most[role] = int(np.flatnonzero(fast)[-1]) + 1 if fast.any() else 0
     room = sum(count * most[role] for role, count in counts.items())
     return {role: range(max(1, total - (room - most[role])), most[role] + 1) for role in counts}
 

@@ -17,19 +17,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mist_megatron.cost.grid import StageRole
-from mist_megatron.search.assign import Array, Flags, Front, Pipelines, Size, StageFronts, improves
-from mist_megatron.search.bounds import Question, least_times
+from mist_megatron.search.assign import (
+    Array,
+    Flags,
+    Front,
+    Pipelines,
+    Size,
+    StageFronts,
+    improves,
+    pareto,
+)
+from mist_megatron.search.bounds import LeastTimes, Question, least_times
 from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, joined, slot_configs, with_column
 from mist_megatron.search.least_memory import least_memory, sizes_of
 from mist_megatron.search.shapes import Shape, UnequalShape, divisors, stage_levels, tensor_sizes
 from mist_megatron.search.sieve import Sieve
 from mist_megatron.search.slot_prices import Choices, Slot
-from mist_megatron.search.solve import Solution, assign_by, stage_choice
+from mist_megatron.search.solve import ROLES, Solution, assign_by, stage_choice
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.target import bridge_job_rules, capability
-
-ROLES = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +70,8 @@ class MixtureBound:
     """No plan of the mixture is faster."""
     sum_s: float
     least_d_s: float
-    times_s: tuple[tuple[tuple[float, float], ...], ...]
-    """By mesh: t of a first, middle and last stage with one and with two layers; linear beyond."""
+    stages: tuple[tuple[LeastTimes, ...], ...]
+    """By mesh: a first, middle and last stage."""
 
 
 def mixtures(job: Job, space: Space, limits: Limits) -> Iterator[Mixture]:
@@ -182,25 +189,49 @@ def _keys(mixture: Mixture) -> set[Key]:
 
 def mixture_bounds(question: Question, found: Sequence[Mixture]) -> list[MixtureBound]:
     """Bounds of all mixtures, all meshes priced together."""
-    meshes = list(dict.fromkeys(mesh for mixture in found for mesh in mixture.meshes))
-    priced = dict(zip(meshes, least_times(question, meshes), strict=True))
+    priced = _least_times(question, list(dict.fromkeys(mesh for m in found for mesh in m.meshes)))
     return [_bound(question.evaluator.job, mixture, priced) for mixture in found]
 
 
-def _bound(job: Job, mixture: Mixture, priced: Mapping[Shape, tuple[tuple[float, ...], ...]]) -> MixtureBound:
+MESHES_AT_ONCE = 64
+"""With all numbers of layers and the optimizer's fractions the arrays of one call fit a cache."""
+
+
+def _least_times(question: Question, meshes: Sequence[Shape]) -> dict[Shape, tuple[LeastTimes, ...]]:
+    """First, middle and last stages. Whole nodes are priced together however many they are: groups of ranks
+    span what their sizes say, and every boundary lies between nodes."""
+    per_node = question.evaluator.job.cluster.gpus_per_node
+    groups: dict[tuple[object, ...], list[Shape]] = {}
+    for mesh in meshes:
+        key = (mesh.gpus_per_node == per_node or mesh.gpus, mesh.sequence_parallel)
+        groups.setdefault(key, []).append(mesh)
+    found: dict[Shape, tuple[LeastTimes, ...]] = {}
+    for members in groups.values():
+        for begin in range(0, len(members), MESHES_AT_ONCE):
+            question.tick()
+            part = members[begin : begin + MESHES_AT_ONCE]
+            found.update(
+                zip(
+                    part,
+                    zip(*(least_times(question, part, role) for role in ROLES), strict=True),
+                    strict=True,
+                )
+            )
+    return found
+
+
+def _bound(job: Job, mixture: Mixture, priced: Mapping[Shape, tuple[LeastTimes, ...]]) -> MixtureBound:
     """No layer takes fewer GPU-seconds than at its cheapest; with k stages as slow as the slowest and one GPU
     at least for each other, eq. 1 is least at (G - 1 + k) work / (N - S + k) for some k."""
     layers, gpus = job.model.layers, job.cluster.gpus
-    work = np.inf
-    least_d = 0.0
-    times = []
-    for mesh in mixture.meshes:
-        *roles, (one_d, two_d) = priced[mesh]
-        times.append(tuple((one, two) for one, two in roles))
-        for one, two in roles:
-            each = min(one, (one + (two - one) * (layers - 1)) / layers)
-            work = min(work, each * mesh.gpus * layers)
-        least_d = min(least_d, one_d, one_d + (two_d - one_d) * (layers - 1))
+    stages = tuple(priced[mesh] for mesh in mixture.meshes)
+    counts = np.arange(1.0, layers + 1.0)
+    work = min(
+        float((stage.t_s / counts).min()) * mesh.gpus * layers
+        for mesh, roles in zip(mixture.meshes, stages, strict=True)
+        for stage in roles
+    )
+    least_d = min(float(first.d_s.min()) for first, *_ in stages)
     value_s = min(
         (mixture.grad_accum - 1 + slow) * work / (gpus - stages + slow)
         for stages in mixture.lengths
@@ -210,7 +241,7 @@ def _bound(job: Job, mixture: Mixture, priced: Mapping[Shape, tuple[tuple[float,
         value_s=(value_s + least_d) * (1 - 1e-9),
         sum_s=work / (gpus - 1),
         least_d_s=least_d,
-        times_s=tuple(times),
+        stages=stages,
     )
 
 
@@ -229,12 +260,15 @@ def solve_mixture(
     windows = _layer_windows(question.evaluator.job, mixture, bound, cap_s)
     if windows is None:
         return None, tally
+    plain = _pipelines(question, mixture, _plain_fronts(mixture, bound, windows))
+    if not improves(plain, mixture.grad_accum, best_s, question.tick):
+        return None, tally
     slots = _Slots(question, mixture, windows, cap_s, tally)
-    relaxed = slots.pipelines(lambda key: slots.least_fronts(key, bound.least_d_s))
+    relaxed = _pipelines(question, mixture, lambda key: slots.least_fronts(key, bound.least_d_s))
     if not improves(relaxed, mixture.grad_accum, best_s, question.tick):
         return None, tally
     slots.price()
-    answer = assign_by(question, slots.pipelines(slots.fronts), mixture.grad_accum, best_s)
+    answer = assign_by(question, _pipelines(question, mixture, slots.fronts), mixture.grad_accum, best_s)
     if answer is None:
         return None, tally
     stages, meshes = [], []
@@ -246,6 +280,41 @@ def solve_mixture(
     return Solution(shape, tuple(stages), answer.value_s), tally
 
 
+def _pipelines(question: Question, mixture: Mixture, fronts: Callable[[Key], StageFronts]) -> Pipelines:
+    """Pipelines of all lengths, of slots with these fronts."""
+    job, lengths = question.evaluator.job, mixture.lengths
+    by_key = {key: fronts(key) for key in _keys(mixture)}
+    return Pipelines(
+        inner=[by_key[_key(mixture, 1, after + 2)] for after in range(lengths[-1] - 1)],
+        first={stages - 1: by_key[_key(mixture, 0, stages)] for stages in lengths},
+        layers=job.model.layers,
+        gpus=job.cluster.gpus,
+        gpus_per_node=job.cluster.gpus_per_node,
+        neighbours=mixture.neighbours(),
+        hides=question.hides,
+    )
+
+
+def _plain_fronts(mixture: Mixture, bound: MixtureBound, windows: Windows) -> Callable[[Key], StageFronts]:
+    """Fronts of the least times, memory unlimited, whatever a stage holds."""
+    fronts = {}
+    for position, role in enumerate(ROLES):
+        points: dict[Size, list[tuple[float, float]]] = {}
+        for mesh, (window, stages) in enumerate(zip(windows, bound.stages, strict=True)):
+            times = stages[position]
+            for layers in window[role]:
+                point = float(times.t_s[layers - 1]), float(times.d_s[layers - 1])
+                points.setdefault(mixture.size(layers, mesh), []).append(point)
+        fronts[role] = {size: _front(found) for size, found in points.items()}
+    return lambda key: fronts[key[0]]
+
+
+def _front(points: list[tuple[float, float]]) -> Front:
+    t_s, d_s = np.array(points).T
+    keep = pareto(t_s, d_s)
+    return Front(t_s[keep], d_s[keep])
+
+
 Windows = list[dict[StageRole, range]]
 """By mesh and role: numbers of layers worth pricing."""
 
@@ -254,14 +323,11 @@ def _layer_windows(job: Job, mixture: Mixture, bound: MixtureBound, cap_s: float
     """Under the cap with memory unlimited, and leaving the others no more than they can take."""
     total = job.model.layers
     most: list[dict[StageRole, int]] = []
-    for times in bound.times_s:
+    for stages in bound.stages:
         here = {}
-        for role, (one, two) in zip(ROLES, times, strict=True):
-            highest = total - 1
-            if np.isfinite(cap_s) and two > one:
-                fit = int((cap_s - one) / (two - one) * (1 + 1e-9)) + 1 if cap_s >= one else 0
-                highest = min(highest, fit)
-            here[role] = highest
+        for role, times in zip(ROLES, stages, strict=True):
+            fast = np.flatnonzero(times.t_s[: total - 1] <= cap_s)
+            here[role] = int(fast[-1]) + 1 if len(fast) else 0
         most.append(here)
     sizes = [mesh.gpus for mesh in mixture.meshes]
     room = _most_together(
@@ -342,20 +408,6 @@ class _Slots:
                 if size not in found or times_s[column] < found[size].t_s[0]:
                     found[size] = Front(times_s[column : column + 1], d_s)
         return found
-
-    def pipelines(self, fronts: Callable[[Key], StageFronts]) -> Pipelines:
-        """Pipelines of all lengths, of slots with these fronts."""
-        job, lengths = self.question.evaluator.job, self.mixture.lengths
-        by_key = {key: fronts(key) for key in self.keys}
-        return Pipelines(
-            inner=[by_key[_key(self.mixture, 1, after + 2)] for after in range(lengths[-1] - 1)],
-            first={stages - 1: by_key[_key(self.mixture, 0, stages)] for stages in lengths},
-            layers=job.model.layers,
-            gpus=job.cluster.gpus,
-            gpus_per_node=job.cluster.gpus_per_node,
-            neighbours=self.mixture.neighbours(),
-            hides=self.question.hides,
-        )
 
     def fronts(self, key: Key) -> dict[Size, Front]:
         return {size: c.front for (other, size), c in self.configs.items() if other == key}
