@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mist_megatron.emit import write
-from mist_megatron.emit.write import write_artifacts, write_file
+from mist_megatron.emit.write import write_artifacts, write_file, write_pieces
 from mist_megatron.errors import InputError
 
 FILES = {"a.txt": "one\n", "sub/b.sh": "#!/bin/sh\n"}
@@ -116,3 +118,43 @@ def test_one_file(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) & 0o600 == 0o600
     with pytest.raises(InputError, match="folder"):
         write_file(tmp_path, "x", force=True)
+
+
+def test_pieces_are_whole_or_not_at_all(tmp_path: Path) -> None:
+    """An interrupt in the middle leaves what was there, and nothing beside it."""
+
+    def interrupted() -> Iterator[str]:
+        yield "half of "
+        raise KeyboardInterrupt
+
+    path = tmp_path / "trace.json"
+    path.write_text("before", "utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        write_pieces(path, interrupted())
+    assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
+    assert path.read_text("utf-8") == "before"
+    write_pieces(path, ["af", "ter"])
+    assert path.read_text("utf-8") == "after"
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    """A link's target is replaced, not the link; a pipe (or /dev/stdout) is written to, not replaced."""
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("before", "utf-8")
+    link.symlink_to(target)
+    write_pieces(link, ["after"])
+    assert link.is_symlink()
+    assert target.read_text("utf-8") == "after"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_pieces(pipe, ["through"])
+        assert os.read(reader, 100) == b"through"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_compressed_by_name(tmp_path: Path) -> None:
+    write_pieces(tmp_path / "trace.json.gz", ["{", "}\n"])
+    assert gzip.decompress((tmp_path / "trace.json.gz").read_bytes()) == b"{}\n"

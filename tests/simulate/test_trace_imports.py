@@ -66,7 +66,7 @@ def test_a_trace_with_no_events_is_json() -> None:
 
 def test_not_a_number_is_refused() -> None:
     names = Names(processes={0: "stage 0"}, threads=("compute",))
-    with pytest.raises(ValueError, match=r"nan"):
+    with pytest.raises(ValueError, match="NaN"):
         "".join(chrome_trace(names, [Slice(0, 0, "forward", "forward", 0.0, float("nan"))]))
 
 
