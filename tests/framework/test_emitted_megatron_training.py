@@ -55,6 +55,9 @@ if "RANK" in os.environ:
     sys.path.insert(0, {here!r})
     import megatron_cpu
     megatron_cpu.install(two_devices="MIST_TWO_DEVICES" in os.environ)
+    if "MIST_WATCH_BYTES" in os.environ:
+        import watch_bytes
+        watch_bytes.start(os.environ["MIST_WATCH_BYTES"])
 """
 
 
@@ -80,9 +83,18 @@ def plan(*stages: StagePlan, **more: object) -> Plan:
 
 
 def train(
-    folder: Path, planned: Plan, *, half: bool = False, more: tuple[str, ...] = (), steps: int = STEPS
+    folder: Path,
+    planned: Plan,
+    *,
+    half: bool = False,
+    more: tuple[str, ...] = (),
+    steps: int = STEPS,
+    watched: bool = False,
 ) -> list[float]:
-    """Write the plan's folder, start its train.sh with `more`, return the mean loss of every step."""
+    """Write the plan's folder, start its train.sh with `more`, return the mean loss of every step.
+
+    `watched`: every rank leaves in the folder what `watch_bytes` counted.
+    """
     out = folder / "emitted"
     write_artifacts(out, artifacts(planned, launch_sources(probe=False)))
     args = (out / "args.sh").read_text()
@@ -110,6 +122,7 @@ def train(
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         **({"MIST_TWO_DEVICES": "1"} if half else {}),
+        **({"MIST_WATCH_BYTES": str(folder)} if watched else {}),
     }
     command = ["bash", str(out / "train.sh"), *HERE_ONLY.split(), *more]
     done = subprocess.run(
