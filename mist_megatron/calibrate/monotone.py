@@ -17,6 +17,12 @@ Every order of S-k is met from S (start at y_i + r_S(i) t), so (*) is needed too
 with the set (r_S <= r_{S-k}) fulfil it by induction: slopes of smaller sets are at least 0, so that the sum
 is at most the one that is 1. They are not needed: where GPU-GPU traffic nearly stops beside a host copy, its
 compute may well run faster than beside GPU-GPU traffic alone, as long as the two together get no more done.
+
+Collectives that wait until compute and GPU-GPU traffic are done add one step: the last k of these two is
+followed not by S-k but by S-k with GPU-GPU traffic, whose slopes then stand in (*); while they wait their
+speed is 0. It asks that copies beside compute are no further ahead than beside the collectives that compute
+holds up. Streams that together take longer than one after the other can break this rightly: then more
+compute, which keeps them apart, does end sooner. So it is a condition on request (`waiting`).
 """
 
 from __future__ import annotations
@@ -25,43 +31,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Slopes = dict[tuple[int, bool], Array]
+"""Of a set of streams, without and with collectives that wait: one row for each order of ends, with a column
+for each stream and one for what waits."""
 
 DIGITS = 4
 """Of a factor in a profile."""
 SLACK = 1e-9
 """What rounding in a sum of speeds may make of an equality."""
-_LARGE_SETS = tuple(sorted((bits for bits in range(16) if bits.bit_count() > 2), key=int.bit_count))
+_COMPUTE, _GPU_GPU = 1, 2
+_BLOCKING = _COMPUTE | _GPU_GPU
+_SETS = tuple(sorted(range(1, 16), key=lambda bits: (bits.bit_count(), bits & _COMPUTE)))
+"""Each after those that its condition looks at: smaller ones, and that with GPU-GPU traffic for compute."""
 
 
-def excess(table: Array) -> Array:
-    """Left side minus right side of (*) for the sets of three and four streams, in a fixed order: above 0
-    where more work would end sooner. Pairs fulfil it when their factors are at least 1."""
-    slopes = _slopes(table)
-    return np.concatenate([_sums(table, bits, slopes) - 1.0 for bits in _LARGE_SETS])
+def excess(table: Array, *, waiting: bool) -> Array:
+    """Left side minus right side of (*), in a fixed order: above 0 where more work would end sooner."""
+    slopes: Slopes = {}
+    found = []
+    for bits in _SETS:
+        _add_slopes(slopes, table, bits, waiting=waiting)
+        found.append(_beside(bits, slopes, waiting=waiting) @ _speeds(table, bits) - 1.0)
+    return np.concatenate(found)
 
 
-def broken_sets(table: Array) -> tuple[int, ...]:
-    """Bit sets of streams in which a stream's work can be outweighed by what it speeds up; by more than a
-    profile's digits."""
-    slopes = _slopes(table)
-    return tuple(b for b in _LARGE_SETS if _sums(table, b, slopes).max() > 1.0 + 10.0**-DIGITS)
-
-
-def monotone(table: Array) -> Array:
-    """The nearest table, in this sense, that fulfils (*), with factors of a profile's digits: small sets
-    first, each set moves towards factors no less than its subsets' as far as it must. A stream that is
-    not faster than in some smaller set keeps its factor."""
+def monotone(table: Array, *, waiting: bool) -> Array:
+    """A table that fulfils (*) near this one, with factors of a profile's digits: small sets first, each set
+    moves towards factors no less than those of its subsets as far as it must. A stream that is not faster
+    than in some smaller set keeps its factor."""
     found = np.ones((16, 4))
-    slopes: dict[int, Array] = {}
-    for bits in sorted(range(1, 16), key=int.bit_count):
+    slopes: Slopes = {}
+    for bits in _SETS:
         members = _members(bits)
         if len(members) > 1:
-            speeds = 1.0 / _rounded(table[bits], up=False)
-            if len(members) > 2:
-                floor = np.maximum(table[bits], _largest_below(found, bits))
-                speeds = _moved(speeds, np.minimum(speeds, 1.0 / floor), _beside(bits, slopes))
-            found[bits, members] = _rounded(1.0 / speeds[members], up=len(members) > 2)
-        slopes[bits] = _slopes_of(found, bits, slopes)
+            compared = [found[bits & ~(1 << k)] for k in members]
+            if waiting and bits & _BLOCKING == _COMPUTE:
+                compared.append(found[bits ^ _BLOCKING])
+            slow = 1.0 / np.max([table[bits], *compared], axis=0)
+            moved = _moved(1.0 / table[bits], slow, _beside(bits, slopes, waiting=waiting)[:, :4])
+            found[bits, members] = _raised(1.0 / moved[members])
+        _add_slopes(slopes, found, bits, waiting=waiting)
     return found
 
 
@@ -74,44 +83,49 @@ def _moved(speeds: Array, slow: Array, beside: Array) -> Array:
     return np.asarray(speeds + share * (slow - speeds))
 
 
-def _rounded(factors: Array, *, up: bool) -> Array:
-    """To the digits that a profile holds; upwards where a smaller factor could break (*)."""
-    places = DIGITS - 1 - np.floor(np.log10(factors))
-    scale = 10.0**places
-    # What is such a number already must not be raised by the last bit of its own division.
-    scaled = np.ceil(factors * scale - 1e-6) if up else np.round(factors * scale)
-    return np.array([float(f"{value:.{DIGITS}g}") for value in scaled / scale])
+def _raised(factors: Array) -> Array:
+    """To the digits that a profile holds, upwards: a smaller factor could break (*). What is such a number
+    already is not raised by the last bit of its own division."""
+    scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(factors)))
+    return np.array([float(f"{value:.{DIGITS}g}") for value in np.ceil(factors * scale - 1e-6) / scale])
 
 
-def _largest_below(table: Array, bits: int) -> Array:
-    return np.max([table[bits & ~(1 << k)] for k in _members(bits)], axis=0)  # type: ignore[no-any-return]
+def _add_slopes(slopes: Slopes, table: Array, bits: int, *, waiting: bool) -> None:
+    for waits in (False, True) if waiting and bits & _BLOCKING else (False,):
+        rows = []
+        for first in _members(bits):
+            own = _after(bits, first, slopes, waits=waits).copy()
+            own[:, first] = (1.0 - own @ _speeds(table, bits)) * table[bits, first]
+            rows.append(own)
+        slopes[bits, waits] = np.concatenate(rows)
 
 
-def _slopes(table: Array) -> dict[int, Array]:
-    """Slopes of the time of every set, one row for each order of ends."""
-    found: dict[int, Array] = {}
-    for bits in sorted(range(1, 16), key=int.bit_count):
-        found[bits] = _slopes_of(table, bits, found)
-    return found
+def _after(bits: int, first: int, slopes: Slopes, *, waits: bool) -> Array:
+    """Slopes of what goes on when `first` has ended."""
+    rest = bits & ~(1 << first)
+    if waits and not rest & _BLOCKING:
+        return slopes[rest | _GPU_GPU, False][:, [0, 4, 2, 3, 1]]
+    return slopes[rest, waits] if rest else np.zeros((1, 5))
 
 
-def _slopes_of(table: Array, bits: int, smaller: dict[int, Array]) -> Array:
-    if bits.bit_count() == 1:
-        return np.eye(4)[_members(bits)]
-    rows = []
-    for first in _members(bits):
-        rest = smaller[bits & ~(1 << first)].copy()
-        rest[:, first] = (1.0 - rest @ (1.0 / table[bits])) * table[bits, first]
-        rows.append(rest)
+def _beside(bits: int, slopes: Slopes, *, waiting: bool) -> Array:
+    """Slopes that the speeds of this set must not use up: of all that can go on without one of it."""
+    rows = [_after(bits, first, slopes, waits=False) for first in _members(bits)]
+    if waiting and bits & _BLOCKING:
+        # What goes on after GPU-GPU traffic without compute is this set again: its speeds use up at most 1.
+        again = bits & ~_GPU_GPU
+        rows += [
+            _after(bits, first, slopes, waits=True)
+            for first in _members(bits)
+            if again & _BLOCKING or bits & ~(1 << first) != again
+        ]
     return np.concatenate(rows)
 
 
-def _beside(bits: int, slopes: dict[int, Array]) -> Array:
-    return np.concatenate([slopes[bits & ~(1 << k)] for k in _members(bits)])
-
-
-def _sums(table: Array, bits: int, slopes: dict[int, Array]) -> Array:
-    return np.asarray(_beside(bits, slopes) @ (1.0 / table[bits]))
+def _speeds(table: Array, bits: int) -> Array:
+    """Of the four streams, and of what waits; those outside the set have no slope."""
+    alone = bits.bit_count() == 1
+    return np.append(np.ones(4) if alone else 1.0 / table[bits], 0.0)
 
 
 def _members(bits: int) -> list[int]:
