@@ -31,6 +31,8 @@ from mist_patches.deepspeed_groups import put
 from mist_patches.hooking import PatchRefused, check_fraction, log
 
 ATTRIBUTE = "mist_activation_offload"
+RECOMPUTED = "_mist_recomputed"
+"""On a recomputing forward: the one that it wraps."""
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
@@ -65,6 +67,10 @@ def recompute_and_offload(
             layers = transformer_layers(self.module)
             if recomputed > len(layers):
                 raise PatchRefused(f"{recomputed} layers to recompute, the model has {len(layers)}")
+            for layer in layers:
+                original_forward = getattr(layer.forward, RECOMPUTED, None)  # of an engine before this one
+                if original_forward is not None:
+                    layer.forward = original_forward
             for layer in layers[:recomputed]:
                 layer.forward = _recomputing(layer.forward)
             offload = GatheredActivationOffload(layers[recomputed:], fraction, min_bytes)
@@ -83,13 +89,21 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*inputs, **options)
         return checkpoint(forward, *inputs, use_reentrant=False, **options)
 
+    setattr(recomputed, RECOMPUTED, forward)
     return recomputed
 
 
 class GatheredActivationOffload(ActivationOffload):
     """Knows the weights of a layer when it saves: ZeRO 3 gathers them after the layer has been entered."""
 
+    def _enter(self, layer: nn.Module, inputs: Any, named: Any) -> None:
+        super()._enter(layer, inputs, named)
+        self._given = self._staying - _places(layer)
+
     def _pack(self, tensor: torch.Tensor, tape: Any) -> Any:
-        layer = self._open[-1][0]
-        self._parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+        self._staying = self._given | _places(self._open[-1][0])
         return super()._pack(tensor, tape)
+
+
+def _places(layer: nn.Module) -> set[int]:
+    return {p.untyped_storage().data_ptr() for p in layer.parameters()}

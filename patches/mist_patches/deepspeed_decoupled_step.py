@@ -242,6 +242,8 @@ def _flush_points(stage3: type, stage12: type) -> list[Undo]:
         (mixed_precision_linkage, "get_full_hp_param", ("self", "optim_state_key")),
     ]
     undone = [put(owner, name, parameters, _flushed) for owner, name, parameters in points]
+    undone.append(put(made, "destroy", ("self",), _flush_own))
+    undone.append(put(made, "__del__", ("self",), _drop))
     undone.append(put(made, "_configure_zero_optimizer", ("self", "optimizer"), _watch_modules))
     undone.append(put(made, "_configure_bf16_optimizer", ("self", "optimizer"), _refuse_bf16_optimizer))
     return undone
@@ -255,6 +257,32 @@ def _refuse_bf16_optimizer(original: Callable[..., Any]) -> Any:
         )
 
     return _configure_bf16_optimizer
+
+
+def _flush_own(original: Callable[[Any], None]) -> Any:
+    """Whoever destroys an engine may go on to use its module."""
+
+    def destroy(self: Any) -> None:
+        flush(getattr(self, "optimizer", None))
+        original(self)
+
+    return destroy
+
+
+def _drop(original: Callable[[Any], None]) -> Any:
+    """The garbage collector runs when it likes: other ranks would not gather with this one."""
+
+    def __del__(self: Any) -> None:
+        steps = steps_of(getattr(self, "optimizer", None))
+        if steps is not None and steps.waiting:
+            log.warning(
+                "decoupled steps: an engine is gone with %d groups not stepped; engine.destroy() steps them",
+                len(steps.waiting),
+            )
+            steps.waiting.clear()
+        original(self)
+
+    return __del__
 
 
 def _flushed(original: Callable[..., Any]) -> Any:

@@ -313,7 +313,9 @@ def _refuse_compiling(original: Callable[..., None]) -> Any:
 
 
 class _Missing(TorchDispatchMode):
-    """Finds weights that are read while they are away."""
+    """Finds weights that are read while they are away (and keeps torch.compile out of the first pass)."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, weights: FlatWeights) -> None:
         super().__init__()
@@ -324,7 +326,10 @@ class _Missing(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and not func.name().endswith("_like"):
+        reads = not isinstance(func, torch._ops.OpOverload) or not (
+            func.is_view or func.name().endswith("_like")
+        )
+        if reads:
             for tensor in _tensors((args, kwargs)):
                 if tensor.numel() and tensor.layout is torch.strided and not _bytes_there(tensor):
                     name = self._names.get(tensor.untyped_storage()._cdata, "")

@@ -87,7 +87,8 @@ def _bring_to_master(original: Callable[[Any, int], None]) -> Any:
         if hasattr(self, BUFFERS):
             place = self.fp32_partitioned_groups_flat[sub_group_id].device
             grads = self.averaged_gradients[sub_group_id]
-            self.averaged_gradients[sub_group_id] = [g.to(place, non_blocking=True) for g in grads]
+            ahead = place.type != "cpu"  # the host would read what has not arrived yet
+            self.averaged_gradients[sub_group_id] = [g.to(place, non_blocking=ahead) for g in grads]
         original(self, sub_group_id)
 
     return _prepare_fp32_grad_for_sub_group

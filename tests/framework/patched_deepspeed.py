@@ -51,6 +51,10 @@ class Case:
     mutate: str | None = None
     model: str = ""
     """A change to the tiny GPT, by name: see `altered`."""
+    way: str = ""
+    """How the engine is used, by name: "late" builds it before the patches are applied, "destroyed" reads the
+    weights after the engine's end, "again" resumes over the same module, "two" trains a second engine too,
+    "no_sync" reduces nothing in the first micro-batch, "evaluation" has no optimizer."""
     pipeline: list[dict[str, Any]] | None = None
     """One entry per stage, as in stages.json; without the patch of the same name the stages are even."""
     against: int | None = None
@@ -206,6 +210,7 @@ def mutated(name: str | None) -> Any:
         "rates_of_today": (group_steps, "RATES", ()),
         "no_flush": (decoupled, "_flushed", lambda original: original),
         "no_flush_before_saving": (decoupled, "_flush_before", lambda *_: lambda module, *more: None),
+        "no_flush_at_the_end": (decoupled, "_flush_own", lambda original: original),
         "no_step_before_gather": (decoupled, "_before_gather", lambda original: original),
         "no_step_before_forward": (decoupled, "_step_before", lambda *_: lambda module, inputs: None),
         "no_copy_in": (host_copies.Held, "fetch", fetch_nothing),
@@ -220,12 +225,16 @@ def mutated(name: str | None) -> Any:
         yield
 
 
-def build(case: Case) -> Any:
+def build(case: Case, model: Any = None) -> Any:
     import deepspeed
     import torch
 
-    model = tiny_pipeline(len(case.pipeline)) if case.pipeline else tiny_gpt(case.checkpointed)
-    altered(model, case.model)
+    if model is None:
+        model = tiny_pipeline(len(case.pipeline)) if case.pipeline else tiny_gpt(case.checkpointed)
+        altered(model, case.model)
+    if case.way == "evaluation":
+        words = {k: v for k, v in configuration(case).items() if k not in {"optimizer", "scheduler"}}
+        return deepspeed.initialize(model=model, config=words)[0]
     parameters: Any = list(model.parameters())
     if case.two_groups:
         parameters = [
@@ -290,11 +299,14 @@ def micro_steps(engine: Any, case: Case, step: int) -> Any:
         return engine.train_batch(iter(rows)).detach().float().reshape(1)
     total = torch.zeros(1)
     for micro, (tokens, labels) in enumerate(rows):
-        loss = engine(tokens, labels)
-        total += loss.detach().float() / case.accumulate
-        spoiled = step == case.inf_at and micro == 0 and rank == 0
-        engine.backward(loss * float("inf") if spoiled else loss)
-        engine.step()
+        apart = case.way == "no_sync" and not micro
+        with engine.no_sync() if apart else contextlib.nullcontext():
+            loss = engine(tokens, labels)
+            total += loss.detach().float() / case.accumulate
+            spoiled = step == case.inf_at and micro == 0 and rank == 0
+            engine.backward(loss * float("inf") if spoiled else loss)
+        if not apart:
+            engine.step()
     torch.distributed.all_reduce(total)
     return total / world
 
@@ -314,6 +326,11 @@ def evaluate(engine: Any, case: Case) -> float:
 def train(case: Case) -> tuple[Any, dict[str, Any]]:
     engine = build(case)
     losses, norms, skipped, evaluated, events = [], [], [], [], []
+    if case.way == "late":
+        apply_patches(case)
+    if case.way == "evaluation":
+        return engine, {"losses": [], "norms": [], "evaluated": [evaluate(engine, case)]}
+    other = build(case) if case.way == "two" else None
     for step in range(case.steps):
         if step == case.resume_at:
             engine = resumed(engine, case)
@@ -323,7 +340,9 @@ def train(case: Case) -> tuple[Any, dict[str, Any]]:
             meter.peak_bytes = meter.now_bytes
         before = engine.skipped_steps
         losses.append(float(micro_steps(engine, case, step)))
-        norms.append(float(engine.get_global_grad_norm()))
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+        if other is not None:
+            losses.append(float(micro_steps(other, case, step)))
         if engine.skipped_steps != before:
             skipped.append(step)
         if step == case.evaluate_at:
@@ -351,7 +370,7 @@ def resumed(engine: Any, case: Case) -> Any:
     torch.distributed.broadcast_object_list(folder, 0)
     engine.save_checkpoint(folder[0], tag="t")
     engine.destroy()
-    engine = build(case)
+    engine = build(case, engine.module if case.way == "again" else None)
     engine.load_checkpoint(folder[0], tag="t")
     return engine
 
@@ -449,8 +468,14 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
     undone: list[Any] = []
     try:
         with mutated(case.mutate):
-            undone = apply_patches(case)
+            undone = [] if case.way == "late" else apply_patches(case)
             engine, found = train(case)
+            if case.way in {"destroyed", "evaluation"}:
+                engine.destroy()
+                left = engine.module.named_parameters() if case.way == "destroyed" else ()
+                finals.append({name: p.detach().clone() for name, p in left})
+                found["difference"] = apart(finals, case)
+                return found
             saved = {name: w.clone() for name, w in engine.module.state_dict().items()}
             finals.append(masters(engine))
             if case.zero in {1, 2}:  # with ZeRO 3 a module has no weights of its own to save
@@ -473,11 +498,17 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
             undo()
         hooking.undo_all()
         groups.mpu = None  # a pipeline leaves its own behind
-    if case.against is not None:
-        pairs = zip(finals[-1].values(), finals[case.against].values(), strict=True)
-        found["difference"] = max(float((a - b).abs().max()) for a, b in pairs)
+    found["difference"] = apart(finals, case)
     engine.destroy()
     return found
+
+
+def apart(finals: list[Any], case: Case) -> float | None:
+    if case.against is None:
+        return None
+    mine, theirs = finals[-1], finals[case.against]
+    assert mine.keys() == theirs.keys()
+    return max((float((mine[name] - theirs[name]).abs().max()) for name in mine), default=0.0)
 
 
 def main() -> None:
