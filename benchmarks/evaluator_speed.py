@@ -146,6 +146,7 @@ class PlainPython:
                 "accumulate": float(terms.stable["gradient_accumulation"].per_layer),
                 "embedding": float(loads.embedding.forward_s) if loads.embedding else 0.0,
                 "host": float(terms.stable["host_work"].fixed) / 2,
+                "send": float(terms.stable["pipeline_p2p"].fixed),
                 "edge": edge,
                 "edge_back": back,
                 "weights": 2 * count / (dp if grid.zero >= 3 else 1.0),
@@ -167,15 +168,41 @@ class PlainPython:
     def run(
         self, compute: float, then: float, arriving: tuple[float, float], leaving: tuple[float, float]
     ) -> tuple[float, float]:
-        """Seconds beyond compute and what follows it, of a layer inside a run and of its last one."""
+        """Seconds beyond compute and what follows it, of a layer inside a run and of one beside which nothing
+        comes in."""
         (gather, copy_in), (reduce, copy_out) = arriving, leaving
         inside = overlapped_time_of_row((compute, gather + reduce, copy_in, copy_out), self.factors, then)
         last = overlapped_time_of_row((compute, reduce, 0.0, copy_out), self.factors, then)
         return inside - compute - then, last - compute - then
 
+    def ending(self, compute: float, then: float, reduce: float, copy_out: float) -> float:
+        """Seconds beyond compute and what follows it of a layer whose copy nobody waits for."""
+        computed = overlapped_time_of_row((compute, reduce, 0.0, 0.0), self.factors)
+        first, (copy_out,) = self.chain(0, computed, {3: copy_out})
+        second, _ = self.chain(1, then, {3: copy_out})
+        return first + second - compute - then
+
+    def chain(self, stream: int, work: float, copies: dict[int, float]) -> tuple[float, list[float]]:
+        """Until a stream is done, and what is left of the copies beside it."""
+        spent = 0.0
+        while work > 0.0:
+            active = [k for k, left in copies.items() if left > 0.0]
+            row = (1 << stream) + sum(1 << k for k in active)
+            slow = {k: float(self.factors[row, k]) if active else 1.0 for k in (stream, *active)}
+            step = min([work * slow[stream], *(copies[k] * slow[k] for k in active)])
+            spent += step
+            work = 0.0 if step == work * slow[stream] else work - step / slow[stream]
+            copies = {k: max(left - step / slow[k], 0.0) if k in slow else left for k, left in copies.items()}
+        return spent, list(copies.values())
+
     def arrival(self, beside: float, arriving: tuple[float, float]) -> float:
-        """What the first arrival of a pass adds, beside the embedding or the host's work."""
+        """What the first arrival of a pass adds to the embedding."""
         return overlapped_time_of_row((beside, *arriving, 0.0), self.factors) - beside
+
+    def into_backward(self, table: dict[str, float], gather: float, copy_in: float) -> float:
+        """What it adds to sending off the result of the pass before and to the host's work."""
+        sent, (left,) = self.chain(1, table["send"], {2: copy_in})
+        return sent - table["send"] + max(self.arrival(0.0, (gather, left)) - table["host"], 0.0)
 
     def passes(self, grid: StageGrid, table: dict[str, float], again: float, offloaded: float) -> list[float]:
         """Of forward, backward, first forward, last backward: exposed in a layer inside, in the last one, and
@@ -197,16 +224,21 @@ class PlainPython:
         stepped = (table["gather"], step_in)
         left = overlapped_time_of_row((0.0, table["reduce"], 0.0, grads_out), self.factors)
         first = table["embedding"]
-        into_backward = max(self.arrival(0.0, arriving) - table["host"], 0.0)
+        # The last layers are the recomputed ones: what they need for backward has not been offloaded.
+        begun = self.into_backward(table, gather3, weights_in + grads_in)
+        inside, _ = self.run(backward, twice, arriving, (reduce2, grads_out))
+        inside_last, _ = self.run(backward, twice, arriving, (table["reduce"], grads_out))
         return [
             *self.run(forward, then, (gather3, weights_in), (0.0, out)),
             self.arrival(first, (gather3, weights_in)),
-            *self.run(backward, twice, arriving, (reduce2, grads_out)),
-            into_backward,
+            inside,
+            min(self.ending(backward, twice, reduce2, grads_out), inside),
+            begun,
             *self.run(forward + table["step"], then, stepped, (0.0, out + step_out)),
             self.arrival(first, stepped),
-            *self.run(backward, twice, arriving, (table["reduce"], grads_out)),
-            into_backward + left,
+            inside_last,
+            min(self.ending(backward, twice, table["reduce"], grads_out), inside_last),
+            begun + left,
         ]
 
     def __call__(self, grid: StageGrid) -> tuple[float, float, float, bool]:

@@ -305,5 +305,7 @@ def _time_context(
         cluster_gpus=job.cluster.gpus,
         cluster_gpus_per_node=job.cluster.gpus_per_node,
         context_parallel=execution.context_parallel,
+        model_layers=job.model.layers,
         without=without,
+        recomputes_first_layers=conventions.recomputes_first_layers,
     )

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 STREAMS = ("compute", "gpu_gpu", "host_to_device", "device_to_host")
-_COMPUTE, _GPU_GPU = 0, 1
+COMPUTE, GPU_GPU = 0, 1
 _COPIES = (2, 3)
 _CHUNK = 8192
 """Rows worked on at a time: the dozen temporaries of a chunk stay in a second-level cache."""
@@ -51,7 +51,7 @@ def overlapped_time(streams: Sequence[Array | float], factors: Array, then: Arra
         # Nothing runs beside what follows.
         return _until_done(arrays, active, shape, factors) + after
     if len(active) == 1:
-        pair, both = [after, arrays[active[0]]], [_GPU_GPU, active[0]]
+        pair, both = [after, arrays[active[0]]], [GPU_GPU, active[0]]
         return np.array(np.broadcast_to(_two_streams(pair, both, factors), shape))
     if len(active) == 2:
         pair = [arrays[index] for index in active]
@@ -96,7 +96,7 @@ def _two_and_then(times: list[Array], active: list[int], factors: Array, then: A
     """The same of two streams and what follows the first of them, where one is a copy; beside two copies it
     runs at once."""
     if active[0] in _COPIES:
-        return _together([then, *times], [_GPU_GPU, *active], factors, None)
+        return _together([then, *times], [GPU_GPU, *active], factors, None)
     if active[1] not in _COPIES:
         return _two_streams(times, active, factors) + then
     row = (1 << active[0]) | (1 << active[1])
@@ -104,7 +104,7 @@ def _two_and_then(times: list[Array], active: list[int], factors: Array, then: A
     together = np.minimum(times[0] * slow_first, times[1] * slow_copy)
     first_left, copy_left = times[0] - together / slow_first, times[1] - together / slow_copy
     # One of the two is done; where the copy is, what follows has the device for itself.
-    return together + first_left + _two_streams([then, copy_left], [_GPU_GPU, active[1]], factors)
+    return together + first_left + _two_streams([then, copy_left], [GPU_GPU, active[1]], factors)
 
 
 def _together(times: list[Array], active: list[int], factors: Array, then: Array | None) -> Array:
@@ -136,13 +136,49 @@ def _together(times: list[Array], active: list[int], factors: Array, then: Array
     return total
 
 
+def until_done(
+    stream: int, work_s: Array, copies: tuple[Array, Array], factors: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    """Seconds until compute or GPU-GPU traffic is done, however long the copies in and out beside it go on;
+    and what is left of these."""
+    copy_in, copy_out = copies
+    in_s, out_s = bool(np.any(copy_in)), bool(np.any(copy_out))
+    if not np.any(work_s) or not (in_s or out_s):
+        return work_s, copies
+    if not out_s:
+        spent, left = _until_first(stream, work_s, 2, copy_in, factors)
+        return spent, (left, copy_out)
+    if not in_s:
+        spent, left = _until_first(stream, work_s, 3, copy_out, factors)
+        return spent, (copy_in, left)
+    row = (1 << stream) | 0b1100
+    slow, slow_in, slow_out = (float(factors[row, index]) for index in (stream, 2, 3))
+    together = np.minimum(work_s * slow, np.minimum(copy_in * slow_in, copy_out * slow_out))
+    work_left = np.maximum(work_s - together / slow, 0.0)
+    in_left, out_left = copy_in - together / slow_in, copy_out - together / slow_out
+    # At most one copy is left beside what is left of the stream.
+    beside_in, in_left = _until_first(stream, work_left, 2, in_left, factors)
+    beside_out, out_left = _until_first(stream, work_left, 3, out_left, factors)
+    return together + beside_in + beside_out - work_left, (in_left, out_left)
+
+
+def _until_first(
+    stream: int, work_s: Array, other: int, copy_s: Array, factors: Array
+) -> tuple[Array, Array]:
+    """Seconds until the first of two streams is done, and what is left of the other."""
+    row = (1 << stream) | (1 << other)
+    slow, slow_copy = float(factors[row, stream]), float(factors[row, other])
+    together = np.minimum(work_s * slow, copy_s * slow_copy)
+    return work_s + together * (1.0 - 1.0 / slow), np.maximum(copy_s - together / slow_copy, 0.0)
+
+
 def overlapped_time_of_row(streams: Sequence[float], factors: Array, then: float = 0.0) -> float:
     """The same for one row in plain Python, written as the algorithm reads: for tests and learners."""
     rest = {index: value for index, value in enumerate(streams) if value > 0.0}
     total = 0.0
     while rest or then > 0.0:
-        if then > 0.0 and _COMPUTE not in rest and _GPU_GPU not in rest:
-            rest, then = {**rest, _GPU_GPU: then}, 0.0
+        if then > 0.0 and COMPUTE not in rest and GPU_GPU not in rest:
+            rest, then = {**rest, GPU_GPU: then}, 0.0
         row = sum(1 << index for index in rest)
         slow = {index: float(factors[row, index]) if len(rest) > 1 else 1.0 for index in rest}
         step = min(value * slow[index] for index, value in rest.items())

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mist_megatron.cost.communication import Template
-from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.overlap import overlapped_time
+from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.phases import NOTHING_BETWEEN, Between, Phase, departure_s, dropped_if_idle, phase
 from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.step_time import boundary_terms, step_terms
 from mist_megatron.cost.terms import (
@@ -35,39 +35,13 @@ from mist_megatron.cost.traffic import Traffic, host_copy, layer_traffic
 
 
 @dataclass(frozen=True)
-class _Phase:
-    inside_s: Array
-    """Exposed beyond compute and what stops it, of a layer inside a run of layers ..."""
-    last_s: Array
-    """... and of its last one, beside which nothing comes in."""
-    alone_s: Array
-    """Once per run: the first arrival, and the last departure where nothing follows."""
-
-
-@dataclass(frozen=True)
-class _Before:
-    """What a stage is busy with when the first layer of a pass may fetch what it needs."""
-
-    host_s: Array
-    compute_s: Array
-    """Embedding or head, where the pass begins with it."""
-
-    def arrival_s(self, gather_s: Array, copy_in_s: Array, factors: Array) -> Array:
-        """What the first arrival adds to that."""
-        if gather_s is ZERO and copy_in_s is ZERO:
-            return ZERO
-        beside = (self.compute_s, gather_s, copy_in_s, ZERO)
-        return np.maximum(overlapped_time(beside, factors) - self.compute_s - self.host_s, 0.0)
-
-
-@dataclass(frozen=True)
 class _Run:
     """The four passes of a kind of layer."""
 
-    forward: _Phase
-    backward: _Phase
-    first: _Phase
-    last: _Phase
+    forward: Phase
+    backward: Phase
+    first: Phase
+    last: Phase
     tensor_s: Array
     """Tensor-parallel collectives that stop compute, forward and backward together."""
     blocking_s: Array
@@ -78,14 +52,19 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
     """All terms of t and d over a grid."""
     stable: dict[str, Linear] = {}
     delta: dict[str, Linear] = {}
-    _block_terms(grid, loads, context, stable, delta)
+    hops: dict[str, Linear] = {}
+    last_hops: dict[str, Linear] = {}
+    boundary_terms(grid, loads, context, hops, last_hops)
+    between = _between_passes(grid, loads, context, hops.get("pipeline_p2p", Linear()))
+    _block_terms(grid, loads.block, context, between, (stable, delta))
     for name, load in (("embedding", loads.embedding), ("head", loads.head)):
         if load is not None:
             _edge_layer_terms(name, edge_grid(grid, context.template), load, context, stable, delta)
     stable["host_work"] = Linear(np.asarray(_host_s(grid, context)))
     delta["host_step"] = Linear(np.asarray(context.template.host_s_per_step))
     step_terms(grid, loads, context, delta)
-    boundary_terms(grid, loads.boundary_bytes, context, stable, delta)
+    stable.update(hops)
+    delta.update(last_hops)
     for name in context.without:
         stable.pop(name, None)
         delta.pop(name, None)
@@ -98,32 +77,37 @@ def _host_s(grid: StageGrid, context: TimeContext) -> float:
     return context.template.host_s_per_micro_batch + exchange_s
 
 
-def _before_passes(grid: StageGrid, loads: StageLoads, context: TimeContext) -> tuple[_Before, _Before]:
-    """Before the first layer of a forward and of a backward pass. The stage's host work comes first; where
-    embedding or head do, it is their own arrivals that it hides."""
+def _between_passes(
+    grid: StageGrid, loads: StageLoads, context: TimeContext, hops: Linear
+) -> tuple[Between, Between]:
+    """Before the first layer of a forward and of a backward pass: the stage sends off the result of the pass
+    before and does its host work. Where embedding or head come first, these are what hides arrivals; the
+    stage has sent nothing then, the pass before having ended the pipeline."""
     host_s = 0.0 if "host_work" in context.without else _host_s(grid, context) / (2 * grid.vpp)
-    host = _Before(np.asarray(host_s), ZERO)
-    forward = host if loads.embedding is None else _Before(ZERO, loads.embedding.forward_s)
-    backward = host if loads.head is None else _Before(ZERO, loads.head.backward_s)
+    exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
+    send_s = ZERO if "pipeline_p2p" in context.without else hops.fixed / (exchanges * grid.vpp)
+    usual = Between(send_s, np.asarray(host_s), ZERO)
+    forward = usual if loads.embedding is None else Between(ZERO, ZERO, loads.embedding.forward_s)
+    backward = usual if loads.head is None else Between(ZERO, ZERO, loads.head.backward_s)
     return forward, backward
 
 
 def _block_terms(
     grid: StageGrid,
-    loads: StageLoads,
+    load: LayerLoad,
     context: TimeContext,
-    stable: dict[str, Linear],
-    delta: dict[str, Linear],
+    between: tuple[Between, Between],
+    terms: tuple[dict[str, Linear], dict[str, Linear]],
 ) -> None:
-    load, before = loads.block, _before_passes(grid, loads, context)
+    stable, delta = terms
     traffic = layer_traffic(grid, load, context)
     again = (load.selective_s, load.selective_collective_s) if grid.selective else (ZERO, ZERO)
-    kept = _run(grid, load, traffic, context, again=again, saved_bytes=load.saved_bytes, before=before)
+    kept = _run(grid, load, traffic, context, again=again, saved_bytes=load.saved_bytes, between=between)
     whole = kept
     if np.any(grid.ckpt):
         # What a recomputed layer keeps is its input, which is too small to be worth offloading.
         again_whole = (load.forward_s, load.forward_collective_s)
-        whole = _run(grid, load, traffic, context, again=again_whole, saved_bytes=ZERO, before=before)
+        whole = _run(grid, load, traffic, context, again=again_whole, saved_bytes=ZERO, between=between)
     stable["forward"] = Linear(per_layer=load.forward_s)
     stable["backward"] = Linear(per_layer=load.backward_s)
     stable["recompute"] = Linear(per_layer=again[0], per_ckpt=load.forward_s - again[0])
@@ -140,22 +124,15 @@ def _block_terms(
     _accumulation_terms(Linear(per_layer=load.parameters), context, stable, delta)
 
 
-def _exposed(grid: StageGrid, kept: _Phase, whole: _Phase) -> Linear:
+def _exposed(grid: StageGrid, kept: Phase, whole: Phase) -> Linear:
     """What the layers of a pass expose; one of each run of them is its last."""
     inside = _mixed(kept.inside_s, whole.inside_s)
     return inside + _once(grid, kept.last_s - kept.inside_s, whole.last_s - whole.inside_s)
 
 
-def _beyond(grid: StageGrid, kept: tuple[_Phase, _Phase], whole: tuple[_Phase, _Phase]) -> Linear:
+def _beyond(grid: StageGrid, kept: tuple[Phase, Phase], whole: tuple[Phase, Phase]) -> Linear:
     """What a first or last pass exposes beyond the steady one, (pass, steady) of both kinds of layers."""
-    more = [
-        _Phase(
-            special.inside_s - steady.inside_s,
-            special.last_s - steady.last_s,
-            special.alone_s - steady.alone_s,
-        )
-        for special, steady in (kept, whole)
-    ]
+    more = [special.minus(steady) for special, steady in (kept, whole)]
     return _exposed(grid, *more) + _once(grid, more[0].alone_s, more[1].alone_s)
 
 
@@ -170,8 +147,8 @@ def _edge_layer_terms(
     """Embedding and head: one layer each, never recomputed, its activations never offloaded."""
     quiet = replace(grid, activations_offload=ZERO)
     traffic = layer_traffic(quiet, load, context)
-    alone = (_Before(ZERO, ZERO),) * 2
-    run = _run(quiet, load, traffic, context, again=(ZERO, ZERO), saved_bytes=ZERO, before=alone)
+    alone = (NOTHING_BETWEEN, NOTHING_BETWEEN)
+    run = _run(quiet, load, traffic, context, again=(ZERO, ZERO), saved_bytes=ZERO, between=alone)
     stable[name] = Linear(
         load.forward_s
         + load.backward_s
@@ -217,21 +194,28 @@ def _run(
     *,
     again: tuple[Array, Array],
     saved_bytes: Array,
-    before: tuple[_Before, _Before],
+    between: tuple[Between, Between],
 ) -> _Run:
     """The four passes of one kind of layer; `again` is recomputed compute and collectives."""
     passes = layer_passes(grid, load, traffic, context, again=again, saved_bytes=saved_bytes)
     factors = context.interference
     added = accumulation_seconds(load.parameters, context)
-    into_forward, into_backward = before
-    backward = _phase(passes.backward, factors, added, into_backward)
-    last = backward if passes.last is passes.backward else _phase(passes.last, factors, added, into_backward)
-    departure = _departure_s(passes.last, factors)
+    into_forward = between[0].exposed_s(passes.forward, passes.backward, factors)
+    # Where a stage's last layers are the recomputed ones, they follow the others forward, and their backward
+    # pass comes first: nothing that they saved has to come in before it.
+    followed = not context.recomputes_first_layers
+    ends = passes
+    if followed and np.any(saved_bytes):
+        quiet = replace(grid, activations_offload=ZERO)
+        ends = layer_passes(quiet, load, traffic, context, again=again, saved_bytes=ZERO)
+    into_backward = between[1].exposed_s(ends.backward, ends.forward, factors)
+    into_first = between[0].exposed_s(passes.first, passes.backward, factors)
+    departure = departure_s(passes.last, factors)
     return _Run(
-        _phase(passes.forward, factors, ZERO, into_forward),
-        backward,
-        _phase(passes.first, factors, ZERO, into_forward),
-        replace(last, alone_s=last.alone_s + departure),
+        phase(passes.forward, factors, ZERO, into_forward, followed=followed),
+        phase(passes.backward, factors, added, into_backward),
+        phase(passes.first, factors, ZERO, into_first, followed=followed),
+        phase(passes.last, factors, added, into_backward + departure),
         passes.forward.tensor_s + passes.backward.tensor_s,
         passes.forward.blocking_gather_s
         + passes.backward.blocking_gather_s
@@ -305,34 +289,8 @@ def _gathers_again(load: LayerLoad, template: Template, recomputed_s: Array) -> 
     return np.asarray(load.parameters > template.zero3_reuse_elements, dtype=np.float64)
 
 
-def _phase(streams: PassStreams, factors: Array, added_s: Array, before: _Before) -> _Phase:
-    """`added_s` is compute besides: gradients added to old ones."""
-    gather, copy_in = _dropped_if_idle(streams.gather_s), _dropped_if_idle(streams.copy_in_s)
-    reduce, copy_out = _dropped_if_idle(streams.reduce_s), _dropped_if_idle(streams.copy_out_s)
-    if all(stream is ZERO for stream in (gather, copy_in, reduce, copy_out)):
-        return _Phase(ZERO, ZERO, ZERO)
-    compute = streams.compute_s + added_s
-    then = streams.tensor_s + streams.blocking_gather_s + streams.blocking_reduce_s
-    inside = overlapped_time((compute, gather + reduce, copy_in, copy_out), factors, then)
-    last = inside
-    if gather is not ZERO or copy_in is not ZERO:
-        last = overlapped_time((compute, reduce, ZERO, copy_out), factors, then)
-    serial = compute + then
-    return _Phase(inside - serial, last - serial, before.arrival_s(gather, copy_in, factors))
-
-
-def _departure_s(streams: PassStreams, factors: Array) -> Array:
-    """What the last layer of an iteration sends off, beside which nothing runs."""
-    return overlapped_time((ZERO, streams.reduce_s, ZERO, streams.copy_out_s), factors)
-
-
-def _dropped_if_idle(stream: Array) -> Array:
-    """An idle stream loses its axes, so that it does not blow up the grid for nothing."""
-    return stream if stream.any() else ZERO
-
-
 def _mixed(kept: Array, whole: Array) -> Linear:
-    return Linear(per_layer=kept, per_ckpt=_dropped_if_idle(np.asarray(whole - kept)))
+    return Linear(per_layer=kept, per_ckpt=dropped_if_idle(np.asarray(whole - kept)))
 
 
 def _once(grid: StageGrid, kept: Array, whole: Array) -> Linear:

@@ -85,8 +85,11 @@ class TimeContext:
     cluster_gpus: int
     cluster_gpus_per_node: int
     context_parallel: int
+    model_layers: int
     without: frozenset[str]
     """Names of terms that are left out, for comparison with models that leave them out."""
+    recomputes_first_layers: bool = True
+    """Of a stage's layers the first are the recomputed ones; its last ones otherwise."""
 
     @property
     def step_hides(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned, template_of
+from mist_megatron.cost.conventions import conventions_of
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.overlap import no_interference
 from mist_megatron.cost.pricing import Priced
@@ -18,7 +19,9 @@ from mist_megatron.spec.plan import Execution
 
 PARAMETERS = 100.0
 HOST_S = 0.01
-"""More than the host's work of a micro-batch, which hides the beginning of first arrivals."""
+"""More than the host's work of a micro-batch, which hides the beginning of first arrivals ..."""
+HOP_S = 7.0
+"""... as does the send of a middle stage's result of the pass before."""
 
 
 def priced(seconds: Any) -> Priced:
@@ -91,7 +94,7 @@ GRID = StageGrid(
 
 
 def terms_of(
-    target: str, grid: StageGrid = GRID, **execution: Any
+    target: str, grid: StageGrid = GRID, block: LayerLoad = BLOCK, **execution: Any
 ) -> tuple[dict[str, float], dict[str, float]]:
     switches = Execution(**execution)
     context = TimeContext(
@@ -105,9 +108,11 @@ def terms_of(
         cluster_gpus=4,
         cluster_gpus_per_node=4,
         context_parallel=1,
+        model_layers=8,
         without=frozenset(),
+        recomputes_first_layers=conventions_of(target, switches).recomputes_first_layers,  # type: ignore[arg-type]
     )
-    loads = StageLoads(block=BLOCK, embedding=None, head=None, boundary_bytes=array(7))
+    loads = StageLoads(block=block, embedding=None, head=None, boundary_bytes=array(HOP_S))
     result = stage_terms(grid, loads, context)
     return tuple(  # type: ignore[return-value]
         {name: float(term.at(grid.layers, grid.ckpt)) for name, term in terms.items()}
@@ -191,20 +196,33 @@ def test_mist_swaps_optimizer_states_behind_the_first_forward() -> None:
     # Per layer in (and out): 2 s * 12 B * 25 parameters = 600 s, hidden behind 1012.5 s of forward and step,
     # except the first layer's swap in (the last one's swap out is beside the next pass); gathers of 200 s
     # hide too, but for the first, which arrives beside the longer swap.
-    assert delta["first_forward_traffic"] == pytest.approx(600, abs=HOST_S)
+    assert delta["first_forward_traffic"] == pytest.approx(600 - HOP_S, abs=HOST_S)
     assert delta["optimizer_compute"] == pytest.approx(6 * 0.5 * 25)
     assert delta["last_backward_traffic"] == pytest.approx(2 * PARAMETERS)
     assert "host_adam" not in delta
 
 
 def test_activation_offload_copies_out_and_in() -> None:
-    stable, _ = terms_of("mist", replace(GRID, activations_offload=array(1.0)))
+    grid = replace(GRID, activations_offload=array(1.0))
+    stable, _ = terms_of("megatron+patches", grid)
     # 2 s * 50 B each way, hidden behind compute, but for the way back of the first layer of a backward pass.
     assert stable["exposed_traffic"] == 0
-    assert stable["pipeline_fill_of_layers"] == pytest.approx(100, abs=HOST_S)
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(100 - HOP_S, abs=HOST_S)
+    # Mist recomputes the last layers of a stage, which come first in backward and need nothing of this.
+    assert terms_of("mist", grid)[0]["pipeline_fill_of_layers"] == 0
     # Recomputed layers keep only their inputs, which stay.
-    whole = replace(GRID, activations_offload=array(1.0), ckpt=GRID.layers)
-    assert terms_of("mist", whole)[0]["pipeline_fill_of_layers"] == 0
+    whole = replace(grid, ckpt=GRID.layers)
+    assert terms_of("megatron+patches", whole)[0]["pipeline_fill_of_layers"] == 0
+
+
+def test_copies_go_on_beside_tensor_collectives() -> None:
+    """500 s of copies each way beside 310 s forward (10 of them collectives) and 620 s backward."""
+    block = replace(BLOCK, forward_s=array(300), backward_s=array(600), saved_bytes=array(250))
+    grid = replace(GRID, activations_offload=array(1.0))
+    stable, _ = terms_of("megatron+patches", grid, block=block)
+    # What the last layer saves leaves beside the backward pass.
+    assert stable["exposed_traffic"] == pytest.approx(5 * (500 - 310))
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(500 - HOP_S, abs=HOST_S)
 
 
 def test_interleaved_boundaries() -> None:

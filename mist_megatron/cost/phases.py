@@ -1,0 +1,92 @@
+"""What the traffic of a pass over a run of layers exposes beyond compute, as the schedule lets them overlap.
+
+While layer k computes, what k + 1 needs comes in and what k - 1 made goes out, and collectives that wait for
+the layer's compute follow it while copies go on. So a layer inside a run takes as long as all of its streams
+together. Beside the last layer of a run nothing comes in, and nobody waits yet for what goes out: that leaves
+beside the next pass, which comes at once in the stable state. What the first layer needs comes in before it,
+beside whatever the stage does between two passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mist_megatron.cost.overlap import COMPUTE, GPU_GPU, overlapped_time, until_done
+from mist_megatron.cost.pricing import Array
+from mist_megatron.cost.terms import ZERO, PassStreams
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds that a pass exposes."""
+
+    inside_s: Array
+    """Of a layer inside a run of layers ..."""
+    last_s: Array
+    """... and of its last one."""
+    alone_s: Array
+    """Once per run: its first arrival, and its last departure where nothing follows."""
+
+    def minus(self, other: Phase) -> Phase:
+        """What it exposes beyond another one."""
+        return Phase(self.inside_s - other.inside_s, self.last_s - other.last_s, self.alone_s - other.alone_s)
+
+
+@dataclass(frozen=True)
+class Between:
+    """What a stage does between the layers of two passes, in this order."""
+
+    send_s: Array
+    """A boundary tensor, for which it stops."""
+    host_s: Array
+    beside_s: Array
+    """Compute of embedding or head, where the pass begins with it."""
+
+    def exposed_s(self, arriving: PassStreams, leaving: PassStreams, factors: Array) -> Array:
+        """What the first arrival of the next pass and the last departure of the one before add to that."""
+        gather, copy_in = dropped_if_idle(arriving.gather_s), dropped_if_idle(arriving.copy_in_s)
+        copy_out = dropped_if_idle(leaving.copy_out_s)
+        sent_s, (copy_in, _) = until_done(GPU_GPU, self.send_s, (copy_in, copy_out), factors)
+        slower_s = sent_s - self.send_s
+        if gather is ZERO and copy_in is ZERO:
+            return slower_s
+        there_s = overlapped_time((self.beside_s, gather, copy_in, ZERO), factors)
+        return slower_s + np.maximum(there_s - self.beside_s - self.host_s, 0.0)
+
+
+NOTHING_BETWEEN = Between(ZERO, ZERO, ZERO)
+
+
+def phase(
+    streams: PassStreams, factors: Array, added_s: Array, alone_s: Array, *, followed: bool = False
+) -> Phase:
+    """`added_s` is compute besides (gradients added to old ones), `alone_s` what is exposed once per run.
+    A run may be followed by other layers of the pass, which wait for what its last ones send off."""
+    gather, copy_in = dropped_if_idle(streams.gather_s), dropped_if_idle(streams.copy_in_s)
+    reduce, copy_out = dropped_if_idle(streams.reduce_s), dropped_if_idle(streams.copy_out_s)
+    if all(stream is ZERO for stream in (gather, copy_in, reduce, copy_out)):
+        return Phase(ZERO, ZERO, alone_s)
+    compute = streams.compute_s + added_s
+    then = streams.tensor_s + streams.blocking_gather_s + streams.blocking_reduce_s
+    serial = compute + then
+    inside = overlapped_time((compute, gather + reduce, copy_in, copy_out), factors, then)
+    if followed:
+        last = overlapped_time((compute, reduce, ZERO, copy_out), factors, then)
+        return Phase(inside - serial, last - serial, alone_s)
+    # A reduction still holds the stream on which the layer's collectives follow.
+    before = compute if reduce is ZERO else overlapped_time((compute, reduce, ZERO, ZERO), factors)
+    computed, copies = until_done(COMPUTE, before, (ZERO, copy_out), factors)
+    ended, _ = until_done(GPU_GPU, then, copies, factors)
+    return Phase(inside - serial, np.minimum(computed + ended, inside) - serial, alone_s)
+
+
+def departure_s(streams: PassStreams, factors: Array) -> Array:
+    """What the last layer of an iteration sends off, beside which nothing runs."""
+    return overlapped_time((ZERO, streams.reduce_s, ZERO, streams.copy_out_s), factors)
+
+
+def dropped_if_idle(stream: Array) -> Array:
+    """An idle stream loses its axes, so that it does not blow up the grid for nothing."""
+    return stream if np.any(stream) else ZERO
