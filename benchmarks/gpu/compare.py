@@ -1,4 +1,4 @@
-"""Predictions against the steps that `training_steps.py` measured. Needs no torch and no GPU.
+"""Predictions against what `training_steps.py` and `megatron_offload.py` measured. Needs no torch and no GPU.
 
 python benchmarks/gpu/compare.py steps.jsonl --gpu h200-sxm-141gb
 python benchmarks/gpu/compare.py steps.jsonl --gpu my-profile.yaml
@@ -14,40 +14,75 @@ from pathlib import Path
 from typing import Any
 
 from mist_megatron.cli.evaluators import evaluator_for
+from mist_megatron.cost import symbols as s
+from mist_megatron.cost.local_spec import local_differences
 from mist_megatron.cost.predict import Prediction, job_of, predict
 from mist_megatron.errors import MistError
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.load import load_mapping
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 
 GIB = float(1 << 30)
+OFFLOADED = ("weights", "grads", "optimizer", "activations")
 
 
 def plan_of(case: dict[str, Any], cluster: ClusterSpec) -> Plan:
-    """The measured program in the tuner's words: plain torch with DeepSpeed's bytes, on one GPU."""
-    model = ModelSpec(
+    """The measured program in the tuner's words, on one GPU."""
+    megatron = case.get("framework") == "megatron"
+    stage = StagePlan(
+        layers=case["layers"], nodes=1, gpus_per_node=1, dp=1, tp=1, micro_batch=case["micro_batch"],
+        ckpt=case["ckpt"],
+        offload=Offload(**{kind: case[kind] for kind in OFFLOADED if kind in case}),
+    )  # fmt: skip
+    batch = case["micro_batch"] * case["grad_accum"]
+    return Plan(
+        model=_local_gpt(case) if megatron else _plain_gpt(case),
+        training=TrainingSpec(global_batch=batch, seq_len=case["seq"], flash_attention=not megatron),
+        cluster=cluster,
+        target="megatron+patches" if megatron else "deepspeed",
+        grad_accum=case["grad_accum"],
+        stages=(stage,),
+        execution=Execution(decoupled_step=case.get("decoupled", False)),
+    )
+
+
+def _plain_gpt(case: dict[str, Any]) -> ModelSpec:
+    """Plain torch, with DeepSpeed's bytes."""
+    return ModelSpec(
         name="measured", family="gpt", layers=case["layers"], hidden=case["hidden"],
         ffn_hidden=4 * case["hidden"], heads=case["heads"], kv_heads=case["heads"],
         head_dim=case["hidden"] // case["heads"], vocab=case["vocab"], rotary=False,
         learned_positions=case["seq"],
     )  # fmt: skip
-    stage = StagePlan(
-        layers=case["layers"], nodes=1, gpus_per_node=1, dp=1, tp=1, micro_batch=case["micro_batch"],
-        ckpt=case["ckpt"],
-        offload=Offload(optimizer=case["optimizer"], activations=case["activations"]),
+
+
+def _local_gpt(case: dict[str, Any]) -> ModelSpec:
+    """Megatron's layers without Transformer Engine."""
+    return ModelSpec(
+        name="measured", family="llama", layers=case["layers"], hidden=case["hidden"],
+        ffn_hidden=case["ffn_hidden"], heads=case["heads"], kv_heads=case["heads"],
+        head_dim=case["hidden"] // case["heads"], vocab=case["vocab"], gated_mlp=True, activation="silu",
+        norm="rmsnorm",
     )  # fmt: skip
-    training = TrainingSpec(global_batch=case["micro_batch"] * case["grad_accum"], seq_len=case["seq"])
-    return Plan(
-        model=model,
-        training=training,
-        cluster=cluster,
-        target="deepspeed",
-        grad_accum=case["grad_accum"],
-        stages=(stage,),
-    )
+
+
+def unfused_bytes(case: dict[str, Any], plan: Plan) -> float:
+    """What Megatron's local layers keep beyond those that the cost model prices: a stage's part of it that
+    is neither recomputed nor away, and one layer's that passes through."""
+    if case.get("framework") != "megatron":
+        return 0.0
+    model = plan.model
+    found = local_differences(model, selective=False)
+    del found["softmax_in_fp32"]  # the measured program does not
+    numbers = {
+        s.B: case["micro_batch"], s.S: case["seq"], s.TP: 1, s.CP: 1, s.SP: 0, s.HIDDEN: model.hidden,
+        s.FFN: model.ffn_hidden, s.HEADS: model.heads, s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim,
+    }  # fmt: skip
+    each = float(sum(one.subs(numbers).doit() for one in found.values()))
+    return each * ((case["layers"] - case["ckpt"]) * (1.0 - case["activations"]) + case["activations"])
 
 
 def cluster_of_one(named: str) -> ClusterSpec:
@@ -57,14 +92,15 @@ def cluster_of_one(named: str) -> ClusterSpec:
     return ClusterSpec(gpu=gpu, nodes=1, gpus_per_node=1, profile=profile)
 
 
-def predicted(case: dict[str, Any], cluster: ClusterSpec) -> Prediction:
-    plan = plan_of(case, cluster)
-    return predict(plan, evaluator_for(job_of(plan))[0])
+def compared(line: dict[str, Any], cluster: ClusterSpec) -> dict[str, Any]:
+    plan = plan_of(line["case"], cluster)
+    return row(line, predict(plan, evaluator_for(job_of(plan))[0]), unfused_bytes(line["case"], plan))
 
 
-def row(line: dict[str, Any], prediction: Prediction) -> dict[str, Any]:
-    """Measured, predicted and predicted over measured less 1, of time and of memory."""
-    peak = prediction.stages[0].peak_memory_bytes
+def row(line: dict[str, Any], prediction: Prediction, beyond_bytes: float = 0.0) -> dict[str, Any]:
+    """Measured, predicted and predicted over measured less 1, of time and of memory; with its copies'
+    share beside kernels, where a trace was taken."""
+    peak = prediction.stages[0].peak_memory_bytes + beyond_bytes
     found = {
         "case": line["case"],
         "predicted_s": prediction.iteration_s,
@@ -73,6 +109,9 @@ def row(line: dict[str, Any], prediction: Prediction) -> dict[str, Any]:
         "measured_s": line.get("seconds"),
         "measured_bytes": line.get("peak_bytes"),
     }
+    overlap = line.get("overlap")
+    if overlap and overlap["copies_s"]:
+        found["beside_compute"] = overlap["beside_compute"]
     if found["measured_s"]:
         found["time_error"] = prediction.iteration_s / found["measured_s"] - 1.0
     if found["measured_bytes"]:
@@ -81,15 +120,16 @@ def row(line: dict[str, Any], prediction: Prediction) -> dict[str, Any]:
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> str:
-    heads = ("batch", "ckpt", "optimizer", "activations", "s", "predicted", "off", "GiB", "predicted", "off")
-    lines = [" ".join(f"{head:>11}" for head in heads)]
+    heads = ("batch", "ckpt", *OFFLOADED, "decoupled", "s", "predicted", "off", "GiB", "predicted", "off")
+    lines = [" ".join(f"{head:>11}" for head in (*heads, "hidden"))]
     for item in rows:
         case = item["case"]
-        cells = [f"{case[name]:g}" for name in ("micro_batch", "ckpt", "optimizer", "activations")]
+        cells = [f"{case.get(name, 0):g}" for name in ("micro_batch", "ckpt", *OFFLOADED, "decoupled")]
         cells += [_cell(item["measured_s"], 1.0), _cell(item["predicted_s"], 1.0)]
         cells += [f"{item['time_error']:+.1%}" if "time_error" in item else "-"]
         cells += [_cell(item["measured_bytes"], GIB), _cell(item["predicted_bytes"], GIB)]
         cells += [f"{item['memory_error']:+.1%}" if "memory_error" in item else "-"]
+        cells += [f"{item['beside_compute']:.0%}" if "beside_compute" in item else "-"]
         lines.append(" ".join(f"{cell:>11}" for cell in cells))
     for name in ("time", "memory"):
         errors = [item[f"{name}_error"] for item in rows if f"{name}_error" in item]
@@ -105,19 +145,19 @@ def _cell(value: float | None, unit: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Predictions against measured training steps.")
-    parser.add_argument("steps", type=Path, help="lines of training_steps.py")
+    parser.add_argument("steps", type=Path, help="lines of training_steps.py or megatron_offload.py")
     parser.add_argument("--gpu", required=True, help="catalogue name, or a profile file")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     options = parser.parse_args(arguments)
     try:
         cluster = cluster_of_one(options.gpu)
         lines = [json.loads(text) for text in options.steps.read_text("utf-8").splitlines() if text.strip()]
-        rows = [row(line, predicted(line["case"], cluster)) for line in lines]
+        rows = [compared(line, cluster) for line in lines]
     except MistError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return error.exit_code
     except (OSError, ValueError, KeyError) as error:
-        print(f"error: {options.steps}: not lines of training_steps.py ({error})", file=sys.stderr)
+        print(f"error: {options.steps}: not lines of these programs ({error})", file=sys.stderr)
         return 2
     print(json.dumps(rows, indent=2) if options.json else shown(rows))
     return 0

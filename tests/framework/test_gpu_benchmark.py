@@ -67,3 +67,73 @@ def test_comparison_reads_what_was_measured(steps: Path, tmp_path: Path) -> None
     assert "time_error" not in rows[1]
     text = run("compare.py", str(measured), "--gpu", "a100-sxm-80gb")
     assert "mean absolute error" in text and "9 cases" in text
+
+
+@pytest.fixture(scope="module")
+def offloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every kind and fraction in Megatron itself, with the patches."""
+    pytest.importorskip("megatron", reason="megatron-core is not installed")
+    out = tmp_path_factory.mktemp("offload") / "offload.jsonl"
+    arguments = ("--device", "cpu", "--steps", "1", "--out", str(out), "--against", "h200-sxm-141gb")
+    assert "mean absolute error" in run("megatron_offload.py", *arguments), "one command does it all"
+    return out
+
+
+KINDS = ("weights", "grads", "optimizer", "activations")
+
+
+def test_every_kind_and_fraction_learns_the_same_in_megatron(offloads: Path) -> None:
+    base, *others = lines(offloads)
+    asked = {(kind, line["case"][kind]) for line in others[:-1] for kind in KINDS if line["case"][kind]}
+    assert asked == {(kind, fraction) for kind in KINDS for fraction in (0.25, 0.5, 1.0)}
+    for line in others:
+        if not line["case"]["optimizer"]:  # Adam on host and device rounds differently
+            assert line["losses"] == base["losses"], line["case"]
+        assert line["losses"] == pytest.approx(base["losses"], rel=1e-3)
+        for kind in KINDS:
+            assert line["host_share"][kind] == pytest.approx(line["case"][kind], abs=0.11), line["case"]
+    assert others[-1]["case"]["decoupled"]
+
+
+def test_comparison_reads_megatron_too(offloads: Path, tmp_path: Path) -> None:
+    measured = tmp_path / "measured.jsonl"
+    overlap = {"copies_s": 0.1, "beside_compute": 0.75}
+    big = {"hidden": 2048, "ffn_hidden": 5632, "layers": 16, "heads": 16, "vocab": 50304, "seq": 1024}
+    told = [
+        {**line, "case": {**line["case"], **big}, "seconds": 0.5, "peak_bytes": 8 << 30, "overlap": overlap}
+        for line in lines(offloads)
+    ]
+    measured.write_text("".join(json.dumps(line) + "\n" for line in told), "utf-8")
+    rows = json.loads(run("compare.py", str(measured), "--gpu", "h200-sxm-141gb", "--json"))
+    base, predicted = rows[0]["predicted_bytes"], {}
+    for item in rows[1:-1]:
+        ((kind, fraction),) = [(k, item["case"][k]) for k in KINDS if item["case"][k]]
+        predicted.setdefault(kind, {})[fraction] = item["predicted_bytes"]
+    for kind in ("weights", "optimizer", "activations"):
+        assert base > predicted[kind][0.5] > predicted[kind][1.0], kind
+    assert rows[0]["beside_compute"] == 0.75
+    assert "75%" in run("compare.py", str(measured), "--gpu", "h200-sxm-141gb")
+
+
+def test_overlap_of_a_trace(tmp_path: Path) -> None:
+    """Copies from 0 to 10 and from 20 to 30 microseconds, the first half beside kernels."""
+
+    def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    trace = [
+        event("kernel", "gemm", 0, 6),
+        event("kernel", "add", 4, 6),
+        event("kernel", "gemm", 40, 5),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 0, 10),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 20, 10),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 41, 1),
+        event("cpu_op", "aten::copy_", 20, 10),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": trace}), "utf-8")
+    found = json.loads(run("trace_overlap.py", str(path)))
+    assert found["beside_compute"] == pytest.approx(0.5)
+    assert found["copies_s"] == pytest.approx(20e-6)
+    assert found["kernels_s"] == pytest.approx(15e-6)
+    assert found["to_device_s"] == found["to_host_s"] == pytest.approx(10e-6)
