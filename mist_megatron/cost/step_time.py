@@ -7,7 +7,7 @@ import numpy as np
 from mist_megatron.cost.communication import boundary_crossing_share
 from mist_megatron.cost.grid import StageGrid, StageRole
 from mist_megatron.cost.pricing import Array
-from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext, add_term
+from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term
 from mist_megatron.cost.traffic import (
     collective,
     host_copy,
@@ -140,7 +140,7 @@ def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: 
 
 def boundary_terms(
     grid: StageGrid,
-    boundary_bytes: Array,
+    loads: StageLoads,
     context: TimeContext,
     stable: dict[str, Linear],
     delta: dict[str, Linear],
@@ -154,6 +154,7 @@ def boundary_terms(
     gpus = grid.nodes * grid.gpus_per_node
     alike = max(context.cluster_gpus // gpus, 2)
     share = boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node)
+    boundary_bytes = loads.boundary_bytes
     if grid.bridged and grid.sequence_parallel:
         boundary_bytes = boundary_bytes * grid.tp
     inside, across = hop_seconds(boundary_bytes, context)
@@ -162,10 +163,47 @@ def boundary_terms(
         hop = hop + _handed_on(boundary_bytes, grid, context)
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     if grid.vpp > 1 and context.template.boundary_overlaps_when_interleaved:
-        # Hidden in the steady state; the first and last micro-batch still wait for every hop.
-        delta["pipeline_p2p"] = Linear(2.0 * (grid.stages - 1) * hop)
+        exposed = _sent_beside_layers(grid, loads.block, hop, context)
+        # While the pipeline fills and drains, the next chunk of a micro-batch waits for its round trip: these
+        # pairs of passes take their compute and both hops, not what a pair of the stable state takes.
+        pairs = grid.stages * grid.vpp - 1
+        stable["pipeline_p2p"] = exposed
+        delta["pipeline_p2p"] = Linear(
+            2.0 * pairs * hop,
+            -pairs / grid.vpp * exposed.per_layer,
+            -pairs / grid.vpp * exposed.per_ckpt,
+        )
         return
     stable["pipeline_p2p"] = Linear(exchanges * grid.vpp * hop)
+
+
+def _sent_beside_layers(grid: StageGrid, load: LayerLoad, hop: Array, context: TimeContext) -> Linear:
+    """What is left of sends that chunks compute beside. A chunk's output travels while a backward pass runs,
+    its gradients while a forward pass does: p stages later and p pairs of passes on, the same micro-batch's
+    next chunk needs them, so a pair takes max(f, hop) + max(b, hop). A layer hides its share of that, which
+    keeps it linear in recomputed layers (chunks are equal, so a stage has no other number of layers)."""
+    share = grid.vpp * hop * grid.stages / context.model_layers
+    again = (load.selective_s, load.selective_collective_s) if grid.selective else (ZERO, ZERO)
+    forward = _left_of(share, load.forward_s, load.forward_collective_s, context)
+
+    def exposed(again: tuple[Array, Array]) -> Array:
+        compute, tensor = load.backward_s + again[0], load.backward_collective_s + again[1]
+        return forward + _left_of(share, compute, tensor, context)
+
+    kept = exposed(again)
+    if not np.any(grid.ckpt):
+        return Linear(per_layer=kept)
+    whole = exposed((load.forward_s, load.forward_collective_s))
+    return Linear(per_layer=kept, per_ckpt=whole - kept)
+
+
+def _left_of(sent: Array, compute: Array, tensor: Array, context: TimeContext) -> Array:
+    """What a send adds to compute and to the tensor-parallel collectives behind it: it slows compute down,
+    and what neither hides is waited for."""
+    slow_compute, slow_send = (float(factor) for factor in context.interference[0b0011, :2])
+    together = np.minimum(compute * slow_compute, sent * slow_send)
+    rest = sent - together / slow_send
+    return together * (1.0 - 1.0 / slow_compute) + np.maximum(rest - tensor, 0.0)
 
 
 def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:

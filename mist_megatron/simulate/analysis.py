@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.simulate.engine import Array, Stream, Timeline, critical_path
 
-STREAM_NAMES = ("compute", "gpu_gpu", "host_to_device", "device_to_host", "host")
+STREAM_NAMES = ("compute", "gpu_gpu", "host_to_device", "device_to_host", "host", "send")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class DeviceUsage:
     """The GPU does nothing because its host has not launched anything, or updates states itself."""
     idle_s: float
     """Neither the GPU nor its host does anything: the bubble."""
-    busy_s: tuple[float, float, float, float, float]
-    """Per stream: compute, GPU-GPU, host-to-device, device-to-host, host."""
+    busy_s: tuple[float, ...]
+    """Per stream, in the order of STREAM_NAMES."""
 
     @property
     def makespan_s(self) -> float:
@@ -92,7 +92,7 @@ def _usage(
         overlapped_s=both,
         host_s=anything - either,
         idle_s=max(whole_s - anything, 0.0),
-        busy_s=(busy[0], busy[1], busy[2], busy[3], busy[4]),
+        busy_s=tuple(busy),
     )
 
 

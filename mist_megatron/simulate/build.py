@@ -189,7 +189,8 @@ class _Builder:
         if hop_s <= 0.0:
             self.arrived[key] = rank.end[0]
             return
-        send = self.add("send", f"send {step}", number, Stream.GPU_TO_GPU, hop_s, rank.end)
+        stream = Stream.SEND if self.built.sends_overlap else Stream.GPU_TO_GPU
+        send = self.add("send", f"send {step}", number, stream, hop_s, rank.end)
         self.built.program.urgent.add(send)
         self.arrived[key] = send
         if not self.built.sends_overlap:

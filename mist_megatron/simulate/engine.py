@@ -2,7 +2,7 @@
 
 Events are columns, not objects: a run of a large pipeline has a hundred thousand of them. Each
 stream runs one event at a time, in the order in which events become ready, urgent ones first. While
-several of the four GPU streams are busy, each proceeds at 1 / f of its speed, f from the profile's
+several of the GPU's streams are busy, each proceeds at 1 / f of its speed, f from the profile's
 interference table (Mist, EuroSys 2025, Algorithm 1); the slowdown applies piecewise to the overlapping
 intervals, so that work is conserved: the integral of an event's speed over its life is its exclusive time.
 """
@@ -33,6 +33,9 @@ class Stream(IntEnum):
     HOST = 4
     """The host of the device: launches that the GPU waits for, updates of offloaded states. It runs at
     its own pace whatever the GPU does, and slows nothing down."""
+    SEND = 5
+    """Boundary tensors that leave while the stage computes on: a communicator of its own, so that
+    tensor-parallel collectives do not queue behind them. It slows others down as GPU-GPU traffic does."""
 
 
 STREAMS = len(Stream)
@@ -60,7 +63,7 @@ class Program:
     name: list[str] = field(default_factory=list)
     after: list[tuple[int, ...]] = field(default_factory=list)
     urgent: set[int] = field(default_factory=set)
-    """Events that go to the head of their stream's queue: what compute waits for, before what it does not."""
+    """Events that their stream runs before others: what compute waits for, before what it does not."""
 
     def add(self, name: str, device: int, stream: Stream, work_s: float, after: Sequence[int] = ()) -> int:
         """Append one event and return its number. `after` names events that must end first."""
@@ -93,12 +96,15 @@ class Timeline:
 class _Device:
     """Running events of one device and the speeds at which they proceed."""
 
-    __slots__ = ("active", "mask", "queue", "rates", "remaining_s", "updated_s", "version")
+    __slots__ = ("active", "first", "mask", "queue", "rates", "remaining_s", "updated_s", "version")
 
     def __init__(self) -> None:
         self.active = [-1] * STREAMS
         self.mask = 0
+        self.first: list[deque[int]] = [deque() for _ in range(STREAMS)]
+        """Urgent events that wait for their stream ..."""
         self.queue: list[deque[int]] = [deque() for _ in range(STREAMS)]
+        """... and the others."""
         self.remaining_s = [0.0] * STREAMS
         self.rates: Sequence[float] = (1.0,) * STREAMS
         self.updated_s = 0.0
@@ -127,11 +133,16 @@ _STREAMS_OF = [tuple(k for k in range(STREAMS) if mask >> k & 1) for mask in ran
 
 def speed_table(factors: Array) -> list[tuple[float, ...]]:
     """Speeds (1 / slowdown) per set of active streams, from the (16, 4) interference table. A busy host
-    changes nothing for the others."""
+    changes nothing for the others, and sends count as GPU-GPU traffic."""
     if factors.shape != (1 << GPU_STREAMS, GPU_STREAMS):
         raise ValueError(f"interference table has shape {factors.shape}, wanted (16, 4)")
-    speeds = [(*(1.0 / f for f in row), 1.0) for row in factors.tolist()]
-    return speeds + speeds
+    rows = factors.tolist()
+    speeds = []
+    for mask in range(1 << STREAMS):
+        sending = mask >> Stream.SEND & 1
+        row = rows[mask & 0b1111 | sending << Stream.GPU_TO_GPU]
+        speeds.append((*(1.0 / factor for factor in row), 1.0, 1.0 / row[Stream.GPU_TO_GPU]))
+    return speeds
 
 
 class _Run:
@@ -158,10 +169,8 @@ class _Run:
         device = self.devices[self.program.device[event]]
         stream = self.program.stream[event]
         if device.mask >> stream & 1:
-            if event in self.program.urgent:
-                device.queue[stream].appendleft(event)
-            else:
-                device.queue[stream].append(event)
+            waiting = device.first if event in self.program.urgent else device.queue
+            waiting[stream].append(event)
             return
         self.begin(event, now_s, cause, touched)
 
@@ -193,8 +202,9 @@ class _Run:
                 self.waits[later] -= 1
                 if self.waits[later] == 0:
                     ready.append((later, event))
-            if device.queue[stream]:
-                self.begin(device.queue[stream].popleft(), now_s, event, touched)
+            waiting = device.first[stream] or device.queue[stream]
+            if waiting:
+                self.begin(waiting.popleft(), now_s, event, touched)
         return ready
 
     def reschedule(self, touched: set[int]) -> None:

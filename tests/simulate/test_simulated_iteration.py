@@ -56,14 +56,12 @@ def test_eq_1_is_exact_on_equal_middle_stages(schedule: str, stages: int, grad_a
     assert found.closed_form_s == pytest.approx(found.iteration_s, rel=0.03)
 
 
-@pytest.mark.parametrize(("kind", "layers", "within"), [("balanced", 32, 0.85), ("uneven", 16, 0.6)])
-def test_events_are_the_longest_path_where_the_closed_form_is_not(
+@pytest.mark.parametrize(("kind", "layers", "within"), [("balanced", 32, 0.99), ("uneven", 16, 0.97)])
+def test_events_are_the_longest_path_and_the_closed_form_nearly_is(
     kind: str, layers: int, within: float
 ) -> None:
     """100 random plans of each kind. The events equal the longest path through 1F1B that a few lines of their
-    own compute; eq. 1's stable part is never below it, and above where a slow stage comes early; the whole
-    may be a little below, because the step waits for the gradient norm of all stages. Stages as a search
-    balances them are within 3 %, nearly all."""
+    own compute; the closed form's stable part is one of the paths, and nearly always that one."""
     against = benchmark_program("closed_form_against_events")
     sizes = ({**MODEL, "hidden": hidden, "layers": layers} for hidden in (2048, 4096))
     models = [model_from_mapping(size, "model") for size in sizes]
@@ -79,7 +77,7 @@ def test_events_are_the_longest_path_where_the_closed_form_is_not(
         longest_s = against.longest_path(work, plan.grad_accum)
         assert passes_s == pytest.approx(longest_s, rel=1e-9)
         time = found.prediction.time
-        assert time.steady_s + time.ramp_s >= longest_s * (1.0 - 1e-9)
+        assert longest_s * 0.96 <= time.steady_s + time.ramp_s <= longest_s * (1.0 + 1e-9)
         errors.append((found.closed_form_s or 0.0) / found.iteration_s - 1.0)
     assert (np.abs(np.array(errors)) <= against.NEAR).mean() >= within
     assert min(errors) >= -0.05
@@ -100,8 +98,11 @@ def check_conservation(found: Simulation, factors: np.ndarray) -> None:
             assert not active[first:last, program.stream[event]].any()
             active[first:last, program.stream[event]] = True
             owner[first:last, program.stream[event]] = event
-        rows = active[:, : Stream.HOST] @ (1 << np.arange(Stream.HOST))
-        slow = np.column_stack([factors[rows], np.ones(len(rows))])
+        gpu = active[:, : Stream.HOST].copy()
+        gpu[:, Stream.GPU_TO_GPU] |= active[:, Stream.SEND]
+        rows = gpu @ (1 << np.arange(Stream.HOST))
+        # The host has its own pace, and sends that of GPU-GPU traffic.
+        slow = np.column_stack([factors[rows], np.ones(len(rows)), factors[rows, Stream.GPU_TO_GPU]])
         done = np.zeros(found.events + 1)
         np.add.at(done, owner, np.diff(edges)[:, None] / slow)
         assert done[mine] == pytest.approx(np.array(program.work_s)[mine], abs=tiny)
