@@ -15,7 +15,7 @@ import numpy as np
 
 from mist_megatron.cost.overlap import COMPUTE, GPU_GPU, overlapped_time, until_done
 from mist_megatron.cost.pricing import Array
-from mist_megatron.cost.terms import ZERO, PassStreams
+from mist_megatron.cost.terms import ZERO, LayerPasses, PassStreams
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,19 @@ def phase(
     computed, copies = until_done(COMPUTE, before, (ZERO, copy_out), factors)
     ended, _ = until_done(GPU_GPU, then, copies, factors)
     return Phase(inside - serial, np.minimum(computed + ended, inside) - serial, alone_s)
+
+
+def steps_ahead(passes: LayerPasses, step_s: Array, forward: Phase, factors: Array) -> Phase:
+    """The first forward pass of a stage that waits for its input and steps its layers meanwhile: it is late
+    by what the first layer's step takes, and by what further ones (and what the pass itself offloads, behind
+    them) take longer than the layers before them. The step itself is counted elsewhere."""
+    first = passes.first
+    each_s = overlapped_time((step_s, first.gather_s, first.copy_in_s, first.copy_out_s), factors)
+    layer_s = passes.forward.compute_s + passes.forward.tensor_s + forward.inside_s
+    late_s = np.maximum(each_s - layer_s, 0.0)
+    there_s = first.copy_in_s + step_s + first.gather_s
+    more_s = late_s - step_s
+    return Phase(forward.inside_s + more_s, forward.last_s + more_s, there_s - late_s)
 
 
 def departure_s(streams: PassStreams, factors: Array) -> Array:

@@ -17,7 +17,15 @@ import numpy as np
 
 from mist_megatron.cost.communication import Template
 from mist_megatron.cost.grid import StageGrid, StageRole
-from mist_megatron.cost.phases import NOTHING_BETWEEN, Between, Phase, departure_s, dropped_if_idle, phase
+from mist_megatron.cost.phases import (
+    NOTHING_BETWEEN,
+    Between,
+    Phase,
+    departure_s,
+    dropped_if_idle,
+    phase,
+    steps_ahead,
+)
 from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.step_time import boundary_terms, step_terms
 from mist_megatron.cost.terms import (
@@ -209,12 +217,17 @@ def _run(
         quiet = replace(grid, activations_offload=ZERO)
         ends = layer_passes(quiet, load, traffic, context, again=again, saved_bytes=ZERO)
     into_backward = between[1].exposed_s(ends.backward, ends.forward, factors)
-    into_first = between[0].exposed_s(passes.first, passes.backward, factors)
     departure = departure_s(passes.last, factors)
+    forward = phase(passes.forward, factors, ZERO, into_forward, followed=followed)
+    if context.template.step_in_first_forward and grid.role in (StageRole.MIDDLE, StageRole.LAST):
+        first = steps_ahead(passes, traffic.step_compute_s, forward, factors)
+    else:
+        into_first = between[0].exposed_s(passes.first, passes.backward, factors)
+        first = phase(passes.first, factors, ZERO, into_first, followed=followed)
     return _Run(
-        phase(passes.forward, factors, ZERO, into_forward, followed=followed),
+        forward,
         phase(passes.backward, factors, added, into_backward),
-        phase(passes.first, factors, ZERO, into_first, followed=followed),
+        first,
         phase(passes.last, factors, added, into_backward + departure),
         passes.forward.tensor_s + passes.backward.tensor_s,
         passes.forward.blocking_gather_s
