@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -97,7 +98,18 @@ def start(
 
 def main() -> None:
     """The `mist-megatron` script."""
+    sys.stdout, sys.stderr = _lenient(sys.stdout), _lenient(sys.stderr)
     sys.exit(run(sys.argv[1:]))
+
+
+def _lenient(stream: TextIO | None) -> TextIO:
+    """A stream that takes every text: unknown characters become question marks, and one that was closed
+    before the start (`>&-`) swallows all."""
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")
+    return stream
 
 
 def run(arguments: list[str]) -> int:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 GIB = float(1 << 30)
 BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = "12345678"
+"""The same heights, in eighths of the limit, where a terminal has no blocks."""
 WIDTH = 40
 """Characters of memory over time."""
 TOLD_FROM = 0.005
@@ -44,7 +46,9 @@ def show_simulation(people: Console, found: Simulation, before: Simulation | Non
     people.print()
     people.print(_usage_table(found))
     people.print()
-    people.print(_memory_table(found))
+    people.print(_memory_table(found, ascii_only=not people.encoding.lower().startswith("utf")))
+    for line in too_full(found):
+        people.print(line, soft_wrap=True)
     people.print()
     people.print(_path_table(found))
     people.print()
@@ -91,14 +95,26 @@ def _usage_table(found: Simulation) -> Table:
     return table(columns, rows, right=columns[2:])
 
 
-def _memory_table(found: Simulation) -> Table:
+def too_full(found: Simulation) -> list[str]:
+    """Stages that would run out of memory."""
+    pairs = enumerate(zip(found.memory, found.prediction.stages, strict=True))
+    return [
+        f"does not fit: stage {stage} needs {curve.peak_bytes / GIB:.2f} GiB, "
+        f"the limit is {predicted.limit_bytes / GIB:.2f}"
+        for stage, (curve, predicted) in pairs
+        if curve.peak_bytes > predicted.limit_bytes
+    ]
+
+
+def _memory_table(found: Simulation, *, ascii_only: bool) -> Table:
     columns = ("stage", "memory over time", "in flight", "peak GiB", "limit")
+    bars = ASCII_BARS if ascii_only else BARS
     rows = []
     for stage, (curve, predicted) in enumerate(zip(found.memory, found.prediction.stages, strict=True)):
         rows.append(
             [
                 str(stage),
-                sparkline(curve, found.timeline.makespan_s, predicted.limit_bytes),
+                sparkline(curve, found.timeline.makespan_s, predicted.limit_bytes, bars),
                 f"{curve.in_flight:.3g}",
                 f"{curve.peak_bytes / GIB:.2f}",
                 f"{predicted.limit_bytes / GIB:.2f}",
@@ -107,16 +123,16 @@ def _memory_table(found: Simulation) -> Table:
     return table(columns, rows, right=columns[2:])
 
 
-def sparkline(curve: MemoryCurve, until_s: float, full_bytes: float) -> str:
+def sparkline(curve: MemoryCurve, until_s: float, full_bytes: float, bars: str = BARS) -> str:
     """Largest value of each interval, as heights of the limit."""
     values = curve.sampled(np.linspace(0.0, max(until_s, 1e-12), WIDTH + 1))
-    heights = np.ceil(values / full_bytes * len(BARS)).astype(int)
-    return "".join(BARS[min(max(height, 1), len(BARS)) - 1] for height in heights)
+    heights = np.ceil(values / full_bytes * len(bars)).astype(int)
+    return "".join(bars[min(max(height, 1), len(bars)) - 1] for height in heights)
 
 
 def _path_table(found: Simulation) -> Table:
     columns = ("critical path", "events", "seconds", "share")
-    total_s = found.timeline.makespan_s or 1.0
+    total_s = found.iteration_s or 1.0
     rows = [
         [share.name, f"{share.events:,}", f"{share.seconds:.4g}", f"{share.seconds / total_s:.1%}"]
         for share in found.path_shares()

@@ -84,13 +84,14 @@ def _usage(
     moving = covered(on_gpu & (streams != Stream.COMPUTE))
     either = covered(on_gpu)
     anything = _covered(start, end)
-    both = computing + moving - either
+    # Differences of sums: what rounding leaves of nothing may lie below it.
+    both = max(computing + moving - either, 0.0)
     return DeviceUsage(
         device=number,
-        exposed_compute_s=computing - both,
-        exposed_communication_s=moving - both,
+        exposed_compute_s=max(computing - both, 0.0),
+        exposed_communication_s=max(moving - both, 0.0),
         overlapped_s=both,
-        host_s=anything - either,
+        host_s=max(anything - either, 0.0),
         idle_s=max(whole_s - anything, 0.0),
         busy_s=tuple(busy),
     )

@@ -22,6 +22,10 @@ from mist_megatron.simulate.schedules import SCHEDULES, PassCosts, schedule_orde
 from mist_megatron.simulate.stage_work import StageWork, workload_of
 from mist_megatron.spec.plan import Plan, Schedule
 
+MOST_LAYER_PASSES = 1_000_000
+"""Some 3 to 5 million events: minutes, and 1 to 4 GB (benchmarks/simulator_speed.py: 400 to 800 bytes and
+10 to 20 microseconds an event)."""
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -62,6 +66,7 @@ def simulate(
 ) -> Simulation:
     """Play a plan; `evaluator` is of `job_of(plan)`. `schedule` may be one that no plan can name (zb-2p)."""
     played = schedule or plan.schedule
+    _check_size(plan)
     work = workload_of(plan, evaluator)
     orders = schedule_orders(
         played, len(plan.stages), plan.grad_accum, plan.vpp, _mean_costs(work.stages) if work.stages else None
@@ -93,6 +98,19 @@ def with_schedule(plan: Plan, schedule: str, vpp: int | None = None) -> Plan:
         raise InputError("--schedule interleaved: wanted --vpp 2 or more, the chunks of each stage")
     named = cast(Schedule, schedule if schedule in get_args(Schedule) else "1f1b")
     return replace(plan, schedule=named, vpp=chunks)
+
+
+def _check_size(plan: Plan) -> None:
+    passes = 2 * plan.grad_accum * plan.model.layers
+    if passes > MOST_LAYER_PASSES:
+        raise InputError(
+            f"plan: grad_accum {plan.grad_accum:,} makes {passes:,} passes over layers to simulate; "
+            f"wanted at most {MOST_LAYER_PASSES:,}",
+            details=(
+                f"try: a plan with grad_accum {MOST_LAYER_PASSES // (2 * plan.model.layers):,} or less, or "
+                "predict, whose formula takes any",
+            ),
+        )
 
 
 def _mean_costs(stages: tuple[StageWork, ...]) -> PassCosts:

@@ -95,8 +95,10 @@ def _memory(simulation: Simulation, stage: int) -> dict[str, Any]:
     return {
         "stage": stage,
         "peak_bytes": curve.peak_bytes,
-        "predicted_peak_bytes": predicted.peak_memory_bytes,
+        # The plan's own schedule holds other micro-batches in flight than one that no plan can name.
+        "predicted_peak_bytes": None if simulation.closed_form_s is None else predicted.peak_memory_bytes,
         "limit_bytes": predicted.limit_bytes,
+        "fits": curve.peak_bytes <= predicted.limit_bytes,
         "in_flight": curve.in_flight,
         "at_s": moments[:-1].tolist(),
         "largest_bytes": curve.sampled(moments).tolist(),

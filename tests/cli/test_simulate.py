@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +119,52 @@ def test_bad_plans(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
     plan.write_text(PLAN.replace("grad_accum: 8", "grad_accum: 7"), "utf-8")
     assert mist("simulate", str(plan)).code == 2
     assert mist("simulate", "no_such_plan.yaml").code == 2
+
+
+def test_terminals_without_blocks(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
+    """ASCII and Latin-1 have no block characters: memory over time is told in digits."""
+    for encoding in ("ascii", "latin-1"):
+        ran = mist("simulate", str(plan), PYTHONIOENCODING=encoding)
+        assert (ran.code, ran.err) == (0, "")
+        assert re.search(r"^1 +[1-8]{40} +1 ", ran.out, re.MULTILINE)
+
+
+def test_closed_stdout(plan: Path) -> None:
+    """`>&-`: nobody is told, and nothing goes wrong."""
+    command = (
+        f"exec {shlex.quote(sys.executable)} -m mist_megatron simulate {shlex.quote(str(plan))} --json >&-"
+    )
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_too_many_events(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
+    """Refused at once, not after an hour."""
+    large = PLAN.replace("grad_accum: 8", "grad_accum: 2000000")
+    plan.write_text(large.replace("global_batch: 16", "global_batch: 4000000"), "utf-8")
+    ran = mist("simulate", str(plan))
+    assert ran.code == 2
+    assert "128,000,000 passes" in ran.err
+    assert "try: a plan with grad_accum 15,625" in ran.err
+
+
+def test_a_stage_that_does_not_fit_is_told(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
+    """GPipe holds all 32 micro-batches at once."""
+    large = PLAN.replace("grad_accum: 8", "grad_accum: 32").replace("global_batch: 16", "global_batch: 64")
+    plan.write_text(large, "utf-8")
+    ran = mist("simulate", str(plan), "--schedule", "gpipe")
+    assert ran.code == 0
+    assert "does not fit: stage 0 needs" in ran.out
+    found = json.loads(mist("simulate", str(plan), "--schedule", "zb-2p", "--json").out)["memory"]
+    assert all(stage["predicted_peak_bytes"] is None for stage in found)
+    assert all(stage["fits"] == (stage["peak_bytes"] <= stage["limit_bytes"]) for stage in found)
+
+
+def test_the_critical_path_takes_the_whole_iteration(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
+    """Also here, where two iterations reach into each other."""
+    found = json.loads(mist("simulate", str(plan), "--json").out)
+    path = found["critical_path"]
+    for part in (path["by_kind"], [{"seconds": e["end_s"] - e["start_s"]} for e in path["events"]]):
+        assert sum(share["seconds"] for share in part) == pytest.approx(found["iteration_s"], rel=1e-9)
+    shares = re.findall(r"^[a-z -]+ +[\d,]+ +[\d.e-]+ +([\d.]+)%$", mist("simulate", str(plan)).out, re.M)
+    assert sum(map(float, shares)) == pytest.approx(100.0, abs=0.5)
