@@ -59,8 +59,7 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     all_reduce = bucketed("all_reduce", reduce_bytes, grid, context)
     reduce = np.where(zero >= 1, reduce_scatter, all_reduce)
     if template.copies_in_collectives:
-        # A lone micro-batch hands its gradients to the optimizer; ZeRO 3 has a buffer for them all the same.
-        added = np.where((zero >= 3) | (grid.grad_accum > 1), grads_out, 0.0)
+        added = _added_gradients(grid, count, grads_out, context)
         shards, visiting = np.where(zero >= 3, weights_out, 0.0), np.where(zero >= 3, 0.0, weights_out)
         return Traffic(
             gather_s=gather + host_copy(shards, "h2d", context),
@@ -84,6 +83,17 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
         step_out_s=host_copy(step_out, "d2h", context),
         step_compute_s=compute,
     )
+
+
+def _added_gradients(grid: StageGrid, count: Array, shards: Array, context: TimeContext) -> Array:
+    """Bytes of gradients on the host to which a micro-batch adds. ZeRO 3 adds to its shards. ZeRO 2 hands
+    those of a lone micro-batch to the optimizer at once, and else adds to the whole of each parameter that a
+    rank's part of a group touches: of groups cut by layer, at either end up to a layer's largest matrix."""
+    cut = (grid.weights_offload > 0.0) | context.template.step_in_first_forward
+    touched = np.minimum(count / replicas(grid, context) + 2.0 * LARGEST_SHARE * count, count)
+    whole = grid.grads_offload * context.grad_bytes * touched
+    zero2 = np.where(grid.grad_accum > 1, np.where(cut, whole, shards), 0.0)
+    return np.where(grid.zero >= 3, shards, zero2)
 
 
 def step_copies_s(grid: StageGrid, share: Array, context: TimeContext) -> Array:

@@ -8,6 +8,7 @@ numbers of recomputed layers and at three corners of the latter two, and slots r
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from mist_megatron.search.shapes import Shape
 from mist_megatron.search.space import Space
 from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.plan import Schedule
-from mist_megatron.spec.target import WEIGHTS_LEAST_ZERO, Range, gradient_range
+from mist_megatron.spec.target import WEIGHTS_LEAST_ZERO, GradientCase, Range, gradient_range
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -142,18 +143,20 @@ class Choices:
         return np.asarray(activations & states, dtype=bool)
 
     def _gradients(self, axes: Mapping[str, Array]) -> NDArray[np.bool_]:
-        """Where the fraction of gradients lies in the range of level and optimizer."""
+        """Where the fraction of gradients lies in the range of level, optimizer and cuts."""
         allowed = np.zeros((), dtype=bool)
-        for level in self.space.zero:
-            for offloads in (False, True):
-                least, most, _ = gradient_range(
-                    level,
-                    offloads=offloads,
-                    grad_accum=self.shape.grad_accum,
-                    wide_grads=self.space.wide_grads,
-                )
-                here = (axes["zero"] == level) & ((axes["optimizer"] > 0.0) == offloads)
-                allowed = allowed | (here & (axes["grads"] >= least) & (axes["grads"] <= most))
+        by_layer = (axes["weights"] > 0.0) | self.space.layer_steps
+        for level, offloads, cut in itertools.product(self.space.zero, (False, True), (False, True)):
+            case = GradientCase(
+                zero=level,
+                offloads=offloads,
+                grad_accum=self.shape.grad_accum,
+                wide=self.space.wide_grads,
+                by_layer=cut,
+            )
+            least, most, _ = gradient_range(case)
+            here = (axes["zero"] == level) & ((axes["optimizer"] > 0.0) == offloads) & (by_layer == cut)
+            allowed = allowed | (here & (axes["grads"] >= least) & (axes["grads"] <= most))
         return allowed
 
 

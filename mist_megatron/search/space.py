@@ -43,6 +43,8 @@ class Space:
     states_by_level: bool = False
     """Weights leave the GPU from ZeRO 1 on, gradients as `gradient_range` says."""
     wide_grads: bool = False
+    layer_steps: bool = False
+    """The job's steps are decoupled."""
     optimizer_offload_least_zero: int = 0
 
     def varies(self) -> tuple[str, ...]:
@@ -171,7 +173,7 @@ def cut_to_target(
 ) -> Space:
     """The part of a space that a target can run. Refuses where nothing of it is left."""
     able = capability(target, precision, execution)
-    decoupled = execution is not None and bool(execution.decoupled_step)
+    decoupled = able.decoupled_step and execution is not None and bool(execution.decoupled_step)
     least = able.decoupled_least_zero if decoupled else 0
     zero = tuple(level for level in space.zero if level in able.zero and level >= least)
     if not zero:
@@ -199,6 +201,7 @@ def cut_to_target(
         offload=offload,
         grads_follow_optimizer=space.grads_follow_optimizer or able.grads_follow_optimizer,
         states_by_level=able.states_by_level,
+        layer_steps=decoupled,
         wide_grads=execution is not None and execution.grad_bytes == 4,
         optimizer_offload_least_zero=max(space.optimizer_offload_least_zero, able.offload_needs_zero),
     )

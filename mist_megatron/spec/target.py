@@ -367,25 +367,41 @@ WEIGHTS_LEAST_ZERO = 1
 GPU, shards of ZeRO 3."""
 
 
-def gradient_range(
-    zero: int, *, offloads: bool, grad_accum: int, wide_grads: bool
-) -> tuple[float, float, str]:
-    """Least and largest fraction of the gradients that DeepSpeed's patches keep on the host, and why.
+@dataclass(frozen=True, kw_only=True)
+class GradientCase:
+    """What decides where DeepSpeed's patches can keep gradients."""
+
+    zero: int
+    offloads: bool
+    """Some of the optimizer is on the host."""
+    grad_accum: int
+    wide: bool
+    """Gradients of 4 bytes beside 2-byte weights."""
+    by_layer: bool
+    """Optimizer groups are cut by layer: for decoupled steps, and below ZeRO 3 for offloaded weights."""
+
+
+def gradient_range(case: GradientCase) -> tuple[float, float, str]:
+    """Least and largest fraction of the gradients on the host, and why.
 
     ZeRO 3 adds gradients up in one buffer that can be cut anywhere. ZeRO 2 adds them up on the host, or by
     parameter on the GPU, where the optimizer is offloaded and a step has more than one micro-batch; with
-    one it hands them to the optimizer at once. Below, they stay in the parameters until the step.
+    one it hands them to the optimizer at once. A rank then holds the whole of each parameter that its part of
+    a group touches: of groups as large as a model hardly more than its part, of those of a layer a multiple,
+    which is not priced on the GPU. Below, gradients stay in the parameters until the step.
     """
-    if zero >= 3:
+    if case.zero >= 3:
         return 0.0, 1.0, ""
-    if zero < 2:
+    if case.zero < 2:
         return 0.0, 0.0, "below zero 2 gradients add up on the GPU, wanted 0"
-    if not offloads:
+    if not case.offloads:
         return 0.0, 0.0, "below zero 3 gradients leave the GPU with offload.optimizer only, wanted 0"
-    if wide_grads:
+    if case.wide:
         return 0.0, 0.0, "below zero 3 gradients wider than the weights add up on the GPU, wanted 0"
-    if grad_accum == 1:
+    if case.grad_accum == 1:
         return 1.0, 1.0, "one micro-batch hands its gradients to the optimizer at once, wanted 1"
+    if case.by_layer:
+        return 1.0, 1.0, "groups cut by layer keep whole parameters of their gradients on each rank, wanted 1"
     return 0.0, 1.0, ""
 
 
@@ -398,10 +414,13 @@ def _level_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
             "optimizers the patch knows"
         )
     least, most, reason = gradient_range(
-        stage.zero,
-        offloads=offload.optimizer > 0.0,
-        grad_accum=plan.grad_accum,
-        wide_grads=plan.execution.grad_bytes == 4,
+        GradientCase(
+            zero=stage.zero,
+            offloads=offload.optimizer > 0.0,
+            grad_accum=plan.grad_accum,
+            wide=plan.execution.grad_bytes == 4,
+            by_layer=bool(plan.execution.decoupled_step) or offload.weights > 0.0,
+        )
     )
     if not least <= offload.grads <= most:
         found.append(f"{where}.offload.grads {offload.grads:g}: {reason}")

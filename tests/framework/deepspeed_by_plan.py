@@ -1,0 +1,233 @@
+"""Trains a tiny GPT on CPU as an emitted DeepSpeed folder says, and prints losses and bytes.
+
+A program of its own:
+
+    deepspeed_by_plan.py --deepspeed_config FOLDER/ds_config.json     as the script of train_deepspeed.py
+    deepspeed_by_plan.py all FOLDER...     under a launcher: each folder's train_deepspeed.py in turn
+
+One JSON line per folder and rank. A CPU stands in for the GPU, so bytes are told apart by where DeepSpeed
+keeps them: in the buffers that it allocates on its device, or beside them; and by which optimizer steps them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
+
+STEPS = 3
+BUCKET = 20_000
+"""Elements; the emitted 5e8 would be a gigabyte of memory for a network of 200 kilobytes."""
+
+
+def network(model: dict[str, Any]) -> Any:
+    """A GPT of plain torch modules, with the sizes of the plan's model."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    hidden, heads, ffn = model["hidden"], model["heads"], model["ffn_hidden"]
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+            self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+            self.out = nn.Linear(hidden, hidden, bias=False)
+            self.up, self.down = nn.Linear(hidden, ffn, bias=False), nn.Linear(ffn, hidden, bias=False)
+
+        def forward(self, x):
+            b, s, h = x.shape
+            q, k, v = self.qkv(self.before(x)).view(b, s, 3, heads, h // heads).permute(2, 0, 3, 1, 4)
+            a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(a.transpose(1, 2).reshape(b, s, h))
+            return x + self.down(functional.gelu(self.up(self.after(x))))
+
+    class Gpt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(model["vocab"], hidden)
+            self.places = nn.Embedding(model["learned_positions"], hidden)
+            self.layers = nn.ModuleList(Block() for _ in range(model["layers"]))
+            self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, model["vocab"], bias=False)
+
+        def forward(self, tokens, labels):
+            x = self.table(tokens) + self.places(torch.arange(tokens.shape[1]))
+            for layer in self.layers:
+                x = layer(x)
+            logits = self.head(self.norm(x)).float().flatten(0, 1)
+            return functional.cross_entropy(logits, labels.flatten())
+
+    torch.manual_seed(0)
+    return Gpt()
+
+
+def cpu_configuration(path: Path) -> dict[str, Any]:
+    """The emitted file, with what only a GPU or a large model can be asked for taken out."""
+    config: dict[str, Any] = json.loads(path.read_text())
+    zero = config["zero_optimization"]
+    for section in ("offload_optimizer", "offload_param"):
+        if section in zero:
+            zero[section]["pin_memory"] = False
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        if key in zero:
+            zero[key] = BUCKET
+    if zero["stage"] == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # real layers are above it
+        zero["stage3_prefetch_bucket_size"] = 1000
+    if "offload_optimizer" not in zero:
+        config["optimizer"]["params"]["torch_adam"] = True  # the fused kernel would have to be compiled
+    config["optimizer"]["params"]["lr"] = 3e-3
+    config["zero_allow_untested_optimizer"] = True
+    return config
+
+
+def batches(step: int, config: dict[str, Any], plan: dict[str, Any], rank: int, world: int) -> list[Any]:
+    import torch
+
+    micro, accumulate = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    generator = torch.Generator().manual_seed(100 + step)
+    shape = (accumulate, world, micro, plan["training"]["seq_len"] + 1)
+    tokens = torch.randint(0, 9, shape, generator=generator)
+    return [(rows[rank, :, :-1].contiguous(), rows[rank, :, 1:].contiguous()) for rows in tokens]
+
+
+def train(path: Path) -> dict[str, Any]:
+    import deepspeed
+    import torch
+    import yaml
+
+    plan = yaml.safe_load((path.parent / "plan.yaml").read_text())
+    config = cpu_configuration(path)
+    model = network(plan["model"])
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    known = set(getattr(engine.optimizer, "accumulated_grads_in_cpu", ()))
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    losses, between = [], {}
+    for step in range(STEPS):
+        total = torch.zeros(1)
+        for tokens, labels in batches(step, config, plan, rank, world):
+            loss = engine(tokens, labels)
+            total += loss.detach().float() / (world * config["gradient_accumulation_steps"])
+            engine.backward(loss)
+            engine.step()
+            between = between or gradients(engine, known)
+        torch.distributed.all_reduce(total)
+        losses.append(float(total))
+    offload = getattr(engine, "mist_activation_offload", None)
+    return {
+        "rank": rank,
+        "folder": str(path.parent),
+        "losses": losses,
+        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
+        "weights": weights(engine),
+        "grads": between,
+        "optimizer": states(engine),
+        "activations": vars(offload.counts) if offload else {},
+    }
+
+
+def nbytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def weights(engine: Any) -> dict[str, int]:
+    """Of ZeRO 3 the buffer of shards on the device, by its storage; below, the storages of flat groups."""
+    zero = engine.optimizer
+    if hasattr(zero, "fp16_groups"):
+        shards = [p.ds_tensor for group in zero.fp16_groups for p in group]
+        buffer = getattr(zero, "lp_param_buffer", None)
+        place = buffer.untyped_storage().data_ptr() if buffer is not None else None
+        away = [t for t in shards if t.untyped_storage().data_ptr() != place]
+        return {"host": sum(map(nbytes, away)), "device": buffer.untyped_storage().nbytes() if place else 0}
+    flats = zero.bit16_groups_flat
+    device = sum(flat.untyped_storage().nbytes() for flat in flats)
+    return {"host": sum(map(nbytes, flats)) - device, "device": device}
+
+
+def gradients(engine: Any, known: set[int]) -> dict[str, int]:
+    """What stays between two micro-batches."""
+    zero = engine.optimizer
+    if hasattr(zero, "fp16_groups"):
+        host, device = getattr(zero, "_mist_grad_buffers", (None, zero.grad_partitions_flat_buffer))
+        if host is None and zero.offload_optimizer:
+            host, device = device, None
+        return {
+            "host": nbytes(host) if host is not None else 0,
+            "device": nbytes(device) if device is not None else 0,
+        }
+    whole = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    # What lies in a bucket that was reduced is the bucket's.
+    kept = {id(t): t for t in whole if t.untyped_storage().nbytes() == nbytes(t)}
+    for group in getattr(zero, "all_grad_tensors", {}).values():
+        kept |= {id(t): t for t in group or ()}
+    found = {"host": 0, "device": sum(map(nbytes, kept.values()))}
+    for group in getattr(zero, "averaged_gradients", {}).values():
+        found["device"] += nbytes(group.flat_partition) if hasattr(group, "flat_partition") else 0
+    # The patch makes those of the device before DeepSpeed makes, on the host, what is missing.
+    for number, buffer in getattr(zero, "accumulated_grads_in_cpu", {}).items():
+        found["device" if number in known else "host"] += nbytes(buffer)
+    return found
+
+
+def states(engine: Any) -> dict[str, int]:
+    """Master weights, moments and, where it is kept, the gradient to step with, by which Adam steps them:
+    each counts steps in a type of its own."""
+    import torch
+
+    zero, found = engine.optimizer, {"host": 0, "device": 0, "host_grads": 0}
+    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+    for master in masters:
+        entry = zero.optimizer.state[master]
+        place = "device" if torch.is_tensor(entry["step"]) else "host"
+        found[place] += sum(nbytes(t) for t in (master, entry["exp_avg"], entry["exp_avg_sq"]))
+        if master.grad is not None:
+            found["host_grads" if place == "host" else place] += nbytes(master.grad)
+    return found
+
+
+def run_all(folders: list[str]) -> None:
+    """Each folder as its own entry starts it."""
+    from deepspeed.utils import groups
+    from mist_patches import deepspeed_activations, hooking
+
+    # Tensors of so small a network are all below what is worth a copy.
+    deepspeed_activations.recompute_and_offload.__kwdefaults__["min_bytes"] = 0
+    for folder in folders:
+        sys.argv = ["train_deepspeed.py", "--mist-stages", f"{folder}/stages.json", "--mist-script", __file__]
+        sys.argv += ["--deepspeed_config", f"{folder}/ds_config.json"]
+        runpy.run_path(f"{folder}/train_deepspeed.py", run_name="__main__")
+        hooking.undo_all()
+        groups.mpu = None
+        os.environ.pop("MIST_STAGE_ARGUMENTS", None)
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    import torch
+
+    deepspeed = deepspeed_cpu.without_compiler()
+    from deepspeed.accelerator import get_accelerator
+
+    # A GPU by name, so that DeepSpeed tells its share from the host's; a CPU to torch.
+    get_accelerator()._name = "cpu:0"
+    if not torch.distributed.is_initialized():
+        deepspeed.init_distributed("gloo", verbose=False)
+    if sys.argv[1:2] == ["all"]:
+        run_all(sys.argv[2:])
+        return
+    path = Path(sys.argv[sys.argv.index("--deepspeed_config") + 1])
+    with contextlib.redirect_stdout(sys.stderr):
+        found = train(path)
+    print("RESULT " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Plans for deepspeed+patches from plan to trained: emitted folder, its own entry, DeepSpeed on CPU and gloo.
+
+The bytes that it then keeps on the device and on the host are held against what `predict` says of the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+from test_emitted_deepspeed import alone, explicit
+
+from mist_megatron.cli.emit import launch_sources
+from mist_megatron.cli.evaluators import evaluator_for
+from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.predict import grid_of, job_of
+from mist_megatron.emit.artifacts import artifacts
+from mist_megatron.emit.write import write_artifacts
+from mist_megatron.spec import catalogue
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.model_document import model_from_mapping
+from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.target import violations
+from mist_megatron.spec.training import TrainingSpec
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "deepspeed_by_plan.py"
+RANKS, LAYERS, STEPS = 2, 4, 3
+HOST = Offload(optimizer=1.0, grads=1.0)
+CLOSE = 1e-6
+MODEL = model_from_mapping(
+    {
+        "family": "gpt",
+        "layers": LAYERS,
+        "hidden": 64,
+        "heads": 4,
+        "vocab": 192,
+        "ffn_hidden": 160,
+        "linear_bias": False,
+        "tied_embeddings": False,
+        "learned_positions": 64,
+    },
+    "model",
+)
+LARGEST = MODEL.vocab * MODEL.hidden
+"""Elements of its largest parameters, the token table and the matrix of queries, keys and values."""
+LAYER = 64 * (3 * 64 + 64 + 2 * 160) + 4 * 64
+
+
+def plan(zero: int, offload: Offload, ckpt: int = 0, grad_accum: int = 2, **execution: object) -> Plan:
+    stage = StagePlan(
+        layers=LAYERS,
+        nodes=1,
+        gpus_per_node=RANKS,
+        dp=RANKS,
+        tp=1,
+        micro_batch=2,
+        zero=zero,
+        ckpt=ckpt,
+        offload=offload,
+    )
+    return Plan(
+        model=MODEL,
+        training=TrainingSpec(global_batch=RANKS * 2 * grad_accum, seq_len=16, precision="bf16"),
+        cluster=ClusterSpec(gpu=catalogue.gpu("a100-sxm-80gb"), nodes=1, gpus_per_node=RANKS),
+        target="deepspeed+patches",
+        grad_accum=grad_accum,
+        stages=(stage,),
+        execution=Execution(**execution),
+    )
+
+
+def by_hand(zero: int, offload: Offload) -> Plan:
+    """What DeepSpeed does of it without any patch."""
+    return replace(plan(zero, offload), target="deepspeed")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, the plan without patches whose losses it must have, and the patches that it needs."""
+
+    plan: Plan
+    like: str
+    patches: tuple[str, ...]
+
+
+PLAIN = {
+    "3": by_hand(3, Offload()),
+    "3 host": by_hand(3, HOST),
+    "2": by_hand(2, Offload()),
+    "2 host": by_hand(2, HOST),
+    "1 host": by_hand(1, Offload(optimizer=1.0)),
+}
+FRACTIONS = ("optimizer_fraction", "weight_fraction", "gradient_fraction")
+CASES = {
+    "zero 3, everything": Case(
+        plan(
+            3,
+            Offload(weights=0.25, grads=0.5, optimizer=0.75, activations=0.5),
+            ckpt=1,
+            decoupled_step=True,
+        ),
+        "3 host",
+        (*FRACTIONS, "layer_activations", "decoupled_steps"),
+    ),
+    "zero 3, optimizer on the device": Case(
+        plan(3, Offload(weights=0.5, grads=0.75)), "3", ("weight_fraction", "gradient_fraction")
+    ),
+    "zero 2, optimizer and gradients": Case(
+        plan(2, Offload(grads=0.25, optimizer=0.5, activations=0.25)),
+        "2 host",
+        ("optimizer_fraction", "gradient_fraction", "layer_activations"),
+    ),
+    "zero 2, by layer": Case(
+        plan(2, Offload(weights=0.5, grads=1.0, optimizer=0.25), ckpt=2, decoupled_step=True),
+        "2 host",
+        ("optimizer_fraction", "weight_fraction", "layer_activations", "decoupled_steps"),
+    ),
+    "zero 1": Case(
+        plan(1, Offload(weights=0.25, optimizer=0.75), ckpt=LAYERS),
+        "1 host",
+        ("optimizer_fraction", "weight_fraction", "layer_activations"),
+    ),
+}
+
+
+def emitted(folder: Path, planned: Plan) -> Path:
+    write_artifacts(folder, artifacts(planned, launch_sources(probe=False)), force=False)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    found = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+    found["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent.parent / "patches")])
+    found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found['PATH']}"
+    return found
+
+
+def results(done: subprocess.CompletedProcess[str]) -> list[dict]:
+    lines = [line for line in done.stdout.splitlines() if "RESULT " in line]
+    assert done.returncode == 0 and lines, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line.partition("RESULT ")[2]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+    """Name -> what each rank found; all folders in one start, since most of the time goes into importing."""
+    root = tmp_path_factory.mktemp("emitted")
+    plans = {**PLAIN, **{name: case.plan for name, case in CASES.items()}}
+    folders = {name: emitted(root / str(number), p) for number, (name, p) in enumerate(plans.items())}
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    words += [str(SCRIPT), "all", *map(str, folders.values())]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=280, check=False)
+    found = results(done)
+    return {
+        name: sorted((r for r in found if r["folder"] == str(folder)), key=lambda r: r["rank"])
+        for name, folder in folders.items()
+    }
+
+
+@cache
+def evaluator(name: str) -> StageEvaluator:
+    return evaluator_for(job_of(CASES[name].plan))[0]
+
+
+def predicted(name: str, **offload: float) -> dict[str, float]:
+    """The memory terms of a case's plan, with other fractions if given."""
+    planned = CASES[name].plan
+    (stage,) = planned.stages
+    planned = replace(planned, stages=(replace(stage, offload=replace(stage.offload, **offload)),))
+    return {k: float(v) for k, v in evaluator(name).memory_terms(grid_of(planned, 0)).items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_without_patches(name: str, trained: dict[str, list[dict]]) -> None:
+    assert not violations(CASES[name].plan)
+    assert [r["rank"] for r in trained[name]] == list(range(RANKS))
+    for found in trained[name]:
+        plain = trained[CASES[name].like][0]["losses"]
+        assert found["losses"] == pytest.approx(plain, abs=CLOSE)
+        assert found["losses"][-1] < found["losses"][0]
+        assert found["parameters"] == MODEL.parameters
+        written = json.loads((Path(found["folder"]) / "stages.json").read_text())
+        assert tuple(written["patches"]) == CASES[name].patches
+
+
+@pytest.mark.parametrize("kind", ["weights", "grads", "optimizer"])
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_on_device_and_host_are_the_predicted_ones(
+    name: str, kind: str, trained: dict[str, list[dict]]
+) -> None:
+    (stage,) = CASES[name].plan.stages
+    here = predicted(name)[kind]
+    away = getattr(stage.offload, kind) * predicted(name, **{kind: 0.0})[kind]
+    # Half of one parameter's shard, of master weight, moments and gradient ...
+    off = (16 if kind == "optimizer" else 2) * LARGEST / RANKS
+    if stage.zero < 3 and kind == "weights":
+        off = 2 * max(LAYER, LARGEST) / 2  # ... of a layer ...
+    if stage.zero == 2 and kind == "grads":
+        # ... and a rank's part of each group begins and ends within parameters, which it keeps whole.
+        groups = 2 + LAYERS if "weight_fraction" in CASES[name].patches else 3
+        off = 2 * groups * LARGEST
+    for found in trained[name]:
+        measured = found[kind]
+        assert abs(measured["device"] - here) <= off, (measured, here)
+        assert abs(measured["host"] - away) <= off, (measured, away)
+        if kind == "optimizer":  # fp32 gradients of the host's groups
+            assert abs(measured["host_grads"] - away / 3) <= off
+
+
+OFFLOADING = [name for name, case in CASES.items() if case.plan.stages[0].offload.activations]
+
+
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_bytes_of_activations_are_the_predicted_ones(name: str, trained: dict[str, list[dict]]) -> None:
+    (stage,) = CASES[name].plan.stages
+    saved = float(evaluator(name).loads(grid_of(CASES[name].plan, 0)).block.saved_bytes)
+    tokens = stage.micro_batch * CASES[name].plan.training.seq_len
+    # LayerNorm on a CPU keeps mean and 1/std of two norms in two bytes each; on a GPU in four.
+    saved -= 2 * 2 * 2 * tokens
+    layers = (LAYERS - stage.ckpt) * STEPS * CASES[name].plan.grad_accum
+    largest = 2 * tokens * MODEL.ffn_hidden
+    for found in trained[name]:
+        counts = found["activations"]
+        assert counts["saved_bytes"] == pytest.approx(layers * saved, rel=1e-12)
+        assert abs(counts["offloaded_bytes"] - stage.offload.activations * counts["saved_bytes"]) <= largest
+
+
+def test_plain_runs_keep_what_is_predicted(trained: dict[str, list[dict]]) -> None:
+    """The same counting without any patch."""
+    for name, planned in PLAIN.items():
+        terms = evaluator_for(job_of(planned))[0].memory_terms(grid_of(planned, 0))
+        for kind in ("weights", "grads", "optimizer"):
+            for found in trained[name]:
+                off = 2 * 2 * LARGEST if planned.stages[0].zero == 2 else 16 * LARGEST / RANKS / 2
+                assert abs(found[kind]["device"] - float(terms[kind])) <= off, (name, kind)
+
+
+def test_written_start_script_applies_the_patches(tmp_path: Path) -> None:
+    """train.sh as it is written, with the convention of scripts that read ds_config.json."""
+    name = "zero 2, by layer"
+    folder = emitted(tmp_path / "run", CASES[name].plan)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    words = {"TRAIN_SCRIPT": str(SCRIPT), "TRAINER": "megatron-deepspeed", "MASTER_PORT": port}
+    done = subprocess.run(
+        ["bash", str(folder / "train.sh")],
+        capture_output=True,
+        text=True,
+        env=environment() | words,
+        timeout=150,
+        check=False,
+    )
+    found = results(done)
+    assert len(found) == RANKS
+    assert all(0 < r["weights"]["host"] < 2 * MODEL.parameters for r in found)
+
+
+def test_every_emitted_json_parses() -> None:
+    plans = [replace(case.plan, execution=replace(case.plan.execution)) for case in CASES.values()]
+    verdicts = alone("parse", stdin=json.dumps([[explicit(p), p.gpus] for p in plans]))
+    for planned, verdict in zip(plans, verdicts, strict=True):
+        (stage,) = planned.stages
+        assert "error" not in verdict, verdict
+        assert verdict["stage"] == stage.zero
+        assert (verdict["offload_optimizer"] == "cpu") == (stage.offload.optimizer > 0.0)
+        assert verdict["offload_param"] == "none"
