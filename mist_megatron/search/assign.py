@@ -9,9 +9,8 @@ one pass from the end prices pipelines of every length.
 Optima are found by halving intervals [a, b] of tau: no plan of an interval beats the best so far when none
 has all t <= b and its second maximum <= best - (G - 1) a.
 
-Where all stages wait for each other before they step, no stage's extra time hides behind the drain of those
-before it, and  (G - 1) max_i t_i + sum_i t_i + max_i d_i  is minimised: intervals of caps on d are halved
-along with those of tau, and under both caps the fastest configuration of each stage is the best.
+Where all stages wait for each other before they step, the step of none hides behind the drain of those before
+it, and max_i step_i is added: intervals of caps on steps are halved along with those of tau.
 """
 
 from __future__ import annotations
@@ -35,10 +34,12 @@ decides what may stand beside it."""
 
 @dataclass(frozen=True)
 class Front:
-    """Non-dominated (t, d) of one stage of one size, t ascending and d descending."""
+    """Non-dominated (t, d) of one stage of one size, t ascending; with steps that wait for all stages (t, d,
+    step), d without the step."""
 
     t_s: Array
     d_s: Array
+    step_s: Array | None = None
 
 
 StageFronts = Mapping[Size, Front]
@@ -59,8 +60,6 @@ class Pipelines:
     """Stages take consecutive GPUs, one of less than a node inside one node; 0 asks for no such thing."""
     neighbours: Flags = field(default_factory=lambda: np.ones((1, 1), dtype=bool))
     """(kind, kind): which may stand beside each other."""
-    hides: bool = True
-    """Whether a stage's extra time hides behind the drain of the stages before it."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,17 @@ class Assignment:
         return tuple(layers for layers, *_ in self.sizes)
 
 
-def in_line(stages: Sequence[Mapping[int, Front]], layers: int, *, hides: bool = True) -> Pipelines:
+def in_line(stages: Sequence[Mapping[int, Front]], layers: int) -> Pipelines:
     """A pipeline of known length and equal meshes; `stages` from first to last, by number of layers."""
     alike = {id(fronts): {(count, 0, 0): front for count, front in fronts.items()} for fronts in stages}
     sized = [alike[id(fronts)] for fronts in stages]
-    return Pipelines(inner=sized[:0:-1], first={len(stages) - 1: sized[0]}, layers=layers, hides=hides)
+    return Pipelines(inner=sized[:0:-1], first={len(stages) - 1: sized[0]}, layers=layers)
 
 
-def pareto(t_s: Array, d_s: Array) -> Ints:
+def pareto(t_s: Array, d_s: Array, step_s: Array | None = None) -> Ints:
     """Indices of the non-dominated points, t ascending; of equal points one is kept."""
+    if step_s is not None and len(t_s) and np.any(step_s != step_s[0]):
+        return _pareto_of_three(t_s, d_s, step_s)
     if not len(t_s):
         return np.zeros(0, dtype=np.intp)
     order = np.lexsort((d_s, t_s))
@@ -95,15 +96,35 @@ def pareto(t_s: Array, d_s: Array) -> Ints:
     return order[keep]
 
 
-def value_of(t_s: Sequence[float], d_s: Sequence[float], grad_accum: int, *, hides: bool = True) -> float:
-    """Eq. 1, or what it is where no extra time hides."""
-    if not hides:
-        return float((grad_accum - 1) * max(t_s) + sum(t_s) + max(d_s))
+def _pareto_of_three(t_s: Array, d_s: Array, step_s: Array) -> Ints:
+    """Steps have few values: of each the front, less what a front of smaller steps dominates."""
+    kept: list[Ints] = []
+    t_kept = d_kept = np.zeros(0)
+    for step in np.unique(step_s):
+        rows = np.flatnonzero(step_s == step)
+        rows = rows[pareto(t_s[rows], d_s[rows])]
+        if len(t_kept):
+            # The least d among smaller steps that are as fast.
+            before = np.searchsorted(t_kept, t_s[rows], side="right")
+            beaten = np.concatenate([[np.inf], d_kept])[before] <= d_s[rows]
+            rows = rows[~beaten]
+        kept.append(rows)
+        found = np.concatenate(kept)
+        found = found[pareto(t_s[found], d_s[found])]
+        t_kept, d_kept = t_s[found], d_s[found]
+    every = np.concatenate(kept)
+    return every[np.lexsort((step_s[every], d_s[every], t_s[every]))]
+
+
+def value_of(
+    t_s: Sequence[float], d_s: Sequence[float], grad_accum: int, step_s: Sequence[float] = (0.0,)
+) -> float:
+    """Eq. 1, and the longest step that hides behind nothing."""
     suffix, second = 0.0, -np.inf
     for t, d in zip(reversed(t_s), reversed(d_s), strict=True):
         suffix += t
         second = max(second, d + suffix)
-    return float((grad_accum - 1) * max(t_s) + second)
+    return float((grad_accum - 1) * max(t_s) + second + max(step_s))
 
 
 def assign(
@@ -134,16 +155,14 @@ def _ever_better(
     weight = grad_accum - 1
     ladder = _Ladder(pipelines)
     times = ladder.times[-1:] if weight == 0 else ladder.times
-    open_boxes = [_Box(0, len(times) - 1, 0, len(ladder.extras) - 1)] if len(times) else []
+    open_boxes = [_Box(0, len(times) - 1, 0, len(ladder.steps) - 1)] if len(times) else []
     while open_boxes:
         box = open_boxes.pop()
         tick()
-        least = weight * float(times[box.fast])
-        if not pipelines.hides:
-            least += float(ladder.extras[box.early])
+        least = weight * float(times[box.fast]) + float(ladder.steps[box.early])
         # Strictly better by a relative 1e-12: rounding must not make the search go on forever.
         cap = (best_s - least) * (1 - 1e-12) if np.isfinite(best_s) else np.inf
-        caps = _Caps(float(times[box.slow]), float(ladder.extras[box.late]), cap)
+        caps = _Caps(float(times[box.slow]), float(ladder.steps[box.late]), cap)
         candidate = ladder.quickest(caps, grad_accum)
         if candidate is None:
             continue
@@ -155,14 +174,14 @@ def _ever_better(
             by_time = box.early == box.late
             if not by_time and box.fast < box.slow:
                 wide = weight * float(times[box.slow] - times[box.fast])
-                by_time = wide >= float(ladder.extras[box.late] - ladder.extras[box.early])
+                by_time = wide >= float(ladder.steps[box.late] - ladder.steps[box.early])
             open_boxes += box.halves(by_time=by_time)
         elif better:
             open_boxes.append(box)
 
 
 class _Box(NamedTuple):
-    """Positions, from and to, of caps on t and on d; the latter are one where extra times hide."""
+    """Positions, from and to, of caps on t and on steps."""
 
     fast: int
     slow: int
@@ -183,37 +202,50 @@ class _Caps(NamedTuple):
 
     time_s: float
     """On each t."""
-    extra_s: float
-    """On each d, where extra times do not hide ..."""
+    step_s: float
+    """On each step that waits for all stages."""
     total_s: float
-    """... and on the sum of t there; on the second maximum where they do."""
+    """On the second maximum."""
+
+
+LARGEST_S = 1e300
+"""More than any time, and less than the infinite one of what is ruled out."""
 
 
 class _Options:
     """The sizes that one stage may have, as arrays; each has its front."""
 
-    def __init__(self, fronts: StageFronts, *, hides: bool) -> None:
+    def __init__(self, fronts: StageFronts) -> None:
         self.sizes = [size for size, front in sorted(fronts.items()) if len(front.t_s)]
         self.fronts = [fronts[size] for size in self.sizes]
         self.layers, self.gpus, self.kind = np.array(self.sizes, dtype=np.intp).reshape(-1, 3).T
         self.least_t = np.array([front.t_s[0] for front in self.fronts])
-        # Least d + t over a configuration and all faster ones, or d, which falls with t: descending, so
-        # negated for bisection.
-        self.minus_room = [
-            -np.minimum.accumulate(front.t_s + front.d_s if hides else front.d_s) for front in self.fronts
-        ]
+        self.steps = [np.zeros(len(f.t_s)) if f.step_s is None else f.step_s for f in self.fronts]
+        self._room: tuple[float, list[Array]] = (np.nan, [])
         self.lengths = np.array([len(front.t_s) for front in self.fronts], dtype=np.intp)
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]]) if self.sizes else self.lengths
         self.t_s = np.concatenate([f.t_s for f in self.fronts]) if self.fronts else np.zeros(0)
 
-    def fastest(self, rows: Ints, room: Array) -> tuple[Ints, Array]:
-        """Of each row's front the first configuration with d + t (with d, where extra times do not hide)
-        within the room - the fastest that is - and its t; infinite where none is. Rows ascend."""
+    def minus_room(self, step_s: float) -> list[Array]:
+        """Of each front the least d + t over a configuration and all faster ones with steps under the cap:
+        descending, so negated for bisection."""
+        if self._room[0] != step_s:
+            sums = [
+                np.where(steps <= step_s, front.t_s + front.d_s, np.inf)
+                for front, steps in zip(self.fronts, self.steps, strict=True)
+            ]
+            self._room = step_s, [-np.minimum.accumulate(sum_s) for sum_s in sums]
+        return self._room[1]
+
+    def fastest(self, rows: Ints, room: Array, step_s: float) -> tuple[Ints, Array]:
+        """Of each row's front the first configuration with d + t within the room and its step under the cap -
+        the fastest that is - and its t; infinite where none is. Rows ascend."""
+        minus_room, wanted = self.minus_room(step_s), -np.minimum(room, LARGEST_S)
         choice = np.empty(len(rows), dtype=np.intp)
         borders = np.searchsorted(rows, np.arange(len(self.sizes) + 1))
         for row, (begin, end) in enumerate(itertools.pairwise(borders)):
             if begin < end:
-                choice[begin:end] = np.searchsorted(self.minus_room[row], -room[begin:end], side="left")
+                choice[begin:end] = np.searchsorted(minus_room[row], wanted[begin:end], side="left")
         outside = choice >= self.lengths[rows]
         t_s = self.t_s[np.where(outside, 0, choice + self.starts[rows])]
         return choice, np.where(outside, np.inf, t_s)
@@ -240,17 +272,15 @@ class _Ladder:
     def __init__(self, pipelines: Pipelines) -> None:
         self.problem = pipelines
         each = {id(fronts): fronts for fronts in (*pipelines.inner, *pipelines.first.values())}
-        options = {key: _Options(fronts, hides=pipelines.hides) for key, fronts in each.items()}
+        options = {key: _Options(fronts) for key, fronts in each.items()}
         self.inner = [options[id(fronts)] for fronts in pipelines.inner]
         self.first = {k: options[id(fronts)] for k, fronts in pipelines.first.items()}
         every = list(options.values())
         # One kind more, that of no stage at all, which any may be the last before.
         self.neighbours = np.pad(pipelines.neighbours, ((0, 0), (0, 1)), constant_values=True)
         self.times: Array = np.unique(np.concatenate([o.t_s for o in every])) if every else np.zeros(0)
-        """All t, and all d where these have a cap of their own."""
-        self.extras: Array = np.full(1, np.inf)
-        if not pipelines.hides and len(self.times):
-            self.extras = np.unique(np.concatenate([front.d_s for o in every for front in o.fronts]))
+        steps = [steps for o in every for steps in o.steps]
+        self.steps: Array = np.unique(np.concatenate(steps)) if steps else np.zeros(1)
 
     def quickest(self, caps: _Caps, grad_accum: int) -> Assignment | None:
         """Of the assignments with the least suffix times under the caps, one per length, the best."""
@@ -332,12 +362,8 @@ class _Ladder:
     def _joined(self, options: _Options, row: Ints, before: Array, caps: _Caps) -> tuple[Ints, Array]:
         """Of each row the fastest configuration under the caps that may go before stages of so much time, and
         the time with it; infinite where none may."""
-        if self.problem.hides:
-            choice, t_s = options.fastest(row, caps.total_s - before)
-            return choice, np.where(t_s <= caps.time_s, before + t_s, np.inf)
-        choice, t_s = options.fastest(row, np.full(len(row), caps.extra_s))
-        possible = (t_s <= caps.time_s) & (before + t_s <= caps.total_s)
-        return choice, np.where(possible, before + t_s, np.inf)
+        choice, t_s = options.fastest(row, caps.total_s - before, caps.step_s)
+        return choice, np.where(t_s <= caps.time_s, before + t_s, np.inf)
 
     def _inside_a_node(self, stage: Ints, end: Ints) -> Flags:
         """Whether a stage that ends the first `end` GPUs, counted from the last, keeps to whole nodes or
@@ -367,9 +393,9 @@ class _Ladder:
             return None
         picked = [(options, int(row[least]), int(choice[least]))]
         picked += self._trace(levels, int(state[least]))
-        points = [(o.fronts[k].t_s[c], o.fronts[k].d_s[c]) for o, k, c in picked]
-        t_s, d_s = ([float(value) for value in column] for column in zip(*points, strict=True))
-        value_s = value_of(t_s, d_s, grad_accum, hides=problem.hides)
+        points = [(o.fronts[k].t_s[c], o.fronts[k].d_s[c], o.steps[k][c]) for o, k, c in picked]
+        t_s, d_s, step_s = ([float(value) for value in column] for column in zip(*points, strict=True))
+        value_s = value_of(t_s, d_s, grad_accum, step_s)
         return Assignment(tuple(o.sizes[k] for o, k, _ in picked), tuple(c for _, _, c in picked), value_s)
 
     def _trace(self, levels: list[_Level], state: int) -> Iterator[tuple[_Options, int, int]]:

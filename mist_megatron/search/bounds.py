@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
-from mist_megatron.cost.terms import totals
+from mist_megatron.search.assign import Front
 from mist_megatron.search.shapes import Shape
-from mist_megatron.search.slot_prices import fractions
+from mist_megatron.search.slot_prices import Times, fractions
 from mist_megatron.search.space import Space
 
 Array = NDArray[np.float64]
@@ -41,11 +41,6 @@ class Question:
     tick: Callable[[], None] = nothing
     """Called every few milliseconds of work: what it raises ends the search."""
 
-    @property
-    def hides(self) -> bool:
-        """Whether a stage's extra time hides behind the drain of the stages before it."""
-        return self.evaluator.time_context.step_hides
-
 
 @dataclass(frozen=True)
 class LeastTimes:
@@ -53,12 +48,19 @@ class LeastTimes:
 
     t_s: Array
     both_s: Array
-    """t + d."""
+    """t + d, steps that wait for all stages aside."""
+    step_s: Array
+    """Of such steps."""
 
     @property
     def d_s(self) -> Array:
         """With the least t: a configuration with a smaller d than this has so much larger a t."""
         return self.both_s - self.t_s
+
+    def front(self, layers: int) -> Front:
+        """As if one configuration were the least in all."""
+        row = slice(layers - 1, layers)
+        return Front(self.t_s[row], self.d_s[row], self.step_s[row])
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,10 @@ def _bound(question: Question, shape: Shape, stages: tuple[LeastTimes, LeastTime
     fixed = sum(n * (float(stage.t_s[0]) - slope) for n, stage in zip(counts, used, strict=True))
     sum_s = fixed + slope * layers
     most = layers - count + 1
-    rest_s = sum_s + float(stages[0].d_s[:most].min())
-    if not question.hides:
-        # Some stage has its even share or more.
-        share = -(-layers // count)
-        rest_s = max(rest_s, sum_s + min(float(stage.d_s[share - 1 : most].min()) for stage in used))
+    # Some stage has its even share or more.
+    share = -(-layers // count)
+    step_s = min(float(stage.step_s[share - 1 : most].min()) for stage in used)
+    rest_s = sum_s + float(stages[0].d_s[:most].min()) + step_s
     value_s = (shape.grad_accum - 1) * sum_s / count + rest_s
     return ShapeBound(value_s * (1 - 1e-9), rest_s, stages)
 
@@ -128,8 +129,8 @@ def _even_bound(
     share, vpp, count = question.evaluator.job.model.layers // shape.stages - 1, shape.vpp, shape.stages
     t_s = [float(stage.t_s[share]) for stage in stages]
     sum_s = t_s[0] / vpp if count == 1 else (t_s[0] + (count - 2) * t_s[1] + t_s[2]) / vpp
-    hidden = (0.0, t_s[0] / vpp, sum_s - t_s[2] / vpp) if question.hides else (0.0, 0.0, 0.0)
-    rest_s = max(
+    hidden = (0.0, t_s[0] / vpp, sum_s - t_s[2] / vpp)
+    rest_s = max(float(stage.step_s[share]) for stage in stages) + max(
         sum_s - t / vpp + float(stage.both_s[share]) - before
         for t, stage, before in zip(t_s, stages, hidden, strict=True)
     )
@@ -169,10 +170,11 @@ def least_times(question: Question, meshes: Sequence[Shape], role: StageRole) ->
         vpp=first.vpp,
         bridged=first.bridged,
     )
-    terms = evaluator.terms(grid)
     # Gradients that are on the host already need not be copied there for the update.
-    delta = {name: term for name, term in terms.delta.items() if name != "host_adam_copies"}
-    stable, extra = (totals(part).at(grid.layers, grid.ckpt) for part in (terms.stable, delta))
+    times = Times.of(evaluator, grid, without=("host_adam_copies",))
+    stable, extra, step = (
+        part.at(grid.layers, grid.ckpt) for part in (times.stable, times.delta, times.step)
+    )
     template = evaluator.time_context.template
     if template.step_in_first_forward and template.steps_by_place:
         # Offloaded weights save copies of a step between forward passes.
@@ -180,8 +182,9 @@ def least_times(question: Question, meshes: Sequence[Shape], role: StageRole) ->
     size = (len(meshes), len(layers), len(levels))
     t_s = np.broadcast_to(stable.min(axis=-1), size)
     both_s = np.broadcast_to((stable + extra).min(axis=-1), size)
+    step_s = np.broadcast_to(step.min(axis=-1) if np.ndim(step) else step, size)
     found = []
     for row, mesh in enumerate(meshes):
         mine = [levels.index(level) for level in mesh.zero]
-        found.append(LeastTimes(t_s[row][:, mine].min(axis=-1), both_s[row][:, mine].min(axis=-1)))
+        found.append(LeastTimes(*(part[row][:, mine].min(axis=-1) for part in (t_s, both_s, step_s))))
     return found

@@ -4,8 +4,8 @@ For one stage slot (role, layers, micro-batches held) all combinations of recomp
 offload fractions are priced; what does not fit or is slower than a cap is dropped, and the non-dominated
 rest is the front. Nothing is sampled.
 
-Offloading optimizer states touches only d and frees memory linearly, so where no rule couples it to other
-choices, and d is seen to grow with it, only the least fraction that fits can be on the front.
+Offloading optimizer states touches only d and the step, and frees memory linearly, so where no rule couples
+it to other choices, and neither falls with it, only the least fraction that fits can be on the front.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ class StageConfigs:
 
     t_s: Array
     d_s: Array
+    """Without the step, where that waits for all stages."""
+    step_s: Array
     columns: dict[str, Array]
     """One array per name of AXES, and `selective` (0 or 1)."""
 
     @property
     def front(self) -> Front:
-        return Front(self.t_s, self.d_s)
+        return Front(self.t_s, self.d_s, self.step_s)
 
 
 @dataclass
@@ -93,7 +95,7 @@ def slot_configs(
         if not (t_s <= cap_s).any():
             continue
         tied = space.grads_follow_optimizer or space.states_by_level
-        by_least_offload = not tied and t_s.shape[-1] == 1 and prices.d_grows()
+        by_least_offload = not tied and t_s.shape[-1] == 1 and prices.extras_grow()
         for here, slot in zip(parts, slots, strict=True):
             if by_least_offload:
                 rows = _least_offload(times.choices, prices, slot.held, t_s <= cap_s, tally)
@@ -101,13 +103,13 @@ def slot_configs(
                 rows = _all_that_fit(times.choices, role, slot, t_s <= cap_s, tally)
             if not len(rows[0]):
                 continue
-            t_rows, d_rows = np.broadcast_to(t_s, prices.size)[rows], prices.d_s(rows)
-            keep = pareto(t_rows, d_rows)
+            t_rows, (d_rows, step_rows) = np.broadcast_to(t_s, prices.size)[rows], prices.extras_s(rows)
+            keep = pareto(t_rows, d_rows, step_rows)
             columns = {
                 name: prices.axes[name].reshape(-1)[r[keep]] for name, r in zip(AXES, rows, strict=True)
             }
             columns["selective"] = np.full(len(keep), float(selective))
-            here.append(StageConfigs(t_rows[keep], d_rows[keep], columns))
+            here.append(StageConfigs(t_rows[keep], d_rows[keep], step_rows[keep], columns))
     return [joined(here) if here else None for here in parts], tally
 
 
@@ -152,11 +154,12 @@ def joined(parts: list[StageConfigs]) -> StageConfigs:
         return parts[0]
     t_s = np.concatenate([part.t_s for part in parts])
     d_s = np.concatenate([part.d_s for part in parts])
-    keep = pareto(t_s, d_s)
+    step_s = np.concatenate([part.step_s for part in parts])
+    keep = pareto(t_s, d_s, step_s)
     columns = {
         name: np.concatenate([part.columns[name] for part in parts])[keep] for name in parts[0].columns
     }
-    return StageConfigs(t_s[keep], d_s[keep], columns)
+    return StageConfigs(t_s[keep], d_s[keep], step_s[keep], columns)
 
 
 def with_column(configs: StageConfigs, name: str, value: float) -> StageConfigs:

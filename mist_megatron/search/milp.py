@@ -14,7 +14,7 @@ import numpy as np
 import pulp
 
 from mist_megatron.errors import InputError
-from mist_megatron.search.assign import Assignment, Pipelines, Size, StageFronts, value_of
+from mist_megatron.search.assign import Assignment, Front, Pipelines, Size, StageFronts, value_of
 
 MilpSolver = Literal["highs", "cbc"]
 Option = tuple[Size, int]
@@ -56,16 +56,19 @@ def _assign_milp(
     scale = float(np.mean([front.t_s.mean() for fronts in stages for front in fronts.values()])) or 1.0
     problem = pulp.LpProblem("assignment", pulp.LpMinimize)
     picks = _picks(problem, options)
-    times, extras = _times(stages, options, picks, scale)
+    times, extras, steps = _times(stages, options, picks, scale)
     slowest = pulp.LpVariable("slowest", lowBound=0)
     second = pulp.LpVariable("second")
-    problem += (grad_accum - 1) * slowest + second
+    step = pulp.LpVariable("step", lowBound=0)
+    total = (grad_accum - 1) * slowest + second + step
+    problem += total
     _add_sizes(problem, pipelines, options, picks)
-    for index, (time, extra) in enumerate(zip(times, extras, strict=True)):
+    for index, (time, extra, last) in enumerate(zip(times, extras, steps, strict=True)):
         problem += slowest >= time
-        problem += second >= extra + pulp.lpSum(times[index if pipelines.hides else 0 :])
+        problem += step >= last
+        problem += second >= extra + pulp.lpSum(times[index:])
     if np.isfinite(best_s):
-        problem += (grad_accum - 1) * slowest + second <= best_s / scale
+        problem += total <= best_s / scale
     problem.solve(_solver(solver))
     # `status` says Optimal for any incumbent; `sol_status` tells a proved one from the rest.
     if problem.sol_status != pulp.LpSolutionOptimal:
@@ -75,7 +78,8 @@ def _assign_milp(
     chosen = [choices[_picked(row)] for choices, row in zip(options, picks, strict=True)]
     t_s = [float(stages[k][size].t_s[index]) for k, (size, index) in enumerate(chosen)]
     d_s = [float(stages[k][size].d_s[index]) for k, (size, index) in enumerate(chosen)]
-    value_s = value_of(t_s, d_s, grad_accum, hides=pipelines.hides)
+    step_s = [_step(stages[k][size], index) for k, (size, index) in enumerate(chosen)]
+    value_s = value_of(t_s, d_s, grad_accum, step_s)
     if value_s >= best_s:
         return None
     return Assignment(tuple(size for size, _ in chosen), tuple(index for _, index in chosen), value_s)
@@ -127,14 +131,21 @@ def _times(
     options: list[list[Option]],
     picks: list[list[Any]],
     scale: float,
-) -> tuple[list[Any], list[Any]]:
-    """t and d of every stage as linear expressions of the picks."""
-    times, extras = [], []
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """t, d and step of every stage as linear expressions of the picks."""
+    times: list[Any] = []
+    extras: list[Any] = []
+    steps: list[Any] = []
     for fronts, choices, row in zip(stages, options, picks, strict=True):
-        cost = [(fronts[size].t_s[k] / scale, fronts[size].d_s[k] / scale) for size, k in choices]
-        times.append(pulp.lpSum(float(t) * pick for (t, _), pick in zip(cost, row, strict=True)))
-        extras.append(pulp.lpSum(float(d) * pick for (_, d), pick in zip(cost, row, strict=True)))
-    return times, extras
+        cost = [(fronts[size].t_s[k], fronts[size].d_s[k], _step(fronts[size], k)) for size, k in choices]
+        for column, found in enumerate((times, extras, steps)):
+            each = zip(cost, row, strict=True)
+            found.append(pulp.lpSum(float(point[column]) / scale * pick for point, pick in each))
+    return times, extras, steps
+
+
+def _step(front: Front, index: int) -> float:
+    return 0.0 if front.step_s is None else float(front.step_s[index])
 
 
 def _solver(name: MilpSolver) -> Any:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
-from mist_megatron.cost.terms import Linear
+from mist_megatron.cost.step_time import AT_STEP
+from mist_megatron.cost.terms import Linear, totals
 from mist_megatron.search.shapes import Shape
 from mist_megatron.search.space import Space
 from mist_megatron.spec.layout import in_flight
@@ -160,6 +161,27 @@ class Choices:
         return allowed
 
 
+@dataclass(frozen=True)
+class Times:
+    """t, d without the step that waits for all stages, and that step; d is all of it where none waits."""
+
+    stable: Linear
+    delta: Linear
+    step: Linear
+
+    @staticmethod
+    def of(evaluator: StageEvaluator, grid: StageGrid, without: tuple[str, ...] = ()) -> Times:
+        """Prices of a grid, some terms of d left out."""
+        terms = evaluator.terms(grid)
+        waits = () if evaluator.time_context.step_hides else AT_STEP
+        delta = {name: term for name, term in terms.delta.items() if name not in without}
+        return Times(
+            totals(terms.stable),
+            totals({name: term for name, term in delta.items() if name not in waits}),
+            totals({name: term for name, term in delta.items() if name in waits}),
+        )
+
+
 class RolePrices:
     """All stages of one role and mesh, for a window of layers."""
 
@@ -183,11 +205,11 @@ class RolePrices:
         self._ends = replace(self.grid, layers=layers, ckpt=np.stack(ends).reshape(len(window), -1, *one))
         # t hardly ever depends on the optimizer's fraction, and d is not always asked for: the ends tell.
         offloads = ends_of(self.axes["optimizer"])
-        factors = evaluator.factors(replace(self._ends, optimizer_offload=offloads))
-        self._all_delta = factors.delta if self.axes["optimizer"].size <= offloads.size else None
-        self.stable = _padded(factors.stable)
+        times = Times.of(evaluator, replace(self._ends, optimizer_offload=offloads))
+        self._all_times = times if self.axes["optimizer"].size <= offloads.size else None
+        self.stable = _padded(times.stable)
         if any(np.shape(part)[-1] > 1 for part in _parts(self.stable)):
-            self.stable = _padded(evaluator.factors(self._ends).stable)
+            self.stable = _padded(Times.of(evaluator, self._ends).stable)
         if len({len(c) for c in counts}) == 1:
             ckpt = np.stack(counts).reshape(len(window), -1, *one)
         else:
@@ -195,8 +217,10 @@ class RolePrices:
         self._moments = corner_moments(evaluator, replace(self.grid, layers=layers, ckpt=ckpt))
 
     @cached_property
-    def delta(self) -> Linear:
-        return _padded(self._all_delta or self.evaluator.factors(self._ends).delta)
+    def extras(self) -> tuple[Linear, Linear]:
+        """d without the step that waits for all stages, and that step."""
+        times = self._all_times or Times.of(self.evaluator, self._ends)
+        return _padded(times.delta), _padded(times.step)
 
     def slot(self, layers: int) -> SlotPrices:
         """What is known of slots with so many layers."""
@@ -214,7 +238,7 @@ class RolePrices:
             counts=counts,
             axes=axes,
             stable=_row(self.stable, row),
-            delta=lambda: _row(self.delta, row),
+            extras=lambda: (_row(self.extras[0], row), _row(self.extras[1], row)),
             memory=HeldMemory(axes["optimizer"].reshape(-1), self.evaluator.limit_bytes, moments),
         )
 
@@ -245,7 +269,8 @@ class SlotPrices:
     axes: Mapping[str, Array]
     stable: Linear
     """Parts over AXES, of which the first is (some layers kept, all recomputed)."""
-    delta: Callable[[], Linear]
+    extras: Callable[[], tuple[Linear, Linear]]
+    """d without the step that waits for all stages, and that step."""
     memory: HeldMemory
 
     @property
@@ -273,26 +298,31 @@ class SlotPrices:
             value = value + counts * part(linear.per_ckpt)
         return np.asarray(value, dtype=np.float64)
 
-    def d_s(self, rows: Rows) -> Array:
-        """d of some configurations."""
+    def extras_s(self, rows: Rows) -> tuple[Array, Array]:
+        """d without the step that waits for all stages, and that step, of some configurations."""
 
-        def part(array: Array) -> Array:
-            kind = self._all_recomputed(array.shape[0])[rows[0]]
-            spread = np.broadcast_to(array, (array.shape[0], *self.size[1:]))
-            return np.asarray(spread[(kind, *rows[1:])], dtype=np.float64)
+        def priced(linear: Linear) -> Array:
+            def part(array: Array) -> Array:
+                kind = self._all_recomputed(array.shape[0])[rows[0]]
+                spread = np.broadcast_to(array, (array.shape[0], *self.size[1:]))
+                return np.asarray(spread[(kind, *rows[1:])], dtype=np.float64)
 
-        delta = self.delta()
-        value = part(delta.fixed) + self.layers * part(delta.per_layer)
-        if np.any(delta.per_ckpt):
-            value = value + self.counts[rows[0]] * part(delta.per_ckpt)
-        return np.asarray(value, dtype=np.float64)
+            value = part(linear.fixed) + self.layers * part(linear.per_layer)
+            if np.any(linear.per_ckpt):
+                value = value + self.counts[rows[0]] * part(linear.per_ckpt)
+            return np.asarray(value, dtype=np.float64)
 
-    def d_grows(self) -> bool:
-        """Whether d never falls when more of the optimizer is offloaded: d is linear in recomputed layers, so
-        the ends of its two pieces tell."""
+        delta, step = self.extras()
+        return priced(delta), priced(step)
+
+    def extras_grow(self) -> bool:
+        """Whether neither falls when more of the optimizer is offloaded: they are linear in recomputed
+        layers, so the ends of their two pieces tell."""
         last = len(self.counts) - 1
         ends = np.array(sorted({0, max(last - 1, 0), last}), dtype=np.intp)
-        return bool(np.all(np.diff(self._table(self.delta(), ends), axis=-1) >= 0.0))
+        return all(
+            bool(np.all(np.diff(self._table(linear, ends), axis=-1) >= 0.0)) for linear in self.extras()
+        )
 
 
 class HeldMemory:

@@ -13,7 +13,7 @@ from mist_megatron.search.assign import Assignment, Front, Pipelines, assign, im
 from mist_megatron.search.bounds import Question, ShapeBound
 from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, slot_configs
 from mist_megatron.search.shapes import Shape, UnequalShape
-from mist_megatron.search.slot_prices import AXES, Choices, slot_at, stage_grid
+from mist_megatron.search.slot_prices import AXES, Choices, Times, slot_at, stage_grid
 
 ROLES = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
 StageChoice = dict[str, float]
@@ -65,8 +65,10 @@ def _solve_per_stage(
                     configs[position][count] = here
     if not all(configs):
         return None, tally
-    fronts = [{count: Front(c.t_s / shape.vpp, c.d_s) for count, c in here.items()} for here in configs]
-    pipelines = in_line(fronts, layers, hides=question.hides)
+    fronts = [
+        {count: Front(c.t_s / shape.vpp, c.d_s, c.step_s) for count, c in here.items()} for here in configs
+    ]
+    pipelines = in_line(fronts, layers)
     answer = assign_by(question, pipelines, shape.grad_accum * shape.vpp, best_s)
     if answer is None:
         return None, tally
@@ -82,14 +84,11 @@ def _may_beat(
     if shape.stages == 1 or shape.vpp > 1 or not question.space.uneven_layers or not np.isfinite(best_s):
         return True
     fronts = {
-        role: {
-            count: Front(least.t_s[count - 1 : count], least.d_s[count - 1 : count])
-            for count in windows.get(role, ())
-        }
+        role: {count: least.front(count) for count in windows.get(role, ())}
         for role, least in zip(ROLES, bound.stages, strict=True)
     }
     stages = [fronts[role_of(position, shape.stages)] for position in range(shape.stages)]
-    pipelines = in_line(stages, question.evaluator.job.model.layers, hides=question.hides)
+    pipelines = in_line(stages, question.evaluator.job.model.layers)
     return improves(pipelines, shape.grad_accum, best_s, question.tick)
 
 
@@ -148,7 +147,7 @@ def _uniform_values(
     evaluator = question.evaluator
     choices = Choices(space=question.space, shape=shape, step=question.step)
     axes = choices.axes(choices.counts(layers, selective=selective))
-    t_max = suffix = np.zeros(())
+    t_max = suffix = step = np.zeros(())
     second = np.full((), -np.inf)
     fits = np.ones((), dtype=bool)
     times = {}
@@ -157,18 +156,19 @@ def _uniform_values(
         slot = slot_at(shape, position, layers)
         grid = stage_grid(shape, slot, axes, selective=selective)
         if slot.role not in times:
-            factors = evaluator.factors(grid)
+            priced = Times.of(evaluator, grid)
             times[slot.role] = (
-                factors.stable.at(grid.layers, grid.ckpt) / shape.vpp,
-                factors.delta.at(grid.layers, grid.ckpt),
+                priced.stable.at(grid.layers, grid.ckpt) / shape.vpp,
+                priced.delta.at(grid.layers, grid.ckpt),
+                priced.step.at(grid.layers, grid.ckpt),
             )
-        t_s, d_s = times[slot.role]
+        t_s, d_s, step_s = times[slot.role]
         suffix = suffix + t_s
-        # Where extra times hide, each behind the drain of the stages before it.
-        second = np.maximum(second, d_s + suffix if question.hides else d_s)
+        second = np.maximum(second, d_s + suffix)
+        step = np.maximum(step, step_s)
         t_max = np.maximum(t_max, t_s)
         fits = fits & (evaluator.peak_bytes(grid) <= evaluator.limit_bytes)
-    value = (shape.grad_accum * shape.vpp - 1) * t_max + second + (0.0 if question.hides else suffix)
+    value = (shape.grad_accum * shape.vpp - 1) * t_max + second + step
     size = tuple(axes[name].size for name in AXES)
     valid = np.broadcast_to(choices.valid(layers, axes), size)
     tally.priced += int(valid.sum())

@@ -231,7 +231,9 @@ def _bound(job: Job, mixture: Mixture, priced: Mapping[Shape, tuple[LeastTimes, 
         for mesh, roles in zip(mixture.meshes, stages, strict=True)
         for stage in roles
     )
+    # Of the first stage; and of all at least the least step.
     least_d = min(float(first.d_s.min()) for first, *_ in stages)
+    least_d += min(float(stage.step_s.min()) for roles in stages for stage in roles)
     value_s = min(
         (mixture.grad_accum - 1 + slow) * work / (gpus - stages + slow)
         for stages in mixture.lengths
@@ -291,7 +293,6 @@ def _pipelines(question: Question, mixture: Mixture, fronts: Callable[[Key], Sta
         gpus=job.cluster.gpus,
         gpus_per_node=job.cluster.gpus_per_node,
         neighbours=mixture.neighbours(),
-        hides=question.hides,
     )
 
 
@@ -299,20 +300,23 @@ def _plain_fronts(mixture: Mixture, bound: MixtureBound, windows: Windows) -> Ca
     """Fronts of the least times, memory unlimited, whatever a stage holds."""
     fronts = {}
     for position, role in enumerate(ROLES):
-        points: dict[Size, list[tuple[float, float]]] = {}
+        points: dict[Size, list[Front]] = {}
         for mesh, (window, stages) in enumerate(zip(windows, bound.stages, strict=True)):
             times = stages[position]
             for layers in window[role]:
-                point = float(times.t_s[layers - 1]), float(times.d_s[layers - 1])
-                points.setdefault(mixture.size(layers, mesh), []).append(point)
+                points.setdefault(mixture.size(layers, mesh), []).append(times.front(layers))
         fronts[role] = {size: _front(found) for size, found in points.items()}
     return lambda key: fronts[key[0]]
 
 
-def _front(points: list[tuple[float, float]]) -> Front:
-    t_s, d_s = np.array(points).T
-    keep = pareto(t_s, d_s)
-    return Front(t_s[keep], d_s[keep])
+def _front(points: Sequence[Front]) -> Front:
+    """One of several that have steps all or none."""
+    if len(points) == 1:
+        return points[0]
+    t_s, d_s = (np.concatenate(part) for part in zip(*((p.t_s, p.d_s) for p in points), strict=True))
+    step_s = np.concatenate([p.step_s for p in points if p.step_s is not None])
+    keep = pareto(t_s, d_s, step_s)
+    return Front(t_s[keep], d_s[keep], step_s[keep])
 
 
 Windows = list[dict[StageRole, range]]

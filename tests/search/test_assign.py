@@ -11,21 +11,23 @@ from mist_megatron.search.assign import Front, Pipelines, assign, in_line, paret
 from mist_megatron.search.milp import assign_milp
 
 
-def front(rng, layers, speed, points):
+def front(rng, layers, speed, points, steps=False):
     t = layers / speed * (1 + rng.random(points))
     d = layers / speed * 3 * rng.random(points) - 0.2
-    keep = pareto(t, d)
-    return Front(t[keep], d[keep])
+    step = layers / speed * rng.integers(1, 4, points) if steps else None
+    keep = pareto(t, d, step)
+    return Front(t[keep], d[keep], step[keep] if steps else None)
 
 
-def equal(rng, stages, counts, points):
+def equal(rng, stages, counts, points, steps=False):
     """Random fronts: t grows with layers, d is anything, some slots are infeasible."""
     return [
-        {count: front(rng, count, 1, points) for count in counts if rng.random() > 0.1} for _ in range(stages)
+        {count: front(rng, count, 1, points, steps) for count in counts if rng.random() > 0.1}
+        for _ in range(stages)
     ]
 
 
-def unequal(rng, nodes, per_node, layers, points, kinds=1, hides=True):
+def unequal(rng, nodes, per_node, layers, points, kinds=1, steps=False):
     """Pipelines of all lengths with stages of parts of a node or whole nodes; bigger ones are faster, some
     slots are infeasible, stages with more behind them fit fewer layers, as with real memory, and of several
     kinds some may not stand beside some."""
@@ -36,7 +38,7 @@ def unequal(rng, nodes, per_node, layers, points, kinds=1, hides=True):
 
     def stage(after):
         return {
-            (count, mesh, kind): front(rng, count, mesh ** rng.uniform(0.6, 1.0), points)
+            (count, mesh, kind): front(rng, count, mesh ** rng.uniform(0.6, 1.0), points, steps)
             for mesh in meshes
             for kind in range(kinds)
             for count in range(1, max(2, 3 * mesh - after + 1))
@@ -51,7 +53,6 @@ def unequal(rng, nodes, per_node, layers, points, kinds=1, hides=True):
         gpus=gpus,
         gpus_per_node=per_node,
         neighbours=~(apart | apart.T),
-        hides=hides,
     )
 
 
@@ -83,14 +84,15 @@ def brute_force(pipelines, grad_accum):
             for picks in itertools.product(*[range(len(f.t_s)) for f in fronts]):
                 t = [f.t_s[k] for f, k in zip(fronts, picks, strict=True)]
                 d = [f.d_s[k] for f, k in zip(fronts, picks, strict=True)]
-                best = min(best, equation_1(t, d, grad_accum, pipelines.hides))
+                step = [0.0 if f.step_s is None else f.step_s[k] for f, k in zip(fronts, picks, strict=True)]
+                best = min(best, equation_1(t, d, grad_accum, step))
     return best
 
 
-def equation_1(t, d, grad_accum, hides=True):
-    """As the Mist paper writes it; where no extra time hides, the longest counts in full."""
-    late = max(d[i] - (sum(t[:i]) if hides else 0.0) for i in range(len(t)))
-    return (grad_accum - 1) * max(t) + sum(t) + late
+def equation_1(t, d, grad_accum, step=(0.0,)):
+    """As the Mist paper writes it, and the longest step where each waits for all stages."""
+    late = max(d[i] - sum(t[:i]) for i in range(len(t)))
+    return (grad_accum - 1) * max(t) + sum(t) + late + max(step)
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -99,7 +101,7 @@ def test_equals_brute_force(seed):
     count = int(rng.integers(1, 4))
     layers = int(rng.integers(count, 3 * count + 1))
     grad_accum = int(rng.choice([1, 2, 5, 32]))
-    pipelines = in_line(equal(rng, count, (1, 2, 3), 4), layers, hides=seed % 3 > 0)
+    pipelines = in_line(equal(rng, count, (1, 2, 3), 4, seed % 2 > 0), layers)
     found, best = assign(pipelines, grad_accum), brute_force(pipelines, grad_accum)
     if found is None:
         assert best == np.inf
@@ -115,7 +117,7 @@ def test_unequal_stages_equal_brute_force(seed):
     nodes, per_node = [(1, 4), (2, 2), (2, 4), (1, 6), (3, 2)][seed % 5]
     layers = int(rng.integers(2, 5 if nodes * per_node > 4 else 7))
     grad_accum = int(rng.choice([1, 2, 5, 32]))
-    pipelines = unequal(rng, nodes, per_node, layers, 2, kinds=1 + seed % 2, hides=seed % 3 > 0)
+    pipelines = unequal(rng, nodes, per_node, layers, 2, kinds=1 + seed % 2, steps=seed % 3 > 0)
     found, best = assign(pipelines, grad_accum), brute_force(pipelines, grad_accum)
     if found is None:
         assert best == np.inf
@@ -132,7 +134,7 @@ def test_equals_the_integer_program(seed):
     count = int(rng.integers(2, 5))
     layers = int(rng.integers(2 * count, 4 * count))
     grad_accum = int(rng.choice([1, 4, 16]))
-    pipelines = in_line(equal(rng, count, (2, 3, 4), 4), layers, hides=seed % 3 > 0)
+    pipelines = in_line(equal(rng, count, (2, 3, 4), 4, seed % 2 > 0), layers)
     agree(assign(pipelines, grad_accum), assign_milp(pipelines, grad_accum))
 
 
@@ -142,7 +144,7 @@ def test_unequal_stages_equal_the_integer_program(seed):
     nodes, per_node = [(1, 4), (2, 2), (2, 4), (1, 8), (3, 2)][seed % 5]
     layers = int(rng.integers(3, 9))
     grad_accum = int(rng.choice([1, 4, 16]))
-    pipelines = unequal(rng, nodes, per_node, layers, 3, kinds=1 + seed % 3, hides=seed % 4 > 0)
+    pipelines = unequal(rng, nodes, per_node, layers, 3, kinds=1 + seed % 3, steps=seed % 4 > 1)
     agree(assign(pipelines, grad_accum), assign_milp(pipelines, grad_accum))
 
 
@@ -184,8 +186,8 @@ def test_value_is_equation_1():
     rng = np.random.default_rng(0)
     for _ in range(50):
         t, d = rng.random(5), rng.random(5) - 0.3
-        for hides in (True, False):
-            assert value_of(t, d, 9, hides=hides) == pytest.approx(equation_1(list(t), list(d), 9, hides))
+        step = rng.random(5)
+        assert value_of(t, d, 9, step) == pytest.approx(equation_1(list(t), list(d), 9, step))
 
 
 def test_pareto_keeps_exactly_the_undominated():
@@ -197,3 +199,19 @@ def test_pareto_keeps_exactly_the_undominated():
         expected = {p for p in points if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)}
         assert kept == expected
         assert len(pareto(t, d)) == len(kept)
+
+
+def test_pareto_of_three_keeps_exactly_the_undominated():
+    rng = np.random.default_rng(2)
+    for _ in range(60):
+        every = rng.integers(0, 5, (3, 40)).astype(float)
+        kept = pareto(*every)
+        points = {tuple(p) for p in every.T}
+        expected = {
+            p
+            for p in points
+            if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in points)
+        }
+        assert {tuple(every[:, k]) for k in kept} == expected
+        assert len(kept) == len(expected)
+        assert (np.diff(every[0][kept]) >= 0).all()
