@@ -3,8 +3,11 @@
     python calibration/fit_end_to_end.py a100 MEASURED/end_to_end/vtrain_a100.csv \\
         MEASURED/end_to_end/megatron_papers_a100.csv MEASURED/other/published_perf.csv
     python calibration/fit_end_to_end.py h100 MEASURED/other/published_perf.csv
+    python calibration/fit_end_to_end.py a100 (the same files) --judge-only --folds 3
 
-Writes its part of calibration/fitted.json (kernel and link figures, whole-layer ratios), which
+The last writes nothing: it fits to the rows of two thirds of the models, predicts the others, and prints the
+error by source, once with the figures alone and once with layer ratios learnt from the same rows. The others
+write their part of calibration/fitted.json (kernel and link figures, whole-layer ratios), which
 build_profiles.py puts into the profiles, and prints the host constants of Megatron's eager execution, which
 stand in mist_megatron/cost/communication.py: put them there and run again with --layers-only. Physical
 figures come first, on rows spread evenly over the sources,
@@ -26,11 +29,11 @@ from typing import Any
 import numpy as np
 from published_rows import converted, table
 
-from mist_megatron.calibrate.refit import FitLimits, Parameters, cross_validated, fit, spread
+from mist_megatron.calibrate.refit import FitLimits, Parameters, cross_validated, fit, layer_ratios, spread
 from mist_megatron.calibrate.rows import MeasuredRow, read_rows
 from mist_megatron.calibrate.validate import Outcome, Predicted, outcomes_of, summary
 from mist_megatron.cli.evaluators import cache_directory, profile_of
-from mist_megatron.cli.refitting import learnt_profile, predictor, with_layers
+from mist_megatron.cli.refitting import TURNS, Ratios, learnt_profile, predictor, with_layers
 from mist_megatron.cost import communication
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.grid import role_of
@@ -145,8 +148,13 @@ class Modeller:
         self._bases = {gpu: shipped(gpu) for gpu in gpus}
         self._compiled: dict[Any, StageEvaluator] = {}
 
-    def __call__(self, values: Parameters) -> Callable[[MeasuredRow], Predicted]:
+    def __call__(
+        self, values: Parameters, layers: Mapping[str, Ratios] | None = None
+    ) -> Callable[[MeasuredRow], Predicted]:
+        """`layers`: by GPU, ratios of whole layers that go with the figures."""
         profiles = {gpu: changed(base, values) for gpu, base in self._bases.items()}
+        for gpu, ratios in (layers or {}).items():
+            profiles[gpu] = with_layers(profiles[gpu], ratios, "fitted")
         host = {name: value for name, value in values.items() if name in HOST}
         evaluators: dict[Any, StageEvaluator] = {}
 
@@ -214,6 +222,52 @@ def layer_part(base: Profile, rows: Sequence[MeasuredRow]) -> tuple[list[list[fl
     return layers, float(honest["time_mape"])
 
 
+def judge(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: Any) -> None:
+    """Errors by source of rows whose model, on whatever cluster and in whichever source, took part in nothing
+    that predicts them."""
+    modeller = Modeller(chip.gpus)
+    start = {**chip.start, **(HOST if chip.host else {})}
+    found: dict[tuple[str, str], list[float]] = {}
+    models = sorted({_model_of(row) for own in rows.values() for row in own})
+    fold_of = {model: number % options.folds for number, model in enumerate(models)}
+    folds = {source: [fold_of[_model_of(row)] for row in own] for source, own in rows.items()}
+    for fold in range(options.folds):
+        seen = {s: [row for row, f in zip(own, folds[s], strict=True) if f != fold]
+                for s, own in rows.items()}  # fmt: skip
+        used = [row for own in seen.values() for row in spread(own, options.rows)]
+        limits = FitLimits(iterations=options.turns, rows=len(used), held=chip.held)
+        values = fit(modeller, start, used, limits)
+        told = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+        print(f"fold {fold + 1}: {len(used)} rows; {told}", flush=True)
+        predictors = {"figures": modeller(values)}
+        if chip.layers:
+            ratios = _ratios_of(modeller, values, chip, [row for own in seen.values() for row in own])
+            predictors["figures and layer ratios"] = modeller(values, {chip.gpus[0]: ratios})
+        for name, predict in predictors.items():
+            for source, own in rows.items():
+                errors = found.setdefault((name, source), [])
+                errors += [predict(row).iteration_s / (row.measured_s or 1.0) - 1.0
+                           for row, f in zip(own, folds[source], strict=True) if f == fold]  # fmt: skip
+        for (name, source), errors in found.items():
+            print(f"  {name}, {source}: {len(errors)} unseen rows, error {np.mean(np.abs(errors)):.2%}, "
+                  f"bias {np.mean(errors):+.2%}", flush=True)  # fmt: skip
+
+
+def _model_of(row: MeasuredRow) -> tuple[int, int]:
+    assert row.plan is not None
+    return row.plan.model.hidden, row.plan.model.layers
+
+
+def _ratios_of(modeller: Modeller, values: Parameters, chip: Chip, rows: Sequence[MeasuredRow]) -> Ratios:
+    """As `learnt_profile`, under figures and host constants of one fold."""
+    gpu, ratios = chip.gpus[0], Ratios()
+    own = [r for r in rows if _is_first(r, chip) and r.plan is not None and r.plan.target == "megatron"]
+    for _ in range(TURNS):
+        for shape, (ratio, count) in layer_ratios(own, modeller(values, {gpu: ratios})).items():
+            ratios[shape] = (ratios.get(shape, (1.0, 0))[0] * ratio, count)
+    return ratios
+
+
 def fitted_part(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: Any) -> dict[str, Any]:
     """What stands under the chip's name in fitted.json."""
     modeller = Modeller(chip.gpus)
@@ -275,10 +329,16 @@ def main() -> None:
     parser.add_argument(
         "--layers-only", action="store_true", help="keep the figures; after new host constants"
     )
+    parser.add_argument(
+        "--judge-only", action="store_true", help="by source, errors of groups left out; writes nothing"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "fitted.json")
     options = parser.parse_args()
     chip = CHIPS[options.chip]
     rows = rows_by_source(options.files, chip)
+    if options.judge_only:
+        judge(chip, rows, options)
+        return
     known = json.loads(options.out.read_text()) if options.out.is_file() else {}
     part = known[options.chip] if options.layers_only else fitted_part(chip, rows, options)
     known[options.chip] = with_layer_part(part, chip, rows) if chip.layers else part

@@ -29,7 +29,13 @@ from mist_megatron.calibrate.fit_efficiency import (
     launch_seconds,
     rate_of,
 )
-from mist_megatron.calibrate.interference import CoRuns, Overlap, fit_interference, interference_sets
+from mist_megatron.calibrate.interference import (
+    CoRuns,
+    Overlap,
+    fit_interference,
+    interference_sets,
+    with_base,
+)
 from mist_megatron.calibrate.measurements import SIZES, Measurement, Raw
 from mist_megatron.calibrate.profile_file import check_units
 from mist_megatron.errors import InputError, ProfileError
@@ -134,7 +140,7 @@ def fit_profile(raws: Sequence[Raw], request: FitRequest) -> Fitted:
         links=replace(profile.links, **draft.links),
         host=replace(profile.host, **draft.host),
         adam_bytes_per_parameter=adam or profile.adam_bytes_per_parameter,
-        interference=_merged_sets(interference, profile.interference),
+        interference=interference,
         collectives=_merged_curves(curves, profile.collectives),
         tables=_merged_tables(draft, tables),
         clock_mhz=clock or profile.clock_mhz,
@@ -370,8 +376,9 @@ def _interference(draft: _Draft) -> tuple[InterferenceSet, ...]:
         for bits in range(16)
         for point in _contended([p for p in draft.agreed.of("overlap") if _streams(p) == bits])
     ]
+    base = draft.profile.interference
     if not points:
-        return ()
+        return base
     alone = np.array([[point.sizes[name] for name in SIZES["overlap"]] for point in points])
     # Points of one amount of work have times alone within some percent of each other.
     steps = np.where(alone > 0.0, np.round(4.0 * np.log2(np.maximum(alone, 1e-9))), -1e3)
@@ -386,7 +393,7 @@ def _interference(draft: _Draft) -> tuple[InterferenceSet, ...]:
         fit = fit_interference(runs, draft.request.overlap, draft.request.told)
     except InputError as error:
         draft.notes.append("; ".join((error.message, *error.details)))
-        return ()
+        return base
     draft.notes.append(
         f"interference: {fit.error:.1%} off on held-out amounts of work; as a maximum "
         f"{fit.maximum_error:.1%}, as a sum {fit.sum_error:.1%}"
@@ -394,21 +401,13 @@ def _interference(draft: _Draft) -> tuple[InterferenceSet, ...]:
     draft.notes += [
         f"interference: {count} points left out: {why}" for why, count in fit.left_out.items() if count
     ]
-    sets = interference_sets(fit, draft.source(points))
-    # Sets that no point had are the base's, or their subsets', not this fit's.
-    return tuple(item for item in sets if item.points)
+    merged, note = with_base(interference_sets(fit, draft.source(points)), base)
+    draft.notes += [note] if note else []
+    return merged
 
 
 def _streams(point: Measurement) -> int:
     return sum(1 << at for at, name in enumerate(SIZES["overlap"]) if point.sizes[name] > 0.0)
-
-
-def _merged_sets(
-    own: Sequence[InterferenceSet], base: Sequence[InterferenceSet]
-) -> tuple[InterferenceSet, ...]:
-    known = {frozenset(item.streams) for item in own}
-    both = [*own, *(item for item in base if frozenset(item.streams) not in known)]
-    return tuple(sorted(both, key=lambda item: len(item.streams)))
 
 
 def _merged_curves(

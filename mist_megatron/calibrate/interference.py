@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.calibrate.monotone import excess, monotone
+from mist_megatron.calibrate.monotone import broken_sets, excess, monotone
 from mist_megatron.errors import InputError
-from mist_megatron.spec.profile import STREAMS, InterferenceSet
+from mist_megatron.spec.profile import STREAMS, InterferenceSet, slowdowns
 
 Array = NDArray[np.float64]
 Overlap = Callable[[Sequence[Array], Array], Array]
@@ -187,6 +187,31 @@ def interference_sets(fit: InterferenceFit, source: str) -> tuple[InterferenceSe
             )
         )
     return tuple(found)
+
+
+def with_base(
+    own: Sequence[InterferenceSet], base: Sequence[InterferenceSet]
+) -> tuple[tuple[InterferenceSet, ...], str]:
+    """Measured sets with the base's of those that no point had, and what there is to tell of it. More work
+    must not end sooner in the mixture either: the base's factors are raised to what that takes, and where
+    measured ones would have to be, this fit's own estimates take the base's place."""
+    measured = [item for item in own if item.points]
+    known = {frozenset(item.streams) for item in measured}
+    rest = [item for item in base if frozenset(item.streams) not in known]
+    both = sorted([*measured, *rest], key=lambda item: len(item.streams))
+    table = np.array(slowdowns(both))
+    if not broken_sets(table, waiting=False):
+        return tuple(both), ""
+    table = monotone(table, waiting=False)
+    raised = [item if item in measured else replace(item, factors=_factors(item, table)) for item in both]
+    if not broken_sets(np.array(slowdowns(raised)), waiting=False):
+        return tuple(raised), "interference: factors of the base raised to fit those measured"
+    return tuple(own), "interference: the base's factors contradict those measured and are left out"
+
+
+def _factors(item: InterferenceSet, table: Array) -> tuple[float, ...]:
+    bits = sum(1 << STREAMS.index(stream) for stream in item.streams)
+    return tuple(float(table[bits, STREAMS.index(stream)]) for stream in item.streams)
 
 
 @dataclass(frozen=True, kw_only=True)

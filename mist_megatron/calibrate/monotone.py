@@ -55,6 +55,18 @@ def excess(table: Array, *, waiting: bool) -> Array:
     return np.concatenate(found)
 
 
+def broken_sets(table: Array, *, waiting: bool) -> tuple[int, ...]:
+    """The bit sets of streams that break (*), by more than a profile's digits."""
+    slopes: Slopes = {}
+    found = []
+    for bits in _SETS:
+        _add_slopes(slopes, table, bits, waiting=waiting)
+        most = (_beside(bits, slopes, waiting=waiting) @ _speeds(table, bits)).max()
+        if most > 1.0 + 10.0**-DIGITS:
+            found.append(bits)
+    return tuple(found)
+
+
 def monotone(table: Array, *, waiting: bool) -> Array:
     """A table that fulfils (*) near this one, with factors of a profile's digits: small sets first, each set
     moves towards factors no less than those of its subsets as far as it must. A stream that is not faster

@@ -6,8 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
+from mist_megatron.calibrate.monotone import broken_sets
 from mist_megatron.spec.cluster import GpuSpec
-from mist_megatron.spec.profile import STREAMS, TABLE_COLUMNS, CollectiveCurve, Profile, Quantity
+from mist_megatron.spec.profile import (
+    STREAMS,
+    TABLE_COLUMNS,
+    CollectiveCurve,
+    Profile,
+    Quantity,
+    slowdowns,
+)
 
 KNOWN_BY = ("measured", "published", "fitted")
 """Origins of figures that rest on measurements."""
@@ -137,9 +147,8 @@ def _interference_gaps(profile: Profile) -> list[str]:
         return ["co-run slowdowns were not measured: streams are taken as independent"]
     missing = []
     for bits in range(16):
-        streams = [stream for at, stream in enumerate(STREAMS) if bits >> at & 1]
-        if len(streams) > 1 and frozenset(streams) not in known:
-            missing.append("+".join(streams))
+        if bits.bit_count() > 1 and frozenset(_streams_of(bits).split("+")) not in known:
+            missing.append(_streams_of(bits))
     if missing:
         found.append(f"co-run sets without measurements (their subsets' factors hold): {', '.join(missing)}")
     open_factors = [
@@ -150,12 +159,19 @@ def _interference_gaps(profile: Profile) -> list[str]:
     ]
     if open_factors:
         found.append(f"co-run factors that the points do not determine: {', '.join(open_factors)}")
+    broken = [_streams_of(b) for b in broken_sets(np.array(slowdowns(profile.interference)), waiting=False)]
+    if broken:
+        found.append(f"co-run factors by which more work ends sooner: {', '.join(broken)}; fit them again")
     foreign = [
         "+".join(i.streams) for i in profile.interference if profile.sources[i.source].origin == "assumed"
     ]
     if foreign:
         found.append(f"co-run factors of another machine: {', '.join(foreign)}")
     return found
+
+
+def _streams_of(bits: int) -> str:
+    return "+".join(stream for at, stream in enumerate(STREAMS) if bits >> at & 1)
 
 
 def document(profile: Profile, gpu: GpuSpec | None) -> dict[str, Any]:

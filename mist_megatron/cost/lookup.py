@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mist_megatron.cost.pricing import Array, Collective, Priced
 from mist_megatron.errors import ProfileError
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
-from mist_megatron.spec.profile import STREAMS, CollectiveCurve, Profile
+from mist_megatron.spec.profile import CollectiveCurve, Profile, slowdowns
 from mist_megatron.spec.training import Precision
 
 EXACT = 1e-6
@@ -224,21 +224,7 @@ class ProfilePrices:
         return self.memory_bound(np.asarray(parameters) * self.profile.adam_bytes_per_parameter.value)
 
     def interference(self) -> Array:
-        """Sets that the profile lacks take each stream's largest factor among its subsets."""
-        table = np.ones((16, 4))
-        known = {
-            sum(1 << STREAMS.index(stream) for stream in item.streams): item
-            for item in self.profile.interference
-        }
-        for row in sorted(range(16), key=lambda bits: bits.bit_count()):
-            item = known.get(row)
-            if item is not None:
-                for stream, factor in zip(item.streams, item.factors, strict=True):
-                    table[row, STREAMS.index(stream)] = factor
-            elif row.bit_count() > 2:
-                subsets = [other for other in range(row) if other & row == other]
-                table[row] = table[subsets].max(axis=0)
-        return table
+        return np.array(slowdowns(self.profile.interference))
 
 
 def profile_prices(profile: Profile, cluster: ClusterSpec, precision: Precision) -> ProfilePrices:

@@ -7,7 +7,7 @@ Types only; `calibrate/profile_file.py` reads and writes them and `cost/lookup.p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -214,6 +214,22 @@ class InterferenceSet:
             len(self.sigma) != len(self.streams) or not all(0.0 <= sigma <= 10.0 for sigma in self.sigma)
         ):
             raise ProfileError(f"{where}: sigma is {self.sigma}; wanted one from 0 to 10 for each stream")
+
+
+def slowdowns(sets: Sequence[InterferenceSet]) -> list[list[float]]:
+    """The factors of all 16 sets of streams, one row each. Sets that are not there take each stream's largest
+    factor among their subsets."""
+    table = [[1.0] * len(STREAMS) for _ in range(16)]
+    known = {sum(1 << STREAMS.index(stream) for stream in item.streams): item for item in sets}
+    for row in sorted(range(16), key=int.bit_count):
+        item = known.get(row)
+        if item is not None:
+            for stream, factor in zip(item.streams, item.factors, strict=True):
+                table[row][STREAMS.index(stream)] = factor
+        elif row.bit_count() > 2:
+            subsets = [table[other] for other in range(row) if other & row == other]
+            table[row] = [max(column) for column in zip(*subsets, strict=True)]
+    return table
 
 
 @dataclass(frozen=True, kw_only=True)
