@@ -52,6 +52,8 @@ class Case:
     """Steps after which the model is evaluated."""
     resume_at: int | None = None
     """Step after which everything is saved, thrown away, and loaded into a new model."""
+    fine_grained: list[list[str]] = field(default_factory=list)
+    """Per stage: modules that Megatron's own fine-grained offload is switched on for."""
     twice: bool = False
     """Apply each patch twice, which must do no harm."""
     may_fail: bool = False
@@ -153,7 +155,9 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
     import torch
     from megatron.core.transformer import TransformerConfig
 
-    recompute = case.recompute[stage]
+    recompute, native = case.recompute[stage], {}
+    if case.fine_grained and case.fine_grained[stage]:
+        native = {"fine_grained_activation_offloading": True, "offload_modules": case.fine_grained[stage]}
     layout = "E" + "|".join("t" * n for n in case.layers_per_stage) + "L" if case.pp > 1 else None
     # layers_per_stage lists the chunks of all first virtual stages, then those of the second, ...
     return TransformerConfig(
@@ -184,6 +188,7 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
         activation_func=torch.nn.functional.silu,
         batch_p2p_comm=True,
         overlap_p2p_comm=False,
+        **({**native, "min_offloaded_tensor_size": 0} if native else {}),
     )
 
 
@@ -337,6 +342,16 @@ def state_bytes(chunks: list[Any]) -> dict[str, int]:
     return found
 
 
+def native_bytes() -> int:
+    """What Megatron's own offload sends away per step, as it marks its groups."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+
+    chunks = PipelineOffloadManager.get_instance()._cached_chunks_forward
+    found = sum(g.total_offload_bytes for c in chunks for g in c.offload_groups if g.offload)
+    PipelineOffloadManager.reset_instance()
+    return int(found)
+
+
 NO_CHUNK = types.SimpleNamespace(units=())
 
 
@@ -432,6 +447,9 @@ def report(trainer: Trainer) -> dict[str, Any]:
     if patch is not None:
         found["saved_bytes"] = patch.counts.saved_bytes
         found["offloaded_bytes"] = patch.counts.offloaded_bytes
+    choice = getattr(inner.decoder, "mist_group_offload", None)
+    if choice is not None:
+        found["saved_bytes"], found["native_bytes"] = choice.saved_bytes, native_bytes()
     hybrid = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
     if hasattr(hybrid, "cpu_optimizers"):
         count = [
@@ -471,6 +489,8 @@ def main() -> None:
     import megatron_cpu
 
     megatron_cpu.install(two_devices=any(case.optimizer_fraction is not None for case in cases))
+    if any(case.fine_grained for case in cases):
+        megatron_cpu.allow_activation_offload()
     import torch
     from megatron.core import parallel_state as ps
 

@@ -1,0 +1,73 @@
+"""Megatron's own fine-grained activation offload under our choice of groups, on CPU.
+
+What it asks of Transformer Engine - a flag, and whether a tensor is one to manage - is answered for it
+(`megatron_cpu.allow_activation_offload`); streams and copies are Megatron's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+pytest.importorskip("megatron", reason="needs the test framework environment")
+from patched_megatron import Case
+from test_megatron_patches import Runs, assert_same, run_all
+
+MODULES = ["core_attn", "attn_proj", "qkv_linear", "attn_norm", "mlp_norm"]
+PLAIN = Case(bf16=True, steps=5, micro_batches=2)
+NATIVE = replace(PLAIN, fine_grained=[MODULES])
+FRACTIONS = (0.1, 0.25, 0.4)
+
+
+def asked(case: Case, *fractions: float) -> Case:
+    return replace(case, patches={"activation_offload": list(fractions)})
+
+
+@cache
+def one_stage() -> Runs:
+    cases = {"plain": PLAIN, **{fraction: asked(NATIVE, fraction) for fraction in FRACTIONS}}
+    cases["too much"] = replace(asked(NATIVE, 0.9), may_fail=True)
+    cases["nothing"] = replace(asked(NATIVE, 0.0), may_fail=True)
+    cases["recomputed"] = replace(asked(NATIVE, 0.25), recompute=[2], may_fail=True)
+    cases["by hooks"] = asked(PLAIN, 1.0)
+    return run_all(cases, 1)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_groups_follow_the_fraction_of_all_saved_bytes(fraction):
+    found = one_stage()
+    assert_same(found["plain"], found[fraction])
+    (run,) = found[fraction]
+    # A layer's attention core is the largest group: an eighth of what four layers save.
+    assert run["native_bytes"] / run["saved_bytes"] == pytest.approx(fraction, abs=0.25 / 8)
+
+
+def test_both_ways_count_the_same_bytes():
+    """Per step what the hooks see over all, but that Megatron counts views of one storage one by one."""
+    hooks, groups = one_stage()["by hooks"][0], one_stage()[0.25][0]
+    assert groups["saved_bytes"] == pytest.approx(hooks["saved_bytes"] / PLAIN.steps, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("too much", "PatchRefused: activation offload of 0.9000: groups of --offload-modules hold 0."),
+        ("nothing", "PatchRefused: activation offload of 0 with --fine-grained-activation-offloading"),
+        ("recomputed", "PatchRefused: --fine-grained-activation-offloading with layers recomputed"),
+    ],
+)
+def test_refused(name, line):
+    assert one_stage()[name][0]["failed"].startswith(line)
+
+
+def test_on_one_of_two_stages():
+    """Megatron alone would hang: its summary gathers over all ranks. The other stage uses hooks."""
+    case = replace(PLAIN, pp=2, layers_per_stage=[3, 1], recompute=[0, 0], micro_batches=3)
+    mixed = asked(replace(case, fine_grained=[MODULES, []]), 0.25, 0.5)
+    found = run_all({"plain": case, "mixed": mixed}, 2)
+    assert_same(found["plain"], found["mixed"])
+    first, last = found["mixed"]
+    assert first["native_bytes"] / first["saved_bytes"] == pytest.approx(0.25, abs=0.06)
+    assert last["offloaded_bytes"] / last["saved_bytes"] == pytest.approx(0.5, abs=0.005)
