@@ -53,7 +53,7 @@ def overlapped_time(streams: Sequence[Array | float], factors: Array, then: Arra
     if len(active) == 1:
         pair, both = [after, arrays[active[0]]], [GPU_GPU, active[0]]
         return np.array(np.broadcast_to(_two_streams(pair, both, factors), shape))
-    if len(active) == 2:
+    if len(active) == 2 and active[0] not in _COPIES:
         pair = [arrays[index] for index in active]
         return np.array(np.broadcast_to(_two_and_then(pair, active, factors, after), shape))
     return _in_chunks([arrays[index] for index in active], active, shape, factors, after)

@@ -107,3 +107,12 @@ def test_continuous_in_every_stream(streams: tuple[float, ...], seed: int, which
     moved[which] += 1e-9
     before, after = (float(overlapped_time(s, table)) for s in (streams, moved))
     assert abs(after - before) <= 1e-6
+
+
+def test_what_follows_beside_two_copies_of_any_shape() -> None:
+    """Nothing but copies and a collective that waits for no one: as scalars, and as an open grid."""
+    table = no_interference()
+    assert overlapped_time([0.0, 0.0, 1.0, 2.0], table, 3.0) == 3.0
+    copies = [np.array([[1.0], [4.0]]), np.array([[2.0, 5.0, 1.0]])]
+    found = overlapped_time([0.0, 0.0, *copies], table, np.array(3.0))
+    assert found.tolist() == [[3.0, 5.0, 3.0], [4.0, 5.0, 4.0]]
