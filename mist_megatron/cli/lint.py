@@ -16,7 +16,7 @@ from mist_megatron.cli.options import JobOptions, read_job
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.emit import convert as conversion
 from mist_megatron.emit.convert import Question
-from mist_megatron.emit.deepspeed_read import Finding, read_config
+from mist_megatron.emit.deepspeed_read import Finding, filled_in, patch_findings, read_config, with_patches
 from mist_megatron.emit.loose_json import read_loose
 from mist_megatron.emit.megatron_lint import lint_megatron
 from mist_megatron.emit.megatron_read import (
@@ -32,9 +32,11 @@ from mist_megatron.emit.megatron_read import (
 from mist_megatron.errors import InputError
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.job import Job
 from mist_megatron.spec.load import load_mapping, load_plan, read_text
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.plan_document import plan_to_mapping
+from mist_megatron.spec.target import violations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ def lint(
     """
     text = read_text(file)
     if _is_deepspeed(text):
-        found = _deepspeed(text, str(file), job, checkpointing=checkpointing)
+        found = _deepspeed(text, file, job, checkpointing=checkpointing)
     else:
         found = _megatron(text, file, job)
     priced = None if found.plan is None else _price(found.plan)
@@ -91,19 +93,33 @@ def _is_deepspeed(text: str) -> bool:
     return isinstance(found, dict) and "arguments" not in found
 
 
-def _deepspeed(text: str, where: str, job: JobOptions, *, checkpointing: bool) -> Linted:
+def _deepspeed(text: str, file: Path, job: JobOptions, *, checkpointing: bool) -> Linted:
+    where = str(file)
     reading = read_config(read_loose(text, where), deepspeed_schema(probe=True))
-    if job.model is None or job.gpus is None:
-        return Linted(kind="deepspeed", findings=reading.findings, plan=None)
-    taken = read_job(_with_batch(job, reading))
+    beside = file.parent / "stages.json"
+    document = load_mapping(beside) if beside.is_file() and file.name.startswith("ds_config") else None
+    about: Plan | Job | None = None
+    if document is not None:
+        reading = replace(reading, config=filled_in(reading.config, document))
+        about = _emitted(job, document["world_size"], file) if job.model is None else None
+    if about is None:
+        if job.model is None or job.gpus is None:
+            return Linted(kind="deepspeed", findings=reading.findings, plan=None)
+        about = read_job(_with_batch(job, reading)).job
     question = Question(
-        model=taken.job.model,
-        cluster=taken.job.cluster,
-        training=taken.job.training,
+        model=about.model,
+        cluster=about.cluster,
+        training=about.training,
         checkpointing=checkpointing,
         may_checkpoint=False,
     )
-    return Linted(kind="deepspeed", findings=reading.findings, plan=conversion.as_written(reading, question))
+    plan = conversion.as_written(reading, question)
+    if document is None:
+        return Linted(kind="deepspeed", findings=reading.findings, plan=plan)
+    plan = with_patches(plan, reading, document, where)
+    refused = [Finding(level="rejected", key="stages.json", message=rule) for rule in violations(plan)]
+    findings = (*reading.findings, *patch_findings(reading, document), *refused)
+    return Linted(kind="deepspeed", findings=findings, plan=plan)
 
 
 def _megatron(text: str, file: Path, job: JobOptions) -> Linted:

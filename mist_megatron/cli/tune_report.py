@@ -82,6 +82,7 @@ def shape_words(plan: Plan) -> str:
     words += [f"{plan.grad_accum} micro-batch{'es' * (plan.grad_accum > 1)}"]
     words += [f"{plan.vpp} chunks per stage"] * (plan.vpp > 1)
     words += ["sequence parallel"] * plan.sequence_parallel
+    words += ["decoupled steps"] * bool(plan.execution.decoupled_step)
     return ", ".join(words)
 
 

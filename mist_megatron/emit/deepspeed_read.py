@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mist_megatron.emit.deepspeed_schema import UNMODELLED, DeepSpeedSchema
+from mist_megatron.errors import InputError
+from mist_megatron.spec.plan import Plan
 
 Level = Literal["rejected", "ignored", "note"]
 Config = dict[str, Any]
@@ -231,3 +233,60 @@ def _clipping(config: Config, schema: DeepSpeedSchema) -> Iterator[Finding]:
         default = f"DeepSpeed {schema.version} clips at {schema.gradient_clipping:g}"
         message = f"not said: {default}, versions before 0.19 did not clip"
         yield Finding(level="note", key="gradient_clipping", message=message)
+
+
+PATCH_OF = {
+    "optimizer": "optimizer_fraction",
+    "weights": "weight_fraction",
+    "grads": "gradient_fraction",
+    "activations": "layer_activations",
+}
+"""Kind of bytes -> the patch that keeps a fraction of them on the host."""
+_PLAN_PATCHES = frozenset({*PATCH_OF.values(), "decoupled_steps"})
+
+
+def filled_in(config: Config, document: Mapping[str, Any]) -> Config:
+    """An emitted configuration with what it leaves to the trainer as stages.json beside it says it."""
+    (stage,) = document["stages"]
+    told = (None, stage["micro_batch"], document["micro_batches"])
+    filled = {key: n for key, n in zip(BATCH_KEYS, told, strict=True) if n and config.get(key) == "auto"}
+    return {**config, **filled}
+
+
+def patch_findings(reading: Reading, document: Mapping[str, Any]) -> Iterator[Finding]:
+    """Where a configuration was changed so that a patch which stages.json names refuses it."""
+    named = document.get("patches", ())
+    key = "zero_optimization.offload_optimizer"
+    if "optimizer_fraction" in named and not reading.moves("offload_optimizer"):
+        message = "the patch optimizer_fraction of stages.json needs it, with device cpu"
+        yield Finding(level="rejected", key=key, message=message)
+    if "weight_fraction" in named and reading.stage == 3 and reading.moves("offload_param"):
+        message = "the patch weight_fraction of stages.json moves weights itself and refuses this"
+        yield Finding(level="rejected", key="zero_optimization.offload_param", message=message)
+
+
+def with_patches(plan: Plan, reading: Reading, document: Mapping[str, Any], where: str) -> Plan:
+    """Add what stages.json says and no JSON of DeepSpeed: fractions, recomputed layers, decoupled steps."""
+    told = document.get("stages")
+    if not isinstance(told, list) or len(told) != 1 or document.get("world_size") != plan.gpus:
+        raise InputError(
+            f"{where}: stages.json beside it is for {document.get('world_size')} GPUs; wanted one stage of "
+            f"{plan.gpus}",
+            details=("try: emit the plan again",),
+        )
+    (said,), (stage,), named = told, plan.stages, frozenset(document.get("patches", ()))
+    asked = {kind: said["offload"][kind] for kind, patch in PATCH_OF.items() if patch in named}
+    wide = reading.config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    own_grads = 0.0 if wide and stage.zero == 2 else stage.offload.grads
+    offload = replace(stage.offload, **{"grads": own_grads, **asked})
+    execution = replace(
+        plan.execution,
+        grad_bytes=4 if wide else None,
+        decoupled_step=True if "decoupled_steps" in named else None,
+    )
+    return replace(
+        plan,
+        target="deepspeed+patches" if named & _PLAN_PATCHES else plan.target,
+        execution=execution,
+        stages=(replace(stage, offload=offload, ckpt=max(stage.ckpt, said["recompute_layers"])),),
+    )
