@@ -230,7 +230,9 @@ def run_program(program: Program, factors: Array, progress: Progress | None = No
         if version != run.devices[number].version:
             continue
         touched = {number}
-        for event, cause in run.finish(number, now_s, touched):
+        # What becomes ready at the same time: urgent events take an idle stream before others do.
+        ready = sorted(run.finish(number, now_s, touched), key=lambda pair: pair[0] not in program.urgent)
+        for event, cause in ready:
             run.offer(event, now_s, cause, touched)
         run.reschedule(touched)
         if progress is not None and run.done - reported >= STEP:
