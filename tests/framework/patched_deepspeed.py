@@ -13,11 +13,11 @@ import logging
 import sys
 import tempfile
 import traceback
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
+from deepspeed_mutations import mutated
 from tiny_gpt_layers import LAYERS, SEQ, tiny_gpt, tiny_pipeline
 
 MICRO_BATCH = 2
@@ -54,7 +54,8 @@ class Case:
     way: str = ""
     """How the engine is used, by name: "late" builds it before the patches are applied, "destroyed" reads the
     weights after the engine's end, "again" resumes over the same module, "two" trains a second engine too,
-    "no_sync" reduces nothing in the first micro-batch, "evaluation" has no optimizer."""
+    "no_sync" reduces nothing in the first micro-batch, "evaluation" has no optimizer, "other cut" resumes
+    under another fraction."""
     pipeline: list[dict[str, Any]] | None = None
     """One entry per stage, as in stages.json; without the patch of the same name the stages are even."""
     against: int | None = None
@@ -172,57 +173,6 @@ def apply_patches(case: Case) -> list[Any]:
             value = value[stage]
         undone.append(apply_named(name, value))
     return undone
-
-
-def fetch_nothing(held: Any) -> None:
-    """Memory, but not what was in it."""
-    if not held.on_device:
-        held.overwrite()
-        for flat in held.flats:
-            flat.zero_()
-
-
-def release_without_copy(held: Any) -> None:
-    if held.on_device:
-        held.free()
-
-
-@contextlib.contextmanager
-def mutated(name: str | None) -> Any:
-    """With one essential line of a patch neutralised."""
-    from unittest import mock
-
-    from mist_patches import deepspeed_decoupled_step as decoupled
-    from mist_patches import deepspeed_gradient_fraction as gradients
-    from mist_patches import deepspeed_group_steps as group_steps
-    from mist_patches import deepspeed_groups as groups
-    from mist_patches import deepspeed_optimizer_fraction as optimizer_fraction
-    from mist_patches import deepspeed_weight_fraction as weights
-    from mist_patches import host_copies
-
-    own_state = property(lambda s: s.__dict__.setdefault("own", defaultdict(dict)), lambda s, value: None)
-    places: dict[str, Any] = {
-        "stale_rates": (optimizer_fraction, "HYPER_PARAMETERS", ("betas", "eps", "weight_decay")),
-        "state_of_its_own": (optimizer_fraction.DeviceAdam, "state", own_state),
-        "no_host_weights": (weights, "hosted", lambda *_: frozenset()),
-        "no_host_gradients": (gradients, "hosted", lambda *_: frozenset()),
-        "no_cut": (groups, "host_starts", lambda sizes, fraction: [0] * len(sizes)),
-        "rates_of_today": (group_steps, "RATES", ()),
-        "no_flush": (decoupled, "_flushed", lambda original: original),
-        "no_flush_before_saving": (decoupled, "_flush_before", lambda *_: lambda module, *more: None),
-        "no_flush_at_the_end": (decoupled, "_flush_own", lambda original: original),
-        "no_step_before_gather": (decoupled, "_before_gather", lambda original: original),
-        "no_step_before_forward": (decoupled, "_step_before", lambda *_: lambda module, inputs: None),
-        "no_copy_in": (host_copies.Held, "fetch", fetch_nothing),
-        "no_copy_out": (host_copies.Held, "release", release_without_copy),
-        "not_given_back": (host_copies.Held, "free", lambda self: None),
-    }
-    if name is None:
-        yield
-        return
-    owner, attribute, value = places[name]
-    with mock.patch.object(owner, attribute, value, create=True):
-        yield
 
 
 def build(case: Case, model: Any = None) -> Any:
@@ -370,6 +320,8 @@ def resumed(engine: Any, case: Case) -> Any:
     torch.distributed.broadcast_object_list(folder, 0)
     engine.save_checkpoint(folder[0], tag="t")
     engine.destroy()
+    if case.way == "other cut":
+        apply_named("weight_fraction", 0.0)
     engine = build(case, engine.module if case.way == "again" else None)
     engine.load_checkpoint(folder[0], tag="t")
     return engine

@@ -194,6 +194,9 @@ REFUSED = {
         replace(Z2, model="held by the model", steps=2), weight_fraction=1.0
     ),
     "weights used elsewhere": with_patches(replace(Z2, model="used elsewhere", steps=2), weight_fraction=1.0),
+    "resumed under another cut": with_patches(
+        replace(Z2, way="other cut", steps=2, resume_at=1), weight_fraction=0.5
+    ),
     "scheduler made before": with_patches(replace(Z2, model="scheduler", steps=2), decoupled_step=True),
     "gradients that stay": with_patches(replace(Z2, steps=2), gradient_fraction=0.5),
     "no offload in the JSON": with_patches(replace(Z3, steps=2), optimizer_fraction=0.5),
@@ -458,6 +461,7 @@ def test_what_cannot_be_done_is_refused_in_one_line() -> None:
     words |= {"steps without ZeRO": "decoupled steps: wanted the optimizer of ZeRO"}
     words |= {"weights of the bf16 optimizer": "got BF16_Optimizer"}
     words |= {"all weights, held by the model": "only 0.734 of the bytes can move"}
+    words |= {"resumed under another cut": "the checkpoint has 8 optimizer groups"}
     words |= {"weights used elsewhere": "weights of layers.0 are used while no module"}
     words |= {
         "scheduler made before": "knows 1 of 8 optimizer groups",

@@ -1,0 +1,58 @@
+"""Essential lines of the DeepSpeed patches, by name, and what stands in for each: a test must fail then."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from typing import Any
+
+
+def fetch_nothing(held: Any) -> None:
+    """Memory, but not what was in it."""
+    if not held.on_device:
+        held.overwrite()
+        for flat in held.flats:
+            flat.zero_()
+
+
+def release_without_copy(held: Any) -> None:
+    if held.on_device:
+        held.free()
+
+
+@contextlib.contextmanager
+def mutated(name: str | None) -> Any:
+    """With one essential line of a patch neutralised."""
+    from unittest import mock
+
+    from mist_patches import deepspeed_decoupled_step as decoupled
+    from mist_patches import deepspeed_gradient_fraction as gradients
+    from mist_patches import deepspeed_group_steps as group_steps
+    from mist_patches import deepspeed_groups as groups
+    from mist_patches import deepspeed_optimizer_fraction as optimizer_fraction
+    from mist_patches import deepspeed_weight_fraction as weights
+    from mist_patches import host_copies
+
+    own_state = property(lambda s: s.__dict__.setdefault("own", defaultdict(dict)), lambda s, value: None)
+    places: dict[str, Any] = {
+        "stale_rates": (optimizer_fraction, "HYPER_PARAMETERS", ("betas", "eps", "weight_decay")),
+        "state_of_its_own": (optimizer_fraction.DeviceAdam, "state", own_state),
+        "no_host_weights": (weights, "hosted", lambda *_: frozenset()),
+        "no_host_gradients": (gradients, "hosted", lambda *_: frozenset()),
+        "no_cut": (groups, "host_starts", lambda sizes, fraction: [0] * len(sizes)),
+        "rates_of_today": (group_steps, "RATES", ()),
+        "no_flush": (decoupled, "_flushed", lambda original: original),
+        "no_flush_before_saving": (decoupled, "_flush_before", lambda *_: lambda module, *more: None),
+        "no_flush_at_the_end": (decoupled, "_flush_own", lambda original: original),
+        "no_step_before_gather": (decoupled, "_before_gather", lambda original: original),
+        "no_step_before_forward": (decoupled, "_step_before", lambda *_: lambda module, inputs: None),
+        "no_copy_in": (host_copies.Held, "fetch", fetch_nothing),
+        "no_copy_out": (host_copies.Held, "release", release_without_copy),
+        "not_given_back": (host_copies.Held, "free", lambda self: None),
+    }
+    if name is None:
+        yield
+        return
+    owner, attribute, value = places[name]
+    with mock.patch.object(owner, attribute, value, create=True):
+        yield
