@@ -129,7 +129,10 @@ def _place_stage12(original: Callable[[Any], Any], fraction: float) -> Any:
 
 
 def _accumulates_on_gpu(self: Any) -> bool:
-    return any(self._use_compact_grad_partition_buffer(k) for k in range(len(self.bit16_groups)))
+    is_compact = getattr(self, "_use_compact_grad_partition_buffer", None)
+    if is_compact is None:  # before 0.19.8, not tested with gradients wider than the weights
+        return bool(self.use_separate_grad_accum)
+    return any(is_compact(k) for k in range(len(self.bit16_groups)))
 
 
 def _keep_on_gpu(self: Any, fraction: float) -> None:

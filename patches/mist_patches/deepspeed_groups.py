@@ -30,6 +30,11 @@ BY_LAYER = "layers"
 HOSTED = "_mist_hosted"
 WEIGHTS_AWAY = "_mist_flat_weights"
 """On an optimizer of ZeRO 1 or 2: what knows of the weights that come and go."""
+LOAD_STAGE3 = ("self", "state_dict", "load_optimizer_states")
+LOAD_STAGE12 = ("self", "state_dict_list", "load_optimizer_states", "load_from_fp32_weights")
+_STAGE3 = ("_create_fp16_sub_groups", "offload_states", "_rigid_load_state_dict")
+_STAGE12 = ("__init__", "scaled_global_norm", "_model_parallel_all_reduce", "offload_states")
+_STAGE12 += ("_load_legacy_checkpoint",)
 _LAYER = re.compile(r"^((?:[^.\d]\w*\.)*\d+)\.")
 
 _wanted: dict[str, float | None] = {}
@@ -78,9 +83,9 @@ def cut_for(kind: str, fraction: float | None = None) -> Undo:
         _wanted.pop(kind, None)
         if not _wanted:
             stage3, stage12 = optimizer_classes()
-            for name in ("_create_fp16_sub_groups", "offload_states"):
+            for name in _STAGE3:
                 undo(stage3, name, __name__)
-            for name in ("__init__", "scaled_global_norm", "_model_parallel_all_reduce", "offload_states"):
+            for name in _STAGE12:
                 undo(stage12, name, __name__)
             for name in ("_configure_optimizer", "_configure_lr_scheduler"):
                 undo(_engine_class(), name, __name__)
@@ -157,6 +162,8 @@ def _install() -> None:
     states = need_parameters(original_of(stage12, "offload_states"), ("include", "device"))
     put(stage12, "offload_states", states, _refuse_offload_states)
     put(stage12, "scaled_global_norm", ("self", "norm_type"), _norm_once)
+    put(stage3, "_rigid_load_state_dict", LOAD_STAGE3, _check_load)
+    put(stage12, "_load_legacy_checkpoint", LOAD_STAGE12, _check_load_list)
     engine = _engine_class()
     found = ("self", "client_optimizer", "model_parameters")
     put(engine, "_configure_optimizer", found, _need_zero)
@@ -197,6 +204,38 @@ def _need_all_groups(original: Callable[[Any], None]) -> Any:
             )
 
     return _configure_lr_scheduler
+
+
+def _check_load(original: Callable[..., None]) -> Any:
+    def _rigid_load_state_dict(self: Any, state_dict: Any, load_optimizer_states: bool = True) -> None:
+        _same_cuts(self.fp32_partitioned_groups_flat, state_dict, "fp32_flat_groups")
+        original(self, state_dict, load_optimizer_states)
+
+    return _rigid_load_state_dict
+
+
+def _check_load_list(original: Callable[..., None]) -> Any:
+    def _load_legacy_checkpoint(
+        self: Any,
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+    ) -> None:
+        saved = state_dict_list[dist.get_rank(group=self.dp_process_group)]
+        _same_cuts(self.single_partition_of_fp32_groups, saved, "single_partition_of_fp32_groups")
+        original(self, state_dict_list, load_optimizer_states, load_from_fp32_weights)
+
+    return _load_legacy_checkpoint
+
+
+def _same_cuts(masters: Any, saved: Any, key: str) -> None:
+    """DeepSpeed would fill what fits. The last group of ZeRO 1 and 2 is saved without its padding."""
+    have, found = [p.numel() for p in masters], [p.numel() for p in saved[key]]
+    if len(have) != len(found) or any(b > a for a, b in zip(have, found, strict=True)):
+        raise PatchRefused(
+            f"the checkpoint has {len(found)} optimizer groups, {sum(found)} elements, this engine "
+            f"{len(have)}, {sum(have)}: load it under the fractions and patches that it was saved with"
+        )
 
 
 _LOCAL = "_mist_norm_is_local"

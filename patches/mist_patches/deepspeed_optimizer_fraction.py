@@ -24,13 +24,11 @@ from typing import Any
 
 import torch
 
-from mist_patches.deepspeed_groups import cut_for, hosted, optimizer_classes, put
+from mist_patches.deepspeed_groups import LOAD_STAGE3, LOAD_STAGE12, cut_for, hosted, optimizer_classes, put
 from mist_patches.hooking import PatchRefused, check_fraction, log
 
 KIND = "optimizer"
 HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
-_LOAD_STAGE3 = ("self", "state_dict", "load_optimizer_states")
-_LOAD_STAGE12 = ("self", "state_dict_list", "load_optimizer_states", "load_from_fp32_weights")
 _ON_DEVICE = "_mist_on_device"
 """On an engine's optimizer: ids of the master weights that stay on the GPU."""
 
@@ -67,8 +65,8 @@ def exact_optimizer_fraction(fraction: float | None = None) -> Callable[[], None
     undone = [
         put(stage3, "_create_fp32_partitions", ("self",), lambda f: _place_stage3(f, fraction)),
         put(stage12, "initialize_optimizer_states", ("self",), lambda f: _place_stage12(f, fraction)),
-        put(stage3, "_rigid_load_state_dict", _LOAD_STAGE3, _check_load),
-        put(stage12, "_load_legacy_checkpoint", _LOAD_STAGE12, _check_load_list),
+        put(stage3, "_rigid_load_state_dict", LOAD_STAGE3, _then_as_placed),
+        put(stage12, "_load_legacy_checkpoint", LOAD_STAGE12, _then_as_placed),
         cut_for(KIND, fraction),
     ]
 
@@ -167,38 +165,12 @@ def _needed(self: Any, offloaded: bool, asked: float) -> bool:
     return offloaded
 
 
-def _check_load(original: Callable[..., None]) -> Any:
-    def _rigid_load_state_dict(self: Any, state_dict: Any, load_optimizer_states: bool = True) -> None:
-        _same_cuts(self.fp32_partitioned_groups_flat, state_dict, "fp32_flat_groups")
-        original(self, state_dict, load_optimizer_states)
+def _then_as_placed(original: Callable[..., None]) -> Any:
+    def load(self: Any, *places: Any, **options: Any) -> None:
+        original(self, *places, **options)
         _steps_as_placed(self)
 
-    return _rigid_load_state_dict
-
-
-def _check_load_list(original: Callable[..., None]) -> Any:
-    def _load_legacy_checkpoint(
-        self: Any,
-        state_dict_list: Any,
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = False,
-    ) -> None:
-        saved = state_dict_list[torch.distributed.get_rank(group=self.dp_process_group)]
-        _same_cuts(self.single_partition_of_fp32_groups, saved, "single_partition_of_fp32_groups")
-        original(self, state_dict_list, load_optimizer_states, load_from_fp32_weights)
-        _steps_as_placed(self)
-
-    return _load_legacy_checkpoint
-
-
-def _same_cuts(masters: Any, saved: Any, key: str) -> None:
-    """The last group of ZeRO 1 and 2 is saved without the padding at its end."""
-    have, found = [p.numel() for p in masters], [p.numel() for p in saved[key]]
-    if len(have) != len(found) or any(b > a for a, b in zip(have, found, strict=True)):
-        raise PatchRefused(
-            f"the checkpoint has {len(found)} optimizer groups, {sum(found)} elements, this engine "
-            f"{len(have)}, {sum(have)}: load it under the fractions and patches that it was saved with"
-        )
+    return load
 
 
 def _steps_as_placed(self: Any) -> None:
