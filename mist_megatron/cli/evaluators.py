@@ -52,6 +52,12 @@ def prices_for(job: Job) -> tuple[Prices, str]:
     return profile_prices(profile, job.cluster, precision), described
 
 
+def profile_hash(job: Job) -> str | None:
+    """Of the content of the calibrated profile; None where a datasheet stands in."""
+    profile = profile_of(job.cluster)
+    return None if profile is None else profile.content_hash
+
+
 def profile_of(cluster: ClusterSpec) -> Profile | None:
     """The profile that a cluster names (a shipped one, or a file), or else the one of its GPU, if any."""
     shipped = data_folder("calibration") / "profiles"

@@ -104,9 +104,12 @@ def _report(
     document = found.document()
     files = _write(found.plans[0], out, force)
     told = {} if checked is None else {"verify": checked.document()}
-    output.finish({**document, **told, "defaults": dict(taken.defaults), "files": files})
+    others = hand_made(found)
+    best_s = found.predictions[0].iteration_s
+    gain = {name: {"iteration_s": time_s, "speedup": time_s / best_s} for name, time_s in others.items()}
+    output.finish({**document, **told, "gain": gain, "defaults": dict(taken.defaults), "files": files})
     if not output.json:
-        show_result(output.people, found, taken.lines(), (out, files), hand_made(found))
+        show_result(output.people, found, taken.lines(), (out, files), others)
         if checked is not None:
             show_verified(output.people, checked)
 
@@ -116,21 +119,28 @@ HAND_MADE = {"deepspeed": ("deepspeed",), "deepspeed+patches": ("deepspeed",)}
 
 
 def hand_made(found: Found) -> dict[str, float]:
-    """Seconds per step of the best plans of the hand-made spaces, on the same model of costs."""
+    """Seconds per step of the best plans of the hand-made spaces, on the same model of costs; nobody
+    decouples steps by hand."""
+    from mist_megatron.cli.evaluators import evaluator_for
+    from mist_megatron.cost.predict import predict
     from mist_megatron.search.space import space_named
-    from mist_megatron.search.tune import Settings, Status, search
+    from mist_megatron.search.tune import Settings, Status, plan_of, search
 
     if found.result.status is not Status.OPTIMAL:
         return {}
     best: dict[str, float] = {}
-    for name in HAND_MADE.get(found.evaluator.job.target, ("megatron", "megatron-expert")):
+    job, evaluator = found.evaluator.job, found.evaluator
+    if job.execution.decoupled_step:
+        execution = replace(job.execution, decoupled_step=None)
+        evaluator, _ = evaluator_for(replace(job, execution=execution))
+    for name in HAND_MADE.get(job.target, ("megatron", "megatron-expert")):
         if name == found.result.space.name:
             continue
         try:
-            result = search(found.evaluator, space_named(name), Settings())
+            result = search(evaluator, space_named(name), Settings())
         except (InputError, NoFeasiblePlan):
             continue
-        best[name] = result.solutions[0].value_s
+        best[name] = predict(plan_of(evaluator, result.solutions[0]), evaluator).iteration_s
     return best
 
 
@@ -223,8 +233,16 @@ def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int
         if found and found[-1].interrupted:
             break
     if not found:
+        if isinstance(refused[0], _OutOfTime):
+            raise NoFeasiblePlan(
+                f"no plan found within --time-limit {time_limit:g} s", details=("try: a longer --time-limit",)
+            )
         raise refused[0]
     return _best_of(found, stopped=bool(refused) and time_limit is not None)
+
+
+class _OutOfTime(NoFeasiblePlan):
+    """One of the searches of a command ended without a plan; what was asked is the command's to say."""
 
 
 def _with_steps(job: Job, space: Space, settings: Settings) -> list[Job]:
@@ -263,7 +281,7 @@ def _best_of(found: list[Found], *, stopped: bool) -> Found:
 
 def _searched(taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]) -> Found:
     import mist_megatron
-    from mist_megatron.cli.evaluators import evaluator_for
+    from mist_megatron.cli.evaluators import evaluator_for, profile_hash
     from mist_megatron.search.tune import Status, StoppedEmpty, search
 
     workers, time_limit = how
@@ -275,12 +293,11 @@ def _searched(taken: TakenJob, space: Space, settings: Settings, how: tuple[int,
         except StoppedEmpty as stopped:
             if stopped.status is Status.INTERRUPTED:
                 raise KeyboardInterrupt from None
-            raise NoFeasiblePlan(
-                f"no plan found within --time-limit {time_limit:g} s", details=("try: a longer --time-limit",)
-            ) from None
+            raise _OutOfTime("the time limit came before any plan") from None
     about = {
         "version": mist_megatron.__version__,
         "profile": origin,
+        "profile_hash": profile_hash(taken.job),
         "space": space.name,
         "grid": settings.step,
         "solver": settings.solver,

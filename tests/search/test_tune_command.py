@@ -22,6 +22,11 @@ def test_tune_answers_in_json(mist):
     assert document["search"]["configs"] > 0
     assert document["prediction"]["fits"] is True
     assert document["provenance"]["space"] == "full"
+    assert document["provenance"]["profile_hash"] in document["provenance"]["profile"]
+    for name in ("megatron", "megatron-expert"):
+        gain = document["gain"][name]
+        assert gain["speedup"] == pytest.approx(gain["iteration_s"] / document["prediction"]["iteration_s"])
+        assert gain["speedup"] >= 1.0
     assert sum(stage["layers"] for stage in document["stages"]) == 24
 
 
