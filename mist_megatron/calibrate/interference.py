@@ -223,12 +223,24 @@ class _Objective:
     stiffness: float
     waiting: bool
 
-    def residual(self, logs: Array) -> Array:
-        """Errors of the points, then what the condition is broken by."""
-        table = _table(logs)
+    def residuals(self, many: Array) -> Array:
+        """Errors of the points, then what the condition is broken by; one row for each row of logarithms."""
+        tables = [_table(logs) for logs in many]
         streams = [self.runs.alone_s[:, index] for index in range(4)]
-        errors = np.log(self.overlap(streams, table)) - np.log(self.runs.together_s)
-        return np.concatenate([errors, np.maximum(excess(table, waiting=self.waiting), 0.0)])
+        wanted = np.log(self.runs.together_s)
+        errors = np.array([np.log(self.overlap(streams, table)) - wanted for table in tables])
+        if self.stiffness == 0.0:
+            return errors
+        broken = np.maximum(excess(np.array(tables), waiting=self.waiting), 0.0)
+        return np.concatenate([errors, broken], axis=1)
+
+    def residual(self, logs: Array) -> Array:
+        return np.asarray(self.residuals(logs[None])[0])
+
+    def jacobian(self, logs: Array, here: Array) -> Array:
+        step = 1e-4
+        moved = self.residuals(logs + step * np.eye(len(logs)))
+        return np.ascontiguousarray(((moved - here) / step).T)
 
     def weights(self, residual: Array) -> Array:
         """Of each squared residual in a Gauss-Newton step."""
@@ -253,7 +265,7 @@ def _solve(runs: CoRuns, overlap: Overlap, *, waiting: bool) -> tuple[Array, Arr
     table = monotone(_table(logs), waiting=waiting)
     logs = np.log([table[place] for place in _PLACES])
     error = objective.residual(logs)
-    jacobian = _jacobian(objective.residual, logs, error)
+    jacobian = objective.jacobian(logs, error)
     return table, _sigma(jacobian[: len(runs)], error[: len(runs)])
 
 
@@ -263,7 +275,7 @@ def _minimised(objective: _Objective, logs: Array, least_gain: float) -> Array:
     error = objective.residual(logs)
     best, damping = objective.cost(error, logs), 1e-2
     for _ in range(40):
-        jacobian = _jacobian(objective.residual, logs, error)
+        jacobian = objective.jacobian(logs, error)
         weight = objective.weights(error)
         slope = jacobian.T @ (weight * error) + prior * (logs - _nearest(logs))
         curve = jacobian.T @ (jacobian * weight[:, None]) + prior * np.eye(count)
@@ -280,12 +292,6 @@ def _minimised(objective: _Objective, logs: Array, least_gain: float) -> Array:
         if not moved:
             break
     return logs
-
-
-def _jacobian(residual: Callable[[Array], Array], logs: Array, here: Array) -> Array:
-    step = 1e-4
-    columns = [(residual(logs + step * unit) - here) / step for unit in np.eye(len(logs))]
-    return np.stack(columns, axis=1)
 
 
 def _step(logs: Array, slope: Array, curve: Array, damping: float) -> Array:

@@ -46,18 +46,19 @@ _SETS = tuple(sorted(range(1, 16), key=lambda bits: (bits.bit_count(), bits & _C
 
 
 def excess(table: Array, *, waiting: bool) -> Array:
-    """Left side minus right side of (*), in a fixed order: above 0 where more work would end sooner."""
-    slopes: Slopes = {}
+    """Left side minus right side of (*), in a fixed order: above 0 where more work would end sooner. Of
+    several tables at once, too: all but the last two axes are tables."""
+    slopes = _slopes_of_nothing(table)
     found = []
     for bits in _SETS:
         _add_slopes(slopes, table, bits, waiting=waiting)
-        found.append(_beside(bits, slopes, waiting=waiting) @ _speeds(table, bits) - 1.0)
-    return np.concatenate(found)
+        found.append(_done(_beside(bits, slopes, waiting=waiting), _speeds(table, bits)) - 1.0)
+    return np.concatenate(found, axis=-1)
 
 
 def broken_sets(table: Array, *, waiting: bool) -> tuple[int, ...]:
     """The bit sets of streams that break (*), by more than a profile's digits."""
-    slopes: Slopes = {}
+    slopes = _slopes_of_nothing(table)
     found = []
     for bits in _SETS:
         _add_slopes(slopes, table, bits, waiting=waiting)
@@ -72,7 +73,7 @@ def monotone(table: Array, *, waiting: bool) -> Array:
     moves towards factors no less than those of its subsets as far as it must. A stream that is not faster
     than in some smaller set keeps its factor."""
     found = np.ones((16, 4))
-    slopes: Slopes = {}
+    slopes = _slopes_of_nothing(table)
     for bits in _SETS:
         members = _members(bits)
         if len(members) > 1:
@@ -102,22 +103,28 @@ def _raised(factors: Array) -> Array:
     return np.array([float(f"{value:.{DIGITS}g}") for value in np.ceil(factors * scale - 1e-6) / scale])
 
 
+def _slopes_of_nothing(table: Array) -> Slopes:
+    none = np.zeros((*table.shape[:-2], 1, 5))
+    return {(0, False): none, (0, True): none}
+
+
 def _add_slopes(slopes: Slopes, table: Array, bits: int, *, waiting: bool) -> None:
     for waits in (False, True) if waiting and bits & _BLOCKING else (False,):
         rows = []
         for first in _members(bits):
             own = _after(bits, first, slopes, waits=waits).copy()
-            own[:, first] = (1.0 - own @ _speeds(table, bits)) * table[bits, first]
+            lost = 1.0 - _done(own, _speeds(table, bits))
+            own[..., first] = lost * table[..., bits, first, None]
             rows.append(own)
-        slopes[bits, waits] = np.concatenate(rows)
+        slopes[bits, waits] = np.concatenate(rows, axis=-2)
 
 
 def _after(bits: int, first: int, slopes: Slopes, *, waits: bool) -> Array:
     """Slopes of what goes on when `first` has ended."""
     rest = bits & ~(1 << first)
     if waits and not rest & _BLOCKING:
-        return slopes[rest | _GPU_GPU, False][:, [0, 4, 2, 3, 1]]
-    return slopes[rest, waits] if rest else np.zeros((1, 5))
+        return slopes[rest | _GPU_GPU, False][..., [0, 4, 2, 3, 1]]
+    return slopes[rest, waits]
 
 
 def _beside(bits: int, slopes: Slopes, *, waiting: bool) -> Array:
@@ -131,13 +138,18 @@ def _beside(bits: int, slopes: Slopes, *, waiting: bool) -> Array:
             for first in _members(bits)
             if again & _BLOCKING or bits & ~(1 << first) != again
         ]
-    return np.concatenate(rows)
+    return np.concatenate(rows, axis=-2)
+
+
+def _done(slopes: Array, speeds: Array) -> Array:
+    return np.asarray((slopes @ speeds[..., None])[..., 0])
 
 
 def _speeds(table: Array, bits: int) -> Array:
     """Of the four streams, and of what waits; those outside the set have no slope."""
-    alone = bits.bit_count() == 1
-    return np.append(np.ones(4) if alone else 1.0 / table[bits], 0.0)
+    speeds = np.zeros((*table.shape[:-2], 5))
+    speeds[..., :4] = 1.0 if bits.bit_count() == 1 else 1.0 / table[..., bits, :]
+    return speeds
 
 
 def _members(bits: int) -> list[int]:
