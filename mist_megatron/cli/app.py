@@ -112,11 +112,19 @@ def _lenient(stream: TextIO | None) -> TextIO:
     return stream
 
 
+def _reader_left() -> int:
+    """The reader (head, less) left: nobody is there to be told. stdout must not be flushed again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 def run(arguments: list[str]) -> int:
     """Runs one command line and gives its exit code; never raises."""
     try:
         code = typer.main.get_command(app).main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
+        if code == INTERRUPTED:  # typer's answer to an interrupt
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except MistError as error:
         _show(error.message, error.details)
@@ -128,9 +136,12 @@ def run(arguments: list[str]) -> int:
         _show("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) left: nobody is there to be told. stdout must not be flushed again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _reader_left()
+    except SystemExit as left:
+        # typer's answer to a broken pipe, and the end of a shell completion.
+        if isinstance(left.__context__, BrokenPipeError):
+            return _reader_left()
+        raise
     except Exception:
         traceback.print_exc()
         _show(REPORT)
