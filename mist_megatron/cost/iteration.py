@@ -124,7 +124,7 @@ def iteration_time(
         steady_s=steady_s,
         ramp_s=ramp_s,
         first_and_last_s=extra_s,
-        bubble_fraction=(ramp_s - stable_s) / total_s if total_s > 0.0 else 0.0,
+        bubble_fraction=max(ramp_s - stable_s, 0.0) / total_s if total_s > 0.0 else 0.0,
         slowest_stage=slowest,
         binding_extra_stage=binding,
     )
