@@ -326,18 +326,23 @@ class _Missing(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reads = not isinstance(func, torch._ops.OpOverload) or not (
-            func.is_view or func.name().endswith("_like")
+        away = [tensor for tensor in _tensors((args, kwargs)) if _is_away(tensor)]
+        looks = isinstance(func, torch._ops.OpOverload) and (func.is_view or func.name().endswith("_like"))
+        if away and not looks:
+            raise self._refused(away[0])
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:  # some views need what they look at
+            if not away:
+                raise
+            raise self._refused(away[0]) from error
+
+    def _refused(self, tensor: torch.Tensor) -> PatchRefused:
+        name = self._names.get(tensor.untyped_storage()._cdata, "")
+        return PatchRefused(
+            f"weights of {name} are used while no module that holds them runs forward; "
+            "a weight fraction below ZeRO 3 cannot be used with this model"
         )
-        if reads:
-            for tensor in _tensors((args, kwargs)):
-                if tensor.numel() and tensor.layout is torch.strided and not _bytes_there(tensor):
-                    name = self._names.get(tensor.untyped_storage()._cdata, "")
-                    raise PatchRefused(
-                        f"weights of {name} are used while no module that holds them runs forward; "
-                        "a weight fraction below ZeRO 3 cannot be used with this model"
-                    )
-        return func(*args, **(kwargs or {}))
 
 
 def _units(optimizer: Any, root: nn.Module) -> list[FlatUnit]:
@@ -406,8 +411,9 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _bytes_there(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+def _is_away(tensor: torch.Tensor) -> bool:
+    strided = tensor.layout is torch.strided
+    return strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

@@ -1,0 +1,104 @@
+"""Units of weights below ZeRO 3: which there are, which move, how a missing one is found. Plain torch."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from mist_patches.deepspeed_flat_weights import _chosen, _Missing, _tensors, _units  # noqa: E402
+from mist_patches.hooking import PatchRefused  # noqa: E402
+from mist_patches.host_copies import Held, Meter, Streams  # noqa: E402
+from torch import nn  # noqa: E402
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.up(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(100))])
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+
+
+def optimizer(model: nn.Module) -> types.SimpleNamespace:
+    """Groups as they are cut by layer, in two of which a layer's weights are: decayed or not."""
+    layers = [*model.layers]
+    groups = [
+        [model.table.weight],
+        *([layer.up.weight] for layer in layers),
+        [model.shift],
+        [model.scales[0]],
+        *([layer.up.bias, *layer.norm.parameters()] for layer in layers),
+    ]
+    flats = [torch.cat([p.detach().flatten() for p in group]) for group in groups]
+    return types.SimpleNamespace(bit16_groups=groups, bit16_groups_flat=flats)
+
+
+def test_units_are_layers_in_the_order_of_the_model() -> None:
+    model = Model()
+    units = _units(optimizer(model), model)
+    assert [unit.name for unit in units] == ["", "table", "layers.0", "layers.1", "layers.2", "scales"]
+    assert [unit.groups for unit in units[2:5]] == [[1, 6], [2, 7], [3, 8]]
+    layer = model.layers[1]
+    assert set(units[3].places) == {layer, layer.up, layer.norm}
+    # Of shared weights both modules tell when they are needed; a list of parameters tells nothing.
+    assert set(units[1].places) == {model.table, model.head}
+    assert [unit.movable for unit in units] == [False, True, True, True, True, False]
+
+
+def test_other_units_make_up_for_those_that_stay_while_they_can() -> None:
+    model = Model()
+    engine = optimizer(model)
+    units = _units(engine, model)
+    sizes = {unit.name: sum(4 * engine.bit16_groups_flat[k].numel() for k in unit.groups) for unit in units}
+    total, most = sum(sizes.values()), sum(sizes[unit.name] for unit in units if unit.movable)
+    for fraction in (0.1, 0.3, 0.5, most / total):
+        moved = sum(sizes[unit.name] for unit in _chosen(units, engine.bit16_groups_flat, fraction))
+        assert abs(moved - fraction * total) <= max(sizes.values()) / 2
+    with pytest.raises(PatchRefused, match=f"only {most / total:.3f} of the bytes can move.*itself, scales"):
+        _chosen(units, engine.bit16_groups_flat, 1.0)
+
+
+def test_what_is_to_be_overwritten_is_not_copied_in_and_goes_out_changed() -> None:
+    meter, flat = Meter(), torch.arange(4.0)
+    held = Held([flat], Streams(gpu=False), meter)
+    held.release()
+    held.overwrite()
+    assert meter.moved_in_bytes == 0 and held.device_bytes == 16
+    flat.fill_(7.0)
+    held.release()
+    held.use()
+    assert flat.tolist() == [7.0] * 4 and meter.moved_out_bytes == 32
+
+
+def test_a_weight_that_is_away_is_found_when_it_is_read_and_not_when_it_is_looked_at() -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    held = Held([weight.data], Streams(gpu=False), Meter())
+    unit = types.SimpleNamespace(name="layers.4", held={0: held})
+    weights = types.SimpleNamespace(moved=[unit])
+    held.release()
+    with _Missing(weights):
+        assert weight.shape == (3, 3) and weight.detach().dtype == torch.float32
+        assert torch.zeros_like(weight).sum() == 0.0
+        with pytest.raises(PatchRefused, match=r"weights of layers\.4 are used"):
+            nn.functional.linear(torch.ones(1, 3), weight)
+        held.use()
+        assert nn.functional.linear(torch.ones(1, 3), weight).tolist() == [[3.0] * 3]
+
+
+def test_tensors_of_an_output_however_it_is_nested() -> None:
+    a, b, c = (torch.ones(1) for _ in range(3))
+    assert [id(t) for t in _tensors({"x": a, "y": (b, None, [c], 3)})] == [id(a), id(b), id(c)]
