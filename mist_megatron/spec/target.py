@@ -352,9 +352,8 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
             f"wanted a multiple of vpp {plan.vpp}"
         )
     if plan.execution.decoupled_step and able.decoupled_step and stage.zero < able.decoupled_least_zero:
-        found.append(
-            f"{where}.zero {stage.zero}: decoupled_step needs zero {able.decoupled_least_zero} or above"
-        )
+        least = able.decoupled_least_zero
+        found.append(f"{where}.zero {stage.zero}: execution.decoupled_step needs zero {least} or above")
     if able.states_visit:
         found += _visit_rules(where, stage, plan)
     if able.states_by_level:

@@ -13,6 +13,7 @@ from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.predict import job_of, predict, prediction_document
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.job import TARGETS
 from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 
@@ -58,7 +59,7 @@ def plans(draw: st.DrawFn) -> Plan:
             nodes=stages,
             gpus_per_node=gpus,
         ),
-        target=draw(st.sampled_from(("mist", "megatron", "megatron+patches", "deepspeed"))),
+        target=draw(st.sampled_from(TARGETS)),
         grad_accum=grad_accum,
         schedule=schedule,  # type: ignore[arg-type]
         vpp=2 if schedule == "interleaved" else 1,

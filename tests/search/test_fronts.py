@@ -21,7 +21,13 @@ from mist_megatron.search.tune import Settings, Status, Watch, plan_of, search
 from mist_megatron.spec.plan import Offload, Plan, StagePlan
 from mist_megatron.spec.target import violations
 
-TARGETS = {"mist": "mist", "megatron+patches": "full", "deepspeed": "deepspeed", "megatron": "full"}
+TARGETS = {
+    "mist": "mist",
+    "megatron+patches": "full",
+    "deepspeed": "deepspeed",
+    "megatron": "full",
+    "deepspeed+patches": "full",
+}
 
 
 def stage_plans(space, shape, layers, step):
@@ -64,9 +70,9 @@ def plan_with(job, shape, stages):
 def random_case(seed):
     rng = np.random.default_rng(seed)
     target = list(TARGETS)[seed % len(TARGETS)]
-    stages = 1 if target == "deepspeed" else int(rng.choice([1, 2]))
+    stages = 1 if target.startswith("deepspeed") else int(rng.choice([1, 2]))
     gpus = int(rng.choice([2, 4]))
-    tp = 1 if target == "deepspeed" else int(rng.choice([1, 2]))
+    tp = 1 if target.startswith("deepspeed") else int(rng.choice([1, 2]))
     if gpus < stages * tp:
         tp = 1
     dp = gpus // stages // tp

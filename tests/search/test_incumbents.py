@@ -11,7 +11,13 @@ from mist_megatron.search.shapes import shapes
 from mist_megatron.search.solve import solve_shape
 from mist_megatron.search.space import Limits, cut_to_target, space_named
 
-TARGETS = {"mist": "mist", "megatron+patches": "full", "deepspeed": "deepspeed", "megatron": "full"}
+TARGETS = {
+    "mist": "mist",
+    "megatron+patches": "full",
+    "deepspeed": "deepspeed",
+    "megatron": "full",
+    "deepspeed+patches": "full",
+}
 
 
 @pytest.mark.parametrize("target", list(TARGETS))

@@ -18,7 +18,13 @@ from mist_megatron.search.space import Limits, cut_to_target, space_named
 from mist_megatron.search.tune import Settings, search
 from mist_megatron.search.unequal import mixture_bounds, mixtures, possible_mixtures, solve_mixture
 
-TARGETS = {"mist": "mist", "megatron+patches": "full", "deepspeed": "deepspeed", "megatron": "full"}
+TARGETS = {
+    "mist": "mist",
+    "megatron+patches": "full",
+    "deepspeed": "deepspeed",
+    "megatron": "full",
+    "deepspeed+patches": "full",
+}
 
 
 @pytest.mark.parametrize("target", list(TARGETS))

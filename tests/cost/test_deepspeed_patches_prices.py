@@ -1,0 +1,139 @@
+"""Time and memory of deepspeed+patches: sums made by hand.
+
+Prices are those of test_evaluate_terms: collectives take 1 s a byte, copies 2 s a byte, Adam 0.5 s a
+parameter on the device and 5 s on the host. Six layers of 100 parameters on 4 ranks: 25 a layer and rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_evaluate_terms import GRID, PARAMETERS, array, terms_of
+
+from mist_megatron.cost import symbols as s
+from mist_megatron.cost.conventions import conventions_of
+from mist_megatron.cost.grid import StageRole
+from mist_megatron.cost.layers import LayerOptions
+from mist_megatron.cost.memory import stage_memory
+from mist_megatron.spec.plan import Execution
+from mist_megatron.spec.presets import PRESETS
+
+TARGET = "deepspeed+patches"
+LAYERS, RANKS = 6, 4
+SHARE = LAYERS * PARAMETERS / RANKS
+
+
+def grid(zero: int, **offload: float) -> Any:
+    fractions = {f"{kind}_offload": array(share) for kind, share in offload.items()}
+    return replace(GRID, stages=1, zero=array(zero), grad_accum=array(4), **fractions)
+
+
+def test_gradients_of_zero_2_are_copied_where_they_are_reduced() -> None:
+    plain, _ = terms_of(TARGET, grid(2))
+    stable, _ = terms_of(TARGET, grid(2, optimizer=0.5, grads=0.5))
+    # In and out, 2 s a byte, of half of a rank's part in 2 bytes; what reduces is the stream that computes.
+    each = 2 * 2 * (2 * PARAMETERS / RANKS * 0.5)
+    assert stable["blocking_data_parallel"] - plain["blocking_data_parallel"] == pytest.approx(LAYERS * each)
+    assert stable["exposed_traffic"] == plain["exposed_traffic"] == 0
+
+
+def test_a_lone_micro_batch_of_zero_2_adds_nothing_up() -> None:
+    alone = replace(grid(2, optimizer=0.5, grads=1.0), grad_accum=array(1))
+    assert terms_of(TARGET, alone)[0] == terms_of(TARGET, grid(2))[0]
+
+
+def test_groups_cut_by_layer_copy_whole_parameters() -> None:
+    plain, _ = terms_of(TARGET, grid(2), decoupled_step=True)
+    stable, _ = terms_of(TARGET, grid(2, optimizer=0.5, grads=1.0), decoupled_step=True)
+    # A rank's quarter of a layer and at either end up to its largest matrix, a third.
+    touched = PARAMETERS * (1 / 4 + 2 / 3)
+    added = stable["blocking_data_parallel"] - plain["blocking_data_parallel"]
+    assert added == pytest.approx(LAYERS * 2 * 2 * 2 * touched)
+
+
+def test_shards_of_zero_3_are_copied_before_they_are_gathered() -> None:
+    plain, _ = terms_of(TARGET, grid(3))
+    stable, _ = terms_of(TARGET, grid(3, weights=0.5))
+    # 2 s a byte of half of 25 parameters in 2 bytes, before the first forward and the first backward.
+    more = stable["pipeline_fill_of_layers"] - plain["pipeline_fill_of_layers"]
+    assert more == pytest.approx(2 * (2 * 2 * 25 * 0.5))
+
+
+def test_states_are_stepped_where_they_are() -> None:
+    _, delta = terms_of(TARGET, grid(3, optimizer=0.75, weights=0.25, grads=0.5))
+    assert delta["optimizer_compute"] == 0.5 * SHARE * 0.25
+    assert delta["host_adam"] == 5.0 * SHARE * 0.75
+    # fp32 gradients out; weights back, but for the quarter that stays on the host beside its states.
+    assert delta["host_adam_copies"] == pytest.approx(2 * 4 * SHARE * 0.75 + 2 * 2 * SHARE * 0.5)
+    assert delta["states_at_step"] == 0
+
+
+def test_gradients_on_the_host_come_to_states_on_the_device() -> None:
+    _, delta = terms_of(TARGET, grid(3, grads=0.5))
+    assert delta["host_adam"] == 0
+    assert delta["host_adam_copies"] == pytest.approx(2 * 2 * SHARE * 0.5)
+    # Weights on the host whose states are on the device go back there.
+    _, delta = terms_of(TARGET, grid(3, weights=0.5))
+    assert delta["host_adam_copies"] == pytest.approx(2 * 2 * SHARE * 0.5)
+
+
+def test_weights_of_zero_1_visit() -> None:
+    plain, _ = terms_of(TARGET, grid(1))
+    stable, delta = terms_of(TARGET, grid(1, weights=0.5))
+    each = 2 * 2 * PARAMETERS * 0.5
+    assert stable["exposed_traffic"] == 0
+    assert stable["pipeline_fill_of_layers"] - plain["pipeline_fill_of_layers"] == pytest.approx(
+        2 * each, rel=0.01
+    )
+    assert delta["states_at_step"] == pytest.approx(LAYERS * each)
+    assert delta["weight_gather"] == 2 * LAYERS * PARAMETERS
+
+
+def test_decoupled_steps_hide_the_host_but_not_its_copies() -> None:
+    _, delta = terms_of(TARGET, grid(1, optimizer=1.0), decoupled_step=True)
+    assert delta["host_adam"] == 0  # 125 s a layer, behind 1000 s of the layer before
+    assert delta["optimizer_compute"] == pytest.approx(LAYERS * 2 * 2 * 25)
+    assert delta["host_adam_copies"] == pytest.approx(2 * 4 * SHARE)
+    assert delta["weight_gather"] == 2 * LAYERS * PARAMETERS
+
+
+def memory(zero: int, optimizer: float, **execution: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """Terms and moments of a stage that is the whole of gpt3-1.3b on 4 ranks."""
+    model, switches = PRESETS["gpt3-1.3b"], Execution(**execution)
+    found = stage_memory(model, LayerOptions(), TARGET, conventions_of(TARGET, switches), StageRole.ONLY)
+    numbers = {
+        s.LAYERS: model.layers, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
+        s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,
+        s.DP: RANKS, s.Z1: int(zero >= 1), s.Z2: int(zero >= 2), s.Z3: int(zero >= 3), s.WO: 0, s.GO: 0,
+        s.OO: optimizer, s.AO: 0, s.CKPT: 0, s.IN_FLIGHT: 1, s.B: 1, s.S: 2048, s.SP: 0, s.SELECTIVE: 0,
+    }  # fmt: skip
+
+    def values(expressions: Any) -> dict[str, float]:
+        return {name: float(e.subs(numbers).doit()) for name, e in expressions.items()}
+
+    return values(found.terms), values(found.peaks)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_groups_of_the_device_keep_their_gradient_as_soon_as_others_are_offloaded(zero: int) -> None:
+    model = PRESETS["gpt3-1.3b"]
+    own = model.parameters / RANKS
+    none, half, whole = (memory(zero, share)[0]["optimizer"] for share in (0.0, 0.5, 1.0))
+    assert none == pytest.approx(12 * own)
+    assert half == pytest.approx((12 + 4) * own / 2)
+    assert whole == 0
+    # The step makes them where nothing is offloaded, and has them already where something is.
+    for share, made in ((0.0, 4 * own), (0.5, 0.0)):
+        terms, peaks = memory(zero, share)
+        held = sum(terms.values()) - terms["activations"]
+        assert peaks["step"] - held == pytest.approx(made, abs=1.0)
+
+
+def test_a_decoupled_step_has_its_layer_s_gradient_beside_the_activations() -> None:
+    terms, peaks = memory(3, 0.0, decoupled_step=True)
+    model = PRESETS["gpt3-1.3b"]
+    widest = (model.vocab + model.learned_positions) * model.hidden / RANKS
+    assert peaks["layer_step"] - sum(terms.values()) == pytest.approx(6 * widest)
+    assert "layer_step" not in memory(3, 0.0)[1]
