@@ -1,9 +1,16 @@
 """Stable time t and extra time d of pipeline stages, as named terms linear in layers and recomputed layers.
 
 A layer pass has compute, traffic that must have come in before it (weights gathered or copied in, offloaded
-activations) and traffic that leaves after it (reduced gradients, offloaded activations). While layer k
-computes, what k+1 needs comes in and what k-1 made goes out; so in a run of l layers all four streams
-overlap in l-2 steps, and the first arrival and last departure stand alone (`edge_s`).
+activations) and traffic that leaves after it (reduced gradients, offloaded activations). `phases` says what
+of it a run of layers exposes. In the stable state a pass follows at once, so that what leaves last leaves
+beside the next pass; the first arrival of a pass does not hide but behind what the stage does between two.
+
+Which layers of a stage are the recomputed ones matters at the ends of passes. Where they are the last (Mist),
+a backward pass begins with them and needs no offloaded activations at first; terms could say that only where
+some layers are recomputed, but are said of all stages that keep a layer, because a search reads terms of any
+number of recomputed layers off those of none. With none and offloaded activations t is too small by the
+arrival of one layer's, less what hides it, and too large by what two layers' departures take longer than
+their compute.
 
 Every term is `fixed + layers * per_layer + ckpt * per_ckpt`, so a search can price a whole plane of
 (layers, ckpt) from three numbers and prune exactly.

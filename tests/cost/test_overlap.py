@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mist_megatron.cost.overlap import no_interference, overlapped_time, overlapped_time_of_row
+from mist_megatron.cost.overlap import (
+    COMPUTE,
+    GPU_GPU,
+    no_interference,
+    overlapped_time,
+    overlapped_time_of_row,
+    until_done,
+)
 
 
 def table_of(pairs: dict[tuple[int, ...], tuple[float, ...]]) -> np.ndarray:
@@ -116,3 +123,63 @@ def test_what_follows_beside_two_copies_of_any_shape() -> None:
     copies = [np.array([[1.0], [4.0]]), np.array([[2.0, 5.0, 1.0]])]
     found = overlapped_time([0.0, 0.0, *copies], table, np.array(3.0))
     assert found.tolist() == [[3.0, 5.0, 3.0], [4.0, 5.0, 4.0]]
+
+
+def test_collectives_that_follow_compute_by_hand() -> None:
+    """Compute 4 s beside 8 s of copies in, then 2 s of collectives. Copies take 1.25 of their time beside
+    compute: after 4 s 3.2 of them are done, 4.8 are left. Collectives take twice their time beside copies,
+    4 s, in which 4 are copied; the last 0.8 come in alone."""
+    table = table_of({(0, 2): (1.0, 1.25), (1, 2): (2.0, 1.0)})
+    assert overlapped_time((4.0, 0.0, 8.0, 0.0), table, 2.0) == pytest.approx(8.8)
+    assert overlapped_time_of_row((4.0, 0.0, 8.0, 0.0), table, 2.0) == pytest.approx(8.8)
+
+
+def test_collectives_follow_gathers_on_their_stream() -> None:
+    # 3 s of compute beside 5 s of gathers, then 1 s of tensor-parallel collectives; copies of 7 s.
+    assert overlapped_time((3.0, 5.0, 0.0, 0.0), no_interference(), 1.0) == 6.0
+    assert overlapped_time((3.0, 5.0, 7.0, 4.0), no_interference(), 1.0) == 7.0
+    # Copies used to stop while a collective runs: that would be 5 + 2 here.
+    assert overlapped_time((3.0, 0.0, 5.0, 0.0), no_interference(), 2.0) == 5.0
+
+
+def test_what_follows_batched_equals_scalar() -> None:
+    rng = np.random.default_rng(8)
+    streams = 10.0 ** rng.uniform(-6, 1, (3_000, 5)) * (rng.random((3_000, 5)) > 0.35)
+    for idle in ((), (0,), (1,), (3,), (1, 2), (0, 1), (1, 2, 3)):
+        table = random_table(rng)
+        streams[:, idle] = 0.0
+        batched = overlapped_time(tuple(streams.T[:4]), table, streams[:, 4])
+        scalar = np.array([overlapped_time_of_row(row[:4], table, row[4]) for row in streams])
+        np.testing.assert_allclose(batched, scalar, rtol=1e-9, atol=1e-15)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.tuples(seconds, seconds, seconds, seconds), seconds)
+def test_what_follows_without_interference(streams: tuple[float, ...], then: float) -> None:
+    compute, gpu, copy_in, copy_out = streams
+    expected = max(max(compute, gpu) + then, copy_in, copy_out)
+    assert float(overlapped_time(streams, no_interference(), then)) == pytest.approx(expected)
+
+
+def test_until_a_stream_is_done_by_hand() -> None:
+    """A send of 1 s beside copies of 1 s in and 9 s out, four times slower beside both and twice beside one.
+    Copies are not slowed: after 1 s the one in is done and the send has done a quarter; 0.75 s take 1.5 s
+    beside the other, of which 9 - 2.5 s are left."""
+    table = table_of({(1, 2, 3): (4.0, 1.0, 1.0), (1, 3): (2.0, 1.0), (1, 2): (2.0, 1.0)})
+    spent, (copy_in, copy_out) = until_done(GPU_GPU, np.array(1.0), (np.array(1.0), np.array(9.0)), table)
+    assert (float(spent), float(copy_in), float(copy_out)) == pytest.approx((2.5, 0.0, 6.5))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seconds, seconds, seconds, st.integers(0, 2**32 - 1), st.sampled_from([COMPUTE, GPU_GPU]))
+def test_until_done_then_the_rest_is_the_whole(
+    work: float, copy_in: float, copy_out: float, seed: int, stream: int
+) -> None:
+    """Stopping at the end of one stream and going on with what is left takes as long as not stopping."""
+    table = random_table(np.random.default_rng(seed))
+    spent, left = until_done(stream, np.array(work), (np.array(copy_in), np.array(copy_out)), table)
+    rest = float(overlapped_time((0.0, 0.0, *left), table))
+    row = [0.0, 0.0, copy_in, copy_out]
+    row[stream] = work
+    assert float(spent) + rest == pytest.approx(overlapped_time_of_row(row, table), rel=1e-9, abs=1e-9)
+    assert float(spent) >= work * (1 - 1e-12)
