@@ -26,3 +26,60 @@ def test_another_cluster_can_be_asked_for(mist, tmp_path):
     assert mist("tune", *job, "--space", "megatron", "--out", str(out)).code == 0
     linted = mist("lint", str(out / "args.sh"), "--gpus", "2", "--gpu", "a100-sxm-80gb", "--json")
     assert json.loads(linted.out)["plan"]["cluster"]["gpu"] == "a100-sxm-80gb"
+
+
+DEEPSPEED_JOB = [
+    *("--model", "gpt3-1.3b", "--gpus", "4", "--gpu", "a100-sxm-40gb", "--global-batch", "16"),
+    *("--target", "deepspeed+patches", "--memory-limit", "8GiB"),
+]
+
+
+def test_emitted_deepspeed_files_are_priced_as_their_plan(mist, tmp_path):
+    """A budget that asks for partial recomputation or fractions, found with and without decoupled steps."""
+    out = tmp_path / "run"
+    tuned = mist("tune", *DEEPSPEED_JOB, "--grid", "0.25", "--out", str(out), "--json")
+    assert tuned.code == 0, tuned.err
+    told = json.loads(tuned.out)
+    (stage,) = told["stages"]
+    assert told["target"] == "deepspeed+patches"
+    assert 0 < stage["ckpt"] < 24 or any(0 < share < 1 for share in stage["offload"].values())
+    assert told["prediction"]["fits"]
+    for name in ("ds_config.json", "ds_config_auto.json"):
+        linted = mist("lint", str(out / name), "--json")
+        assert linted.code == 0, linted.err
+        found = json.loads(linted.out)
+        assert found["plan"]["stages"] == told["stages"]
+        iteration_s = told["prediction"]["iteration_s"]
+        assert found["prediction"]["iteration_s"] == pytest.approx(iteration_s, rel=1e-9)
+    for command in (["predict"], ["simulate"], ["explain"]):
+        assert mist(*command, str(out / "plan.yaml")).code == 0
+    refused = mist("predict", str(_with(out / "plan.yaml", "zero", 0)))
+    assert refused.code == 2
+
+
+def test_a_change_that_a_patch_refuses_is_said(mist, tmp_path):
+    out = tmp_path / "run"
+    assert mist("tune", *DEEPSPEED_JOB, "--grid", "0.25", "--out", str(out)).code == 0
+    document = json.loads((out / "stages.json").read_text())
+    document["patches"] = ["optimizer_fraction"]
+    document["stages"][0]["offload"]["optimizer"] = 0.5
+    (out / "stages.json").write_text(json.dumps(document))
+    config = json.loads((out / "ds_config.json").read_text())
+    config["zero_optimization"].pop("offload_optimizer", None)
+    (out / "ds_config.json").write_text(json.dumps(config))
+    linted = mist("lint", str(out / "ds_config.json"), "--json")
+    assert linted.code == 2
+    rejected = [f["key"] for f in json.loads(linted.out)["findings"] if f["level"] == "rejected"]
+    assert "zero_optimization.offload_optimizer" in rejected
+
+
+def _with(path, key, value):
+    """The plan with one key of its stage changed."""
+    import yaml
+
+    plan = yaml.safe_load(path.read_text())
+    plan["stages"][0][key] = value
+    plan["stages"][0]["offload"] = {"weights": 0.5}
+    changed = path.with_name("changed.yaml")
+    changed.write_text(yaml.safe_dump(plan))
+    return changed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from mist_patches.applying import DEEPSPEED
 
@@ -9,6 +11,7 @@ from mist_megatron.emit import deepspeed
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.target import violations
 from mist_megatron.spec.training import TrainingSpec
 
 
@@ -45,3 +48,40 @@ def test_overflow_is_forgotten_where_deepspeed_keeps_it(zero, offload, grad_byte
     document = deepspeed.stages(plan(zero, offload, grad_bytes))
     assert tuple(document["patches"]) == expected
     assert set(expected) <= set(DEEPSPEED)
+
+
+def patched(zero: int, offload: Offload, ckpt: int = 0, grad_bytes: int | None = None, **more) -> Plan:
+    made = plan(zero, offload, grad_bytes)
+    (stage,) = made.stages
+    execution = Execution(grad_bytes=grad_bytes, **more)
+    stages = (replace(stage, ckpt=ckpt),)
+    return replace(made, target="deepspeed+patches", stages=stages, execution=execution)
+
+
+@pytest.mark.parametrize(
+    ("planned", "expected"),
+    [
+        (patched(3, Offload()), ()),
+        (patched(3, HOST), ()),
+        (patched(3, Offload(weights=1.0)), ()),
+        (patched(3, Offload(optimizer=1.0)), ("gradient_fraction",)),
+        (patched(3, Offload(grads=1.0)), ("gradient_fraction",)),
+        (patched(3, Offload(optimizer=0.5, grads=1.0)), ("optimizer_fraction",)),
+        (patched(2, Offload(optimizer=1.0, grads=1.0, weights=1.0)), ("weight_fraction",)),
+        (patched(2, Offload(optimizer=1.0), grad_bytes=4), ("forget_overflow",)),
+        (patched(1, Offload(optimizer=0.5)), ("optimizer_fraction",)),
+        (patched(3, Offload(), ckpt=32), ("layer_activations",)),
+        (patched(0, Offload(activations=0.5)), ("layer_activations",)),
+        (patched(3, Offload(), decoupled_step=True), ("decoupled_steps",)),
+    ],
+)
+def test_what_the_json_cannot_say_is_a_patch_and_nothing_else(planned, expected) -> None:
+    assert violations(planned) == ()
+    assert tuple(deepspeed.stages(planned)["patches"]) == expected
+    assert set(expected) <= {*DEEPSPEED, "layer_activations"}
+    # Where a patch recomputes, the trainer must not.
+    assert not deepspeed.recomputes(planned)
+    (stage,) = planned.stages
+    section = deepspeed.zero_section(planned)
+    assert ("offload_optimizer" in section) == (stage.offload.optimizer > 0.0)
+    assert ("offload_param" in section) == (stage.zero == 3 and stage.offload.weights == 1.0)

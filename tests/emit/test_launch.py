@@ -60,6 +60,7 @@ PLANS = {
     "learned positions": plan("megatron", model="gpt2-xl", nodes=1),
     "deepspeed": plan("deepspeed"),
     "deepspeed one node": plan("deepspeed", nodes=1),
+    "deepspeed+patches": plan("deepspeed+patches", stage={"ckpt": 3, "offload": Offload(optimizer=0.5)}),
 }
 
 
