@@ -65,10 +65,10 @@ def closed_form_words(found: Simulation) -> str:
     if apart is None or found.closed_form_s is None:
         return f"none: no formula covers schedule {found.schedule}"
     whole_s = found.iteration_s
-    words = f"{found.closed_form_s:.4g} s ({found.closed_form_s / whole_s - 1.0:+.2%}"
+    words = f"{found.closed_form_s:.4g} s ({found.closed_form_s / whole_s - 1.0:+z.2%}"
     if abs(apart.total_s) < TOLD_FROM * whole_s:
         return f"{words})"
-    words += f": passes {apart.passes_s / whole_s:+.2%}, waiting {apart.waiting_s / whole_s:+.2%}"
+    words += f": passes {apart.passes_s / whole_s:+z.2%}, waiting {apart.waiting_s / whole_s:+z.2%}"
     if abs(apart.passes_s) < TOLD_FROM * whole_s:
         return f"{words})"
     stage = apart.worst_stage

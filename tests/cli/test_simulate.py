@@ -168,3 +168,14 @@ def test_the_critical_path_takes_the_whole_iteration(mist, plan: Path) -> None: 
         assert sum(share["seconds"] for share in part) == pytest.approx(found["iteration_s"], rel=1e-9)
     shares = re.findall(r"^[a-z -]+ +[\d,]+ +[\d.e-]+ +([\d.]+)%$", mist("simulate", str(plan)).out, re.M)
     assert sum(map(float, shares)) == pytest.approx(100.0, abs=0.5)
+
+
+def test_no_minus_nothing(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
+    """A closed form that is off by a rounding error is off by +0.00 %, and nobody computes for -0.0 %."""
+    alone = PLAN.split("stages:", maxsplit=1)[0].replace("target: mist", "target: megatron")
+    alone = alone.replace("gpus_per_node: 8", "gpus_per_node: 1").replace("grad_accum: 8", "grad_accum: 16")
+    stage = "  - {layers: 32, nodes: 1, gpus_per_node: 1, dp: 1, tp: 1, micro_batch: 1, zero: 0, ckpt: 0}\n"
+    plan.write_text(f"{alone}stages:\n{stage}", "utf-8")
+    ran = mist("simulate", str(plan))
+    assert "(+0.00%)" in ran.out
+    assert "-0.0" not in ran.out
