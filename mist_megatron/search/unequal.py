@@ -68,8 +68,10 @@ class MixtureBound:
 
     value_s: float
     """No plan of the mixture is faster."""
-    sum_s: float
+    rest_s: float
+    """Least of what is added to (G - 1) max t."""
     least_d_s: float
+    """Of the extra times and the step, however large the t are that they come with."""
     stages: tuple[tuple[LeastTimes, ...], ...]
     """By mesh: a first, middle and last stage."""
 
@@ -231,18 +233,18 @@ def _bound(job: Job, mixture: Mixture, priced: Mapping[Shape, tuple[LeastTimes, 
         for mesh, roles in zip(mixture.meshes, stages, strict=True)
         for stage in roles
     )
-    # Of the first stage; and of all at least the least step.
-    least_d = min(float(first.d_s.min()) for first, *_ in stages)
-    least_d += min(float(stage.step_s.min()) for roles in stages for stage in roles)
+    step_s = min(float(stage.step_s.min()) for roles in stages for stage in roles)
+    # d of the first stage with the least t: one that is smaller comes with so much larger a t.
+    first_d = min(float(first.d_s.min()) for first, *_ in stages)
     value_s = min(
         (mixture.grad_accum - 1 + slow) * work / (gpus - stages + slow)
         for stages in mixture.lengths
         for slow in range(1, stages + 1)
     )
     return MixtureBound(
-        value_s=(value_s + least_d) * (1 - 1e-9),
-        sum_s=work / (gpus - 1),
-        least_d_s=least_d,
+        value_s=(value_s + first_d + step_s) * (1 - 1e-9),
+        rest_s=work / (gpus - 1) + first_d + step_s,
+        least_d_s=min(first_d, 0.0) + step_s,
         stages=stages,
     )
 
@@ -257,7 +259,7 @@ def solve_mixture(
         # Of the slowest stage; the others take no time at all, or at least what is left of the work.
         cap_s = (best_s - bound.least_d_s) / mixture.grad_accum * (1 + 1e-9)
         if mixture.grad_accum > 1:
-            rest = (best_s - bound.sum_s - bound.least_d_s) / (mixture.grad_accum - 1) * (1 + 1e-9)
+            rest = (best_s - bound.rest_s) / (mixture.grad_accum - 1) * (1 + 1e-9)
             cap_s = min(cap_s, rest)
     windows = _layer_windows(question.evaluator.job, mixture, bound, cap_s)
     if windows is None:

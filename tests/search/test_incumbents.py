@@ -10,6 +10,7 @@ from mist_megatron.search.bounds import Question, shape_bounds
 from mist_megatron.search.shapes import shapes
 from mist_megatron.search.solve import solve_shape
 from mist_megatron.search.space import Limits, cut_to_target, space_named
+from mist_megatron.search.unequal import mixture_bounds, mixtures, solve_mixture
 
 TARGETS = {
     "mist": "mist",
@@ -45,3 +46,24 @@ def test_pruning_keeps_what_beats_the_incumbent(target, limit_gib):
         assert again is not None
         assert again.value_s == pytest.approx(alone.value_s, rel=1e-12)
     assert solved > 2
+
+
+@pytest.mark.parametrize("target", ["mist", "megatron+patches"])
+@pytest.mark.parametrize("limit_gib", [4.0, 1000.0])
+def test_pruning_of_mixtures_keeps_what_beats_the_incumbent(target, limit_gib):
+    """The same of pipelines with stages of different sizes, whose steps wait for all stages on Megatron."""
+    evaluator = evaluator_of(small_job(target, gpus=4, layers=3, batch=8, limit_gib=limit_gib))
+    space = cut_to_target(space_named(TARGETS[target]), target)
+    question = Question(evaluator=evaluator, space=space, step=1.0)
+    found = list(mixtures(evaluator.job, space, Limits()))
+    solved = 0
+    for bound, mixture in list(zip(mixture_bounds(question, found), found, strict=True))[:3]:
+        alone, _ = solve_mixture(question, mixture, bound, np.inf)
+        if alone is None:
+            continue
+        solved += 1
+        assert bound.value_s <= alone.value_s
+        again, _ = solve_mixture(question, mixture, bound, alone.value_s * (1 + 1e-9))
+        assert again is not None
+        assert again.value_s == pytest.approx(alone.value_s, rel=1e-12)
+    assert solved
