@@ -47,8 +47,8 @@ def show_simulation(people: Console, found: Simulation, before: Simulation | Non
     people.print(_usage_table(found))
     people.print()
     people.print(_memory_table(found, ascii_only=not people.encoding.lower().startswith("utf")))
-    for line in too_full(found):
-        people.print(line, soft_wrap=True)
+    if (over := too_full(found)) is not None:
+        people.print(over, soft_wrap=True)
     people.print()
     people.print(_path_table(found))
     people.print()
@@ -95,15 +95,19 @@ def _usage_table(found: Simulation) -> Table:
     return table(columns, rows, right=columns[2:])
 
 
-def too_full(found: Simulation) -> list[str]:
-    """Stages that would run out of memory."""
+def too_full(found: Simulation) -> str | None:
+    """Whether stages would run out of memory, with the worst of them."""
     pairs = enumerate(zip(found.memory, found.prediction.stages, strict=True))
-    return [
-        f"does not fit: stage {stage} needs {curve.peak_bytes / GIB:.2f} GiB, "
-        f"the limit is {predicted.limit_bytes / GIB:.2f}"
+    over = [
+        (curve.peak_bytes - predicted.limit_bytes, stage, curve.peak_bytes, predicted.limit_bytes)
         for stage, (curve, predicted) in pairs
         if curve.peak_bytes > predicted.limit_bytes
     ]
+    if not over:
+        return None
+    _, stage, peak_bytes, limit_bytes = max(over)
+    others = f"; {len(over)} of {len(found.memory)} stages are over" if len(over) > 1 else ""
+    return f"does not fit: stage {stage} needs {peak_bytes / GIB:.2f} of {limit_bytes / GIB:.2f} GiB{others}"
 
 
 def _memory_table(found: Simulation, *, ascii_only: bool) -> Table:
