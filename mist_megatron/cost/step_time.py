@@ -14,6 +14,7 @@ from mist_megatron.cost.traffic import (
     layer_traffic,
     replicas,
     step_copies_s,
+    touched_parameters,
     whole_buckets,
 )
 
@@ -46,7 +47,7 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
     if template.states_visit:
         _visits(grid, count, context, delta)
     if template.step_in_first_forward:
-        _steps_in_first_forward(grid, loads, share, context, delta)
+        _steps_in_first_forward(grid, loads, count, context, delta)
         return
     on_host = share * grid.optimizer_offload
     compute = prices.device_adam(share - on_host).seconds
@@ -56,7 +57,7 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
     delta["optimizer_compute"] = Linear(compute)
     if template.steps_by_place:
         delta["host_adam"] = Linear(prices.host_adam(on_host).seconds)
-        gone_s = host_copy(STEP_GRAD_BYTES * on_host, "d2h", context)
+        gone_s = _gradients_to_states(grid, count, share, context)
         delta["host_adam_copies"] = Linear(gone_s + step_copies_s(grid, share, context))
         # Weights of ZeRO 1 and 2 that visited go back when they are new.
         visited = context.weight_bytes * count * np.where(zero >= 3, 0.0, grid.weights_offload)
@@ -73,6 +74,19 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
 
 STEP_GRAD_BYTES = 4.0
 """Per parameter of the gradients that DeepSpeed steps with: fp32, wherever they are."""
+
+
+def _gradients_to_states(grid: StageGrid, count: Array, share: Array, context: TimeContext) -> Array:
+    """In the last backward pass gradients go to the host's states in fp32. ZeRO 1 has added them up on the
+    GPU by then; it still copies sums of nothing in, adds, and copies them out (stage_1_and_2.py,
+    copy_grads_in_partition), but where gradients are wider than weights."""
+    offloads = grid.optimizer_offload > 0.0
+    seconds = host_copy(STEP_GRAD_BYTES * grid.optimizer_offload * share, "d2h", context)
+    if context.grad_bytes == STEP_GRAD_BYTES:
+        return seconds
+    summed = context.grad_bytes * touched_parameters(grid, count, context)
+    summed = np.where(offloads & (grid.zero == 1) & (grid.grad_accum > 1), summed, 0.0)
+    return seconds + host_copy(summed, "h2d", context) + host_copy(summed, "d2h", context)
 
 
 def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext) -> Linear:
@@ -108,10 +122,11 @@ def _visits(grid: StageGrid, count: Array, context: TimeContext, delta: dict[str
 
 
 def _steps_in_first_forward(
-    grid: StageGrid, loads: StageLoads, share: Array, context: TimeContext, delta: dict[str, Linear]
+    grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext, delta: dict[str, Linear]
 ) -> None:
     """Updates between the layers of the first forward pass; the copies are part of its traffic."""
     template, prices = context.template, context.prices
+    share = count / np.where(grid.zero >= 1, replicas(grid, context), 1.0)
     steps = layer_traffic(grid, loads.block, context).step_compute_s
     add_term(delta, "optimizer_compute", Linear(per_layer=steps))
     if template.grad_norm_pass:
@@ -124,8 +139,7 @@ def _steps_in_first_forward(
         delta["host_adam"] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
         if template.steps_by_place:
             add_term(delta, "host_adam", _edges_on_host(grid, loads, divisor, context))
-            gone_s = host_copy(STEP_GRAD_BYTES * grid.optimizer_offload * share, "d2h", context)
-            delta["host_adam_copies"] = Linear(gone_s)
+            delta["host_adam_copies"] = Linear(_gradients_to_states(grid, count, share, context))
 
 
 def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: TimeContext) -> Linear:

@@ -89,11 +89,16 @@ def _added_gradients(grid: StageGrid, count: Array, shards: Array, context: Time
     """Bytes of gradients on the host to which a micro-batch adds. ZeRO 3 adds to its shards. ZeRO 2 hands
     those of a lone micro-batch to the optimizer at once, and else adds to the whole of each parameter that a
     rank's part of a group touches: of groups cut by layer, at either end up to a layer's largest matrix."""
-    cut = (grid.weights_offload > 0.0) | context.template.step_in_first_forward
-    touched = np.minimum(count / replicas(grid, context) + 2.0 * LARGEST_SHARE * count, count)
-    whole = grid.grads_offload * context.grad_bytes * touched
-    zero2 = np.where(grid.grad_accum > 1, np.where(cut, whole, shards), 0.0)
+    whole = grid.grads_offload * context.grad_bytes * touched_parameters(grid, count, context)
+    zero2 = np.where((grid.zero == 2) & (grid.grad_accum > 1), whole, 0.0)
     return np.where(grid.zero >= 3, shards, zero2)
+
+
+def touched_parameters(grid: StageGrid, count: Array, context: TimeContext) -> Array:
+    """Of so many, those that a rank's part of ZeRO 1 and 2 lies in."""
+    cut = (grid.weights_offload > 0.0) | context.template.step_in_first_forward
+    part = count / replicas(grid, context)
+    return np.where(cut, np.minimum(part + 2.0 * LARGEST_SHARE * count, count), part)
 
 
 def step_copies_s(grid: StageGrid, share: Array, context: TimeContext) -> Array:
