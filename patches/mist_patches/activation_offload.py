@@ -62,8 +62,7 @@ class _Copy:
 
     def __init__(self, tensor: torch.Tensor, streams: _Streams) -> None:
         self.device, self.streams = tensor.device, streams
-        self.back: torch.Tensor | None = None
-        self.back_event: Any = None
+        self.source = self.back = self.out_event = self.back_event = None
         self.used = False
         self.host, self.out_event = streams.to_host(tensor)
         self.source = None if self.out_event is None else tensor

@@ -6,7 +6,7 @@ counts groups, needs Transformer Engine and deadlocks in 0.19.2 when only some s
 What: every TransformerBlock built after this call gets `activation_offload.ActivationOffload` on its layers.
 Layers that Megatron recomputes in full (`--recompute-method block`) are recognised when they run and left
 alone, so the fraction counts the bytes that the stage really keeps. Where the configuration switches
-Megatron's fine-grained offload on, that does the work, and `megatron_fine_grained_offload` chooses its groups.
+Megatron's fine-grained offload on, that does the work: `megatron_fine_grained_offload` chooses its groups.
 
 Tested with megatron-core 0.16.1 and 0.19.2.
 """

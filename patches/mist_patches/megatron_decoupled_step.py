@@ -21,9 +21,7 @@ are read again, and at the end of a chunk's forward pass (modules that did not r
 nothing: its forward passes meet the same hooks. Who reads parameters otherwise calls
 `flush_pending_steps()` first.
 
-Tested with megatron-core 0.16.1 and 0.19.2 (classes: see `megatron_unit_steps`). With the distributed
-optimizer of 0.19.2 buckets follow layers; before, a bucket is stepped and gathered whole, when the first of
-its layers runs.
+Tested with megatron-core 0.16.1 and 0.19.2 (classes: see `megatron_unit_steps`).
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from torch import nn
 
 from mist_patches.hooking import PatchRefused, log, replace
 from mist_patches.megatron_unit_steps import PendingStep
-from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, watch_chunks
+from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, units_of, watch_chunks
 
 OnEvent = Callable[[str, str], None]
 """Called with what happens (`step`, `gather`, `zero`, `flush`) and to which unit or why."""
@@ -122,7 +120,7 @@ class DecoupledSteps:
 
     def take_group(self, parameters: Iterable[nn.Parameter]) -> None:
         """What must happen before these parameters are gathered."""
-        units = dict.fromkeys(p.mist_unit for p in parameters if hasattr(p, "mist_unit"))
+        units = units_of(parameters)
         waiting = [unit for unit in units if unit in self.pending]
         if waiting:
             _fetch(waiting)
@@ -144,7 +142,7 @@ class DecoupledSteps:
 
     def zero(self, buffer: Any, original: Callable[[Any], None]) -> None:
         """Zero a gradient buffer, except for gradients that a pending step still reads."""
-        units = dict.fromkeys(p.mist_unit for p in buffer.params if hasattr(p, "mist_unit"))
+        units = units_of(buffer.params)
         if not any(unit in self.pending for unit in units):
             original(buffer)  # what it holds itself; the rest lives on the host
             units = {unit: None for unit in units if unit.grads is not None}

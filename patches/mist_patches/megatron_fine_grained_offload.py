@@ -68,6 +68,7 @@ class GroupOffload:
         self.saved_bytes = in_groups + sum(one.counts.saved_bytes for one in self.outside)
         for one in self.outside:
             one.remove()
+        self.outside.clear()
         wanted = self.fraction * self.saved_bytes
         largest = max((g.total_offload_bytes for chunk in chunks for g in chunk.offload_groups), default=0)
         if wanted > in_groups + largest / 2:

@@ -21,6 +21,7 @@ Tested with megatron-core 0.16.1 and 0.19.2.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 from mist_patches.hooking import PatchRefused, check_fraction, log, replace
 from mist_patches.host_copies import Held, Meter, Streams
 from mist_patches.megatron_decoupled_step import before_reading, step_by_unit
-from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, watch_chunks
+from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, unit_of, units_of, watch_chunks
 
 
 def choose_evenly(sizes: Sequence[int], fraction: float) -> list[bool]:
@@ -63,12 +64,13 @@ class StateOffload:
     streams: Streams = field(default_factory=Streams)
     weights: Meter = field(default_factory=Meter)
     grads: Meter = field(default_factory=Meter)
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: weakref.WeakSet[Chunk] = field(default_factory=weakref.WeakSet)
+    """Those of the models that still live: one that was built anew must not keep the one before."""
     handles: list[Any] = field(default_factory=list)
     undo: Undo = lambda: None
     total_bytes: dict[str, int] = field(default_factory=lambda: {"weights": 0, "grads": 0})
     _brought_back: bool = True
-    _waiting: dict[Unit, set[int]] = field(default_factory=dict)
+    _waiting: weakref.WeakKeyDictionary[Unit, set[int]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def take_over(self, chunk: Chunk) -> None:
         """Move the chosen units of a new chunk into storages of their own and hook them."""
@@ -84,7 +86,7 @@ class StateOffload:
         for buffer in chunk.ddp.buffers:
             _shrink(buffer)
         self._count(chunk)
-        self.chunks.append(chunk)
+        self.chunks.add(chunk)
         self._hook(chunk)
 
     def send_away(self) -> None:
@@ -141,7 +143,8 @@ class StateOffload:
             if not visit.borrowed:
                 for p in unit.parameters:
                     node = p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-                    keep(node.register_hook(lambda *grads, u=unit, p=p: self._grad_added(u, p)))
+                    added = weakref.ref(p)  # as for `unit_of`
+                    keep(node.register_hook(lambda *grads, p=added: self._grad_added(p())))
 
     def _start(self) -> None:
         if self._brought_back:
@@ -182,9 +185,10 @@ class StateOffload:
             if getattr(unit, kind) is not None and before is not None:
                 before.fetch()
 
-    def _grad_added(self, unit: Unit, parameter: Any) -> None:
-        waiting = self._waiting.get(unit)
-        if waiting:
+    def _grad_added(self, parameter: Any) -> None:
+        unit = unit_of(parameter)
+        waiting = None if unit is None else self._waiting.get(unit)
+        if unit is not None and waiting:
             waiting.discard(id(parameter))
             if not waiting:
                 self._done(unit)
@@ -248,7 +252,7 @@ def _patch_gradients(mover: StateOffload) -> list[Undo]:
 
     def reducing(original: Callable[..., None]) -> Any:
         def start_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
-            mover.bring_back_grads(dict.fromkeys(p.mist_unit for p in self.params))
+            mover.bring_back_grads(units_of(self.params))
             original(self, force_all_reduce=force_all_reduce)
 
         return start_grad_sync
@@ -281,7 +285,7 @@ def _refuse_untested(chunk: Chunk, weights: float, grads: float) -> None:
         raise PatchRefused("weight and gradient offload: expert parameters are not supported")
     for buffer in chunk.ddp.buffers:
         for bucket in buffer.buckets:
-            if len({p.mist_unit for p in bucket.params_list}) > 1:
+            if len(units_of(bucket.params_list)) > 1:
                 raise PatchRefused(
                     "weight and gradient offload: a bucket holds several layers, "
                     "so the model was built before the patch was applied"
@@ -296,7 +300,7 @@ def _visits(chunk: Chunk) -> list[Visit]:
             continue
         if getattr(model, "pre_process", False) and getattr(model, "post_process", False):
             table = model.shared_embedding_or_output_weight()
-            found.append(Visit(table.mist_unit, model.output_layer, borrowed=True))
+            found += [Visit(unit, model.output_layer, borrowed=True) for unit in units_of([table])]
     return found
 
 
@@ -321,11 +325,9 @@ def _neighbour(visits: list[Visit], at: int, step: int, kind: str) -> Held | Non
 
 
 def _buckets(unit: Unit) -> list[Any]:
-    return [bucket for group in unit.groups for bucket in group.buckets if unit in _units_of(bucket)]
-
-
-def _units_of(bucket: Any) -> set[Unit]:
-    return {p.mist_unit for p in bucket.params_list}
+    return [
+        bucket for group in unit.groups for bucket in group.buckets if unit in units_of(bucket.params_list)
+    ]
 
 
 def _places(bucket: Any) -> dict[Any, tuple[int, int]]:
@@ -372,7 +374,7 @@ def _shrink(buffer: Any) -> None:
         whole = getattr(buffer, name)
         if whole is None:
             continue
-        stay = [b for b in buffer.buckets if all(getattr(u, kind) is None for u in _units_of(b))]
+        stay = [b for b in buffer.buckets if all(getattr(u, kind) is None for u in units_of(b.params_list))]
         if len(stay) == len(buffer.buckets):
             continue
         smaller = torch.zeros(

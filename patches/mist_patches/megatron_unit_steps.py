@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mist_patches.hooking import PatchRefused
-from mist_patches.megatron_units import Unit
+from mist_patches.megatron_units import Unit, unit_of
 
 _PARALLEL = (
     ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
@@ -115,7 +115,7 @@ def _units_of(optimizer: Any) -> dict[int, Unit]:
     found: dict[int, Unit] = {}
     for group in optimizer.optimizer.param_groups:
         for p in group["params"]:
-            unit = getattr(owners.get(id(p), p), "mist_unit", None)
+            unit = unit_of(owners.get(id(p), p))
             if unit is None:
                 raise PatchRefused(
                     f"{type(optimizer).__name__} steps a parameter of shape {tuple(p.shape)} "
@@ -136,7 +136,7 @@ def _narrowed_lists(optimizer: Any, unit: Unit) -> Iterator[None]:
         for model, *others in _PARALLEL:
             if not hasattr(optimizer, model):
                 continue
-            keep = [[k for k, p in enumerate(g) if p.mist_unit is unit] for g in getattr(optimizer, model)]
+            keep = [[k for k, p in enumerate(g) if unit_of(p) is unit] for g in getattr(optimizer, model)]
             for name in (model, *others):
                 groups = saved[name] = getattr(optimizer, name)
                 narrow = [[g[k] for k in ks if k < len(g)] for g, ks in zip(groups, keep, strict=True)]

@@ -18,7 +18,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -80,7 +81,7 @@ class Unit:
 
     def together(self) -> list[Unit]:
         """This unit and those whose parameters share a bucket group with it."""
-        return list(dict.fromkeys(p.mist_unit for group in self.groups for p in _in_order(group)))
+        return list(units_of(p for group in self.groups for p in _in_order(group)))
 
 
 @dataclass(eq=False)
@@ -98,6 +99,22 @@ class Chunk:
     @property
     def gathers_ahead(self) -> bool:
         return bool(self.ddp.ddp_config.overlap_param_gather)
+
+
+def unit_of(parameter: Any) -> Unit | None:
+    """The unit of a parameter of a wrapped chunk.
+
+    A parameter refers to it weakly: nodes of autograd hold parameters where the garbage collector does not
+    look, so a reference back to the model would keep a discarded model, and its memory, for ever.
+    """
+    found = getattr(parameter, "mist_unit", None)
+    return None if found is None else found()
+
+
+def units_of(parameters: Iterable[Any]) -> dict[Unit, None]:
+    """Their units, each once, in order."""
+    found = (unit_of(parameter) for parameter in parameters)
+    return {unit: None for unit in found if unit is not None}
 
 
 def _in_order(group: Any) -> Iterator[nn.Parameter]:
@@ -141,7 +158,7 @@ def watch_chunks(patch: str, on_chunk: Callable[[Chunk], None]) -> Undo:
                 chunk.units = find_units(chunk)
                 for unit in chunk.units:
                     for parameter in unit.parameters:
-                        parameter.mist_unit = unit  # type: ignore[attr-defined]
+                        parameter.mist_unit = weakref.ref(unit)  # type: ignore[attr-defined]
                 object.__setattr__(self, "mist_chunk", chunk)
             on_chunk(self.mist_chunk)
 

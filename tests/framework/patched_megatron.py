@@ -8,6 +8,7 @@ apply_patches knows.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import inspect
 import json
@@ -431,6 +432,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
     from mist_patches.megatron_decoupled_step import flush_pending_steps
 
     flush_pending_steps()
+    gc.collect()
     model, optimizer = trainer.chunks[0], trainer.optimizer
     inner = model.module.module if hasattr(model.module, "module") else model.module
     patch = getattr(inner.decoder, "mist_activation_offload", None)
@@ -439,6 +441,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
     for p in parameters:
         digest.update(p.detach().float().numpy().tobytes())
     found: dict[str, Any] = {
+        "models": sum(type(one) is type(model) for one in gc.get_objects()),
         "bytes": trainer.bytes,
         "checksum": sum(float(p.detach().double().square().sum()) for p in parameters),
         "sums": [float(p.detach().double().sum()) for p in parameters],

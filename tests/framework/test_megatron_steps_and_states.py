@@ -40,6 +40,7 @@ ONE_PROCESS = {
     "host optimizer": replace(HALF, **SHARDED, evaluate_at=[2], resume_at=4, optimizer_fraction=[0.5]),
     "recomputed": replace(HALF, recompute=[2]),
     "tied": replace(HALF, **BUSY, tied=True),
+    "one micro-batch": replace(HALF, **SHARDED, **BUSY, micro_batches=1),
 }
 ALL = {**STEPS, **STATES, "activation_offload": [0.5, 0.25]}
 
@@ -152,12 +153,23 @@ def test_essential_lines(name):
 @cache
 def pipeline() -> Runs:
     base = replace(HALF, pp=2, layers_per_stage=[3, 1], recompute=[1, 0], **SHARDED, micro_batches=4)
-    cases = {"busy": replace(base, **BUSY), "plain": replace(base, steps=3)}
+    cases = {
+        "busy": replace(base, **BUSY),
+        "plain": replace(base, steps=3),
+        "tied": replace(base, **BUSY, tied=True),
+        "fewer micro-batches than stages": replace(base, **BUSY, micro_batches=1),
+    }
     return run_all(with_patches(cases, all=ALL), 2)
 
 
-def test_pipeline_of_two_stages():
-    assert_same(pipeline()["busy", "plain"], pipeline()["busy", "all"])
+@pytest.mark.parametrize("name", ["busy", "tied", "fewer micro-batches than stages"])
+def test_pipeline_of_two_stages(name):
+    assert_same(pipeline()[name, "plain"], pipeline()[name, "all"])
+
+
+def test_a_model_built_anew_does_not_keep_the_one_before():
+    """Of the runs one after another in a process, each with a resume, one model lives at the end of each."""
+    assert {rank["models"] for run in pipeline().values() for rank in run} == {1}
 
 
 def predicted(role: StageRole, layers: int, weights: float, grads: float) -> dict[str, float]:
