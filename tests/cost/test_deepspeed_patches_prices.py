@@ -7,18 +7,21 @@ parameter on the device and 5 s on the host. Six layers of 100 parameters on 4 r
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 from test_evaluate_terms import GRID, PARAMETERS, array, terms_of
 
-from mist_megatron.cost import symbols as s
-from mist_megatron.cost.conventions import conventions_of
+from mist_megatron.cost.datasheet import datasheet_prices
+from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.grid import StageRole
-from mist_megatron.cost.layers import LayerOptions
-from mist_megatron.cost.memory import stage_memory
+from mist_megatron.spec import catalogue
+from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Execution
 from mist_megatron.spec.presets import PRESETS
+from mist_megatron.spec.training import TrainingSpec
 
 TARGET = "deepspeed+patches"
 LAYERS, RANKS = 6, 4
@@ -95,45 +98,50 @@ def test_decoupled_steps_hide_the_host_but_not_its_copies() -> None:
     _, delta = terms_of(TARGET, grid(1, optimizer=1.0), decoupled_step=True)
     assert delta["host_adam"] == 0  # 125 s a layer, behind 1000 s of the layer before
     assert delta["optimizer_compute"] == pytest.approx(LAYERS * 2 * 2 * 25)
-    assert delta["host_adam_copies"] == pytest.approx(2 * 4 * SHARE)
+    # fp32 gradients out, and before that sums of nothing in and out of the whole parameters that a rank's
+    # part of each layer lies in.
+    touched = PARAMETERS * (1 / 4 + 2 / 3)
+    assert delta["host_adam_copies"] == pytest.approx(2 * 4 * SHARE + LAYERS * 2 * 2 * 2 * touched)
     assert delta["weight_gather"] == 2 * LAYERS * PARAMETERS
 
 
-def memory(zero: int, optimizer: float, **execution: Any) -> tuple[dict[str, float], dict[str, float]]:
-    """Terms and moments of a stage that is the whole of gpt3-1.3b on 4 ranks."""
-    model, switches = PRESETS["gpt3-1.3b"], Execution(**execution)
-    found = stage_memory(model, LayerOptions(), TARGET, conventions_of(TARGET, switches), StageRole.ONLY)
-    numbers = {
-        s.LAYERS: model.layers, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
-        s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,
-        s.DP: RANKS, s.Z1: int(zero >= 1), s.Z2: int(zero >= 2), s.Z3: int(zero >= 3), s.WO: 0, s.GO: 0,
-        s.OO: optimizer, s.AO: 0, s.CKPT: 0, s.IN_FLIGHT: 1, s.B: 1, s.S: 2048, s.SP: 0, s.SELECTIVE: 0,
-    }  # fmt: skip
+@cache
+def evaluator(*, decoupled: bool) -> StageEvaluator:
+    cluster = cluster_of(catalogue.gpu("a100-sxm-40gb"), RANKS)
+    job = Job(
+        model=PRESETS["gpt3-1.3b"],
+        training=TrainingSpec(global_batch=16, seq_len=2048),
+        cluster=cluster,
+        target="deepspeed+patches",
+        execution=Execution(decoupled_step=True if decoupled else None),
+    )
+    return make_evaluator(job, datasheet_prices(cluster, "bf16"))
 
-    def values(expressions: Any) -> dict[str, float]:
-        return {name: float(e.subs(numbers).doit()) for name, e in expressions.items()}
 
-    return values(found.terms), values(found.peaks)
+def memory(zero: int, optimizer: float, *, decoupled: bool = False) -> dict[str, float]:
+    """Terms, and what moments add to what is held, of a stage that is the whole of gpt3-1.3b on 4 ranks."""
+    layers = array(PRESETS["gpt3-1.3b"].layers)
+    asked = replace(grid(zero, optimizer=optimizer), role=StageRole.ONLY, layers=layers)
+    found = evaluator(decoupled=decoupled)
+    parts = {**found.memory_terms(asked), **found.memory_moments(asked)}
+    return {name: float(value) for name, value in parts.items()}
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_groups_of_the_device_keep_their_gradient_as_soon_as_others_are_offloaded(zero: int) -> None:
     model = PRESETS["gpt3-1.3b"]
     own = model.parameters / RANKS
-    none, half, whole = (memory(zero, share)[0]["optimizer"] for share in (0.0, 0.5, 1.0))
+    none, half, whole = (memory(zero, share)["optimizer"] for share in (0.0, 0.5, 1.0))
     assert none == pytest.approx(12 * own)
     assert half == pytest.approx((12 + 4) * own / 2)
     assert whole == 0
     # The step makes them where nothing is offloaded, and has them already where something is.
     for share, made in ((0.0, 4 * own), (0.5, 0.0)):
-        terms, peaks = memory(zero, share)
-        held = sum(terms.values()) - terms["activations"]
-        assert peaks["step"] - held == pytest.approx(made, abs=1.0)
+        assert memory(zero, share)["beyond.step"] == pytest.approx(made, abs=1.0)
 
 
 def test_a_decoupled_step_has_its_layer_s_gradient_beside_the_activations() -> None:
-    terms, peaks = memory(3, 0.0, decoupled_step=True)
-    model = PRESETS["gpt3-1.3b"]
+    found, model = memory(3, 0.0, decoupled=True), PRESETS["gpt3-1.3b"]
     widest = (model.vocab + model.learned_positions) * model.hidden / RANKS
-    assert peaks["layer_step"] - sum(terms.values()) == pytest.approx(6 * widest)
-    assert "layer_step" not in memory(3, 0.0)[1]
+    assert found["beyond.layer_step"] - found["activations"] == pytest.approx(6 * widest)
+    assert "beyond.layer_step" not in memory(3, 0.0)
