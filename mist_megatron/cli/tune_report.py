@@ -41,7 +41,10 @@ def show_result(
         people.print(line)
     for other, cost in zip(found.plans[1:], found.predictions[1:], strict=True):
         slower = cost.iteration_s / prediction.iteration_s - 1
-        people.print(f"next best: {shape_words(other)}, {slower:+.1%} time")
+        words = shape_words(other)
+        if words == shape_words(plan):
+            words += f", ZeRO {_each(s.zero for s in other.stages)}"
+        people.print(f"next best: {words}, {slower:+.1%} time")
     gain = hand_made_line(found, others)
     if gain is not None:
         people.print(gain)
@@ -194,7 +197,7 @@ def proof_line(found: Found) -> str:
     if result.status.value == "optimal":
         stages = "stages of any sizes" if result.space.unequal else "stages of equal sizes"
         pipelines = f", {stages}" if result.space.pipeline else ""
-        proof = f"proved: no plan of space {result.space.name} on this target{pipelines}, is faster"
+        proof = f"proved: no plan of space {result.space.name} on this target{pipelines}, is faster by eq. 1"
     else:
         proof = f"{result.status.value}: within {result.gap:.1%} of the bound {result.bound_s:.4g} s"
     return (
