@@ -44,7 +44,7 @@ class Question:
 
 @dataclass(frozen=True)
 class LeastTimes:
-    """Of one stage on one mesh with 1, 2, ... layers, memory unlimited."""
+    """Of one stage on one mesh with 1, 2, ... layers, or the only number it may have; memory unlimited."""
 
     t_s: Array
     both_s: Array
@@ -90,19 +90,25 @@ def shape_bounds(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound
 
 
 def _group(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound]:
-    stages = shapes[0].stages
+    stages, layers = shapes[0].stages, question.evaluator.job.model.layers
+    counts = range(layers // stages, layers // stages + 1) if _is_even(question, shapes[0]) else None
     positions = (0, min(1, stages - 1), stages - 1)
-    priced = {k: least_times(question, shapes, role_of(k, stages)) for k in sorted(set(positions))}
+    priced = {k: least_times(question, shapes, role_of(k, stages), counts) for k in sorted(set(positions))}
     return [
         _bound(question, shape, (priced[0][row], priced[positions[1]][row], priced[stages - 1][row]))
         for row, shape in enumerate(shapes)
     ]
 
 
+def _is_even(question: Question, shape: Shape) -> bool:
+    """Whether all stages of a shape have equally many layers."""
+    return shape.stages == 1 or shape.vpp > 1 or not question.space.uneven_layers
+
+
 def _bound(question: Question, shape: Shape, stages: tuple[LeastTimes, LeastTimes, LeastTimes]) -> ShapeBound:
     layers, count = question.evaluator.job.model.layers, shape.stages
-    if count == 1 or shape.vpp > 1 or not question.space.uneven_layers:
-        return _even_bound(question, shape, stages)
+    if _is_even(question, shape):
+        return _even_bound(shape, stages)
     used = (stages[0], stages[2]) if count == 2 else stages
     counts = (1, 1) if count == 2 else (1, count - 2, 1)
     # All layers at the least price per layer, and each stage's fixed part.
@@ -118,30 +124,33 @@ def _bound(question: Question, shape: Shape, stages: tuple[LeastTimes, LeastTime
     return ShapeBound(value_s * (1 - 1e-9), rest_s, stages)
 
 
-def _even_bound(
-    question: Question, shape: Shape, stages: tuple[LeastTimes, LeastTimes, LeastTimes]
-) -> ShapeBound:
+def _even_bound(shape: Shape, stages: tuple[LeastTimes, LeastTimes, LeastTimes]) -> ShapeBound:
     """With the number of layers known.
 
     With v chunks the objective is (G v - 1) max t / v + sum t / v + d of some stage (less what hides it). A
     larger t with an equally smaller d does not pay even on a stage that is not the slowest: at worst it gets
     as slow as that, which leaves (G - 1) max t + t + d and t / v of the other stages."""
-    share, vpp, count = question.evaluator.job.model.layers // shape.stages - 1, shape.vpp, shape.stages
-    t_s = [float(stage.t_s[share]) for stage in stages]
+    vpp, count = shape.vpp, shape.stages
+    t_s, both_s, step_s = (
+        [float(part[0]) for part in parts]
+        for parts in zip(*((stage.t_s, stage.both_s, stage.step_s) for stage in stages), strict=True)
+    )
     sum_s = t_s[0] / vpp if count == 1 else (t_s[0] + (count - 2) * t_s[1] + t_s[2]) / vpp
     hidden = (0.0, t_s[0] / vpp, sum_s - t_s[2] / vpp)
-    rest_s = max(float(stage.step_s[share]) for stage in stages) + max(
-        sum_s - t / vpp + float(stage.both_s[share]) - before
-        for t, stage, before in zip(t_s, stages, hidden, strict=True)
+    rest_s = max(step_s) + max(
+        sum_s - t / vpp + both - before for t, both, before in zip(t_s, both_s, hidden, strict=True)
     )
     return ShapeBound(((shape.grad_accum - 1) * max(t_s) + rest_s) * (1 - 1e-9), rest_s, stages)
 
 
-def least_times(question: Question, meshes: Sequence[Shape], role: StageRole) -> list[LeastTimes]:
-    """Of a role's stages on all these meshes, which are alike in nodes, sequence parallelism and chunks."""
+def least_times(
+    question: Question, meshes: Sequence[Shape], role: StageRole, counts: range | None = None
+) -> list[LeastTimes]:
+    """Of a role's stages on all these meshes, which are alike in nodes, sequence parallelism and chunks, with
+    so many layers each; None is every number."""
     evaluator, first = question.evaluator, meshes[0]
     levels = sorted({level for mesh in meshes for level in mesh.zero})
-    layers = np.arange(1.0, evaluator.job.model.layers + 1.0)
+    layers = np.array(counts or range(1, evaluator.job.model.layers + 1), dtype=np.float64)
 
     def column(values: Sequence[float]) -> Array:
         return np.array(values, dtype=np.float64).reshape(-1, 1, 1, 1)
