@@ -12,9 +12,11 @@ Printed per class: quantiles of closed form / events - 1, and the share within 3
 nothing runs beside compute, a third opinion decides who is right: the longest path through the 1F1B order,
 some lines of this file that share nothing with the engine. It agrees with the events to rounding; eq. 1 is
 above both where a slow stage comes early, because such a stage fills part of its wait with warm-up forwards.
-For `traffic` the closed form is above the events besides because it lets the last departure of every pass and
-the first arrival stand alone, and because it stops host copies during tensor-parallel collectives, which do
-not touch the host's links.
+For `traffic` stage times of closed form and events agree where some layers or all are recomputed. Where none
+are and activations are offloaded, a first or middle stage's t is too small by the arrival of one layer's
+activations or, where their way out takes longer than the layer, too large (see cost/stage_time.py). What
+else is left comes from plans of few micro-batches, whose optimizer states leave beside later passes, and
+from stages that wait, which hides arrivals of theirs.
 """
 
 from __future__ import annotations

@@ -191,7 +191,8 @@ def test_host_adam_of_an_offloaded_optimizer() -> None:
 
 
 def test_mist_swaps_optimizer_states_behind_the_first_forward() -> None:
-    stable, delta = terms_of("mist", replace(GRID, optimizer_offload=array(1.0)))
+    swapped = replace(GRID, optimizer_offload=array(1.0))
+    stable, delta = terms_of("mist", replace(swapped, role=StageRole.FIRST))
     assert stable["exposed_traffic"] == 0
     # Per layer in (and out): 2 s * 12 B * 25 parameters = 600 s, hidden behind 1012.5 s of forward and step,
     # except the first layer's swap in (the last one's swap out is beside the next pass); gathers of 200 s
@@ -200,6 +201,11 @@ def test_mist_swaps_optimizer_states_behind_the_first_forward() -> None:
     assert delta["optimizer_compute"] == pytest.approx(6 * 0.5 * 25)
     assert delta["last_backward_traffic"] == pytest.approx(2 * PARAMETERS)
     assert "host_adam" not in delta
+    # A stage that waits for its input steps meanwhile: its first layer has to copy, step and gather, and the
+    # others are done before their turn.
+    _, delta = terms_of("mist", swapped)
+    ready_s = 600 + 12.5 + 200
+    assert delta["first_forward_traffic"] + delta["optimizer_compute"] == pytest.approx(ready_s)
 
 
 def test_activation_offload_copies_out_and_in() -> None:
@@ -229,8 +235,20 @@ def test_interleaved_boundaries() -> None:
     stable, delta = terms_of("mist", replace(GRID, vpp=2))
     assert stable["pipeline_p2p"] == 2 * 2 * 7
     stable, delta = terms_of("megatron", replace(GRID, vpp=2))
-    assert "pipeline_p2p" not in stable
-    assert delta["pipeline_p2p"] == 2 * 2 * 7
+    # Hidden behind chunks, but for a micro-batch's way through 3 x 2 of them and back.
+    assert stable["pipeline_p2p"] == 0
+    assert delta["pipeline_p2p"] == 2 * 5 * 7
+
+
+def test_interleaved_sends_longer_than_a_layer() -> None:
+    """2 chunks on 3 stages of a model of 8 layers: a layer has 3/4 of a send, 5.25 s, to hide behind a forward
+    pass of 2 s and 1 s of its collectives, and behind a backward pass of 4 s: 2.25 s and 0.25 s are left."""
+    slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 4, "backward_collective_s": 1}
+    block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
+    stable, delta = terms_of("megatron", replace(GRID, vpp=2), block=block)
+    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 2.5)
+    # Pairs of passes that fill and drain take both hops instead.
+    assert delta["pipeline_p2p"] == pytest.approx(5 * (2 * 7 - GRID.layers * 2.5 / 2))
 
 
 def test_tensor_parallel_overlap_moves_collectives_beside_compute() -> None:
