@@ -72,6 +72,10 @@ class Recorder:
         self.file.close()
 
 
+BEGINNING = b'{"conditions": {'
+"""Of every file that these programs write."""
+
+
 def open_record(path: Path, conditions: Conditions, *, append: bool = False) -> Recorder:
     """Opens a new file, or takes one up: cuts off a half-written last line, refuses other conditions."""
     notices: list[str] = []
@@ -110,9 +114,6 @@ def _lines(path: Path, notices: list[str]) -> list[dict[str, Any]]:
     """All whole lines. What follows the last line end is a point whose writing was cut short."""
     data = path.read_bytes()
     whole, end, rest = data.rpartition(b"\n")
-    if rest:
-        notices.append(f"{path}: dropped its last line, which was cut off after {len(rest)} bytes")
-        os.truncate(path, len(whole) + len(end))
     found = []
     for number, text in enumerate(whole.split(b"\n") if whole else (), start=1):
         if not text.strip():
@@ -126,6 +127,13 @@ def _lines(path: Path, notices: list[str]) -> list[dict[str, Any]]:
                 f"{path}, line {number}: not a JSON object; wanted a file of this program"
             ) from None
         found.append(line)
+    if rest:
+        # Only of a file that is ours: any other keeps its last line, which may be all there is of it.
+        begun = BEGINNING.startswith(rest) or rest.startswith(BEGINNING)
+        if not (_heads(found[0]) if found else begun):
+            raise Refused(f"{path}: no file of this program; wanted one, or a new name")
+        notices.append(f"{path}: dropped its last line, which was cut off after {len(rest)} bytes")
+        os.truncate(path, len(whole) + len(end))
     return found
 
 

@@ -214,6 +214,10 @@ class InterferenceSet:
             len(self.sigma) != len(self.streams) or not all(0.0 <= sigma <= 10.0 for sigma in self.sigma)
         ):
             raise ProfileError(f"{where}: sigma is {self.sigma}; wanted one from 0 to 10 for each stream")
+        if self.points is not None and self.points < 0:
+            raise ProfileError(f"{where}: points is {self.points}; wanted a count")
+        if self.error is not None and not 0.0 <= self.error < math.inf:
+            raise ProfileError(f"{where}: error is {self.error}; wanted a finite number from 0")
 
 
 def slowdowns(sets: Sequence[InterferenceSet]) -> list[list[float]]:

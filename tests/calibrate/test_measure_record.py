@@ -179,3 +179,12 @@ def test_digest_names_the_best_rates(programs: Any, tmp_path: Path) -> None:
     assert "200.00 TFLOP/s" in text and "best: fast" in text
     assert "50.00 GB/s" in text
     assert "4 points, 1 of them" in text
+
+
+@pytest.mark.parametrize("content", ['{"hidden": 4096}', "one line\nand another", '{"hidden": 1}\n{"last"'])
+def test_a_file_of_something_else_stays_as_it_is(programs: Any, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(content, "utf-8")
+    with pytest.raises(programs.record.Refused, match="file of this program"):
+        programs.record.open_record(path, conditions(programs))
+    assert path.read_text("utf-8") == content

@@ -79,6 +79,8 @@ def test_content_hash_covers_the_tables(document: dict) -> None:
         (lambda d: d["collectives"][0].update(bytes_per_s=9e12), "check the units"),
         (lambda d: d["collectives"][0].update(latency_s=-1e-6), "latency_s"),
         (lambda d: d["interference"][0].update(factors=[0.5, 1.0]), "from 1 to 50"),
+        (lambda d: d["interference"][0].update(points=-4), "wanted a count"),
+        (lambda d: d["interference"][0].update(error=float("nan")), "error is nan"),
         (lambda d: d["sources"]["assumed"].pop("uncertainty"), "uncertainty"),
         (lambda d: d.update(schema=99), "schema is 99"),
         (lambda d: d.update(kernel={}), "unknown key kernel"),
