@@ -13,7 +13,8 @@ from functools import cache
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
-from patched_megatron import MUTATIONS, Case
+from patch_mutations import MUTATIONS
+from patched_megatron import Case
 from test_megatron_patches import Runs, assert_close, assert_same, run_all
 
 from mist_megatron.cost import symbols as s
