@@ -51,8 +51,7 @@ class Sieve:
         self._groups: dict[_Key, list[Shape]] = {}
         self._place: dict[Shape, tuple[_Key, int]] = {}
         for mesh in meshes:
-            whole = mesh.gpus_per_node == evaluator.job.cluster.gpus_per_node
-            key = (whole or mesh.gpus, mesh.sequence_parallel, mesh.zero)
+            key = (mesh.gpus_per_node, mesh.sequence_parallel, mesh.zero)
             self._place[mesh] = key, len(self._groups.setdefault(key, []))
             self._groups[key].append(mesh)
         self._priced: dict[tuple[_Key, int, StageRole, bool], _Rows] = {}

@@ -202,11 +202,9 @@ MESHES_AT_ONCE = 64
 def _least_times(question: Question, meshes: Sequence[Shape]) -> dict[Shape, tuple[LeastTimes, ...]]:
     """First, middle and last stages. Whole nodes are priced together however many they are: groups of ranks
     span what their sizes say, and every boundary lies between nodes."""
-    per_node = question.evaluator.job.cluster.gpus_per_node
     groups: dict[tuple[object, ...], list[Shape]] = {}
     for mesh in meshes:
-        key = (mesh.gpus_per_node == per_node or mesh.gpus, mesh.sequence_parallel)
-        groups.setdefault(key, []).append(mesh)
+        groups.setdefault((mesh.gpus_per_node, mesh.sequence_parallel), []).append(mesh)
     found: dict[Shape, tuple[LeastTimes, ...]] = {}
     for members in groups.values():
         for begin in range(0, len(members), MESHES_AT_ONCE):

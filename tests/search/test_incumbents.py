@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
 
-from mist_megatron.search.bounds import Question, shape_bounds
+from mist_megatron.search.bounds import Question, least_times, shape_bounds
 from mist_megatron.search.shapes import shapes
-from mist_megatron.search.solve import solve_shape
+from mist_megatron.search.solve import ROLES, solve_shape
 from mist_megatron.search.space import Limits, cut_to_target, space_named
 from mist_megatron.search.unequal import mixture_bounds, mixtures, solve_mixture
 
@@ -67,3 +67,18 @@ def test_pruning_of_mixtures_keeps_what_beats_the_incumbent(target, limit_gib):
         assert again is not None
         assert again.value_s == pytest.approx(alone.value_s, rel=1e-12)
     assert solved
+
+
+def test_meshes_priced_together_cost_what_they_cost_alone():
+    """Parts of a node and whole nodes, of which a stage of one GPU is the odd one: True is 1 as a key."""
+    evaluator = evaluator_of(small_job("mist", gpus=16, layers=3, batch=16))
+    space = cut_to_target(space_named("mist"), "mist")
+    question = Question(evaluator=evaluator, space=space, step=1.0)
+    found = [m for m in mixtures(evaluator.job, space, Limits()) if m.grad_accum == 1]
+    for bound, mixture in zip(mixture_bounds(question, found), found, strict=True):
+        assert {mesh.gpus_per_node for mesh in mixture.meshes} == {1, 2, 4, 8}
+        for mesh, stages in zip(mixture.meshes, bound.stages, strict=True):
+            for role, together in zip(ROLES, stages, strict=True):
+                (alone,) = least_times(question, [mesh], role)
+                assert together.t_s == pytest.approx(alone.t_s, rel=1e-12)
+                assert together.both_s == pytest.approx(alone.both_s, rel=1e-12)
