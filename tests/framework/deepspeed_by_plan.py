@@ -1,17 +1,16 @@
-"""Trains a tiny GPT on CPU as an emitted DeepSpeed folder says, and prints losses and bytes.
+"""Trains a tiny GPT on CPU as an emitted DeepSpeed folder says, and writes losses and bytes there.
 
 A program of its own:
 
     deepspeed_by_plan.py --deepspeed_config FOLDER/ds_config.json     as the script of train_deepspeed.py
     deepspeed_by_plan.py all FOLDER...     under a launcher: each folder's train_deepspeed.py in turn
 
-One JSON line per folder and rank. A CPU stands in for the GPU, so bytes are told apart by where DeepSpeed
+One JSON file per folder and rank. A CPU stands in for the GPU, so bytes are told apart by where DeepSpeed
 keeps them: in the buffers that it allocates on its device, or beside them; and by which optimizer steps them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -224,9 +223,9 @@ def main() -> None:
         run_all(sys.argv[2:])
         return
     path = Path(sys.argv[sys.argv.index("--deepspeed_config") + 1])
-    with contextlib.redirect_stdout(sys.stderr):
-        found = train(path)
-    print("RESULT " + json.dumps(found), flush=True)
+    found = train(path)
+    # A file each: lines of several ranks on one terminal may run into each other.
+    (path.parent / f"found.{found['rank']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
