@@ -50,6 +50,15 @@ from mist_megatron.cost.traffic import Traffic, host_copy, layer_traffic
 
 
 @dataclass(frozen=True)
+class _Kind:
+    """What tells a recomputed layer from one that is not."""
+
+    again: tuple[Array, Array]
+    """Recomputed compute and collectives."""
+    saved_bytes: Array
+
+
+@dataclass(frozen=True)
 class _Run:
     """The four passes of a kind of layer."""
 
@@ -117,12 +126,12 @@ def _block_terms(
     stable, delta = terms
     traffic = layer_traffic(grid, load, context)
     again = (load.selective_s, load.selective_collective_s) if grid.selective else (ZERO, ZERO)
-    kept = _run(grid, load, traffic, context, again=again, saved_bytes=load.saved_bytes, between=between)
+    kept = _run(grid, load, traffic, context, _Kind(again, load.saved_bytes), between)
     whole = kept
     if np.any(grid.ckpt):
         # What a recomputed layer keeps is its input, which is too small to be worth offloading.
-        again_whole = (load.forward_s, load.forward_collective_s)
-        whole = _run(grid, load, traffic, context, again=again_whole, saved_bytes=ZERO, between=between)
+        recomputed = _Kind((load.forward_s, load.forward_collective_s), ZERO)
+        whole = _run(grid, load, traffic, context, recomputed, between)
     stable["forward"] = Linear(per_layer=load.forward_s)
     stable["backward"] = Linear(per_layer=load.backward_s)
     stable["recompute"] = Linear(per_layer=again[0], per_ckpt=load.forward_s - again[0])
@@ -163,7 +172,7 @@ def _edge_layer_terms(
     quiet = replace(grid, activations_offload=ZERO)
     traffic = layer_traffic(quiet, load, context)
     alone = (NOTHING_BETWEEN, NOTHING_BETWEEN)
-    run = _run(quiet, load, traffic, context, again=(ZERO, ZERO), saved_bytes=ZERO, between=alone)
+    run = _run(quiet, load, traffic, context, _Kind((ZERO, ZERO), ZERO), alone)
     stable[name] = Linear(
         load.forward_s
         + load.backward_s
@@ -206,12 +215,11 @@ def _run(
     load: LayerLoad,
     traffic: Traffic,
     context: TimeContext,
-    *,
-    again: tuple[Array, Array],
-    saved_bytes: Array,
+    kind: _Kind,
     between: tuple[Between, Between],
 ) -> _Run:
-    """The four passes of one kind of layer; `again` is recomputed compute and collectives."""
+    """The four passes of one kind of layer."""
+    again, saved_bytes = kind.again, kind.saved_bytes
     passes = layer_passes(grid, load, traffic, context, again=again, saved_bytes=saved_bytes)
     factors = context.interference
     added = accumulation_seconds(load.parameters, context)
