@@ -199,6 +199,8 @@ class Found:
         return {
             "status": result.status.value,
             "gap": result.gap if result.status.value != "optimal" else 0.0,
+            # Eq. 1 of the best plan: what bound_s bounds, and never below its predicted iteration_s.
+            "objective_s": result.solutions[0].value_s,
             "bound_s": result.bound_s,
             "configs": result.tally.priced,
             "over_memory": result.tally.over_memory,

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from plans_to_play import benchmark_program
 
 from mist_megatron.cli.evaluators import evaluator_for
 from mist_megatron.cost.overlap import no_interference
@@ -76,44 +77,13 @@ def test_longer_hops_are_bounded_from_above(sizes: tuple[int, int, int], hop_s: 
     assert truth * (1 - 1e-9) <= formula(sizes, 1.0, 2.0, hop_s) <= truth * most
 
 
-def random_plan(rng: random.Random) -> Plan:
-    """Equal chunks on any network, from sends that cost nothing to sends that bind."""
-    model = PRESETS[rng.choice(("gpt3-2.7b", "llama-7b", "gpt3-13b"))]
-    stages = rng.choice([s for s in (2, 4, 8) if model.layers % s == 0])
-    layers = model.layers // stages
-    chunks = rng.choice([d for d in range(2, layers + 1) if layers % d == 0])
-    tp, dp, micro_batch = rng.choice((1, 2, 4)), rng.choice((1, 2, 4)), rng.choice((1, 2, 4))
-    grad_accum = stages * rng.choice((1, 2, 4))
-    nodes = stages if stages * tp * dp > 16 else rng.choice((1, stages))
-    gpu = rng.choice(("a100-sxm-80gb", "a100-sxm-40gb", "l4-24gb", "h100-sxm-80gb"))
-    stage = StagePlan(
-        layers=layers,
-        nodes=1,
-        gpus_per_node=tp * dp,
-        dp=dp,
-        tp=tp,
-        micro_batch=micro_batch,
-        zero=1,
-        ckpt=chunks * rng.randint(0, layers // chunks),
-    )
-    return Plan(
-        model=model,
-        training=TrainingSpec(global_batch=micro_batch * dp * grad_accum, seq_len=2048),
-        cluster=ClusterSpec(gpu=CATALOGUE[gpu], nodes=nodes, gpus_per_node=stages * tp * dp // nodes),
-        target="megatron",
-        grad_accum=grad_accum,
-        schedule="interleaved",
-        vpp=chunks,
-        stages=(stage,) * stages,
-    )
-
-
 def test_closed_form_against_events_on_random_networks() -> None:
     """Before sends were counted, it was up to 77 % too short on such plans."""
+    against = benchmark_program("closed_form_against_events")
     rng = random.Random(1)
     errors = []
     for _ in range(24):
-        plan = random_plan(rng)
+        plan = against.random_interleaved(rng)
         found = simulate(plan, evaluator_for(job_of(plan))[0])
         assert found.closed_form_s is not None
         errors.append(found.closed_form_s / found.iteration_s - 1.0)
