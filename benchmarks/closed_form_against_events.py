@@ -223,9 +223,8 @@ def main() -> None:
         )
         if name in ("balanced", "uneven"):
             paper = np.array([equation_1(one.played) / one.played.iteration_s - 1.0 for one in found])
-            print(
-                f"{'':8s} eq. 1: up to {paper.max():+.1%}, {np.mean(np.abs(paper) <= NEAR):.0%} within {NEAR:.0%}"
-            )
+            near = np.mean(np.abs(paper) <= NEAR)
+            print(f"{'':8s} eq. 1: up to {paper.max():+.1%}, {near:.0%} within {NEAR:.0%}")
             apart = max(abs(one.longest_path_s / one.passes_s - 1.0) for one in found)
             print(f"{'':8s} events against the longest path: at most {apart:.1e} apart")
 
