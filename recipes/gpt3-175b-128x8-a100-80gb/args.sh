@@ -22,8 +22,5 @@ MEGATRON_ARGS=(
   --sequence-parallel
   --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
   --use-distributed-optimizer
-  --optimizer-cpu-offload
-  --use-precision-aware-optimizer
-  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
 )

@@ -17,10 +17,10 @@ MEGATRON_ARGS=(
   --attention-backend flash
   --micro-batch-size 1
   --global-batch-size 1024
-  --tensor-model-parallel-size 4
+  --tensor-model-parallel-size 2
   --pipeline-model-parallel-size 8
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
+  --pipeline-model-parallel-layout 'Et*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6L'
   --use-distributed-optimizer
   --optimizer-cpu-offload
   --use-precision-aware-optimizer

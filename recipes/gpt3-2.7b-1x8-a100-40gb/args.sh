@@ -17,11 +17,10 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 4
+  --micro-batch-size 2
   --global-batch-size 128
   --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 2
-  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
+  --pipeline-model-parallel-size 1
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
 )

@@ -14,15 +14,15 @@ MEGATRON_ARGS=(
   --seq-length 2048
   --hidden-dropout 0.0
   --attention-dropout 0.0
-  --make-vocab-size-divisible-by 32
+  --make-vocab-size-divisible-by 64
   --bf16
   --attention-backend flash
-  --micro-batch-size 4
+  --micro-batch-size 1
   --global-batch-size 512
-  --tensor-model-parallel-size 4
+  --tensor-model-parallel-size 2
   --pipeline-model-parallel-size 4
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
+  --pipeline-model-parallel-layout 'Et*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
 )

@@ -21,7 +21,7 @@ MEGATRON_ARGS=(
   --global-batch-size 512
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 4
-  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
+  --pipeline-model-parallel-layout 'Ettt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|tttL'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
 )

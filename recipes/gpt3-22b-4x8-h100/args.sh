@@ -22,7 +22,7 @@ MEGATRON_ARGS=(
   --tensor-model-parallel-size 2
   --pipeline-model-parallel-size 2
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6L'
+  --pipeline-model-parallel-layout 'Et*8|t*8|t*8|t*8|t*8|t*8L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
 )

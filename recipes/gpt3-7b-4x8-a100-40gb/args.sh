@@ -21,7 +21,7 @@ MEGATRON_ARGS=(
   --global-batch-size 512
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 4
-  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
+  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
 )

@@ -22,10 +22,7 @@ MEGATRON_ARGS=(
   --global-batch-size 128
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 2
-  --pipeline-model-parallel-layout 'Et*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5L'
+  --pipeline-model-parallel-layout 'Et*20|t*20L'
   --use-distributed-optimizer
-  --optimizer-cpu-offload
-  --use-precision-aware-optimizer
-  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
 )

@@ -21,8 +21,7 @@ MEGATRON_ARGS=(
   --micro-batch-size 1
   --global-batch-size 128
   --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 2
-  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
+  --pipeline-model-parallel-size 1
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
 )

@@ -22,10 +22,7 @@ MEGATRON_ARGS=(
   --global-batch-size 512
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 4
-  --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
+  --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10L'
   --use-distributed-optimizer
-  --optimizer-cpu-offload
-  --use-precision-aware-optimizer
-  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
 )

@@ -21,8 +21,11 @@ MEGATRON_ARGS=(
   --micro-batch-size 1
   --global-batch-size 256
   --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 4
-  --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
+  --pipeline-model-parallel-size 2
+  --pipeline-model-parallel-layout 'Et*20|t*20L'
   --use-distributed-optimizer
+  --optimizer-cpu-offload
+  --use-precision-aware-optimizer
+  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
 )

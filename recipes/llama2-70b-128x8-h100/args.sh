@@ -17,15 +17,15 @@ MEGATRON_ARGS=(
   --seq-length 8192
   --hidden-dropout 0.0
   --attention-dropout 0.0
-  --make-vocab-size-divisible-by 128
+  --make-vocab-size-divisible-by 64
   --bf16
   --attention-backend flash
   --micro-batch-size 1
   --global-batch-size 2048
-  --tensor-model-parallel-size 2
-  --pipeline-model-parallel-size 8
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 4
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
+  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
 )

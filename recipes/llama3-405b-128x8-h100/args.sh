@@ -27,8 +27,5 @@ MEGATRON_ARGS=(
   --sequence-parallel
   --pipeline-model-parallel-layout 'Et*7|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*7L'
   --use-distributed-optimizer
-  --optimizer-cpu-offload
-  --use-precision-aware-optimizer
-  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
 )

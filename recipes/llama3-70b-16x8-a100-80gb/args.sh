@@ -27,8 +27,5 @@ MEGATRON_ARGS=(
   --sequence-parallel
   --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10|t*10|t*10|t*10|t*10L'
   --use-distributed-optimizer
-  --optimizer-cpu-offload
-  --use-precision-aware-optimizer
-  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
 )

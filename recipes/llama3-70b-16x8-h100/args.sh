@@ -23,9 +23,9 @@ MEGATRON_ARGS=(
   --micro-batch-size 1
   --global-batch-size 512
   --tensor-model-parallel-size 2
-  --pipeline-model-parallel-size 8
+  --pipeline-model-parallel-size 4
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
+  --pipeline-model-parallel-layout 'Et*19|t*20|t*21|t*20L'
   --use-distributed-optimizer
   --optimizer-cpu-offload
   --use-precision-aware-optimizer

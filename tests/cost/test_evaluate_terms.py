@@ -241,8 +241,9 @@ def test_interleaved_boundaries() -> None:
 
 
 def test_interleaved_sends_longer_than_a_layer() -> None:
-    """2 chunks on 3 stages of a model of 8 layers: a layer has 3/4 of a send, 5.25 s, to hide behind a forward
-    pass of 2 s and 1 s of its collectives, and behind a backward pass of 4 s: 2.25 s and 0.25 s are left."""
+    """2 chunks on 3 stages of a model of 8 layers: a layer has 3/4 of a send, 5.25 s, to hide behind a
+    forward pass of 2 s and 1 s of its collectives, and behind a backward pass of 4 s: 2.25 s and 0.25 s
+    are left."""
     slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 4, "backward_collective_s": 1}
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
     stable, delta = terms_of("megatron", replace(GRID, vpp=2), block=block)
