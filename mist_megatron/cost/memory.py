@@ -22,6 +22,7 @@ from mist_megatron.cost.shapes import (
     HALF,
     INNER,
     QUERY,
+    ROWS,
     SCORES,
     TOKENS,
     VOCAB_SHARE,
@@ -89,6 +90,8 @@ def layer_memory(model: ModelSpec, options: LayerOptions, target: Target) -> Lay
     operators = block(model, options)
     kept = saved_bytes(operators)
     light = saved_bytes(operators, selective=True)
+    if target in DEEPSPEED:
+        kept, light = kept + _plain_modules(model), light + _plain_modules(model)
     saved = kept + SELECTIVE * (light - kept) if kept != light else kept
     weights = parameters(operators) - _norm_parameters(model)
     if target == "mist":
@@ -116,6 +119,14 @@ def layer_memory(model: ModelSpec, options: LayerOptions, target: Target) -> Lay
     forward = hidden + activated + GATHERED
     scratch = HALF * weights if target in MEGATRON else ZERO
     return LayerMemory(saved, ACTIVATION, forward, backward, scratch)
+
+
+def _plain_modules(model: ModelSpec) -> Expr:
+    """What modules written in plain PyTorch keep beyond fused kernels, as in LLaMA of Hugging Face's
+    transformers: an RMSNorm its input in fp32 and the normalised input in half precision, where a fused one
+    keeps the input; a gated MLP silu(gate) beside gate, up and their product."""
+    norms = 2 * FULL * ROWS * HIDDEN if model.norm == "rmsnorm" else ZERO
+    return norms + (HALF * TOKENS * INNER if model.gated_mlp else ZERO)
 
 
 def _mist_transients(model: ModelSpec, options: LayerOptions, saved: Expr) -> tuple[Expr, Expr]:
