@@ -97,6 +97,8 @@ def grid() -> list[Plan]:
         if (offload == "states" and zero == 0) or (offload == "all" and zero < 3):
             continue
         for ckpt, grad_bytes, overlap in ((0, None, None), (32, 4, True)):
+            if grad_bytes and zero == 0:
+                continue  # DeepSpeed refuses it when the engine is built, and so does the target
             plans.append(
                 plan(
                     zero,
