@@ -204,8 +204,8 @@ def _conflict(job: Job, space: Space, limits: Limits) -> str | None:
             return f"--fix {key}={fixed[key]}: wanted one of {_listed(possible)}"
     if not space.uneven_layers and job.model.layers % fixed.get("pp", 1):
         return (
-            f"--fix pp={fixed['pp']}: space {space.name} splits layers evenly, wanted a divisor of "
-            f"{job.model.layers} layers"
+            f"--fix pp={fixed['pp']}: space {space.name} on {job.target} splits layers evenly, wanted a "
+            f"divisor of {job.model.layers} layers"
         )
     together = math.prod(fixed.get(key, 1) for key in sizes)
     if cluster.gpus % together or (len(sizes.keys() & fixed.keys()) == 3 and together != cluster.gpus):

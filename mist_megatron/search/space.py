@@ -185,12 +185,14 @@ def cut_to_target(
     offload = OffloadRanges(
         **{k: _narrower(getattr(space.offload, k), getattr(able.offload, k)) for k in OFFLOAD_KINDS}
     )
+    per_stage = space.per_stage and able.per_stage_ckpt and able.per_stage_offload
     return replace(
         space,
         pipeline=space.pipeline and able.pipeline,
         tensor_parallel=space.tensor_parallel and able.tensor_parallel,
-        uneven_layers=space.uneven_layers and able.uneven_layers,
-        per_stage=space.per_stage and able.per_stage_ckpt and able.per_stage_offload,
+        # Stages of one configuration are searched with equally many layers only.
+        uneven_layers=space.uneven_layers and able.uneven_layers and per_stage,
+        per_stage=per_stage,
         per_stage_zero=space.per_stage_zero and able.per_stage_zero,
         unequal=space.unequal and able.per_stage_grid and able.uneven_layers and able.per_stage_ckpt,
         ckpt=ckpt,

@@ -1,0 +1,28 @@
+"""Targets whose stages must all be alike: what becomes of layers that do not divide evenly."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import evaluator_of, small_job
+
+from mist_megatron.errors import InputError
+from mist_megatron.search.space import Limits, space_named
+from mist_megatron.search.tune import Settings, plan_of, search
+
+UNEVEN = ("full", "mist", "aceso")
+
+
+@pytest.mark.parametrize("space", UNEVEN)
+def test_every_plan_has_all_layers(space):
+    """Three layers on two GPUs, whose memory asks for a pipeline."""
+    evaluator = evaluator_of(small_job("megatron", gpus=2, layers=3, batch=16, limit_gib=9.0))
+    for solution in search(
+        evaluator, space_named(space), Settings(step=1.0, top=20, limits=Limits(fixed={"grad_accum": 16}))
+    ).solutions:
+        assert sum(stage.layers for stage in plan_of(evaluator, solution).stages) == 3
+
+
+def test_a_split_that_does_not_divide_is_refused():
+    evaluator = evaluator_of(small_job("megatron", gpus=2, layers=3))
+    with pytest.raises(InputError, match="3 layers"):
+        search(evaluator, space_named("full"), Settings(limits=Limits(fixed={"pp": 2})))
