@@ -21,7 +21,7 @@ def predictor(
     profiles: Mapping[str, Profile] | None = None, *, by_events: bool = False
 ) -> Callable[[MeasuredRow], Predicted]:
     """The cost model as a function of a row; `profiles` by GPU replace the shipped ones. `by_events` takes
-    the time from a simulation instead of eq. 1."""
+    the time from a simulation instead of the closed form."""
     from mist_megatron.calibrate.validate import Predicted
     from mist_megatron.cli.evaluators import cache_directory, evaluator_for
     from mist_megatron.cost.evaluate import make_evaluator

@@ -1,4 +1,4 @@
-"""`tune --verify simulate`: the best plans played event by event, ranked anew, and where eq. 1 is off."""
+"""`tune --verify simulate`: the best plans played event by event, ranked anew, and where predict is off."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_verify(verify: str | None) -> None:
 
 @dataclass(frozen=True)
 class Verified:
-    """The plans of a search, fastest first by the events; `ranks` are those of the closed form, from 0."""
+    """The plans of a search, fastest first by the events; `ranks` are those of the search (eq. 1), from 0."""
 
     ranks: tuple[int, ...]
     simulations: tuple[Simulation, ...]
@@ -78,7 +78,7 @@ def show_verified(people: Console, checked: Verified) -> None:
             total, passes, waiting = (f"{part_s / found.iteration_s:+.1%}" for part_s in parts_s)
             parts = (total, passes, waiting)
         rows.append([f"{found.iteration_s:.4g}", str(rank + 1), *parts, shape_words(found.plan)])
-    columns = ("events, s", "rank by eq. 1", "eq. 1 off by", "passes", "waiting", "plan")
+    columns = ("events, s", "rank by eq. 1", "predict off by", "passes", "waiting", "plan")
     people.print(table(columns, rows, right=columns[:-1]))
     said = (
         "the events rank the plans differently" if checked.reranked else "the events agree with the ranking"

@@ -32,7 +32,7 @@ def validate(
         ),
     ] = False,
     by: Annotated[
-        str, typer.Option(help="closed-form (eq. 1), or simulate: time from an event simulation.")
+        str, typer.Option(help="closed-form, as predict, or simulate: time from an event simulation.")
     ] = "closed-form",
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Write predicted against measured as SVG here.")

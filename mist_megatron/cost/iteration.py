@@ -33,8 +33,8 @@ Other schedules keep eq. 1 and change what the ramp-up and drain cost per stage,
   t' = t / v this is eq. 1 with v G micro-batches, which is how a search can use it.
 * zb-h1: r = t - 2 w, with w the weight-gradient part of backward, which fills the bubble
   (Qi et al. 2023: bubble (p-1)(F + B - W) where the backward pass costs B + W).
-* gpipe: all forwards, then all backwards: G max t becomes G max f + G max b (its bubble is as long as
-  1F1B's where stages are equal).
+* gpipe: all forwards, then all backwards: (G - 1) (max f + max b) + sum t (its bubble is as long as 1F1B's
+  where stages are equal).
 """
 
 from __future__ import annotations

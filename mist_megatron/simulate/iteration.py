@@ -1,4 +1,4 @@
-"""One iteration of a plan, played event by event: the second opinion on eq. 1."""
+"""One iteration of a plan, played event by event: the second opinion on the closed form."""
 
 from __future__ import annotations
 
