@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -18,13 +19,15 @@ from typer.exceptions import TyperException
 from mist_megatron import __version__
 from mist_megatron.cli.commands import COMMANDS
 from mist_megatron.cli.expand import expand_groups
-from mist_megatron.errors import MistError
+from mist_megatron.errors import InputError, MistError
 
 PROGRAM = "mist-megatron"
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 REPORT = "this is a bug of mist-megatron: please report it with the lines above"
 INTERRUPTED = 130
 """128 + SIGINT, what shells expect of an interrupted program."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a full disk, a full quota and a limit on the size of files answer to a write."""
 
 
 class LazyGroup(TyperGroup):
@@ -112,10 +115,23 @@ def _lenient(stream: TextIO | None) -> TextIO:
     return stream
 
 
-def _reader_left() -> int:
-    """The reader (head, less) left: nobody is there to be told. stdout must not be flushed again at exit."""
+def _silence_stdout() -> None:
+    """What is left of the answer goes nowhere: else it is flushed at exit, and fails again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _reader_left() -> int:
+    """The reader (head, less) left: nobody is there to be told."""
+    _silence_stdout()
     return 0
+
+
+def _disk_is_full(error: OSError) -> int:
+    """The answer was sent to a file that cannot take it."""
+    _silence_stdout()
+    failure = InputError(f"cannot write the answer: {error.strerror}")
+    _show(failure.message)
+    return failure.exit_code
 
 
 def run(arguments: list[str]) -> int:
@@ -142,7 +158,9 @@ def run(arguments: list[str]) -> int:
         if isinstance(left.__context__, BrokenPipeError):
             return _reader_left()
         raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return _disk_is_full(error)
         traceback.print_exc()
         _show(REPORT)
         return 1

@@ -157,6 +157,21 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("arguments", [["models"], ["models", "--json"], ["--help"]])
+def test_an_answer_on_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mist_megatron", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (2, "error: cannot write the answer: No space left on device\n")
+
+
 def complete(words: str, shell: str, folder: Path) -> str:
     settings = {
         **os.environ,
