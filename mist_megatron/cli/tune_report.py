@@ -196,8 +196,8 @@ def proof_line(found: Found) -> str:
     result = found.result
     if result.status.value == "optimal":
         stages = "stages of any sizes" if result.space.unequal else "stages of equal sizes"
-        pipelines = f", {stages}" if result.space.pipeline else ""
-        proof = f"proved: no plan of space {result.space.name} on this target{pipelines}, is faster by eq. 1"
+        pipelines = f", {stages}," if result.space.pipeline else ""
+        proof = f"proved: no plan of space {result.space.name} on this target{pipelines} is faster by eq. 1"
     else:
         proof = f"{result.status.value}: within {result.gap:.1%} of the bound {result.bound_s:.4g} s"
     return (

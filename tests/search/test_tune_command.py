@@ -49,6 +49,11 @@ def test_tune_writes_nothing_without_out(mist, tmp_path):
     assert all(len(line) <= 80 for line in done.out.splitlines() if line.startswith(("stage", "0")))
 
 
+def test_what_is_proved_reads_as_a_sentence_where_there_is_no_pipeline(mist):
+    done = mist("tune", "--model", "gpt2", "--gpus", "2", "--global-batch", "4", "--target", "deepspeed")
+    assert "no plan of space full on this target is faster by eq. 1" in " ".join(done.out.split())
+
+
 def test_workers_find_the_same(mist):
     one = json.loads(mist("tune", *JOB, "--json").out)
     two = json.loads(mist("tune", *JOB, "--json", "--workers", "2").out)
