@@ -256,7 +256,7 @@ def _sizes(option: str, items: tuple[str, ...]) -> dict[str, int]:
         if not equals:
             raise InputError(f"{option}: {item!r}; wanted KEY=NUMBER such as tp=2")
         check.known(option, "key", key, LIMIT_KEYS)
-        if not text.isdigit() or (int(text) < 1 and key != "zero"):
+        if not text.isdecimal() or (int(text) < 1 and key != "zero"):
             raise InputError(f"{option} {key}: {text!r} is not a positive whole number")
         if found.get(key, int(text)) != int(text):
             raise InputError(f"{option}: {key} is both {found[key]} and {text}")

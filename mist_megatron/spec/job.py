@@ -54,12 +54,14 @@ LINK_NAMES = {
 
 def parse_links(items: tuple[str, ...], links: LinkOverrides) -> LinkOverrides:
     """'inter=50GB/s' and the like on top of given overrides; several by comma or repetition."""
+    given: dict[str, str] = {}
     for item in (part for text in items for part in text.split(",")):
-        name, equals, speed = item.partition("=")
+        name, equals, speed = (part.strip() for part in item.partition("="))
         if not equals:
             raise InputError(f"--bandwidth: {item!r}; wanted NAME=SPEED such as inter=50GB/s")
-        check.known("--bandwidth", "link", name.strip(), tuple(LINK_NAMES))
-        text = speed.strip()
-        text = text[:-2] if text.lower().endswith("/s") else text
-        links = replace(links, **{LINK_NAMES[name.strip()]: parse_bytes(text, f"--bandwidth {name.strip()}")})
+        check.known("--bandwidth", "link", name, tuple(LINK_NAMES))
+        if given.setdefault(name, speed) != speed:
+            raise InputError(f"--bandwidth: {name} is both {given[name]} and {speed}")
+        text = speed[:-2] if speed.lower().endswith("/s") else speed
+        links = replace(links, **{LINK_NAMES[name]: parse_bytes(text, f"--bandwidth {name}")})
     return links

@@ -82,6 +82,8 @@ def test_compare(mist):
         (("--fix", "dp=2,grad_accum=3"), 2, "is not a multiple of dp 2 x grad_accum 3; wanted 12 or 18"),
         (("--fix", "pp=2", "--max", "pp=1"), 2, "contradicts"),
         (("--space", "megatron", "--fix", "pp=2,vpp=5"), 2, "no parallel configuration"),
+        (("--fix", "tp=²"), 2, "is not a positive whole number"),
+        (("--bandwidth", "inter=5GB/s", "--bandwidth", "inter=6GB/s"), 2, "inter is both 5GB/s and 6GB/s"),
         (("--gpus", "x"), 2, "--gpus is 'x'; wanted a whole number"),
         (("--gpus=2.5",), 2, "--gpus is '2.5'; wanted a whole number"),
         (("--grid", "fine"), 2, "--grid is 'fine'; wanted a number"),
