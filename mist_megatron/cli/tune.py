@@ -199,7 +199,7 @@ class Found:
         return {
             "status": result.status.value,
             "gap": result.gap if result.status.value != "optimal" else 0.0,
-            # Eq. 1 of the best plan: what bound_s bounds, and never below its predicted iteration_s.
+            # Eq. 1 of the best plan: what bound_s bounds; predict is at or a little below it.
             "objective_s": result.solutions[0].value_s,
             "bound_s": result.bound_s,
             "configs": result.tally.priced,

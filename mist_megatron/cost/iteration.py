@@ -9,7 +9,8 @@ t_i is the stable micro-batch time of stage i, d_i the extra time of its first p
 What the paper leaves out - boundary transfers, optimizer compute, host Adam, gradient accumulation - is
 folded into t_i and d_i by `stage_time`.
 
-T1 is exact for equal stages and for stages that get slower towards the end. Otherwise it is too long: a slow
+T1 is exact for equal stages and for stages that get slower towards the end. Otherwise it is too long
+(where no forward pass is much longer than its stage's backward pass): a slow
 early stage runs warm-up forwards while its first micro-batch goes down the pipeline and comes back, and late
 backwards while its last one does. Of p stages stage b does w = p - 1 - b of each. With forward and backward
 f_i + b_i = t_i and D_b = sum_{j>b} t_j, what 1F1B takes is therefore
