@@ -146,12 +146,17 @@ def _cluster(options: JobOptions, defaults: dict[str, str]) -> ClusterSpec:
     if options.gpus_per_node is None:
         shape = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.gpus_per_node}"
         _taken(defaults, "--gpus-per-node", cluster.gpus_per_node, shape)
-    limit = options.memory_limit
+    limit_bytes = None
+    if options.memory_limit is not None:
+        limit_bytes = parse_bytes(options.memory_limit, "--memory-limit")
+        if limit_bytes > gpu.memory_bytes.value:
+            has = f"{gpu.memory_bytes.value / 2**30:.1f}GiB"
+            raise InputError(f"--memory-limit is {options.memory_limit}; {gpu.name} has {has}")
     return replace(
         cluster,
         profile=profile,
         links=parse_links(tuple(options.bandwidth or ()), cluster.links),
-        memory_limit_bytes=None if limit is None else parse_bytes(limit, "--memory-limit"),
+        memory_limit_bytes=limit_bytes,
     )
 
 
@@ -185,6 +190,8 @@ def _training(
             defaults, "--seq", min(SEQ_LEN, longest), "" if longest >= SEQ_LEN else "all the model has"
         )
     precision = options.precision
+    if precision is not None:
+        _check_precision(precision, cluster.gpu)
     if precision is None:
         why = "" if modern else f"{cluster.gpu.name} has no bf16"
         precision = _taken(defaults, "--precision", "bf16" if modern else "fp16", why)
@@ -201,6 +208,14 @@ def _training(
         flash_attention=flash,
         dropout=0.0 if options.dropout is None else options.dropout,
     )
+
+
+def _check_precision(precision: str, gpu: GpuSpec) -> None:
+    """A chip that lacks a precision would train in it at another's speed, if at all."""
+    rates = {"bf16": gpu.bf16_flops_per_s, "fp8": gpu.fp8_flops_per_s, "fp16": gpu.fp16_flops_per_s}
+    if rates[precision] is None:
+        able = ", ".join(name for name in ("fp8", "bf16", "fp16") if rates[name] is not None)
+        raise InputError(f"--precision is {precision}; {gpu.name} has {able}")
 
 
 def _taken(defaults: dict[str, str], option: str, value: Taken, why: str) -> Taken:
