@@ -107,6 +107,9 @@ SEQUENCES_PER_GPU = 16
 SEQ_LEN = 2048
 """Sequence length when none is given: that of the same runs."""
 
+MOST_GPUS = 1_000_000
+"""Ten times the largest clusters that are built; beyond it only listing the shapes would take minutes."""
+
 
 def read_job(options: JobOptions) -> TakenJob:
     """The job that the options name; missing ones are filled in and told, `--model` and `--gpus` are not."""
@@ -140,6 +143,8 @@ def _cluster(options: JobOptions, defaults: dict[str, str]) -> ClusterSpec:
 
     if options.gpus is None:
         raise InputError("--gpus is missing", details=("try: --gpus 32",))
+    if options.gpus > MOST_GPUS:
+        raise InputError(f"--gpus is {options.gpus}; wanted at most {MOST_GPUS}")
     named = options.gpu or _taken(defaults, "--gpu", catalogue.DEFAULT_GPU, "")
     gpu, profile = _gpu(named)
     cluster = cluster_of(gpu, options.gpus, options.gpus_per_node)

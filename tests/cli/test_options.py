@@ -91,6 +91,7 @@ def test_model_from_a_huggingface_config(tmp_path: Path) -> None:
         (JobOptions(model="gpt3-7b", gpus=8, gpu="a100-sxm-8gb"), "did you mean a100-sxm-80gb?"),
         (JobOptions(model="gpt3-7b", gpus=0), "gpus"),
         (JobOptions(model="gpt3-7b", gpus=-8), "gpus"),
+        (JobOptions(model="gpt3-7b", gpus=10**9), "wanted at most 1000000"),
         (JobOptions(model="gpt3-7b", gpus=12), "wanted 8 or 16 GPUs"),
         (JobOptions(model="gpt3-7b", gpus=8, gpus_per_node=3), "wanted 6 or 9 GPUs"),
         (JobOptions(model="gpt3-7b", gpus=8, precision="bf61"), "did you mean bf16?"),
