@@ -42,14 +42,10 @@ def planned(name: str) -> Plan:
 @pytest.fixture(scope="module", params=SHAPES)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, list[dict]]:
     found = planned(request.param)
-    # On a machine with thirty processes too many a rank has left nothing behind; it may try again.
-    for _ in range(3):
-        folder = tmp_path_factory.mktemp("watched")
-        losses = train(folder, found, half=True, steps=3, more=("--train-iters", "3"), watched=True)
-        assert losses[-1] < losses[0], "it trains"
-        files = [folder / f"rank{k}.json" for k in range(len(found.stages))]
-        if all(file.exists() for file in files):
-            break
+    folder = tmp_path_factory.mktemp("watched")
+    losses = train(folder, found, half=True, steps=3, more=("--train-iters", "3"), watched=True)
+    assert losses[-1] < losses[0], "it trains"
+    files = [folder / f"rank{k}.json" for k in range(len(found.stages))]
     return found, [json.loads(file.read_text()) for file in files]
 
 

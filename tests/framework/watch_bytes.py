@@ -121,13 +121,18 @@ def _watch_states(states: dict[str, int]) -> None:
 
 
 def _optimizer_bytes() -> dict[str, int]:
-    """fp32 master weights and moments, by the optimizer that steps them."""
-    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+    """fp32 master weights and moments, by the optimizer that steps them.
+
+    Found through its owner: Megatron builds a first one on whole parameters and replaces it by one on shards
+    (distrib_optimizer.py), and whether the first is still alive at the end is the garbage collector's choice.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     found = {"optimizer_device": 0, "optimizer_host": 0, "optimizer_shard": 0}
-    for hybrid in [one for one in gc.get_objects() if type(one) is HybridDeviceOptimizer]:
-        for optimizer in hybrid.sub_optimizers:
-            where = "optimizer_host" if optimizer in hybrid.cpu_optimizers else "optimizer_device"
+    for owner in [one for one in gc.get_objects() if type(one) is DistributedOptimizer]:
+        for optimizer in owner.optimizer.sub_optimizers:
+            on_host = optimizer in owner.optimizer.cpu_optimizers
+            where = "optimizer_host" if on_host else "optimizer_device"
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 state = optimizer.state[parameter]
                 shard = sum(t.nbytes for t in (parameter, state["exp_avg"], state["exp_avg_sq"]))
