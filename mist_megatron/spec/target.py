@@ -106,77 +106,55 @@ _MEGATRON = Capability(
     offload_needs_zero=1,
 )
 
+_ANY_FRACTION = OffloadRanges(weights="any", grads="any", optimizer="any", activations="any")
+
+_DEEPSPEED = Capability(
+    target="deepspeed",
+    zero=(0, 1, 2, 3),
+    zero_with_pipeline=(0, 1),
+    schedules=("1f1b",),
+    # One regular grid of data-parallel ranks: what an engine without a PipelineModule runs. The patch
+    # pipeline_stages configures one; what such a stage costs is not priced.
+    pipeline=False,
+    tensor_parallel=False,
+    context_parallel=False,
+    sequence_parallel=False,
+    selective=False,
+    partial_ckpt=False,
+    parallel_block=True,
+    uneven_layers=False,
+    per_stage_ckpt=False,
+    per_stage_offload=False,
+    per_stage_zero=False,
+    per_stage_grid=False,
+    offload=OffloadRanges(weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"),
+    offload_needs_zero=1,
+    grads_follow_optimizer=True,
+)
+
 CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
     {
         "megatron": _MEGATRON,
-        "megatron+patches": Capability(
+        # What patches add to what they patch. ZeRO stays one for all stages: a distributed optimizer on
+        # some of them only hangs, since the norm groups differ.
+        "megatron+patches": replace(
+            _MEGATRON,
             target="megatron+patches",
-            zero=(0, 1),
-            zero_with_pipeline=(0, 1),
-            schedules=("1f1b", "interleaved"),
-            pipeline=True,
-            tensor_parallel=True,
-            context_parallel=True,
-            sequence_parallel=True,
-            selective=True,
-            partial_ckpt=True,
-            parallel_block=False,
-            uneven_layers=True,
             per_stage_ckpt=True,
             per_stage_offload=True,
-            # A distributed optimizer on some stages only hangs: the norm groups differ.
-            per_stage_zero=False,
             per_stage_grid=True,
             bridged_grids=True,
-            offload=OffloadRanges(weights="any", grads="any", optimizer="any", activations="any"),
-            offload_needs_zero=1,
+            offload=_ANY_FRACTION,
             decoupled_step=True,
             states_visit=True,
         ),
-        "deepspeed": Capability(
-            target="deepspeed",
-            zero=(0, 1, 2, 3),
-            zero_with_pipeline=(0, 1),
-            schedules=("1f1b",),
-            # One regular grid of data-parallel ranks: what an engine without a PipelineModule runs.
-            pipeline=False,
-            tensor_parallel=False,
-            context_parallel=False,
-            sequence_parallel=False,
-            selective=False,
-            partial_ckpt=False,
-            parallel_block=True,
-            uneven_layers=False,
-            per_stage_ckpt=False,
-            per_stage_offload=False,
-            per_stage_zero=False,
-            per_stage_grid=False,
-            offload=OffloadRanges(
-                weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"
-            ),
-            offload_needs_zero=1,
-            grads_follow_optimizer=True,
-        ),
-        "deepspeed+patches": Capability(
+        "deepspeed": _DEEPSPEED,
+        "deepspeed+patches": replace(
+            _DEEPSPEED,
             target="deepspeed+patches",
-            zero=(0, 1, 2, 3),
-            zero_with_pipeline=(0, 1),
-            schedules=("1f1b",),
-            # The patch pipeline_stages configures a PipelineModule; what such a stage costs is not priced.
-            pipeline=False,
-            tensor_parallel=False,
-            context_parallel=False,
-            sequence_parallel=False,
-            selective=False,
             partial_ckpt=True,
-            parallel_block=True,
-            uneven_layers=False,
-            per_stage_ckpt=False,
-            per_stage_offload=False,
-            per_stage_zero=False,
-            per_stage_grid=False,
-            offload=OffloadRanges(weights="any", grads="any", optimizer="any", activations="any"),
-            offload_needs_zero=1,
+            offload=_ANY_FRACTION,
+            grads_follow_optimizer=False,
             states_by_level=True,
             decoupled_step=True,
             # DeepSpeed's ZeRO optimizers are what the patch knows.
@@ -199,7 +177,7 @@ CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
             per_stage_offload=True,
             per_stage_zero=True,
             per_stage_grid=True,
-            offload=OffloadRanges(weights="any", grads="any", optimizer="any", activations="any"),
+            offload=_ANY_FRACTION,
         ),
     }
 )
