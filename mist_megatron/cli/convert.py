@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mist_megatron.cli.convert_patched import (
+    patched_files,
+    patched_plan,
+    require_patchable,
+    require_same_plan,
+)
 from mist_megatron.cli.emit import deepspeed_schema
 from mist_megatron.cli.options import JobOptions, TakenJob, read_job
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.emit import convert as conversion
 from mist_megatron.emit.convert import Change, Price, Question
-from mist_megatron.emit.deepspeed import config_text, provenance
+from mist_megatron.emit.convert_patches import fit_to_patches, patch_changes
+from mist_megatron.emit.deepspeed import config_text, patches, provenance, recomputes, stages
 from mist_megatron.emit.deepspeed_read import BATCH_KEYS, Config, Reading, read_config
 from mist_megatron.emit.deepspeed_schema import DeepSpeedSchema
 from mist_megatron.emit.loose_json import read_loose
@@ -25,6 +32,11 @@ from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.spec.load import read_text
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.plan_document import plan_to_mapping
+from mist_megatron.spec.target import DEEPSPEED, violations
+
+if TYPE_CHECKING:
+    from mist_megatron.cost.evaluate import StageEvaluator
+    from mist_megatron.spec.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +51,12 @@ class Conversion:
     after_price: Price
     config: Config
     changes: tuple[Change, ...]
+    unpatched_price: Price | None = None
+    """Of the best plan without patches, where they were asked for and one fits without."""
+
+    @property
+    def patches(self) -> tuple[str, ...]:
+        return patches(self.after)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +125,16 @@ def convert_text(
         training=taken.job.training,
         checkpointing=choices.checkpointing,
         may_checkpoint=choices.may_checkpoint,
+        target=taken.job.target,
     )
     return _convert(raw, reading, question, schema, choices.keep), taken
 
 
 def _with_batch(job: JobOptions, reading: Reading) -> JobOptions:
     """The job that the file describes, where the options leave it open."""
-    if job.target not in {None, "deepspeed"}:
-        raise InputError(f"--target is {job.target}; convert writes for deepspeed")
+    target = job.target or "deepspeed"
+    if target not in DEEPSPEED:
+        raise InputError(f"--target is {target}; a DeepSpeed JSON is for {' or '.join(sorted(DEEPSPEED))}")
     if job.gpus is None:
         asked = "--gpus is" if job.model is not None else "--model and --gpus are"
         try_ = "--gpus 8" if job.model is not None else "--model llama2-7b --gpus 8"
@@ -127,33 +147,35 @@ def _with_batch(job: JobOptions, reading: Reading) -> JobOptions:
             details=("try: without --global-batch, or change the file's batch keys",),
         )
     precision = job.precision or conversion.precision_of(reading)
-    return replace(job, target="deepspeed", global_batch=written, precision=precision)
+    return replace(job, target=target, global_batch=written, precision=precision)
 
 
 def _convert(
     raw: Config, reading: Reading, question: Question, schema: DeepSpeedSchema, keep: tuple[str, ...]
 ) -> Conversion:
-    from mist_megatron.cli.evaluators import evaluator_for
-    from mist_megatron.cost.predict import job_of, predict
-
-    before = conversion.as_written(reading, question)
-    evaluator, _ = evaluator_for(job_of(before))
-
-    def price(plan: Plan) -> Price:
-        found = predict(plan, evaluator)
-        used = max(stage.peak_memory_bytes / stage.limit_bytes for stage in found.stages)
-        return Price(iteration_s=found.time.total_s, fits=found.fits, memory_used_fraction=used)
-
-    chosen = conversion.best(conversion.candidates(before, may_checkpoint=question.may_checkpoint), price)
+    patched = question.target == "deepspeed+patches"
+    if patched:
+        require_patchable(reading, question)
+    before = conversion.as_written(reading, replace(question, target="deepspeed"))
+    price = _pricing()
+    plain = conversion.best(conversion.candidates(before, may_checkpoint=question.may_checkpoint), price)
+    if patched:
+        tuned = patched_plan(before, reading, question, keep)
+        chosen: tuple[Plan, Price] | None = (tuned, price(tuned))
+    else:
+        chosen = plain
     if chosen is None:
         raise NoFeasiblePlan(
             f"no DeepSpeed setting fits {before.model.name} on {before.gpus} x {before.cluster.gpu.name}",
-            details=("try: more --gpus, a shorter --seq, or tune --target megatron+patches",),
+            details=("try: more --gpus, a shorter --seq, or --target deepspeed+patches",),
         )
     after, after_price = chosen
     config = conversion.replacement(reading, after, schema, keep)
+    if patched:
+        config = fit_to_patches(config, after)
+        require_same_plan(config, after, question, schema)
     config["_mist"] = provenance(after, schema) | {"prediction": asdict(after_price)}
-    gains = _gains(before, after, after_price, price)
+    changed = conversion.changes(raw, config, reading, _gains(before, after, after_price, price))
     return Conversion(
         raw=raw,
         reading=reading,
@@ -162,12 +184,34 @@ def _convert(
         after=after,
         after_price=after_price,
         config=config,
-        changes=conversion.changes(raw, config, reading, gains),
+        changes=(*changed, *(patch_changes(after) if patched else ())),
+        unpatched_price=plain[1] if patched and plain is not None else None,
     )
 
 
-def _gains(before: Plan, after: Plan, tuned: Price, price: Any) -> dict[str, float | None]:
-    """What each group of changes saves: the tuned plan against itself with that group as it was."""
+def _pricing() -> Callable[[Plan], Price]:
+    """Prices plans; an evaluator is built once for all that differ in their stages only."""
+    from mist_megatron.cli.evaluators import evaluator_for
+    from mist_megatron.cost.predict import job_of, predict
+
+    built: dict[Job, StageEvaluator] = {}
+
+    def price(plan: Plan) -> Price:
+        job = job_of(plan)
+        if job not in built:
+            built[job], _ = evaluator_for(job)
+        found = predict(plan, built[job])
+        used = max(stage.peak_memory_bytes / stage.limit_bytes for stage in found.stages)
+        return Price(iteration_s=found.time.total_s, fits=found.fits, memory_used_fraction=used)
+
+    return price
+
+
+def _gains(
+    before: Plan, after: Plan, tuned: Price, price: Callable[[Plan], Price]
+) -> dict[str, float | None]:
+    """What each group of changes saves: the tuned plan against itself with that group as it was, where the
+    target runs that."""
     old, new = before.stages[0], after.stages[0]
     reverted = {
         "batch split": replace(
@@ -177,6 +221,8 @@ def _gains(before: Plan, after: Plan, tuned: Price, price: Any) -> dict[str, flo
     }
     found: dict[str, float | None] = {}
     for group, plan in reverted.items():
+        if after.target == "deepspeed+patches" and violations(plan):
+            continue
         cost = price(plan)
         found[group] = 1.0 - tuned.iteration_s / cost.iteration_s if cost.fits else None
     return found
@@ -191,7 +237,8 @@ def conversion_files(made: Conversion) -> dict[str, str]:
         "before/ds_config.json",
         "after/ds_config.json",
     )
-    return {"ds_config.json": new, "ds_config.diff": "".join(lines), "CHANGES.md": _changes_text(made)}
+    own = {"ds_config.json": new, "ds_config.diff": "".join(lines), "CHANGES.md": _changes_text(made)}
+    return {**(patched_files(made.after) if made.patches else {}), **own}
 
 
 def _changes_text(made: Conversion) -> str:
@@ -218,7 +265,10 @@ def _summary(made: Conversion) -> list[str]:
         f"Predicted: {before.iteration_s:.4g} s a step before"
         f"{'' if before.fits else ' (does not fit in memory)'}, {after.iteration_s:.4g} s after."
     ]
-    now, then = made.before.stages[0].ckpt > 0, made.after.stages[0].ckpt > 0
+    if made.after.target == "deepspeed+patches":
+        lines += _patch_summary(made)
+    now = made.before.stages[0].ckpt > 0
+    then = recomputes(made.after)
     if now != then:
         word = "on" if then else "off"
         lines.append(f"Switch activation checkpointing {word} in your script: the plan counts on it.")
@@ -229,6 +279,27 @@ def _summary(made: Conversion) -> list[str]:
             f"gradient_accumulation_steps={made.after.grad_accum} in TrainingArguments: "
             '"auto" takes them from there.'
         )
+    return lines
+
+
+def _patch_summary(made: Conversion) -> list[str]:
+    if not made.patches:
+        return ["No patch makes it faster: the file needs none."]
+    plain = made.unpatched_price
+    lines = [
+        "No setting fits without patches."
+        if plain is None
+        else f"The best without patches takes {plain.iteration_s:.4g} s a step."
+    ]
+    stage = made.after.stages[0]
+    if stage.ckpt:
+        lines.append(
+            f"A patch recomputes {stage.ckpt} of {stage.layers} layers; your script must recompute none."
+        )
+    lines.append(
+        f'Needs {", ".join(made.patches)}: call mist_patches.apply("stages.json") before '
+        "deepspeed.initialize, or fill in env.sh and start with ./train.sh (pip install mist-megatron)."
+    )
     return lines
 
 
@@ -249,8 +320,20 @@ def _document(made: Conversion) -> Mapping[str, Any]:
         "after": asdict(made.after_price),
         "findings": [asdict(finding) for finding in made.reading.findings],
         "changes": [asdict(change) for change in made.changes],
+        **_patch_document(made),
         "config": made.config,
         "plan": plan_to_mapping(made.after),
+    }
+
+
+def _patch_document(made: Conversion) -> Mapping[str, Any]:
+    if made.after.target != "deepspeed+patches":
+        return {}
+    plain = made.unpatched_price
+    return {
+        "without_patches": None if plain is None else asdict(plain),
+        "patches": made.patches,
+        "stages": stages(made.after),
     }
 
 
@@ -269,8 +352,10 @@ def _show(made: Conversion, output: OutputOptions, assumed: list[str], out: Path
         people.print(line, soft_wrap=True)
     if out is None:
         people.print(
-            "nothing was written; --out FOLDER writes ds_config.json, the diff and the reasons",
+            "nothing was written; --out FOLDER writes ds_config.json, the diff and the reasons"
+            f"{', and what starts it under its patches' if made.patches else ''}",
             soft_wrap=True,
         )
     else:
-        people.print(f"wrote ds_config.json, ds_config.diff and CHANGES.md to {out}", soft_wrap=True)
+        more = ", and what starts it under its patches," if made.patches else ""
+        people.print(f"wrote ds_config.json, ds_config.diff and CHANGES.md{more} to {out}", soft_wrap=True)

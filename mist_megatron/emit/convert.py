@@ -17,7 +17,7 @@ from mist_megatron.emit.deepspeed_schema import DeepSpeedSchema
 from mist_megatron.errors import InputError
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan, Zero
+from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan, Target, Zero
 from mist_megatron.spec.target import violations
 from mist_megatron.spec.training import Precision, TrainingSpec
 
@@ -78,6 +78,7 @@ class Question:
     """Whether the script recomputes activations now."""
     may_checkpoint: bool
     """Whether the answer may switch recomputation."""
+    target: Target = "deepspeed"
 
 
 def batch_of(reading: Reading, gpus: int) -> tuple[int, int]:
@@ -115,16 +116,19 @@ def precision_of(reading: Reading) -> Precision | None:
 
 
 def as_written(reading: Reading, question: Question) -> Plan:
-    """The plan that DeepSpeed would run, with everything that it ignores left out."""
+    """The plan that DeepSpeed would run, with everything that it ignores left out; with patches, a `ratio` is
+    the exact fraction that they would make of it."""
     gpus = question.cluster.gpus
     micro, steps = batch_of(reading, gpus)
     level = reading.stage
     if level not in {0, 1, 2, 3}:
         raise InputError(f"zero_optimization.stage is {level}; wanted 0, 1, 2 or 3")
+    patched = question.target == "deepspeed+patches"
+    wide = patched and reading.wide_grads
     states = reading.moves("offload_optimizer") and level >= 1
     offload = Offload(
-        optimizer=1.0 if states else 0.0,
-        grads=1.0 if states and level >= 2 else 0.0,
+        optimizer=(reading.ratio if patched else 1.0) if states else 0.0,
+        grads=1.0 if states and level >= 2 and not (wide and level == 2) else 0.0,
         weights=1.0 if reading.moves("offload_param") and level == 3 else 0.0,
     )
     overlap = reading.zero.get("overlap_comm")
@@ -133,9 +137,12 @@ def as_written(reading: Reading, question: Question) -> Plan:
         model=question.model,
         training=replace(question.training, global_batch=micro * steps * gpus),
         cluster=question.cluster,
-        target="deepspeed",
+        target=question.target,
         grad_accum=steps,
-        execution=Execution(overlap_grad_reduce=overlap if isinstance(overlap, bool) else None),
+        execution=Execution(
+            overlap_grad_reduce=overlap if isinstance(overlap, bool) else None,
+            grad_bytes=4 if wide else None,
+        ),
         stages=(
             StagePlan(
                 layers=layers,
@@ -276,7 +283,7 @@ def _reason(key: str, old: Any, now: Any, group: str | None) -> str:
         return "left to the trainer, which multiplies the other two"
     if key == "gradient_clipping":
         return "not said before: written out as what versions before 0.19 did"
-    if key.endswith(".stage3_gather_16bit_weights_on_model_save"):
+    if key.endswith(".stage3_gather_16bit_weights_on_model_save") and now is not None:
         return "so that saving a model gives whole 16-bit weights"
     if ".offload_" in key and (old is None or now is None):
         return f"tuned: {group}" if now is not None else "left out: nothing of it is in host memory now"

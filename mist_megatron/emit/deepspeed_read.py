@@ -56,6 +56,21 @@ class Reading:
         found = self.zero.get("stage", 0)
         return found if isinstance(found, int) else 0
 
+    @property
+    def ratio(self) -> float:
+        """Part of the optimizer that `offload_optimizer` asks to move; all of it where it does not say."""
+        section = self.zero.get("offload_optimizer")
+        found = section.get("ratio", 1.0) if isinstance(section, dict) else 1.0
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0.0 <= found <= 1.0:
+            return 1.0
+        return float(found)
+
+    @property
+    def wide_grads(self) -> bool:
+        """Whether gradients add up in 4 bytes beside 2-byte weights."""
+        types = self.config.get("data_types")
+        return isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
+
     def moves(self, section: str) -> bool:
         """Whether `offload_optimizer` or `offload_param` moves anything."""
         found = self.zero.get(section)
@@ -276,7 +291,7 @@ def with_patches(plan: Plan, reading: Reading, document: Mapping[str, Any], wher
         )
     (said,), (stage,), named = told, plan.stages, frozenset(document.get("patches", ()))
     asked = {kind: said["offload"][kind] for kind, patch in PATCH_OF.items() if patch in named}
-    wide = reading.config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    wide = reading.wide_grads
     own_grads = 0.0 if wide and stage.zero == 2 else stage.offload.grads
     offload = replace(stage.offload, **{"grads": own_grads, **asked})
     execution = replace(
