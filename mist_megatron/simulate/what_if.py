@@ -1,7 +1,8 @@
 """What would be if one kind of work were faster: prices with a factor, for everything that asks for prices.
 
 `op=KIND:F` multiplies the time of an operator kind by F (0.5: twice as fast). `link=KIND:F` multiplies the
-bandwidth of a link by F (2: twice the bandwidth); its latency stays.
+bandwidth of a link by F (2: twice the bandwidth); its latency stays. A collective between nodes that has
+several ranks in a node uses both kinds of link, and gains by the one that holds it up.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ OPERATORS: Mapping[str, str] = MappingProxyType(
 )
 LINKS: Mapping[str, str] = MappingProxyType(
     {
-        "intra": "collectives and transfers inside a node",
-        "inter": "collectives and transfers between nodes",
+        "intra": "links inside a node, also of collectives that go on to other nodes",
+        "inter": "links between nodes",
         "h2d": "copies from host to device",
         "d2h": "copies from device to host",
     }
@@ -134,9 +135,33 @@ class _ScaledPrices:
         def priced(moved: Array) -> Priced:
             return self.prices.collective(kind, moved, ranks, nodes, strided=strided)
 
+        moved = np.asarray(message_bytes, dtype=np.float64)
+        return _faster(priced, moved, self._rate(kind, moved, ranks, nodes))
+
+    def _rate(self, kind: Collective, moved: Array, ranks: Array, nodes: Array) -> Array:
+        """How many times the bandwidth a collective gets. Inside a node it has one kind of link. Between
+        nodes a ring runs over both kinds and is as fast as the slower of them: which one that is, before and
+        after, is asked of the prices of either kind alone."""
         inside, across = (self.scales.links.get(link, 1.0) for link in ("intra", "inter"))
-        rate = np.where(np.asarray(nodes) > 1.0, across, inside)
-        return _faster(priced, np.asarray(message_bytes, dtype=np.float64), rate)
+        size, spans = np.asarray(ranks, dtype=np.float64), np.asarray(nodes, dtype=np.float64)
+        mixed = (spans > 1.0) & (size > spans)
+        plain = np.where(spans > 1.0, across, inside)
+        if inside == across or not np.any(mixed):
+            return plain
+        intra_s = self._transfer_s(kind, moved, size, np.minimum(spans, 1.0))
+        # One rank of each node moves nearly the same; the ranks of a node share what it sends.
+        once = (size - 1.0) / size / np.where(spans > 1.0, (spans - 1.0) / spans, 1.0)
+        inter_s = self._transfer_s(kind, moved, spans, spans) * once * spans / size
+        before_s, after_s = np.maximum(intra_s, inter_s), np.maximum(intra_s / inside, inter_s / across)
+        return np.where(mixed & (after_s > 0.0), before_s / np.where(after_s > 0.0, after_s, 1.0), plain)
+
+    def _transfer_s(self, kind: Collective, moved: Array, ranks: Array, nodes: Array) -> Array:
+        """Without latency."""
+        whole, least = (
+            self.prices.collective(kind, size, ranks, nodes).seconds
+            for size in (moved, np.minimum(moved, 1.0))
+        )
+        return np.maximum(whole - least, 0.0)
 
     def host_copy(self, copied_bytes: Array, direction: Literal["h2d", "d2h"]) -> Priced:
         rate = np.asarray(self.scales.links.get(direction, 1.0))

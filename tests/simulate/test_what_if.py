@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from mist_megatron.cost.datasheet import datasheet_prices
-from mist_megatron.cost.pricing import LayerRatios, Prices
+from mist_megatron.cost.pricing import Collective, LayerRatios, Prices
 from mist_megatron.errors import InputError
 from mist_megatron.simulate.what_if import LINKS, OPERATORS, parse_scales, scaled_prices
 from mist_megatron.spec.catalogue import CATALOGUE
@@ -29,7 +31,7 @@ def answers(prices: Prices) -> dict[str, float]:
         "adam": prices.device_adam(big),
         "host_adam": prices.host_adam(big),
         "intra": prices.collective("all_reduce", big, one(8), one(1)),
-        "inter": prices.collective("all_gather", big, one(16), one(2)),
+        "inter": prices.collective("all_gather", big, one(2), one(2)),
         "h2d": prices.host_copy(big, "h2d"),
         "d2h": prices.host_copy(big, "d2h"),
     }
@@ -52,6 +54,40 @@ def test_latency_stays() -> None:
     for message, speedup in ((1.0, 1.0), (1e10, 10.0)):
         before, after = (p.collective("send_recv", one(message), one(2), one(1)) for p in (PRICES, scaled))
         assert float(before.seconds / after.seconds) == pytest.approx(speedup, rel=0.01)
+
+
+CLUSTERS = {
+    "NVLink": ClusterSpec(gpu=CATALOGUE["a100-sxm-80gb"], nodes=4, gpus_per_node=8),
+    "PCIe": ClusterSpec(gpu=CATALOGUE["l4-24gb"], nodes=4, gpus_per_node=8),
+}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+@pytest.mark.parametrize(("intra", "inter"), [(1, 2), (1, 1e3), (2, 1), (0.01, 1), (0.5, 0.5), (3, 0.2)])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "send_recv"])
+def test_faster_links_are_those_of_a_cluster_that_has_them(
+    cluster: ClusterSpec, intra: float, inter: float, kind: Collective
+) -> None:
+    """A ring through nodes is no faster than its links inside them, however quick the network."""
+    plain = datasheet_prices(cluster, "bf16")
+    scaled = scaled_prices(plain, parse_scales([f"link=intra:{intra}", f"link=inter:{inter}"]))
+    built = replace(
+        plain,
+        intra_bytes_per_s=plain.intra_bytes_per_s * intra,
+        inter_bytes_per_s_per_gpu=plain.inter_bytes_per_s_per_gpu * inter,
+    )
+    groups = [(2, 1), (8, 1), (16, 2), (32, 4), (8, 4)] if kind != "send_recv" else [(2, 1)]
+    ranks, nodes = np.array(groups, dtype=np.float64).T
+    for message in (1.0, 1e5, 1e9):
+        asked, wanted = (p.collective(kind, one(message), ranks, nodes).seconds for p in (scaled, built))
+        assert asked == pytest.approx(wanted, rel=2e-3)
+
+
+def test_a_rank_in_each_node_uses_the_network_only() -> None:
+    scaled = scaled_prices(PRICES, parse_scales(["link=intra:0.01", "link=inter:2"]))
+    for kind in ("all_reduce", "send_recv"):
+        before, after = (p.collective(kind, one(1e9), one(2), one(2)) for p in (PRICES, scaled))
+        assert float(before.seconds / after.seconds) == pytest.approx(2.0, rel=0.01)
 
 
 def test_nothing_scaled_is_the_same_object() -> None:
