@@ -160,7 +160,11 @@ def _megatron(execution: Execution) -> Template:
 
 def _deepspeed(execution: Execution) -> Template:
     """DeepSpeed: `overlap_comm` defaults to stage 3 only (runtime/zero/config.py), the step is taken at
-    the end, offloaded states by DeepSpeedCPUAdam; reduce_bucket_size is 5e8 elements."""
+    the end, offloaded states by DeepSpeedCPUAdam; reduce_bucket_size is 5e8 elements. all_gather_params brings
+    host shards to the GPU by synchronous copies on the gather's stream; gradients on the host are copied in,
+    added to and copied out on the stream that reduces (partition_grads of stage3.py,
+    async_accumulate_grad_in_cpu_via_gpu of stage_1_and_2.py), the sums in fp32 to the optimizer's
+    (async_inplace_copy_grad_to_fp32_buffer_from_gpu), all in the backward pass."""
     overlap = execution.overlap_grad_reduce
     return Template(
         # Without overlap_comm stage 3 gathers on the compute stream too.
@@ -175,7 +179,7 @@ def _deepspeed(execution: Execution) -> Template:
         host_copies_overlap=True,
         step_in_first_forward=False,
         adam_on_host=True,
-        # Gradients are on the host by then (ZeRO 2 and 3), weights are copied back after the update.
+        # Weights are copied back after the update.
         host_adam_copies_overlap=False,
         accumulation_pass=True,
         grad_norm_pass=True,
@@ -186,21 +190,16 @@ def _deepspeed(execution: Execution) -> Template:
         host_s_per_exchange=HOST_S_PER_EXCHANGE,
         host_s_per_step=HOST_S_PER_STEP,
         bucket_elements=5e8,
+        copies_in_collectives=True,
+        steps_by_place=True,
     )
 
 
 def _deepspeed_patches(execution: Execution) -> Template:
-    """DeepSpeed with fractions. Its streams as they are: all_gather_params brings host shards to the GPU by
-    synchronous copies on the gather's stream; accumulated gradients are copied in, added to and copied out
-    on the stream that reduces (partition_grads of stage3.py, async_accumulate_grad_in_cpu_via_gpu of
-    stage_1_and_2.py). With decoupled steps the update, its copies and the gather of a group stop the forward
-    pass before which they are made. Weights of ZeRO 1 and 2 visit the GPU by layer on side streams."""
-    return replace(
-        _deepspeed(execution),
-        step_in_first_forward=bool(execution.decoupled_step),
-        copies_in_collectives=True,
-        steps_by_place=True,
-    )
+    """DeepSpeed with fractions, its streams as they are. With decoupled steps the update, its copies and the
+    gather of a group stop the forward pass before which they are made. Weights of ZeRO 1 and 2 visit the GPU
+    by layer on side streams."""
+    return replace(_deepspeed(execution), step_in_first_forward=bool(execution.decoupled_step))
 
 
 def nodes_spanned(ranks: Array, stride: Array, gpus_per_node: float) -> Array:

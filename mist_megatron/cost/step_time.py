@@ -9,6 +9,7 @@ from mist_megatron.cost.grid import StageGrid, StageRole
 from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term
 from mist_megatron.cost.traffic import (
+    STEP_GRAD_BYTES,
     collective,
     host_copy,
     layer_traffic,
@@ -70,10 +71,6 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         copies = np.maximum(out + back - update, 0.0) if template.host_adam_copies_overlap else out + back
         delta["host_adam"] = Linear(update)
         delta["host_adam_copies"] = Linear(copies)
-
-
-STEP_GRAD_BYTES = 4.0
-"""Per parameter of the gradients that DeepSpeed steps with: fp32, wherever they are."""
 
 
 def _gradients_to_states(grid: StageGrid, count: Array, share: Array, context: TimeContext) -> Array:

@@ -1,4 +1,4 @@
-"""Time and memory of deepspeed+patches: sums made by hand.
+"""Time and memory of DeepSpeed with offload, patched and as it is: sums made by hand.
 
 Prices are those of test_evaluate_terms: collectives take 1 s a byte, copies 2 s a byte, Adam 0.5 s a
 parameter on the device and 5 s on the host. Six layers of 100 parameters on 4 ranks: 25 a layer and rank.
@@ -103,6 +103,28 @@ def test_decoupled_steps_hide_the_host_but_not_its_copies() -> None:
     touched = PARAMETERS * (1 / 4 + 2 / 3)
     assert delta["host_adam_copies"] == pytest.approx(2 * 4 * SHARE + LAYERS * 2 * 2 * 2 * touched)
     assert delta["weight_gather"] == 2 * LAYERS * PARAMETERS
+
+
+def test_deepspeed_itself_copies_the_same_where_all_or_nothing_is_offloaded() -> None:
+    for whole in (grid(1, optimizer=1.0), grid(2, optimizer=1.0, grads=1.0)):
+        assert terms_of("deepspeed", whole) == terms_of(TARGET, whole)
+    everything = grid(3, optimizer=1.0, grads=1.0, weights=1.0)
+    assert terms_of("deepspeed", everything) == terms_of(TARGET, everything)
+
+
+def test_gradients_on_the_host_stop_deepspeed_in_every_micro_batch() -> None:
+    own, asked = PARAMETERS / RANKS, {"optimizer": 1.0, "grads": 1.0}
+    for zero, overlap in ((2, None), (3, False)):
+        plain, _ = terms_of("deepspeed", grid(zero), overlap_grad_reduce=overlap)
+        stable, delta = terms_of("deepspeed", grid(zero, **asked), overlap_grad_reduce=overlap)
+        # 2 s a byte: two-byte sums in and out in each micro-batch, fp32 sums out and weights back in the last.
+        added = stable["blocking_data_parallel"] - plain["blocking_data_parallel"]
+        assert added == pytest.approx(LAYERS * 2 * 2 * (2 * own))
+        assert delta["host_adam_copies"] == pytest.approx(2 * (4 + 2) * SHARE)
+    # On a stream of their own they hide behind 1000 s of a layer's forward pass, or more of its backward.
+    plain, _ = terms_of("deepspeed", grid(2), overlap_grad_reduce=True)
+    stable, _ = terms_of("deepspeed", grid(2, **asked), overlap_grad_reduce=True)
+    assert stable["exposed_traffic"] == plain["exposed_traffic"]
 
 
 @cache
