@@ -160,11 +160,11 @@ def _megatron(execution: Execution) -> Template:
 
 def _deepspeed(execution: Execution) -> Template:
     """DeepSpeed: `overlap_comm` defaults to stage 3 only (runtime/zero/config.py), the step is taken at
-    the end, offloaded states by DeepSpeedCPUAdam; reduce_bucket_size is 5e8 elements. all_gather_params brings
-    host shards to the GPU by synchronous copies on the gather's stream; gradients on the host are copied in,
-    added to and copied out on the stream that reduces (partition_grads of stage3.py,
-    async_accumulate_grad_in_cpu_via_gpu of stage_1_and_2.py), the sums in fp32 to the optimizer's
-    (async_inplace_copy_grad_to_fp32_buffer_from_gpu), all in the backward pass."""
+    the end, offloaded states by DeepSpeedCPUAdam; reduce_bucket_size is 5e8 elements. all_gather_params
+    brings host shards to the GPU by synchronous copies on the gather's stream. Gradients on the host are
+    copied in, added to and copied out on the stream that reduces (partition_grads of stage3.py,
+    async_accumulate_grad_in_cpu_via_gpu of stage_1_and_2.py), and in the last backward pass go to the
+    optimizer's in fp32 (async_inplace_copy_grad_to_fp32_buffer_from_gpu)."""
     overlap = execution.overlap_grad_reduce
     return Template(
         # Without overlap_comm stage 3 gathers on the compute stream too.

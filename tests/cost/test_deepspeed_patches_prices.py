@@ -117,7 +117,7 @@ def test_gradients_on_the_host_stop_deepspeed_in_every_micro_batch() -> None:
     for zero, overlap in ((2, None), (3, False)):
         plain, _ = terms_of("deepspeed", grid(zero), overlap_grad_reduce=overlap)
         stable, delta = terms_of("deepspeed", grid(zero, **asked), overlap_grad_reduce=overlap)
-        # 2 s a byte: two-byte sums in and out in each micro-batch, fp32 sums out and weights back in the last.
+        # 2 s a byte: two-byte sums in and out in each micro-batch; in the last fp32 sums out, weights back.
         added = stable["blocking_data_parallel"] - plain["blocking_data_parallel"]
         assert added == pytest.approx(LAYERS * 2 * 2 * (2 * own))
         assert delta["host_adam_copies"] == pytest.approx(2 * (4 + 2) * SHARE)
