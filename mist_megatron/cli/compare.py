@@ -23,12 +23,12 @@ def compare(
     output: OutputOptions,
 ) -> None:
     """Prices the same job under each named space: what the freedom of each is worth."""
-    from mist_megatron.cli.tune import _check_numbers, run_search
+    from mist_megatron.cli.tune import check_numbers, run_search
     from mist_megatron.search.space import named_spaces, space_named
     from mist_megatron.search.tune import Settings
 
     taken = read_job(job)
-    _check_numbers(grid, 1, 1, None)
+    check_numbers(grid, 1, 1, None)
     chosen = [space_named(name) for name in spaces] if spaces else list(named_spaces())
     results: dict[str, dict[str, Any]] = {}
     for space in chosen:

@@ -80,7 +80,7 @@ def tune(
     taken = read_job(job)
     chosen = space_named(space)
     limits = parse_limits(tuple(fix or ()), tuple(forbid or ()), tuple(most or ()))
-    _check_numbers(grid, top, workers, time_limit)
+    check_numbers(grid, top, workers, time_limit)
     if solver not in ("exact", "milp"):
         raise InputError(f"--solver: unknown solver {solver!r}; known: exact, milp")
     _check_out(out, force)
@@ -144,7 +144,7 @@ def hand_made(found: Found) -> dict[str, float]:
     return best
 
 
-def _check_numbers(grid: float, top: int, workers: int, time_limit: float | None) -> None:
+def check_numbers(grid: float, top: int, workers: int, time_limit: float | None) -> None:
     if not 0.0 < grid <= 1.0 or abs(1.0 / grid - round(1.0 / grid)) > 1e-9:
         raise InputError(f"--grid is {grid:g}; wanted 1 divided by a whole number, such as 0.125")
     if top < 1 or workers < 1:

@@ -7,7 +7,7 @@ What is over the limit even so fits with nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,8 +28,8 @@ from mist_megatron.search.slot_prices import (
 )
 from mist_megatron.search.space import Space
 
-AT_ONCE = 2_000
-"""Stages in one call; each has up to 128 corners."""
+AT_ONCE = 500
+"""Stages in one call; each has up to 128 corners, and arrays of that size fit a cache."""
 
 
 class StageSizes(NamedTuple):
@@ -81,15 +81,19 @@ def sizes_of(mesh: Shape, role: StageRole, held: float) -> StageSizes:
 
 
 def least_memory(
-    evaluator: StageEvaluator, space: Space, asked: Iterable[StageSizes]
+    evaluator: StageEvaluator,
+    space: Space,
+    asked: Iterable[StageSizes],
+    tick: Callable[[], None] = lambda: None,
 ) -> dict[StageSizes, StageLines]:
-    """Lines of all these stages."""
+    """Lines of all these stages. `tick` is called before each batch: what it raises ends the search."""
     groups: dict[tuple[object, ...], list[StageSizes]] = {}
     for sizes in dict.fromkeys(asked):
         groups.setdefault(sizes[:3], []).append(sizes)
     found: dict[StageSizes, StageLines] = {}
     for members in groups.values():
         for begin in range(0, len(members), AT_ONCE):
+            tick()
             part = members[begin : begin + AT_ONCE]
             found.update(zip(part, _lines(evaluator, space, part), strict=True))
     return found
@@ -160,9 +164,9 @@ def _moments(
     )
 
 
-def may_fit(shape: Shape, lines: Sequence[StageLines], space: Space, layers: int, limit_bytes: float) -> bool:
-    """False where no split of the layers, and no configuration of the stages, fits."""
-    most = [line.most_layers(limit_bytes) for line in lines]
+def may_fit(shape: Shape, most: Sequence[int], space: Space, layers: int) -> bool:
+    """False where no split of the layers over stages of at most so many each, and no configuration of the
+    stages, fits."""
     if not space.uneven_layers or shape.vpp > 1:
         return min(most) >= layers // shape.stages
     return min(most) >= 1 and sum(most) >= layers

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import Question, shape_bounds
-from mist_megatron.search.least_memory import least_memory, may_fit, stages_of
+from mist_megatron.search.least_memory import StageSizes, least_memory, may_fit, stages_of
 from mist_megatron.search.shapes import Shape, shapes
 from mist_megatron.search.slot_prices import AXES, Choices, ends_of, slot_at, stage_grid
 from mist_megatron.search.solve import solve_shape
@@ -155,12 +156,13 @@ def _fits(evaluator: StageEvaluator, job: Job, space: Space, limits: Limits) -> 
 def possible_shapes(question: Question, limits: Limits) -> list[Shape]:
     """Shapes that are not ruled out by their least memory."""
     evaluator, space = question.evaluator, question.space
-    found = list(shapes(evaluator.job, space, limits))
-    stages = [stages_of(shape) for shape in found]
-    lines = least_memory(evaluator, space, (sizes for here in stages for sizes in here))
-    layers, limit = evaluator.job.model.layers, evaluator.limit_bytes
-    return [
-        shape
-        for shape, here in zip(found, stages, strict=True)
-        if may_fit(shape, [lines[sizes] for sizes in here], space, layers, limit)
-    ]
+    stages: dict[Shape, list[StageSizes]] = {}
+    for shape in shapes(evaluator.job, space, limits):
+        question.tick()
+        stages[shape] = stages_of(shape)
+    lines = least_memory(evaluator, space, chain.from_iterable(stages.values()), question.tick)
+    question.tick()
+    most = {sizes: line.most_layers(evaluator.limit_bytes) for sizes, line in lines.items()}
+    question.tick()
+    layers = evaluator.job.model.layers
+    return [shape for shape, here in stages.items() if may_fit(shape, [most[s] for s in here], space, layers)]

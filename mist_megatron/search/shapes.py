@@ -78,7 +78,8 @@ class UnequalShape:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    return tuple(k for k in range(1, number + 1) if number % k == 0)
+    low = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
+    return tuple(low + [number // k for k in reversed(low) if k * k != number])
 
 
 def shapes(job: Job, space: Space, limits: Limits) -> Iterator[Shape]:

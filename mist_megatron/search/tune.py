@@ -112,12 +112,15 @@ def search(
     watch = watch or Watch()
     runnable = cut_to_target(space, job.target, job.training.precision, job.execution)
     cut = apply_limits(runnable, settings.limits)
-    mixed = list(mixtures(job, cut, settings.limits))
-    if not mixed and next(shapes(job, cut, settings.limits), None) is None:
-        raise explain_no_shape(job, cut, settings.limits)
     question = Question(evaluator=evaluator, space=cut, step=settings.step, solver=settings.solver)
     run = _Run(question, settings, watch, (executor, at_once) if executor else None)
     try:
+        mixed = []
+        for mixture in mixtures(job, cut, settings.limits):
+            run.tick()
+            mixed.append(mixture)
+        if not mixed and next(shapes(job, cut, settings.limits), None) is None:
+            raise explain_no_shape(job, cut, settings.limits)
         order = _ordered(run.question, mixed, settings.limits)
     except _Stopped as stopped:
         raise StoppedEmpty(stopped.status) from None

@@ -29,7 +29,7 @@ from mist_megatron.search.assign import (
 )
 from mist_megatron.search.bounds import LeastTimes, Question, least_times
 from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, joined, slot_configs, with_column
-from mist_megatron.search.least_memory import least_memory, sizes_of
+from mist_megatron.search.least_memory import StageSizes, least_memory, sizes_of
 from mist_megatron.search.shapes import Shape, UnequalShape, divisors, stage_levels, tensor_sizes
 from mist_megatron.search.sieve import Sieve
 from mist_megatron.search.slot_prices import Choices, Slot
@@ -70,8 +70,9 @@ class MixtureBound:
     """No plan of the mixture is faster."""
     rest_s: float
     """Least of what is added to (G - 1) max t."""
-    least_d_s: float
-    """Of the extra times and the step, however large the t are that they come with."""
+    least_both_s: float
+    """Of t + d of a first stage, and the step."""
+    least_step_s: float
     stages: tuple[tuple[LeastTimes, ...], ...]
     """By mesh: a first, middle and last stage."""
 
@@ -115,8 +116,9 @@ def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator
     sizes = [(1, part) for part in divisors(cluster.gpus_per_node)[:-1]]
     sizes += [(nodes, cluster.gpus_per_node) for nodes in range(1, cluster.nodes)]
     together = job.training.global_batch // grad_accum
+    allowed = {gpus: tensor_sizes(job, space, limits, gpus) for gpus in {gpus for _, gpus in sizes}}
     for nodes, gpus in sizes:
-        for tp in tensor_sizes(job, space, limits, gpus):
+        for tp in allowed[gpus]:
             dp, rest = divmod(nodes * gpus, tp * ranks)
             if rest or not dp or together % dp or not limits.allows("dp", dp):
                 continue
@@ -140,11 +142,15 @@ def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator
 def possible_mixtures(question: Question, found: Sequence[Mixture]) -> list[Mixture]:
     """Mixtures that are not ruled out by the least memory of their stages."""
     job, limit = question.evaluator.job, question.evaluator.limit_bytes
-    asked = {sizes_of(mesh, *key) for mixture in found for mesh in mixture.meshes for key in _keys(mixture)}
-    lines = least_memory(question.evaluator, question.space, asked)
+    asked: set[StageSizes] = set()
+    for mixture in found:
+        question.tick()
+        asked |= {sizes_of(mesh, *key) for mesh in mixture.meshes for key in _keys(mixture)}
+    lines = least_memory(question.evaluator, question.space, asked, question.tick)
     most = {sizes: line.most_layers(limit) for sizes, line in lines.items()}
 
     def at(mixture: Mixture, key: Key) -> list[tuple[int, int]]:
+        question.tick()
         return [(mesh.gpus, most[sizes_of(mesh, *key)]) for mesh in mixture.meshes]
 
     return [mixture for mixture in found if _has_room(job, mixture, at)]
@@ -192,7 +198,11 @@ def _keys(mixture: Mixture) -> set[Key]:
 def mixture_bounds(question: Question, found: Sequence[Mixture]) -> list[MixtureBound]:
     """Bounds of all mixtures, all meshes priced together."""
     priced = _least_times(question, list(dict.fromkeys(mesh for m in found for mesh in m.meshes)))
-    return [_bound(question.evaluator.job, mixture, priced) for mixture in found]
+    bounds = []
+    for mixture in found:
+        question.tick()
+        bounds.append(_bound(question.evaluator.job, mixture, priced))
+    return bounds
 
 
 MESHES_AT_ONCE = 64
@@ -234,6 +244,7 @@ def _bound(job: Job, mixture: Mixture, priced: Mapping[Shape, tuple[LeastTimes, 
     step_s = min(float(stage.step_s.min()) for roles in stages for stage in roles)
     # d of the first stage with the least t: one that is smaller comes with so much larger a t.
     first_d = min(float(first.d_s.min()) for first, *_ in stages)
+    both_s = min(float(first.both_s.min()) for first, *_ in stages)
     value_s = min(
         (mixture.grad_accum - 1 + slow) * work / (gpus - stages + slow)
         for stages in mixture.lengths
@@ -242,7 +253,8 @@ def _bound(job: Job, mixture: Mixture, priced: Mapping[Shape, tuple[LeastTimes, 
     return MixtureBound(
         value_s=(value_s + first_d + step_s) * (1 - 1e-9),
         rest_s=work / (gpus - 1) + first_d + step_s,
-        least_d_s=min(first_d, 0.0) + step_s,
+        least_both_s=both_s + step_s,
+        least_step_s=step_s,
         stages=stages,
     )
 
@@ -252,21 +264,15 @@ def solve_mixture(
 ) -> tuple[Solution | None, Tally]:
     """The best plan of a mixture if it beats `best_s`."""
     tally = Tally()
-    cap_s = np.inf
-    if np.isfinite(best_s):
-        # Of the slowest stage; the others take no time at all, or at least what is left of the work.
-        cap_s = (best_s - bound.least_d_s) / mixture.grad_accum * (1 + 1e-9)
-        if mixture.grad_accum > 1:
-            rest = (best_s - bound.rest_s) / (mixture.grad_accum - 1) * (1 + 1e-9)
-            cap_s = min(cap_s, rest)
-    windows = _layer_windows(question.evaluator.job, mixture, bound, cap_s)
+    caps_s = _caps(mixture, bound, best_s)
+    windows = _layer_windows(question.evaluator.job, mixture, bound, caps_s)
     if windows is None:
         return None, tally
     plain = _pipelines(question, mixture, _plain_fronts(mixture, bound, windows))
     if not improves(plain, mixture.grad_accum, best_s, question.tick):
         return None, tally
-    slots = _Slots(question, mixture, windows, cap_s, tally)
-    relaxed = _pipelines(question, mixture, lambda key: slots.least_fronts(key, bound.least_d_s))
+    slots = _Slots(question, mixture, windows, caps_s, tally)
+    relaxed = _pipelines(question, mixture, lambda key: slots.least_fronts(key, bound))
     if not improves(relaxed, mixture.grad_accum, best_s, question.tick):
         return None, tally
     slots.price()
@@ -280,6 +286,23 @@ def solve_mixture(
         meshes.append(mixture.meshes[int(configs.columns["mesh"][index])])
     shape = UnequalShape(grad_accum=mixture.grad_accum, meshes=tuple(meshes))
     return Solution(shape, tuple(stages), answer.value_s), tally
+
+
+Caps = Mapping[StageRole, float]
+"""By role: no stage of a better plan has a larger t."""
+
+
+def _caps(mixture: Mixture, bound: MixtureBound, best_s: float) -> Caps:
+    """Of the slowest stage. Where that is not the first, the first takes its least t + d and the others no
+    time at all; where it is, d may fall as t grows, but not their sum, so that one t less is counted."""
+    if not np.isfinite(best_s):
+        return dict.fromkeys(ROLES, np.inf)
+    late_s = (best_s - bound.least_both_s) / mixture.grad_accum * (1 + 1e-9)
+    first_s = np.inf
+    if mixture.grad_accum > 1:
+        # The others take at least what is left of the work.
+        first_s = (best_s - bound.rest_s) / (mixture.grad_accum - 1) * (1 + 1e-9)
+    return {role: first_s if role is StageRole.FIRST else min(first_s, late_s) for role in ROLES}
 
 
 def _pipelines(question: Question, mixture: Mixture, fronts: Callable[[Key], StageFronts]) -> Pipelines:
@@ -319,18 +342,24 @@ def _front(points: Sequence[Front]) -> Front:
     return Front(t_s[keep], d_s[keep], step_s[keep])
 
 
+def _least_front(points: Sequence[tuple[float, float]]) -> Front:
+    t_s, d_s = np.array(points).T
+    keep = pareto(t_s, d_s)
+    return Front(t_s[keep], d_s[keep])
+
+
 Windows = list[dict[StageRole, range]]
 """By mesh and role: numbers of layers worth pricing."""
 
 
-def _layer_windows(job: Job, mixture: Mixture, bound: MixtureBound, cap_s: float) -> Windows | None:
+def _layer_windows(job: Job, mixture: Mixture, bound: MixtureBound, caps_s: Caps) -> Windows | None:
     """Under the cap with memory unlimited, and leaving the others no more than they can take."""
     total = job.model.layers
     most: list[dict[StageRole, int]] = []
     for stages in bound.stages:
         here = {}
         for role, times in zip(ROLES, stages, strict=True):
-            fast = np.flatnonzero(times.t_s[: total - 1] <= cap_s)
+            fast = np.flatnonzero(times.t_s[: total - 1] <= caps_s[role])
             here[role] = int(fast[-1]) + 1 if len(fast) else 0
         most.append(here)
     sizes = [mesh.gpus for mesh in mixture.meshes]
@@ -364,11 +393,11 @@ class _Slots:
     """All stages that a mixture may have: first their least times, then their fronts."""
 
     def __init__(
-        self, question: Question, mixture: Mixture, windows: Windows, cap_s: float, tally: Tally
+        self, question: Question, mixture: Mixture, windows: Windows, caps_s: Caps, tally: Tally
     ) -> None:
         self.question, self.mixture = question, mixture
         self.sieve = Sieve(question.evaluator, question.space, question.step, mixture.meshes)
-        self.cap_s, self.tally = cap_s, tally
+        self.caps_s, self.tally = caps_s, tally
         self.configs: dict[tuple[Key, Size], StageConfigs] = {}
         self.keys = _keys(mixture)
         self._times = [
@@ -394,24 +423,24 @@ class _Slots:
     def _price_least(self, mesh: int, role: StageRole, window: range) -> None:
         self.question.tick()
         shape = self.mixture.meshes[mesh]
-        times_s = self.sieve.least_times(shape, role, window, self.held(role), self.cap_s)
+        times_s = self.sieve.least_times(shape, role, window, self.held(role), self.caps_s[role])
         for layers, row in zip(window, times_s, strict=True):
             if np.isfinite(row[0]):
                 self.least[mesh, role, layers] = row
 
-    def least_fronts(self, key: Key, least_d_s: float) -> dict[Size, Front]:
-        """One point per size, which no configuration is faster than. Of the extra times only the first
-        stage's counts in full, whatever the others are."""
+    def least_fronts(self, key: Key, bound: MixtureBound) -> dict[Size, Front]:
+        """Per size what no configuration is faster than: the least t that fits, and of the first stage the
+        least t + d. Of the extra times only the first stage's counts in full, whatever the others are."""
         role, held = key
         column = self.held(role).index(held)
-        d_s = np.array([least_d_s if role is StageRole.FIRST else -LATE_S])
-        found: dict[Size, Front] = {}
+        found: dict[Size, list[tuple[float, float]]] = {}
         for (mesh, other, layers), times_s in self.least.items():
             if other is role and np.isfinite(times_s[column]):
-                size = self.mixture.size(layers, mesh)
-                if size not in found or times_s[column] < found[size].t_s[0]:
-                    found[size] = Front(times_s[column : column + 1], d_s)
-        return found
+                t_s, d_s = float(times_s[column]), -LATE_S
+                if role is StageRole.FIRST:
+                    d_s = float(bound.stages[mesh][0].both_s[layers - 1]) - t_s + bound.least_step_s
+                found.setdefault(self.mixture.size(layers, mesh), []).append((t_s, d_s))
+        return {size: _least_front(points) for size, points in found.items()}
 
     def fronts(self, key: Key) -> dict[Size, Front]:
         return {size: c.front for (other, size), c in self.configs.items() if other == key}
@@ -422,7 +451,7 @@ class _Slots:
             self.question.tick()
             wanted = [h for h, t in zip(self.held(role), times_s, strict=True) if np.isfinite(t)]
             slots = [Slot(role=role, layers=layers, held=float(count)) for count in wanted]
-            found, tally = slot_configs(self._times[mesh], slots, self.cap_s)
+            found, tally = slot_configs(self._times[mesh], slots, self.caps_s[role])
             self.tally.add(tally)
             size = self.mixture.size(layers, mesh)
             for count, here in zip(wanted, found, strict=True):

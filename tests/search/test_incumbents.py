@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
 
+from mist_megatron.search import unequal
 from mist_megatron.search.bounds import Question, least_times, shape_bounds
+from mist_megatron.search.frontier import Tally
 from mist_megatron.search.shapes import shapes
 from mist_megatron.search.solve import ROLES, solve_shape
 from mist_megatron.search.space import Limits, cut_to_target, space_named
@@ -82,3 +86,31 @@ def test_meshes_priced_together_cost_what_they_cost_alone():
                 (alone,) = least_times(question, [mesh], role)
                 assert together.t_s == pytest.approx(alone.t_s, rel=1e-12)
                 assert together.both_s == pytest.approx(alone.both_s, rel=1e-12)
+
+
+def test_a_first_stage_is_credited_with_no_more_than_its_least_t_and_d_together():
+    """Over a slow link the least t that fits is far above the least one, and d may be as much smaller: of
+    what a first stage adds only t + d is known. Every configuration that fits must cost that much, too."""
+    job = small_job("mist", gpus=4, layers=4, batch=16, limit_gib=2.0)
+    links = replace(job.cluster.links, host_to_device_bytes_per_s=1e8, device_to_host_bytes_per_s=1e8)
+    evaluator = evaluator_of(replace(job, cluster=replace(job.cluster, links=links)))
+    space = cut_to_target(space_named("mist"), "mist")
+    question = Question(evaluator=evaluator, space=space, step=1.0)
+    slower = 0
+    for mixture in (m for m in mixtures(evaluator.job, space, Limits()) if m.grad_accum == 4):
+        (bound,) = mixture_bounds(question, [mixture])
+        windows = [dict.fromkeys(ROLES, range(1, 4)) for _ in mixture.meshes]
+        slots = unequal._Slots(question, mixture, windows, dict.fromkeys(ROLES, np.inf), Tally())
+        slots.price()
+        for key in [key for key in slots.keys if key[0] is ROLES[0]]:
+            assumed, priced = slots.least_fronts(key, bound), slots.fronts(key)
+            for size, front in assumed.items():
+                meshes = [k for k in range(len(mixture.meshes)) if mixture.size(size[0], k) == size]
+                known = [bound.stages[k][0] for k in meshes]
+                proved_s = max(float(times.both_s[size[0] - 1]) for times in known) + bound.least_step_s
+                assumed_s = float((front.t_s + front.d_s).min())
+                assert assumed_s <= proved_s * (1 + 1e-9)
+                if size in priced:
+                    assert (priced[size].t_s + priced[size].d_s).min() >= assumed_s * (1 - 1e-9)
+                slower += front.t_s[0] > 2 * min(float(times.t_s[size[0] - 1]) for times in known)
+    assert slower

@@ -11,6 +11,12 @@ import sys
 import time
 
 import pytest
+from jobs import evaluator_of, small_job
+
+from mist_megatron.cli.tune import check_numbers
+from mist_megatron.errors import InputError
+from mist_megatron.search.space import space_named
+from mist_megatron.search.tune import Settings, Status, StoppedEmpty, Watch, search
 
 JOB = ("--model", "gpt3-22b", "--gpus", "32", "--gpu", "l4-24gb", "--target", "mist")
 LONG = (*JOB, "--global-batch", "512")
@@ -74,11 +80,6 @@ def test_an_interrupt_gives_the_best_so_far(tmp_path, workers):
 
 def test_an_interrupt_acts_inside_a_shape():
     """From the tick to the answer: what is under way is given up, not finished."""
-    from jobs import evaluator_of, small_job
-
-    from mist_megatron.search.space import space_named
-    from mist_megatron.search.tune import Settings, Status, Watch, search
-
     evaluator = evaluator_of(small_job("mist", gpus=8, layers=12, batch=64, limit_gib=4.0))
     space = space_named("mist")
     asked: list[float] = []
@@ -106,9 +107,32 @@ def test_an_interrupt_acts_inside_a_shape():
     assert half.shapes_solved <= whole.shapes_solved
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf"])
-def test_a_time_limit_must_be_positive(mist, text):
-    done = mist("tune", *LONG, "--time-limit", text)
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_limit_must_be_positive(seconds):
+    with pytest.raises(InputError, match="--time-limit is"):
+        check_numbers(0.125, 1, 1, seconds)
+
+
+def test_a_refused_time_limit_is_one_line(mist):
+    done = mist("tune", *LONG, "--time-limit", "nan")
     assert done.code == 2
     assert done.err.startswith("error: --time-limit is")
     assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("target", ["mist", "megatron+patches"])
+def test_a_stop_acts_while_shapes_are_listed(target):
+    """Of tens of thousands of GPUs there are so many that their listing alone takes seconds."""
+    job = small_job(target, gpus=65536, layers=64, batch=65536)
+    asked: list[float] = []
+
+    def stop():
+        asked.append(time.process_time())
+        return Status.INTERRUPTED if asked[-1] - asked[0] > 0.8 else None
+
+    evaluator = evaluator_of(job)
+    begun = time.process_time()
+    with pytest.raises(StoppedEmpty):
+        search(evaluator, space_named("full"), Settings(), Watch(stop=stop))
+    assert asked[0] - begun < 0.5
+    assert max(two - one for one, two in itertools.pairwise(asked)) < 0.5
