@@ -13,12 +13,13 @@ from difflib import get_close_matches
 from typing import Annotated, Any, TextIO
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
 from mist_megatron import __version__
 from mist_megatron.cli.commands import COMMANDS
 from mist_megatron.cli.expand import expand_groups
+from mist_megatron.cli.help_pages import PagedCommand, PagedGroup
 from mist_megatron.errors import InputError, MistError
 
 PROGRAM = "mist-megatron"
@@ -30,7 +31,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a full disk, a full quota and a limit on the size of files answer to a write."""
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(PagedGroup):
     """Lists commands from the table and imports a command only when it runs.
 
     What `--help` and completion see are stand-ins that know their name and summary.
@@ -49,7 +50,7 @@ class LazyGroup(TyperGroup):
         return name, stand_in and load_command(str(name)), rest
 
 
-class ListingGroup(TyperGroup):
+class ListingGroup(PagedGroup):
     """Subcommands of which `list` runs when none is named: `recipes` and `recipes --json` list recipes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -68,9 +69,9 @@ def load_command(name: str) -> Any:
     if isinstance(found, Mapping):
         parser.callback(cls=ListingGroup)(lambda: None)
         for subcommand, function in found.items():
-            parser.command(name=subcommand)(expand_groups(function))
+            parser.command(name=subcommand, cls=PagedCommand)(expand_groups(function))
     else:
-        parser.command(name=name)(expand_groups(found))
+        parser.command(name=name, cls=PagedCommand)(expand_groups(found))
     return typer.main.get_command(parser)
 
 

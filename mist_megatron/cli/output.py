@@ -3,22 +3,105 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from mist_megatron.cli.expand import OptionGroup
 
+MOST_FOLDED = 44
+"""A longer word (a path, say) may be cut by a column; of shorter ones a table keeps every word whole."""
+
+PIPED = 80
+"""Columns where nobody says how many there are."""
+
+
+class WholeWords(Console):
+    """A console that wraps between words only: a path that was cut in two cannot be copied."""
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        if len(objects) != 1 or not isinstance(objects[0], (str, Text)) or self._left_whole(settings):
+            super().print(*objects, **settings)
+            return
+        markup = settings.pop("markup", None)
+        (said,) = objects
+        text = self.render_str(said, markup=markup) if isinstance(said, str) else said
+        for line in text.split(allow_blank=True):
+            for part in line.divide(_wrapped_at(line.plain, self.width)):
+                part.rstrip()
+                super().print(part, **{**settings, "soft_wrap": True})
+
+    def _left_whole(self, settings: Mapping[str, Any]) -> bool:
+        """Sentences that pipes get in one line, for other programs; no terminal wraps between words."""
+        return bool(settings.get("soft_wrap")) and not self.is_terminal and self.width >= PIPED
+
+
+def _wrapped_at(text: str, width: int) -> list[int]:
+    """Where to begin new lines: before the first word that does not fit; a longer word than a line stays."""
+    found: list[int] = []
+    used = 0
+    for word in re.finditer(r"\S+\s*|^\s+", text):
+        needed = cell_len(word.group().rstrip())
+        if used and needed and used + needed > width:
+            found.append(word.start())
+            used = 0
+        used += cell_len(word.group())
+    return found
+
+
+class PlainTable(Table):
+    """A table that becomes one block per row where the terminal is too narrow for its words."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cells = [[str(cell) for cell in column.cells] for column in self.columns]
+        heads = [str(column.header) for column in self.columns]
+        least = [
+            _least_width((head, *texts), whole=column.no_wrap)
+            for column, head, texts in zip(self.columns, heads, cells, strict=True)
+        ]
+        between = 2 * len(least) - 1
+        if not least or sum(least) + between <= options.max_width:
+            for column, width in zip(self.columns, least, strict=True):
+                column.min_width = width
+            yield from super().__rich_console__(console, options)
+            return
+        for row in zip(*cells, strict=True):
+            yield from _block(heads, row, options.max_width)
+
+
+def _least_width(texts: Sequence[str], *, whole: bool) -> int:
+    """Of a column that cuts no word, or where cells stand whole, no cell."""
+    if whole:
+        return max(map(cell_len, texts))
+    return min(max((cell_len(word) for text in texts for word in text.split()), default=0), MOST_FOLDED)
+
+
+def _block(heads: Sequence[str], row: Sequence[str], width: int) -> RenderResult:
+    """One row as `head: cell` pairs, filled into lines; whatever is longer than a line has its own."""
+    line = ""
+    for index, (head, cell) in enumerate(zip(heads, row, strict=True)):
+        text = " ".join(cell.split())
+        if not text:
+            continue
+        pair = f"{head}: {text}" if head else text
+        if line and cell_len(line) + 2 + cell_len(pair) > width:
+            yield Text(line, no_wrap=True, overflow="ignore")
+            line = ""
+        line = f"{line}  {pair}" if line else f"{'  ' * bool(index)}{pair}"
+    yield Text(line, no_wrap=True, overflow="ignore")
+
 
 def console(*, stderr: bool = False) -> Console:
     """A console that colours only terminals, honours NO_COLOR, and is 80 columns wide when piped."""
-    return Console(stderr=stderr, highlight=False, emoji=False)
+    return WholeWords(stderr=stderr, highlight=False, emoji=False)
 
 
 @dataclass(frozen=True)
@@ -55,7 +138,7 @@ def emit_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
     """A plain table; the columns named in `right` hold numbers."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    made = PlainTable(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
