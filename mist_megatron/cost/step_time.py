@@ -165,13 +165,8 @@ def boundary_terms(
     gpus = grid.nodes * grid.gpus_per_node
     alike = max(context.cluster_gpus // gpus, 2)
     share = boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node)
-    boundary_bytes = loads.boundary_bytes
-    if grid.bridged and grid.sequence_parallel:
-        boundary_bytes = boundary_bytes * grid.tp
-    inside, across = hop_seconds(boundary_bytes, context)
-    hop = (1.0 - share) * inside + share * across
-    if grid.bridged:
-        hop = hop + _handed_on(boundary_bytes, grid, context)
+    (inside, across), handed_on = boundary_seconds(grid, loads, context)
+    hop = (1.0 - share) * inside + share * across + handed_on
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     if grid.vpp > 1 and context.template.boundary_overlaps_when_interleaved:
         exposed = _sent_beside_layers(grid, loads.block, hop, context)
@@ -222,6 +217,17 @@ def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Arr
     nodes = np.ceil(grid.tp / context.cluster_gpus_per_node)
     seconds = context.prices.collective("all_gather", whole_bytes, grid.tp, nodes).seconds
     return np.where(grid.tp > 1.0, seconds, 0.0)
+
+
+def boundary_seconds(
+    grid: StageGrid, loads: StageLoads, context: TimeContext
+) -> tuple[tuple[Array, Array], Array]:
+    """What one boundary tensor takes: the way to a neighbour, inside a node and between nodes, and then, over
+    a bridge, from the rank that received it to the others of its tensor-parallel group."""
+    if not grid.bridged:
+        return hop_seconds(loads.boundary_bytes, context), ZERO
+    whole_bytes = loads.boundary_bytes * (grid.tp if grid.sequence_parallel else 1.0)
+    return hop_seconds(whole_bytes, context), _handed_on(whole_bytes, grid, context)
 
 
 def hop_seconds(boundary_bytes: Array, context: TimeContext) -> tuple[Array, Array]:

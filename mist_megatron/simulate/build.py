@@ -157,14 +157,28 @@ class _Builder:
                     return False
                 given = [found]
         rank, stage = self.ranks[number], self.work.stages[number]
-        begun = self.play_pass(number, step, given, stage)
+        sent = given[0] if given and self.built.kind[given[0]] == "send" else None
+        handed = [] if sent is None else self.hand_on_inside(number, step, sent)
+        begun = self.play_pass(number, step, handed or given, stage)
+        begun = handed[0] if handed else begun
         span = PassSpan(number, step, begun, rank.end[0])
         self.built.spans.append(span)
-        if given and self.built.kind[given[0]] == "send":
-            self.built.sends.append((given[0], begun))
+        if sent is not None:
+            self.built.sends.append((sent, begun))
         if step.kind is not PassKind.WEIGHT:
             self.hand_on(number, step, virtual)
         return True
+
+    def hand_on_inside(self, number: int, step: Pass, sent: int) -> list[int]:
+        """What came over a bridge goes to the other tensor-parallel ranks, which take part between passes."""
+        rank, seconds = self.ranks[number], self.work.stages[number].hand_on_s
+        if seconds <= 0.0:
+            return []
+        after = [sent, *rank.end, *rank.holds]
+        kind, name = "tensor-parallel collective", f"hand on {step}"
+        handed = self.add(kind, name, number, Stream.GPU_TO_GPU, seconds, after)
+        self.built.program.urgent.add(handed)
+        return [handed]
 
     def source_of(self, kind: PassKind, virtual: int) -> tuple[PassKind, int] | None:
         """The pass whose result this one needs first."""
@@ -185,7 +199,10 @@ class _Builder:
         if not goes or peer == number:
             self.arrived[key] = rank.end[0]
             return
-        hop_s = stage.hop_across_s if self.hops[min(number, peer), max(number, peer)] else stage.hop_inside_s
+        across = self.hops[min(number, peer), max(number, peer)]
+        # Where stages differ, the one whose ranks each move more takes longer.
+        both = (stage, self.work.stages[peer])
+        hop_s = max(one.hop_across_s if across else one.hop_inside_s for one in both)
         if hop_s <= 0.0:
             self.arrived[key] = rank.end[0]
             return

@@ -18,7 +18,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.predict import grid_of
 from mist_megatron.cost.stage_time import accumulation_seconds, edge_grid, layer_passes
-from mist_megatron.cost.step_time import hop_seconds
+from mist_megatron.cost.step_time import boundary_seconds
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, PassStreams, TimeContext
 from mist_megatron.cost.traffic import layer_traffic
 from mist_megatron.spec.plan import Plan, StagePlan
@@ -98,6 +98,8 @@ class StageWork:
     hop_across_s: float
     """... and on another."""
     step: StepWork
+    hand_on_s: float = 0.0
+    """One that came over a bridge, to the rest of the tensor-parallel group."""
 
     @property
     def pass_s(self) -> tuple[float, float, float]:
@@ -225,7 +227,7 @@ def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kind
         None if load is None else _layer(edge, load, context, again=(ZERO, ZERO), saved=False)
         for load in (loads.embedding, loads.head)
     )
-    inside, across = hop_seconds(loads.boundary_bytes, context)
+    (inside, across), handed_on = boundary_seconds(grid, loads, context)
     kinds = _Kinds(kept, recomputed, embedding, head)
     terms = evaluator.terms(grid)
     stable, delta = _values(terms.stable, grid), _values(terms.delta, grid)
@@ -246,6 +248,7 @@ def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kind
         hop_inside_s=float(inside),
         hop_across_s=float(across),
         step=step,
+        hand_on_s=float(handed_on),
     )
     return kinds, work
 

@@ -99,6 +99,19 @@ def test_sends_beside_compute() -> None:
     assert timeline.makespan_s == 10.0
 
 
+def test_a_bridge_hands_on_inside_the_receiving_stage() -> None:
+    """Ranks of stage 1 each move twice as much (hop 1 against 0.5), and what came goes to its other ranks in
+    0.25; stage 0 has no others. F0 0-1, on its way to 2, handed on to 2.25, F0 to 3.25, B0 to 5.25, on its
+    way to 6.25, B0 to 8.25."""
+    wide = replace(stage(PLAIN, hop_s=1.0), hand_on_s=0.25)
+    spans, timeline = ran(workload(stage(PLAIN, hop_s=0.5), wide, grad_accum=1))
+    assert spans[0, "send", "send F0"] == (1.0, 2.0)
+    assert spans[1, "tensor-parallel collective", "hand on F0"] == (2.0, 2.25)
+    assert spans[1, "forward", "F0 layer 0"] == (2.25, 3.25)
+    assert spans[1, "send", "send B0"] == (5.25, 6.25)
+    assert timeline.makespan_s == 8.25
+
+
 def test_weights_come_in_one_layer_ahead() -> None:
     """Compute 2, gather 1, three layers: only the first gather is seen, forward takes 1 + 3 x 2."""
     gathered = layer(PassWork(compute_s=2.0, gather_s=1.0), PassWork(compute_s=1.0))

@@ -150,6 +150,30 @@ def test_no_term_of_the_closed_form_is_dropped(name: str) -> None:
         assert stage.delta_terms_s.keys() <= DELTA_TERMS
 
 
+def test_stages_on_different_grids_pass_the_bridge() -> None:
+    """Whole activations travel and are handed on inside the receiver's tensor-parallel group: as many seconds
+    as the closed form counts, on two stages that each meet one exchange."""
+    plan = plan_of(4, 4, tp=4, micro_batch=4, target="megatron+patches", grad_accum=4)
+    other = replace(plan.stages[1], tp=2, dp=2, micro_batch=2)
+    plan = replace(plan, stages=(plan.stages[0], other), sequence_parallel=True)
+    found = play(plan)
+    sent, handed = [0.0, 0.0], [0.0, 0.0]
+    for kind, name, stage, seconds in zip(
+        found.built.kind,
+        found.timeline.program.name,
+        found.timeline.program.device,
+        found.timeline.program.work_s,
+        strict=True,
+    ):
+        sent[stage] += seconds * (kind == "send")
+        handed[stage] += seconds * name.startswith("hand on")
+    counted = [stage.stable_terms_s["pipeline_p2p"] * 4 for stage in found.prediction.stages]
+    # A transfer takes as long as on the side whose ranks move more, here the first stage's.
+    assert sent[0] == pytest.approx(sent[1])
+    assert sent[0] + handed[0] == pytest.approx(counted[0])
+    assert 0.0 < handed[1] < counted[1]
+
+
 @pytest.mark.parametrize("name", RICH)
 def test_memory_over_time_reaches_the_predicted_peak(name: str) -> None:
     found = play(RICH[name])
