@@ -101,6 +101,8 @@ def layer_memory(model: ModelSpec, options: LayerOptions, target: Target) -> Lay
     hidden, activated = HALF * TOKENS * gates * INNER, HALF * TOKENS * INNER
     # Backward of the activation: the gradients of both sides of it live, its output is gone.
     at_activation = 2 * ACTIVATION + hidden
+    if target in DEEPSPEED and _composite_gelu(model):
+        at_activation = at_activation + activated  # the gradients of both factors of its last product
     # Backward of the matrix before it: the gathered input and its gradient, activation tensors gone.
     at_input = ACTIVATION + GATHERED * (1 + SP) - activated
     candidates = [at_activation, at_input]
@@ -126,7 +128,16 @@ def _plain_modules(model: ModelSpec) -> Expr:
     transformers: an RMSNorm its input in fp32 and the normalised input in half precision, where a fused one
     keeps the input; a gated MLP silu(gate) beside gate, up and their product."""
     norms = 2 * FULL * ROWS * HIDDEN if model.norm == "rmsnorm" else ZERO
-    return norms + (HALF * TOKENS * INNER if model.gated_mlp else ZERO)
+    gelu = 3 * HALF * TOKENS * INNER if _composite_gelu(model) else ZERO
+    return norms + gelu + (HALF * TOKENS * INNER if model.gated_mlp else ZERO)
+
+
+def _composite_gelu(model: ModelSpec) -> bool:
+    """GPT-2 in transformers spells its GELU out (NewGELUActivation): beside input and output it keeps half
+    the input, the hyperbolic tangent, and one more than that. Models of its shape, with learned positions and
+    a key head for each query head, are trained with that module; later ones have a fused GELU, OPT none."""
+    like_gpt2 = model.learned_positions > 0 and model.kv_heads == model.heads
+    return like_gpt2 and model.activation == "gelu" and not model.gated_mlp
 
 
 def _mist_transients(model: ModelSpec, options: LayerOptions, saved: Expr) -> tuple[Expr, Expr]:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the test framework environment")
+pytest.importorskip("transformers", reason="needs the test framework environment")
+import warm_start_server
+
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.conventions import DEEPSPEED
 from mist_megatron.cost.grid import StageRole
@@ -21,13 +23,15 @@ from mist_megatron.cost.memory import stage_memory
 from mist_megatron.spec.model_document import model_from_mapping
 
 SHAPES = [
-    # hidden, ffn, heads, layers, vocab, batch, seq
-    (512, 2048, 8, 4, 1000, 2, 512),
-    (512, 2048, 8, 4, 32000, 2, 512),
-    (1024, 4096, 16, 2, 500, 1, 1024),
-    (1024, 4096, 16, 6, 50304, 4, 1024),
-    (768, 3072, 12, 12, 50257, 8, 512),
-    (2048, 8192, 16, 3, 4096, 1, 2048),
+    # hidden, ffn, heads, layers, vocab, batch, seq, and 1 for GPT-2's positions and activation
+    (512, 2048, 8, 4, 1000, 2, 512, 0),
+    (512, 2048, 8, 4, 32000, 2, 512, 0),
+    (1024, 4096, 16, 2, 500, 1, 1024, 0),
+    (1024, 4096, 16, 6, 50304, 4, 1024, 0),
+    (768, 3072, 12, 12, 50257, 8, 512, 0),
+    (2048, 8192, 16, 3, 4096, 1, 2048, 0),
+    (1024, 4096, 16, 2, 500, 2, 1024, 1),
+    (512, 2048, 8, 4, 32000, 2, 512, 1),
 ]
 PROGRAM = Path(__file__).parent / "track_peak.py"
 
@@ -37,7 +41,12 @@ def tracked() -> dict[tuple[int, ...], int]:
     """All shapes in one process: torch's default type and tracker hooks stay out of this one."""
     arguments = [",".join(map(str, shape)) for shape in SHAPES]
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(PROGRAM), *arguments],
+        env=warm_start_server.environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(SHAPES, map(int, done.stdout.split()), strict=True))
@@ -45,11 +54,12 @@ def tracked() -> dict[tuple[int, ...], int]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_peak_within_two_percent(shape, tracked):
-    hidden, ffn, heads, layers, vocab, batch, seq = shape
+    hidden, ffn, heads, layers, vocab, batch, seq, gpt2 = shape
     model = model_from_mapping(
         {
             "family": "gpt", "layers": layers, "hidden": hidden, "ffn_hidden": ffn, "heads": heads,
             "vocab": vocab, "linear_bias": False, "tied_embeddings": False,
+            "rotary": not gpt2, "learned_positions": gpt2 * seq,
         },
         "model",
     )  # fmt: skip

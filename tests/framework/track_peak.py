@@ -1,20 +1,25 @@
-"""Prints the tracked peak of one training step per shape hidden,ffn,heads,layers,vocab,batch,seq."""
+"""Prints the tracked peak of one training step per shape hidden,ffn,heads,layers,vocab,batch,seq,gpt2.
+
+The last is 1 for learned positions and GPT-2's own activation.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from transformers.activations import NewGELUActivation
 
 
 class Layer(nn.Module):
-    def __init__(self, hidden: int, ffn: int, heads: int) -> None:
+    def __init__(self, hidden: int, ffn: int, heads: int, activation: Callable) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.activation = heads, activation
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
         self.up, self.down = nn.Linear(hidden, ffn, bias=False), nn.Linear(ffn, hidden, bias=False)
@@ -27,19 +32,23 @@ class Layer(nn.Module):
         )
         core = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(core.transpose(1, 2).reshape(batch, seq, hidden))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(self.activation(self.up(self.norm2(x))))
 
 
 class Model(nn.Module):
-    def __init__(self, hidden: int, ffn: int, heads: int, layers: int, vocab: int) -> None:
+    def __init__(self, hidden: int, ffn: int, heads: int, layers: int, vocab: int, positions: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, hidden)
-        self.layers = nn.ModuleList(Layer(hidden, ffn, heads) for _ in range(layers))
+        self.positions = nn.Parameter(torch.zeros(positions, hidden)) if positions else None
+        activation = NewGELUActivation() if positions else F.gelu
+        self.layers = nn.ModuleList(Layer(hidden, ffn, heads, activation) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
@@ -47,9 +56,10 @@ class Model(nn.Module):
         return loss, logits  # as Hugging Face models do: the logits live on in the output
 
 
-def peak_bytes(hidden: int, ffn: int, heads: int, layers: int, vocab: int, batch: int, seq: int) -> int:
+def peak_bytes(hidden: int, ffn: int, heads: int, layers: int, vocab: int, *rest: int) -> int:
+    batch, seq, gpt2 = rest
     with FakeTensorMode():
-        model = Model(hidden, ffn, heads, layers, vocab)
+        model = Model(hidden, ffn, heads, layers, vocab, gpt2 * seq)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         tokens = torch.zeros(batch, seq, dtype=torch.long)
