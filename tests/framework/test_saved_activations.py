@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
+import warm_start_server
 from measure_layers import RECOMPUTE, SHAPES, LayerShape
 
 from mist_megatron.cost import symbols as s
@@ -46,14 +47,13 @@ def measured(tp: int) -> dict[str, dict[str, int]]:
     path = os.pathsep.join([str(HERE), str(root), os.environ.get("PYTHONPATH", "")])
     workers = []
     for rank in range(tp):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(tp),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
+        environment = warm_start_server.environment(
+            PYTHONPATH=path,
+            RANK=str(rank),
+            WORLD_SIZE=str(tp),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
         command = [sys.executable, str(HERE / "measure_layers.py"), str(tp)]
         workers.append(
             subprocess.Popen(

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
 pytest.importorskip("deepspeed", reason="needs the test framework environment")
+import warm_start_server
+
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.conventions import DEEPSPEED, MEGATRON
 from mist_megatron.cost.grid import StageRole
@@ -33,16 +35,15 @@ def allocated(case: str, ranks: int) -> dict[str, int]:
     path = os.pathsep.join([str(HERE), str(HERE.parent.parent / "patches"), str(HERE.parent.parent)])
     workers = []
     for rank in range(ranks):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "DS_ACCELERATOR": "cpu",
-        }
+        environment = warm_start_server.environment(
+            PYTHONPATH=path,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            DS_ACCELERATOR="cpu",
+        )
         command = [sys.executable, str(HERE / "measure_states.py"), case]
         workers.append(
             subprocess.Popen(
