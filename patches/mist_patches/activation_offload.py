@@ -27,9 +27,14 @@ import torch
 from torch import nn
 
 from mist_patches.hooking import PatchRefused, check_fraction, log
+from mist_patches.pinned_memory import Pool
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay: a copy has a fixed cost of some 10 microseconds, 0.25 MB at 25 GB/s."""
+
+
+_POOL = Pool()
+"""One for all lists of layers of a process: chunks of a stage are not at their peaks together."""
 
 
 @dataclass
@@ -52,6 +57,7 @@ class _Copy:
         "__weakref__",
         "back",
         "back_event",
+        "compute",
         "device",
         "host",
         "out_event",
@@ -61,8 +67,8 @@ class _Copy:
     )
 
     def __init__(self, tensor: torch.Tensor, streams: _Streams) -> None:
-        self.device, self.streams = tensor.device, streams
-        self.source = self.back = self.out_event = self.back_event = None
+        self.device, self.streams, self.compute = tensor.device, streams, streams.current()
+        self.source = self.back = self.host = self.out_event = self.back_event = None
         self.used = False
         self.host, self.out_event = streams.to_host(tensor)
         self.source = None if self.out_event is None else tensor
@@ -70,7 +76,7 @@ class _Copy:
     def leave(self) -> None:
         """Give the device memory back; the compute stream waits for the copy, the host does not."""
         if self.out_event is not None and not self.out_event.query():
-            self.streams.wait(self.out_event)
+            self.streams.wait(self.out_event, self.compute)
         self.source = self.out_event = None
 
     def fetch(self) -> None:
@@ -82,20 +88,23 @@ class _Copy:
 
     def use(self) -> torch.Tensor:
         self.fetch()
-        self._arrive()
+        self._arrive(self.streams.current())
         self.used = True
         assert self.back is not None
         return self.back
 
-    def _arrive(self) -> None:
+    def _arrive(self, stream: Any) -> None:
         if self.back_event is not None:
-            self.streams.wait(self.back_event)
+            self.streams.wait(self.back_event, stream)
             self.back_event = None
 
     def __del__(self) -> None:
         # The compute stream may be given this memory again, but not before copies from and to it are done.
-        self._arrive()
+        # It is named, since the garbage collector may run in a thread whose current stream is another.
+        self._arrive(self.compute)
         self.leave()
+        if self.host is not None:
+            self.streams.give_back(self.host)
 
 
 class _Streams:
@@ -103,18 +112,27 @@ class _Streams:
 
     Device memory belongs to the compute stream throughout: it is allocated there, and given back once that
     stream waits for the last copy that touches it. So however far the host runs ahead of the GPU, what
-    is in flight is bounded.
+    is in flight is bounded. Host memory is given back at the same moment, and its next copy begins behind
+    what that stream waits for.
     """
 
     def __init__(self) -> None:
         self.gpu = torch.cuda.is_available()
         self.out = torch.cuda.Stream() if self.gpu else None
         self.back = torch.cuda.Stream() if self.gpu else None
+        self.pool = _POOL
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream() if self.gpu else None
+
+    def give_back(self, host: torch.Tensor) -> None:
+        if self.gpu:
+            self.pool.give(host)
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         if not self.gpu:
             return tensor.detach().clone(), None
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        host = self.pool.take(tensor.nbytes)
         return host, self._copy(self.out, host, tensor)
 
     def to_device(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
@@ -129,8 +147,8 @@ class _Streams:
             target.copy_(source, non_blocking=True)
             return side.record_event()
 
-    def wait(self, event: Any) -> None:
-        torch.cuda.current_stream().wait_event(event)
+    def wait(self, event: Any, stream: Any) -> None:
+        stream.wait_event(event)
 
 
 @dataclass(eq=False)

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from mist_patches.pinned_memory import pinned
+
 
 @dataclass
 class Meter:
@@ -90,7 +92,7 @@ class Held:
         self._sizes = [flat.untyped_storage().nbytes() for flat in self.flats]
         self.nbytes = sum(self._sizes)
         self.host = [
-            torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=self.streams.gpu)
+            pinned(flat.shape, flat.dtype) if self.streams.gpu else torch.empty_like(flat, device="cpu")
             for flat in self.flats
         ]
         self.meter.add(self.nbytes)
@@ -115,6 +117,8 @@ class Held:
         if self.zeros:
             for flat in self.flats:
                 flat.zero_()
+            if self.streams.gpu:  # whoever uses them may do so on another stream
+                self.event = torch.cuda.current_stream().record_event()
             return
         self.event = self.streams.copy(self.streams.into, self.flats, self.host)
         self.meter.moved_in_bytes += self.nbytes

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mist_patches.hooking import PatchRefused, log, replace
+from mist_patches.megatron_optimizer_fraction import DISTRIBUTED_PARAMETERS
 from mist_patches.stage_grids import StageGrid, StageGrids, read_grids
 
 INITIALIZE = (
@@ -192,7 +193,7 @@ def hook_stage_grids(document: Mapping[str, Any]) -> Callable[[], None]:
         replace(schedules, "P2PCommunicator", ("pp_group", "config"), lambda original: GridCommunicator),
         replace(DistributedDataParallel, "__init__", _DDP, _average_over_last_stage),
         replace(MegatronOptimizer, "_filter_grads_for_norm", _FILTER, _count_once),
-        replace(DistributedOptimizer, "__init__", _DISTRIBUTED, _number_shards),
+        replace(DistributedOptimizer, "__init__", DISTRIBUTED_PARAMETERS, _number_shards),
         replace(LanguageModule, "setup_embeddings_and_output_layer", ("self",), _refuse_tied),
     ]
     log.info("stage grids: %s", grids.described())
@@ -247,19 +248,6 @@ _DDP = (
     "full_param_layout",
 )
 _FILTER = ("self", "params", "param_filter")
-_DISTRIBUTED = (
-    "self",
-    "optimizer",
-    "config",
-    "grad_scaler",
-    "init_state_fn",
-    "model_chunks",
-    "per_model_buffers",
-    "data_parallel_group",
-    "data_parallel_group_gloo",
-    "data_parallel_group_idx",
-    "distributed_optimizer_instance_id",
-)
 
 
 def _average_over_last_stage(original: Any) -> Any:

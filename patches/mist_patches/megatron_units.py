@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import nn
 
-from mist_patches.hooking import PatchRefused, replace
+from mist_patches.hooking import PatchRefused, refuse_graphs, replace
 from mist_patches.host_copies import Held
 from mist_patches.megatron_activation_offload import BLOCK_PARAMETERS
 
@@ -176,11 +176,7 @@ def _check(patch: str, config: Any, ddp_config: Any) -> None:
             raise PatchRefused(
                 f"{patch}: {name}={value} is not supported: parameters live outside the buffers"
             )
-    graphs = getattr(config, "cuda_graph_impl", "none")
-    if getattr(config, "enable_cuda_graph", False) or graphs not in (None, "none"):
-        raise PatchRefused(
-            f"{patch}: CUDA graphs replay without calling Python, where this patch does its work"
-        )
+    refuse_graphs(patch, config)
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise PatchRefused(f"{patch}: overlap_moe_expert_parallel_comm runs layers without calling them")
 

@@ -183,6 +183,12 @@ def _device_queries(torch, cpu) -> None:
     c.default_generators = {cpu: generator, 0: generator}
     c._lazy_call = lambda f, **k: f()
     c._lazy_init = lambda: None
+    registered: dict[int, int] = {}  # address -> bytes, by the two calls that pin memory in its place
+    c.cudart = lambda: types.SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: registered.update({address: size}) or 0,
+        cudaHostUnregister=lambda address: registered.pop(address) and 0,
+        registered=registered,
+    )
 
 
 def _creation_on_cpu(torch, cpu) -> None:

@@ -199,7 +199,11 @@ class Trainer:
         self.case = case
         self.bytes: dict[str, int] = {}
         self.chunks = build_chunks(case, config)
+        gc.collect()
+        gc.disable()  # what is alive when the optimizer stands shall not be the collector's choice
         self.optimizer = build_optimizer(case, stage, self.chunks, dtype)
+        self.hybrids = hybrid_copies()
+        gc.enable()
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
         if case.overlap:
@@ -280,6 +284,17 @@ def state_bytes(chunks: list[Any]) -> dict[str, int]:
             found[f"{kind}_visiting"] = held[0].meter.peak_bytes
             held[0].meter.peak_bytes = held[0].meter.now_bytes
     return found
+
+
+def hybrid_copies() -> list[int]:
+    """Bytes of parameters that each living HybridDeviceOptimizer has copied, to host or device."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    return sorted(
+        sum(p.nbytes for p in {*one.param_to_fp32_param.values(), *one.gpu_params_map_cpu_copy.values()})
+        for one in gc.get_objects()
+        if type(one) is HybridDeviceOptimizer
+    )
 
 
 def native_bytes() -> int:
@@ -380,6 +395,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
     for p in parameters:
         digest.update(p.detach().float().numpy().tobytes())
     found: dict[str, Any] = {
+        "hybrids": trainer.hybrids,
         "models": sum(type(one) is type(model) for one in gc.get_objects()),
         "bytes": trainer.bytes,
         "checksum": sum(float(p.detach().double().square().sum()) for p in parameters),
@@ -398,6 +414,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
             sum(p.numel() for group in groups for p in group["params"])
             for groups in (hybrid.cpu_param_groups, hybrid.gpu_param_groups)
         ]
+        found["parameters"] = sum(count)
         found["host_share"] = count[0] / sum(count)
         found["largest_shard_share"] = max(p.numel() for g in hybrid.param_groups for p in g["params"]) / sum(
             count

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
+import warm_start_server
 from patched_megatron import Case, as_argument
 
 HERE = Path(__file__).parent
@@ -36,15 +37,14 @@ def _run(argument: str, processes: int, megatron: str) -> tuple[tuple[dict, ...]
     port = str(free_port())
     workers = []
     for rank in range(processes):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
+        environment = warm_start_server.environment(
+            PYTHONPATH=path,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(processes),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
         workers.append(
             subprocess.Popen(
                 [sys.executable, str(HERE / "patched_megatron.py"), argument],
@@ -127,6 +127,9 @@ def test_exact_optimizer_fraction():
     assert_same(native, exact)
     assert abs(exact[0]["host_share"] - 0.5) < abs(native[0]["host_share"] - 0.5)
     assert exact[0]["host_share"] == pytest.approx(0.5, abs=0.01)
+    # Megatron's first optimizer, on whole parameters, stays alive beside the one on shards.
+    assert len(native[0]["hybrids"]) == 2 and min(native[0]["hybrids"]) > 0
+    assert exact[0]["hybrids"] == [4 * exact[0]["parameters"]], "fp32 copies of this rank's shards alone"
 
 
 def test_both_patches_together():

@@ -133,7 +133,7 @@ class SlowGpu(offload._Streams):
         self.returned.append(weakref.ref(back))
         return back, self.Event(self, number)
 
-    def wait(self, event):
+    def wait(self, event, stream):
         event.done = True
         if event.copy != "out":
             self.order.append(("use", event.copy))

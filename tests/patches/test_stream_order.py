@@ -1,0 +1,227 @@
+"""Copies beside compute, checked by what must happen before what; no GPU runs here, and none could show it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the patches run inside a torch process")
+
+from mist_patches import activation_offload as offload  # noqa: E402
+from mist_patches import host_copies, pinned_memory  # noqa: E402
+from mist_patches.host_copies import Held, Meter, Streams  # noqa: E402
+from mist_patches.megatron_decoupled_step import DecoupledSteps  # noqa: E402
+from stream_order import Machine, Race, stand_in  # noqa: E402
+from torch import nn  # noqa: E402
+
+SEEDS = range(40)
+
+
+@pytest.fixture
+def machine(monkeypatch, request):
+    chance = random.Random(getattr(request, "param", 0))
+    found = Machine(lambda: chance.random() < 0.3)
+    found.chance = chance
+    stand_in(monkeypatch, found)
+    for module in (host_copies, pinned_memory):
+        monkeypatch.setattr(module, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(offload, "_POOL", pinned_memory.Pool())
+    return found
+
+
+class Visits:
+    """Three units whose contents come and go as the patches have them do, in any order."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.streams = machine, Streams(gpu=True)
+        self.flats = [torch.full((4,), float(k)) for k in range(3)]
+        self.held = [Held([flat], self.streams, Meter()) for flat in self.flats]
+        self.wanted = [float(k) for k in range(3)]
+        self.engine = DecoupledSteps()
+
+    def read(self, k: int) -> None:
+        self.held[k].use()
+        self.machine.run([self.flats[k]], [])
+        assert self.flats[k].tolist() == [self.wanted[k]] * 4
+
+    def write(self, k: int) -> None:
+        self.held[k].write()
+        self._change(k)
+
+    def overwrite(self, k: int) -> None:
+        self.held[k].overwrite()
+        self.machine.run([], [self.flats[k]])
+        self.wanted[k] = 7.0
+        self.flats[k].fill_(7.0)
+
+    def fetch(self, k: int) -> None:
+        self.held[k].fetch()
+
+    def release(self, k: int) -> None:
+        self.held[k].release()
+
+    def clear(self, k: int) -> None:
+        self.held[k].clear()
+        self.wanted[k] = 0.0
+
+    def step_beside(self, k: int) -> None:
+        """As a decoupled step: fetched on the compute stream, changed beside it, released or zeroed there."""
+        self.held[k].fetch()
+        with self.engine._beside():
+            self.held[k].write()
+            self._change(k)
+            {0: self.release, 1: self.clear, 2: lambda k: None}[self.machine.chance.randrange(3)](k)
+
+    def decide(self, _: int) -> None:
+        self.engine._decided = self.machine.current.record_event()
+
+    def _change(self, k: int) -> None:
+        self.machine.run([self.flats[k]], [self.flats[k]])
+        self.wanted[k] += 1.0
+        self.flats[k].add_(1.0)
+
+    def any_order(self, steps: int = 60) -> None:
+        deeds = (self.read, self.write, self.overwrite, self.fetch, self.release, self.clear)
+        for _ in range(steps):
+            chance = self.machine.chance
+            if chance.random() < 0.2:
+                self.decide(0)  # a step is decided on behind all that ran
+                self.step_beside(chance.randrange(3))
+            else:
+                chance.choice(deeds)(chance.randrange(3))
+            if chance.random() < 0.5:
+                self.machine.run([], [])  # other work, which may be given freed memory
+        for k in range(3):
+            self.read(k)
+
+
+@pytest.mark.parametrize("machine", SEEDS, indirect=True)
+def test_state_copies_are_in_order(machine):
+    Visits(machine).any_order()
+    assert machine.operations > 50
+
+
+class Layer(nn.Module):
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine, self.one, self.two = machine, nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + torch.sigmoid(self.two(torch.sin(self.one(x))))
+
+
+def train_in_flight(machine: Machine, monkeypatch) -> None:
+    """Forward and backward passes of several micro-batches, in 1F1B's order; memory goes as the patch drops it."""
+    to_host, to_device = offload._Streams.to_host, offload._Streams.to_device
+
+    def leaving(self, tensor):
+        machine.run([], [tensor])  # the kernel that made it
+        machine.free_with(tensor, tensor)
+        return to_host(self, tensor)
+
+    def coming(self, host, device):
+        tensor, event = to_device(self, host, device)
+        machine.free_with(tensor, tensor)
+        return tensor, event
+
+    monkeypatch.setattr(offload._Streams, "to_host", leaving)
+    monkeypatch.setattr(offload._Streams, "to_device", coming)
+    layers = [Layer(machine) for _ in range(3)]
+    patch = offload.ActivationOffload(layers, 0.75, min_bytes=0)
+    unpack = patch._unpack
+
+    def used(held):
+        found = unpack(held)
+        if isinstance(held, offload._Held):
+            machine.run([held.copy.back], [])
+        machine.run([], [])
+        return found
+
+    patch._unpack = used
+    flying = []
+    for number in range(6):
+        x = torch.ones(2, 8)
+        for layer in layers:
+            x = layer(x)
+        flying.append(x.sum())
+        if number >= 2:
+            flying.pop(0).backward()
+    while flying:
+        flying.pop(0).backward()
+    patch.remove()
+    machine.run([], [])
+    assert patch.counts.offloaded_tensors > 20
+
+
+@pytest.mark.parametrize("machine", SEEDS, indirect=True)
+def test_activation_copies_are_in_order(machine, monkeypatch):
+    train_in_flight(machine, monkeypatch)
+    pool = offload._POOL
+    assert pool.used_bytes == 0 < pool.spare_bytes <= 1.25 * pool.most_used_bytes
+
+
+def caught(run, machine: Machine, tries: int = 20) -> bool:
+    for seed in range(tries):
+        machine.chance.seed(seed)
+        try:
+            run()
+        except Race:
+            return True
+    return False
+
+
+class NoWait:
+    def wait_event(self, event):
+        pass
+
+    wait_stream = wait_event
+
+
+@pytest.mark.parametrize("line", ["use", "reap", "copy", "beside"])
+def test_without_a_wait_states_race(machine, monkeypatch, line):
+    """Each wait is essential: without it some order of visits is a race."""
+    if line == "use":
+        monkeypatch.setattr(Held, "use", lambda self: (self.fetch(), setattr(self, "event", None))[0])
+    elif line == "reap":
+
+        def reap(self, keep=1):
+            while self.leaving:
+                self.leaving.pop(0).free()
+
+        monkeypatch.setattr(Streams, "reap", reap)
+    elif line == "copy":
+
+        def copy(self, side, target, source):
+            with torch.cuda.stream(side):
+                for t, s in zip(target, source, strict=True):
+                    t.copy_(s)
+                return side.record_event()
+
+        monkeypatch.setattr(Streams, "copy", copy)
+    else:
+        stream = host_copies.torch.cuda.Stream()
+        monkeypatch.setattr(type(machine.main), "wait_stream", NoWait.wait_stream)
+        assert stream is not machine.main
+    assert caught(lambda: Visits(machine).any_order(), machine)
+
+
+@pytest.mark.parametrize("line", ["arrive", "leave", "copy"])
+def test_without_a_wait_activations_race(machine, monkeypatch, line):
+    if line == "arrive":
+        monkeypatch.setattr(offload._Copy, "_arrive", lambda self, stream: None)
+    elif line == "leave":
+        monkeypatch.setattr(
+            offload._Copy,
+            "leave",
+            lambda self: (setattr(self, "source", None), setattr(self, "out_event", None)),
+        )
+    else:
+
+        def copy(self, side, target, source):
+            with torch.cuda.stream(side):
+                target.copy_(source)
+                return side.record_event()
+
+        monkeypatch.setattr(offload._Streams, "_copy", copy)
+    assert caught(lambda: train_in_flight(machine, monkeypatch), machine)
