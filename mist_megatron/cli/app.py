@@ -6,6 +6,7 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 REPORT = "this is a bug of mist-megatron: please report it with the lines above"
 INTERRUPTED = 130
 """128 + SIGINT, what shells expect of an interrupted program."""
+TERMINATED = 143
+"""128 + SIGTERM."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a full disk, a full quota and a limit on the size of files answer to a write."""
 
@@ -103,7 +106,27 @@ def start(
 def main() -> None:
     """The `mist-megatron` script."""
     sys.stdout, sys.stderr = _lenient(sys.stdout), _lenient(sys.stderr)
-    sys.exit(run(sys.argv[1:]))
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
+    code = run(sys.argv[1:])
+    if code in (INTERRUPTED, TERMINATED):
+        # All is cleared and said. CPython would end by the signal, not with the code, where the interrupt met
+        # the exec of a string (pythonrun.c, unhandled_keyboard_interrupt), and tell of what it then drops.
+        sys.stdout.flush()
+        os._exit(code)
+    # The answer is out: an interrupt from here on ends the process without a word of the interpreter.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
+
+
+class Terminated(BaseException):
+    """A batch system ends the job: as an exception, so that half-written folders and workers are cleared."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second ends it at once
+    raise Terminated
 
 
 def _lenient(stream: TextIO | None) -> TextIO:
@@ -152,6 +175,9 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         _show("interrupted")
         return INTERRUPTED
+    except Terminated:
+        _show("terminated")
+        return TERMINATED
     except BrokenPipeError:
         return _reader_left()
     except SystemExit as left:

@@ -16,6 +16,8 @@ from mist_megatron.cli.options import JobOptions, read_job
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.emit import convert as conversion
 from mist_megatron.emit.convert import Question
+from mist_megatron.emit.convert_patches import bare_findings
+from mist_megatron.emit.deepspeed_arguments import DEEPSPEED_ARRAYS, argument_findings, read_array
 from mist_megatron.emit.deepspeed_read import Finding, filled_in, patch_findings, read_config, with_patches
 from mist_megatron.emit.loose_json import read_loose
 from mist_megatron.emit.megatron_lint import lint_megatron
@@ -63,8 +65,12 @@ def lint(
     Exit code 2 when something would be rejected.
     """
     text = read_text(file)
+    beside = None if _is_deepspeed(text) else _config_beside(text, file)
     if _is_deepspeed(text):
         found = _deepspeed(text, file, job, checkpointing=checkpointing)
+    elif beside is not None:
+        found = _deepspeed(read_text(beside), beside, job, checkpointing=checkpointing)
+        found = replace(found, findings=(*found.findings, *_arguments(text, found.plan, file)))
     else:
         found = _megatron(text, file, job)
     priced = None if found.plan is None else _price(found.plan)
@@ -93,6 +99,27 @@ def _is_deepspeed(text: str) -> bool:
     return isinstance(found, dict) and "arguments" not in found
 
 
+def _config_beside(text: str, file: Path) -> Path | None:
+    """The JSON beside arguments that were emitted for DeepSpeed, which say nothing without it."""
+    if not any(f"{name}=(" in text for name in DEEPSPEED_ARRAYS):
+        return None
+    config = file.parent / "ds_config.json"
+    if not config.is_file():
+        raise InputError(
+            f"{file}: arguments of a DeepSpeed plan, without the ds_config.json that belongs beside them",
+            details=("try: lint it in its folder, or lint ds_config.json itself",),
+        )
+    return config
+
+
+def _arguments(text: str, plan: Plan | None, file: Path) -> tuple[Finding, ...]:
+    """Where the arguments of a DeepSpeed plan and the rest of its folder disagree."""
+    if plan is None:
+        return ()
+    told = {name: read_array(text, name, str(file)) for name in DEEPSPEED_ARRAYS}
+    return argument_findings(plan, told)
+
+
 def _deepspeed(text: str, file: Path, job: JobOptions, *, checkpointing: bool) -> Linted:
     where = str(file)
     reading = read_config(read_loose(text, where), deepspeed_schema(probe=True))
@@ -106,20 +133,27 @@ def _deepspeed(text: str, file: Path, job: JobOptions, *, checkpointing: bool) -
         if job.model is None or job.gpus is None:
             return Linted(kind="deepspeed", findings=reading.findings, plan=None)
         about = read_job(_with_batch(job, reading)).job
+    patched = about.target == "deepspeed+patches" and document is None
     question = Question(
         model=about.model,
         cluster=about.cluster,
         training=about.training,
         checkpointing=checkpointing,
         may_checkpoint=False,
+        target="deepspeed+patches" if patched else "deepspeed",
     )
     plan = conversion.as_written(reading, question)
     if document is None:
-        return Linted(kind="deepspeed", findings=reading.findings, plan=plan)
+        refused = _refused(plan, "--target") if patched else ()
+        more = (*bare_findings(reading), *refused) if patched else ()
+        return Linted(kind="deepspeed", findings=(*reading.findings, *more), plan=plan)
     plan = with_patches(plan, reading, document, where)
-    refused = [Finding(level="rejected", key="stages.json", message=rule) for rule in violations(plan)]
-    findings = (*reading.findings, *patch_findings(reading, document), *refused)
+    findings = (*reading.findings, *patch_findings(reading, document), *_refused(plan, "stages.json"))
     return Linted(kind="deepspeed", findings=findings, plan=plan)
+
+
+def _refused(plan: Plan, key: str) -> tuple[Finding, ...]:
+    return tuple(Finding(level="rejected", key=key, message=rule) for rule in violations(plan))
 
 
 def _megatron(text: str, file: Path, job: JobOptions) -> Linted:

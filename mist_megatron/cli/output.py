@@ -23,6 +23,9 @@ MOST_FOLDED = 44
 PIPED = 80
 """Columns where nobody says how many there are."""
 
+SENTENCE = 20
+"""Least width of a column that wraps its cells: below it a block reads better than a ladder of words."""
+
 
 class WholeWords(Console):
     """A console that wraps between words only: a path that was cut in two cannot be copied."""
@@ -67,10 +70,11 @@ class PlainTable(Table):
             _least_width((head, *texts), whole=column.no_wrap)
             for column, head, texts in zip(self.columns, heads, cells, strict=True)
         ]
-        between = 2 * len(least) - 1
-        if not least or sum(least) + between <= options.max_width:
-            for column, width in zip(self.columns, least, strict=True):
-                column.min_width = width
+        room = options.max_width - (2 * len(least) - 1)
+        if sum(least) <= room:
+            most = [_line_width((head, *texts)) for head, texts in zip(heads, cells, strict=True)]
+            for column, width in zip(self.columns, _widths(least, most, room), strict=True):
+                column.width = width
             yield from super().__rich_console__(console, options)
             return
         for row in zip(*cells, strict=True):
@@ -78,10 +82,27 @@ class PlainTable(Table):
 
 
 def _least_width(texts: Sequence[str], *, whole: bool) -> int:
-    """Of a column that cuts no word, or where cells stand whole, no cell."""
+    """Of a column that cuts no word, or where cells stand whole, no cell; sentences get room for some."""
     if whole:
         return max(map(cell_len, texts))
-    return min(max((cell_len(word) for text in texts for word in text.split()), default=0), MOST_FOLDED)
+    longest = max((cell_len(word) for text in texts for word in text.split()), default=0)
+    return max(min(longest, MOST_FOLDED), min(_line_width(texts), SENTENCE))
+
+
+def _line_width(texts: Sequence[str]) -> int:
+    """Of a column that wraps nothing."""
+    return max(max(map(cell_len, text.split("\n"))) for text in texts)
+
+
+def _widths(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
+    """Columns that need little more get all of it; the others share what is left."""
+    widths, left = list(least), room - sum(least)
+    wanting = sorted(range(len(least)), key=lambda index: most[index] - least[index])
+    for position, index in enumerate(wanting):
+        more = min(max(most[index] - least[index], 0), left // (len(wanting) - position))
+        widths[index] += more
+        left -= more
+    return widths
 
 
 def _block(heads: Sequence[str], row: Sequence[str], width: int) -> RenderResult:

@@ -50,12 +50,11 @@ def show(name: NAME, *, output: OutputOptions) -> None:
     plan = _load(path)
     output.finish({**_row_document(name, plan), "files": sorted(p.name for p in path.parent.iterdir())})
     if not output.json:
-        from rich.markdown import Markdown
-
+        from mist_megatron.cli.pages import Page
         from mist_megatron.spec.load import read_text
 
         for page in ("README.md", "WHY.md"):
-            output.people.print(Markdown(read_text(path.parent / page)))
+            output.people.print(Page(read_text(path.parent / page)))
 
 
 def copy(

@@ -1,0 +1,61 @@
+"""Interrupts and the end of a batch job, sent to real processes: one line, the code of the signal, no remains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+TUNE = ("tune", "--model", "gpt3-7b", "--gpus", "32", "--out", "run")
+
+
+def ended_at(tmp_path, module: str, number: signal.Signals) -> tuple[int, str]:
+    """Exit code and last words of a `tune` that got the signal right after it had imported a module."""
+    command = [sys.executable, "-X", "importtime", "-m", "mist_megatron", *TUNE]
+    said = []
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stderr=pipe, stdout=pipe, text=True) as process:
+        for line in process.stderr:
+            if not line.startswith("import time:"):
+                said.append(line)
+            elif line.rpartition("|")[2].strip() == module:
+                process.send_signal(number)
+    return process.returncode, "".join(said)
+
+
+@pytest.mark.parametrize("module", ["typer.models", "rich.style", "numpy"])
+def test_an_interrupt_during_imports_is_one_line(tmp_path, module):
+    code, said = ended_at(tmp_path, module, signal.SIGINT)
+    assert (code, said) == (130, "error: interrupted\n")
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_end_of_a_job_is_one_line(tmp_path):
+    code, said = ended_at(tmp_path, "numpy", signal.SIGTERM)
+    assert (code, said) == (143, "error: terminated\n")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_write_that_is_ended_leaves_nothing(tmp_path, number, code):
+    """The signal comes when the first file of the folder is being written."""
+    program = """
+import os
+from pathlib import Path
+from mist_megatron.cli import app
+write = Path.write_text
+def write_text(path, text, **options):
+    write(path, text, **options)
+    os.kill(os.getpid(), NUMBER)
+Path.write_text = write_text
+app.main()
+"""
+    words = ("recipes", "copy", "gpt3-7b-2x8-l4", "new")
+    command = [sys.executable, "-c", program.replace("NUMBER", str(int(number))), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == []
