@@ -8,8 +8,9 @@ A layer pass is a chain on the compute and GPU-GPU streams. Beside it run, by Mi
 layer k + 1 needs comes in while layer k computes, what layer k - 1 made goes out meanwhile, and layer k + 1
 waits for that, because buffers are two layers deep. (Reductions of ZeRO 0 and 1, whose gradients have a place
 of their own, hold nothing up.) Transfers that compute waits for go before those that it does not, which
-stands for the share of the network that they would get. The first layer of a pass fetches when its pass
-begins; what its last layer made leaves beside whatever comes next.
+stands for the share of the network that they would get. Sends that a stage computes beside share links with
+collectives, half and half, where both stay inside a node or both leave it. The first layer of a pass
+fetches when its pass begins; what its last layer made leaves beside whatever comes next.
 
 Where layers step before their first forward, a stage that waits for its first input steps as soon as it is
 done with the iteration before: eq. 1 counts on that, and measured runs of Mist (its artifact, GPT-7B on 8 L4)
@@ -110,7 +111,10 @@ class _Builder:
 
     def add(self, kind: str, name: str, rank: int, stream: Stream, work_s: float, after: list[int]) -> int:
         self.built.kind.append(kind)
-        return self.built.program.add(name, rank, stream, work_s, after)
+        event = self.built.program.add(name, rank, stream, work_s, after)
+        if kind in self.work.stages[rank].between_nodes:
+            self.built.program.between_nodes.add(event)
+        return event
 
     def build(self) -> Built:
         """One iteration, after another one where they reach into each other."""
@@ -209,6 +213,8 @@ class _Builder:
         stream = Stream.SEND if self.built.sends_overlap else Stream.GPU_TO_GPU
         send = self.add("send", f"send {step}", number, stream, hop_s, rank.end)
         self.built.program.urgent.add(send)
+        if across:
+            self.built.program.between_nodes.add(send)
         self.arrived[key] = send
         if not self.built.sends_overlap:
             rank.holds = [send]
@@ -425,6 +431,7 @@ def last_iteration(built: Built, timeline: Timeline) -> tuple[Built, Timeline, f
         whole.name[start:],
         [tuple(event - start for event in after if event >= start) for after in whole.after[start:]],
         {event - start for event in whole.urgent if event >= start},
+        {event - start for event in whole.between_nodes if event >= start},
     )
     period_s = timeline.makespan_s - float(timeline.end_s[:start].max())
     origin_s = float(timeline.start_s[start:].min())

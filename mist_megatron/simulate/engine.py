@@ -35,7 +35,8 @@ class Stream(IntEnum):
     its own pace whatever the GPU does, and slows nothing down."""
     SEND = 5
     """Boundary tensors that leave while the stage computes on: a communicator of its own, so that
-    tensor-parallel collectives do not queue behind them. It slows others down as GPU-GPU traffic does."""
+    tensor-parallel collectives do not queue behind them. It slows others down as GPU-GPU traffic does; beside
+    GPU-GPU traffic over the same kind of link, either gets half of the bandwidth."""
 
 
 STREAMS = len(Stream)
@@ -64,6 +65,8 @@ class Program:
     after: list[tuple[int, ...]] = field(default_factory=list)
     urgent: set[int] = field(default_factory=set)
     """Events that their stream runs before others: what compute waits for, before what it does not."""
+    between_nodes: set[int] = field(default_factory=set)
+    """Transfers over links between nodes; all others use links inside one."""
 
     def add(self, name: str, device: int, stream: Stream, work_s: float, after: Sequence[int] = ()) -> int:
         """Append one event and return its number. `after` names events that must end first."""
@@ -131,6 +134,15 @@ _STREAMS_OF = [tuple(k for k in range(STREAMS) if mask >> k & 1) for mask in ran
 """Streams of each set of active streams."""
 
 
+_BOTH = 1 << Stream.GPU_TO_GPU | 1 << Stream.SEND
+
+
+def halved(speeds: tuple[float, ...]) -> tuple[float, ...]:
+    """Speeds where sends and GPU-GPU traffic share a link."""
+    shares = (0.5 if stream in (Stream.GPU_TO_GPU, Stream.SEND) else 1.0 for stream in Stream)
+    return tuple(speed * share for speed, share in zip(speeds, shares, strict=True))
+
+
 def speed_table(factors: Array) -> list[tuple[float, ...]]:
     """Speeds (1 / slowdown) per set of active streams, from the (16, 4) interference table. A busy host
     changes nothing for the others, and sends count as GPU-GPU traffic."""
@@ -151,6 +163,7 @@ class _Run:
     def __init__(self, program: Program, factors: Array) -> None:
         self.program = program
         self.speeds = speed_table(factors)
+        self.shared = [halved(speeds) for speeds in self.speeds]
         self.devices = [_Device() for _ in range(program.devices)]
         count = len(program.name)
         self.waits = [len(after) for after in program.after]
@@ -207,12 +220,20 @@ class _Run:
                 self.begin(waiting.popleft(), now_s, event, touched)
         return ready
 
+    def on_one_link(self, device: _Device) -> bool:
+        """Whether what a device sends and its other GPU-GPU traffic share a link. What arrives meanwhile is
+        not asked: links carry as much in either direction, and neighbours send as this one does."""
+        between = self.program.between_nodes
+        sent, moved = device.active[Stream.SEND], device.active[Stream.GPU_TO_GPU]
+        return (sent in between) == (moved in between)
+
     def reschedule(self, touched: set[int]) -> None:
         for number in touched:
             device = self.devices[number]
             device.version += 1
             if device.mask:
-                device.rates = self.speeds[device.mask]
+                one_link = device.mask & _BOTH == _BOTH and self.on_one_link(device)
+                device.rates = (self.shared if one_link else self.speeds)[device.mask]
                 heappush(self.heap, (device.next_end_s(), number, device.version))
 
 

@@ -21,6 +21,7 @@ from mist_megatron.cost.stage_time import accumulation_seconds, edge_grid, layer
 from mist_megatron.cost.step_time import boundary_seconds
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, PassStreams, TimeContext
 from mist_megatron.cost.traffic import layer_traffic
+from mist_megatron.spec.layout import nodes_of, stage_ranks, tensor_groups
 from mist_megatron.spec.plan import Plan, StagePlan
 
 
@@ -100,6 +101,8 @@ class StageWork:
     step: StepWork
     hand_on_s: float = 0.0
     """One that came over a bridge, to the rest of the tensor-parallel group."""
+    between_nodes: frozenset[str] = frozenset()
+    """Kinds of its collectives that have ranks on several nodes."""
 
     @property
     def pass_s(self) -> tuple[float, float, float]:
@@ -177,7 +180,8 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         if key not in kinds:
             kinds[key] = _priced(plan, position, evaluator)
         found, work = kinds[key]
-        stages.append(replace(work, chunks=_chunks(plan, position, found, layer)))
+        chunks, crossing = _chunks(plan, position, found, layer), _between_nodes(plan, position)
+        stages.append(replace(work, chunks=chunks, between_nodes=crossing))
         layer += stage.layers
     prices = {work for found, _ in kinds.values() for work in found.passes()}
     template = context.template
@@ -189,6 +193,19 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         step_waits_for_all=template.grad_norm_pass,
         steps_early=template.step_in_first_forward,
         sends_overlap=plan.vpp > 1 and template.boundary_overlaps_when_interleaved,
+    )
+
+
+def _between_nodes(plan: Plan, position: int) -> frozenset[str]:
+    """Replicas of the same weights are those at the same place of their tensor-parallel groups."""
+    ranks, tp = stage_ranks(plan, position), plan.stages[position].tp
+    groups = {
+        "tensor-parallel collective": tensor_groups(plan, position),
+        "weight gather": [ranks[place::tp] for place in range(tp)],
+        "gradient reduction": [ranks[place::tp] for place in range(tp)],
+    }
+    return frozenset(
+        kind for kind, found in groups.items() if any(len(nodes_of(plan, group)) > 1 for group in found)
     )
 
 

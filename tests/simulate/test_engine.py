@@ -44,6 +44,19 @@ def test_late_start_counts_only_the_overlap():
     assert timeline.end_s.tolist() == pytest.approx([5.5, 1.0, 5.5])
 
 
+@pytest.mark.parametrize(
+    ("places", "ends"),
+    [(set(), [5.0, 4.0]), ({0, 1}, [5.0, 4.0]), ({0}, [3.0, 2.0]), ({1}, [3.0, 2.0])],
+)
+def test_a_send_and_a_collective_share_a_link_of_one_kind(places: set[int], ends: list[float]) -> None:
+    """3 s of collective beside 2 s of send: over one link 4 s at half speed each, then 1 s alone."""
+    program = Program(1)
+    program.add("collective", 0, Stream.GPU_TO_GPU, 3.0)
+    program.add("send", 0, Stream.SEND, 2.0)
+    program.between_nodes.update(places)
+    assert run_program(program, ALONE).end_s.tolist() == pytest.approx(ends)
+
+
 def test_a_stream_is_a_queue_in_ready_order():
     program = Program(1)
     slow = program.add("slow", 0, Stream.COMPUTE, 2.0)
@@ -89,6 +102,8 @@ def programs(draw):
             draw(st.floats(0, 10)),
             after,
         )
+        if draw(st.booleans()):
+            program.between_nodes.add(number)
     return program
 
 
@@ -114,6 +129,10 @@ def test_conservation(program, slow):
             row = sum(1 << s for s in set(kinds) if s != Stream.HOST)
             for k, kind in zip(running, kinds, strict=True):
                 slow = 1.0 if kind == Stream.HOST else factors[row, kind]
+                # Two transfers over the same kind of link halve it between them.
+                alike = [j for j, s in zip(running, kinds, strict=True) if s == Stream.GPU_TO_GPU]
+                places = {j in program.between_nodes for j in alike}
+                slow *= 2.0 if k in alike and len(alike) == 2 and len(places) == 1 else 1.0
                 done[k] += (end - begin) / slow
     assert done == pytest.approx(np.array(program.work_s), abs=1e-6)
     for event, after in enumerate(program.after):

@@ -103,11 +103,21 @@ def check_conservation(found: Simulation, factors: np.ndarray) -> None:
         rows = gpu @ (1 << np.arange(Stream.HOST))
         # The host has its own pace, and sends that of GPU-GPU traffic.
         slow = np.column_stack([factors[rows], np.ones(len(rows)), factors[rows, Stream.GPU_TO_GPU]])
+        # A send and a collective over links of one kind halve them.
+        pair = [Stream.GPU_TO_GPU, Stream.SEND]
+        between = np.isin(owner[:, pair], list(program.between_nodes))
+        shared = active[:, pair].all(axis=1) & (between[:, 0] == between[:, 1])
+        slow[np.ix_(shared, pair)] *= 2.0
         done = np.zeros(found.events + 1)
         np.add.at(done, owner, np.diff(edges)[:, None] / slow)
         assert done[mine] == pytest.approx(np.array(program.work_s)[mine], abs=tiny)
     for event, after in enumerate(program.after):
         assert all(timeline.end_s[k] <= timeline.start_s[event] + tiny for k in after)
+
+
+def one_node(plan: Plan) -> Plan:
+    gpus = plan.cluster.gpus
+    return replace(plan, cluster=replace(plan.cluster, nodes=1, gpus_per_node=gpus))
 
 
 RICH = {
@@ -121,6 +131,9 @@ RICH = {
         execution=Execution(overlap_grad_reduce=True, overlap_param_gather=True),
     ),
     "megatron, interleaved": plan_of(4, 4, 4, 4, target="megatron", schedule="interleaved", vpp=2, dp=2),
+    "megatron, interleaved on one node": one_node(
+        plan_of(4, 4, target="megatron", schedule="interleaved", vpp=2, tp=2, dp=2)
+    ),
     "deepspeed, ZeRO 3": plan_of(8, target="deepspeed", dp=8, zero=3),
     "gpipe": plan_of(4, 4, target="megatron", schedule="gpipe"),
     "patches, decoupled": plan_of(
@@ -140,6 +153,23 @@ RICH = {
 def test_work_is_conserved(name: str) -> None:
     plan = RICH[name]
     check_conservation(play(plan), evaluator_of(plan).time_context.interference)
+
+
+def test_sends_between_nodes_and_collectives_inside_are_independent() -> None:
+    """Sends of stages on one node hold tensor-parallel collectives up, those to another node do not.
+    Gradients of replicas on several nodes share the network with sends."""
+    apart = RICH["megatron, interleaved on one node"]
+    for nodes, kinds in ((1, set()), (2, {"send"})):
+        per_node = apart.cluster.gpus // nodes
+        placed = replace(apart, cluster=replace(apart.cluster, nodes=nodes, gpus_per_node=per_node))
+        found = play(placed)
+        between = found.timeline.program.between_nodes
+        assert {found.built.kind[event] for event in between} == kinds
+    wide = plan_of(4, 4, target="megatron", schedule="interleaved", vpp=2, tp=2, dp=4)
+    stages = tuple(replace(stage, nodes=2, gpus_per_node=4) for stage in wide.stages)
+    found = play(replace(wide, stages=stages, cluster=replace(wide.cluster, nodes=4, gpus_per_node=4)))
+    between = found.timeline.program.between_nodes
+    assert {found.built.kind[k] for k in between} == {"send", "gradient reduction", "weight gather"}
 
 
 @pytest.mark.parametrize("name", RICH)
