@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid, role_of
+from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.iteration import IterationTime, StageTiming, iteration_time
+from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.step_time import AT_STEP
 from mist_megatron.cost.terms import Linear
 from mist_megatron.spec.cluster import ClusterSpec
@@ -147,9 +148,9 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
     """A stage as the iteration formula knows it. The first stage hands on forward passes only, the last one
     backward passes only."""
     stage, terms = stages[position], stages[position].stable_terms_s
-    sent = 0.0 if position == len(stages) - 1 else 1.0 if position == 0 else 0.5
-    forward_s = stage.forward_s + sent * terms.get("pipeline_p2p", 0.0)
-    forward_s += 0.5 * sum(terms.get(name, 0.0) for name in BETWEEN_PASSES)
+    forward_s = stage.forward_s
+    for name, share in _forward_shares(role_of(position, len(stages))).items():
+        forward_s += share * terms.get(name, 0.0)
     return StageTiming(
         stable_s=stage.stable_s,
         delta_s=stage.delta_s,
@@ -157,6 +158,22 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
         step_s=stage.step_s,
         weight_grad_s=stage.weight_grad_s,
     )
+
+
+def _forward_shares(role: StageRole) -> dict[str, float]:
+    """What forward passes have of the terms of t that are not layers'."""
+    sent = 0.0 if role.has_head else 1.0 if role is StageRole.FIRST else 0.5
+    return {"pipeline_p2p": sent, **dict.fromkeys(BETWEEN_PASSES, 0.5)}
+
+
+def forward_with_transfers(evaluator: StageEvaluator, grid: StageGrid) -> Array:
+    """`forward_s` of the timings of many configurations at once; t bounds it."""
+    terms = evaluator.terms(grid).stable
+    forward_s = evaluator.passes(grid)["forward_s"]
+    for name, share in _forward_shares(grid.role).items():
+        if name in terms:
+            forward_s = forward_s + share * terms[name].at(grid.layers, grid.ckpt)
+    return forward_s
 
 
 def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> StagePrediction:

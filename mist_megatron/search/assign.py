@@ -76,6 +76,20 @@ class Assignment:
         return tuple(layers for layers, *_ in self.sizes)
 
 
+def may_stand(pipelines: Pipelines, sizes: Sequence[Size]) -> bool:
+    """Whether stages of these sizes keep to nodes and to what may stand beside what."""
+    for (_, _, one), (_, _, other) in itertools.pairwise(sizes):
+        if not pipelines.neighbours[one, other]:
+            return False
+    end, per_node = 0, pipelines.gpus_per_node
+    for _, gpus, _ in reversed(sizes) if per_node else ():
+        end += gpus
+        inside = (end - 1) // per_node == (end - gpus) // per_node
+        if not (inside if gpus < per_node else end % per_node == 0):
+            return False
+    return True
+
+
 def in_line(stages: Sequence[Mapping[int, Front]], layers: int) -> Pipelines:
     """A pipeline of known length and equal meshes; `stages` from first to last, by number of layers."""
     alike = {id(fronts): {(count, 0, 0): front for count, front in fronts.items()} for fronts in stages}

@@ -38,6 +38,8 @@ class Question:
     space: Space
     step: float
     solver: Solver = "exact"
+    climb: bool = False
+    """Whether the best plan of a shape by eq. 1 is where a climb by the closed form begins (`finer`)."""
     tick: Callable[[], None] = nothing
     """Called every few milliseconds of work: what it raises ends the search."""
 

@@ -11,6 +11,7 @@ import numpy as np
 from mist_megatron.cost.grid import StageRole, role_of
 from mist_megatron.search.assign import Assignment, Front, Pipelines, assign, improves, in_line
 from mist_megatron.search.bounds import Question, ShapeBound
+from mist_megatron.search.finer import Pick, Stages, finer
 from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, slot_configs
 from mist_megatron.search.shapes import Shape, UnequalShape
 from mist_megatron.search.slot_prices import AXES, Choices, Times, slot_at, stage_grid
@@ -72,9 +73,19 @@ def _solve_per_stage(
     answer = assign_by(question, pipelines, shape.grad_accum * shape.vpp, best_s)
     if answer is None:
         return None, tally
-    picked = zip(answer.layers, answer.choice, configs, strict=True)
-    stages = tuple(stage_choice(count, here[count], index) for count, index, here in picked)
-    return Solution(shape, stages, answer.value_s), tally
+    sized = [{(count, 0, 0): found for count, found in here.items()} for here in configs]
+    near = Stages(
+        evaluator=question.evaluator,
+        grad_accum=shape.grad_accum,
+        configs=sized,
+        meshes=[shape],
+        pipelines=pipelines,
+    )
+    picks, value_s = picked(question, near, answer)
+    stages = tuple(
+        stage_choice(size[0], here[size], index) for (size, index), here in zip(picks, sized, strict=True)
+    )
+    return Solution(shape, stages, value_s), tally
 
 
 def _may_beat(
@@ -99,6 +110,15 @@ def assign_by(question: Question, pipelines: Pipelines, grad_accum: int, best_s:
     from mist_megatron.search.milp import assign_milp
 
     return assign_milp(pipelines, grad_accum, best_s)
+
+
+def picked(question: Question, stages: Stages, answer: Assignment) -> tuple[tuple[Pick, ...], float]:
+    """What the stages of an assignment run and its eq. 1, or those of a plan near it that is faster by the
+    closed form."""
+    if not question.climb:
+        return tuple(zip(answer.sizes, answer.choice, strict=True)), answer.value_s
+    found = finer(stages, answer, question.tick)
+    return found.picks, found.value_s
 
 
 def stage_choice(layers: int, configs: StageConfigs, index: int) -> StageChoice:

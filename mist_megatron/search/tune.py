@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
@@ -13,11 +14,12 @@ from functools import lru_cache
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.predict import predict
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import Question, ShapeBound, Solver, shape_bounds
 from mist_megatron.search.frontier import Tally
 from mist_megatron.search.no_plan import no_plan, possible_shapes
-from mist_megatron.search.shapes import Shape, explain_no_shape, shapes
+from mist_megatron.search.shapes import Shape, UnequalShape, explain_no_shape, shapes
 from mist_megatron.search.slot_prices import fractions
 from mist_megatron.search.solve import Solution, StageChoice, solve_shape
 from mist_megatron.search.space import OFFLOAD_KINDS, Limits, Space, apply_limits, cut_to_target
@@ -70,9 +72,12 @@ class SearchResult:
     """The best plans found, best first, and what is proved about them."""
 
     solutions: tuple[Solution, ...]
+    """The fastest by the closed form of `predict` first."""
     status: Status
+    objective_s: float
+    """Eq. 1 of the plan found that is fastest by eq. 1."""
     bound_s: float
-    """No plan of the space is faster than this."""
+    """No plan of the space is faster than this by eq. 1."""
     space: Space
     shapes: int
     shapes_solved: int
@@ -80,9 +85,8 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Relative distance between the best plan and the bound; 0 when proved."""
-        best = self.solutions[0].value_s
-        return max(0.0, (best - self.bound_s) / best)
+        """Relative distance between the best plan by eq. 1 and the bound; 0 when proved."""
+        return max(0.0, (self.objective_s - self.bound_s) / self.objective_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +133,31 @@ def search(
         if status is not Status.OPTIMAL:
             raise StoppedEmpty(status)
         raise no_plan(evaluator, cut, settings.limits)
-    bound = min([run.best[0].value_s, *run.open_bounds])
+    objective_s = run.best[0].value_s
+    if status is Status.OPTIMAL:
+        run.climb(order)
     return SearchResult(
-        solutions=tuple(run.best[: settings.top]),
+        solutions=tuple(_by_closed_form(evaluator, run)),
         status=status,
-        bound_s=bound,
+        objective_s=objective_s,
+        bound_s=min([objective_s, *run.open_bounds]),
         space=cut,
         shapes=len(order),
         shapes_solved=run.solved,
         tally=run.tally,
     )
+
+
+def _by_closed_form(evaluator: StageEvaluator, run: _Run) -> list[Solution]:
+    """One plan per shape, as many as asked for, by what `predict` says of them."""
+    seconds: dict[Shape | UnequalShape, tuple[float, float, Solution]] = {}
+    for solution in [*run.best, *run.near]:
+        known = seconds.get(solution.shape)
+        found = predict(plan_of(evaluator, solution), evaluator).iteration_s, solution.value_s, solution
+        if known is None or found[:2] < known[:2]:
+            seconds[solution.shape] = found
+    ranked = sorted(seconds.values(), key=lambda found: found[:2])[: run.settings.top]
+    return [solution for time_s, _, solution in ranked if time_s < WORST * ranked[0][0]]
 
 
 def _ordered(question: Question, mixed: list[Mixture], limits: Limits) -> list[tuple[Bound, Item]]:
@@ -183,6 +202,10 @@ class _Run:
         self.shared = question
         self.settings, self.watch, self.executor = settings, watch, executor
         self.best: list[Solution] = []
+        """By eq. 1, one of each shape."""
+        self._of_shape: dict[Shape | UnequalShape, Solution] = {}
+        self.near: list[Solution] = []
+        """Plans near the best by eq. 1 that a climb by the closed form led to."""
         self.tally = Tally()
         self.solved = 0
         self.open_bounds: list[float] = []
@@ -194,20 +217,27 @@ class _Run:
 
     @property
     def threshold_s(self) -> float:
-        """What a new plan has to beat: the worst of the K best."""
-        return self.best[-1].value_s if len(self.best) >= self.settings.top else float("inf")
+        """What a new plan has to beat: the worst of the K best, and some multiple of the best."""
+        if not self.best:
+            return float("inf")
+        worst_s = WORST * self.best[0].value_s
+        return min(self.best[-1].value_s, worst_s) if len(self.best) >= self.settings.top else worst_s
 
     def keep(self, answer: tuple[Solution | None, Tally]) -> None:
         solution, tally = answer
         self.tally.add(tally)
-        # A mixture whose best has equal meshes is a shape, which was solved before.
-        if solution is not None and (
-            isinstance(solution.shape, Shape) or len(set(solution.shape.meshes)) > 1
-        ):
-            same = [s for s in self.best if s.shape == solution.shape]
-            rest = [s for s in self.best if s.shape != solution.shape]
-            better = min([solution, *same], key=lambda s: s.value_s)
-            self.best = sorted([*rest, better], key=lambda s: s.value_s)[: self.settings.top]
+        if solution is None or not _is_its_own(solution):
+            return
+        same = self._of_shape.get(solution.shape)
+        if same is not None:
+            if same.value_s <= solution.value_s:
+                return
+            self.best = [found for found in self.best if found is not same]
+        self._of_shape[solution.shape] = solution
+        insort(self.best, solution, key=lambda found: found.value_s)
+        for dropped in self.best[self.settings.top :]:
+            del self._of_shape[dropped.shape]
+        del self.best[self.settings.top :]
 
     def all_of(self, order: list[tuple[Bound, Item]]) -> Status:
         """Every shape and mixture whose bound is below the best, the most promising first."""
@@ -228,12 +258,33 @@ class _Run:
             return stopped.status if self.open_bounds else Status.OPTIMAL
         return Status.OPTIMAL
 
+    def climb(self, order: list[tuple[Bound, Item]]) -> None:
+        """Plans near eq. 1's best, of its own shape and of others that may be as near, which the closed form
+        of `predict` puts first. What ends the search ends this: the best by eq. 1 is proved."""
+        question = replace(self.question, climb=True)
+        worst_s = self.best[0].value_s * (1.0 + NEAR)
+        own = [solution.shape for solution in self.best]
+        found = [(bound, item) for bound, item in order if _may_climb(self.question, item)]
+        found = [pair for pair in found if pair[0].value_s < worst_s]
+        tally = Tally()
+        try:
+            for bound, item in sorted(found, key=lambda pair: pair[1] not in own):
+                if tally.priced > MOST_NEAR:
+                    break
+                solution, more = solve(question, item, bound, worst_s)
+                tally.add(more)
+                if solution is not None and _is_its_own(solution):
+                    self.near.append(solution)
+        except _Stopped:
+            pass
+        self.tally.add(tally)
+
     def quick(self, order: list[tuple[Bound, Item]]) -> None:
         """First incumbents from the corners of the offload grid: without any, the whole grid of the most
         promising shapes would have to be priced for all numbers of layers."""
         corners = replace(self.question, step=1.0)
         for bound, item in order:
-            if len(self.best) >= self.settings.top:
+            if len(self.best) >= min(self.settings.top, MOST_QUICK):
                 break
             self.tick()
             self.keep(solve(corners, item, bound, np.inf))
@@ -277,8 +328,29 @@ class _Run:
 
     def _beat(self, item: Item) -> float:
         """A shape that has a plan among the best must find a better one of its own."""
-        own = [s.value_s for s in self.best if s.shape == item]
-        return min([self.threshold_s, *own])
+        own = self._of_shape.get(item) if isinstance(item, Shape) else None
+        return min([self.threshold_s, *([own.value_s] if own else [])])
+
+
+MOST_QUICK = 8
+"""First incumbents that are looked for, however many plans are asked for."""
+WORST = 2.0
+"""No plan is told that takes so many times what the fastest takes: who asks for 100,000 wants those that are
+worth a look, not every one that fits."""
+NEAR = 0.03
+"""How far behind eq. 1's best a plan may be, by eq. 1, from which a climb begins."""
+MOST_NEAR = 10_000_000
+"""Configurations that climbs may ask to be priced: less than a second."""
+
+
+def _is_its_own(solution: Solution) -> bool:
+    """A mixture whose best has equal meshes is a shape, which was solved before."""
+    return isinstance(solution.shape, Shape) or len(set(solution.shape.meshes)) > 1
+
+
+def _may_climb(question: Question, item: Item) -> bool:
+    """Whether eq. 1 and the closed form can differ, and stages too."""
+    return isinstance(item, Mixture) or (item.stages > 1 and item.vpp == 1 and question.space.per_stage)
 
 
 POLL_S = 0.1

@@ -28,12 +28,13 @@ from mist_megatron.search.assign import (
     pareto,
 )
 from mist_megatron.search.bounds import LeastTimes, Question, least_times
+from mist_megatron.search.finer import Stages
 from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, joined, slot_configs, with_column
 from mist_megatron.search.least_memory import StageSizes, least_memory, sizes_of
 from mist_megatron.search.shapes import Shape, UnequalShape, divisors, stage_levels, tensor_sizes
 from mist_megatron.search.sieve import Sieve
 from mist_megatron.search.slot_prices import Choices, Slot
-from mist_megatron.search.solve import ROLES, Solution, assign_by, stage_choice
+from mist_megatron.search.solve import ROLES, Solution, assign_by, picked, stage_choice
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.target import bridge_job_rules, capability
@@ -276,16 +277,26 @@ def solve_mixture(
     if not improves(relaxed, mixture.grad_accum, best_s, question.tick):
         return None, tally
     slots.price()
-    answer = assign_by(question, _pipelines(question, mixture, slots.fronts), mixture.grad_accum, best_s)
+    pipelines = _pipelines(question, mixture, slots.fronts)
+    answer = assign_by(question, pipelines, mixture.grad_accum, best_s)
     if answer is None:
         return None, tally
+    count = len(answer.sizes)
+    sized = [slots.by_size(_key(mixture, position, count)) for position in range(count)]
+    near = Stages(
+        evaluator=question.evaluator,
+        grad_accum=mixture.grad_accum,
+        configs=sized,
+        meshes=mixture.meshes,
+        pipelines=pipelines,
+    )
+    picks, value_s = picked(question, near, answer)
     stages, meshes = [], []
-    for position, (size, index) in enumerate(zip(answer.sizes, answer.choice, strict=True)):
-        configs = slots.configs[_key(mixture, position, len(answer.sizes)), size]
-        stages.append(stage_choice(size[0], configs, index))
-        meshes.append(mixture.meshes[int(configs.columns["mesh"][index])])
+    for (size, index), here in zip(picks, sized, strict=True):
+        stages.append(stage_choice(size[0], here[size], index))
+        meshes.append(mixture.meshes[int(here[size].columns["mesh"][index])])
     shape = UnequalShape(grad_accum=mixture.grad_accum, meshes=tuple(meshes))
-    return Solution(shape, tuple(stages), answer.value_s), tally
+    return Solution(shape, tuple(stages), value_s), tally
 
 
 Caps = Mapping[StageRole, float]
@@ -443,7 +454,10 @@ class _Slots:
         return {size: _least_front(points) for size, points in found.items()}
 
     def fronts(self, key: Key) -> dict[Size, Front]:
-        return {size: c.front for (other, size), c in self.configs.items() if other == key}
+        return {size: configs.front for size, configs in self.by_size(key).items()}
+
+    def by_size(self, key: Key) -> dict[Size, StageConfigs]:
+        return {size: configs for (other, size), configs in self.configs.items() if other == key}
 
     def price(self) -> None:
         """The fronts of all slots in which something fits, those of one size together."""

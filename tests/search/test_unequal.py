@@ -145,7 +145,8 @@ def test_search_equals_brute_force(nodes, per_node, stages, layers, batch, limit
     evaluator = evaluator_of(job)
     result = search(evaluator, space_named("mist"), Settings(step=1.0, limits=Limits(fixed={"pp": stages})))
     best = result.solutions[0]
-    assert best.value_s == pytest.approx(brute_force(job, evaluator, [stages]), rel=1e-9)
+    assert result.objective_s == pytest.approx(brute_force(job, evaluator, [stages]), rel=1e-9)
+    assert result.objective_s <= best.value_s * (1 + 1e-12)
     assert result.gap == 0.0
     plan = plan_of(evaluator, best)
     prediction = predict(plan, evaluator)
@@ -156,3 +157,23 @@ def test_search_equals_brute_force(nodes, per_node, stages, layers, batch, limit
     t_s, d_s = [s.stable_s for s in prediction.stages], [s.delta_s for s in prediction.stages]
     late = max(d - sum(t_s[:i]) for i, d in enumerate(d_s))
     assert (plan.grad_accum - 1) * max(t_s) + sum(t_s) + late == pytest.approx(best.value_s, rel=1e-12)
+
+
+def test_the_plan_told_is_the_fastest_by_predict():
+    """Four GPUs on slow links, whose best order of stages by eq. 1 (1, 2 and 1 GPUs) is 6 % behind another
+    (2, 1 and 1) by predict: held against every plan without recomputation and offload."""
+    job = job_on(1, 4, 3, 4, 5.0)
+    links = replace(job.cluster.links, intra_bytes_per_s=4.6e9, inter_bytes_per_s=2.3e9)
+    job = replace(job, cluster=replace(job.cluster, links=links))
+    evaluator = evaluator_of(job)
+    result = search(evaluator, space_named("mist"), Settings(step=1.0))
+    told = predict(plan_of(evaluator, result.solutions[0]), evaluator).iteration_s
+    plans = [
+        plan_with(job, grad_accum, [stage_of(mesh) for mesh in stages])
+        for grad_accum, stages in pipelines(job, [1, 2, 3])
+    ]
+    found = [predict(plan, evaluator) for plan in plans]
+    assert told == pytest.approx(min(p.iteration_s for p in found if p.fits), rel=1e-9)
+    # That by eq. 1 it is not is said.
+    assert result.objective_s < 0.99 * result.solutions[0].value_s
+    assert result.bound_s == result.objective_s
