@@ -39,3 +39,15 @@ def test_a100_layouts_are_ranked_as_measured() -> None:
     assert found["spearman"] >= 0.95
     assert found["pick_regret_mean"] <= 0.02
     assert found["pick_regret_max"] <= 0.15
+
+
+def test_the_mean_of_the_l4_runs_does_not_shift() -> None:
+    """Both ways of predicting: a closed form, and the events of the schedule."""
+    path = FOLDER / "mist_l4.csv"
+    if not path.is_file():
+        pytest.skip(f"{path.name} is not on this machine")
+    rows = read_rows(path.read_text(), path.name)
+    for by_events in (False, True):
+        found = summary(outcomes_of(rows, path.name, predictor(by_events=by_events)))
+        assert found["time_mape"] <= 0.05
+        assert abs(found["time_bias"]) <= 0.02
