@@ -185,7 +185,6 @@ class CopyFit:
     d2h: LineFit | None
     both_bytes_per_s: float | None
     """Each way with both at once."""
-    both_points: int = 0
 
 
 def fit_copies(points: Sequence[Measurement]) -> CopyFit:
@@ -200,7 +199,7 @@ def fit_copies(points: Sequence[Measurement]) -> CopyFit:
         )
     both = [point for point in points if point.kind == "copy" and point.label == "both"]
     rate = max((point.sizes["bytes"] / point.seconds for point in both), default=None)
-    return CopyFit(h2d=ways["h2d"], d2h=ways["d2h"], both_bytes_per_s=rate, both_points=len(both))
+    return CopyFit(h2d=ways["h2d"], d2h=ways["d2h"], both_bytes_per_s=rate)
 
 
 @dataclass(frozen=True, kw_only=True)

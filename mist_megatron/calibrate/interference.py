@@ -96,8 +96,6 @@ class InterferenceFit:
     """(16,): co-runs of exactly these streams."""
     set_error: Array
     """(16,): cross-validated, NaN where there are no points."""
-    collectives_wait: bool
-    """More work never ends sooner even where collectives wait for compute."""
     error: float
     """Cross-validated over groups, of all points used."""
     maximum_error: float
@@ -143,7 +141,6 @@ def fit_interference(
         identified=identified,
         points=np.bincount(active, minlength=16),
         set_error=np.array([_mean(errors[active == bits]) for bits in range(16)]),
-        collectives_wait=waiting,
         error=_mean(errors),
         maximum_error=_mean(np.abs(used.alone_s.max(axis=1) / used.together_s - 1.0)),
         sum_error=_mean(np.abs(used.alone_s.sum(axis=1) / used.together_s - 1.0)),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.pricing import Array
 from mist_megatron.spec.plan import Execution, Target
 
@@ -44,7 +45,6 @@ class Template:
     """ZeRO 0 and 1 reduce once per step: inside the last backward pass, or after it."""
     first_gather_overlaps: bool
     """ZeRO 1 and 2 gather updated weights inside the first forward pass, or before it."""
-    host_copies_overlap: bool
     step_in_first_forward: bool
     """Each layer's optimizer step is taken just before its first forward (Mist), or all at the end."""
     adam_on_host: bool
@@ -94,7 +94,6 @@ MIST = Template(
     zero2_reduce_overlaps=True,
     last_reduce_overlaps=True,
     first_gather_overlaps=True,
-    host_copies_overlap=True,
     step_in_first_forward=True,
     adam_on_host=False,
     host_adam_copies_overlap=False,
@@ -139,7 +138,6 @@ def _megatron(execution: Execution) -> Template:
         zero2_reduce_overlaps=True,
         last_reduce_overlaps=reduce_overlaps,
         first_gather_overlaps=gather_overlaps,
-        host_copies_overlap=True,
         step_in_first_forward=bool(execution.decoupled_step),
         adam_on_host=True,
         # --overlap-cpu-optimizer-d2h-h2d, which the emitted arguments always set.
@@ -176,7 +174,6 @@ def _deepspeed(execution: Execution) -> Template:
         zero2_reduce_overlaps=bool(overlap),
         last_reduce_overlaps=bool(overlap),
         first_gather_overlaps=False,
-        host_copies_overlap=True,
         step_in_first_forward=False,
         adam_on_host=True,
         # Weights are copied back after the update.
@@ -208,12 +205,19 @@ def nodes_spanned(ranks: Array, stride: Array, gpus_per_node: float) -> Array:
     return np.ceil(ranks / per_node)
 
 
-def boundary_crossing_share(stages: int, stage_gpus: int, gpus_per_node: int) -> float:
-    """Share of a pipeline's boundaries that lie between nodes: all when a stage fills nodes, else
-    one boundary per node border."""
+def boundary_crossing_share(role: StageRole, stages: int, stage_gpus: int, gpus_per_node: int) -> float:
+    """Share of a stage's boundaries that lie between nodes: all when a stage fills nodes. Where several
+    stages share a node, the first and the last one have their neighbour beside them (unless the last one has
+    a node to itself), and the node borders are left to the stages between, on the mean."""
     if stages <= 1:
         return 0.0
     if stage_gpus >= gpus_per_node:
         return 1.0
-    nodes = -(-stages * stage_gpus // gpus_per_node)
-    return (nodes - 1) / (stages - 1)
+    a_node = gpus_per_node // stage_gpus
+    last_crosses = float((stages - 1) % a_node == 0)
+    if role is not StageRole.MIDDLE:
+        return last_crosses if role is StageRole.LAST else float(a_node == 1)
+    if stages == 2:
+        return 0.0
+    borders = (stages - 1) // a_node
+    return (2.0 * borders - last_crosses - float(a_node == 1)) / (2.0 * (stages - 2))

@@ -99,7 +99,6 @@ def embedding(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
         # The gradient is scattered into a table of its own, then added to the accumulated one.
         backward=(_memory("embedding_weight", 2 * looked_up + 6 * VOCAB_SHARE * HIDDEN, kernels=2),),
         saved=(SavedTensor(key="token_ids", size_bytes=8 * TOKENS),),
-        output_bytes=ACTIVATION,
         parameters=VOCAB_SHARE * HIDDEN,
     )
     operators = [lookup, _reduce("embedding_reduce")]
@@ -134,7 +133,6 @@ def head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
         ),
         backward=(_memory("cross_entropy_backward", 10 * logits, kernels=2),),
         saved=(SavedTensor(key="softmax", size_bytes=FULL * logits),),
-        output_bytes=HALF * logits,
     )
     return (*norm, _gather("head_gather"), *projection, loss)
 
@@ -193,7 +191,6 @@ def _norm(name: str, model: ModelSpec, options: LayerOptions, reads: str) -> Ope
             SavedTensor(key=reads, size_bytes=ACTIVATION),
             SavedTensor(key=f"{name}_statistics", size_bytes=statistics * ROWS),
         ),
-        output_bytes=ACTIVATION,
         parameters=Integer(model.norm_parameters),
     )
 
@@ -211,7 +208,6 @@ def _projection_in(name: str, columns: tuple[Expr, Expr], *, bias: bool, saves: 
                 *((_memory(f"{name}_bias", HALF * TOKENS * wide),) if bias else ()),
             ),
             saved=(SavedTensor(key=saves, size_bytes=ACTIVATION),),
-            output_bytes=HALF * TOKENS * wide,
             parameters=wide * deep + (wide if bias else ZERO),
         ),
     )
@@ -230,7 +226,6 @@ def _projection_out(name: str, columns: tuple[Expr, Expr], *, bias: bool, saves:
                 *((_memory(f"{name}_bias", HALF * TOKENS * wide),) if bias else ()),
             ),
             saved=(SavedTensor(key=saves, size_bytes=HALF * TOKENS * deep),),
-            output_bytes=GATHERED,
             parameters=wide * deep + (wide if bias else ZERO),
         ),
     )
@@ -243,7 +238,6 @@ def _rotary() -> Operator:
         name="rotary",
         forward=(_memory("rotary_forward", moved, kernels=2),),
         backward=(_memory("rotary_backward", moved, kernels=2),),
-        output_bytes=moved / 2,
     )
 
 
@@ -294,7 +288,6 @@ def _flash_attention() -> Operator:
             SavedTensor(key="attention_output", size_bytes=HALF * TOKENS * QUERY),
             SavedTensor(key="core_log_sum", size_bytes=FULL * TOKENS * heads),
         ),
-        output_bytes=HALF * TOKENS * QUERY,
         recomputed_when_selective=True,
     )
 
@@ -321,7 +314,6 @@ def _plain_attention(options: LayerOptions) -> tuple[Operator, ...]:
                 _gemm("scores_key", S, HEAD_DIM, rows, batch),
             ),
             saved=_attention_inputs()[:2],
-            output_bytes=scores,
             recomputed_when_selective=True,
         ),
         Operator(
@@ -329,7 +321,6 @@ def _plain_attention(options: LayerOptions) -> tuple[Operator, ...]:
             forward=(_memory("softmax", passes * scores, kernels=2 if dropped else 1),),
             backward=(_memory("softmax_backward", (passes + 1) * scores, kernels=2 if dropped else 1),),
             saved=tuple(saved),
-            output_bytes=scores,
             recomputed_when_selective=True,
         ),
         Operator(
@@ -343,7 +334,6 @@ def _plain_attention(options: LayerOptions) -> tuple[Operator, ...]:
                 _attention_inputs()[2],
                 SavedTensor(key="attention_output", size_bytes=HALF * TOKENS * QUERY),
             ),
-            output_bytes=HALF * TOKENS * QUERY,
             recomputed_when_selective=True,
         ),
     )
@@ -357,7 +347,6 @@ def _activation(model: ModelSpec, gates: int) -> Operator:
         forward=(_memory("activation", (gates + 1) * inner),),
         backward=(_memory("activation_backward", (2 * gates + 1) * inner),),
         saved=(SavedTensor(key="mlp_hidden", size_bytes=gates * inner),),
-        output_bytes=inner,
     )
 
 
@@ -370,7 +359,6 @@ def _residual(name: str, options: LayerOptions) -> Operator:
         forward=(_memory(f"{name}_forward", 3 * ACTIVATION + extra),),
         backward=(_memory(f"{name}_backward", 2 * ACTIVATION + extra),) if options.dropout else (),
         saved=mask,
-        output_bytes=ACTIVATION,
     )
 
 
@@ -380,7 +368,6 @@ def _dropout(name: str) -> Operator:
         forward=(_memory(f"{name}_forward", 5 * ACTIVATION / 2),),
         backward=(_memory(f"{name}_backward", 5 * ACTIVATION / 2),),
         saved=(SavedTensor(key=f"{name}_mask", size_bytes=ACTIVATION / 2),),
-        output_bytes=ACTIVATION,
     )
 
 

@@ -61,10 +61,6 @@ class Operator:
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
     saved: tuple[SavedTensor, ...] = ()
-    output_bytes: Expr = ZERO
-    """Bytes of the output tensor while it lives in the forward pass (liveness)."""
-    forward_workspace_bytes: Expr = ZERO
-    backward_workspace_bytes: Expr = ZERO
     parameters: Expr = ZERO
     """Trainable elements on this tensor-parallel rank."""
     recomputed_when_selective: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -183,15 +183,6 @@ def _path(parts: tuple[Any, ...]) -> str:
     for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text or "document"
-
-
-def refuse_unknown(mapping: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    """Every key is known; otherwise the nearest is suggested."""
-    for key in mapping:
-        if key not in known:
-            near = get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
-            raise InputError(f"{where}: unknown key {key!r}{hint}")
 
 
 def _kind(value: Any) -> str:

@@ -29,18 +29,6 @@ def tensor_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
     return tuple(tuple(ranks[k : k + tp]) for k in range(0, len(ranks), tp))
 
 
-def context_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
-    """Ranks that split the same sequence."""
-    ranks, tp = stage_ranks(plan, stage), plan.stages[stage].tp
-    cp = plan.execution.context_parallel
-    block = tp * cp
-    return tuple(
-        tuple(ranks[start + offset + k * tp] for k in range(cp))
-        for start in range(0, len(ranks), block)
-        for offset in range(tp)
-    )
-
-
 def data_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
     """Ranks that hold the same weights and average their gradients (without context parallelism)."""
     ranks, tp = stage_ranks(plan, stage), plan.stages[stage].tp

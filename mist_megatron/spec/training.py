@@ -32,7 +32,3 @@ class TrainingSpec:
         check.at_least("training", 1, global_batch=self.global_batch, seq_len=self.seq_len)
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"training: dropout is {self.dropout}; wanted from 0 to below 1")
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.global_batch * self.seq_len
