@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mist_megatron.cli.options import JobOptions, TakenJob, read_job
 from mist_megatron.cli.output import OutputOptions, console
 from mist_megatron.errors import InputError, NoFeasiblePlan
-from mist_megatron.spec.target import DEEPSPEED, MEGATRON, capability
+from mist_megatron.spec.plan import Target
+from mist_megatron.spec.target import DEEPSPEED, MEGATRON, capability, model_rules
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
@@ -114,8 +115,20 @@ def _report(
             show_verified(output.people, checked)
 
 
-HAND_MADE = {"deepspeed": ("deepspeed",), "deepspeed+patches": ("deepspeed",)}
-"""Target -> spaces of hand-made choices; of the others the two that Megatron's users search."""
+HAND_MADE: Mapping[Target, tuple[str, ...]] = {
+    "megatron": ("megatron", "megatron-expert"),
+    "deepspeed": ("deepspeed",),
+}
+"""Framework -> spaces of what its users choose by hand."""
+
+
+def hand_made_spaces(job: Job) -> tuple[str, ...]:
+    """Of the framework that a target is or patches; of target mist those of Megatron, or of DeepSpeed where
+    Megatron cannot run the model: a gain over what does not run is none."""
+    if job.target in DEEPSPEED:
+        return HAND_MADE["deepspeed"]
+    runs = [framework for framework in HAND_MADE if not model_rules(job.model, framework)]
+    return HAND_MADE[runs[0]] if runs else ()
 
 
 def hand_made(found: Found) -> dict[str, float]:
@@ -133,7 +146,7 @@ def hand_made(found: Found) -> dict[str, float]:
     if job.execution.decoupled_step:
         execution = replace(job.execution, decoupled_step=None)
         evaluator, _ = evaluator_for(replace(job, execution=execution))
-    for name in HAND_MADE.get(job.target, ("megatron", "megatron-expert")):
+    for name in hand_made_spaces(job):
         if name == found.result.space.name:
             continue
         try:

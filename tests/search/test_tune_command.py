@@ -30,6 +30,16 @@ def test_tune_answers_in_json(mist):
     assert sum(stage["layers"] for stage in document["stages"]) == 24
 
 
+def test_a_gain_is_over_something_that_runs(mist):
+    """Megatron-core has no parallel blocks: Falcon by hand is DeepSpeed's."""
+    job = ("--model", "falcon-1.3b", "--gpus", "2", "--gpu", "l4-24gb", "--global-batch", "16")
+    done = mist("tune", *job, "--target", "mist", "--space", "mist", "--json")
+    assert done.code == 0, done.err
+    gain = json.loads(done.out)["gain"]
+    assert list(gain) == ["deepspeed"]
+    assert gain["deepspeed"]["speedup"] >= 1.0
+
+
 def test_tune_writes_a_plan_that_predicts_the_same(mist, tmp_path):
     done = mist("tune", *JOB, "--out", "run", "--json")
     assert done.code == 0, done.err
