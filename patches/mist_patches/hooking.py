@@ -7,12 +7,15 @@ Several patches may wrap the same attribute; each can be undone without the othe
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+R = TypeVar("R")
 log = logging.getLogger("mist_patches")
 
 
@@ -89,6 +92,23 @@ def undo(owner: Any, attribute: str, patch: str | None = None) -> None:
     entry.compose()
     if not entry.builds:
         del _installed[id(owner), attribute]
+
+
+def all_or_nothing(patch: Callable[P, R]) -> Callable[P, R]:
+    """A patch of several hooks: what it put in place before it was refused is taken away again."""
+
+    @functools.wraps(patch)
+    def apply(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = {place: set(entry.builds) for place, entry in _installed.items()}
+        try:
+            return patch(*args, **kwargs)
+        except PatchRefused:
+            for place, entry in list(_installed.items()):
+                for name in set(entry.builds) - before.get(place, set()):
+                    undo(entry.owner, entry.attribute, name)
+            raise
+
+    return apply
 
 
 def undo_all() -> None:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mist_patches.hooking import PatchRefused, log, replace
+from mist_patches.hooking import PatchRefused, all_or_nothing, log, replace
 from mist_patches.megatron_unit_steps import PendingStep
 from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, units_of, watch_chunks
 
@@ -227,18 +227,19 @@ def step_by_unit() -> Undo:
 _DECOUPLED = "decoupled steps"
 
 
+@all_or_nothing
 def _use(reason: str) -> Undo:
     """One engine serves all reasons for steps by unit; models built under it keep its hooks."""
     global _active
     engine = _active or DecoupledSteps()
     if _active is None:
-        _active = engine
         engine.undone = [
             lay_out_by_unit(),
             watch_chunks("decoupled steps", lambda chunk: _hook_chunk(engine, chunk)),
             *_patch_optimizers(engine),
             *_patch_buffers(engine),
         ]
+        _active = engine
     engine.reasons.add(reason)
     engine.at_once = _DECOUPLED not in engine.reasons
 

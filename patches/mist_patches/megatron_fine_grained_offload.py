@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mist_patches.activation_offload import ActivationOffload
-from mist_patches.hooking import PatchRefused, check_fraction, log, replace
+from mist_patches.hooking import PatchRefused, all_or_nothing, check_fraction, log, replace
 
 _NOTHING_MOVES = 1 << 62
 """Bytes below which a tensor stays: hooks that only count."""
@@ -99,6 +99,7 @@ def _choose(groups: Sequence[Any], wanted: float) -> int:
     return moved
 
 
+@all_or_nothing
 def offload_by_groups(fraction: float) -> GroupOffload:
     """Have Megatron's fine-grained offload follow this fraction of bytes; its `undo` takes it back.
 

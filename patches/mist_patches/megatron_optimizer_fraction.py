@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mist_patches.hooking import check_fraction, log, replace
+from mist_patches.hooking import all_or_nothing, check_fraction, log, replace
 from mist_patches.pinned_memory import give_back_cached_host_memory
 
 _FP32_BYTES = 4
@@ -62,6 +62,7 @@ def choose_shards(sizes: Sequence[int], fraction: float) -> frozenset[int]:
     return frozenset(chosen)
 
 
+@all_or_nothing
 def exact_optimizer_fraction(fraction: float | None = None) -> Callable[[], None]:
     """Make HybridDeviceOptimizer keep exactly this fraction of its bytes on the host.
 
@@ -192,13 +193,15 @@ def _split(optimizer: Any, fraction: float, original: Callable[[Any, float], tup
         device = original(optimizer, 0.0)
     finally:
         optimizer.param_groups = groups
-    log.info(
-        "optimizer offload: asked %.4f, %d of %d bytes (%.4f) on the host",
-        fraction,
-        moved_bytes,
-        sum(sizes),
-        moved_bytes / max(sum(sizes), 1),
-    )
+    if getattr(optimizer, "mist_moved_bytes", None) != moved_bytes:  # split again when a checkpoint is loaded
+        optimizer.mist_moved_bytes = moved_bytes
+        log.info(
+            "optimizer offload: asked %.4f, %d of %d bytes (%.4f) on the host",
+            fraction,
+            moved_bytes,
+            sum(sizes),
+            moved_bytes / max(sum(sizes), 1),
+        )
     return (
         host[0] + device[0],
         host[1] + device[1],

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mist_patches.hooking import PatchRefused, log, replace
+from mist_patches.hooking import PatchRefused, all_or_nothing, log, replace
 from mist_patches.megatron_optimizer_fraction import DISTRIBUTED_PARAMETERS
 from mist_patches.stage_grids import StageGrid, StageGrids, read_grids
 
@@ -162,6 +162,7 @@ def _bridges(grids: StageGrids) -> tuple[Any, ...]:
     )
 
 
+@all_or_nothing
 def hook_stage_grids(document: Mapping[str, Any]) -> Callable[[], None]:
     """Make Megatron-core train on the document's grids; returns the function that undoes it."""
     from megatron.core import parallel_state
@@ -176,8 +177,11 @@ def hook_stage_grids(document: Mapping[str, Any]) -> Callable[[], None]:
     grids = read_grids(document)
     original = parallel_state.initialize_model_parallel
     if not hasattr(original, "mist_original") and "rank_offset" not in inspect.signature(original).parameters:
+        from megatron.core import __version__
+
         raise PatchRefused(
-            "stage_grids: this megatron-core cannot make groups for a part of the ranks; it takes 0.19"
+            f"stage_grids: initialize_model_parallel of megatron-core {__version__} takes no rank_offset, so "
+            "stages cannot have process groups of their own; wanted 0.19.2"
         )
 
     def in_place_of_initialize(original: Any) -> Any:
@@ -206,6 +210,7 @@ def hook_stage_grids(document: Mapping[str, Any]) -> Callable[[], None]:
     return undo
 
 
+@all_or_nothing
 def apply_stage_grids(document: Mapping[str, Any]) -> Callable[[], None]:
     """Everything for `pretrain()`: megatron-core's hooks and those of its arguments and checkpoints."""
     from mist_patches.megatron_grids_arguments import hook_arguments

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from mist_patches.hooking import PatchRefused, check_fraction, log, replace
+from mist_patches.hooking import PatchRefused, all_or_nothing, check_fraction, log, replace
 from mist_patches.host_copies import Held, Meter, Streams
 from mist_patches.megatron_decoupled_step import before_reading, step_by_unit
 from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, unit_of, units_of, watch_chunks
@@ -204,6 +204,7 @@ class StateOffload:
 _active: StateOffload | None = None
 
 
+@all_or_nothing
 def offload_states(weights: float, grads: float) -> Undo:
     """Keep these fractions of this rank's weights and gradients on the host.
 
@@ -222,14 +223,14 @@ def offload_states(weights: float, grads: float) -> Undo:
         _active.undo()
     if weights == 0.0 and grads == 0.0:
         return lambda: None
-    _active = mover
-    before_reading["state offload"] = mover.bring_back
     undone = [
         lay_out_by_unit(),
         watch_chunks("state offload", mover.take_over),
         step_by_unit(),
         *_patch_gradients(mover),
     ]
+    _active = mover
+    before_reading["state offload"] = mover.bring_back
 
     def undo() -> None:
         global _active

@@ -17,6 +17,8 @@ SERIES: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "deepspeed": ((0, 19), (0, 19)),
 }
 """First and last release series that the patches know."""
+RELEASES: Mapping[str, tuple[str, ...]] = {"deepspeed": ("0.19.0", "0.19.4", "0.19.7", "0.19.8")}
+"""Of a series whose every release changes what the patches hook: those that were run."""
 _LATE = frozenset({"decoupled_steps", "state_offload"})
 _READERS = ("--log-params-norm", "--check-weight-hash-across-dp-replicas-interval")
 OVERRIDE = "MIST_UNTESTED_VERSION"
@@ -42,11 +44,18 @@ def check(document: Mapping[str, Any], argv: Sequence[str] = ()) -> None:
 def version_problem(framework: str, version: str, environment: Mapping[str, str]) -> str | None:
     """Why the patches must not be applied to this version, or None."""
     first, last = SERIES[framework]
-    numbers = re.match(r"(\d+)\.(\d+)", version)
+    numbers = re.match(r"(\d+)\.(\d+)(\.\d+)?", version)
     series = (int(numbers[1]), int(numbers[2])) if numbers else None
-    if environment.get(OVERRIDE) == version or (series is not None and first <= series <= last):
+    releases = RELEASES.get(framework)
+    in_series = series is not None and first <= series <= last
+    if environment.get(OVERRIDE) == version:
         return None
-    known = ".".join(map(str, first)) + (f" to {'.'.join(map(str, last))}" if last != first else "")
+    if in_series and (releases is None or (numbers is not None and numbers[0] in releases)):
+        return None
+    if releases is None:
+        known = f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
+    else:
+        known = f"{', '.join(releases[:-1])} and {releases[-1]}"
     return (
         f"{framework} {version} is unknown to these patches, which know {known}; "
         f"set {OVERRIDE}={version} to try: each patch still checks the code that it hooks"

@@ -35,6 +35,11 @@ def _hold_no_host_copy(release: Any) -> Any:
     return forget
 
 
+def _send_nothing(self: Any, tensor: Any) -> Any:
+    return tensor.detach().clone().zero_(), None
+
+
+OPTIMIZER = "megatron_optimizer_fraction"
 STEPS, UNIT, HELD = "megatron_decoupled_step.DecoupledSteps", "megatron_unit_steps", "host_copies.Held"
 MUTATIONS: dict[str, tuple[str, str, Any]] = {
     # name: (where, attribute, what stands there instead, given what stood there)
@@ -51,6 +56,14 @@ MUTATIONS: dict[str, tuple[str, str, Any]] = {
         "bring_back_grads",
         lambda bring: lambda self, units: None,
     ),
+    "empty_host": ("activation_offload._Streams", "to_host", lambda send: _send_nothing),
+    "megatrons_split": (
+        OPTIMIZER,
+        "_split",
+        lambda split: lambda optimizer, fraction, original: original(optimizer, fraction),
+    ),
+    "first_copies": (OPTIMIZER, "_replaces_the_first", lambda found: lambda given: False),
+    "every_group": ("megatron_fine_grained_offload", "_choose", lambda choose: lambda groups, wanted: 0),
     "weights_stay_here": (HELD, "free", lambda free: lambda self: None),
 }
 
@@ -62,7 +75,8 @@ def mutated(name: str) -> Any:
         yield
         return
     where, attribute, build = MUTATIONS[name]
-    module, _, owner_name = f"mist_patches.{where}".rpartition(".")
-    owner = getattr(importlib.import_module(module), owner_name)
+    module, _, owner_name = where.partition(".")
+    owner = importlib.import_module(f"mist_patches.{module}")
+    owner = getattr(owner, owner_name) if owner_name else owner
     with mock.patch.object(owner, attribute, build(inspect.getattr_static(owner, attribute))):
         yield

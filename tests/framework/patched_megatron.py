@@ -71,6 +71,14 @@ HEADS, SEQ, VOCAB, MICRO_BATCH = 4, 32, 128, 2
 
 EVENTS: list[list[str]] = []
 """What the patches say they do, in order."""
+LOG: list[str] = []
+"""What they log, by the first words of each line."""
+
+
+def listen() -> None:
+    from mist_patches import hooking
+
+    hooking.log.info = lambda text, *values: LOG.append((text % values).partition(":")[0])
 
 
 def apply_patches(case: Case, stage: int) -> list[Any]:
@@ -428,19 +436,24 @@ def run_case(case: Case) -> dict[str, Any]:
     import torch
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from mist_patches import hooking
 
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234)
     stage = ps.get_pipeline_model_parallel_rank()
     dtype = torch.bfloat16 if case.bf16 else torch.float32
+    LOG.clear()
     undone = apply_patches(case, stage)
+    line: dict[str, Any] = {"rank": torch.distributed.get_rank(), "stage": stage}
     try:
         with mutated(case.mutate):
             trainer, found = train(case, build_config(case, stage, dtype), stage, dtype)
-            return {"rank": torch.distributed.get_rank(), "stage": stage, **found, **report(trainer)}
+            line |= {**found, **report(trainer), "log": list(LOG)}
     finally:
         for undo in reversed(undone):
             undo()
+    line["still_hooked"] = len(hooking._installed)
+    return line
 
 
 def main() -> None:
@@ -453,6 +466,7 @@ def main() -> None:
     import torch
     from megatron.core import parallel_state as ps
 
+    listen()
     torch.distributed.init_process_group("gloo")
     grid = {(case.tp, case.pp, case.vpp) for case in cases}
     (tp, pp, vpp) = grid.pop()

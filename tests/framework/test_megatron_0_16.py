@@ -49,13 +49,26 @@ def one_process() -> Runs:
     )
 
 
+REFUSED = """
+import megatron_cpu, staged_model
+megatron_cpu.import_megatron()
+import megatron.core
+from mist_patches import hooking, megatron_stage_grids as patch
+print(megatron.core.__version__)
+case = staged_model.Case([[3, 2, 1, 1, 0], [1, 1, 2, 2, 0]])
+try:
+    patch.hook_stage_grids(case.document())
+except hooking.PatchRefused as refused:
+    print(refused)
+assert not hooking._installed
+"""
+
+
 def test_it_is_the_older_version() -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "import megatron_cpu as m; m.import_megatron(); import megatron.core as c; print(c.__version__)",
-    ]
-    path = os.pathsep.join([str(OLDER), str(Path(__file__).parent)])
+    """And it is too old for stages on grids of their own, which it is told in one line."""
+    command = [sys.executable, "-c", REFUSED]
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(OLDER), str(here), str(here.parent.parent / "patches")])
     done = subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": path},
@@ -64,7 +77,12 @@ def test_it_is_the_older_version() -> None:
         timeout=120,
         check=True,
     )
-    assert done.stdout.strip() == "0.16.1"
+    version, refused = done.stdout.splitlines()
+    assert version == "0.16.1"
+    assert refused == (
+        "stage_grids: initialize_model_parallel of megatron-core 0.16.1 takes no rank_offset, so stages "
+        "cannot have process groups of their own; wanted 0.19.2"
+    )
 
 
 @pytest.mark.parametrize("patch", ["steps", "states", "activations"])

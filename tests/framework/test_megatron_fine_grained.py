@@ -31,6 +31,7 @@ def one_stage() -> Runs:
     cases["too much"] = replace(asked(NATIVE, 0.9), may_fail=True)
     cases["nothing"] = replace(asked(NATIVE, 0.0), may_fail=True)
     cases["recomputed"] = replace(asked(NATIVE, 0.25), recompute=[2], may_fail=True)
+    cases["every group"] = replace(asked(NATIVE, 0.25), mutate="every_group")
     cases["by hooks"] = asked(PLAIN, 1.0)
     return run_all(cases, 1)
 
@@ -42,6 +43,11 @@ def test_groups_follow_the_fraction_of_all_saved_bytes(fraction):
     (run,) = found[fraction]
     # A layer's attention core is the largest group: an eighth of what four layers save.
     assert run["native_bytes"] / run["saved_bytes"] == pytest.approx(fraction, abs=0.25 / 8)
+
+
+def test_without_the_choice_of_groups_the_share_is_another():
+    (run,) = one_stage()["every group"]
+    assert run["native_bytes"] / run["saved_bytes"] > 0.4
 
 
 def test_both_ways_count_the_same_bytes():

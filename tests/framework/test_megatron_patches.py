@@ -122,13 +122,18 @@ def test_activation_offload_per_stage_with_recompute(name):
 def test_exact_optimizer_fraction():
     """Megatron's own split overshoots; ours lands within half the smallest shard; training is the same."""
     base = Case(bf16=True, distributed_optimizer=True, optimizer_fraction=[0.5])
-    cases = {"native": base, "exact": replace(base, patches={"optimizer_fraction": [0.5]})}
-    native, exact = run_all(cases, 1).values()
+    asked = replace(base, patches={"optimizer_fraction": [0.5]})
+    cases = {"native": base, "exact": asked}
+    for name in ("megatrons_split", "first_copies"):
+        cases[name] = replace(asked, steps=1, mutate=name)
+    native, exact, megatrons_split, first_copies = run_all(cases, 1).values()
     assert_same(native, exact)
     assert abs(exact[0]["host_share"] - 0.5) < abs(native[0]["host_share"] - 0.5)
     assert exact[0]["host_share"] == pytest.approx(0.5, abs=0.01)
     # Megatron's first optimizer, on whole parameters, stays alive beside the one on shards.
     assert len(native[0]["hybrids"]) == 2 and min(native[0]["hybrids"]) > 0
+    assert "failed" not in first_copies[0] and len(first_copies[0]["hybrids"]) == 2
+    assert megatrons_split[0]["host_share"] == native[0]["host_share"]
     assert exact[0]["hybrids"] == [4 * exact[0]["parameters"]], "fp32 copies of this rank's shards alone"
 
 

@@ -36,13 +36,14 @@ BUSY = {"evaluate_at": [2], "resume_at": 4, "loss_scale": 8.0, "inf_at": 5}
 ONE_PROCESS = {
     "fp32": replace(FULL, evaluate_at=[2], resume_at=4),
     "bf16": replace(HALF, **BUSY),
-    "fp32 sharded": replace(FULL, **SHARDED, evaluate_at=[2], resume_at=4),
+    "fp32 sharded": replace(FULL, **SHARDED, **BUSY),
     "bf16 sharded": replace(HALF, **SHARDED, **BUSY),
-    "host optimizer": replace(HALF, **SHARDED, evaluate_at=[2], resume_at=4, optimizer_fraction=[0.5]),
+    "host optimizer": replace(HALF, **SHARDED, **BUSY, optimizer_fraction=[0.5]),
     "recomputed": replace(HALF, recompute=[2]),
     "tied": replace(HALF, **BUSY, tied=True),
     "one micro-batch": replace(HALF, **SHARDED, **BUSY, micro_batches=1),
 }
+EXACT = {"optimizer_fraction": [0.5, 0.25]}
 ALL = {**STEPS, **STATES, "activation_offload": [0.5, 0.25]}
 
 
@@ -58,12 +59,12 @@ def with_patches(cases: dict[str, Case], **patches: dict) -> dict[str, Case]:
 @cache
 def one_process() -> Runs:
     cases = with_patches(ONE_PROCESS, steps=STEPS, states=STATES)
-    for name in ("bf16", "host optimizer"):
-        exact = {"optimizer_fraction": [0.5]} if name == "host optimizer" else {}
-        cases[name, "all"] = replace(ONE_PROCESS[name], patches={**ALL, **exact}, twice=True)
-    cases["host optimizer", "exact"] = replace(
-        ONE_PROCESS["host optimizer"], patches={"optimizer_fraction": [0.5]}
-    )
+    for name in ("fp32", "bf16", "fp32 sharded"):
+        cases[name, "activations"] = replace(ONE_PROCESS[name], patches={"activation_offload": [0.5]})
+        cases[name, "all"] = replace(ONE_PROCESS[name], patches=ALL, twice=True)
+    host = ONE_PROCESS["host optimizer"]
+    cases["host optimizer", "exact"] = replace(host, patches=EXACT)
+    cases["host optimizer", "all"] = replace(host, patches={**ALL, **EXACT}, twice=True)
     cases["bf16", "plain again"] = ONE_PROCESS["bf16"]
     return run_all(cases, 1)
 
@@ -78,10 +79,38 @@ def test_alone(name, patch):
     assert plain["skipped"] == ([5] if ONE_PROCESS[name].inf_at else [])
 
 
-def test_all_together():
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp32 sharded"])
+def test_activations_alone_and_all_together(name):
     found = one_process()
-    assert_same(found["bf16", "plain"], found["bf16", "all"])
-    assert_same(found["host optimizer", "exact"], found["host optimizer", "all"])
+    assert_same(found[name, "plain"], found[name, "activations"])
+    assert_same(found[name, "plain"], found[name, "all"])
+
+
+def test_exact_fraction_alone_and_all_together():
+    """In bf16: in fp32 Megatron itself cannot build its optimizer on host and device."""
+    found = one_process()
+    for patch in ("exact", "all"):
+        assert_same(found["host optimizer", "plain"], found["host optimizer", patch])
+        assert found["host optimizer", patch][0]["host_share"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_nothing_stays_hooked():
+    assert {ran["still_hooked"] for (ran,) in one_process().values()} == {0}
+
+
+LINES = {
+    "steps": ["optimizer steps"],
+    "states": ["offload"],
+    "activations": ["activation offload"],
+    "exact": ["optimizer offload"],
+}
+
+
+@pytest.mark.parametrize("patch", LINES)
+def test_one_line_in_the_log_for_each_model_built(patch):
+    """Two are built here, since each run resumes; what does not depend on the model is said once."""
+    (ran,) = one_process()["host optimizer" if patch == "exact" else "bf16", patch]
+    assert ran["log"] == LINES[patch] * (1 if patch == "steps" else 2)
 
 
 def test_undone():
@@ -115,6 +144,12 @@ def test_order_of_events():
 CAUGHT = {
     "steps": ("no_hooks", "late_settings", "zero_everything", "never_zero_after", "no_flush"),
     "states": ("no_copy_out", "no_copy_in", "grads_stay_away"),
+    "activations": ("empty_host",),
+}
+MUTATED = {
+    "steps": STEPS,
+    "states": {"state_offload": [[0.5, 0.5]]},
+    "activations": {"activation_offload": [0.5]},
 }
 
 
@@ -124,9 +159,8 @@ def mutants() -> Runs:
     cases = {"plain": base}
     for patch, names in CAUGHT.items():
         for name in names:
-            patches = STEPS if patch == "steps" else {"state_offload": [[0.5, 0.5]]}
             # What is read from where nothing is would end the process; a copy that is left out does not.
-            cases[name] = replace(base, patches=patches, mutate=name)
+            cases[name] = replace(base, patches=MUTATED[patch], mutate=name)
     cases["moved"] = replace(base, patches={"state_offload": [[0.5, 0.5]]})
     # Gradients are made zero by letting go of them, so only weights can stay and still be right.
     weights = {"state_offload": [[0.5, 0.0]]}
@@ -159,11 +193,15 @@ def pipeline() -> Runs:
         "plain": replace(base, steps=3),
         "tied": replace(base, **BUSY, tied=True),
         "fewer micro-batches than stages": replace(base, **BUSY, micro_batches=1),
+        "fp32": replace(base, bf16=False, **BUSY),
     }
-    return run_all(with_patches(cases, all=ALL), 2)
+    every = with_patches(cases, all=ALL)
+    every["host", "plain"] = replace(base, **BUSY, optimizer_fraction=[0.75, 0.25])
+    every["host", "all"] = replace(every["host", "plain"], patches={**ALL, **EXACT})
+    return run_all(every, 2)
 
 
-@pytest.mark.parametrize("name", ["busy", "tied", "fewer micro-batches than stages"])
+@pytest.mark.parametrize("name", ["busy", "tied", "fewer micro-batches than stages", "fp32", "host"])
 def test_pipeline_of_two_stages(name):
     assert_same(pipeline()[name, "plain"], pipeline()[name, "all"])
 
@@ -226,15 +264,17 @@ def data_parallel() -> Runs:
         "overlap": replace(HALF, **SHARDED, overlap=True, patches=LAYOUT),
         "fp32": replace(FULL, **SHARDED),
         "replicated": HALF,
+        "host": replace(laid_out, optimizer_fraction=[0.5]),
     }
     every = with_patches(cases, steps=STEPS, both={**STEPS, **STATES})
+    every["host", "both"] = replace(every["host", "both"], patches={**LAYOUT, **ALL, **EXACT})
     every["overlap", "both"] = replace(every["overlap", "both"], may_fail=True)
     every["no_gather", "mutant"] = replace(laid_out, patches=STEPS, mutate="no_gather")
     return run_all(every, 2)
 
 
 @pytest.mark.parametrize("patch", ["steps", "both"])
-@pytest.mark.parametrize("name", ["laid out", "replicated"])
+@pytest.mark.parametrize("name", ["laid out", "replicated", "host"])
 def test_two_data_parallel_ranks(name, patch):
     assert_same(data_parallel()[name, "plain"], data_parallel()[name, patch])
 
