@@ -1,11 +1,10 @@
-"""Python processes that have their libraries already: forks of one that imported them.
+"""Python processes that have imported torch already: forks of one that did.
 
 Importing torch takes longer than training the tests' tiny models, and nearly every test of a framework
-starts several processes; the command line, which a hundred tests start, mostly imports too. `environment()`
-starts one server for all tests of this pytest process and says what a process must find in its environment to
-become a fork of it (`warm_start/sitecustomize.py`). In the fork nothing has happened but imports of
-libraries: arguments, folder, environment, path and the three standard streams are those of the process that
-asked, and the tuner and the frameworks are imported there as ever.
+starts several processes. `environment()` starts one server for all tests of this pytest process and says
+what a process must find in its environment to become a fork of it (`warm_start/sitecustomize.py`). In the
+fork nothing has happened but imports of torch: arguments, folder, environment, path and the three standard
+streams are those of the process that asked, and the framework is imported there as ever.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,6 @@ from typing import Any
 HERE = Path(__file__).parent
 SITE = str(HERE / "warm_start")
 IMPORTED = (
-    "numpy",
-    "pydantic",
-    "rich.console",
-    "rich.table",
-    "typer.main",
-    "yaml",
     "torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -45,8 +40,7 @@ IMPORTED = (
     "torch.distributed.tensor",
     "torch.utils.flop_counter",
 )
-"""Those of the tuner, and of torch what Megatron-core, DeepSpeed and torchrun import; without what is not
-installed."""
+"""What Megatron-core, DeepSpeed and torchrun import of torch."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -85,46 +79,47 @@ def _server() -> str:
 
 
 def serve(path: str) -> dict[str, Any]:
-    """Returns only in forks, with what they shall do."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen(64)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who watches over a fork is waited for by nobody
-        print("ready", flush=True)
-        while True:
-            ready, _, _ = select.select([listener, sys.stdin], [], [])
-            if sys.stdin in ready:
-                os._exit(0)
-            asking, _ = listener.accept()
-            if os.fork() == 0:
-                break
-            asking.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    return _watched(asking)
-
-
-def _watched(asking: socket.socket) -> dict[str, Any]:
-    """Returns in a fork of its own, whose exit code is told; it is ended when who asked has gone."""
-    head, streams, _, _ = socket.recv_fds(asking, 8, 3)
-    with asking.makefile("rb") as text:
-        order = json.loads(text.read(int.from_bytes(head, "big")))
-    worker = os.fork()
-    if worker == 0:
-        asking.close()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
+    """Returns only in forks, with what they shall do. Who asked is told a fork's exit code, and a fork whose
+    asker has gone is ended."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    print("ready", flush=True)
+    workers: dict[int, tuple[int, socket.socket]] = {}
+    while True:
+        askers = [asking for _, asking in workers.values()]
+        ready, _, _ = select.select([listener, sys.stdin, *workers, *askers], [], [])
+        if sys.stdin in ready:
+            os._exit(0)
+        for done, (worker, asking) in list(workers.items()):
+            if asking in ready and done not in ready:
+                os.kill(worker, signal.SIGKILL)
+            if asking in ready or done in ready:
+                _tell(asking, os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+                os.close(done)
+                del workers[done]
+        if listener not in ready:
+            continue
+        asking, _ = listener.accept()
+        head, streams, _, _ = socket.recv_fds(asking, 8, 3)
+        with asking.makefile("rb") as text:
+            order: dict[str, Any] = json.loads(text.read(int.from_bytes(head, "big")))
+        worker = os.fork()
+        if worker == 0:
+            for one in (listener, asking, *askers):
+                one.close()
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+                os.close(stream)
+            return order
+        for stream in streams:
             os.close(stream)
-        return order
-    for number in (0, 1, 2, *streams):
-        os.close(number)
-    done = os.pidfd_open(worker)
-    ready, _, _ = select.select([done, asking], [], [])
-    if done not in ready:
-        os.kill(worker, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-    with contextlib.suppress(OSError):
+        workers[os.pidfd_open(worker)] = worker, asking
+
+
+def _tell(asking: socket.socket, code: int) -> None:
+    with contextlib.suppress(OSError), asking:
         asking.sendall(code.to_bytes(4, "big", signed=True))
-    os._exit(0)
 
 
 def work(order: dict[str, Any]) -> None:
@@ -152,10 +147,29 @@ def work(order: dict[str, Any]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def end(code: int) -> None:
+    """As Python ends, but that nothing is taken apart: that would copy what forks share."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     for name in IMPORTED:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what was imported is nothing for a fork's garbage collector to go through
-    work(serve(sys.argv[1]))
+    asked = serve(sys.argv[1])
+    try:
+        work(asked)
+        end(0)
+    except SystemExit as stopped:
+        if isinstance(stopped.code, str):
+            print(stopped.code, file=sys.stderr)
+        end(stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None))
+    except BaseException:
+        traceback.print_exc()
+        end(1)

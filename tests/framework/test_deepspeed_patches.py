@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+import warm_start_server
 from patched_deepspeed import Case
 
 HERE = Path(__file__).parent
@@ -217,16 +218,15 @@ def launch(cases: list[Case], processes: int) -> list[list[dict]]:
     path = os.pathsep.join([str(HERE), str(HERE.parent.parent / "patches"), os.environ.get("PYTHONPATH", "")])
     argument, port, workers = json.dumps([asdict(case) for case in cases]), str(free_port()), []
     for rank in range(processes):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
+        environment = warm_start_server.environment(
+            PYTHONPATH=path,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(processes),
+            LOCAL_WORLD_SIZE=str(processes),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
         command = [sys.executable, str(HERE / "patched_deepspeed.py"), argument]
         pipe = subprocess.PIPE
         workers.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))

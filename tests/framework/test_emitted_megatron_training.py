@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 
+import warm_start_server
+
 from mist_megatron.cli.emit import launch_sources
 from mist_megatron.emit.artifacts import artifacts
 from mist_megatron.emit.write import write_artifacts
@@ -110,11 +112,10 @@ def train(
     environment = {
         **{
             k: v
-            for k, v in os.environ.items()
+            for k, v in warm_start_server.environment(PYTHONPATH=os.pathsep.join(paths)).items()
             if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"}
         },
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(paths),
         "MEGATRON_LM": str(HERE / "megatron_lm"),
         "MASTER_PORT": str(port),
         "LOSS_FILE": str(folder / "losses"),
