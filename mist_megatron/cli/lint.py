@@ -20,7 +20,7 @@ from mist_megatron.emit.convert_patches import bare_findings
 from mist_megatron.emit.deepspeed_arguments import DEEPSPEED_ARRAYS, argument_findings, read_array
 from mist_megatron.emit.deepspeed_read import Finding, filled_in, patch_findings, read_config, with_patches
 from mist_megatron.emit.loose_json import read_loose
-from mist_megatron.emit.megatron_lint import lint_megatron
+from mist_megatron.emit.megatron_lint import lint_megatron, version_notes
 from mist_megatron.emit.megatron_read import (
     Options,
     Reader,
@@ -31,6 +31,7 @@ from mist_megatron.emit.megatron_read import (
     training_of,
     with_stages,
 )
+from mist_megatron.emit.stages_json import check_stages
 from mist_megatron.errors import InputError
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.cluster import ClusterSpec
@@ -112,6 +113,14 @@ def _config_beside(text: str, file: Path) -> Path | None:
     return config
 
 
+def _stages_beside(file: Path, start: str) -> dict[str, Any] | None:
+    """stages.json beside a file that has the name of an emitted one."""
+    beside = file.parent / "stages.json"
+    if not file.name.startswith(start) or not beside.is_file():
+        return None
+    return check_stages(load_mapping(beside), str(beside))
+
+
 def _arguments(text: str, plan: Plan | None, file: Path) -> tuple[Finding, ...]:
     """Where the arguments of a DeepSpeed plan and the rest of its folder disagree."""
     if plan is None:
@@ -123,15 +132,16 @@ def _arguments(text: str, plan: Plan | None, file: Path) -> tuple[Finding, ...]:
 def _deepspeed(text: str, file: Path, job: JobOptions, *, checkpointing: bool) -> Linted:
     where = str(file)
     reading = read_config(read_loose(text, where), deepspeed_schema(probe=True))
-    beside = file.parent / "stages.json"
-    document = load_mapping(beside) if beside.is_file() and file.name.startswith("ds_config") else None
+    document = _stages_beside(file, "ds_config")
     about: Plan | Job | None = None
     if document is not None:
         reading = replace(reading, config=filled_in(reading.config, document))
         about = _emitted(job, document["world_size"], file) if job.model is None else None
     if about is None:
         if job.model is None or job.gpus is None:
-            return Linted(kind="deepspeed", findings=reading.findings, plan=None)
+            alone = job.target == "deepspeed+patches" and document is None
+            bare = tuple(bare_findings(reading)) if alone else ()
+            return Linted(kind="deepspeed", findings=(*reading.findings, *bare), plan=None)
         about = read_job(_with_batch(job, reading)).job
     patched = about.target == "deepspeed+patches" and document is None
     question = Question(
@@ -161,8 +171,7 @@ def _megatron(text: str, file: Path, job: JobOptions) -> Linted:
     common = read_command(text, where)
     if not common:
         raise InputError(f"{where}: no flags found; wanted a Megatron command line or a DeepSpeed JSON")
-    beside = file.parent / "stages.json"
-    document = load_mapping(beside) if beside.is_file() and file.name.startswith("args.") else None
+    document = _stages_beside(file, "args.")
     known = frozenset(load_mapping(data_folder("launch") / "megatron_flags.json")["flags"])
     per_stage: tuple[Options, ...] = ()
     findings: list[Finding] = []
@@ -170,6 +179,7 @@ def _megatron(text: str, file: Path, job: JobOptions) -> Linted:
         per_stage = tuple(options_of(stage["arguments"]) for stage in document["stages"])
         for index, options in enumerate(per_stage):
             findings += lint_megatron({**common, **options}, f"stage {index}", where, known)
+        findings += version_notes(document)
     else:
         findings += lint_megatron(common, "", where, known)
     if _environment_is_said(text, document):

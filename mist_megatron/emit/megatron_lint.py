@@ -6,12 +6,17 @@ core/model_parallel_config.py of 0.19/0.20; what is accepted silently was found 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 from mist_megatron.emit.deepspeed_read import Finding, Level
 from mist_megatron.emit.megatron_read import Options, Reader
 
+GRIDS_NEED = (
+    "needs megatron-core 0.19; initialize_model_parallel of older releases takes no rank_offset, "
+    "and the patch stage_grids refuses them when training starts"
+)
 ENTRY_FLAGS = frozenset({"mist-stages", "mist-script"})
 LAUNCHER_FLAGS = frozenset(
     {
@@ -42,6 +47,12 @@ def lint_megatron(options: Options, stage: str, where: str, known: frozenset[str
         Finding(level=f.level, key=f.key, message=f"{stage}: {f.message}" if stage else f.message)
         for f in found
     )
+
+
+def version_notes(document: Mapping[str, Any]) -> Iterator[Finding]:
+    """Patches that stages.json names and that not every release of megatron-core can carry."""
+    if "stage_grids" in document.get("patches", ()):
+        yield Finding(level="note", key="stage_grids", message=f"stages on grids of their own: {GRIDS_NEED}")
 
 
 def _say(level: Level, flag: str, message: str) -> Finding:

@@ -65,6 +65,8 @@ def _megatron_notes(plan: Plan) -> list[str]:
 _GRID_NOTES = (
     "Stages have different grids here. Checkpoints (`--ckpt-format torch_dist`) name every layer, so that",
     "any other layout can load them; the states of random generators are not kept.",
+    "This needs megatron-core 0.19: older releases cannot give stages process groups of their own, and the",
+    "patch `stage_grids` refuses them when training starts.",
 )
 
 

@@ -120,6 +120,18 @@ def test_lint_command_reads_the_folder(tmp_path: Path, capsys: pytest.CaptureFix
     assert said["prediction"]["iteration_s"] > 0
 
 
+@pytest.mark.parametrize(("name", "told"), [("different grids", True), ("uneven stages", False)])
+def test_the_release_that_grids_need_is_told(name: str, told: bool, tmp_path: Path, capsys) -> None:
+    """Where the patch would refuse an older one when training starts, in the folder and by lint."""
+    texts = artifacts(PLANS[name], SOURCES)
+    assert ("needs megatron-core 0.19" in texts["README.md"]) is told
+    write_artifacts(tmp_path / "out", texts)
+    assert run(["lint", str(tmp_path / "out" / "args.sh"), "--json"]) == 0
+    notes = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["key"] == "stage_grids"]
+    assert [note["level"] for note in notes] == ["note"] * told
+    assert all("needs megatron-core 0.19" in note["message"] for note in notes)
+
+
 @pytest.mark.parametrize(
     ("zero", "offload", "ckpt"),
     [
