@@ -69,6 +69,18 @@ def profile_of(cluster: ClusterSpec) -> Profile | None:
     return load_profile(path if is_there(path) else Path(named))
 
 
+def read_profile_text(path: str | Path) -> str:
+    """The text of a profile. One that is not there was mistyped; one that cannot be read is a bad profile."""
+    from mist_megatron.spec.load import read_text
+
+    try:
+        return read_text(path)
+    except InputError as error:
+        if not is_there(Path(path)):
+            raise
+        raise ProfileError(error.message, details=error.details) from None
+
+
 def load_profile(path: Path) -> Profile:
     """A profile file with its tables, which lie beside it; read once per process."""
     return _load_profile(path, path.stat().st_mtime_ns if is_there(path) else 0)
@@ -77,7 +89,6 @@ def load_profile(path: Path) -> Profile:
 @lru_cache(maxsize=32)
 def _load_profile(path: Path, _changed: int) -> Profile:
     from mist_megatron.calibrate.profile_file import profile_from_text
-    from mist_megatron.spec.load import read_text
 
     def table(name: str) -> bytes:
         if Path(name).name != name:
@@ -87,7 +98,7 @@ def _load_profile(path: Path, _changed: int) -> Profile:
         except OSError as error:
             raise ProfileError(f"{path}: table {name} cannot be read: {error.strerror or error}") from None
 
-    return profile_from_text(read_text(path), str(path), table)
+    return profile_from_text(read_profile_text(path), str(path), table)
 
 
 def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> tuple[StageEvaluator, str]:

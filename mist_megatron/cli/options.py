@@ -167,14 +167,21 @@ def _cluster(options: JobOptions, defaults: dict[str, str]) -> ClusterSpec:
 
 def _gpu(named: str) -> tuple[GpuSpec, str | None]:
     """A catalogue name, or a profile file, which names the GPU that it was measured on."""
+    from mist_megatron.cli.evaluators import read_profile_text
     from mist_megatron.spec import catalogue
-    from mist_megatron.spec.load import load_mapping
+    from mist_megatron.spec.document import parse
 
     if named in catalogue.CATALOGUE or not (named.endswith((".yaml", ".yml", ".json")) or "/" in named):
         return catalogue.gpu(named), None
-    device = load_mapping(named).get("gpu")
+    text = read_profile_text(named)
+    try:
+        device = parse(text, named).get("gpu")
+    except InputError as error:
+        raise ProfileError(error.message, details=error.details) from None
     if not isinstance(device, str):
         raise ProfileError(f"{named}: not a hardware profile: it has no `gpu`")
+    if device not in catalogue.CATALOGUE:
+        raise ProfileError(f"{named}: gpu is {device!r}, which is in no catalogue; see `mist-megatron gpus`")
     return catalogue.gpu(device), named
 
 

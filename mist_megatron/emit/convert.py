@@ -24,6 +24,9 @@ from mist_megatron.spec.training import Precision, TrainingSpec
 TRAINER_MICRO_BATCH = 8
 """Hugging Face TrainingArguments' default per_device_train_batch_size, which "auto" stands for."""
 
+MOST_SEQUENCES = 1_000_000_000
+"""Of a batch: far beyond any that is trained with, and every figure made from it stays exact."""
+
 LEVELS: tuple[tuple[Zero, Offload], ...] = (
     (0, Offload()),
     (1, Offload()),
@@ -103,6 +106,8 @@ def _count(value: Any, key: str) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{key} is {value!r}; wanted a whole number above 0, or auto")
+    if value > MOST_SEQUENCES:
+        raise InputError(f"{key} is {value}; wanted at most {MOST_SEQUENCES}")
     return value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -239,8 +238,26 @@ def _precision(config: Config) -> Iterator[Finding]:
         yield Finding(level="rejected", key="bf16", message="bf16 and fp16 are both enabled")
     for key in BATCH_KEYS:
         value = config.get(key)
-        if isinstance(value, bool) or (isinstance(value, (int, float)) and (value < 1 or math.isnan(value))):
+        if value not in (None, "auto") and (isinstance(value, bool) or not _is_count(value)):
             yield Finding(level="rejected", key=key, message=f"got {value}, wanted a whole number above 0")
+    for path in SECTIONS:
+        section: Any = config
+        for part in path.split("."):
+            section = section.get(part) if isinstance(section, dict) else None
+        if section is not None and not isinstance(section, dict):
+            message = f"got {section!r}, wanted a section: {{...}}"
+            yield Finding(level="rejected", key=path, message=message)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+SECTIONS = (
+    *("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
+    *("optimizer", "optimizer.params", "scheduler", "bf16", "fp16", "data_types"),
+)
+"""What DeepSpeed reads as a mapping, and stops at where it is none."""
 
 
 def _clipping(config: Config, schema: DeepSpeedSchema) -> Iterator[Finding]:
@@ -262,6 +279,8 @@ _PLAN_PATCHES = frozenset({*PATCH_OF.values(), "decoupled_steps"})
 
 def filled_in(config: Config, document: Mapping[str, Any]) -> Config:
     """An emitted configuration with what it leaves to the trainer as stages.json beside it says it."""
+    if len(document["stages"]) != 1:
+        raise InputError(f"stages.json beside it has {len(document['stages'])} stages; wanted one")
     (stage,) = document["stages"]
     told = (None, stage["micro_batch"], document["micro_batches"])
     filled = {key: n for key, n in zip(BATCH_KEYS, told, strict=True) if n and config.get(key) == "auto"}

@@ -261,7 +261,7 @@ def _grids(readers: Sequence[Reader], gpus: int, cp: int, where: str) -> list[Gr
     sizes = [
         (read.count("tensor-model-parallel-size", 1), read.count("micro-batch-size")) for read in readers
     ]
-    tp, micro = sizes[0]
+    tp, micro = sizes[0] if sizes else (1, 1)  # no pipeline stage is refused like no tensor-parallel rank
     if min(cp, len(sizes), *(min(size) for size in sizes)) < 1:
         raise InputError(
             f"{where}: micro-batch, tp, pp and cp are {micro}, {tp}, {len(sizes)}, {cp}; wanted at least 1"

@@ -35,11 +35,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
-from mist_megatron.spec.plan import Plan
+from mist_megatron.errors import InputError
+from mist_megatron.spec.document import STRICT, build
+from mist_megatron.spec.plan import Offload, Plan, Zero
 
 SCHEMA = 1
 
@@ -108,3 +110,51 @@ def stages_document(
 def stages_text(document: Mapping[str, Any]) -> str:
     """The document as the file's text."""
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    stage: int
+    first_rank: int
+    ranks: int
+    layers: int
+    chunk_layers: list[int]
+    dp: int
+    tp: int
+    micro_batch: int
+    zero: Zero
+    recompute: str
+    recompute_layers: int
+    offload: Offload
+    arguments: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    schema: int
+    framework: str
+    plan: str
+    world_size: int
+    tensor_parallel: int
+    context_parallel: int
+    pipeline_parallel: int
+    virtual_pipeline: int
+    micro_batches: int
+    rank_of_gpu: list[int] | None
+    environment: dict[str, str | None]
+    patches: list[str]
+    stages: list[_Stage]
+
+
+def check_stages(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """The document itself, once it is known to be one: people edit these files."""
+    read = build(_Document, document, where)
+    if read.schema != SCHEMA:
+        raise InputError(f"{where}: schema is {read.schema}; this version reads {SCHEMA}")
+    if not read.stages:
+        raise InputError(
+            f"{where}: it has no stages; wanted at least one", details=("try: emit the plan again",)
+        )
+    return document

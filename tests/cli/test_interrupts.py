@@ -1,4 +1,4 @@
-"""Interrupts and the end of a batch job, sent to real processes: one line, the code of the signal, no remains."""
+"""Interrupts and the end of a batch job, sent to real processes: one line, an exit code, no remains."""
 
 from __future__ import annotations
 
