@@ -15,7 +15,7 @@ GPU whatever the JSON offloads, and a fraction above 0 is refused.
 Cost: a host gradient of ZeRO 3 is read, added to and written back at every micro-batch, as DeepSpeed does
 it. `engine.offload_states()` is refused.
 
-Tested with DeepSpeed 0.19.8.
+Tested with DeepSpeed 0.19.0, 0.19.7 and 0.19.8.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _place_stage12(original: Callable[[Any], Any], fraction: float) -> Any:
             _keep_on_gpu(self, fraction)
         elif fraction:
             cause = (
-                "gradients wider than the weights accumulate on the GPU in DeepSpeed 0.19.8"
+                "gradients wider than the weights accumulate on the GPU in DeepSpeed 0.19"
                 if self.cpu_offload
                 else "below ZeRO 3 gradients leave the GPU with offload_optimizer only"
             )

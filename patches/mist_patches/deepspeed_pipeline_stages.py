@@ -12,7 +12,7 @@ engine is built: DeepSpeed itself would hang, or train a wrong model.
 A transformer layer is the class that occurs most often in the list of layers; what stands before the first
 goes with the first stage, what stands after the last with the last.
 
-Tested with DeepSpeed 0.19.8, ZeRO 0 and 1 (DeepSpeed refuses 2 and 3 in a pipeline).
+Tested with DeepSpeed 0.19.0, 0.19.7 and 0.19.8, ZeRO 0 and 1 (DeepSpeed refuses 2 and 3 in a pipeline).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ SERIES: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "deepspeed": ((0, 19), (0, 19)),
 }
 """First and last release series that the patches know."""
-RELEASES: Mapping[str, tuple[str, ...]] = {"deepspeed": ("0.19.0", "0.19.4", "0.19.7", "0.19.8")}
+RELEASES: Mapping[str, tuple[str, ...]] = {"deepspeed": ("0.19.0", "0.19.7", "0.19.8")}
 """Of a series whose every release changes what the patches hook: those that were run."""
 _LATE = frozenset({"decoupled_steps", "state_offload"})
 _READERS = ("--log-params-norm", "--check-weight-hash-across-dp-replicas-interval")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from mist_patches.stage_arguments import apply_stage_arguments, read_stages
-from mist_patches.stage_guards import OVERRIDE, problems, version_problem
+from mist_patches.stage_guards import OVERRIDE, RELEASES, problems, version_problem
 
 
 def stage(index: int, **more: object) -> dict:
@@ -130,3 +130,16 @@ def test_unknown_versions(version):
     problem = version_problem("megatron-core", version, {})
     assert problem is not None and version in problem and "0.16 to 0.19" in problem
     assert version_problem("megatron-core", version, {OVERRIDE: version}) is None
+
+
+@pytest.mark.parametrize("version", [*RELEASES["deepspeed"], "0.19.8+cpu"])
+def test_known_releases(version):
+    assert version_problem("deepspeed", version, {}) is None
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.19", "0.19.9", "0.20.0", "unknown"])
+def test_unknown_releases(version):
+    problem = version_problem("deepspeed", version, {})
+    assert problem is not None and f"deepspeed {version} is unknown" in problem
+    assert " and 0.19.8; set" in problem and "\n" not in problem
+    assert version_problem("deepspeed", version, {OVERRIDE: version}) is None
