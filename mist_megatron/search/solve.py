@@ -49,6 +49,11 @@ def _solve_per_stage(
         # t of the slowest stage, were all other terms at their least.
         cap_s = (best_s - bound.rest_s) / (shape.grad_accum - 1) * (1 + 1e-9)
     windows = _layer_windows(question, shape, bound, cap_s)
+    if question.climb:
+        # What is ahead by the closed form may be far behind by eq. 1: its own micro-batches are what counts.
+        wide = _layer_windows(question, shape, bound, best_s / shape.grad_accum)
+        if _size(question, shape, wide) <= MOST_CLIMBED:
+            windows, cap_s = wide, best_s / shape.grad_accum
     if not _may_beat(question, shape, bound, windows, best_s):
         return None, tally
     choices = Choices(space=question.space, shape=shape, step=question.step)
@@ -86,6 +91,17 @@ def _solve_per_stage(
         stage_choice(size[0], here[size], index) for (size, index), here in zip(picks, sized, strict=True)
     )
     return Solution(shape, stages, value_s), tally
+
+
+MOST_CLIMBED = 4_000_000
+"""Configurations of a shape beyond which a climb keeps to those that eq. 1 may choose: some 0.3 s."""
+
+
+def _size(question: Question, shape: Shape, windows: Mapping[StageRole, range]) -> int:
+    """Configurations of all slots of a shape."""
+    choices = Choices(space=question.space, shape=shape, step=question.step)
+    roles = [role_of(position, shape.stages) for position in range(shape.stages)]
+    return sum(choices.size(count, selective=False) for role in roles for count in windows[role])
 
 
 def _may_beat(

@@ -339,7 +339,7 @@ WORST = 2.0
 worth a look, not every one that fits."""
 NEAR = 0.03
 """How far behind eq. 1's best a plan may be, by eq. 1, from which a climb begins."""
-MOST_NEAR = 10_000_000
+MOST_NEAR = 5_000_000
 """Configurations that climbs may ask to be priced: less than a second."""
 
 

@@ -260,13 +260,20 @@ def _bound(job: Job, mixture: Mixture, priced: Mapping[Shape, tuple[LeastTimes, 
     )
 
 
+FEW_SLOTS = 100
+"""Sizes of stages beyond which a climb keeps to what eq. 1 may choose."""
+
+
 def solve_mixture(
     question: Question, mixture: Mixture, bound: MixtureBound, best_s: float
 ) -> tuple[Solution | None, Tally]:
     """The best plan of a mixture if it beats `best_s`."""
     tally = Tally()
-    caps_s = _caps(mixture, bound, best_s)
-    windows = _layer_windows(question.evaluator.job, mixture, bound, caps_s)
+    job, caps_s = question.evaluator.job, _caps(mixture, bound, best_s)
+    if question.climb and job.model.layers * len(mixture.meshes) <= FEW_SLOTS:
+        # What is ahead by the closed form may be far behind by eq. 1: its own micro-batches are what counts.
+        caps_s = dict.fromkeys(ROLES, best_s / mixture.grad_accum)
+    windows = _layer_windows(job, mixture, bound, caps_s)
     if windows is None:
         return None, tally
     plain = _pipelines(question, mixture, _plain_fronts(mixture, bound, windows))
