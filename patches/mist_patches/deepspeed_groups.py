@@ -127,7 +127,9 @@ def need_parameters(function: Any, names: Sequence[str]) -> tuple[str, ...]:
     missing = [name for name in names if name not in found]
     if missing:
         where = getattr(function, "__qualname__", function)
-        raise PatchRefused(f"{where} has no parameter {missing[0]!r}; patches/README.md has the tested versions")
+        raise PatchRefused(
+            f"{where} has no parameter {missing[0]!r}; patches/README.md has the tested versions"
+        )
     return found
 
 
