@@ -6,4 +6,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tests/setup_frameworks.sh
 # Two workers, one thread each: the tests are many small ones, and torch would otherwise start a thread per core.
 export OMP_NUM_THREADS=1
-exec "${MIST_TEST_VENV:-.venv-test}/bin/python" -m pytest -n "${MIST_TEST_WORKERS:-2}" --dist loadfile "$@"
+# Files in the order of conftest.py: by itself xdist takes those with the fewest tests last, which are the longest.
+exec "${MIST_TEST_VENV:-.venv-test}/bin/python" -m pytest -n "${MIST_TEST_WORKERS:-2}" --dist loadfile \
+  --no-loadscope-reorder "$@"

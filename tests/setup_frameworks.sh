@@ -3,12 +3,14 @@
 # Needs Python 3.11, 3.12 or 3.13 and internet; run it again at will, it does nothing when nothing changed.
 #
 #   MIST_TEST_VENV     folder of the environment (default: .venv-test)
+#   MIST_TEST_EXTRA    extra of this package that is installed along: test (default), or dev with lint and types
 #   MIST_TORCH_INDEX   extra package index with CPU wheels of PyTorch, as named on its "Get Started" page;
 #                      without it Linux may download the CUDA wheels, which work as well but are 2 GB
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=${MIST_TEST_VENV:-.venv-test}
+extra=${MIST_TEST_EXTRA:-test}
 pins=tests/requirements-frameworks.txt
 
 find_python() {
@@ -24,7 +26,7 @@ find_python() {
   return 2
 }
 
-fingerprint() { cat pyproject.toml "$pins" tests/setup_frameworks.sh | cksum; }
+fingerprint() { (cat pyproject.toml "$pins" tests/setup_frameworks.sh && echo "$extra") | cksum; }
 
 if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/mist-ready" 2>/dev/null)" = "$(fingerprint)" ]; then
   exit 0
@@ -35,29 +37,49 @@ python=$(find_python)
   echo "error: $python cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)" >&2
   exit 2
 }
+PATH=$(cd "$venv/bin" && pwd):$PATH # Megatron-core's build asks `python3` for pybind11
 python=$venv/bin/python
 rm -f "$venv/mist-ready"
 
-install() { "$python" -m pip install --quiet --disable-pip-version-check --constraint "$pins" "$@"; }
+# Nothing is compiled to .pyc here: Python does that with what is imported, a small part of all this.
+install() { "$python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 
-# torch goes first and alone: DeepSpeed's build reads its version.
-install ${MIST_TORCH_INDEX:+--extra-index-url "$MIST_TORCH_INDEX"} torch
-install --editable '.[test]' setuptools wheel pybind11 packaging ninja
-DS_BUILD_OPS=0 install deepspeed # no CUDA here: kernels are not compiled
-install transformers accelerate
-from_source=()
+install setuptools wheel pybind11 packaging ninja
+anyway=() from_source=()
 if "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
   # Megatron-core declares Python 3.12; its source runs on 3.11 and compiles one small extension.
   command -v c++ >/dev/null || command -v g++ >/dev/null || {
     echo "error: Megatron-core on Python 3.11 needs a C++ compiler; install g++, or use Python 3.12" >&2
     exit 2
   }
-  from_source=(--ignore-requires-python --no-build-isolation --no-binary megatron-core)
+  anyway=(--ignore-requires-python)
+  from_source=(--no-build-isolation --no-binary megatron-core)
 fi
-install --no-deps ${from_source[@]+"${from_source[@]}"} megatron-core
-# The oldest version that the patches support, in a folder that its tests put first on the path. The
-# constraints name the newest one, so they are left out.
-rm -rf "$venv/megatron-0.16.1"
-"$python" -m pip install --quiet --disable-pip-version-check --no-deps ${from_source[@]+"${from_source[@]}"} \
-  --target "$venv/megatron-0.16.1" megatron-core==0.16.1
+# The newest Megatron-core, and the oldest one that the patches support. Both are built while all else is
+# downloaded; `pip wheel` itself cannot look for what declares another Python.
+megatron=$(mktemp -d)
+trap 'rm -rf "$megatron"' EXIT
+build_megatron() {
+  local version pip=("$python" -m pip --quiet --disable-pip-version-check)
+  for version in "$(sed -n 's/^megatron-core==//p' "$pins")" 0.16.1; do
+    "${pip[@]}" download --no-deps ${anyway[@]+"${anyway[@]}"} ${from_source[@]+"${from_source[@]}"} \
+      --dest "$megatron/$version" "megatron-core==$version"
+    "${pip[@]}" wheel --no-deps ${anyway[@]+"${anyway[@]}"} --no-build-isolation \
+      --wheel-dir "$megatron/wheels" "$megatron/$version"/*
+  done
+}
+build_megatron &
+building=$!
+
+# torch goes first: DeepSpeed's build reads its version.
+install --constraint "$pins" ${MIST_TORCH_INDEX:+--extra-index-url "$MIST_TORCH_INDEX"} --editable ".[$extra]" torch
+# No CUDA here: kernels are not compiled.
+DS_BUILD_OPS=0 install --constraint "$pins" deepspeed transformers accelerate
+wait "$building"
+# The oldest ones that the patches support, in folders that their tests put first on the path.
+rm -rf "$venv/megatron-0.16.1" "$venv/deepspeed-0.19.0"
+install --no-deps ${anyway[@]+"${anyway[@]}"} --target "$venv/megatron-0.16.1" "$megatron"/wheels/*-0.16.1-*
+rm "$megatron"/wheels/*-0.16.1-*
+DS_BUILD_OPS=0 install --no-deps --no-build-isolation --target "$venv/deepspeed-0.19.0" deepspeed==0.19.0
+install --no-deps ${anyway[@]+"${anyway[@]}"} "$megatron"/wheels/*
 fingerprint >"$venv/mist-ready"

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import warm_start_server
+
 from mist_megatron.cli.drop_ins import read_cases
 from mist_megatron.emit import megatron
 from mist_megatron.spec.load import load_plan
@@ -92,8 +94,13 @@ def deepspeed_verdicts(asked):
     script = Path(__file__).with_name("deepspeed_cpu.py")
     done = subprocess.run(
         [sys.executable, str(script), "parse"],
-        input=json.dumps(asked), capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        env=warm_start_server.environment(),
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     lines = [line for line in done.stdout.splitlines() if "RESULT " in line]
     assert lines, done.stderr[-3000:]
     return json.loads(lines[0].partition("RESULT ")[2])

@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron", reason="megatron-core is not installed")
+import warm_start_server  # noqa: E402
 from staged_model import Case, whole_parameter  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -73,13 +74,9 @@ def start(folder: Path, cases: list[Case]) -> list[dict]:
     workers = [
         subprocess.Popen(
             [sys.executable, str(HERE / "staged_grids.py"), str(folder), argument],
-            env={
-                **os.environ,
-                "PYTHONPATH": path,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "OMP_NUM_THREADS": "1",
-            },
+            env=warm_start_server.environment(
+                PYTHONPATH=path, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
