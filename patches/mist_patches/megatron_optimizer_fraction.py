@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mist_patches.hooking import all_or_nothing, check_fraction, log, replace
-from mist_patches.pinned_memory import give_back_cached_host_memory
 
 _FP32_BYTES = 4
 _FACTORY_0_16 = (
@@ -70,6 +69,8 @@ def exact_optimizer_fraction(fraction: float | None = None) -> Callable[[], None
     split exact. Returns the function that undoes the patch.
     """
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    from mist_patches.pinned_memory import give_back_cached_host_memory
 
     if fraction is not None:
         fraction = check_fraction("optimizer offload fraction", fraction)

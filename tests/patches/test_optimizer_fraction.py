@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mist_patches.hooking import PatchRefused, replace, undo_all
-from mist_patches.megatron_optimizer_fraction import choose_shards
+from mist_patches.megatron_optimizer_fraction import _wait_for_wide_gradients, choose_shards
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.floats(0, 1))
@@ -58,3 +60,33 @@ def test_replace_checks_the_signature_and_undoes_itself():
     assert Owner().method(1, 2) == 6
     undo_all()
     assert Owner.method is original
+
+
+@pytest.mark.parametrize(("dtype", "waits"), [("bfloat16", True), ("float32", False)])
+def test_the_device_share_waits_for_gradients_that_are_widened(monkeypatch, dtype, waits):
+    """Megatron widens bf16 gradients on the stream of the copies to the host, and steps on another."""
+    torch = pytest.importorskip("torch")
+    from stream_order import Machine, Race, stand_in
+
+    machine = Machine(lambda: False)
+    stand_in(monkeypatch, machine)
+    hooks: list = []
+    shard = torch.nn.Parameter(torch.ones(4))
+    shard.decoupled_grad = torch.ones(4, dtype=getattr(torch, dtype))
+
+    class Hybrid:
+        gpu_optimizer = SimpleNamespace(register_step_pre_hook=hooks.append)
+        param_to_fp32_param: ClassVar = {shard: shard}
+        _d2h_stream = torch.cuda.Stream()
+
+    hybrid, wide = Hybrid(), torch.ones(4)
+    _wait_for_wide_gradients(lambda self: None)(hybrid)
+    with torch.cuda.stream(hybrid._d2h_stream):
+        machine.run([], [wide])
+    for hook in hooks:
+        hook(None, (), {})
+    if waits:
+        machine.run([wide], [])
+    else:  # nothing was widened: no wait for copies that others need
+        with pytest.raises(Race):
+            machine.run([wide], [])
