@@ -205,19 +205,22 @@ def nodes_spanned(ranks: Array, stride: Array, gpus_per_node: float) -> Array:
     return np.ceil(ranks / per_node)
 
 
-def boundary_crossing_share(role: StageRole, stages: int, stage_gpus: int, gpus_per_node: int) -> float:
-    """Share of a stage's boundaries that lie between nodes: all when a stage fills nodes. Where several
-    stages share a node, the first and the last one have their neighbour beside them (unless the last one has
-    a node to itself), and the node borders are left to the stages between, on the mean."""
+def boundary_crossing_share(
+    stages: int, stage_gpus: int, gpus_per_node: int, role: StageRole | None = None
+) -> float:
+    """Share of a pipeline's boundaries that lie between nodes: all when a stage fills nodes, else one
+    boundary per node border. Of a role's own boundaries: where several stages share a node, the first and the
+    last one have their neighbour beside them (unless the last one has a node to itself), and the borders are
+    left to the stages between, on the mean."""
     if stages <= 1:
         return 0.0
     if stage_gpus >= gpus_per_node:
         return 1.0
     a_node = gpus_per_node // stage_gpus
-    last_crosses = float((stages - 1) % a_node == 0)
-    if role is not StageRole.MIDDLE:
-        return last_crosses if role is StageRole.LAST else float(a_node == 1)
-    if stages == 2:
-        return 0.0
     borders = (stages - 1) // a_node
-    return (2.0 * borders - last_crosses - float(a_node == 1)) / (2.0 * (stages - 2))
+    if role is None:
+        return borders / (stages - 1)
+    first_crosses, last_crosses = float(a_node == 1), float((stages - 1) % a_node == 0)
+    if role is not StageRole.MIDDLE:
+        return last_crosses if role is StageRole.LAST else first_crosses
+    return (2.0 * borders - first_crosses - last_crosses) / (2.0 * max(stages - 2, 1))

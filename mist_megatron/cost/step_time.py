@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from mist_megatron.cost.communication import boundary_crossing_share
@@ -158,58 +160,96 @@ def boundary_terms(
 ) -> None:
     """Activations to the next stage and their gradients back. A stage with two neighbours meets two
     exchanges per micro-batch, one at an end of the pipeline meets one, so that their sum over the stages
-    is the 2 (S-1) hops of one micro-batch there and back. Where stages differ in size, each pays for what
-    its own ranks send and receive, and crosses nodes as often as stages of its size that fill the cluster."""
+    is the 2 (S-1) hops of one micro-batch there and back, as many of them between nodes as there are borders
+    of nodes. Where stages differ in size, each pays for what its own ranks send and receive, and crosses
+    nodes as often as a stage of its role among stages of its size that fill the cluster."""
     if grid.stages <= 1:
         return
     gpus = grid.nodes * grid.gpus_per_node
     alike = max(context.cluster_gpus // gpus, 2)
-    share = boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node)
+    overlaps = grid.vpp > 1 and context.template.boundary_overlaps_when_interleaved
+    # Chunks pass every boundary on their way, wherever their stage stands.
+    role = None if overlaps else grid.role
+    share = boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node, role)
     (inside, across), handed_on = boundary_seconds(grid, loads, context)
     hop = (1.0 - share) * inside + share * across + handed_on
-    exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
-    if grid.vpp > 1 and context.template.boundary_overlaps_when_interleaved:
-        exposed = _sent_beside_layers(grid, loads.block, hop, context)
-        # While the pipeline fills and drains, the next chunk of a micro-batch waits for its round trip: these
-        # pairs of passes take their compute and both hops, not what a pair of the stable state takes.
-        pairs = grid.stages * grid.vpp - 1
-        stable["pipeline_p2p"] = exposed
-        delta["pipeline_p2p"] = Linear(
-            2.0 * pairs * hop,
-            -pairs / grid.vpp * exposed.per_layer,
-            -pairs / grid.vpp * exposed.per_ckpt,
-        )
+    if overlaps:
+        stable["pipeline_p2p"], delta["pipeline_p2p"] = _sent_beside_chunks(grid, loads.block, hop, context)
         return
+    exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     stable["pipeline_p2p"] = Linear(exchanges * grid.vpp * hop)
 
 
-def _sent_beside_layers(grid: StageGrid, load: LayerLoad, hop: Array, context: TimeContext) -> Linear:
-    """What is left of sends that chunks compute beside. A chunk's output travels while a backward pass runs,
-    its gradients while a forward pass does: p stages later and p pairs of passes on, the same micro-batch's
-    next chunk needs them, so a pair takes max(f, hop) + max(b, hop). A layer hides its share of that, which
-    keeps it linear in recomputed layers (chunks are equal, so a stage has no other number of layers)."""
+@dataclass(frozen=True)
+class _Beside:
+    """A layer's share of a send beside the layer's compute (and collectives behind it) of one pass."""
+
+    slower_s: Array
+    """What the send adds to compute."""
+    waits_s: Array
+    """By how much it takes longer than both ..."""
+    spare_s: Array
+    """... or shorter."""
+
+
+def _sent_beside_chunks(
+    grid: StageGrid, load: LayerLoad, hop: Array, context: TimeContext
+) -> tuple[Linear, Linear]:
+    """Sends of p stages with v chunks that compute (f forward, b backward) beside them, in t and in d.
+
+    A chunk's output travels while a backward pass runs, its gradients while a forward pass does; p stages and
+    p pairs of passes later the micro-batch's next chunk needs them. So a pair takes f + b or, at least,
+
+    * the longer of both passes and a send: of every v chunks in a row but the first, which waits for nothing;
+    * two sends: a stage's link does not rest. Of two stages each is an end of the pipeline, and has one
+      chunk in v that sends once only.
+
+    Filling and draining are the trip of one micro-batch through p v chunks and back, and the other p - 1 at
+    the last chunk, where sends of p - 2 meet others. A layer hides its share of a send, which keeps all this
+    linear in recomputed layers (chunks are equal, so a stage has no other number of layers)."""
     share = grid.vpp * hop * grid.stages / context.model_layers
     again = (load.selective_s, load.selective_collective_s) if grid.selective else (ZERO, ZERO)
-    forward = _left_of(share, load.forward_s, load.forward_collective_s, context)
-
-    def exposed(again: tuple[Array, Array]) -> Array:
-        compute, tensor = load.backward_s + again[0], load.backward_collective_s + again[1]
-        return forward + _left_of(share, compute, tensor, context)
-
-    kept = exposed(again)
+    kept_s, kept_d = _per_layer(grid, share, load, again, context)
+    trip = 2.0 * (grid.stages * grid.vpp - 1) * hop
     if not np.any(grid.ckpt):
-        return Linear(per_layer=kept)
-    whole = exposed((load.forward_s, load.forward_collective_s))
-    return Linear(per_layer=kept, per_ckpt=whole - kept)
+        return Linear(per_layer=kept_s), Linear(trip, kept_d)
+    whole = (load.forward_s, load.forward_collective_s)
+    whole_s, whole_d = _per_layer(grid, share, load, whole, context)
+    return Linear(per_layer=kept_s, per_ckpt=whole_s - kept_s), Linear(trip, kept_d, whole_d - kept_d)
 
 
-def _left_of(sent: Array, compute: Array, tensor: Array, context: TimeContext) -> Array:
-    """What a send adds to compute and to the tensor-parallel collectives behind it: it slows compute down,
-    and what neither hides is waited for."""
+def _per_layer(
+    grid: StageGrid, share: Array, load: LayerLoad, again: tuple[Array, Array], context: TimeContext
+) -> tuple[Array, Array]:
+    """What sends add to t for a layer, and what of it d takes back."""
+    stages, chunks = grid.stages, grid.vpp
+    forward_s = load.forward_s + load.forward_collective_s
+    backward_s = load.backward_s + again[0] + load.backward_collective_s + again[1]
+    forward = _beside(share, load.forward_s, forward_s, context)
+    backward = _beside(share, load.backward_s + again[0], backward_s, context)
+    slower = forward.slower_s + backward.slower_s
+    link = np.maximum(forward.waits_s + backward.waits_s - forward.spare_s - backward.spare_s, 0.0)
+    round_trip = np.maximum(forward.waits_s, backward.waits_s)
+    alone = np.maximum(share - forward_s - backward_s, 0.0)
+    if stages == 2:
+        # The chunk that sends once is half hidden by the one before, which still sends.
+        once = np.maximum(alone, np.where(backward.waits_s > 0.0, 0.5 * forward.waits_s, 0.0))
+        waits = ((chunks - 1) * np.maximum(link, round_trip) + once) / chunks
+    else:
+        waits = np.maximum(link, (chunks - 1) / chunks * round_trip)
+    pairs = stages * chunks - 1
+    in_chunk = (stages - 2) * link + alone - pairs * slower - (pairs + stages) * waits
+    return slower + waits, in_chunk / chunks
+
+
+def _beside(sent: Array, compute: Array, busy: Array, context: TimeContext) -> _Beside:
+    """`busy` is compute with its collectives, on whose stream it does not slow them down."""
     slow_compute, slow_send = (float(factor) for factor in context.interference[0b0011, :2])
     together = np.minimum(compute * slow_compute, sent * slow_send)
-    rest = sent - together / slow_send
-    return together * (1.0 - 1.0 / slow_compute) + np.maximum(rest - tensor, 0.0)
+    slower = together * (1.0 - 1.0 / slow_compute)
+    left = sent - together / slow_send - (busy - compute)
+    idle = (compute - together / slow_compute) + np.maximum(-left, 0.0)
+    return _Beside(slower, np.maximum(left, 0.0), np.where(left > 0.0, 0.0, idle))
 
 
 def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -249,8 +250,18 @@ def test_interleaved_sends_longer_than_a_layer() -> None:
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
     stable, delta = terms_of("megatron", replace(GRID, vpp=2), block=block)
     assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 2.5)
-    # Pairs of passes that fill and drain take both hops instead.
-    assert delta["pipeline_p2p"] == pytest.approx(5 * (2 * 7 - GRID.layers * 2.5 / 2))
+    # A trip through 6 chunks takes 5 hops each way, instead of what 5 + 3 pairs of passes wait; but the
+    # middle stage's link is met by both sends of one more pair.
+    assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - (8 - 1) * GRID.layers * 2.5 / 2)
+
+
+def test_interleaved_sends_between_the_two_passes() -> None:
+    """Longer than forward by 2.25 s, shorter than backward: one chunk in two waits for its round trip."""
+    slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 8, "backward_collective_s": 1}
+    block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
+    stable, delta = terms_of("megatron", replace(GRID, vpp=2), block=block)
+    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 2.25 / 2)
+    assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 8 * GRID.layers * 2.25 / 2 / 2)
 
 
 def test_tensor_parallel_overlap_moves_collectives_beside_compute() -> None:
@@ -258,13 +269,31 @@ def test_tensor_parallel_overlap_moves_collectives_beside_compute() -> None:
     assert stable["tensor_parallel"] == 0
 
 
+@pytest.mark.parametrize(
+    ("stages", "stage_gpus", "gpus_per_node"),
+    [(4, 8, 8), (4, 2, 8), (8, 2, 8), (2, 4, 8), (16, 1, 4), (9, 2, 8), (2, 8, 8), (3, 4, 8), (4, 16, 8)],
+)
+def test_stages_cross_as_many_node_borders_as_there_are(
+    stages: int, stage_gpus: int, gpus_per_node: int
+) -> None:
+    """Counted on the nodes that each boundary's two stages stand on."""
+    first_nodes = [k * stage_gpus // gpus_per_node for k in range(stages)]
+    crosses = [here != there for here, there in pairwise(first_nodes)]
+
+    def share(role: StageRole) -> float:
+        return boundary_crossing_share(stages, stage_gpus, gpus_per_node, role)
+
+    assert boundary_crossing_share(stages, stage_gpus, gpus_per_node) == pytest.approx(np.mean(crosses))
+    assert share(StageRole.FIRST) == crosses[0]
+    assert share(StageRole.LAST) == crosses[-1]
+    middle = 2.0 * (stages - 2) * share(StageRole.MIDDLE)
+    assert share(StageRole.FIRST) + share(StageRole.LAST) + middle == pytest.approx(2 * sum(crosses))
+
+
 def test_groups_and_nodes() -> None:
     assert nodes_spanned(np.array([8.0]), np.array([1.0]), 8)[0] == 1
     assert nodes_spanned(np.array([16.0]), np.array([1.0]), 8)[0] == 2
     # Data parallel over 8 ranks with tensor parallel 4 on nodes of 8: two ranks a node.
     assert nodes_spanned(np.array([8.0]), np.array([4.0]), 8)[0] == 4
-    assert boundary_crossing_share(4, 8, 8) == 1.0
-    assert boundary_crossing_share(4, 2, 8) == 0.0
-    assert boundary_crossing_share(8, 2, 8) == pytest.approx(1 / 7)
     assert [role_of(i, 3) for i in range(3)] == [StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST]
     assert role_of(0, 1) is StageRole.ONLY

@@ -53,15 +53,23 @@ def played_by_hand(sizes: tuple[int, int, int], forward_s: float, backward_s: fl
 
 
 def formula(sizes: tuple[int, int, int], forward_s: float, backward_s: float, hop_s: float) -> float:
-    """The closed form of equal stages: pairs of passes, and the pairs that fill and drain the pipeline."""
+    """The closed form of equal stages (no pass slower for a send): what a pair of passes takes with its sends
+    in a full pipeline, one micro-batch's trip, and the others of its group at the last chunk."""
     stages, chunks, micro_batches = sizes
-    pair_s = max(forward_s, hop_s) + max(backward_s, hop_s)
-    filling = stages * chunks - 1
-    stable = chunks * micro_batches + stages - 1 - filling
-    return stable * pair_s + filling * (forward_s + backward_s + 2.0 * hop_s)
+    both_s = forward_s + backward_s
+    link_s, trip_s = max(2.0 * hop_s, both_s), max(max(forward_s, backward_s) + hop_s, both_s)
+    if stages == 2:
+        half_hidden_s = backward_s + (forward_s + hop_s) / 2.0 if hop_s > max(forward_s, backward_s) else 0.0
+        last_s = max(hop_s, both_s, half_hidden_s)
+        pair_s = ((chunks - 1) * max(link_s, trip_s) + last_s) / chunks
+    else:
+        pair_s = max(link_s, ((chunks - 1) * trip_s + both_s) / chunks)
+    one_s = stages * chunks * (both_s + 2.0 * hop_s) - 2.0 * hop_s
+    others_s = (stages - 2) * link_s + max(hop_s, both_s)
+    return chunks * (micro_batches - stages) * pair_s + one_s + others_s
 
 
-SIZES = [(2, 4, 16), (4, 4, 4), (4, 2, 16), (8, 4, 8), (8, 2, 32)]
+SIZES = [(2, 4, 16), (4, 4, 4), (4, 2, 16), (8, 4, 8), (8, 2, 32), (2, 2, 16), (16, 3, 16)]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -71,10 +79,10 @@ def test_hops_shorter_than_a_forward_pass_are_exact(sizes: tuple[int, int, int],
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(("hop_s", "most"), [(1.5, 1.06), (3.0, 1.1), (6.0, 1.15)])
-def test_longer_hops_are_bounded_from_above(sizes: tuple[int, int, int], hop_s: float, most: float) -> None:
-    truth = played_by_hand(sizes, 1.0, 2.0, hop_s)
-    assert truth * (1 - 1e-9) <= formula(sizes, 1.0, 2.0, hop_s) <= truth * most
+@pytest.mark.parametrize("hop_s", [1.25, 1.5, 2.0, 3.0, 6.0])
+def test_longer_hops_are_near(sizes: tuple[int, int, int], hop_s: float) -> None:
+    """The form before this one was up to 17 % too long here, and up to 31 % on two stages of two chunks."""
+    assert formula(sizes, 1.0, 2.0, hop_s) == pytest.approx(played_by_hand(sizes, 1.0, 2.0, hop_s), rel=0.06)
 
 
 def test_closed_form_against_events_on_random_networks() -> None:
