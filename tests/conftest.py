@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import warm_start_server
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,3 +55,10 @@ def mist(tmp_path: Path):  # type: ignore[no-untyped-def]
         return Ran(done.returncode, done.stdout, done.stderr)
 
     return run
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of commands that ask the installed DeepSpeed about itself: that process has torch already."""
+    for name, value in warm_start_server.environment().items():
+        monkeypatch.setenv(name, value)

@@ -46,8 +46,8 @@ IMPORTED = (
 def environment(**more: str) -> dict[str, str]:
     """This process's environment and `more`, of which PYTHONPATH stands behind what is needed here."""
     found = {**os.environ, **more}
-    # Elsewhere a fork of a process with torch may not live; and Python reads some variables when it starts.
-    if sys.platform != "linux" or {"PYTHONIOENCODING", "PYTHONUTF8", "LC_ALL"} & more.keys():
+    # On other systems a fork of a process with torch may not live.
+    if sys.platform != "linux" or importlib.util.find_spec("torch") is None:
         return found
     folders = [SITE, found.get("PYTHONPATH", "")]
     found["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
@@ -90,6 +90,8 @@ def serve(path: str) -> dict[str, Any]:
         askers = [asking for _, asking in workers.values()]
         ready, _, _ = select.select([listener, sys.stdin, *workers, *askers], [], [])
         if sys.stdin in ready:
+            for worker, _ in workers.values():
+                os.kill(worker, signal.SIGKILL)
             os._exit(0)
         for done, (worker, asking) in list(workers.items()):
             if asking in ready and done not in ready:
@@ -102,8 +104,12 @@ def serve(path: str) -> dict[str, Any]:
             continue
         asking, _ = listener.accept()
         head, streams, _, _ = socket.recv_fds(asking, 8, 3)
-        with asking.makefile("rb") as text:
-            order: dict[str, Any] = json.loads(text.read(int.from_bytes(head, "big")))
+        with asking.makefile("rb") as file:
+            text = file.read(int.from_bytes(head, "big"))
+        if not text.endswith(b"}"):  # ended while it asked
+            asking.close()
+            continue
+        order: dict[str, Any] = json.loads(text)
         worker = os.fork()
         if worker == 0:
             for one in (listener, asking, *askers):

@@ -12,12 +12,15 @@ import pytest
 
 pytest.importorskip("torch")
 
+import warm_start_server
+
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 
 
 def run(program: str, *arguments: str) -> str:
     command = [sys.executable, str(FOLDER / program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    environment = warm_start_server.environment()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
