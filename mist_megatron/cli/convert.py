@@ -29,6 +29,7 @@ from mist_megatron.emit.deepspeed_schema import DeepSpeedSchema
 from mist_megatron.emit.loose_json import read_loose
 from mist_megatron.emit.write import write_artifacts
 from mist_megatron.errors import InputError, NoFeasiblePlan
+from mist_megatron.spec import check
 from mist_megatron.spec.load import read_text
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.plan_document import plan_to_mapping
@@ -118,6 +119,9 @@ def convert_text(
     """The text of a file, converted; and the job that it was converted for."""
     raw = read_loose(text, where)
     reading = read_config(raw, schema)
+    known = tuple(sorted(conversion.keepable(reading, schema)))
+    for path in choices.keep:
+        check.known("--keep", "key", path, known)
     taken = read_job(_with_batch(job, reading))
     question = Question(
         model=taken.job.model,

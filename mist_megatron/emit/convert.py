@@ -231,6 +231,13 @@ def _drop(config: Config, path: str) -> None:
         place.pop(last, None)
 
 
+def keepable(reading: Reading, schema: DeepSpeedSchema) -> set[str]:
+    """Every key that can be kept: those that DeepSpeed knows, and whatever the file holds."""
+    known = {f"{name}.{key}" for name, keys in schema.sections.items() for key in keys}
+    paths = known | set(flat(reading.config)) | schema.top_level
+    return {".".join(path.split(".")[: k + 1]) for path in paths for k in range(path.count(".") + 1)}
+
+
 def _restore(config: Config, original: Config, path: str) -> None:
     """Put a kept key back as it was; a kept key that was not there is left out."""
     *parents, last = path.split(".")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mist_patches.stage_guards import SERIES, check
+from mist_patches.stage_shape import shape_problems
 
 SCHEMA = 1
 _MARK = "MIST_STAGE_ARGUMENTS"
@@ -31,15 +32,17 @@ def read_stages(path: str | os.PathLike[str]) -> dict[str, Any]:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise SystemExit(f"mist: cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SystemExit(f"mist: {path} is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         got = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise SystemExit(
             f"mist: {path}: got schema {got}, wanted {SCHEMA}; emit the plan again with this version"
         )
-    stages = document.get("stages")
-    if not isinstance(stages, list) or len(stages) != document.get("pipeline_parallel"):
+    for problem in shape_problems(document):
+        raise SystemExit(f"mist: {path}: {problem}; emit the plan again with this version")
+    stages = document["stages"]
+    if len(stages) != document.get("pipeline_parallel"):
         raise SystemExit(f"mist: {path}: wanted one entry in `stages` for each of `pipeline_parallel` stages")
     if document.get("framework") not in SERIES:
         raise SystemExit(

@@ -96,10 +96,10 @@ def _stage_problems(stage: Mapping[str, Any]) -> Iterator[str]:
         yield f"offload.activations, but all {layers} layers are recomputed: nothing is left to offload"
     chunks = stage.get("chunk_layers") or [layers]
     asked = _value(stage["arguments"], "--recompute-num-layers")
-    if asked is not None and not 0 < int(asked) <= max(chunks):
+    if asked is not None and not 0 < _number(asked) <= max(chunks):
         yield f"--recompute-num-layers {asked}, a chunk of the stage has {max(chunks)} layers"
     fraction = _value(stage["arguments"], "--optimizer-offload-fraction")
-    if fraction is not None and not 0.0 <= float(fraction) <= 1.0:
+    if fraction is not None and not 0.0 <= _number(fraction) <= 1.0:
         yield f"--optimizer-offload-fraction {fraction}; wanted a fraction from 0 to 1"
 
 
@@ -129,6 +129,14 @@ def _command_line_problems(document: Mapping[str, Any], argv: Sequence[str]) -> 
     late = sorted(_LATE & set(document["patches"]))
     if reads and late:
         yield f"{reads[0]} reads parameters between iterations, where {late[0]} has them old or elsewhere"
+
+
+def _number(text: str) -> float:
+    """NaN, which lies in no range, where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:
