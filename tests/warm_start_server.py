@@ -58,8 +58,7 @@ def environment(**more: str) -> dict[str, str]:
 @cache
 def _server() -> str:
     """The socket of this process's server, which ends when its standard input does."""
-    folder = tempfile.mkdtemp(prefix="warm")
-    path = f"{folder}/socket"
+    path = f"{tempfile.mkdtemp(prefix='warm')}/socket"
     process = subprocess.Popen(
         [sys.executable, __file__, path],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -71,7 +70,6 @@ def _server() -> str:
         process.stdin.close()
         process.wait()
         process.stdout.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(end)
     assert process.stdout.readline() == b"ready\n"
@@ -92,6 +90,7 @@ def serve(path: str) -> dict[str, Any]:
         if sys.stdin in ready:
             for worker, _ in workers.values():
                 os.kill(worker, signal.SIGKILL)
+            shutil.rmtree(Path(path).parent, ignore_errors=True)
             os._exit(0)
         for done, (worker, asking) in list(workers.items()):
             if asking in ready and done not in ready:

@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
+import warm_start_server
+
 from mist_megatron.cli.emit import deepspeed_schema
 from mist_megatron.emit import deepspeed
 from mist_megatron.emit.convert import replacement
@@ -75,7 +77,8 @@ def explicit(planned: Plan) -> dict:
 
 def run(*words: str, stdin: str | None = None, timeout_s: float = 150) -> list:
     """The results that the program printed, one per process."""
-    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+    environment = warm_start_server.environment()
+    environment = {k: v for k, v in environment.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
         words, input=stdin, capture_output=True, text=True, env=environment, timeout=timeout_s, check=False
