@@ -3,6 +3,8 @@
     python calibration/fit_end_to_end.py a100 MEASURED/end_to_end/vtrain_a100.csv \\
         MEASURED/end_to_end/megatron_papers_a100.csv MEASURED/other/published_perf.csv
     python calibration/fit_end_to_end.py h100 MEASURED/other/published_perf.csv
+    python calibration/fit_end_to_end.py b200 MEASURED/end_to_end/simumax_b200.csv
+    python calibration/fit_end_to_end.py a100-pcie MEASURED/end_to_end/simumax_a100pcie.csv
     python calibration/fit_end_to_end.py a100 (the same files) --judge-only --folds 3
 
 The last writes nothing: it fits to the rows of two thirds of the models, predicts the others, and prints the
@@ -53,6 +55,8 @@ HOST = {
     "host_s_per_exchange": communication.HOST_S_PER_EXCHANGE,
     "host_s_per_step": communication.HOST_S_PER_STEP,
 }
+COLLECTIVE_RATE = "collective_rate"
+"""Bandwidth of a profile's collectives over what its curves say."""
 SINGLE_GEMM = frozenset({"gemm_peak_fraction", "gemm_half_area", "gemm_half_depth"})
 ASIDE = ("attention_forward_fraction", "attention_backward_fraction", "attention_half_seq")
 """Fitted along, not kept: the runs with fused attention are of 2023, with its first Triton kernels."""
@@ -99,14 +103,27 @@ CHIPS: Mapping[str, Chip] = {
         held={"memory_fraction": 3e-2},
         sources=("llm-foundry",),
     ),
+    # Tables of isolated products say what a cool chip does; under a training load power limits its clock.
+    "b200": Chip(
+        gpus=("b200-sxm-180gb",), start={"sustained_fraction": 0.97}, sources=("simumax_b200",)
+    ),
+    # Collectives over PCIe were published as fits to sweeps of all sizes; training sends large messages.
+    "a100-pcie": Chip(
+        gpus=("a100-pcie-80gb",),
+        start={"sustained_fraction": 0.99, COLLECTIVE_RATE: 1.0},
+        sources=("simumax_a100pcie",),
+    ),
 }  # fmt: skip
 
 
 def shipped(gpu: str) -> Profile:
-    """Without the layer ratios that an earlier fit learnt."""
+    """Without the layer ratios and the rate of collectives that an earlier fit learnt."""
     profile = profile_of(cluster_of(CATALOGUE[gpu], 8))
     assert profile is not None
-    return with_layers(profile, {}, "fitted")
+    known = json.loads((HERE / "fitted.json").read_text())
+    parts = [part["figures"] for part in known.values() if gpu in part["gpus"]]
+    rate = next((figures[COLLECTIVE_RATE] for figures in parts if COLLECTIVE_RATE in figures), 1.0)
+    return changed(with_layers(profile, {}, "fitted"), {COLLECTIVE_RATE: 1.0 / rate})
 
 
 def changed(profile: Profile, values: Parameters) -> Profile:
@@ -118,8 +135,13 @@ def changed(profile: Profile, values: Parameters) -> Profile:
         return {n: Quantity(value=v, source="assumed") for n, v in values.items() if n in names}
 
     kernels, links = of(KernelCurves), of(LinkCurves)
+    rate = values.get(COLLECTIVE_RATE, 1.0)
+    curves = tuple(replace(curve, bytes_per_s=rate * curve.bytes_per_s) for curve in profile.collectives)
     return replace(
-        profile, kernels=replace(profile.kernels, **kernels), links=replace(profile.links, **links)
+        profile,
+        kernels=replace(profile.kernels, **kernels),
+        links=replace(profile.links, **links),
+        collectives=curves,
     )
 
 
@@ -271,8 +293,8 @@ def _ratios_of(modeller: Modeller, values: Parameters, chip: Chip, rows: Sequenc
 def fitted_part(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: Any) -> dict[str, Any]:
     """What stands under the chip's name in fitted.json."""
     modeller = Modeller(chip.gpus)
-    used = [row for own in rows.values() for row in spread(own, options.rows)]
     start = {**chip.start, **(HOST if chip.host else {})}
+    used = [row for own in rows.values() for row in spread(own, options.rows)]
     limits = FitLimits(
         iterations=options.turns, rows=len(used), told=lambda text: print(text, flush=True), held=chip.held
     )
@@ -292,7 +314,7 @@ def fitted_part(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: 
         )
         error = summary(unseen)["time_mape"]
         print(f"figures: on unseen groups {error:.2%}")
-    print("aside: " + ", ".join(f"{name} {values[name]:.3g}" for name in ASIDE))
+    print("aside: " + ", ".join(f"{name} {values[name]:.3g}" for name in ASIDE if name in values))
     figures = {n: float(f"{v:.4g}") for n, v in values.items() if n not in HOST and n not in ASIDE}
     part: dict[str, Any] = {
         "source": "measured iterations, through this cost model: " + ", ".join(sorted(rows)),

@@ -99,12 +99,14 @@ RECIPES = (
     Recipe(gpu="a100-sxm-40gb", aceso="A100-SXM4-40GB", links="A100-SXM4-40GB", nvlink="A100",
            interference="A100-SXM4-40GB", fitted="a100"),
     Recipe(gpu="a100-sxm-80gb", nvlink="A100", interference="A100-SXM4-40GB", fitted="a100"),
-    Recipe(gpu="a100-pcie-80gb", simumax="a100_pcie", interference="A100-SXM4-40GB"),
+    Recipe(gpu="a100-pcie-80gb", simumax="a100_pcie", interference="A100-SXM4-40GB",
+           fitted="a100-pcie"),
     Recipe(gpu="h100-sxm-80gb", interference="A100-SXM4-40GB", fitted="h100"),
     Recipe(gpu="h200-sxm-141gb", interference="A100-SXM4-40GB", fitted="h100",
            note="kernels as fitted on H100, the same chip with more and faster memory"),
-    Recipe(gpu="b200-sxm-180gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB"),
-    Recipe(gpu="gb200-186gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB",
+    Recipe(gpu="b200-sxm-180gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB",
+           fitted="b200"),
+    Recipe(gpu="gb200-186gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB", fitted="b200",
            note="kernels as measured on B200"),
 )  # fmt: skip
 

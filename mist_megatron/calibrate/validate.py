@@ -45,8 +45,8 @@ class Outcome:
         return self.predicted.iteration_s / self.row.measured_s - 1.0
 
     def memory_errors(self) -> tuple[float, ...]:
-        """One per measured stage, or one for the largest."""
-        if self.predicted is None:
+        """One per measured stage, or one for the largest; none where only time was predicted."""
+        if self.predicted is None or not self.predicted.stage_peak_bytes:
             return ()
         peaks, row = self.predicted.stage_peak_bytes, self.row
         if row.stage_peak_bytes and len(row.stage_peak_bytes) == len(peaks):

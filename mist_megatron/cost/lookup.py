@@ -21,13 +21,18 @@ from mist_megatron.spec.training import Precision
 EXACT = 1e-6
 """Distance in logarithms below which a shape is the measured one."""
 REACH = 1.0
-"""Distance in logarithms (a factor of e in one size) beyond which a shape is extrapolated."""
+"""Distance in logarithms (a factor of e in one size) beyond which a shape counts as extrapolated. What
+neighbours say fades on its own, without a step."""
 WIDTH = 0.35
 """Of the Gaussian weight of a neighbour; measured sweeps step by factors of 2 (0.69) in one size."""
 FADE = 0.05
 """Weight of the roofline itself among the neighbours: decides where no neighbour is near."""
 KV_SCALE = 0.2
 """Key-value heads change an attention core's time little: they count so much in distances."""
+REPEATS = 4
+NEAR = 0.1
+"""Width within which a measured shape says more than the average of its neighbours: a few tiles of one size,
+so that a shape next to a measured one costs about what that does."""
 CHUNK = 1 << 20
 """Distances held at once."""
 
@@ -39,6 +44,8 @@ class RatioTable:
     shapes: Array
     ratios: Array
     seconds: Array
+    apart: Array
+    """What each ratio is off from the average at its shape, see `table_of`."""
 
     def answer(self, asked: Array, roofline: Array) -> tuple[Array, NDArray[np.int8]]:
         """Seconds for shapes (one a row), and 0 exact, 1 interpolated, 2 extrapolated."""
@@ -50,14 +57,31 @@ class RatioTable:
             squares = ((asked[part, None, :] - self.shapes[None, :, :]) ** 2).sum(axis=2)
             nearest = squares.argmin(axis=1)
             distance = np.sqrt(squares[np.arange(len(nearest)), nearest])
-            weights = np.exp(-squares / (2.0 * WIDTH**2))
-            ratio = weights @ self.ratios / (weights.sum(axis=1) + FADE)
+            ratio = _average(squares, WIDTH, self.ratios) + _average(squares, NEAR, self.apart)
             exact = distance < EXACT
             near = distance < REACH
-            found = np.where(near, roofline[part] * np.exp(ratio), roofline[part])
-            seconds[part] = np.where(exact, self.seconds[nearest], found)
+            seconds[part] = np.where(exact, self.seconds[nearest], roofline[part] * np.exp(ratio))
             kinds[part] = np.where(exact, 0, np.where(near, 1, 2))
         return seconds, kinds
+
+
+def table_of(shapes: Array, seconds: Array, roofline: Array) -> RatioTable:
+    """A table of measured shapes (logarithms, one a row). An average over neighbours passes none of them by
+    itself: what each is off from it is averaged again over the nearest, so that prices do not jump there.
+    Repeated, because that average passes a shape with close neighbours no better."""
+    ratios = np.log(seconds / roofline)
+    squares = ((shapes[:, None, :] - shapes[None, :, :]) ** 2).sum(axis=2)
+    left = ratios - _average(squares, WIDTH, ratios)
+    apart = left
+    for _ in range(REPEATS):
+        apart = apart + left - _average(squares, NEAR, apart)
+    return RatioTable(shapes, ratios, seconds, apart)
+
+
+def _average(squares: Array, width: float, values: Array) -> Array:
+    """Of values at these squared distances, fading to 0 away from all of them."""
+    weights = np.exp(-squares / (2.0 * width**2))
+    return np.asarray(weights @ values / (weights.sum(axis=1) + FADE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +306,7 @@ def _ratio_tables(prices: ProfilePrices, precision: Precision) -> dict[str, Rati
         else:
             roofline = prices._attention_roofline(columns, name.endswith("backward"))
         seconds = values[:, -1]
-        found[name] = RatioTable(_logarithms(name, values[:, :-1]), np.log(seconds / roofline), seconds)
+        found[name] = table_of(_logarithms(name, values[:, :-1]), seconds, roofline)
     return found
 
 

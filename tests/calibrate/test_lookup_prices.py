@@ -34,7 +34,9 @@ def gemm_rows(cluster) -> np.ndarray:
 def test_measured_shapes_come_back_exactly(prices, cluster) -> None:
     rows = gemm_rows(cluster)
     found = prices.gemm(*(rows[:, index] for index in range(4)))
-    np.testing.assert_allclose(found.seconds, rows[:, 4], rtol=1e-12)
+    sustained = profile_of(cluster).kernels.sustained_fraction.value
+    assert 0.85 < sustained < 1.0
+    np.testing.assert_allclose(found.seconds, rows[:, 4] / sustained, rtol=1e-12)
     np.testing.assert_array_equal(found.exact_s, found.seconds)
 
 
@@ -51,7 +53,7 @@ def test_left_out_shapes_are_interpolated_well(cluster) -> None:
     found = prices.gemm(*(asked[:, index] for index in range(4)))
     near = found.interpolated_s > 0.0
     assert near.mean() > 0.8
-    errors = np.abs(found.seconds / asked[:, 4] - 1.0)
+    errors = np.abs(profile.kernels.sustained_fraction.value * found.seconds / asked[:, 4] - 1.0)
     assert np.median(errors[near]) < 0.12
 
 
@@ -73,8 +75,9 @@ def test_strided_groups_over_pcie_are_slower() -> None:
     ask = (array(1e9), array(4.0), array(1.0))
     near = prices.collective("all_gather", *ask).seconds[0]
     apart = prices.collective("all_gather", *ask, strided=np.array([True])).seconds[0]
-    # SimuMax measured 7.65 GB/s for the four ranks of two switches: 0.75 GB take 98 ms.
-    assert apart == pytest.approx(0.75 / 7.65, rel=0.01)
+    # SimuMax measured 7.65 GB/s for the four ranks of two switches: 0.75 GB take 98 ms. Its iterations show
+    # collectives a tenth faster than its sweeps.
+    assert 0.85 * 0.75 / 7.65 < apart <= 0.75 / 7.65
     assert apart > 2.0 * near
 
 
