@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def test_emitted_arguments_are_priced_as_their_plan(mist, tmp_path):
     out = tmp_path / "run"

@@ -193,6 +193,7 @@ def test_command_writes_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[
         ),
     ],
 )
+@pytest.mark.usefixtures("warm")
 def test_what_a_target_cannot_run_is_refused(
     planned: Plan, target: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,6 +140,7 @@ def test_the_release_that_grids_need_is_told(name: str, told: bool, tmp_path: Pa
         (3, Offload(optimizer=1.0, grads=1.0, weights=1.0), 0),
     ],
 )
+@pytest.mark.usefixtures("warm")
 def test_deepspeed_file_reads_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], zero: int, offload: Offload, ckpt: int
 ) -> None:
