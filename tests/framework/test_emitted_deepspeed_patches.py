@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
+import warm_start_server
 from test_emitted_deepspeed import alone, explicit
 
 from mist_megatron.cli.emit import launch_sources
@@ -141,8 +142,9 @@ def emitted(folder: Path, planned: Plan) -> Path:
 
 
 def environment() -> dict[str, str]:
-    found = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
-    found["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent.parent / "patches")])
+    path = os.pathsep.join([str(HERE), str(HERE.parent.parent / "patches")])
+    found = warm_start_server.environment(PYTHONPATH=path)
+    found = {k: v for k, v in found.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
     found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found['PATH']}"
     return found
 
