@@ -268,7 +268,9 @@ def _with_steps(job: Job, space: Space, settings: Settings) -> list[Job]:
     able = capability(job.target)
     open_ = space.decoupled_step and able.decoupled_step and job.execution.decoupled_step is None
     if not open_ or job.target in MEGATRON or "decoupled_step" in settings.limits.forbidden:
-        # A plan for Megatron asks for them by hand: its published runs are without.
+        # A plan for Megatron asks for them by hand. With states on the host they are slower than Megatron's
+        # own step, whose copies hide behind the updates; without, what they gain is the gather of weights,
+        # which --overlap-param-gather hides without a patch.
         return [job]
     return [job, replace(job, execution=replace(job.execution, decoupled_step=True))]
 

@@ -54,6 +54,8 @@ def _solve_per_stage(
         wide = _layer_windows(question, shape, bound, best_s / shape.grad_accum)
         if _size(question, shape, wide) <= MOST_CLIMBED:
             windows, cap_s = wide, best_s / shape.grad_accum
+        elif _size(question, shape, windows) > MOST_CLIMBED:
+            return None, tally
     if not _may_beat(question, shape, bound, windows, best_s):
         return None, tally
     choices = Choices(space=question.space, shape=shape, step=question.step)
@@ -94,7 +96,7 @@ def _solve_per_stage(
 
 
 MOST_CLIMBED = 4_000_000
-"""Configurations of a shape beyond which a climb keeps to those that eq. 1 may choose: some 0.3 s."""
+"""Configurations, but for fractions of the optimizer, that a climb may price: some 0.3 s."""
 
 
 def _size(question: Question, shape: Shape, windows: Mapping[StageRole, range]) -> int:

@@ -263,12 +263,11 @@ class _Run:
         of `predict` puts first. What ends the search ends this: the best by eq. 1 is proved."""
         question = replace(self.question, climb=True)
         worst_s = self.best[0].value_s * (1.0 + NEAR)
-        own = [solution.shape for solution in self.best]
         found = [(bound, item) for bound, item in order if _may_climb(self.question, item)]
         found = [pair for pair in found if pair[0].value_s < worst_s]
         tally = Tally()
         try:
-            for bound, item in sorted(found, key=lambda pair: pair[1] not in own):
+            for bound, item in sorted(found, key=lambda pair: not self._has_best(pair[1])):
                 if tally.priced > MOST_NEAR:
                     break
                 solution, more = solve(question, item, bound, worst_s)
@@ -278,6 +277,17 @@ class _Run:
         except _Stopped:
             pass
         self.tally.add(tally)
+
+    def _has_best(self, item: Item) -> bool:
+        """Whether one of the best by eq. 1 is a plan of it."""
+        shapes = [solution.shape for solution in self.best]
+        if isinstance(item, Shape):
+            return item in shapes
+        return any(
+            shape.grad_accum == item.grad_accum and set(shape.meshes) <= set(item.meshes)
+            for shape in shapes
+            if isinstance(shape, UnequalShape)
+        )
 
     def quick(self, order: list[tuple[Bound, Item]]) -> None:
         """First incumbents from the corners of the offload grid: without any, the whole grid of the most

@@ -34,7 +34,7 @@ from mist_megatron.search.least_memory import StageSizes, least_memory, sizes_of
 from mist_megatron.search.shapes import Shape, UnequalShape, divisors, stage_levels, tensor_sizes
 from mist_megatron.search.sieve import Sieve
 from mist_megatron.search.slot_prices import Choices, Slot
-from mist_megatron.search.solve import ROLES, Solution, assign_by, picked, stage_choice
+from mist_megatron.search.solve import MOST_CLIMBED, ROLES, Solution, assign_by, picked, stage_choice
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.target import bridge_job_rules, capability
@@ -283,6 +283,8 @@ def solve_mixture(
     relaxed = _pipelines(question, mixture, lambda key: slots.least_fronts(key, bound))
     if not improves(relaxed, mixture.grad_accum, best_s, question.tick):
         return None, tally
+    if question.climb and slots.size() > MOST_CLIMBED:
+        return None, tally
     slots.price()
     pipelines = _pipelines(question, mixture, slots.fronts)
     answer = assign_by(question, pipelines, mixture.grad_accum, best_s)
@@ -465,6 +467,15 @@ class _Slots:
 
     def by_size(self, key: Key) -> dict[Size, StageConfigs]:
         return {size: configs for (other, size), configs in self.configs.items() if other == key}
+
+    def size(self) -> int:
+        """Configurations of all slots in which something fits."""
+        question, meshes = self.question, self.mixture.meshes
+        each = [Choices(space=question.space, shape=mesh, step=question.step) for mesh in meshes]
+        return sum(
+            each[mesh].size(layers, selective=False) * int(np.isfinite(times_s).sum())
+            for (mesh, _, layers), times_s in self.least.items()
+        )
 
     def price(self) -> None:
         """The fronts of all slots in which something fits, those of one size together."""
