@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -26,13 +27,16 @@ PIPED = 80
 SENTENCE = 20
 """Least width of a column that wraps its cells: below it a block reads better than a ladder of words."""
 
+HANGING = "    "
+"""Before the rest of a line that had to be broken."""
+
 
 class WholeWords(Console):
     """A console that wraps between words only: a path that was cut in two cannot be copied."""
 
     def print(self, *objects: Any, **settings: Any) -> None:
         if len(objects) != 1 or not isinstance(objects[0], (str, Text)) or self._left_whole(settings):
-            super().print(*objects, **settings)
+            super().print(*objects, **{"crop": False, **settings})
             return
         markup = settings.pop("markup", None)
         (said,) = objects
@@ -106,18 +110,24 @@ def _widths(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
 
 
 def _block(heads: Sequence[str], row: Sequence[str], width: int) -> RenderResult:
-    """One row as `head: cell` pairs, filled into lines; whatever is longer than a line has its own."""
-    line = ""
-    for index, (head, cell) in enumerate(zip(heads, row, strict=True)):
+    """One row as `head: cell` pairs, filled into lines; whatever is longer than a line begins its own."""
+    lines: list[str] = []
+    for head, cell in zip(heads, row, strict=True):
         text = " ".join(cell.split())
         if not text:
             continue
         pair = f"{head}: {text}" if head else text
-        if line and cell_len(line) + 2 + cell_len(pair) > width:
-            yield Text(line, no_wrap=True, overflow="ignore")
-            line = ""
-        line = f"{line}  {pair}" if line else f"{'  ' * bool(index)}{pair}"
-    yield Text(line, no_wrap=True, overflow="ignore")
+        if lines and cell_len(lines[-1]) + 2 + cell_len(pair) <= width:
+            lines[-1] += f"  {pair}"
+        else:
+            lines.append(f"  {pair}" if lines else pair)
+    for line in lines:
+        cuts = (
+            [0, *_wrapped_at(line, width - len(HANGING)), len(line)] if cell_len(line) > width else [0, None]
+        )
+        for start, end in pairwise(cuts):
+            hung = HANGING if start else ""
+            yield Text(hung + line[start:end].rstrip(), no_wrap=True, overflow="ignore")
 
 
 def console(*, stderr: bool = False) -> Console:
