@@ -25,11 +25,14 @@ def mutated(name: str | None) -> Any:
     """With one essential line of a patch neutralised."""
     from unittest import mock
 
+    from mist_patches import deepspeed_activations as activations
     from mist_patches import deepspeed_decoupled_step as decoupled
     from mist_patches import deepspeed_gradient_fraction as gradients
     from mist_patches import deepspeed_group_steps as group_steps
     from mist_patches import deepspeed_groups as groups
     from mist_patches import deepspeed_optimizer_fraction as optimizer_fraction
+    from mist_patches import deepspeed_overflow as overflow
+    from mist_patches import deepspeed_pipeline_stages as pipeline_stages
     from mist_patches import deepspeed_weight_fraction as weights
     from mist_patches import host_copies
 
@@ -49,6 +52,12 @@ def mutated(name: str | None) -> Any:
         "no_copy_in": (host_copies.Held, "fetch", fetch_nothing),
         "no_copy_out": (host_copies.Held, "release", release_without_copy),
         "not_given_back": (host_copies.Held, "free", lambda self: None),
+        "not_recomputed": (activations, "_recomputing", lambda forward: forward),
+        "no_fraction_of_activations": (activations, "check_fraction", lambda what, fraction: 0.0),
+        "not_forgotten": (overflow, "put", lambda *_: lambda: None),
+        "even_stages": (pipeline_stages, "stage_parts", lambda kinds, layers: [0, 3, len(kinds)]),
+        "no_recomputed_stage": (pipeline_stages, "_recompute", lambda module, wanted: wanted),
+        "json_of_the_script": (pipeline_stages, "stage_configuration", lambda base, stage: dict(base)),
     }
     if name is None:
         yield

@@ -15,6 +15,7 @@ import tempfile
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
 from deepspeed_mutations import mutated
@@ -418,8 +419,12 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
     accelerator._name = "cpu:0"
     accelerator.is_fp16_supported = lambda: True  # slow on a CPU, and enough to see the loss scale
     undone: list[Any] = []
+    said: list[str] = []
     try:
-        with mutated(case.mutate):
+        with (
+            mutated(case.mutate),
+            mock.patch.object(hooking.log, "info", lambda words, *values: said.append(words % values)),
+        ):
             undone = [] if case.way == "late" else apply_patches(case)
             engine, found = train(case)
             if case.way in {"destroyed", "evaluation"}:
@@ -436,6 +441,7 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
             found["placement"] = placement(engine)
             counts = getattr(getattr(engine, "mist_activation_offload", None), "counts", None)
             found["activations"] = vars(counts) if counts else {}
+            found["said"] = said
     except hooking.PatchRefused as refused:
         finals.append(None)
         return {"refused": str(refused)}
