@@ -3,6 +3,7 @@ beside measured shapes, more work never cheaper, and plans whose utilisation is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from mist_megatron.cli.evaluators import evaluator_for, profile_of
 from mist_megatron.cost.lookup import ProfilePrices, profile_prices
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.spec.catalogue import CATALOGUE
-from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.cluster import LinkOverrides, cluster_of
 from mist_megatron.spec.load import load_model
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
@@ -88,6 +89,25 @@ def test_longer_sequences_cost_more(gpu: str, backward: bool) -> None:
         kv = np.maximum(heads * kv_share, 1.0)
         now = seconds(TOKENS[None, :], kv)
         assert (seconds(2.0 * TOKENS[None, :], kv) / now).min() >= 1.0 - 1e-9
+
+
+@pytest.mark.parametrize("gpu", PROFILES)
+def test_more_bandwidth_never_costs_time(gpu: str) -> None:
+    """Of the network and of the links inside a node, with a curve measured there or not."""
+    cluster = cluster_of(CATALOGUE[gpu], 32)
+    profile = profile_of(cluster)
+    assert profile is not None
+    sizes = np.array([1e4, 1e6, 1e8, 1e10])
+    for ranks, nodes in ((8.0, 1.0), (16.0, 2.0), (32.0, 4.0)):
+        for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+            before = np.full(sizes.shape, np.inf)
+            for rate in (1e9, 1e10, 1e11, 1e12):
+                links = LinkOverrides(inter_bytes_per_s=rate, intra_bytes_per_s=rate)
+                prices = profile_prices(profile, replace(cluster, links=links), "fp16")
+                now = prices.collective(kind, sizes, np.asarray(ranks), np.asarray(nodes)).seconds  # type: ignore[arg-type]
+                assert (now <= before).all()
+                assert (np.diff(now) > 0.0).all()
+                before = now
 
 
 @pytest.mark.parametrize("gpu", sorted(UTILISED))
