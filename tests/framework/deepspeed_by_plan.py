@@ -53,12 +53,11 @@ def network(model: dict[str, Any]) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(model["vocab"], hidden)
-            self.places = nn.Embedding(model["learned_positions"], hidden)
             self.layers = nn.ModuleList(Block() for _ in range(model["layers"]))
             self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, model["vocab"], bias=False)
 
         def forward(self, tokens, labels):
-            x = self.table(tokens) + self.places(torch.arange(tokens.shape[1]))
+            x = self.table(tokens)
             for layer in self.layers:
                 x = layer(x)
             logits = self.head(self.norm(x)).float().flatten(0, 1)

@@ -49,8 +49,7 @@ MODEL = model_from_mapping(
         "vocab": 192,
         "ffn_hidden": 160,
         "linear_bias": False,
-        "tied_embeddings": False,
-        "learned_positions": 64,
+        "tied_embeddings": False,  # nor learned positions: GPT-2's GELU is spelled out, this one's fused
     },
     "model",
 )
