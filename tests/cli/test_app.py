@@ -29,7 +29,7 @@ def test_help_lists_every_command(mist, arguments: list[str]) -> None:
     ran = mist(*arguments)
     assert ran.code == 0
     assert ran.err == ""
-    assert all(re.search(rf"^│ {name} ", ran.out, re.MULTILINE) for name in NAMES)
+    assert all(re.search(rf"^  {name} ", ran.out, re.MULTILINE) for name in NAMES)
     assert max(map(len, ran.out.splitlines())) <= 80
 
 
