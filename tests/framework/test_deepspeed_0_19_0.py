@@ -1,4 +1,4 @@
-"""Every DeepSpeed patch but pipeline_stages on 0.19.0, which tests/setup_frameworks.sh lays beside the newest release.
+"""DeepSpeed 0.19.0, which tests/setup_frameworks.sh lays beside the newest: every patch but pipeline_stages.
 
 The same trainer and the same comparison, in processes of their own that find the older package first. That
 release skips no step for an infinite gradient but with fp16, so that infinite ones are there in fp16 alone.
