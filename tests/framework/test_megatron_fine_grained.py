@@ -28,10 +28,10 @@ def asked(case: Case, *fractions: float) -> Case:
 @cache
 def one_stage() -> Runs:
     cases = {"plain": PLAIN, **{fraction: asked(NATIVE, fraction) for fraction in FRACTIONS}}
+    cases["every group"] = replace(asked(NATIVE, 0.25), mutate="every_group")
     cases["too much"] = replace(asked(NATIVE, 0.9), may_fail=True)
     cases["nothing"] = replace(asked(NATIVE, 0.0), may_fail=True)
     cases["recomputed"] = replace(asked(NATIVE, 0.25), recompute=[2], may_fail=True)
-    cases["every group"] = replace(asked(NATIVE, 0.25), mutate="every_group")
     cases["by hooks"] = asked(PLAIN, 1.0)
     return run_all(cases, 1)
 
