@@ -17,7 +17,7 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 1
+  --micro-batch-size 2
   --global-batch-size 128
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 2

@@ -14,15 +14,17 @@ MEGATRON_ARGS=(
   --seq-length 2048
   --hidden-dropout 0.0
   --attention-dropout 0.0
-  --make-vocab-size-divisible-by 64
+  --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
   --micro-batch-size 1
   --global-batch-size 512
-  --tensor-model-parallel-size 2
-  --pipeline-model-parallel-size 4
-  --sequence-parallel
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 8
   --pipeline-model-parallel-layout 'Et*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6L'
   --use-distributed-optimizer
+  --optimizer-cpu-offload
+  --use-precision-aware-optimizer
+  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
 )

@@ -22,7 +22,7 @@ MEGATRON_ARGS=(
   --global-batch-size 256
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 4
-  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
+  --pipeline-model-parallel-layout 'Et*8|t*8|t*8|t*8L'
   --use-distributed-optimizer
   --optimizer-cpu-offload
   --use-precision-aware-optimizer
