@@ -59,9 +59,11 @@ def environment(**more: str) -> dict[str, str]:
 def _server() -> str:
     """The socket of this process's server, which ends when its standard input does."""
     path = f"{tempfile.mkdtemp(prefix='warm')}/socket"
+    # Its path is that of all its forks, which put their own before it: that of whoever asks first is not.
+    settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = subprocess.Popen(
         [sys.executable, __file__, path],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**settings, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
