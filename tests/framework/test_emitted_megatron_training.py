@@ -164,17 +164,32 @@ def test_uneven_pipeline_with_stage_arguments(tmp_path: Path) -> None:
     assert losses == pytest.approx(plain, abs=1e-3)
 
 
+def overlapped(planned: Plan) -> Plan:
+    """As `tune` plans for Megatron: gradients reduced and weights gathered beside compute."""
+    execution = replace(planned.execution, overlap_grad_reduce=True, overlap_param_gather=True)
+    return replace(planned, execution=execution)
+
+
+def test_overlapped_collectives_with_states_on_the_host(tmp_path: Path) -> None:
+    """Two stages of two ranks each, bf16 as above, every stage with a fraction of its own."""
+    planned = plan(
+        stage(2, dp=2, micro_batch=1, ckpt=1, offload=Offload(optimizer=0.75, activations=0.5)),
+        stage(2, dp=2, micro_batch=1, offload=Offload(optimizer=0.25)),
+    )
+    for name in ("apart", "overlapped"):
+        (tmp_path / name).mkdir()
+    apart = train(tmp_path / "apart", planned, half=True)
+    assert apart[-1] < apart[0] - 0.3
+    assert train(tmp_path / "overlapped", overlapped(planned), half=True) == apart
+
+
 def test_tensor_and_sequence_parallel(plain: list[float], tmp_path: Path) -> None:
     planned = plan(stage(4, tp=2, recompute="selective", zero=0), sequence_parallel=True)
     assert train(tmp_path, planned) == pytest.approx(plain, abs=2e-5)
 
 
 def test_distributed_optimizer(plain: list[float], tmp_path: Path) -> None:
-    planned = plan(stage(4, dp=2))
-    overlapped = replace(
-        planned, execution=replace(planned.execution, overlap_grad_reduce=True, overlap_param_gather=True)
-    )
-    assert train(tmp_path, overlapped) == pytest.approx(plain, abs=2e-5)
+    assert train(tmp_path, overlapped(plan(stage(4, dp=2)))) == pytest.approx(plain, abs=2e-5)
 
 
 def test_interleaved_pipeline(plain: list[float], tmp_path: Path) -> None:

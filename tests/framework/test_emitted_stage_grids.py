@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_emitted_megatron_training import STEPS, plain, plan, stage, train
+from test_emitted_megatron_training import STEPS, overlapped, plain, plan, stage, train
 
 from mist_megatron.cli.app import run
 from mist_megatron.cli.emit import launch_sources
@@ -31,6 +31,12 @@ def test_trains_and_its_checkpoint_goes_on_elsewhere(plain: list[float], tmp_pat
     load = ("--ckpt-format", "torch_dist", "--load", saved, "--ckpt-step", "3")
     resumed = train(tmp_path / "whole", plan(stage(4, zero=0)), more=load, steps=STEPS - 3)
     assert resumed == pytest.approx(plain[3:], abs=2e-5)
+
+
+def test_with_overlapped_collectives(plain: list[float], tmp_path: Path) -> None:
+    """dp2 x tp1 -> dp1 x tp2, ZeRO 1: reductions wait for the last micro-batch on every grid."""
+    unequal = plan(stage(3, dp=2, micro_batch=1), stage(1, tp=2))
+    assert train(tmp_path, overlapped(unequal)) == pytest.approx(plain, abs=2e-5)
 
 
 def test_with_every_other_patch(plain: list[float], tmp_path: Path) -> None:
