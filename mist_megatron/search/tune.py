@@ -253,7 +253,8 @@ class _Run:
         """Every shape and mixture whose bound is below the best, the most promising first."""
         left = dict(enumerate(order))
         try:
-            if _offload_points(self.question) > FEW_POINTS:
+            # What must be beaten is as good as an incumbent.
+            if _offload_points(self.question) > FEW_POINTS and self.settings.below_s == math.inf:
                 self.quick(order)
             for index, answer in self._answers(order):
                 if answer is not None:
@@ -307,7 +308,7 @@ class _Run:
             if len(self.best) >= min(self.settings.top, MOST_QUICK):
                 break
             self.tick()
-            self.keep(solve(corners, item, bound, self.settings.below_s))
+            self.keep(solve(corners, item, bound, math.inf))
 
     def _answers(
         self, order: list[tuple[Bound, Item]]
