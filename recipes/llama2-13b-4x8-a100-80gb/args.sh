@@ -22,7 +22,9 @@ MEGATRON_ARGS=(
   --global-batch-size 512
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 2
-  --pipeline-model-parallel-layout 'Et*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5L'
+  --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
 )
