@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -18,12 +17,12 @@ from mist_megatron.cli.options import JobOptions, TakenJob, read_job
 from mist_megatron.cli.output import OutputOptions, console
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.spec.plan import Target
-from mist_megatron.spec.target import AWAY, DEEPSPEED, MEGATRON, capability, model_rules
+from mist_megatron.spec.target import DEEPSPEED, MEGATRON, capability, model_rules
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
     from mist_megatron.search.space import Space
-    from mist_megatron.search.tune import NoneFaster, SearchResult, Settings, Status, Watch
+    from mist_megatron.search.tune import SearchResult, Settings, Status, Watch
     from mist_megatron.spec.job import Job
     from mist_megatron.spec.plan import Plan
 
@@ -144,9 +143,9 @@ def hand_made(found: Found) -> dict[str, float]:
         return {}
     best: dict[str, float] = {}
     job, evaluator = found.evaluator.job, found.evaluator
-    by_hand = with_overlap(replace(job, execution=replace(job.execution, decoupled_step=None)))
-    if by_hand != job:
-        evaluator, _ = evaluator_for(by_hand)
+    if job.execution.decoupled_step:
+        execution = replace(job.execution, decoupled_step=None)
+        evaluator, _ = evaluator_for(replace(job, execution=execution))
     for name in hand_made_spaces(job):
         if name == found.result.space.name:
             continue
@@ -233,30 +232,21 @@ class Found:
 
 
 def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]) -> Found:
-    """Search with progress on a terminal, a time limit, and an interrupt that keeps the best so far, under
-    each way of execution that the job leaves open."""
-    from mist_megatron.search.tune import NoneFaster
-
+    """Search with progress on a terminal, a time limit, and an interrupt that keeps the best so far; where
+    steps may be decoupled, with and without."""
     workers, time_limit = how
     started = time.monotonic()
     found: list[Found] = []
-    none_faster: list[NoneFaster] = []
     refused: list[NoFeasiblePlan] = []
-    ways = _ways(taken.job, space, settings)
-    for job in ways:
+    for job in _with_steps(taken.job, space, settings):
         left_s = None if time_limit is None else max(time_limit - (time.monotonic() - started), 0.0)
-        best_s = min((each.result.objective_s for each in found), default=math.inf)
-        wanted = replace(settings, below_s=best_s) if job.target in MEGATRON else settings
         try:
-            found.append(_searched(replace(taken, job=job), space, wanted, (workers, left_s)))
-        except NoneFaster as none:
-            none_faster.append(none)
+            found.append(_searched(replace(taken, job=job), space, settings, (workers, left_s)))
         except NoFeasiblePlan as error:
-            # What is said where nothing fits is said of the job as it was asked for.
-            refused = [error, *refused] if job is taken.job else [*refused, error]
+            refused.append(error)
         except InputError:
-            if job is taken.job or len(ways) == 1:
-                raise  # else limits leave nothing for this way
+            if job is taken.job:
+                raise  # else limits leave nothing that can be decoupled
         if found and found[-1].interrupted:
             break
     if not found:
@@ -265,66 +255,45 @@ def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int
                 f"no plan found within --time-limit {time_limit:g} s", details=("try: a longer --time-limit",)
             )
         raise refused[0]
-    return _best_of(found, none_faster, stopped=bool(refused) and time_limit is not None)
+    return _best_of(found, stopped=bool(refused) and time_limit is not None)
 
 
 class _OutOfTime(NoFeasiblePlan):
     """One of the searches of a command ended without a plan; what was asked is the command's to say."""
 
 
-def _ways(job: Job, space: Space, settings: Settings) -> list[Job]:
-    """The job under each way of execution to be searched, of those that it leaves open.
-
-    Megatron reduces gradients beside the backward pass and gathers weights beside the forward pass, as who
-    trains with it asks for; where its patches may keep weights or gradients on the host, which excludes
-    that, also without. Its steps are decoupled when asked for by hand only: with states on the host they are
-    slower than Megatron's own step, whose copies hide behind the updates.
-    Patches of DeepSpeed are searched with decoupled steps and without.
-    """
+def _with_steps(job: Job, space: Space, settings: Settings) -> list[Job]:
+    """The job as it is, and with decoupled steps where the space leaves them open and the target's patches
+    are meant to be searched with them."""
     able = capability(job.target)
-    if job.target in MEGATRON:
-        overlapped = with_overlap(job)
-        if overlapped == job:
-            return [job]
-        from mist_megatron.search.space import apply_limits, cut_to_target
-
-        cut = apply_limits(cut_to_target(space, job.target), settings.limits)
-        away = any(getattr(cut.offload, kind) != "none" for kind in AWAY)
-        return [overlapped, job] if away else [overlapped]
     open_ = space.decoupled_step and able.decoupled_step and job.execution.decoupled_step is None
-    if not open_ or "decoupled_step" in settings.limits.forbidden:
+    if not open_ or job.target in MEGATRON or "decoupled_step" in settings.limits.forbidden:
+        # A plan for Megatron asks for them by hand. With states on the host they are slower than Megatron's
+        # own step, whose copies hide behind the updates; without, what they gain is the gather of weights,
+        # which --overlap-param-gather hides without a patch.
         return [job]
     return [job, replace(job, execution=replace(job.execution, decoupled_step=True))]
 
 
-def with_overlap(job: Job) -> Job:
-    """The job with Megatron's collectives overlapped, where that is left open."""
-    switches = {name: True for name in AWAY.values() if getattr(job.execution, name) is None}
-    if job.target not in MEGATRON or not switches:
-        return job
-    return replace(job, execution=replace(job.execution, **switches))
-
-
-def _best_of(found: list[Found], none_faster: list[NoneFaster], *, stopped: bool) -> Found:
+def _best_of(found: list[Found], *, stopped: bool) -> Found:
     """The fastest, which is proved as far as the least proved of them."""
     from mist_megatron.search.frontier import Tally
     from mist_megatron.search.tune import Status
 
-    if len(found) == 1 and not none_faster and not stopped:
+    if len(found) == 1 and not stopped:
         return found[0]
     best = min(found, key=lambda each: each.predictions[0].iteration_s)
     results, tally = [each.result for each in found], Tally()
-    searches: list[SearchResult | NoneFaster] = [*results, *none_faster]
-    for one in searches:
-        tally.add(one.tally)
+    for result in results:
+        tally.add(result.tally)
     open_ = [result.status for result in results if result.status is not Status.OPTIMAL]
     result = replace(
         best.result,
         status=open_[-1] if open_ else Status.TIME_LIMIT if stopped else Status.OPTIMAL,
         objective_s=min(result.objective_s for result in results),
         bound_s=min(result.bound_s for result in results),
-        shapes=sum(one.shapes for one in searches),
-        shapes_solved=sum(one.shapes_solved for one in searches),
+        shapes=sum(result.shapes for result in results),
+        shapes_solved=sum(result.shapes_solved for result in results),
         tally=tally,
     )
     return Found(best.evaluator, result, best.about, sum(each.seconds for each in found))

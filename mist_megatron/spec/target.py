@@ -404,16 +404,11 @@ def _level_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
     return found
 
 
-AWAY: Mapping[str, str] = MappingProxyType(
-    {"weights": "overlap_param_gather", "grads": "overlap_grad_reduce"}
-)
-"""What Megatron keeps in buffers -> the switch whose collective runs while patches have it on the host."""
-
-
 def _visit_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
+    clashes = (("weights", "overlap_param_gather"), ("grads", "overlap_grad_reduce"))
     return [
         f"{where}.offload.{kind}: excludes execution.{switch}, whose collective runs while they are away"
-        for kind, switch in AWAY.items()
+        for kind, switch in clashes
         if getattr(stage.offload, kind) and getattr(plan.execution, switch)
     ]
 

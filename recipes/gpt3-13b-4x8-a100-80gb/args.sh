@@ -21,9 +21,7 @@ MEGATRON_ARGS=(
   --global-batch-size 512
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 2
-  --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10L'
+  --pipeline-model-parallel-layout 'Et*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
-  --overlap-grad-reduce
-  --overlap-param-gather
 )

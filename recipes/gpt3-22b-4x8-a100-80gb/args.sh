@@ -24,6 +24,4 @@ MEGATRON_ARGS=(
   --pipeline-model-parallel-layout 'Ettt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|tttL'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
-  --overlap-grad-reduce
-  --overlap-param-gather
 )

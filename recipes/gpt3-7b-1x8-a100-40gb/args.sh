@@ -24,6 +24,4 @@ MEGATRON_ARGS=(
   --pipeline-model-parallel-layout 'Et*16|t*16L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
-  --overlap-grad-reduce
-  --overlap-param-gather
 )

@@ -25,6 +25,4 @@ MEGATRON_ARGS=(
   --pipeline-model-parallel-layout 'Et*20|t*20L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
-  --overlap-grad-reduce
-  --overlap-param-gather
 )

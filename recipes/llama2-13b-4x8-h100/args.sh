@@ -28,6 +28,4 @@ MEGATRON_ARGS=(
   --use-precision-aware-optimizer
   --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
-  --overlap-grad-reduce
-  --overlap-param-gather
 )

@@ -25,6 +25,4 @@ MEGATRON_ARGS=(
   --pipeline-model-parallel-layout 'Et*16|t*16L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
-  --overlap-grad-reduce
-  --overlap-param-gather
 )

@@ -27,6 +27,4 @@ MEGATRON_ARGS=(
   --pipeline-model-parallel-layout 'Et*17|t*15L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
-  --overlap-grad-reduce
-  --overlap-param-gather
 )

@@ -6,6 +6,7 @@ import os
 import types
 
 import pytest
+from mist_patches.hooking import log
 
 torch = pytest.importorskip("torch", reason="the patches run inside a torch process")
 
@@ -81,6 +82,8 @@ def test_a_forked_process_leaves_it_alone(driver, monkeypatch):
 
 @pytest.mark.parametrize("how", ["driver", "torch"])
 def test_falls_back_to_torch_once_and_says_so(driver, monkeypatch, caplog, how):
+    monkeypatch.setattr(log, "propagate", True)  # applying patches in this process switched it off
+    caplog.set_level("DEBUG", log.name)
     if how == "driver":
         driver.answer = 1
     else:

@@ -41,3 +41,10 @@ def _words():
 
 if "MIST_WARM_START" in os.environ and _words():
     _hand_over(os.environ["MIST_WARM_START"], _words())
+
+# Started as ever: the one that stands behind this one is for it too (processes that a fork spawns).
+_here = os.path.dirname(os.path.abspath(__file__))
+if any(os.path.exists(os.path.join(one, "sitecustomize.py")) for one in sys.path if one and one != _here):
+    sys.path[:] = [one for one in sys.path if one != _here]
+    sys.modules.pop("sitecustomize", None)
+    import sitecustomize  # noqa: F401
