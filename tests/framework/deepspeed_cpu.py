@@ -197,13 +197,11 @@ def train_one(torch, deepspeed, path: str) -> dict:
 
 
 def one_process() -> None:
-    import socket
+    from ports import free_port
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port), ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_TORCH_DEVICE="cpu")
+    os.environ["MASTER_PORT"] = str(free_port())
+    os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_TORCH_DEVICE="cpu")
     without_compiler()
 
 

@@ -22,9 +22,9 @@ from test_deepspeed_patches import (
     Z1_HOST,
     Z2_HOST,
     Z3_HOST,
+    beside_plain,
     difference,
     launch,
-    plain,
     with_patches,
     with_references,
 )
@@ -56,16 +56,8 @@ SETS = {"1 rank": (1, ONE_PROCESS), "2 ranks": (2, TWO_PROCESSES)}
 def ran(cases: str) -> dict[str, list[tuple[dict, dict]]]:
     """Name -> per rank, a run and the plain run it is held against."""
     processes, named = SETS[cases]
-    plan = with_references(list(named.values()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(OLDER))
-        ranks = launch(plan, processes)
-    found: dict[str, list[tuple[dict, dict]]] = {}
-    for name, case in named.items():
-        against = plan.index(plain(case))
-        place = plan.index(replace(case, against=against))
-        found[name] = [(results[place], results[against]) for results in ranks]
-    return found
+    ranks = launch(with_references(list(named.values())), processes, str(OLDER))
+    return beside_plain(named, ranks)
 
 
 def test_it_is_the_older_version() -> None:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import os
-import socket
 import subprocess
-import sys
 from dataclasses import asdict, replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-import warm_start_server
 from patched_deepspeed import Case
+from ranks import run_ranks
 
-HERE = Path(__file__).parent
 CLOSE = 1e-6
 """Sums over groups of parameters are added up in another order."""
 
@@ -207,37 +202,14 @@ REFUSED = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def launch(cases: list[Case], processes: int, deepspeed: str = "") -> list[list[dict]]:
+    """Per rank, the results of the cases in their order.
 
-
-def launch(cases: list[Case], processes: int) -> list[list[dict]]:
-    """Per rank, the results of the cases in their order."""
-    path = os.pathsep.join([str(HERE), str(HERE.parent.parent / "patches"), os.environ.get("PYTHONPATH", "")])
-    argument, port, workers = json.dumps([asdict(case) for case in cases]), str(free_port()), []
-    for rank in range(processes):
-        environment = warm_start_server.environment(
-            PYTHONPATH=path,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(processes),
-            LOCAL_WORLD_SIZE=str(processes),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        command = [sys.executable, str(HERE / "patched_deepspeed.py"), argument]
-        pipe = subprocess.PIPE
-        workers.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
-    said = [worker.communicate(timeout=900) for worker in workers]
-    failed = [err[-2500:] for worker, (_, err) in zip(workers, said, strict=True) if worker.returncode]
-    assert not failed, "\n".join(failed)
-    found = []
-    for out, _ in said:
-        (line,) = [text[7:] for text in out.splitlines() if text.startswith("RESULT ")]
-        found.append(json.loads(line)["cases"])
-    return found
+    `deepspeed`: a folder with another DeepSpeed than the installed one.
+    """
+    argument = json.dumps([asdict(case) for case in cases])
+    by_rank = run_ranks("patched_deepspeed.py", argument, ranks=processes, first=deepspeed, seconds=900)
+    return [found["cases"] for (found,) in by_rank]
 
 
 def with_references(cases: list[Case]) -> list[Case]:
@@ -276,9 +248,13 @@ def launched(cases: str) -> list[list[dict]] | str:
 def results(cases: str) -> dict[str, list[tuple[dict, dict]]]:
     """Name -> per rank, a run and the plain run it is held against."""
     named = SETS[cases][1]
-    plan = with_references(list(named.values()))
     ranks = launched(cases)
     assert not isinstance(ranks, str), ranks
+    return beside_plain(named, ranks)
+
+
+def beside_plain(named: dict[str, Case], ranks: list[list[dict]]) -> dict[str, list[tuple[dict, dict]]]:
+    plan = with_references(list(named.values()))
     found: dict[str, list[tuple[dict, dict]]] = {}
     for name, case in named.items():
         against = plan.index(plain(case))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 import warm_start_server
+from ports import free_port
 from test_emitted_deepspeed import alone, explicit
 
 from mist_megatron.cli.emit import launch_sources
@@ -248,10 +248,7 @@ def test_written_start_script_applies_the_patches(tmp_path: Path) -> None:
     """train.sh as it is written, with the convention of scripts that read ds_config.json."""
     name = "zero 2, by layer"
     folder = emitted(tmp_path / "run", CASES[name].plan)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    words = {"TRAIN_SCRIPT": str(SCRIPT), "TRAINER": "megatron-deepspeed", "MASTER_PORT": port}
+    words = {"TRAIN_SCRIPT": str(SCRIPT), "TRAINER": "megatron-deepspeed", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
         ["bash", str(folder / "train.sh")],
         capture_output=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 import warm_start_server
+from ports import free_port
 
 from mist_megatron.cli.emit import launch_sources
 from mist_megatron.emit.artifacts import artifacts
@@ -105,9 +105,6 @@ def train(
     site = folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(SHIM.format(here=str(HERE)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     paths = [str(site), str(ROOT), str(ROOT / "patches")]
     environment = {
         **{
@@ -117,7 +114,7 @@ def train(
         },
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "MEGATRON_LM": str(HERE / "megatron_lm"),
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "LOSS_FILE": str(folder / "losses"),
         "TRAIN_ITERS": str(STEPS),
         "OMP_NUM_THREADS": "1",

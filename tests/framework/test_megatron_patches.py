@@ -2,63 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
-import warm_start_server
 from patched_megatron import Case, as_argument
-
-HERE = Path(__file__).parent
-
+from ranks import run_ranks
 
 Runs = dict[str, tuple[dict, ...]]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @cache
 def _run(argument: str, processes: int, megatron: str) -> tuple[tuple[dict, ...], ...]:
-    root = HERE.parent.parent
-    folders = [megatron, str(HERE), str(root / "patches"), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(folder for folder in folders if folder)
-    port = str(free_port())
-    workers = []
-    for rank in range(processes):
-        environment = warm_start_server.environment(
-            PYTHONPATH=path,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(processes),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, str(HERE / "patched_megatron.py"), argument],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    by_rank = []
-    for worker in workers:
-        out, err = worker.communicate(timeout=600)
-        assert worker.returncode == 0, err[-3000:]
-        by_rank.append([json.loads(line[7:]) for line in out.splitlines() if line.startswith("RESULT ")])
+    by_rank = run_ranks("patched_megatron.py", argument, ranks=processes, first=megatron)
     return tuple(zip(*by_rank, strict=True))
 
 

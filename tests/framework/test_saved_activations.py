@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
-import warm_start_server
 from measure_layers import RECOMPUTE, SHAPES, LayerShape
+from ranks import run_ranks
 
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.layers import (
@@ -28,7 +22,6 @@ from mist_megatron.cost.local_spec import local_saved_bytes
 from mist_megatron.cost.shapes import ACTIVATION
 from mist_megatron.spec.model_document import model_from_mapping
 
-HERE = Path(__file__).parent
 CASES = [
     (shape, tp, sp, recompute)
     for shape in SHAPES
@@ -40,31 +33,7 @@ CASES = [
 @cache
 def measured(tp: int) -> dict[str, dict[str, int]]:
     """All shapes at once: one start of Megatron per tensor-parallel size."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    root = HERE.parent.parent
-    path = os.pathsep.join([str(HERE), str(root), os.environ.get("PYTHONPATH", "")])
-    workers = []
-    for rank in range(tp):
-        environment = warm_start_server.environment(
-            PYTHONPATH=path,
-            RANK=str(rank),
-            WORLD_SIZE=str(tp),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        command = [sys.executable, str(HERE / "measure_layers.py"), str(tp)]
-        workers.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    found = []
-    for worker in workers:
-        out, err = worker.communicate(timeout=300)
-        assert worker.returncode == 0, err[-3000:]
-        found += [json.loads(line[7:]) for line in out.splitlines() if line.startswith("RESULT ")]
+    found = [found for (found,) in run_ranks("measure_layers.py", str(tp), ranks=tp)]
     assert all(result == found[0] for result in found), "ranks of one layer keep the same number of bytes"
     return found[0]
 

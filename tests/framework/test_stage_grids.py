@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,10 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron", reason="megatron-core is not installed")
-import warm_start_server  # noqa: E402
+from ranks import run_ranks  # noqa: E402
 from staged_model import Case, whole_parameter  # noqa: E402
 
-HERE = Path(__file__).parent
 WORKERS = 4
 # Each stage is [layers, dp, tp, micro_batch, zero]; every case trains on the same global batches.
 ALONE = Case([[4, 1, 1, 2, 0]], steps=11, evaluate_at=4)
@@ -69,31 +65,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 
 
 def start(folder: Path, cases: list[Case]) -> list[dict]:
-    path = os.pathsep.join([str(HERE), str(HERE.parent.parent / "patches")])
     argument = json.dumps([asdict(case) for case in cases])
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "staged_grids.py"), str(folder), argument],
-            env=warm_start_server.environment(
-                PYTHONPATH=path, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORKERS)
-    ]
-    lines = []
-    try:
-        for worker in workers:
-            out, err = worker.communicate(timeout=280)
-            assert worker.returncode == 0, err[-4000:]
-            lines += [json.loads(line[7:]) for line in out.splitlines() if line.startswith("RESULT ")]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-    return lines
+    by_rank = run_ranks("staged_grids.py", str(folder), argument, ranks=WORKERS, OMP_NUM_THREADS="1")
+    return [line for lines in by_rank for line in lines]
 
 
 def joined(case: Case, folder: Path) -> dict[str, torch.Tensor]:

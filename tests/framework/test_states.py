@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
 pytest.importorskip("deepspeed", reason="needs the test framework environment")
-import warm_start_server
+from ranks import run_ranks
 
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.conventions import DEEPSPEED, MEGATRON
@@ -23,39 +17,12 @@ from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
 from mist_megatron.spec.model_document import model_from_mapping
 
-HERE = Path(__file__).parent
-
 
 @cache
 def allocated(case: str, ranks: int) -> dict[str, int]:
     """What rank 0 holds after one step."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    path = os.pathsep.join([str(HERE), str(HERE.parent.parent / "patches"), str(HERE.parent.parent)])
-    workers = []
-    for rank in range(ranks):
-        environment = warm_start_server.environment(
-            PYTHONPATH=path,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-            DS_ACCELERATOR="cpu",
-        )
-        command = [sys.executable, str(HERE / "measure_states.py"), case]
-        workers.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    found = []
-    for worker in workers:
-        out, err = worker.communicate(timeout=240)
-        assert worker.returncode == 0, err[-3000:]
-        found += [json.loads(line[7:]) for line in out.splitlines() if line.startswith("RESULT ")]
-    return found[0]
+    first, *_ = run_ranks("measure_states.py", case, ranks=ranks, DS_ACCELERATOR="cpu")
+    return first[0]
 
 
 def terms(model, target, conventions, ranks, zero):
