@@ -12,6 +12,7 @@ Tested with megatron-core 0.19.2.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -29,12 +30,12 @@ _MARK = "MIST_STAGE_ARGUMENTS"
 def read_stages(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The document, checked as far as this module needs it."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise SystemExit(f"mist: cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise SystemExit(f"mist: {path} is not JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+    if not isinstance(document, dict) or repr(document.get("schema")) != repr(SCHEMA):
         got = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise SystemExit(
             f"mist: {path}: got schema {got}, wanted {SCHEMA}; emit the plan again with this version"
@@ -51,10 +52,19 @@ def read_stages(path: str | os.PathLike[str]) -> dict[str, Any]:
     return document
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping whose keys are there once; json itself would take the last without a word."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(key for k, (key, _) in enumerate(pairs) if key in dict(pairs[:k]))
+        raise ValueError(f"{twice!r} is there twice")
+    return made
+
+
 def rank_of_process(document: Mapping[str, Any], environment: Mapping[str, str]) -> int:
     """This process's rank: the launcher's, or where the plan places the launcher's GPU."""
     for name in ("RANK", "WORLD_SIZE"):
-        if not environment.get(name, "").isdigit():
+        if not environment.get(name, "").isdecimal():
             raise SystemExit(
                 f"mist: {name} is not set; start through torchrun, srun + torchrun or the deepspeed launcher"
             )
@@ -63,6 +73,8 @@ def rank_of_process(document: Mapping[str, Any], environment: Mapping[str, str])
         raise SystemExit(
             f"mist: the plan is for {document['world_size']} GPUs, this job has {world} processes"
         )
+    if launched >= world:
+        raise SystemExit(f"mist: RANK is {launched} in a job of {world} processes")
     placed = document.get("rank_of_gpu")
     return placed[launched] if placed else launched
 
@@ -83,17 +95,37 @@ def apply_stage_arguments(
     """Append the stage's arguments to `argv` and set the environment, once; returns the stage."""
     argv = sys.argv if argv is None else argv
     environment = os.environ if environment is None else environment
-    if environment.get(_MARK):
-        return stage_of_rank(document, int(environment["RANK"]))
     rank = rank_of_process(document, environment)
     check(document, argv)
+    if environment.get(_MARK):
+        stage = stage_of_rank(document, int(environment["RANK"]))
+        if environment[_MARK] != _mark(document, stage):
+            raise SystemExit("mist: another stages.json was applied in this process before; wanted one plan")
+        return stage
     stage = stage_of_rank(document, rank)
+    _require_unread_arguments(document, stage)
     for name, value in document.get("environment", {}).items():
         if value is None:
             environment.pop(name, None)
         else:
             environment[name] = value
     environment["RANK"] = str(rank)
-    environment[_MARK] = str(stage["stage"])
+    environment[_MARK] = _mark(document, stage)
     argv.extend(stage["arguments"])
     return stage
+
+
+def _mark(document: Mapping[str, Any], stage: Mapping[str, Any]) -> str:
+    """What was put into arguments and environment, short."""
+    put = [stage["arguments"], document.get("environment", {}), document.get("rank_of_gpu")]
+    return hashlib.sha256(json.dumps(put, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _require_unread_arguments(document: Mapping[str, Any], stage: Mapping[str, Any]) -> None:
+    """What is put behind a command line that was read already would be ignored."""
+    read = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    if read is not None and stage["arguments"] and document["framework"] == "megatron-core":
+        raise SystemExit(
+            "mist: Megatron has read its arguments already; wanted mist_patches.apply before "
+            "initialize_megatron or pretrain, or the emitted pretrain.py as the entry"
+        )

@@ -7,11 +7,28 @@ optimizer on some stages only (hangs: the groups of the gradient norm differ). S
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-KINDS = ("weights", "grads", "optimizer", "activations")
+from mist_patches.stage_shape import OFFLOAD
+
+CARRIED: Mapping[str, Mapping[str, str]] = {
+    "megatron-core": {
+        "weights": "state_offload",
+        "grads": "state_offload",
+        "activations": "activation_offload",
+    },
+    "deepspeed": {
+        "weights": "weight_fraction",
+        "grads": "gradient_fraction",
+        "optimizer": "optimizer_fraction",
+        "activations": "layer_activations",
+    },
+}
+"""Kind of bytes -> the patch without which the framework would not move that fraction of them. Megatron's
+optimizer states, and all or nothing of DeepSpeed's, are moved by arguments and JSON."""
 SERIES: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "megatron-core": ((0, 16), (0, 19)),
     "deepspeed": ((0, 19), (0, 19)),
@@ -21,6 +38,8 @@ RELEASES: Mapping[str, tuple[str, ...]] = {"deepspeed": ("0.19.0", "0.19.7", "0.
 """Of a series whose every release changes what the patches hook: those that were run."""
 _LATE = frozenset({"decoupled_steps", "state_offload"})
 _READERS = ("--log-params-norm", "--check-weight-hash-across-dp-replicas-interval")
+SAME = 1e-5
+"""Fractions on a command line have six digits."""
 OVERRIDE = "MIST_UNTESTED_VERSION"
 
 
@@ -28,7 +47,10 @@ def problems(document: Mapping[str, Any], argv: Sequence[str] = ()) -> Iterator[
     """Everything wrong with a document, and with a command line that is for another plan."""
     yield from _rank_problems(document)
     for stage in document["stages"]:
-        for problem in _stage_problems(stage):
+        own = (_fraction_problems(stage), _stage_problems(stage))
+        for problem in itertools.chain(
+            *own, _size_problems(document, stage), _carried_problems(document, stage)
+        ):
             yield f"stage {stage.get('stage')}: {problem}"
     if document.get("framework") == "megatron-core":
         yield from _uniform_problems(document["stages"])
@@ -67,7 +89,7 @@ def _rank_problems(document: Mapping[str, Any]) -> Iterator[str]:
     for index, stage in enumerate(stages):
         missing = [
             key
-            for key in ("stage", "first_rank", "ranks", "layers", "offload", "arguments")
+            for key in ("stage", "first_rank", "ranks", "layers", "recompute_layers", "offload", "arguments")
             if key not in stage
         ]
         if missing:
@@ -84,14 +106,22 @@ def _rank_problems(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"the stages hold {expected} ranks, world_size says {document['world_size']}"
 
 
+def _share(stage: Mapping[str, Any], kind: str) -> float:
+    """The fraction of one kind of bytes; NaN, which equals nothing, where there is none."""
+    share = stage["offload"].get(kind, 0.0)
+    return float("nan") if isinstance(share, bool) or not isinstance(share, (int, float)) else float(share)
+
+
+def _fraction_problems(stage: Mapping[str, Any]) -> Iterator[str]:
+    for kind in OFFLOAD:
+        if not 0.0 <= _share(stage, kind) <= 1.0:
+            yield f"offload.{kind} is {stage['offload'][kind]}; wanted a fraction from 0 to 1"
+
+
 def _stage_problems(stage: Mapping[str, Any]) -> Iterator[str]:
-    layers, again = stage["layers"], stage.get("recompute_layers", 0)
+    layers, again = stage["layers"], stage["recompute_layers"]
     if not 0 <= again <= layers:
         yield f"recompute_layers is {again}, the stage has {layers} layers"
-    for kind in KINDS:
-        share = stage["offload"].get(kind, 0.0)
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 <= share <= 1.0:
-            yield f"offload.{kind} is {share}; wanted a fraction from 0 to 1"
     if stage["offload"].get("activations", 0.0) and again == layers:
         yield f"offload.activations, but all {layers} layers are recomputed: nothing is left to offload"
     chunks = stage.get("chunk_layers") or [layers]
@@ -101,6 +131,39 @@ def _stage_problems(stage: Mapping[str, Any]) -> Iterator[str]:
     fraction = _value(stage["arguments"], "--optimizer-offload-fraction")
     if fraction is not None and not 0.0 <= _number(fraction) <= 1.0:
         yield f"--optimizer-offload-fraction {fraction}; wanted a fraction from 0 to 1"
+    # What a patch reads and what the framework reads are written side by side: people change one of them.
+    share = _share(stage, "optimizer")
+    if fraction is not None and not abs(_number(fraction) - share) < SAME:
+        yield f"offload.optimizer is {share:g}, the arguments say --optimizer-offload-fraction {fraction}"
+    whole = stage.get("recompute", "full") == "full"
+    if asked is not None and whole and _number(asked) != again // len(chunks):
+        yield f"recompute_layers is {again}, the arguments say --recompute-num-layers {asked}"
+
+
+def _size_problems(document: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes of a stage that contradict each other: one of them is another plan's."""
+    chunks, virtual = stage.get("chunk_layers"), document.get("virtual_pipeline", 1)
+    if chunks and (sum(chunks) != stage["layers"] or len(chunks) != virtual):
+        yield f"chunk_layers is {chunks}; wanted {virtual} numbers whose sum is its {stage['layers']} layers"
+    if "dp" in stage and "tp" in stage:
+        context = document.get("context_parallel", 1)
+        if stage["dp"] * stage["tp"] * context != stage["ranks"]:
+            across = f" x {context}" if context > 1 else ""
+            yield f"dp x tp is {stage['dp']} x {stage['tp']}{across}, the stage has {stage['ranks']} ranks"
+    if "stage_grids" not in document["patches"]:
+        whole = document.get("tensor_parallel", stage.get("tp"))
+        if stage.get("tp", whole) != whole:
+            yield f"tp is {stage['tp']}, tensor_parallel {whole}, and the patch stage_grids is not named"
+
+
+def _carried_problems(document: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterator[str]:
+    """Bytes that nothing would move."""
+    framework = document.get("framework")
+    for kind, patch in CARRIED.get(str(framework), {}).items():
+        share = _share(stage, kind)
+        by_itself = (0.0, 1.0) if framework == "deepspeed" else (0.0,)
+        if share not in by_itself and patch not in document["patches"]:
+            yield f"offload.{kind} is {share:g}, but `patches` does not name {patch!r}, which moves them"
 
 
 def _uniform_problems(stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -114,17 +177,29 @@ def _uniform_problems(stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _command_line_problems(document: Mapping[str, Any], argv: Sequence[str]) -> Iterator[str]:
+    layers = _value(argv, "--num-layers")
+    total = sum(stage["layers"] for stage in document["stages"])
+    if layers is not None and layers != str(total):
+        yield f"the plan has {total} layers, the command line says --num-layers {layers}"
     for flag, key in (
         ("--pipeline-model-parallel-size", "pipeline_parallel"),
         ("--tensor-model-parallel-size", "tensor_parallel"),
         ("--context-parallel-size", "context_parallel"),
     ):
-        value = _value(argv, flag)
+        # Megatron's parser takes 1 where the flag is missing; a loop of one's own has no such arguments.
+        value = _value(argv, flag) or ("1" if layers is not None else None)
         if key == "tensor_parallel" and len({stage.get("tp") for stage in document["stages"]}) > 1:
             continue  # stages on grids of their own say it in their arguments
         if value is not None and key in document and value != str(document[key]):
-            yield f"the plan has {key} {document[key]}, the command line says {flag} {value}"
-
+            says = "says" if _value(argv, flag) else "takes, by default,"
+            yield f"the plan has {key} {document[key]}, the command line {says} {flag} {value}"
+    for stage in document["stages"]:
+        again = _value([*argv, *stage["arguments"]], "--recompute-num-layers")
+        if layers is not None and stage["recompute_layers"] and again is None:
+            yield (
+                f"stage {stage['stage']}: {stage['recompute_layers']} layers to recompute, but neither its "
+                "arguments nor the command line say --recompute-num-layers"
+            )
     reads = sorted(set(_READERS) & {word.partition("=")[0] for word in argv})
     late = sorted(_LATE & set(document["patches"]))
     if reads and late:

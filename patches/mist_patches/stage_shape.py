@@ -4,7 +4,8 @@ wrong in one line, on every rank, before anything is started. Standard library o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 MOST = 1_000_000_000
@@ -13,6 +14,10 @@ MOST = 1_000_000_000
 
 def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
+def _size(value: Any) -> bool:
+    return _count(value) and value > 0
 
 
 def _words(value: Any) -> bool:
@@ -24,29 +29,43 @@ def _counts(value: Any) -> bool:
 
 
 def _environment(value: Any) -> bool:
-    return isinstance(value, dict) and all(text is None or isinstance(text, str) for text in value.values())
+    """Names and texts that an operating system takes."""
+    return isinstance(value, dict) and all(
+        bool(name)
+        and not set(name) & {"=", "\0"}
+        and (text is None or (isinstance(text, str) and "\0" not in text))
+        for name, text in value.items()
+    )
 
 
 Kind = tuple[Callable[[Any], bool], str]
 COUNT: Kind = (_count, "a whole number from 0 up")
+SIZE: Kind = (_size, "a whole number from 1 up")
 WORDS: Kind = (_words, "a list of words")
+RECOMPUTE = ("none", "selective", "full")
+WORD: Kind = (lambda value: isinstance(value, str), "a word")
 MAPPING: Kind = (lambda value: isinstance(value, dict), "a mapping")
 DOCUMENT: Mapping[str, Kind] = {
-    "framework": (lambda value: isinstance(value, str), "a name"),
-    **dict.fromkeys(("world_size", "pipeline_parallel", "tensor_parallel", "context_parallel"), COUNT),
-    **dict.fromkeys(("virtual_pipeline", "micro_batches"), COUNT),
+    "schema": COUNT,
+    "framework": WORD,
+    "plan": WORD,
+    **dict.fromkeys(("world_size", "pipeline_parallel", "tensor_parallel", "context_parallel"), SIZE),
+    **dict.fromkeys(("virtual_pipeline", "micro_batches"), SIZE),
     "rank_of_gpu": (lambda value: value is None or _counts(value), "null or a list of ranks"),
     "environment": (_environment, "a mapping of names to text or null"),
     "patches": WORDS,
-    "stages": (lambda value: isinstance(value, list), "a list of stages"),
+    "stages": (lambda value: isinstance(value, list) and bool(value), "a list of one stage or more"),
 }
 STAGE: Mapping[str, Kind] = {
-    **dict.fromkeys(("stage", "first_rank", "ranks", "layers", "recompute_layers"), COUNT),
-    **dict.fromkeys(("dp", "tp", "micro_batch", "zero"), COUNT),
+    **dict.fromkeys(("stage", "first_rank", "layers", "recompute_layers"), COUNT),
+    **dict.fromkeys(("ranks", "dp", "tp", "micro_batch"), SIZE),
+    "zero": (lambda value: _count(value) and value <= 3, "a ZeRO level from 0 to 3"),
     "chunk_layers": (_counts, "a list of whole numbers"),
+    "recompute": (lambda value: value in RECOMPUTE, f"one of {', '.join(RECOMPUTE)}"),
     "offload": MAPPING,
     "arguments": WORDS,
 }
+OFFLOAD = ("weights", "grads", "optimizer", "activations")
 NEEDED = ("framework", "world_size", "patches", "stages")
 """The keys of a stage that must be there are named in stage_guards, which says which stage lacks one."""
 
@@ -54,16 +73,31 @@ NEEDED = ("framework", "world_size", "patches", "stages")
 def shape_problems(document: Mapping[str, Any]) -> Iterator[str]:
     """Values of another kind than the format has, and missing keys, worst first."""
     yield from (f"it has no {key!r}" for key in NEEDED if key not in document)
+    yield from _unknown(document, DOCUMENT, "")
     yield from _wrong(document, DOCUMENT, "")
     stages = document.get("stages")
     for index, stage in enumerate(stages if isinstance(stages, list) else ()):
         if not isinstance(stage, dict):
             yield f"stages[{index}] is {_short(stage)}; wanted a mapping"
             continue
+        yield from _unknown(stage, STAGE, f"stages[{index}].")
         yield from _wrong(stage, STAGE, f"stages[{index}].")
+        offload = stage.get("offload")
+        if isinstance(offload, dict):
+            yield from _unknown(offload, OFFLOAD, f"stages[{index}].offload.")
+            yield from (f"stages[{index}].offload has no {kind!r}" for kind in OFFLOAD if kind not in offload)
     placed, world = document.get("rank_of_gpu"), document.get("world_size")
     if _counts(placed) and _count(world) and (len(placed) != world or len(set(placed)) != world):
         yield f"rank_of_gpu must name each of {world} ranks once"
+
+
+def _unknown(values: Mapping[str, Any], known: Collection[str], where: str) -> Iterator[str]:
+    """Keys that nobody reads: a slip of the hand would otherwise train another plan."""
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            instead = f"; did you mean {near[0]!r}?" if near else ""
+            yield f"{_short(where + key)} is no key of this format{instead}"
 
 
 def _wrong(values: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> Iterator[str]:

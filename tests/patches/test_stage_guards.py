@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mist_patches.stage_arguments import apply_stage_arguments, read_stages
@@ -41,7 +43,7 @@ GOOD = {
     "virtual_pipeline": 1,
     "rank_of_gpu": None,
     "environment": {},
-    "patches": [],
+    "patches": ["state_offload", "activation_offload"],
     "stages": [stage(0), stage(1)],
 }
 
@@ -74,6 +76,24 @@ def test_a_good_plan_has_no_problem():
         (changed(1, stage=2), "stage 1 is missing"),
         (changed(1, first_rank=3), "stage 1 begins at rank 3, wanted 2"),
         (changed(world_size=6), "the stages hold 4 ranks, world_size says 6"),
+        (changed(patches=["state_offload"]), "`patches` does not name 'activation_offload'"),
+        (
+            changed(framework="deepspeed", patches=["layer_activations"]),
+            "offload.grads is 0.5, but `patches` does not name 'gradient_fraction'",
+        ),
+        (changed(1, chunk_layers=[2, 2]), "stage 1: chunk_layers is [2, 2]; wanted 1 numbers whose sum is"),
+        (changed(1, chunk_layers=[3]), "whose sum is its 4 layers"),
+        (changed(0, dp=3), "stage 0: dp x tp is 3 x 1, the stage has 2 ranks"),
+        (changed(context_parallel=2), "dp x tp is 2 x 1 x 2, the stage has 2 ranks"),
+        (changed(tensor_parallel=2), "tp is 1, tensor_parallel 2, and the patch stage_grids is not named"),
+        (
+            changed(0, arguments=["--optimizer-offload-fraction", "0.5"]),
+            "offload.optimizer is 1, the arguments say --optimizer-offload-fraction 0.5",
+        ),
+        (
+            changed(0, arguments=["--recompute-num-layers", "2"]),
+            "recompute_layers is 1, the arguments say --recompute-num-layers 2",
+        ),
     ],
 )
 def test_refused(document, said):
@@ -81,9 +101,10 @@ def test_refused(document, said):
 
 
 def test_missing_key_is_one_line():
-    document = copy.deepcopy(GOOD)
-    del document["stages"][1]["offload"]
-    assert next(problems(document)) == "stages[1] has no 'offload'; emit the plan again with this version"
+    for key in ("offload", "recompute_layers"):
+        document = copy.deepcopy(GOOD)
+        del document["stages"][1][key]
+        assert next(problems(document)) == f"stages[1] has no {key!r}; emit the plan again with this version"
 
 
 def test_command_line_of_another_plan():
@@ -93,10 +114,28 @@ def test_command_line_of_another_plan():
     ]
 
 
+def test_megatrons_command_line_without_a_word_of_the_plan():
+    """Its parser takes pipelines of one stage and no recomputation where nothing is said."""
+    found = list(problems(GOOD, ["--num-layers", "8"]))
+    assert found == [
+        "the plan has pipeline_parallel 2, the command line takes, by default, "
+        "--pipeline-model-parallel-size 1"
+    ]
+    line = ["--num-layers", "8", "--pipeline-model-parallel-size", "2"]
+    assert list(problems(GOOD, line)) == []
+    (found,) = problems(changed(1, arguments=[]), line)
+    assert found.startswith("stage 1: 1 layers to recompute, but neither its arguments nor the command line")
+    assert list(problems(changed(1, arguments=[]), [*line, "--recompute-num-layers", "1"])) == []
+    (found,) = problems(GOOD, [*line[2:], "--num-layers=24"])
+    assert found == "the plan has 8 layers, the command line says --num-layers 24"
+
+
 @pytest.mark.parametrize("patch", ["decoupled_steps", "state_offload"])
 def test_what_reads_parameters_in_between(patch):
-    assert list(problems(GOOD, ["--log-params-norm"])) == []
-    (found,) = problems(changed(patches=[patch]), ["--log-params-norm"])
+    still = {"weights": 0.0, "grads": 0.0, "optimizer": 1.0, "activations": 0.0}
+    document = changed(stages=[stage(0, offload=still), stage(1, offload=still)], patches=[])
+    assert list(problems(document, ["--log-params-norm"])) == []
+    (found,) = problems({**document, "patches": [patch]}, ["--log-params-norm"])
     assert found.startswith("--log-params-norm reads parameters between iterations")
 
 
@@ -118,6 +157,31 @@ def test_other_world_size(tmp_path: Path):
     path.write_text(json.dumps(GOOD))
     with pytest.raises(SystemExit, match="the plan is for 4 GPUs, this job has 8 processes"):
         apply_stage_arguments(read_stages(path), ["x"], {"RANK": "0", "WORLD_SIZE": "8"})
+
+
+def test_one_plan_in_one_process(tmp_path: Path):
+    path = tmp_path / "stages.json"
+    path.write_text(json.dumps(GOOD))
+    argv, environment = ["x"], {"RANK": "0", "WORLD_SIZE": "4"}
+    for _ in range(2):
+        apply_stage_arguments(read_stages(path), argv, environment)
+    assert argv == ["x", *GOOD["stages"][0]["arguments"]]
+    with pytest.raises(SystemExit, match=r"another stages\.json was applied in this process before"):
+        apply_stage_arguments(changed(environment={"A": "1"}), argv, environment)
+    with pytest.raises(SystemExit, match="recompute_layers is 5"):
+        apply_stage_arguments(changed(0, recompute_layers=5), argv, environment)
+    with pytest.raises(SystemExit, match="the plan is for 4 GPUs, this job has 8"):
+        apply_stage_arguments(GOOD, argv, {**environment, "WORLD_SIZE": "8"})
+    with pytest.raises(SystemExit, match="RANK is 4 in a job of 4"):
+        apply_stage_arguments(changed(rank_of_gpu=[1, 0, 2, 3]), ["x"], {"RANK": "4", "WORLD_SIZE": "4"})
+
+
+def test_arguments_that_megatron_has_read_already(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=object()))
+    argv, environment = ["x"], {"RANK": "0", "WORLD_SIZE": "4"}
+    with pytest.raises(SystemExit, match="Megatron has read its arguments already"):
+        apply_stage_arguments(GOOD, argv, environment)
+    assert argv == ["x"]
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.19.2", "0.19.0rc1"])

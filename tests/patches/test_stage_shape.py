@@ -52,6 +52,13 @@ def test_whatever_stands_there_is_refused_in_one_line_or_can_be_started(path, tm
         ({"patches": "all"}, "patches is 'all'; wanted a list of words"),
         ({"rank_of_gpu": [0, 0]}, "rank_of_gpu must name each of 16 ranks once"),
         ({"stages": WHOLE["stages"][1:]}, "wanted one entry in `stages` for each"),
+        ({"stages": []}, "stages is []; wanted a list of one stage or more"),
+        ({"enviroment": {}}, "'enviroment' is no key of this format; did you mean 'environment'?"),
+        ({"environment": {"A=B": "1"}}, "wanted a mapping of names to text or null"),
+        ({"environment": {"": "1"}}, "wanted a mapping of names to text or null"),
+        ({"environment": {"A": "\0"}}, "wanted a mapping of names to text or null"),
+        ({"schema": True}, "got schema True, wanted 1"),
+        ({"micro_batches": 0}, "micro_batches is 0; wanted a whole number from 1 up"),
     ],
 )
 def test_the_line_says_what_was_wanted(change, said, tmp_path):
@@ -60,6 +67,37 @@ def test_the_line_says_what_was_wanted(change, said, tmp_path):
     with pytest.raises(SystemExit, match="mist: ") as refused:
         read_stages(file)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"offload": {}}, "stages[0].offload has no 'weights'"),
+        (
+            {"offload": {"weight": 0.5, **WHOLE["stages"][0]["offload"]}},
+            "'stages[0].offload.weight' is no key of this format; did you mean 'weights'?",
+        ),
+        ({"recompute_layer": 3}, "did you mean 'recompute_layers'?"),
+        ({"recompute": "some"}, "stages[0].recompute is 'some'; wanted one of none, selective, full"),
+        ({"zero": 4}, "stages[0].zero is 4; wanted a ZeRO level from 0 to 3"),
+        ({"micro_batch": 0}, "stages[0].micro_batch is 0; wanted a whole number from 1 up"),
+    ],
+)
+def test_the_line_says_what_is_wrong_with_a_stage(change, said, tmp_path):
+    file = tmp_path / "stages.json"
+    stages = [WHOLE["stages"][0] | change, *WHOLE["stages"][1:]]
+    file.write_text(json.dumps(WHOLE | {"stages": stages}))
+    with pytest.raises(SystemExit, match="mist: ") as refused:
+        read_stages(file)
+    assert said in str(refused.value)
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    """json itself takes the last one without a word."""
+    file = tmp_path / "stages.json"
+    file.write_text(json.dumps(WHOLE).replace('"world_size"', '"world_size": 8, "world_size"', 1))
+    with pytest.raises(SystemExit, match="'world_size' is there twice"):
+        read_stages(file)
 
 
 @pytest.mark.parametrize("text", ["", "[", "[" * 100_000, "\x00", "stages: []", "[]", "3"])
