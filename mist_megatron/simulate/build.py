@@ -8,8 +8,8 @@ A layer pass is a chain on the compute and GPU-GPU streams. Beside it run, by Mi
 layer k + 1 needs comes in while layer k computes, what layer k - 1 made goes out meanwhile, and layer k + 1
 waits for that, because buffers are two layers deep. (Reductions of ZeRO 0 and 1, whose gradients have a place
 of their own, hold nothing up.) Transfers that compute waits for go before those that it does not, which
-stands for the share of the network that they would get. Sends that a stage computes beside share links with
-collectives, half and half, where both stay inside a node or both leave it. The first layer of a pass
+stands for the share of the network that they would get. Sends go through a communicator of their own and share
+links with collectives, half and half, where both stay inside a node or both leave it. The first layer of a pass
 fetches when its pass begins; what its last layer made leaves beside whatever comes next.
 
 Where layers step before their first forward, a stage that waits for its first input steps as soon as it is
@@ -210,9 +210,7 @@ class _Builder:
         if hop_s <= 0.0:
             self.arrived[key] = rank.end[0]
             return
-        stream = Stream.SEND if self.built.sends_overlap else Stream.GPU_TO_GPU
-        send = self.add("send", f"send {step}", number, stream, hop_s, rank.end)
-        self.built.program.urgent.add(send)
+        send = self.add("send", f"send {step}", number, Stream.SEND, hop_s, rank.end)
         if across:
             self.built.program.between_nodes.add(send)
         self.arrived[key] = send
@@ -240,6 +238,8 @@ class _Builder:
             waits = [end]
             rank.end = waits
             rank.leaving = [rank.leaving[1], self.send_off(number, step, layer, end)]
+        if self.work.reduces_by_chunk and step.kind is PassKind.BACKWARD:
+            self.reduce_chunk(number, step, layers)
         return rank.end[0] if begun is None else begun
 
     def steps_ahead(self, number: int, step: Pass) -> bool:
@@ -303,7 +303,8 @@ class _Builder:
             f"{step} {layer.name}",
         )
         events = []
-        if work.reduce_s > 0.0:
+        by_chunk = self.work.reduces_by_chunk and not layer.work.backward.reduce_s
+        if work.reduce_s > 0.0 and not by_chunk:
             sent = self.add("gradient reduction", name, number, Stream.GPU_TO_GPU, work.reduce_s, [end])
             rank.unfinished[Stream.GPU_TO_GPU] = sent
             if layer.work.backward.reduce_s > 0.0:
@@ -315,6 +316,16 @@ class _Builder:
             if step.kind is PassKind.FORWARD:
                 self.offloaded[step.micro_batch, layer.name] = sent
         return events
+
+    def reduce_chunk(self, number: int, step: Pass, layers: Sequence[NamedLayer]) -> None:
+        """Gradients of ZeRO 0 and 1 that leave when the chunk's last backward pass has ended."""
+        rank = self.ranks[number]
+        for layer in layers:
+            seconds = self.streams_of(number, step, layer.work).reduce_s
+            if seconds > 0.0 and not layer.work.backward.reduce_s:
+                name, stream = f"{step} {layer.name}", Stream.GPU_TO_GPU
+                sent = self.add("gradient reduction", name, number, stream, seconds, rank.end)
+                rank.unfinished[stream] = sent
 
     def play_layer(self, number: int, step: Pass, layer: NamedLayer, after: list[int]) -> int:
         """The chain of a layer pass; returns its last event."""

@@ -34,9 +34,9 @@ class Stream(IntEnum):
     """The host of the device: launches that the GPU waits for, updates of offloaded states. It runs at
     its own pace whatever the GPU does, and slows nothing down."""
     SEND = 5
-    """Boundary tensors that leave while the stage computes on: a communicator of its own, so that
-    tensor-parallel collectives do not queue behind them. It slows others down as GPU-GPU traffic does; beside
-    GPU-GPU traffic over the same kind of link, either gets half of the bandwidth."""
+    """Boundary tensors: a communicator of its own in every framework, so that neither do tensor-parallel
+    collectives queue behind them nor they behind reductions. It slows others down as GPU-GPU traffic does;
+    beside GPU-GPU traffic over the same kind of link, either gets half of the bandwidth."""
 
 
 STREAMS = len(Stream)
