@@ -10,7 +10,7 @@ import os
 import signal
 
 INTERRUPTED = 130
-"""128 + SIGINT, as in cli/app.py."""
+"""128 + SIGINT, as in errors.py."""
 
 
 def _leave(number: int, frame: object) -> None:

@@ -8,7 +8,8 @@ The tree, with the exit code of the command line:
   x ProfileError      4  a hardware profile cannot be used
   x EmitError         5  a target cannot run what it is asked to
 
-Anything else that escapes is a bug of ours (exit 1, traceback, "please report").
+Anything else that escapes is a bug of ours (exit 1, traceback, "please report"). A signal ends a command with
+128 and its number, as shells expect.
 
 A message is one line: what, where, got, wanted. `details` are further short lines, shown indented
 below it: the closest miss, the largest part, what to try.
@@ -18,6 +19,9 @@ from __future__ import annotations
 
 import unicodedata
 from typing import ClassVar
+
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after SIGINT (2) and SIGTERM (15)."""
 
 
 def visible(text: str) -> str:

@@ -21,15 +21,11 @@ from mist_megatron import __version__
 from mist_megatron.cli.commands import COMMANDS
 from mist_megatron.cli.expand import expand_groups
 from mist_megatron.cli.help_pages import PagedCommand, PagedGroup
-from mist_megatron.errors import InputError, MistError
+from mist_megatron.errors import INTERRUPTED, TERMINATED, InputError, MistError
 
 PROGRAM = "mist-megatron"
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 REPORT = "this is a bug of mist-megatron: please report it with the lines above"
-INTERRUPTED = 130
-"""128 + SIGINT, what shells expect of an interrupted program."""
-TERMINATED = 143
-"""128 + SIGTERM."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a full disk, a full quota and a limit on the size of files answer to a write."""
 

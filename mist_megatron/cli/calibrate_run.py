@@ -16,14 +16,13 @@ import typer
 from mist_megatron.cli.expand import OptionGroup
 from mist_megatron.cli.options import complete_models
 from mist_megatron.cli.output import OutputOptions
-from mist_megatron.errors import InputError
+from mist_megatron.errors import INTERRUPTED, InputError
 
 if TYPE_CHECKING:
     from mist_megatron.cost.needed_shapes import NeededShapes
 
 LARGEST = 1 << 24
 """Of any size on the command line: sequences of 16 million tokens are a typing error."""
-INTERRUPTED = 130
 MOST_PROCESSES = 1024
 """Of one node, with room to spare."""
 

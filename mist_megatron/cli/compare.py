@@ -23,7 +23,7 @@ def compare(
     output: OutputOptions,
 ) -> None:
     """Prices the same job under each named space: what the freedom of each is worth."""
-    from mist_megatron.cli.tune import check_numbers, run_search
+    from mist_megatron.cli.run_search import check_numbers, run_search
     from mist_megatron.search.space import named_spaces, space_named
     from mist_megatron.search.tune import Settings
 

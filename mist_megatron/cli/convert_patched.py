@@ -40,7 +40,7 @@ def require_patchable(reading: Reading, question: Question) -> None:
 def patched_plan(before: Plan, reading: Reading, question: Question, keep: tuple[str, ...]) -> Plan:
     """The best plan of everything that the patches can run, with the same global batch."""
     from mist_megatron.cli.options import TakenJob
-    from mist_megatron.cli.tune import run_search
+    from mist_megatron.cli.run_search import run_search
     from mist_megatron.cost.predict import job_of
     from mist_megatron.search.space import Limits, space_named
     from mist_megatron.search.tune import Settings

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mist_megatron.cli.hand_made import HAND_MADE
 from mist_megatron.cli.recipe_jobs import RecipeJob
 from mist_megatron.cli.recipe_pages import plan_words, readme_page, rounded, short_prediction, why_page
 from mist_megatron.errors import InputError, MistError, NoFeasiblePlan
@@ -14,14 +15,8 @@ from mist_megatron.spec.plan import Plan, Target
 from mist_megatron.spec.target import DEEPSPEED
 
 if TYPE_CHECKING:
-    from mist_megatron.cli.tune import Found
+    from mist_megatron.cli.found import Found
 
-BASELINES: Mapping[str, Target] = {
-    # Hand-made space -> the framework whose users work by hand in it.
-    "megatron": "megatron",
-    "megatron-expert": "megatron",
-    "deepspeed": "deepspeed",
-}
 FORBIDDEN = frozenset({"unequal"})
 """A recipe is copied by people who then change it: its stages all have the same grid and micro-batch."""
 KEPT = {
@@ -36,7 +31,8 @@ def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
     found = _search(job, "full", job.target)
     spaces = {
         space: found if job.target == target == "deepspeed" else _baseline(job, space, target)
-        for space, target in BASELINES.items()
+        for target, named in HAND_MADE.items()
+        for space in named
     }
     plan = recipe_plan(found, spaces)
     files = emitted(plan)
@@ -92,7 +88,7 @@ def _best_deepspeed(found: Found) -> str:
 
 def _search(job: RecipeJob, space: str, target: Target) -> Found:
     from mist_megatron.cli.options import TakenJob
-    from mist_megatron.cli.tune import run_search
+    from mist_megatron.cli.run_search import run_search
     from mist_megatron.search.space import Limits, space_named
     from mist_megatron.search.tune import Settings
 

@@ -13,7 +13,7 @@ import time
 import pytest
 from jobs import evaluator_of, small_job
 
-from mist_megatron.cli.tune import check_numbers
+from mist_megatron.cli.run_search import check_numbers
 from mist_megatron.errors import InputError
 from mist_megatron.search.space import space_named
 from mist_megatron.search.tune import Settings, Status, StoppedEmpty, Watch, search
