@@ -38,7 +38,7 @@ class OffloadRanges:
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """Everything a target can run."""
+    """Everything a target can run; what is not said it cannot."""
 
     target: Target
     zero: tuple[Zero, ...]
@@ -46,22 +46,22 @@ class Capability:
     zero_with_pipeline: tuple[Zero, ...]
     """Levels it knows when there is more than one stage."""
     schedules: tuple[Schedule, ...]
-    pipeline: bool
-    tensor_parallel: bool
-    context_parallel: bool
-    sequence_parallel: bool
-    selective: bool
+    pipeline: bool = False
+    tensor_parallel: bool = False
+    context_parallel: bool = False
+    sequence_parallel: bool = False
+    selective: bool = False
     """Recomputation of the attention core alone."""
-    partial_ckpt: bool
+    partial_ckpt: bool = False
     """Any number of a stage's layers recomputed in full, not only none or all."""
-    parallel_block: bool
+    parallel_block: bool = False
     """Layers in which attention and MLP stand side by side (Falcon, GPT-NeoX)."""
-    uneven_layers: bool
-    per_stage_ckpt: bool
+    uneven_layers: bool = False
+    per_stage_ckpt: bool = False
     """Each stage its own number of recomputed layers and kind of recomputation."""
-    per_stage_offload: bool
-    per_stage_zero: bool
-    per_stage_grid: bool
+    per_stage_offload: bool = False
+    per_stage_zero: bool = False
+    per_stage_grid: bool = False
     """Each stage its own dp, tp and micro-batch."""
     bridged_grids: bool = False
     """Stages of different grids pass activations over megatron-core's bridge, within its limits."""
@@ -93,13 +93,9 @@ _MEGATRON = Capability(
     sequence_parallel=True,
     selective=True,
     partial_ckpt=True,
-    # TransformerLayer of megatron-core 0.19 always adds attention before the MLP reads its input.
-    parallel_block=False,
+    # No parallel_block: TransformerLayer of megatron-core 0.19 always adds attention before the MLP reads its
+    # input.
     uneven_layers=True,
-    per_stage_ckpt=False,
-    per_stage_offload=False,
-    per_stage_zero=False,
-    per_stage_grid=False,
     # --optimizer-offload-fraction; the fine-grained activation offload counts groups, not bytes.
     offload=OffloadRanges(optimizer="any"),
     # Offload needs the precision-aware optimizer, which needs the distributed optimizer.
@@ -113,20 +109,9 @@ _DEEPSPEED = Capability(
     zero=(0, 1, 2, 3),
     zero_with_pipeline=(0, 1),
     schedules=("1f1b",),
-    # One regular grid of data-parallel ranks: what an engine without a PipelineModule runs. The patch
-    # pipeline_stages configures one; what such a stage costs is not priced.
-    pipeline=False,
-    tensor_parallel=False,
-    context_parallel=False,
-    sequence_parallel=False,
-    selective=False,
-    partial_ckpt=False,
+    # No pipeline but one regular grid of data-parallel ranks: what an engine without a PipelineModule runs. The
+    # patch pipeline_stages configures one; what such a stage costs is not priced.
     parallel_block=True,
-    uneven_layers=False,
-    per_stage_ckpt=False,
-    per_stage_offload=False,
-    per_stage_zero=False,
-    per_stage_grid=False,
     offload=OffloadRanges(weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"),
     offload_needs_zero=1,
     grads_follow_optimizer=True,
@@ -167,9 +152,6 @@ CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
             schedules=("1f1b",),
             pipeline=True,
             tensor_parallel=True,
-            context_parallel=False,
-            sequence_parallel=False,
-            selective=False,
             partial_ckpt=True,
             parallel_block=True,
             uneven_layers=True,
