@@ -49,21 +49,19 @@ def _commands(command: Any, ctx: Any) -> Iterator[tuple[str, str, str]]:
             yield panel, name, found.get_short_help_str(limit=200)
 
 
-class PagedCommand(TyperCommand):
+class _Paged:
+    """What is added to a command or group of typer: help that fits its terminal."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if columns() < BOXED_FROM:
+            write_page(self, ctx, formatter)
+        else:
+            super().format_help(ctx, formatter)  # type: ignore[misc]
+
+
+class PagedCommand(_Paged, TyperCommand):
     """A command whose help fits its terminal."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        if columns() < BOXED_FROM:
-            write_page(self, ctx, formatter)
-        else:
-            super().format_help(ctx, formatter)
 
-
-class PagedGroup(TyperGroup):
+class PagedGroup(_Paged, TyperGroup):
     """The same for commands that have subcommands."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        if columns() < BOXED_FROM:
-            write_page(self, ctx, formatter)
-        else:
-            super().format_help(ctx, formatter)

@@ -194,14 +194,12 @@ def _zero_bubble_h2(rank: int, ranks: int, micro_batches: int) -> Order:
 
 def _lengths(orders: tuple[Order, ...], costs: PassCosts) -> tuple[float, float]:
     """How long passes alone take: in all, and from the first to the last of the rank that takes longest."""
-    ranks, seconds = (
-        len(orders),
-        {
-            PassKind.FORWARD: costs.forward,
-            PassKind.BACKWARD: costs.backward,
-            PassKind.WEIGHT: costs.weight,
-        },
-    )
+    ranks = len(orders)
+    seconds = {
+        PassKind.FORWARD: costs.forward,
+        PassKind.BACKWARD: costs.backward,
+        PassKind.WEIGHT: costs.weight,
+    }
     ended: dict[tuple[PassKind, int, int], float] = {}
     clock, begun, position = [0.0] * ranks, [0.0] * ranks, [0] * ranks
     waiting = list(range(ranks))

@@ -109,8 +109,8 @@ _DEEPSPEED = Capability(
     zero=(0, 1, 2, 3),
     zero_with_pipeline=(0, 1),
     schedules=("1f1b",),
-    # No pipeline but one regular grid of data-parallel ranks: what an engine without a PipelineModule runs. The
-    # patch pipeline_stages configures one; what such a stage costs is not priced.
+    # No pipeline but one regular grid of data-parallel ranks: what an engine without a PipelineModule runs.
+    # The patch pipeline_stages configures one; what such a stage costs is not priced.
     parallel_block=True,
     offload=OffloadRanges(weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"),
     offload_needs_zero=1,

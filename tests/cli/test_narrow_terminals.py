@@ -1,4 +1,4 @@
-"""At 20, 40, 60 and 200 columns nothing is lost: no word is cut in two, none replaced by dots."""
+"""On terminals of 20 to 80 columns nothing is lost: no word is cut in two, none replaced by dots."""
 
 from __future__ import annotations
 
