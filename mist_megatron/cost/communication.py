@@ -70,6 +70,11 @@ class Template:
     bucket_elements: float | None
     """Least elements per reduction; None reduces layer by layer."""
     bucket_elements_per_rank: float = 0.0
+    later_stages_at_once: bool = False
+    """Only the first stage of a pipeline overlaps what it moves once per step with a pass, bucket by bucket.
+    Later ones reduce when their last backward pass has ended, while those before them drain, and gather all
+    of their weights when the first micro-batch is there, which those behind them wait for. Interleaved
+    stages reduce a chunk when its last backward pass has ended, beside those of other chunks."""
     edges_zero: int | None = None
     """ZeRO level that embedding and head always have, whatever the stage's; None for the stage's."""
     edges_offload: bool = True
@@ -127,7 +132,12 @@ def _megatron(execution: Execution) -> Template:
     """Megatron-core: reductions once per step in buckets of max(40e6, 1e6 * dp) elements
     (distributed_data_parallel_config.py), optimizer step and host Adam at the end. With the patch
     decoupled_steps each layer is stepped and gathered beside the first forward pass of the layers before it;
-    the norm is still reduced before."""
+    the norm is still reduced before.
+
+    Pipelines align reductions (--no-align-grad-reduce is not emitted): schedules.py switches the hooks of the
+    last backward pass on in the first stage only and has the others reduce after it, those of interleaved
+    ones chunk by chunk, and distributed_data_parallel.py makes one bucket of a later stage's weights, which
+    is gathered by the first forward pass that needs it."""
     reduce_overlaps = bool(execution.overlap_grad_reduce)
     gather_overlaps = bool(execution.overlap_param_gather) or bool(execution.decoupled_step)
     return Template(
@@ -152,6 +162,7 @@ def _megatron(execution: Execution) -> Template:
         host_s_per_step=HOST_S_PER_STEP,
         bucket_elements=40e6,
         bucket_elements_per_rank=1e6,
+        later_stages_at_once=True,
         states_visit=True,
     )
 

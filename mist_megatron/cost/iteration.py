@@ -26,6 +26,9 @@ against that one on random stages. With equal t_i both forms are one.
 Where every stage waits for the gradient norm of all of them before it steps, a step s_i hides behind
 nobody's drain: the last term is max_i (d_i - s_i - sum_{j<i} t_j) + max_i s_i.
 
+Where a stage gathers weights when its first micro-batch has come, for e_i, every stage behind it waits: a
+path has e_j of its own stage and those before it, and of those after it where it waits for the round trip.
+
 Other schedules keep eq. 1 and change what the ramp-up and drain cost per stage, r_i:
 
     T = G max_i t_i + (sum_i r_i - r_b) + max_i (d_i - sum_{j<i} r_j),   b = argmax t
@@ -54,6 +57,8 @@ class StageTiming:
     delta_s: float
     forward_s: float | None = None
     """Forward part of `stable_s`; a third of it where nobody says, backward costing twice as much."""
+    first_s: float = 0.0
+    """Part of `delta_s` for which the first forward pass stands still, and with it all later stages."""
     step_s: float = 0.0
     """Part of `delta_s` that is the optimizer step, after everything that a stage does for itself."""
     weight_grad_s: float = 0.0
@@ -117,6 +122,8 @@ def iteration_time(
     if schedule == "gpipe":
         apart = [max(parts) for parts in zip(*(stage.split_s for stage in stages), strict=True)]
         passes_s = (grad_accum - 1) * sum(apart) + sum(ramps)
+    if schedule != "1f1b":
+        passes_s += sum(stage.first_s for stage in stages)
     extra_s, binding = _extra(stages, ramps, step_hides)
     steady_s = (grad_accum - 1) * stable_s
     ramp_s = passes_s - steady_s
@@ -136,8 +143,10 @@ def _passes_1f1b(stages: Sequence[StageTiming], grad_accum: int) -> float:
     longest_s, before_s = 0.0, 0.0
     slowest_before = [0.0, 0.0]
     behind_s = sum(stage.stable_s for stage in stages)
+    late_behind_s = sum(stage.first_s for stage in stages)
     for index, stage in enumerate(stages):
         behind_s -= stage.stable_s
+        late_behind_s -= stage.first_s
         following = len(stages) - 1 - index
         skipped = min(following, grad_accum - 1)
         handed = [
@@ -145,10 +154,12 @@ def _passes_1f1b(stages: Sequence[StageTiming], grad_accum: int) -> float:
             for slower, own in zip(slowest_before, stage.split_s, strict=True)
         ]
         round_trips = [behind_s - skipped * own for own in stage.split_s] if following else [0.0, 0.0]
+        round_trips[0] += late_behind_s
         if grad_accum > following + 1:
             waits_s = sum(max(pair) for pair in zip(handed, round_trips, strict=True))
         else:
             waits_s = max(sum(handed), *round_trips)
+        before_s += stage.first_s
         longest_s = max(longest_s, before_s + grad_accum * stage.stable_s + waits_s)
         before_s += stage.stable_s
         slowest_before = [max(pair) for pair in zip(slowest_before, stage.split_s, strict=True)]
@@ -161,7 +172,7 @@ def _extra(stages: Sequence[StageTiming], ramps: Sequence[float], step_hides: bo
     extra_s, binding = float("-inf"), 0
     steps = [0.0 if step_hides else stage.step_s for stage in stages]
     for index, stage in enumerate(stages):
-        own_s = stage.delta_s - steps[index] - before_s
+        own_s = stage.delta_s - stage.first_s - steps[index] - before_s
         if own_s > extra_s:
             extra_s, binding = own_s, index
         before_s += ramps[index]

@@ -140,6 +140,8 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
     )
 
 
+FIRST_PASS = "first_gather"
+"""The term of d for which a first forward pass stands still."""
 BETWEEN_PASSES = ("host_work", "blocking_data_parallel", "exposed_traffic", "pipeline_fill_of_layers")
 """Terms of t that both passes of a layer have a part in."""
 
@@ -155,6 +157,7 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
         stable_s=stage.stable_s,
         delta_s=stage.delta_s,
         forward_s=min(forward_s, stage.stable_s),
+        first_s=stage.delta_terms_s.get(FIRST_PASS, 0.0),
         step_s=stage.step_s,
         weight_grad_s=stage.weight_grad_s,
     )
@@ -174,6 +177,12 @@ def forward_with_transfers(evaluator: StageEvaluator, grid: StageGrid) -> Array:
         if name in terms:
             forward_s = forward_s + share * terms[name].at(grid.layers, grid.ckpt)
     return forward_s
+
+
+def held_up_in_first(evaluator: StageEvaluator, grid: StageGrid) -> Array:
+    """`first_s` of the timings of many configurations at once."""
+    found = evaluator.terms(grid).delta.get(FIRST_PASS, Linear())
+    return found.at(grid.layers, grid.ckpt)
 
 
 def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> StagePrediction:

@@ -24,6 +24,7 @@ import numpy as np
 
 from mist_megatron.cost.communication import Template
 from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.overlap import overlapped_time
 from mist_megatron.cost.phases import (
     NOTHING_BETWEEN,
     Between,
@@ -34,7 +35,13 @@ from mist_megatron.cost.phases import (
     steps_ahead,
 )
 from mist_megatron.cost.pricing import Array
-from mist_megatron.cost.step_time import boundary_terms, step_terms
+from mist_megatron.cost.step_time import (
+    boundary_terms,
+    gathers_on_arrival,
+    reduces_by_chunk,
+    reduces_in_passes,
+    step_terms,
+)
 from mist_megatron.cost.terms import (
     ZERO,
     LayerLoad,
@@ -70,6 +77,10 @@ class _Run:
     """Tensor-parallel collectives that stop compute, forward and backward together."""
     blocking_s: Array
     """Data-parallel collectives that do."""
+    gather_before_s: Array
+    """Weights that the first pass waits for besides."""
+    by_chunk_s: Array
+    """What reductions behind the last passes of chunks expose."""
 
 
 def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> StageTerms:
@@ -145,6 +156,11 @@ def _block_terms(
     )
     delta["first_forward_traffic"] = _beyond(grid, (kept.first, kept.forward), (whole.first, whole.forward))
     delta["last_backward_traffic"] = _beyond(grid, (kept.last, kept.backward), (whole.last, whole.backward))
+    if gathers_on_arrival(grid, context.template):
+        first = delta.pop("first_forward_traffic")
+        delta["first_gather"] = first + Linear(per_layer=kept.gather_before_s)
+    if np.any(kept.by_chunk_s):
+        delta["chunk_reductions"] = _mixed(kept.by_chunk_s, whole.by_chunk_s)
     _accumulation_terms(Linear(per_layer=load.parameters), context, stable, delta)
 
 
@@ -181,9 +197,15 @@ def _edge_layer_terms(
         + run.forward.inside_s
         + run.backward.inside_s
     )
-    delta[f"{name}_traffic"] = Linear(
-        run.first.inside_s - run.forward.inside_s + run.last.inside_s - run.backward.inside_s
-    )
+    first_s = run.first.inside_s - run.forward.inside_s
+    if gathers_on_arrival(grid, context.template):
+        add_term(delta, "first_gather", Linear(first_s + run.gather_before_s))
+        first_s = ZERO
+    delta[f"{name}_traffic"] = Linear(first_s + run.last.inside_s - run.backward.inside_s)
+    if reduces_by_chunk(grid, context.template) and name == "embedding":
+        # Of the chunk that ends the iteration; the head is of the first whose passes end.
+        reduced_s = np.where(grid.zero <= 1, traffic.reduce_s, 0.0)
+        add_term(delta, "chunk_reductions", Linear(reduced_s))
     if context.template.step_in_first_forward:
         add_term(delta, "optimizer_compute", Linear(traffic.step_compute_s))
     _accumulation_terms(Linear(load.parameters), context, stable, delta)
@@ -232,23 +254,47 @@ def _run(
         quiet = replace(grid, activations_offload=ZERO)
         ends = layer_passes(quiet, load, traffic, context, again=again, saved_bytes=ZERO)
     into_backward = between[1].exposed_s(ends.backward, ends.forward, factors)
-    departure = departure_s(passes.last, factors)
+    by_chunk = reduces_by_chunk(grid, context.template)
+    last = passes.backward if by_chunk else passes.last
+    departure = departure_s(last, factors)
     forward = phase(passes.forward, factors, ZERO, into_forward, followed=followed)
     if context.template.step_in_first_forward and grid.role in (StageRole.MIDDLE, StageRole.LAST):
         first = steps_ahead(passes, traffic.step_compute_s, forward, factors)
     else:
         into_first = between[0].exposed_s(passes.first, passes.backward, factors)
         first = phase(passes.first, factors, ZERO, into_first, followed=followed)
+    backward = phase(passes.backward, factors, added, into_backward)
+    last_backward = phase(last, factors, added, into_backward + departure)
+    if last is not passes.backward and context.template.later_stages_at_once:
+        last_backward = _begun_alone(last_backward, passes)
     return _Run(
         forward,
-        phase(passes.backward, factors, added, into_backward),
+        backward,
         first,
-        phase(passes.last, factors, added, into_backward + departure),
+        last_backward,
         passes.forward.tensor_s + passes.backward.tensor_s,
         passes.forward.blocking_gather_s
         + passes.backward.blocking_gather_s
         + passes.backward.blocking_reduce_s,
+        passes.first.blocking_gather_s - passes.forward.blocking_gather_s,
+        _by_chunk_s(grid, passes, factors) if by_chunk else ZERO,
     )
+
+
+def _begun_alone(last: Phase, passes: LayerPasses) -> Phase:
+    """Nothing is reduced beside the first layer of the last backward pass (what the head leaves is counted
+    with the head), and what its last layer leaves is on its own: n layers, n - 1 of them beside others."""
+    waits_s = np.maximum(passes.last.reduce_s - passes.last.compute_s, 0.0)
+    return replace(last, alone_s=last.alone_s - waits_s)
+
+
+def _by_chunk_s(grid: StageGrid, passes: LayerPasses, factors: Array) -> Array:
+    """A layer's share of reductions that follow their chunk's last backward pass: of the chunk that ends the
+    iteration all of it, of the others what as many passes as there are stages do not hide."""
+    last, chunks = passes.last, grid.vpp
+    compute, tensor = grid.stages * last.compute_s, grid.stages * last.tensor_s
+    there_s = overlapped_time((compute, last.reduce_s, ZERO, ZERO), factors, tensor)
+    return (last.reduce_s + (chunks - 1) * (there_s - compute - tensor)) / chunks
 
 
 def layer_passes(
@@ -275,8 +321,10 @@ def layer_passes(
     gather3 = np.where(zero >= 3, traffic.gather_s, 0.0)
     reduce2 = np.where(zero == 2, traffic.reduce_s, 0.0)
     reduce3 = np.where(zero >= 3, traffic.reduce_s, 0.0)
-    reduce1 = np.where(zero <= 1, traffic.reduce_s, 0.0) * template.last_reduce_overlaps
+    reduce1 = np.where(zero <= 1, traffic.reduce_s, 0.0) * reduces_in_passes(grid, template)
     gather1 = np.where((zero == 1) | (zero == 2), traffic.gather_s, 0.0) * template.first_gather_overlaps
+    in_one = gathers_on_arrival(grid, template) and not grid.role.has_embedding
+    gather_before = gather1 * in_one
     gather_beside = gather3 * template.zero3_gather_overlaps
     reduce_beside = reduce2 * template.zero2_reduce_overlaps + reduce3 * template.zero3_reduce_overlaps
 
@@ -301,7 +349,8 @@ def layer_passes(
     first = replace(
         forward,
         compute_s=load.forward_s + traffic.step_compute_s,
-        gather_s=gather_beside + gather1 + beside_forward,
+        gather_s=gather_beside + gather1 - gather_before + beside_forward,
+        blocking_gather_s=forward.blocking_gather_s + gather_before,
         # With a swapped step the new weights are made here, so old ones need not come in.
         copy_in_s=traffic.step_in_s if template.step_in_first_forward else traffic.weights_in_s,
         copy_out_s=saved_out + traffic.step_out_s,

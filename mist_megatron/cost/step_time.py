@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mist_megatron.cost.communication import boundary_crossing_share
+from mist_megatron.cost.communication import Template, boundary_crossing_share
 from mist_megatron.cost.grid import StageGrid, StageRole
 from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term
@@ -25,6 +25,24 @@ AT_STEP = ("optimizer_compute", "host_adam", "host_adam_copies", "weight_gather"
 """Terms of d that begin when a stage may step; the others are over by then."""
 
 
+def reduces_in_passes(grid: StageGrid, template: Template) -> bool:
+    """Whether gradients of ZeRO 0 and 1 are reduced beside backward passes, not after the last of them."""
+    later = template.later_stages_at_once and grid.vpp == 1 and not grid.role.has_embedding
+    return template.last_reduce_overlaps and not later
+
+
+def gathers_on_arrival(grid: StageGrid, template: Template) -> bool:
+    """Whether weights of ZeRO 1 and 2 are gathered when the first micro-batch has come, which holds up all
+    later stages."""
+    alone = template.first_gather_overlaps and not template.step_in_first_forward
+    return alone and template.later_stages_at_once and grid.vpp == 1
+
+
+def reduces_by_chunk(grid: StageGrid, template: Template) -> bool:
+    """Whether a chunk's gradients of ZeRO 0 and 1 are reduced when all of them are made."""
+    return template.last_reduce_overlaps and template.later_stages_at_once and grid.vpp > 1
+
+
 def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: dict[str, Linear]) -> None:
     """What happens once per step and stops compute: reductions and gathers that nothing hides, the
     optimizer at the end of the step, and updates on the host."""
@@ -33,7 +51,7 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
     for load in (loads.embedding, loads.head):
         if load is not None:
             count = count + load.parameters
-    if not template.last_reduce_overlaps:
+    if not reduces_in_passes(grid, template):
         whole = context.grad_bytes * count
         scatter = whole_buckets("reduce_scatter", whole, context.grad_bytes, grid, context)
         reduce = whole_buckets("all_reduce", whole, context.grad_bytes, grid, context)

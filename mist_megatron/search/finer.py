@@ -18,7 +18,7 @@ import numpy as np
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, role_of
 from mist_megatron.cost.iteration import StageTiming, iteration_time
-from mist_megatron.cost.predict import forward_with_transfers
+from mist_megatron.cost.predict import forward_with_transfers, held_up_in_first
 from mist_megatron.search.assign import Assignment, Pipelines, Size, may_stand, value_of
 from mist_megatron.search.frontier import StageConfigs
 from mist_megatron.search.shapes import Shape
@@ -142,16 +142,18 @@ class _Climb:
     def _read(self, position: int, size: Size) -> list[StageTiming]:
         """All configurations of one slot."""
         configs = self._configs(position, size)
-        forward_s = np.empty(len(configs.t_s))
+        forward_s, first_s = np.empty(len(configs.t_s)), np.empty(len(configs.t_s))
         for selective in (False, True):
             rows = np.flatnonzero(configs.columns["selective"] == selective)
             if len(rows):
                 grid = self._grid(position, size, {k: v[rows] for k, v in configs.columns.items()})
                 forward_s[rows] = forward_with_transfers(self.stages.evaluator, grid)
-        columns = zip(configs.t_s, configs.d_s + configs.step_s, forward_s, configs.step_s, strict=True)
+                first_s[rows] = held_up_in_first(self.stages.evaluator, grid)
+        extras_s = configs.d_s + configs.step_s
+        columns = zip(configs.t_s, extras_s, forward_s, first_s, configs.step_s, strict=True)
         return [
-            StageTiming(stable_s=t, delta_s=d, forward_s=min(forward, t), step_s=step)
-            for t, d, forward, step in (map(float, values) for values in columns)
+            StageTiming(stable_s=t, delta_s=d, forward_s=min(forward, t), first_s=first, step_s=step)
+            for t, d, forward, first, step in (map(float, values) for values in columns)
         ]
 
     def _grid(self, position: int, size: Size, columns: Mapping[str, Array]) -> StageGrid:

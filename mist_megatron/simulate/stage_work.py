@@ -18,7 +18,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.predict import grid_of
 from mist_megatron.cost.stage_time import accumulation_seconds, edge_grid, layer_passes
-from mist_megatron.cost.step_time import boundary_seconds
+from mist_megatron.cost.step_time import boundary_seconds, reduces_by_chunk
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, PassStreams, TimeContext
 from mist_megatron.cost.traffic import layer_traffic
 from mist_megatron.spec.layout import nodes_of, stage_ranks, tensor_groups
@@ -133,7 +133,9 @@ STABLE_TERMS = frozenset(
 DELTA_TERMS = frozenset(
     {
         "first_forward_traffic",
+        "first_gather",
         "last_backward_traffic",
+        "chunk_reductions",
         "gradient_accumulation",
         "embedding_traffic",
         "head_traffic",
@@ -167,6 +169,8 @@ class Workload:
     """Each layer steps before its first forward, not at the end of the iteration."""
     sends_overlap: bool
     """Stages compute on while a boundary tensor leaves."""
+    reduces_by_chunk: bool = False
+    """Reductions of a last backward pass begin when it has ended."""
 
 
 def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
@@ -193,6 +197,9 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         step_waits_for_all=template.grad_norm_pass,
         steps_early=template.step_in_first_forward,
         sends_overlap=plan.vpp > 1 and template.boundary_overlaps_when_interleaved,
+        reduces_by_chunk=any(
+            reduces_by_chunk(grid_of(plan, position), template) for position in range(len(plan.stages))
+        ),
     )
 
 

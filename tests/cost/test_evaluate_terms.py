@@ -141,12 +141,45 @@ def test_distributed_optimizer_shards_the_step() -> None:
     assert delta["optimizer_compute"] == 0.5 * 6 * PARAMETERS / 4
 
 
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
 def test_overlapped_reduction_hides_behind_the_last_backward() -> None:
-    _, delta = terms_of("megatron", overlap_grad_reduce=True, overlap_param_gather=True)
+    first = replace(GRID, role=StageRole.FIRST)
+    _, delta = terms_of("megatron", first, **OVERLAPPED)
     assert "gradient_reduction" not in delta
     # 200 s of reduction beside 2000 s of compute: only the last layer's own reduction stands alone.
     assert delta["last_backward_traffic"] == pytest.approx(2 * PARAMETERS)
-    assert delta["first_forward_traffic"] == pytest.approx(2 * PARAMETERS, abs=HOST_S)
+    assert delta["first_gather"] == pytest.approx(2 * PARAMETERS, abs=HOP_S + HOST_S)
+
+
+def test_later_stages_of_megatron_overlap_with_no_pass() -> None:
+    """schedules.py has only the first stage reduce within its last backward pass, and a later stage's weights
+    are one bucket (distributed_data_parallel.py)."""
+    _, apart = terms_of("megatron")
+    _, delta = terms_of("megatron", **OVERLAPPED)
+    assert delta["last_backward_traffic"] == 0
+    assert delta["gradient_reduction"] == apart["gradient_reduction"] == 2 * 6 * PARAMETERS
+    assert delta["first_gather"] == apart["weight_gather"] == 2 * 6 * PARAMETERS
+
+
+def test_reductions_longer_than_layers_end_one_after_the_other() -> None:
+    """The first of 6 layers computes 2000 s, then 6 reductions of 5000 s follow each other."""
+    first = replace(GRID, role=StageRole.FIRST)
+    heavy = replace(BLOCK, parameters=array(2500), backward_collective_s=array(0))
+    _, delta = terms_of("megatron", first, heavy, overlap_grad_reduce=True)
+    assert delta["last_backward_traffic"] == pytest.approx(2000 + 6 * 5000 - 6 * 2000)
+
+
+@pytest.mark.parametrize(("parameters", "waits_s"), [(1000.0, 0.0), (4000.0, 2 * (8000.0 - 3 * 2000.0))])
+def test_interleaved_stages_reduce_chunk_by_chunk(parameters: float, waits_s: float) -> None:
+    """Of 3 chunks with 2 layers the last one reduces on its own, and each other beside the passes of 3
+    micro-batches of the next chunk."""
+    chunks = replace(GRID, vpp=3)
+    block = replace(BLOCK, parameters=array(parameters), backward_collective_s=array(0))
+    _, delta = terms_of("megatron", chunks, block, overlap_grad_reduce=True)
+    assert "gradient_reduction" not in delta
+    assert delta["chunk_reductions"] == pytest.approx(2 * 2 * parameters + 2 * waits_s)
 
 
 def test_full_and_selective_recomputation() -> None:

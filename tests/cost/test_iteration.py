@@ -9,7 +9,14 @@ import pytest
 from mist_megatron.cost.iteration import StageTiming, iteration_time
 
 
-def pipeline_makespan(forward: list[float], backward: list[float], micro_batches: int) -> float:
+def late_makespan(late: list[float], micro_batches: int) -> float:
+    """Of equal stages whose first forward passes are late."""
+    return pipeline_makespan([1.0] * len(late), [2.0] * len(late), micro_batches, late)
+
+
+def pipeline_makespan(
+    forward: list[float], backward: list[float], micro_batches: int, late: list[float] | None = None
+) -> float:
     """1F1B by brute force: every stage runs its tasks in order, each as soon as its input is there."""
     stages = len(forward)
     orders = []
@@ -33,6 +40,8 @@ def pipeline_makespan(forward: list[float], backward: list[float], micro_batches
                 if need is not None and need not in done:
                     break
                 start = max(clock[s], done[need] if need else 0.0)
+                if late and (kind, i) == ("f", 0):
+                    start += late[s]
                 clock[s] = start + (forward[s] if kind == "f" else backward[s])
                 done[kind, s, i] = clock[s]
                 position[s] += 1
@@ -51,6 +60,17 @@ def test_stages_that_get_slower_are_exact() -> None:
     timing = [StageTiming(stable_s=t, delta_s=0.0) for t in times]
     truth = pipeline_makespan([t / 3 for t in times], [2 * t / 3 for t in times], 12)
     assert iteration_time(timing, 12).total_s == pytest.approx(truth)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_first_passes_that_stand_still_delay_all_behind(seed: int) -> None:
+    """Equal stages, of which each is late with its first forward pass, by brute force."""
+    rng = random.Random(seed)
+    stages, micro_batches = rng.choice((2, 4, 8)), rng.choice((8, 16, 32))
+    late = [rng.choice((0.0, 0.5, 2.0)) for _ in range(stages)]
+    timing = [StageTiming(stable_s=3.0, delta_s=one, first_s=one) for one in late]
+    truth = late_makespan(late, micro_batches)
+    assert iteration_time(timing, micro_batches).total_s == pytest.approx(truth)
 
 
 def equation_1(times: list[float], micro_batches: int) -> float:
