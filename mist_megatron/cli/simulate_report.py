@@ -21,7 +21,9 @@ BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "12345678"
 """The same heights, in eighths of the limit, where a terminal has no blocks."""
 WIDTH = 40
-"""Characters of memory over time."""
+"""Characters of memory over time, where the terminal has room for them."""
+HANGING = 4
+"""Blanks before a cell that a narrow terminal folds."""
 TOLD_FROM = 0.005
 """Disagreements below half a percent are told as one figure."""
 LONGEST = 6
@@ -36,7 +38,10 @@ def show_simulation(people: Console, found: Simulation, before: Simulation | Non
         f"{found.schedule}{chunks}, {plan.grad_accum} micro-batches",
         soft_wrap=True,
     )
-    people.print(f"iteration [bold]{found.iteration_s:.4g} s[/bold]   bubble {found.bubble_fraction:.1%}")
+    people.print(
+        f"iteration [bold]{found.iteration_s:.4g} s[/bold]   "
+        f"bubble {found.bubble_fraction:.1%} (idle, mean of the stages)"
+    )
     people.print(f"closed form {closed_form_words(found)}", soft_wrap=True)
     if before is not None:
         people.print(
@@ -46,7 +51,7 @@ def show_simulation(people: Console, found: Simulation, before: Simulation | Non
     people.print()
     people.print(_usage_table(found))
     people.print()
-    people.print(_memory_table(found, ascii_only=not people.encoding.lower().startswith("utf")))
+    people.print(_memory_table(found, people))
     if (over := too_full(found)) is not None:
         people.print(over, soft_wrap=True)
     people.print()
@@ -110,15 +115,16 @@ def too_full(found: Simulation) -> str | None:
     return f"does not fit: stage {stage} needs {peak_bytes / GIB:.2f} of {limit_bytes / GIB:.2f} GiB{others}"
 
 
-def _memory_table(found: Simulation, *, ascii_only: bool) -> Table:
+def _memory_table(found: Simulation, people: Console) -> Table:
     columns = ("stage", "memory over time", "in flight", "peak GiB", "limit")
-    bars = ASCII_BARS if ascii_only else BARS
+    bars = BARS if people.encoding.lower().startswith("utf") else ASCII_BARS
+    width = max(min(WIDTH, people.width - HANGING), 1)
     rows = []
     for stage, (curve, predicted) in enumerate(zip(found.memory, found.prediction.stages, strict=True)):
         rows.append(
             [
                 str(stage),
-                sparkline(curve, found.timeline.makespan_s, predicted.limit_bytes, bars),
+                sparkline(curve, found.timeline.makespan_s, predicted.limit_bytes, bars, width),
                 f"{curve.in_flight:.3g}",
                 f"{curve.peak_bytes / GIB:.2f}",
                 f"{predicted.limit_bytes / GIB:.2f}",
@@ -127,9 +133,9 @@ def _memory_table(found: Simulation, *, ascii_only: bool) -> Table:
     return table(columns, rows, right=columns[2:])
 
 
-def sparkline(curve: MemoryCurve, until_s: float, full_bytes: float, bars: str = BARS) -> str:
+def sparkline(curve: MemoryCurve, until_s: float, full_bytes: float, bars: str, width: int) -> str:
     """Largest value of each interval, as heights of the limit."""
-    values = curve.sampled(np.linspace(0.0, max(until_s, 1e-12), WIDTH + 1))
+    values = curve.sampled(np.linspace(0.0, max(until_s, 1e-12), width + 1))
     heights = np.ceil(values / full_bytes * len(bars)).astype(int)
     return "".join(bars[min(max(height, 1), len(bars)) - 1] for height in heights)
 

@@ -20,10 +20,12 @@ took Perfetto 52 107 s in a browser on 2 busy cores."""
 GIB = float(1 << 30)
 
 
-def check_trace(path: Path | None) -> None:
+def check_trace(path: Path | None, plan: Path) -> None:
     """Before the simulation, not after it."""
     if path is None:
         return
+    if path.exists() and path.samefile(plan):
+        raise InputError(f"--trace {path} is the plan itself; wanted another file, which may exist already")
     if path.is_dir():
         raise InputError(f"--trace {path} is a folder; wanted a file, such as {path / 'trace.json'}")
     if not path.parent.is_dir():

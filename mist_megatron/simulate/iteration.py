@@ -95,7 +95,10 @@ def with_schedule(plan: Plan, schedule: str, vpp: int | None = None) -> Plan:
         raise InputError(f"--schedule: unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}")
     chunks = vpp if vpp is not None else (plan.vpp if schedule == "interleaved" else 1)
     if schedule == "interleaved" and chunks < 2:
-        raise InputError("--schedule interleaved: wanted --vpp 2 or more, the chunks of each stage")
+        given = "is not given" if vpp is None else f"is {vpp}"
+        raise InputError(
+            f"--schedule interleaved: --vpp {given}; wanted --vpp 2 or more, the chunks of each stage"
+        )
     named = cast(Schedule, schedule if schedule in get_args(Schedule) else "1f1b")
     return replace(plan, schedule=named, vpp=chunks)
 

@@ -162,20 +162,38 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
 
 def _first_fault(error: Any, value: Any) -> str:
     faults = error.errors(include_url=False, include_context=False)
-    fault = faults[0]
+    # A misspelt key is a missing one and an unknown one: the unknown one is what somebody typed.
+    fault = next((f for f in faults if f["type"] in _UNKNOWN and _meant(f, faults)), faults[0])
     path = _path(fault["loc"])
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    if fault["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
-        missing = [str(f["loc"][-1]) for f in faults if f["type"] in {"missing", "missing_argument"}]
-        near = get_close_matches(str(fault["loc"][-1]), missing, n=1, cutoff=0.6)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"unknown key {path}{hint}{more}"
-    if fault["type"] in {"missing", "missing_argument"}:
+    if fault["type"] in _UNKNOWN and (meant := _meant(fault, faults)):
+        return f"unknown key {path}; did you mean {meant}?{_more(len(faults) - 2)}"
+    more = _more(len(faults) - 1)
+    if fault["type"] in _UNKNOWN:
+        return f"unknown key {path}{more}"
+    if fault["type"] in _MISSING:
         return f"key {path} is missing{more}"
     got = repr(fault.get("input"))
     shown = got if len(got) <= 40 else got[:37] + "..."
-    message = fault["msg"]
-    return f"{path} is {shown}; {message[0].lower()}{message[1:]}{more}"
+    message = fault["msg"].removeprefix("Input should be ").replace("a valid integer", "a whole number")
+    wanted = f"wanted {message}" if message != fault["msg"] else f"{message[0].lower()}{message[1:]}"
+    return f"{path} is {shown}; {wanted}{more}"
+
+
+_UNKNOWN = frozenset({"unexpected_keyword_argument", "extra_forbidden"})
+_MISSING = frozenset({"missing", "missing_argument"})
+
+
+def _meant(unknown: Any, faults: Any) -> str | None:
+    """The missing key of the same mapping that a misspelt one is like."""
+    *mapping, typed = unknown["loc"]
+    missing = [f["loc"] for f in faults if f["type"] in _MISSING]
+    beside = [str(key) for *other, key in missing if other == mapping]
+    near = get_close_matches(str(typed), beside, n=1, cutoff=0.6)
+    return near[0] if near else None
+
+
+def _more(count: int) -> str:
+    return f" (and {count} more)" if count > 0 else ""
 
 
 def _path(parts: tuple[Any, ...]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from mist_megatron.errors import InputError
-from mist_megatron.spec import catalogue, presets
+from mist_megatron.spec import catalogue, check, presets
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
 from mist_megatron.spec.document import STRICT, build, parse
 from mist_megatron.spec.model import ModelSpec
@@ -91,7 +91,7 @@ def plan_from_mapping(value: Mapping[str, Any], where: str = "plan") -> Plan:
             model=_model(document.model),
             training=document.training,
             cluster=ClusterSpec(
-                gpu=catalogue.gpu(cluster.gpu) if isinstance(cluster.gpu, str) else cluster.gpu,
+                gpu=_gpu(cluster.gpu) if isinstance(cluster.gpu, str) else cluster.gpu,
                 nodes=cluster.nodes,
                 gpus_per_node=cluster.gpus_per_node,
                 links=cluster.links,
@@ -123,7 +123,17 @@ def _refuse_boolean_levels(value: Mapping[str, Any], where: str) -> None:
 
 
 def _model(value: str | dict[str, Any]) -> ModelSpec:
-    return presets.preset(value) if isinstance(value, str) else model_from_mapping(value, "model")
+    if not isinstance(value, str):
+        return model_from_mapping(value, "model")
+    if value.endswith((".json", ".yaml", ".yml")):
+        raise InputError(f"model is {value!r}; wanted a preset's name, or the mapping that the file holds")
+    check.known("model", "model preset", value, presets.preset_names())
+    return presets.preset(value)
+
+
+def _gpu(name: str) -> GpuSpec:
+    check.known("cluster.gpu", "GPU", name, catalogue.gpu_names())
+    return catalogue.gpu(name)
 
 
 def plan_to_mapping(plan: Plan) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def test_every_rank(mist, plan: Path, tmp_path: Path) -> None:  # type: ignore[n
     titles = {e["pid"]: e["args"]["name"] for e in found["M"] if e["name"] == "process_name"}
     assert list(titles.values()) == [f"rank {k} (stage {k // 4})" for k in range(8)]
     assert {event["pid"] for event in found["X"]} == titles.keys()
+    assert json.loads(ran.out)["trace"] == str(path)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +102,16 @@ def test_every_rank(mist, plan: Path, tmp_path: Path) -> None:  # type: ignore[n
     [
         (["--scale", "op=gemm:2"], "unknown op 'gemm'; known: matmul"),
         (["--schedule", "2f2b"], "unknown schedule '2f2b'; known: 1f1b"),
-        (["--schedule", "interleaved"], "wanted --vpp 2 or more"),
-        (["--schedule", "interleaved", "--vpp", "4"], "vpp (4) must divide layers (15)"),
+        (["--schedule", "interleaved", "--vpp", "0"], "--vpp is 0; wanted --vpp 2 or more"),
+        (
+            ["--schedule", "interleaved", "--vpp", "4"],
+            "error: --schedule interleaved --vpp 4: stages[0]: vpp (4) must divide layers (15)",
+        ),
         (["--vpp", "2"], "without --schedule"),
+        (
+            ["--schedule", "zb-2p", "--vpp", "2"],
+            "--vpp is 2 with --schedule zb-2p; only schedule interleaved",
+        ),
         (["--ranks", "some"], "known: representative, all"),
         (["--trace", "nowhere/trace.json"], "there is no folder nowhere"),
     ],
@@ -113,6 +121,25 @@ def test_bad_input(mist, plan: Path, arguments: list[str], words: str) -> None: 
     assert (ran.code, ran.out) == (2, "")
     assert words in " ".join(ran.err.split())
     assert "Traceback" not in ran.err
+
+
+def test_the_plan_is_never_overwritten(mist, plan: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    linked = tmp_path / "linked.json"
+    linked.symlink_to(plan)
+    ran = mist("simulate", str(plan), "--trace", str(linked))
+    assert ran.code == 2
+    assert "is the plan itself" in ran.err
+    assert plan.read_text("utf-8") == PLAN
+
+
+@pytest.mark.parametrize("columns", [20, 40])
+def test_narrow_terminals(mist, plan: Path, tmp_path: Path, columns: int) -> None:  # type: ignore[no-untyped-def]
+    """Memory over time becomes as long as a line; the file's name is told whole."""
+    path = tmp_path / "[red]t.json"
+    ran = mist("simulate", str(plan), "--trace", str(path), COLUMNS=str(columns))
+    curves = [line for line in ran.out.splitlines() if re.search("[▁▂▃▄▅▆▇█]", line)]
+    assert [len(line) for line in curves] == [columns, columns]
+    assert f"wrote {path}, for ui.perfetto.dev" in " ".join(ran.out.split())
 
 
 def test_bad_plans(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
