@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 RANKS = ("representative", "all")
 SCALE = (
-    "What if: op=matmul:0.5 halves the time of an operator kind (matmul, attention, memory, adam, host_adam), "
-    "link=inter:2 doubles a link's bandwidth (intra, inter, h2d, d2h); may be repeated."
+    "What if: op=matmul:0.5 halves the time of an operator kind (matmul, attention, memory, adam, "
+    "host_adam), link=inter:2 doubles a link's bandwidth (intra, inter, h2d, d2h); may be repeated."
 )
 TRACE = "Write a Chrome trace, for ui.perfetto.dev, to this file; compressed if it ends in .gz."
 
