@@ -13,7 +13,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from mist_megatron.errors import InputError, ProfileError
@@ -22,15 +22,9 @@ from mist_megatron.spec.document import STRICT, build, parse
 from mist_megatron.spec.profile import (
     PROFILE_SCHEMA,
     TABLE_COLUMNS,
-    CollectiveCurve,
-    HostLink,
-    InterferenceSet,
-    KernelCurves,
-    LinkCurves,
     OperatorTable,
     Profile,
-    Quantity,
-    Source,
+    ProfileBody,
 )
 
 MOST_TABLE_BYTES = 64 << 20
@@ -51,25 +45,12 @@ class _TableReference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Document:
+class _Document(ProfileBody):
     """profile.yaml as it stands."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     schema: int
-    name: str
-    gpu: str
-    sources: dict[str, Source]
-    kernels: KernelCurves
-    links: LinkCurves
-    host: HostLink
-    adam_bytes_per_parameter: Quantity
-    interference: tuple[InterferenceSet, ...] = ()
-    collectives: tuple[CollectiveCurve, ...] = ()
     tables: tuple[_TableReference, ...] = ()
-    clock_mhz: Quantity | None = None
-    versions: dict[str, str] | None = None
-    note: str = ""
-    content_hash: str = ""
 
 
 def profile_from_text(text: str, where: str, read_table: Callable[[str], bytes]) -> Profile:
@@ -97,22 +78,8 @@ def profile_from_text(text: str, where: str, read_table: Callable[[str], bytes])
             "it was changed by hand: correct the data by its builder, or delete the content_hash line"
         )
     try:
-        profile = Profile(
-            name=document.name,
-            gpu=document.gpu,
-            sources=document.sources,
-            kernels=document.kernels,
-            links=document.links,
-            host=document.host,
-            adam_bytes_per_parameter=document.adam_bytes_per_parameter,
-            interference=document.interference,
-            collectives=document.collectives,
-            tables=tuple(tables),
-            clock_mhz=document.clock_mhz,
-            versions=document.versions,
-            note=document.note,
-            content_hash=found,
-        )
+        said = {field.name: getattr(document, field.name) for field in fields(ProfileBody)}
+        profile = Profile(**{**said, "tables": tuple(tables), "content_hash": found})
         check_units(profile)
     except ProfileError as error:
         raise ProfileError(f"{where}: {error.message}") from None

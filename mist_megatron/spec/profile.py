@@ -237,8 +237,8 @@ def slowdowns(sets: Sequence[InterferenceSet]) -> list[list[float]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
-    """One GPU model in its usual node."""
+class ProfileBody:
+    """What a profile says beside its tables, which are files of their own."""
 
     name: str
     gpu: str
@@ -251,13 +251,19 @@ class Profile:
     """Device memory traffic of one fused Adam step."""
     interference: tuple[InterferenceSet, ...] = ()
     collectives: tuple[CollectiveCurve, ...] = ()
-    tables: tuple[OperatorTable, ...] = ()
     clock_mhz: Quantity | None = None
     versions: Mapping[str, str] | None = None
     """Of driver, CUDA, NCCL, torch where known."""
     note: str = ""
     content_hash: str = ""
     """Of the file and its tables, filled by the reader."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(ProfileBody):
+    """One GPU model in its usual node."""
+
+    tables: tuple[OperatorTable, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.sources:
