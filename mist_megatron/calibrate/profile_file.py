@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from mist_megatron.errors import InputError, ProfileError
 from mist_megatron.spec.catalogue import CATALOGUE
-from mist_megatron.spec.document import STRICT, build, parse
+from mist_megatron.spec.document import STRICT, build_versioned, parse
 from mist_megatron.spec.profile import (
     PROFILE_SCHEMA,
     TABLE_COLUMNS,
@@ -57,11 +57,9 @@ def profile_from_text(text: str, where: str, read_table: Callable[[str], bytes])
     """A profile from its YAML; `read_table` gives the bytes of a table file beside it."""
     try:
         raw = parse(text, where)
-        document = build(_Document, raw, where)
+        document = build_versioned(_Document, raw, where, PROFILE_SCHEMA)
     except InputError as error:
         raise ProfileError(error.message) from None
-    if document.schema != PROFILE_SCHEMA:
-        raise ProfileError(f"{where}: schema is {document.schema}; this version reads {PROFILE_SCHEMA}")
     tables = []
     digest = hashlib.sha256()
     for reference in document.tables:

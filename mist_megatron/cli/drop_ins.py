@@ -12,8 +12,7 @@ from mist_megatron.cli.convert import Choices, Conversion, conversion_files, con
 from mist_megatron.cli.emit import deepspeed_schema
 from mist_megatron.cli.options import JobOptions
 from mist_megatron.cli.recipe_pages import plan_words, rounded
-from mist_megatron.errors import InputError
-from mist_megatron.spec.document import STRICT, build
+from mist_megatron.spec.document import STRICT, build_versioned
 from mist_megatron.spec.load import load_mapping, read_text
 
 CASES_FILE = "cases.yaml"
@@ -58,10 +57,7 @@ class _CasesDocument:
 def read_cases(folder: Path) -> Mapping[str, Case]:
     """Folder name -> case, in the order of the file."""
     path = folder / CASES_FILE
-    document = build(_CasesDocument, load_mapping(path), str(path))
-    if document.schema != SCHEMA:
-        raise InputError(f"{path}: schema is {document.schema}; this version reads schema {SCHEMA}")
-    return MappingProxyType(document.cases)
+    return MappingProxyType(build_versioned(_CasesDocument, load_mapping(path), str(path), SCHEMA).cases)
 
 
 def convert_case(folder: Path, name: str, case: Case) -> Conversion:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mist_megatron.errors import InputError
-from mist_megatron.spec.document import STRICT, build
+from mist_megatron.spec.document import STRICT, build_versioned
 from mist_megatron.spec.load import load_mapping
 from mist_megatron.spec.plan import Target
 from mist_megatron.spec.training import Precision
@@ -64,12 +64,10 @@ class _JobsDocument:
 def read_jobs(folder: Path) -> Mapping[str, RecipeJob]:
     """Recipe name -> job, in the order of the file."""
     path = folder / JOBS_FILE
-    document = build(_JobsDocument, load_mapping(path), str(path))
-    if document.schema != SCHEMA:
-        raise InputError(f"{path}: schema is {document.schema}; this version reads schema {SCHEMA}")
-    for name in document.recipes:
+    found = build_versioned(_JobsDocument, load_mapping(path), str(path), SCHEMA).recipes
+    for name in found:
         if not name or not all(c.isascii() and (c.isalnum() or c in ".-") for c in name):
             raise InputError(
                 f"{path}: recipe name {name!r} is no folder name; wanted letters, digits, . and -"
             )
-    return MappingProxyType(document.recipes)
+    return MappingProxyType(found)

@@ -40,7 +40,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from mist_megatron.errors import InputError
-from mist_megatron.spec.document import STRICT, build
+from mist_megatron.spec.document import STRICT, build_versioned
 from mist_megatron.spec.plan import Offload, Plan, Zero
 
 SCHEMA = 1
@@ -150,9 +150,7 @@ class _Document:
 
 def check_stages(document: dict[str, Any], where: str) -> dict[str, Any]:
     """The document itself, once it is known to be one: people edit these files."""
-    read = build(_Document, document, where)
-    if read.schema != SCHEMA:
-        raise InputError(f"{where}: schema is {read.schema}; this version reads {SCHEMA}")
+    read = build_versioned(_Document, document, where, SCHEMA)
     if not read.stages:
         raise InputError(
             f"{where}: it has no stages; wanted at least one", details=("try: emit the plan again",)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -149,6 +149,15 @@ def build(kind: type[T], value: Any, where: str) -> T:
     except MistError as error:
         raise type(error)(f"{where}: {error.message}", details=error.details) from None
     return result
+
+
+def build_versioned(kind: type[T], value: Mapping[str, Any], where: str, schema: int) -> T:
+    """The same for a file whose format is numbered: a file of another format is refused for its number, not
+    for the first key that differs."""
+    said = value.get("schema")
+    if isinstance(said, int) and said != schema:
+        raise InputError(f"{where}: schema is {said}; this version reads schema {schema}")
+    return build(kind, value, where)
 
 
 def _adapter(kind: type[T]) -> TypeAdapter[T]:

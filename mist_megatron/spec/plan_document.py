@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from mist_megatron.errors import InputError
 from mist_megatron.spec import catalogue, check, presets
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
-from mist_megatron.spec.document import STRICT, build, parse
+from mist_megatron.spec.document import STRICT, build_versioned, parse
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.model_document import model_from_mapping
 from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, Target
@@ -82,9 +82,7 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
 def plan_from_mapping(value: Mapping[str, Any], where: str = "plan") -> Plan:
     """Read the parsed form of a plan."""
     _refuse_boolean_levels(value, where)
-    document = build(PlanDocument, value, where)
-    if document.schema != SCHEMA:
-        raise InputError(f"{where}: schema is {document.schema}; this version reads schema {SCHEMA}")
+    document = build_versioned(PlanDocument, value, where, SCHEMA)
     cluster = document.cluster
     try:
         return Plan(

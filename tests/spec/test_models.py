@@ -109,7 +109,7 @@ SMALL = {"family": "gpt", "layers": 2, "hidden": 64, "heads": 4, "vocab": 100}
         ({"layers": 0}, "layers is 0"),
         ({"kv_heads": 3}, "must divide heads"),
         ({"famliy": "gpt"}, "unknown key famliy"),
-        ({"vocab": "100"}, "valid integer"),
+        ({"vocab": "100"}, "wanted a whole number"),
         ({"layers": True}, "layers"),
         ({"rotary": True, "learned_positions": 8}, "one kind of positions"),
     ],

@@ -55,6 +55,7 @@ def test_round_trip_is_exact(plan):
         ("grad_accum: 8", "grad_acum: 8", "yaml: unknown key grad_acum; did you mean grad_accum.$"),
         ("grad_accum: 8", "grad_accum: .nan", "grad_accum is nan; wanted a whole number$"),
         ("schema: 1", "schema: 2", "reads schema 1"),
+        ("schema: 1", "schema: 2\nof_another_time: 1", "reads schema 1"),
         ("schema: 1", "schema: 1\nschema: 1", "stands twice"),
         ("seq_len: 2048", "seq_len: 0", "seq_len is 0"),
         ("grad_accum: 8", "grad_accum: 8\nvpp: 2", "go together"),
