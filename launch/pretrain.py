@@ -34,6 +34,7 @@ def main() -> None:
         )
     try:
         import mist_patches
+        from mist_patches.hooking import PatchRefused
         from mist_patches.stage_arguments import apply_stage_arguments, read_stages
     except ImportError:
         raise SystemExit(
@@ -42,14 +43,16 @@ def main() -> None:
     document = read_stages(stages_path)
     stage = apply_stage_arguments(document)
     sys.path.insert(0, str(script.parent))
-    if document["patches"]:
-        mist_patches.apply(stages_path)
-    if os.environ["RANK"] == "0":
-        print(
-            f"mist: {document['plan']}; stage 0 adds {' '.join(stage['arguments']) or 'nothing'}", flush=True
-        )
-    sys.argv[0] = str(script)
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        if document["patches"]:
+            mist_patches.apply(stages_path)
+        if os.environ["RANK"] == "0":
+            added = " ".join(stage["arguments"]) or "nothing"
+            print(f"mist: {document.get('plan', 'plan')}; stage 0 adds {added}", flush=True)
+        sys.argv[0] = str(script)
+        runpy.run_path(str(script), run_name="__main__")
+    except PatchRefused as refused:  # the line says it all; a traceback through the framework would hide it
+        raise SystemExit(f"mist: {refused}") from None
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def main() -> None:
         raise SystemExit(f"train_deepspeed.py: {script} is not a file; set TRAIN_SCRIPT in env.sh")
     try:
         import mist_patches
+        from mist_patches.hooking import PatchRefused
         from mist_patches.stage_arguments import apply_stage_arguments, read_stages
     except ImportError:
         raise SystemExit(
@@ -40,10 +41,13 @@ def main() -> None:
     document = read_stages(stages_path)
     apply_stage_arguments(document)
     sys.path.insert(0, str(script.parent))
-    if document["patches"]:
-        mist_patches.apply(stages_path)
     sys.argv[0] = str(script)
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        if document["patches"]:
+            mist_patches.apply(stages_path)
+        runpy.run_path(str(script), run_name="__main__")
+    except PatchRefused as refused:  # the line says it all; a traceback through the framework would hide it
+        raise SystemExit(f"mist: {refused}") from None
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import json
 import os
+import sys
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from typing import Any
 
-from mist_patches.hooking import PatchRefused, log
+from mist_patches.hooking import PatchRefused, _installed, all_or_nothing, log
 from mist_patches.stage_arguments import apply_stage_arguments, read_stages
 from mist_patches.stage_guards import version_problem
 
@@ -114,28 +117,77 @@ DEEPSPEED: Mapping[str, Apply] = {
 PATCHES: Mapping[str, Mapping[str, Apply]] = {"megatron-core": MEGATRON, "deepspeed": DEEPSPEED}
 
 
+_BUILT: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "megatron-core": (
+        ("megatron.core.transformer.transformer_block", "TransformerBlock"),
+        ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"),
+    ),
+    "deepspeed": (("deepspeed.runtime.engine", "DeepSpeedEngine"),),
+}
+"""What patches take hold of while it is made: one that exists already would run without them."""
+_applied: dict[str, list[Undo]] = {}
+"""What was asked for -> the functions that undo it; one entry, gone as soon as one of them is called."""
+
+
+@all_or_nothing
 def apply(path: str | os.PathLike[str]) -> list[Undo]:
     """Apply what the plan needs on this rank; returns the functions that undo it. Twice does no harm.
 
     Stage arguments come first if the entry has not added them already. A framework, a version or a name
-    that these patches do not know is refused: training without it would not be the plan.
+    that these patches do not know is refused, as is a model that was built before: training without the
+    patches would not be the plan. What is refused leaves nothing hooked.
     """
     document = read_stages(path)
-    known = {**PATCHES[document["framework"]], **_whole_plan_patches(document)}
-    unknown = [name for name in document["patches"] if name not in known]
+    framework, names = document["framework"], list(dict.fromkeys(document["patches"]))
+    known = {**PATCHES[framework], **_whole_plan_patches(document)}
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise PatchRefused(
-            f"{path} names the patch {unknown[0]!r}; for {document['framework']} this version knows "
+            f"{path} names the patch {unknown[0]!r}; for {framework} this version knows "
             f"{', '.join(known) or 'none'}"
         )
     stage = apply_stage_arguments(document)
-    if document["patches"]:
-        _require_known_version(document["framework"])
-    undone = [known[name](stage) for name in document["patches"]]
-    log.info(
-        "rank %s, stage %s: %s", os.environ["RANK"], stage["stage"], ", ".join(document["patches"]) or "none"
-    )
-    return undone
+    asked = json.dumps([document, stage["stage"]], sort_keys=True)
+    if asked in _applied and _installed:
+        return list(_applied[asked])
+    if names:
+        _require_known_version(framework)
+        _require_nothing_built(framework)
+    undone: list[Undo] = []
+    try:
+        for name in names:
+            undone.append(_forgetting(known[name](stage)))
+        if names:
+            undone.append(_forgetting(_guards(document)))
+    except BaseException:
+        for undo in reversed(undone):
+            undo()
+        raise
+    _applied.clear()
+    _applied[asked] = undone
+    log.info("rank %s, stage %s: %s", os.environ["RANK"], stage["stage"], ", ".join(names) or "none")
+    return list(undone)
+
+
+def _guards(document: Mapping[str, Any]) -> Undo:
+    """What compares the plan with what the script builds, once that is known."""
+    if document["framework"] == "deepspeed":
+        from mist_patches.deepspeed_stage_guards import require_planned_engines
+
+        return require_planned_engines(document)
+    from mist_patches.megatron_stage_guards import require_planned_groups
+
+    return require_planned_groups(document)
+
+
+def _forgetting(undo: Undo) -> Undo:
+    """Undone in part, a plan is not applied any more."""
+
+    def undo_and_forget() -> None:
+        _applied.clear()
+        undo()
+
+    return undo_and_forget
 
 
 def _require_known_version(framework: str) -> None:
@@ -146,12 +198,34 @@ def _require_known_version(framework: str) -> None:
 
 
 def _version(framework: str) -> str:
-    """The installed version; a checkout of Megatron-LM on the path is no package, but says its own."""
-    if framework == "megatron-core":
-        from megatron.core import __version__
-
-        return str(__version__)
+    """What the imported framework says of itself: a checkout on the path hides an installed package."""
+    name = {"megatron-core": "megatron.core", "deepspeed": "deepspeed"}[framework]
     try:
-        return metadata.version(framework)
-    except metadata.PackageNotFoundError:
-        raise PatchRefused(f"{framework} is not installed in this environment") from None
+        return str(importlib.import_module(name).__version__)
+    except (ImportError, AttributeError) as error:
+        raise PatchRefused(f"{framework} cannot be imported in this environment: {error}") from None
+
+
+def _require_nothing_built(framework: str) -> None:
+    """Refuse models that exist already, unless they were trained: an earlier training may have left them."""
+    modules = ((sys.modules.get(module), name) for module, name in _BUILT[framework])
+    classes = tuple(getattr(module, name) for module, name in modules if module is not None)
+    for collected in (False, True):
+        built = [one for one in gc.get_objects() if issubclass(type(one), classes)]
+        new = [one for one in built if not _trained(one)]
+        if not new:
+            break
+        if not collected:
+            gc.collect()
+    else:
+        raise PatchRefused(
+            f"applied too late: a {type(new[0]).__name__} is there already and would run without the "
+            "patches; wanted mist_patches.apply before the model is built"
+        )
+    if built:
+        log.warning("patches: %d engines that were trained before stay without them", len(built))
+
+
+def _trained(built: Any) -> bool:
+    """Whether DeepSpeed's engine has run; Megatron's models do not count."""
+    return any(vars(built).get(count) for count in ("micro_steps", "global_steps"))

@@ -76,8 +76,8 @@ def pieces(items: Sequence[Any], edges: Iterable[int]) -> list[list[Any]]:
 
 def cut_for(kind: str, fraction: float | None = None) -> Undo:
     """Ask for the cuts of one kind of bytes (or BY_LAYER); returns the function that takes the wish back."""
-    _wanted[kind] = fraction
     _install()
+    _wanted[kind] = fraction
 
     def take_back() -> None:
         _wanted.pop(kind, None)

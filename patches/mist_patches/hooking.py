@@ -94,15 +94,20 @@ def undo(owner: Any, attribute: str, patch: str | None = None) -> None:
         del _installed[id(owner), attribute]
 
 
+def holds(patch: str) -> bool:
+    """Whether anything of this patch's module is in place: another patch's refusal may have taken it away."""
+    return any(patch in entry.builds for entry in _installed.values())
+
+
 def all_or_nothing(patch: Callable[P, R]) -> Callable[P, R]:
-    """A patch of several hooks: what it put in place before it was refused is taken away again."""
+    """A patch of several hooks: what it put in place before it was refused or failed is taken away again."""
 
     @functools.wraps(patch)
     def apply(*args: P.args, **kwargs: P.kwargs) -> R:
         before = {place: set(entry.builds) for place, entry in _installed.items()}
         try:
             return patch(*args, **kwargs)
-        except PatchRefused:
+        except BaseException:
             for place, entry in list(_installed.items()):
                 for name in set(entry.builds) - before.get(place, set()):
                     undo(entry.owner, entry.attribute, name)

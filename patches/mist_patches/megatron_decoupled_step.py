@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mist_patches.hooking import PatchRefused, all_or_nothing, log, replace
+from mist_patches.hooking import PatchRefused, all_or_nothing, holds, log, replace
 from mist_patches.megatron_unit_steps import PendingStep
 from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, units_of, watch_chunks
 
@@ -231,6 +231,8 @@ _DECOUPLED = "decoupled steps"
 def _use(reason: str) -> Undo:
     """One engine serves all reasons for steps by unit; models built under it keep its hooks."""
     global _active
+    if not holds(__name__):
+        _active = None
     engine = _active or DecoupledSteps()
     if _active is None:
         engine.undone = [

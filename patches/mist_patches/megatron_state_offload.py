@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from mist_patches.hooking import PatchRefused, all_or_nothing, check_fraction, log, replace
+from mist_patches.hooking import PatchRefused, all_or_nothing, check_fraction, holds, log, replace
 from mist_patches.host_copies import Held, Meter, Streams
 from mist_patches.megatron_decoupled_step import before_reading, step_by_unit
 from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, unit_of, units_of, watch_chunks
@@ -215,6 +215,8 @@ def offload_states(weights: float, grads: float) -> Undo:
     mover = StateOffload(
         check_fraction("weight offload fraction", weights), check_fraction("gradient offload fraction", grads)
     )
+    if not holds(__name__):
+        _active = None
     if _active is not None:
         if (_active.weights_fraction, _active.grads_fraction) == (weights, grads):
             return _active.undo

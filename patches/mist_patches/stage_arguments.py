@@ -97,9 +97,10 @@ def apply_stage_arguments(
     environment = os.environ if environment is None else environment
     rank = rank_of_process(document, environment)
     check(document, argv)
-    if environment.get(_MARK):
+    process, _, put = environment.get(_MARK, "").partition(":")
+    if process == str(os.getpid()):  # not that of a process which started this one and was under a plan
         stage = stage_of_rank(document, int(environment["RANK"]))
-        if environment[_MARK] != _mark(document, stage):
+        if put != _mark(document, stage):
             raise SystemExit("mist: another stages.json was applied in this process before; wanted one plan")
         return stage
     stage = stage_of_rank(document, rank)
@@ -110,7 +111,7 @@ def apply_stage_arguments(
         else:
             environment[name] = value
     environment["RANK"] = str(rank)
-    environment[_MARK] = _mark(document, stage)
+    environment[_MARK] = f"{os.getpid()}:{_mark(document, stage)}"
     argv.extend(stage["arguments"])
     return stage
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,6 +175,17 @@ def test_one_plan_in_one_process(tmp_path: Path):
         apply_stage_arguments(GOOD, argv, {**environment, "WORLD_SIZE": "8"})
     with pytest.raises(SystemExit, match="RANK is 4 in a job of 4"):
         apply_stage_arguments(changed(rank_of_gpu=[1, 0, 2, 3]), ["x"], {"RANK": "4", "WORLD_SIZE": "4"})
+
+
+def test_a_job_started_by_a_process_under_a_plan_has_its_own():
+    """The mark is in the environment, which children inherit: theirs would have no stage's arguments."""
+    argv, environment = ["x"], {"RANK": "0", "WORLD_SIZE": "4"}
+    apply_stage_arguments(GOOD, argv, environment)
+    (mark,) = (name for name in environment if name.startswith("MIST_"))
+    inherited = {**environment, mark: environment[mark].replace(str(os.getpid()), "1", 1), "RANK": "2"}
+    argv = ["x"]
+    apply_stage_arguments(changed(environment={"A": "1"}), argv, inherited)
+    assert argv == ["x", *GOOD["stages"][1]["arguments"]] and inherited["A"] == "1"
 
 
 def test_arguments_that_megatron_has_read_already(monkeypatch: pytest.MonkeyPatch):
