@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from sympy import Expr, Max, Min
 
-from mist_megatron.cost.layers import LayerOptions, block, saved_bytes
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import ACTIVATION, FULL, HALF, INNER, KEY, QUERY, SCORES, TOKENS
 from mist_megatron.cost.symbols import HEAD_DIM, KV_HEADS, TP, S
@@ -54,9 +53,3 @@ def _qkv_copies(model: ModelSpec, *, selective: bool) -> Expr:
         copies = Min(Max(KV_HEADS / TP, 1, evaluate=False) - 1, 1, evaluate=False)
         return copies * HALF * TOKENS * QUERY + projection - kept
     return ZERO
-
-
-def local_saved_bytes(model: ModelSpec, options: LayerOptions, *, selective: bool) -> Expr:
-    """Bytes that a local layer keeps for backward on one rank."""
-    base = saved_bytes(block(model, options), selective=selective)
-    return base + sum(local_differences(model, selective=selective).values(), start=ZERO)

@@ -44,17 +44,8 @@ class Stages:
     """What may stand beside what."""
 
 
-@dataclass(frozen=True)
-class Finer:
-    """A plan with its time by the closed form."""
-
-    picks: tuple[Pick, ...]
-    value_s: float
-    predict_s: float
-
-
-def finer(stages: Stages, start: Assignment, tick: Callable[[], None]) -> Finer:
-    """The plan of an assignment, or a faster one that was found from there."""
+def finer(stages: Stages, start: Assignment, tick: Callable[[], None]) -> tuple[tuple[Pick, ...], float]:
+    """The plan of an assignment, or a faster one that was found from there, with its eq. 1."""
     climb = _Climb(stages)
     picks = tuple(zip(start.sizes, start.choice, strict=True))
     climb.best_s = climb.seconds(picks)
@@ -69,7 +60,7 @@ def finer(stages: Stages, start: Assignment, tick: Callable[[], None]) -> Finer:
             if seconds < climb.best_s * (1 - 1e-12):
                 picks, climb.best_s, better = changed, seconds, True
                 break
-    return Finer(picks, climb.eq1(picks), climb.best_s)
+    return picks, climb.eq1(picks)
 
 
 class _Climb:

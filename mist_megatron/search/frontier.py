@@ -71,15 +71,6 @@ class StageTimes:
         return self._roles[key]
 
 
-def stage_configs(
-    evaluator: StageEvaluator, choices: Choices, slot: Slot, cap_s: float
-) -> tuple[StageConfigs | None, Tally]:
-    """The exact front of one stage slot among configurations with t up to `cap_s`."""
-    times = StageTimes(evaluator, choices, {slot.role: range(slot.layers, slot.layers + 1)})
-    (found,), tally = slot_configs(times, [slot], cap_s)
-    return found, tally
-
-
 def slot_configs(
     times: StageTimes, slots: Sequence[Slot], cap_s: float
 ) -> tuple[list[StageConfigs | None], Tally]:

@@ -135,8 +135,7 @@ def picked(question: Question, stages: Stages, answer: Assignment) -> tuple[tupl
     closed form."""
     if not question.climb:
         return tuple(zip(answer.sizes, answer.choice, strict=True)), answer.value_s
-    found = finer(stages, answer, question.tick)
-    return found.picks, found.value_s
+    return finer(stages, answer, question.tick)
 
 
 def stage_choice(layers: int, configs: StageConfigs, index: int) -> StageChoice:

@@ -21,7 +21,7 @@ from mist_megatron.cost.stage_time import accumulation_seconds, edge_grid, layer
 from mist_megatron.cost.step_time import boundary_seconds, reduces_by_chunk
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, PassStreams, TimeContext
 from mist_megatron.cost.traffic import layer_traffic
-from mist_megatron.spec.layout import nodes_of, stage_ranks, tensor_groups
+from mist_megatron.spec.layout import nodes_of, replica_groups, tensor_groups
 from mist_megatron.spec.plan import Plan, StagePlan
 
 
@@ -204,12 +204,12 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
 
 
 def _between_nodes(plan: Plan, position: int) -> frozenset[str]:
-    """Replicas of the same weights are those at the same place of their tensor-parallel groups."""
-    ranks, tp = stage_ranks(plan, position), plan.stages[position].tp
+    """Kinds of a stage's collectives that have ranks on several nodes."""
+    replicas = replica_groups(plan, position)
     groups = {
         "tensor-parallel collective": tensor_groups(plan, position),
-        "weight gather": [ranks[place::tp] for place in range(tp)],
-        "gradient reduction": [ranks[place::tp] for place in range(tp)],
+        "weight gather": replicas,
+        "gradient reduction": replicas,
     }
     return frozenset(
         kind for kind, found in groups.items() if any(len(nodes_of(plan, group)) > 1 for group in found)

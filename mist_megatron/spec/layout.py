@@ -29,11 +29,10 @@ def tensor_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
     return tuple(tuple(ranks[k : k + tp]) for k in range(0, len(ranks), tp))
 
 
-def data_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
-    """Ranks that hold the same weights and average their gradients (without context parallelism)."""
-    ranks, tp = stage_ranks(plan, stage), plan.stages[stage].tp
-    stride = tp * plan.execution.context_parallel
-    return tuple(tuple(ranks[offset::stride]) for offset in range(stride))
+def replica_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
+    """Ranks that hold the same weights, data parallel and context parallel: those at the same place of their
+    tensor-parallel groups."""
+    return tuple(zip(*tensor_groups(plan, stage), strict=True))
 
 
 def nodes_of(plan: Plan, group: Iterable[int]) -> frozenset[int]:

@@ -173,10 +173,6 @@ def _given(value: LinkOverrides | Execution) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) is not None}
 
 
-def plan_to_json(plan: Plan) -> str:
-    return json.dumps(plan_to_mapping(plan), indent=2, allow_nan=False) + "\n"
-
-
 def plan_to_yaml(plan: Plan) -> str:
     """YAML for people: stages one line each, as in the documentation."""
     import yaml

@@ -17,8 +17,9 @@ from mist_megatron.cost.layers import (
     block,
     forward_flops,
     parameters,
+    saved_bytes,
 )
-from mist_megatron.cost.local_spec import local_saved_bytes
+from mist_megatron.cost.local_spec import local_differences
 from mist_megatron.cost.shapes import ACTIVATION
 from mist_megatron.spec.model_document import model_from_mapping
 
@@ -84,7 +85,9 @@ def test_saved_bytes(shape, tp, sp, recompute):
     if recompute == "full":
         expected = ACTIVATION
     else:
-        expected = local_saved_bytes(model_of(shape), options_of(shape), selective=recompute == "selective")
+        model, selective = model_of(shape), recompute == "selective"
+        expected = saved_bytes(block(model, options_of(shape)), selective=selective)
+        expected += sum(local_differences(model, selective=selective).values())
     assert found == int(expected.subs(values(shape, tp, sp)).doit())
 
 

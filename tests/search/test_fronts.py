@@ -13,7 +13,7 @@ from jobs import evaluator_of, small_job
 from mist_megatron.cost.predict import grid_of, predict
 from mist_megatron.cost.step_time import AT_STEP
 from mist_megatron.errors import NoFeasiblePlan
-from mist_megatron.search.frontier import stage_configs
+from mist_megatron.search.frontier import StageTimes, slot_configs
 from mist_megatron.search.shapes import Shape
 from mist_megatron.search.slot_prices import Choices, ckpt_counts, fractions, slot_at
 from mist_megatron.search.space import Limits, apply_limits, cut_to_target, space_named
@@ -145,7 +145,9 @@ def test_front_equals_brute_force(seed):
     evaluator = evaluator_of(job)
     layers, step = 4 // shape.stages, 0.5
     choices = Choices(space=space, shape=shape, step=step)
-    found, tally = stage_configs(evaluator, choices, slot_at(shape, position, layers), np.inf)
+    slot = slot_at(shape, position, layers)
+    times = StageTimes(evaluator, choices, {slot.role: range(layers, layers + 1)})
+    (found,), tally = slot_configs(times, [slot], np.inf)
     options = stage_plans(space, shape, layers, step)
     priced = price_one_by_one(evaluator, job, shape, position, options)
     points = {tuple(point) for *point, fits in priced if fits}
