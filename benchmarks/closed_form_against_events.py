@@ -2,11 +2,12 @@
 
     python benchmarks/closed_form_against_events.py [--plans 200] [--seed 1]
 
-Three classes of plans with uneven layers and each stage's own number of recomputed layers, and a fourth:
+Four classes of plans with uneven layers and each stage's own number of recomputed layers, and a fifth:
 
 * `balanced`: Megatron, layers and recomputed layers within 1 of their mean, as a search would leave them
 * `uneven`: Megatron, layers within 2 of the mean, recomputed layers from none to all
 * `traffic`: Mist, the same, and each stage with its own ZeRO level and offload fractions
+* `overlapped`: Megatron that overlaps reductions and, in half of the plans, gathers of weights; any network
 * `interleaved`: Megatron, equal chunks, on networks from quick to slower than the chunks' compute
 
 Printed per class: quantiles of closed form / events - 1, and the share within 3 %. For the first two, where
@@ -40,11 +41,12 @@ from mist_megatron.simulate.stage_work import Workload, workload_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.training import TrainingSpec
 
-CLASSES = ("balanced", "uneven", "traffic", "interleaved")
+CLASSES = ("balanced", "uneven", "traffic", "overlapped", "interleaved")
+GPUS = ("a100-sxm-80gb", "a100-sxm-40gb", "l4-24gb", "h100-sxm-80gb")
 NEAR = 0.03
 
 
@@ -80,6 +82,10 @@ def random_plan(rng: random.Random, kind: str, models: Sequence[ModelSpec] = MOD
             layers[taken] -= 1
             layers[given] += 1
     usual = rng.randint(0, model.layers // stages)
+    gpu, execution = "a100-sxm-80gb", Execution()
+    if kind == "overlapped":
+        gpu, dp = rng.choice(GPUS), 2 * dp
+        execution = Execution(overlap_grad_reduce=True, overlap_param_gather=rng.random() < 0.5)
 
     def recomputed(count: int) -> int:
         if kind == "balanced":
@@ -89,7 +95,7 @@ def random_plan(rng: random.Random, kind: str, models: Sequence[ModelSpec] = MOD
     return Plan(
         model=model,
         training=TrainingSpec(global_batch=micro_batch * dp * grad_accum, seq_len=2048),
-        cluster=ClusterSpec(gpu=CATALOGUE["a100-sxm-80gb"], nodes=stages, gpus_per_node=tp * dp),
+        cluster=ClusterSpec(gpu=CATALOGUE[gpu], nodes=stages, gpus_per_node=tp * dp),
         target=target,  # type: ignore[arg-type]
         grad_accum=grad_accum,
         stages=tuple(
@@ -106,6 +112,7 @@ def random_plan(rng: random.Random, kind: str, models: Sequence[ModelSpec] = MOD
             )
             for count in layers
         ),
+        execution=execution,
     )
 
 
@@ -118,7 +125,7 @@ def random_interleaved(rng: random.Random) -> Plan:
     tp, dp, micro_batch = rng.choice((1, 2, 4)), rng.choice((1, 2, 4)), rng.choice((1, 2, 4))
     grad_accum = stages * rng.choice((1, 2, 4))
     nodes = stages if stages * tp * dp > 16 else rng.choice((1, stages))
-    gpu = rng.choice(("a100-sxm-80gb", "a100-sxm-40gb", "l4-24gb", "h100-sxm-80gb"))
+    gpu = rng.choice(GPUS)
     stage = StagePlan(
         layers=layers,
         nodes=1,

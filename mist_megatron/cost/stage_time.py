@@ -40,6 +40,7 @@ from mist_megatron.cost.step_time import (
     gathers_on_arrival,
     reduces_by_chunk,
     reduces_in_passes,
+    sent_beside_reductions,
     step_terms,
 )
 from mist_megatron.cost.terms import (
@@ -79,8 +80,7 @@ class _Run:
     """Data-parallel collectives that do."""
     gather_before_s: Array
     """Weights that the first pass waits for besides."""
-    by_chunk_s: Array
-    """What reductions behind the last passes of chunks expose."""
+    last_streams: PassStreams
 
 
 def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> StageTerms:
@@ -91,7 +91,7 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
     last_hops: dict[str, Linear] = {}
     boundary_terms(grid, loads, context, hops, last_hops)
     between = _between_passes(grid, loads, context, hops.get("pipeline_p2p", Linear()))
-    _block_terms(grid, loads.block, context, between, (stable, delta))
+    _block_terms(grid, loads, context, between, (stable, delta))
     for name, load in (("embedding", loads.embedding), ("head", loads.head)):
         if load is not None:
             _edge_layer_terms(name, edge_grid(grid, context.template), load, context, stable, delta)
@@ -129,12 +129,12 @@ def _between_passes(
 
 def _block_terms(
     grid: StageGrid,
-    load: LayerLoad,
+    loads: StageLoads,
     context: TimeContext,
     between: tuple[Between, Between],
     terms: tuple[dict[str, Linear], dict[str, Linear]],
 ) -> None:
-    stable, delta = terms
+    (stable, delta), load = terms, loads.block
     traffic = layer_traffic(grid, load, context)
     again = (load.selective_s, load.selective_collective_s) if grid.selective else (ZERO, ZERO)
     kept = _run(grid, load, traffic, context, _Kind(again, load.saved_bytes), between)
@@ -159,8 +159,10 @@ def _block_terms(
     if gathers_on_arrival(grid, context.template):
         first = delta.pop("first_forward_traffic")
         delta["first_gather"] = first + Linear(per_layer=kept.gather_before_s)
-    if np.any(kept.by_chunk_s):
-        delta["chunk_reductions"] = _mixed(kept.by_chunk_s, whole.by_chunk_s)
+    if reduces_by_chunk(grid, context.template):
+        sent_s = sent_beside_reductions(grid, loads, context)
+        each = [_by_chunk_s(grid, run.last_streams, sent_s, context.interference) for run in (kept, whole)]
+        delta["chunk_reductions"] = _mixed(*each)
     _accumulation_terms(Linear(per_layer=load.parameters), context, stable, delta)
 
 
@@ -254,8 +256,7 @@ def _run(
         quiet = replace(grid, activations_offload=ZERO)
         ends = layer_passes(quiet, load, traffic, context, again=again, saved_bytes=ZERO)
     into_backward = between[1].exposed_s(ends.backward, ends.forward, factors)
-    by_chunk = reduces_by_chunk(grid, context.template)
-    last = passes.backward if by_chunk else passes.last
+    last = passes.backward if reduces_by_chunk(grid, context.template) else passes.last
     departure = departure_s(last, factors)
     forward = phase(passes.forward, factors, ZERO, into_forward, followed=followed)
     if context.template.step_in_first_forward and grid.role in (StageRole.MIDDLE, StageRole.LAST):
@@ -277,7 +278,7 @@ def _run(
         + passes.backward.blocking_gather_s
         + passes.backward.blocking_reduce_s,
         passes.first.blocking_gather_s - passes.forward.blocking_gather_s,
-        _by_chunk_s(grid, passes, factors) if by_chunk else ZERO,
+        passes.last,
     )
 
 
@@ -288,13 +289,17 @@ def _begun_alone(last: Phase, passes: LayerPasses) -> Phase:
     return replace(last, alone_s=last.alone_s - waits_s)
 
 
-def _by_chunk_s(grid: StageGrid, passes: LayerPasses, factors: Array) -> Array:
+def _by_chunk_s(grid: StageGrid, last: PassStreams, sent_s: Array, factors: Array) -> Array:
     """A layer's share of reductions that follow their chunk's last backward pass: of the chunk that ends the
-    iteration all of it, of the others what as many passes as there are stages do not hide."""
-    last, chunks = passes.last, grid.vpp
-    compute, tensor = grid.stages * last.compute_s, grid.stages * last.tensor_s
-    there_s = overlapped_time((compute, last.reduce_s, ZERO, ZERO), factors, tensor)
-    return (last.reduce_s + (chunks - 1) * (there_s - compute - tensor)) / chunks
+    iteration all of it, of the others what as many passes as there are stages do not hide. Over links that
+    sends go over too, a reduction has what these leave, and the last micro-batch's sends are slowed down."""
+    chunks, count = grid.vpp, grid.stages
+    reduce, compute, tensor = last.reduce_s, count * last.compute_s, count * last.tensor_s
+    beside_s = overlapped_time((compute, reduce, ZERO, ZERO), factors, tensor) - compute - tensor
+    on_link_s = reduce + count * sent_s - np.maximum(compute + tensor, count * sent_s)
+    slowed_s = np.minimum(count * sent_s, reduce)
+    exposed_s = np.maximum(beside_s, np.where(sent_s > 0.0, np.maximum(on_link_s, slowed_s), 0.0))
+    return np.asarray((reduce + (chunks - 1) * exposed_s) / chunks)
 
 
 def layer_passes(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mist_megatron.cost.communication import Template, boundary_crossing_share
+from mist_megatron.cost.communication import Template, boundary_crossing_share, nodes_spanned
 from mist_megatron.cost.grid import StageGrid, StageRole
 from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term
@@ -268,6 +268,17 @@ def _beside(sent: Array, compute: Array, busy: Array, context: TimeContext) -> _
     left = sent - together / slow_send - (busy - compute)
     idle = (compute - together / slow_compute) + np.maximum(-left, 0.0)
     return _Beside(slower, np.maximum(left, 0.0), np.where(left > 0.0, 0.0, idle))
+
+
+def sent_beside_reductions(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Array:
+    """A layer's share of a send between chunks, as far as it goes over links that reductions go over too."""
+    gpus = grid.nodes * grid.gpus_per_node
+    alike = max(context.cluster_gpus // gpus, 2)
+    share = boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node)
+    inside, across = hop_seconds(loads.boundary_bytes, context)
+    spanned = np.minimum(nodes_spanned(replicas(grid, context), grid.tp, grid.gpus_per_node), grid.nodes)
+    sent_s = np.where(spanned > 1.0, share * across, (1.0 - share) * inside)
+    return np.asarray(grid.vpp * sent_s * grid.stages / context.model_layers)
 
 
 def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:

@@ -78,7 +78,7 @@ def _usage(
     def covered(chosen: NDArray[np.bool_]) -> float:
         return _covered(start[chosen], end[chosen])
 
-    busy = [float((end - start)[streams == k].sum()) for k in range(len(Stream))]
+    busy = [covered(streams == k) for k in range(len(Stream))]
     on_gpu = streams != Stream.HOST
     computing = covered(streams == Stream.COMPUTE)
     moving = covered(on_gpu & (streams != Stream.COMPUTE))

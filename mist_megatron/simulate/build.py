@@ -6,11 +6,13 @@ same at the same time, their collectives being priced as contended.
 
 A layer pass is a chain on the compute and GPU-GPU streams. Beside it run, by Mist's schedule template: what
 layer k + 1 needs comes in while layer k computes, what layer k - 1 made goes out meanwhile, and layer k + 1
-waits for that, because buffers are two layers deep. (Reductions of ZeRO 0 and 1, whose gradients have a place
-of their own, hold nothing up.) Transfers that compute waits for go before those that it does not, which
-stands for the share of the network that they would get. Sends go through a communicator of their own and share
-links with collectives, half and half, where both stay inside a node or both leave it. The first layer of a pass
-fetches when its pass begins; what its last layer made leaves beside whatever comes next.
+waits for that, because buffers are two layers deep. (Reductions of ZeRO 0 and 1, whose gradients have a
+place of their own, hold nothing up: layers' own collectives go before them, and interleaved stages of
+Megatron begin them when a chunk's last backward pass has ended.) Transfers that compute waits for go before
+those that it does not, which stands for the share of the network that they would get. Sends go through a
+communicator of their own and share links with collectives, half and half, where both stay inside a node or
+both leave it. The first layer of a pass fetches when its pass begins; what its last layer made leaves beside
+whatever comes next.
 
 Where layers step before their first forward, a stage that waits for its first input steps as soon as it is
 done with the iteration before: eq. 1 counts on that, and measured runs of Mist (its artifact, GPT-7B on 8 L4)
@@ -309,6 +311,8 @@ class _Builder:
             rank.unfinished[Stream.GPU_TO_GPU] = sent
             if layer.work.backward.reduce_s > 0.0:
                 events.append(sent)
+            else:
+                self.built.program.yielding.add(sent)
         if work.copy_out_s > 0.0:
             sent = self.add("copy out", name, number, Stream.DEVICE_TO_HOST, work.copy_out_s, [end])
             rank.unfinished[Stream.DEVICE_TO_HOST] = sent
@@ -325,6 +329,7 @@ class _Builder:
             if seconds > 0.0 and not layer.work.backward.reduce_s:
                 name, stream = f"{step} {layer.name}", Stream.GPU_TO_GPU
                 sent = self.add("gradient reduction", name, number, stream, seconds, rank.end)
+                self.built.program.yielding.add(sent)
                 rank.unfinished[stream] = sent
 
     def play_layer(self, number: int, step: Pass, layer: NamedLayer, after: list[int]) -> int:
@@ -442,6 +447,7 @@ def last_iteration(built: Built, timeline: Timeline) -> tuple[Built, Timeline, f
         whole.name[start:],
         [tuple(event - start for event in after if event >= start) for after in whole.after[start:]],
         {event - start for event in whole.urgent if event >= start},
+        {event - start for event in whole.yielding if event >= start},
         {event - start for event in whole.between_nodes if event >= start},
     )
     period_s = timeline.makespan_s - float(timeline.end_s[:start].max())

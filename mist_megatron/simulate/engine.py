@@ -65,6 +65,9 @@ class Program:
     after: list[tuple[int, ...]] = field(default_factory=list)
     urgent: set[int] = field(default_factory=set)
     """Events that their stream runs before others: what compute waits for, before what it does not."""
+    yielding: set[int] = field(default_factory=set)
+    """Events that urgent ones do not even wait for once they run: they stand still meanwhile and go on after.
+    Long reductions are pieces on a communicator of their own, which leave the network to others."""
     between_nodes: set[int] = field(default_factory=set)
     """Transfers over links between nodes; all others use links inside one."""
 
@@ -173,6 +176,8 @@ class _Run:
                 self.successors[earlier].append(event)
         self.start_s = [-1.0] * count
         self.end_s = [-1.0] * count
+        self.left_s: dict[int, float] = {}
+        """Of events that stand still."""
         self.cause = [-1] * count
         self.heap: list[tuple[float, int, int]] = []
         self.done = 0
@@ -182,9 +187,13 @@ class _Run:
         device = self.devices[self.program.device[event]]
         stream = self.program.stream[event]
         if device.mask >> stream & 1:
-            waiting = device.first if event in self.program.urgent else device.queue
-            waiting[stream].append(event)
-            return
+            urgent, running = event in self.program.urgent, device.active[stream]
+            if not (urgent and running in self.program.yielding):
+                (device.first if urgent else device.queue)[stream].append(event)
+                return
+            device.advance(now_s)
+            self.left_s[running] = device.remaining_s[stream]
+            device.queue[stream].appendleft(running)
         self.begin(event, now_s, cause, touched)
 
     def begin(self, event: int, now_s: float, cause: int, touched: set[int]) -> None:
@@ -193,9 +202,9 @@ class _Run:
         device.advance(now_s)
         device.active[stream] = event
         device.mask |= 1 << stream
-        device.remaining_s[stream] = self.program.work_s[event]
-        self.start_s[event] = now_s
-        self.cause[event] = cause
+        device.remaining_s[stream] = self.left_s.pop(event, self.program.work_s[event])
+        if self.start_s[event] < 0.0:
+            self.start_s[event], self.cause[event] = now_s, cause
         touched.add(number)
 
     def finish(self, number: int, now_s: float, touched: set[int]) -> list[tuple[int, int]]:

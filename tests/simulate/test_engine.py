@@ -137,3 +137,16 @@ def test_conservation(program, slow):
     assert done == pytest.approx(np.array(program.work_s), abs=1e-6)
     for event, after in enumerate(program.after):
         assert all(timeline.end_s[k] <= timeline.start_s[event] + 1e-9 for k in after)
+
+
+def test_a_yielding_event_stands_still_for_an_urgent_one() -> None:
+    """A reduction of 10 s, for 3 s of which a collective takes its stream, and another one for 2 s."""
+    program = Program(1)
+    reduction = program.add("reduction", 0, Stream.GPU_TO_GPU, 10.0)
+    program.yielding.add(reduction)
+    for lasts_s in (3.0, 2.0):
+        before = program.add("compute", 0, Stream.HOST, 4.0)
+        program.urgent.add(program.add("collective", 0, Stream.GPU_TO_GPU, lasts_s, [before]))
+    timeline = run_program(program, np.ones((16, 4)))
+    assert timeline.start_s[reduction] == 0.0
+    assert timeline.end_s.tolist() == [15.0, 4.0, 7.0, 8.0, 10.0]

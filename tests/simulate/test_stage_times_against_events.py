@@ -97,3 +97,14 @@ def test_random_plans_with_every_kind_of_traffic() -> None:
     assert np.abs(passes).max() <= 0.1
     assert (np.abs(whole) <= near).mean() >= 0.7
     assert np.abs(whole).max() <= 0.1
+
+
+def test_random_pipelines_of_megatron_with_overlapped_collectives() -> None:
+    """30 plans of uneven stages; gathers of later stages and reductions of the first one are most of it."""
+    against = benchmark_program("closed_form_against_events")
+    models = [model_from_mapping({**MODEL, **LARGE, "layers": 16}, "model")]
+    rng = random.Random(5)
+    for _ in range(30):
+        plan = against.random_plan(rng, "overlapped", models)
+        found = simulate(plan, evaluator_of(plan))
+        assert found.closed_form_s == pytest.approx(found.iteration_s, rel=0.02)
