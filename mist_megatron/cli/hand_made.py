@@ -12,6 +12,7 @@ from mist_megatron.spec.target import DEEPSPEED, model_rules
 
 if TYPE_CHECKING:
     from mist_megatron.cli.found import Found
+    from mist_megatron.search.space import Space
     from mist_megatron.spec.job import Job
 
 HAND_MADE: Mapping[Target, tuple[str, ...]] = {
@@ -30,27 +31,38 @@ def hand_made_spaces(job: Job) -> tuple[str, ...]:
     return HAND_MADE[runs[0]] if runs else ()
 
 
-def best_by_hand(found: Found) -> dict[str, float]:
+def best_by_hand(found: Found, asked: Job) -> dict[str, float]:
     """Seconds per step of the best plans of the hand-made spaces, on the same model of costs; nobody
-    decouples steps by hand."""
-    from mist_megatron.cli.evaluators import evaluator_for
-    from mist_megatron.cost.predict import predict
+    decouples steps by hand, and whoever trains with Megatron overlaps what it can overlap."""
     from mist_megatron.search.space import space_named
-    from mist_megatron.search.tune import Settings, Status, plan_of, search
+    from mist_megatron.search.tune import Status
 
     if found.result.status is not Status.OPTIMAL:
         return {}
+    job = replace(asked, execution=replace(asked.execution, decoupled_step=None))
     best: dict[str, float] = {}
-    job, evaluator = found.evaluator.job, found.evaluator
-    if job.execution.decoupled_step:
-        execution = replace(job.execution, decoupled_step=None)
-        evaluator, _ = evaluator_for(replace(job, execution=execution))
     for name in hand_made_spaces(job):
-        if name == found.result.space.name:
-            continue
+        if name != found.result.space.name:
+            seconds = _best_of_ways(job, space_named(name))
+            if seconds:
+                best[name] = min(seconds)
+    return best
+
+
+def _best_of_ways(job: Job, space: Space) -> list[float]:
+    """The best of a space under each way of execution; nothing where there is none."""
+    from mist_megatron.cli.evaluators import evaluator_for
+    from mist_megatron.cli.ways import ways_of
+    from mist_megatron.cost.predict import predict
+    from mist_megatron.search.space import Limits
+    from mist_megatron.search.tune import Settings, plan_of, search
+
+    seconds = []
+    for way in ways_of(job, space, Limits()):
+        evaluator, _ = evaluator_for(way.job)
         try:
-            result = search(evaluator, space_named(name), Settings())
+            result = search(evaluator, space, Settings(limits=way.limits))
         except (InputError, NoFeasiblePlan):
             continue
-        best[name] = predict(plan_of(evaluator, result.solutions[0]), evaluator).iteration_s
-    return best
+        seconds.append(predict(plan_of(evaluator, result.solutions[0]), evaluator).iteration_s)
+    return seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -14,12 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mist_megatron.cli.found import Found
 from mist_megatron.cli.options import TakenJob
 from mist_megatron.cli.output import console
+from mist_megatron.cli.ways import ways_of
 from mist_megatron.errors import InputError, NoFeasiblePlan
-from mist_megatron.spec.target import MEGATRON, capability
+from mist_megatron.spec.target import MEGATRON
 
 if TYPE_CHECKING:
     from mist_megatron.search.space import Space
-    from mist_megatron.search.tune import Settings, Status, Watch
+    from mist_megatron.search.tune import NoneFaster, SearchResult, Settings, Status, Watch
     from mist_megatron.spec.job import Job
 
 
@@ -33,68 +35,72 @@ def check_numbers(grid: float, top: int, workers: int, time_limit: float | None)
 
 
 def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]) -> Found:
-    """Search with progress on a terminal, a time limit, and an interrupt that keeps the best so far; where
-    steps may be decoupled, with and without."""
+    """Search with progress on a terminal, a time limit, and an interrupt that keeps the best so far, under
+    each way of execution that the job leaves open."""
+    from mist_megatron.search.tune import NoneFaster
+
     workers, time_limit = how
     started = time.monotonic()
     found: list[Found] = []
+    none_faster: list[NoneFaster] = []
     refused: list[NoFeasiblePlan] = []
-    for job in _with_steps(taken.job, space, settings):
+    ways = ways_of(taken.job, space, settings.limits)
+    for way in ways:
         left_s = None if time_limit is None else max(time_limit - (time.monotonic() - started), 0.0)
+        wanted = replace(settings, limits=way.limits, below_s=_to_beat(found, settings, way.job))
         try:
-            found.append(_searched(replace(taken, job=job), space, settings, (workers, left_s)))
+            found.append(_searched(replace(taken, job=way.job), space, wanted, (workers, left_s)))
+        except NoneFaster as none:
+            none_faster.append(none)
         except NoFeasiblePlan as error:
             refused.append(error)
         except InputError:
-            if job is taken.job:
-                raise  # else limits leave nothing that can be decoupled
+            if way is ways[0]:
+                raise  # else limits leave nothing for this way
         if found and found[-1].interrupted:
             break
+    out_of_time = [error for error in refused if isinstance(error, _OutOfTime)]
     if not found:
-        if isinstance(refused[0], _OutOfTime):
+        if out_of_time:
             raise NoFeasiblePlan(
                 f"no plan found within --time-limit {time_limit:g} s", details=("try: a longer --time-limit",)
             )
-        raise refused[0]
-    return _best_of(found, stopped=bool(refused) and time_limit is not None)
+        # What is said where nothing fits is said of the way that keeps most on the host.
+        raise refused[-1] if ways[-1].job is taken.job else refused[0]
+    return _best_of(found, none_faster, stopped=bool(out_of_time))
+
+
+def _to_beat(found: list[Found], settings: Settings, job: Job) -> float:
+    """What other ways have to beat by eq. 1. Where several plans are asked for, they are of one way."""
+    if settings.top > 1 or job.target not in MEGATRON:
+        return math.inf
+    return min((each.result.objective_s for each in found), default=math.inf)
 
 
 class _OutOfTime(NoFeasiblePlan):
     """One of the searches of a command ended without a plan; what was asked is the command's to say."""
 
 
-def _with_steps(job: Job, space: Space, settings: Settings) -> list[Job]:
-    """The job as it is, and with decoupled steps where the space leaves them open and the target's patches
-    are meant to be searched with them."""
-    able = capability(job.target)
-    open_ = space.decoupled_step and able.decoupled_step and job.execution.decoupled_step is None
-    if not open_ or job.target in MEGATRON or "decoupled_step" in settings.limits.forbidden:
-        # A plan for Megatron asks for them by hand. With states on the host they are slower than Megatron's
-        # own step, whose copies hide behind the updates; without, what they gain is the gather of weights,
-        # which --overlap-param-gather hides without a patch.
-        return [job]
-    return [job, replace(job, execution=replace(job.execution, decoupled_step=True))]
-
-
-def _best_of(found: list[Found], *, stopped: bool) -> Found:
+def _best_of(found: list[Found], none_faster: list[NoneFaster], *, stopped: bool) -> Found:
     """The fastest, which is proved as far as the least proved of them."""
     from mist_megatron.search.frontier import Tally
     from mist_megatron.search.tune import Status
 
-    if len(found) == 1 and not stopped:
+    if len(found) == 1 and not none_faster and not stopped:
         return found[0]
     best = min(found, key=lambda each: each.predictions[0].iteration_s)
     results, tally = [each.result for each in found], Tally()
-    for result in results:
-        tally.add(result.tally)
+    searches: list[SearchResult | NoneFaster] = [*results, *none_faster]
+    for one in searches:
+        tally.add(one.tally)
     open_ = [result.status for result in results if result.status is not Status.OPTIMAL]
     result = replace(
         best.result,
         status=open_[-1] if open_ else Status.TIME_LIMIT if stopped else Status.OPTIMAL,
         objective_s=min(result.objective_s for result in results),
         bound_s=min(result.bound_s for result in results),
-        shapes=sum(result.shapes for result in results),
-        shapes_solved=sum(result.shapes_solved for result in results),
+        shapes=sum(one.shapes for one in searches),
+        shapes_solved=sum(one.shapes_solved for one in searches),
         tally=tally,
     )
     return Found(best.evaluator, result, best.about, sum(each.seconds for each in found))

@@ -95,7 +95,7 @@ def _report(
     document = found.document()
     files = _write(found.plans[0], out, force)
     told = {} if checked is None else {"verify": checked.document()}
-    others = best_by_hand(found)
+    others = best_by_hand(found, taken.job)
     best_s = found.predictions[0].iteration_s
     gain = {name: {"iteration_s": time_s, "speedup": time_s / best_s} for name, time_s in others.items()}
     output.finish({**document, **told, "gain": gain, "defaults": dict(taken.defaults), "files": files})

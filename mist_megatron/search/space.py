@@ -10,7 +10,7 @@ from typing import Literal
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.plan import Execution, Target
-from mist_megatron.spec.target import OffloadRanges, Range, capability
+from mist_megatron.spec.target import AWAY, OffloadRanges, Range, capability
 from mist_megatron.spec.training import Precision
 
 CkptRange = Literal["none", "all", "none_or_all", "any"]
@@ -185,6 +185,9 @@ def cut_to_target(
     offload = OffloadRanges(
         **{k: _narrower(getattr(space.offload, k), getattr(able.offload, k)) for k in OFFLOAD_KINDS}
     )
+    if able.states_visit and execution is not None:
+        stay: dict[str, Range] = {kind: "none" for kind, switch in AWAY.items() if getattr(execution, switch)}
+        offload = replace(offload, **stay)
     per_stage = space.per_stage and able.per_stage_ckpt and able.per_stage_offload
     return replace(
         space,

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 
-import numpy as np
-
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import predict
 from mist_megatron.errors import NoFeasiblePlan
@@ -59,12 +57,22 @@ class StoppedEmpty(NoFeasiblePlan):
 class Settings:
     """How to search."""
 
+    below_s: float = math.inf
+    """Only plans that are faster than this by eq. 1 are wanted."""
     step: float = 0.125
     """Grid of the offload fractions."""
     top: int = 1
     """Distinct plans to return."""
     solver: Solver = "exact"
     limits: Limits = field(default_factory=Limits)
+
+
+class NoneFaster(NoFeasiblePlan):
+    """No plan of the space is faster than what was asked for."""
+
+    def __init__(self, below_s: float, tally: Tally, shapes: int, shapes_solved: int) -> None:
+        super().__init__(f"no plan takes less than {below_s:g} s")
+        self.tally, self.shapes, self.shapes_solved = tally, shapes, shapes_solved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +140,8 @@ def search(
     if not run.best:
         if status is not Status.OPTIMAL:
             raise StoppedEmpty(status)
+        if settings.below_s < math.inf:
+            raise NoneFaster(settings.below_s, run.tally, len(order), run.solved)
         raise no_plan(evaluator, cut, settings.limits)
     objective_s = run.best[0].value_s
     if status is Status.OPTIMAL:
@@ -219,7 +229,7 @@ class _Run:
     def threshold_s(self) -> float:
         """What a new plan has to beat: the worst of the K best, and some multiple of the best."""
         if not self.best:
-            return float("inf")
+            return self.settings.below_s
         worst_s = WORST * self.best[0].value_s
         return min(self.best[-1].value_s, worst_s) if len(self.best) >= self.settings.top else worst_s
 
@@ -243,7 +253,8 @@ class _Run:
         """Every shape and mixture whose bound is below the best, the most promising first."""
         left = dict(enumerate(order))
         try:
-            if _offload_points(self.question) > FEW_POINTS:
+            # What must be beaten is as good as an incumbent.
+            if _offload_points(self.question) > FEW_POINTS and self.settings.below_s == math.inf:
                 self.quick(order)
             for index, answer in self._answers(order):
                 if answer is not None:
@@ -297,7 +308,7 @@ class _Run:
             if len(self.best) >= min(self.settings.top, MOST_QUICK):
                 break
             self.tick()
-            self.keep(solve(corners, item, bound, np.inf))
+            self.keep(solve(corners, item, bound, math.inf))
 
     def _answers(
         self, order: list[tuple[Bound, Item]]

@@ -12,7 +12,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
-from mist_megatron.errors import InputError
+from mist_megatron.errors import EmitError, InputError
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, Target, Zero
 from mist_megatron.spec.training import Precision, TrainingSpec
@@ -202,7 +202,7 @@ def require_runnable(plan: Plan) -> None:
         others = runnable_on(plan)
         hint = f"targets that can: {', '.join(others)}" if others else "no target can run it as it is"
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-        raise InputError(f"target {plan.target} cannot run this plan: {broken[0]}{more}; {hint}")
+        raise EmitError(f"target {plan.target} cannot run this plan: {broken[0]}{more}; {hint}")
 
 
 def model_rules(model: ModelSpec, target: Target) -> tuple[str, ...]:
@@ -386,11 +386,16 @@ def _level_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
     return found
 
 
+AWAY: Mapping[str, str] = MappingProxyType(
+    {"weights": "overlap_param_gather", "grads": "overlap_grad_reduce"}
+)
+"""What Megatron keeps in buffers -> the switch whose collective runs while patches have it on the host."""
+
+
 def _visit_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
-    clashes = (("weights", "overlap_param_gather"), ("grads", "overlap_grad_reduce"))
     return [
         f"{where}.offload.{kind}: excludes execution.{switch}, whose collective runs while they are away"
-        for kind, switch in clashes
+        for kind, switch in AWAY.items()
         if getattr(stage.offload, kind) and getattr(plan.execution, switch)
     ]
 

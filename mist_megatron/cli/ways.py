@@ -1,0 +1,64 @@
+"""Ways of execution that a job leaves open, each searched on its own: what a target does beside what.
+
+A search prices one way. What a way excludes (patches keep gradients on the host, or collectives run while
+they are made) and where it is worth its search is said here, for `tune` and for what it is held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mist_megatron.spec.target import AWAY, MEGATRON, capability
+
+if TYPE_CHECKING:
+    from mist_megatron.search.space import Limits, Space
+    from mist_megatron.spec.job import Job
+
+
+@dataclass(frozen=True)
+class Way:
+    """A job with its switches set, and the shapes that are searched with them."""
+
+    job: Job
+    limits: Limits
+
+
+def ways_of(job: Job, space: Space, limits: Limits) -> list[Way]:
+    """The job under each way of execution to be searched, the usual one first."""
+    if job.target in MEGATRON:
+        return _of_megatron(job, space, limits)
+    able = capability(job.target)
+    open_ = space.decoupled_step and able.decoupled_step and job.execution.decoupled_step is None
+    if not open_ or "decoupled_step" in limits.forbidden:
+        return [Way(job, limits)]
+    return [Way(job, limits), Way(_switched(job, decoupled_step=True), limits)]
+
+
+def _of_megatron(job: Job, space: Space, limits: Limits) -> list[Way]:
+    """Gradients are reduced beside the last backward pass, but where patches may keep them on the host, which
+    excludes that, also after it.
+
+    Weights are gathered beside the first forward pass where there is no pipeline. In one, each stage would
+    gather when its first micro-batch comes, one after the other (but for the few layers of the first stage),
+    what they else do all at once. Steps are decoupled when asked for by hand only: with states on the host
+    they are slower than Megatron's own step, whose copies hide behind the updates; without, what they gain
+    is the gather of weights."""
+    from mist_megatron.search.space import apply_limits, cut_to_target
+
+    open_ = {switch: getattr(job.execution, switch) is None for switch in AWAY.values()}
+    reducing = _switched(job, overlap_grad_reduce=True) if open_["overlap_grad_reduce"] else job
+    found = [Way(reducing, limits)]
+    gathers = reducing.execution.overlap_grad_reduce and not job.execution.decoupled_step
+    if open_["overlap_param_gather"] and gathers and limits.allows("pp", 1):
+        alone = replace(limits, fixed={**limits.fixed, "pp": 1})
+        found.append(Way(_switched(reducing, overlap_param_gather=True), alone))
+    if reducing is not job:
+        cut = apply_limits(cut_to_target(space, job.target), limits)
+        if cut.offload.grads != "none":
+            found.append(Way(job, limits))
+    return found
+
+
+def _switched(job: Job, **switches: bool) -> Job:
+    return replace(job, execution=replace(job.execution, **switches))
