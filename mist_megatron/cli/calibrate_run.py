@@ -165,10 +165,9 @@ def _write_shapes(shapes: NeededShapes | None, path: Path, output: OutputOptions
 
 
 def _written(path: Path, document: dict[str, Any]) -> None:
-    try:
-        path.write_text(_text(document), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    from mist_megatron.emit.write import write_pieces
+
+    write_pieces(path, (_text(document),))
 
 
 def _text(document: dict[str, Any]) -> str:

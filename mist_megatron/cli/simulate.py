@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mist_megatron.cli.output import OutputOptions, console
+from mist_megatron.cli.output_file import check_output_file
 from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ def simulate(
     output: OutputOptions,
 ) -> None:
     """Plays one iteration event by event: time, bubble, who is busy, critical path, memory over time."""
-    from mist_megatron.cli import simulate_trace
     from mist_megatron.cli.simulate_report import show_simulation
+    from mist_megatron.cli.simulate_trace import write_trace
     from mist_megatron.simulate.report import simulation_document
     from mist_megatron.simulate.what_if import parse_scales
     from mist_megatron.spec.load import load_plan
@@ -56,14 +57,15 @@ def simulate(
         raise InputError(f"--ranks: unknown choice {ranks!r}; known: {', '.join(RANKS)}")
     scales = parse_scales(tuple(scale or ()))
     read = load_plan(plan)
-    simulate_trace.check_trace(trace, plan)
+    if trace is not None:
+        check_output_file("--trace", trace, read=(plan,), example="trace.json")
     found, origin = played(read, scales, (schedule, vpp))
     changed = scales.any or schedule is not None
     before = played(read, parse_scales(()), (None, None))[0] if changed else None
     broken = list(violations(found.plan))
     if trace is not None:
         with progress_bar("writing the trace") as progress:
-            simulate_trace.write_trace(trace, found, every_rank=ranks == "all", progress=progress)
+            write_trace(trace, found, every_rank=ranks == "all", progress=progress)
     output.finish(
         {
             **simulation_document(found, every_rank=ranks == "all"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,20 +17,6 @@ MOST_SLICES = 4_000_000
 """About the most that is known to open: 3.7 million slices of 1,024 GPUs (560 MB, 30 CPU-seconds to write)
 took Perfetto 52 107 s in a browser on 2 busy cores."""
 GIB = float(1 << 30)
-
-
-def check_trace(path: Path | None, plan: Path) -> None:
-    """Before the simulation, not after it."""
-    if path is None:
-        return
-    if path.exists() and path.samefile(plan):
-        raise InputError(f"--trace {path} is the plan itself; wanted another file, which may exist already")
-    if path.is_dir():
-        raise InputError(f"--trace {path} is a folder; wanted a file, such as {path / 'trace.json'}")
-    if not path.parent.is_dir():
-        raise InputError(f"--trace {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"--trace {path} cannot be written: no permission")
 
 
 def write_trace(path: Path, simulation: Simulation, *, every_rank: bool, progress: Report) -> None:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.cli.output_file import check_output_file
 from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def validate(
         str, typer.Option(help="closed-form, as predict, or simulate: time from an event simulation.")
     ] = "closed-form",
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write predicted against measured as SVG here.")
+        Path | None,
+        typer.Option("--plot", readable=False, help="Write predicted against measured as SVG here."),
     ] = None,
     output: OutputOptions,
 ) -> None:
@@ -50,6 +52,9 @@ def validate(
         raise InputError(f"--by: unknown way {by!r}; known: closed-form, simulate")
     if cross_validate and by == "simulate":
         raise InputError("--by simulate: wanted no --cross-validate, which learns through the closed form")
+
+    if plot is not None:
+        check_output_file("--plot", plot, read=files, example="validated.svg")
 
     def told(text: str) -> None:
         output.people.print(text, style="dim")
@@ -70,11 +75,9 @@ def validate(
 
 def _write_plot(path: Path, by_file: dict[str, tuple[Outcome, ...]]) -> None:
     from mist_megatron.calibrate.scatter import svg_scatter
+    from mist_megatron.emit.write import write_pieces
 
-    try:
-        path.write_text(svg_scatter(_points(by_file)), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--plot {path} cannot be written: {error.strerror or error}") from None
+    write_pieces(path, (svg_scatter(_points(by_file)),))
 
 
 def _points(by_file: dict[str, tuple[Outcome, ...]]) -> dict[str, list[tuple[float, float]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mist_megatron.errors import InputError
+from mist_megatron.errors import EmitError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,4 +26,4 @@ def refuse(target: str, refusals: tuple[Refusal, ...]) -> None:
     first, *others = refusals
     details = [f"rule: {first.rule}", f"try: {first.instead}"]
     details += [f"also: {item.got} ({item.rule})" for item in others]
-    raise InputError(f"target {target} cannot run this plan: {first.got}", details=tuple(details))
+    raise EmitError(f"target {target} cannot run this plan: {first.got}", details=tuple(details))

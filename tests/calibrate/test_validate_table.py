@@ -27,3 +27,18 @@ def test_tables_fit_80_columns(ran_here, tmp_path):
     assert shown[0].split() == ["time", "rows", "error", "bias", "rank", "regret", "worst"]
     assert shown[1].split()[:4] == ["runs_of_a_long_name", "2", "of", "3"]
     assert "not predicted: bad" in ran.out
+
+
+def test_the_picture_replaces_no_measurement(ran_here, tmp_path):
+    rows = f"{HEADER}\none,{ROW.format(batch=64)}\n"
+    (tmp_path / "runs.csv").write_text(rows)
+    (tmp_path / "old.svg").write_text("what was there before")
+    wrong = (("runs.csv", "is what the command reads"), ("no/x.svg", "no folder no"), (".", "is a folder"))
+    for path, words in wrong:
+        refused = ran_here("validate", "runs.csv", "--plot", path)
+        assert (refused.code, refused.out) == (2, "")
+        assert words in refused.err
+    assert (tmp_path / "runs.csv").read_text() == rows
+    assert ran_here("validate", "runs.csv", "--plot", "old.svg").code == 0
+    assert (tmp_path / "old.svg").read_text().endswith("</svg>\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"runs.csv", "old.svg"}

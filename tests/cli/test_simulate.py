@@ -128,7 +128,7 @@ def test_the_plan_is_never_overwritten(mist, plan: Path, tmp_path: Path) -> None
     linked.symlink_to(plan)
     ran = mist("simulate", str(plan), "--trace", str(linked))
     assert ran.code == 2
-    assert "is the plan itself" in ran.err
+    assert "linked.json is what the command reads" in ran.err
     assert plan.read_text("utf-8") == PLAN
 
 

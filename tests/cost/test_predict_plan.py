@@ -155,7 +155,7 @@ def test_command_refuses_what_the_target_cannot_run(mist, tmp_path) -> None:  # 
     path.write_text(PLAN.replace("target: mist", "target: deepspeed"))
     cache = {"MIST_MEGATRON_CACHE": str(tmp_path / "cache")}
     refused = mist("predict", str(path), **cache)
-    assert refused.code == 2
+    assert refused.code == 5
     assert refused.err.startswith("error: target deepspeed cannot run this plan: ")
     assert refused.err.count("\n") == 1
     allowed = mist("predict", str(path), "--what-if", "--json", **cache)

@@ -14,7 +14,7 @@ from mist_megatron.cli.emit import launch_sources
 from mist_megatron.emit.artifacts import artifacts
 from mist_megatron.emit.megatron import patches
 from mist_megatron.emit.write import write_artifacts
-from mist_megatron.errors import InputError
+from mist_megatron.errors import EmitError
 from mist_megatron.spec.plan import Offload, Plan
 
 __all__ = ["plain"]
@@ -76,7 +76,7 @@ def test_stages_of_different_sizes_are_read_back(tmp_path: Path, capsys: pytest.
 
 
 def refused(planned: Plan) -> str:
-    with pytest.raises(InputError) as error:
+    with pytest.raises(EmitError) as error:
         artifacts(planned, launch_sources(probe=False))
     return str(error.value)
 
