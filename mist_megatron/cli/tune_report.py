@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -39,11 +40,9 @@ def show_result(
     people.print()
     for line in reasons(prediction):
         people.print(line)
-    for other, cost in zip(found.plans[1:], found.predictions[1:], strict=True):
+    others_words = told_apart(found.plans)[1:]
+    for words, cost in zip(others_words, found.predictions[1:], strict=True):
         slower = cost.iteration_s / prediction.iteration_s - 1
-        words = shape_words(other)
-        if words == shape_words(plan):
-            words += f", ZeRO {_each(s.zero for s in other.stages)}"
         people.print(f"next best: {words}, {slower:+.1%} time")
     gain = hand_made_line(found, others)
     if gain is not None:
@@ -89,7 +88,21 @@ def shape_words(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def _each(values: Iterable[int]) -> str:
+def told_apart(plans: Sequence[Plan]) -> list[str]:
+    """Each plan's shape, and of plans of one shape what else differs between them."""
+    words = [shape_words(plan) for plan in plans]
+    told = []
+    for plan, shape in zip(plans, words, strict=True):
+        alike = [other for other, other_shape in zip(plans, words, strict=True) if other_shape == shape]
+        for name, of_stage in _DETAILS.items():
+            each = [[of_stage(stage) for stage in other.stages] for other in alike]
+            if any(values != each[0] for values in each):
+                shape += f", {name} {_each(map(of_stage, plan.stages))}"
+        told.append(shape)
+    return told
+
+
+def _each(values: Iterable[object]) -> str:
     """One number, or one per stage."""
     listed = list(values)
     return "/".join(map(str, listed)) if len(set(listed)) > 1 else str(listed[0])
@@ -134,6 +147,17 @@ def recompute_words(stage: StagePlan) -> str:
 def offload_fractions(stage: StagePlan) -> tuple[float, float, float, float]:
     offload = stage.offload
     return offload.weights, offload.grads, offload.optimizer, offload.activations
+
+
+_DETAILS: Mapping[str, Callable[[StagePlan], str]] = MappingProxyType(
+    {
+        "layers": lambda stage: str(stage.layers),
+        "ZeRO": lambda stage: str(stage.zero),
+        "recomputed": recompute_words,
+        "off% WGOA": lambda stage: "-".join(f"{100 * part:.0f}" for part in offload_fractions(stage)),
+    }
+)
+"""What plans of one shape may differ in, stage by stage."""
 
 
 def bar(share: float) -> str:

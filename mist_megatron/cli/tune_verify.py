@@ -65,19 +65,20 @@ def verified(found: Found) -> Verified:
 
 
 def show_verified(people: Console, checked: Verified) -> None:
-    from mist_megatron.cli.tune_report import shape_words
+    from mist_megatron.cli.tune_report import told_apart
     from mist_megatron.simulate.disagreement import disagreement
 
     people.print()
     rows = []
-    for rank, found in zip(checked.ranks, checked.simulations, strict=True):
+    words = told_apart([found.plan for found in checked.simulations])
+    for rank, found, plan in zip(checked.ranks, checked.simulations, words, strict=True):
         apart = disagreement(found)
         parts = ("-", "-", "-")
         if apart is not None:
             parts_s = (apart.total_s, apart.passes_s, apart.waiting_s)
             total, passes, waiting = (f"{part_s / found.iteration_s:+.1%}" for part_s in parts_s)
             parts = (total, passes, waiting)
-        rows.append([f"{found.iteration_s:.4g}", str(rank + 1), *parts, shape_words(found.plan)])
+        rows.append([f"{found.iteration_s:.4g}", str(rank + 1), *parts, plan])
     columns = ("events, s", "rank by eq. 1", "predict off by", "passes", "waiting", "plan")
     people.print(table(columns, rows, right=columns[:-1]))
     said = (

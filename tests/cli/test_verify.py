@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mist_megatron.cli.tune_report import told_apart
+from mist_megatron.spec.plan_document import plan_from_mapping
+
 JOB = (
     "--model",
     "gpt3-1.3b",
@@ -43,6 +46,32 @@ def test_verify_for_people_fits_80_columns(mist) -> None:  # type: ignore[no-unt
     assert ran.code == 0, ran.err
     assert "verified by simulation" in ran.out
     assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_plans_of_one_shape_are_told_apart() -> None:
+    fast, slow = (
+        {"layers": 12, "nodes": 1, "gpus_per_node": 2, "dp": 2, "tp": 1, "micro_batch": 2, "ckpt": ckpt}
+        for ckpt in (0, 3)
+    )
+    stages = ([fast, fast], [fast, slow], [{**fast, "zero": 2}, fast])
+    one, two, three = (
+        plan_from_mapping(
+            {
+                "schema": 1,
+                "model": "gpt3-1.3b",
+                "training": {"global_batch": 16, "seq_len": 2048},
+                "cluster": {"gpu": "a10g-24gb", "nodes": 1, "gpus_per_node": 4},
+                "target": "mist",
+                "grad_accum": 4,
+                "stages": each,
+            }
+        )
+        for each in stages
+    )
+    shape = "pp 2, dp 2, tp 1, micro-batch 2, 4 micro-batches"
+    assert told_apart([one, two]) == [f"{shape}, recomputed none", f"{shape}, recomputed none/3 full"]
+    assert told_apart([one, three])[1] == f"{shape}, ZeRO 2/{fast.get('zero', one.stages[0].zero)}"
+    assert told_apart([one]) == [shape]
 
 
 def test_refused_ways(mist) -> None:  # type: ignore[no-untyped-def]
