@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import socket
 import statistics
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -290,22 +289,15 @@ def profiled(step: Callable[[], float]) -> dict[str, float]:
 def run(path: Path, chosen: Sequence[Case], more: Callable[[], bool], steps: int, tiny: bool) -> None:
     import torch
 
+    def measure(case: Case) -> dict[str, Any]:
+        found = measured(case, tiny, steps)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return found
+
     here = training_steps.machine(torch.device("cpu" if tiny else "cuda"))
-    done = training_steps.done_already(path, here)
-    with path.open("a", encoding="utf-8") as file:
-        for case in chosen:
-            if asdict(case) in done:
-                continue
-            if not more():
-                print("time is up: run it again for the rest", file=sys.stderr)
-                return
-            found = measured(case, tiny, steps)
-            gc.collect()
-            torch.cuda.empty_cache()
-            file.write(json.dumps({"case": asdict(case), **found, **here}) + "\n")
-            file.flush()
-            changed = {k: v for k, v in asdict(case).items() if v != asdict(chosen[0])[k]}
-            print(f"{changed or 'nothing offloaded'}: {said(found)}", flush=True)
+    for changed, found in training_steps.recorded(path, here, chosen, more, measure):
+        print(f"{changed or 'nothing offloaded'}: {said(found)}", flush=True)
 
 
 def said(found: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -240,10 +240,15 @@ def done_already(path: Path, here: dict[str, str]) -> list[dict[str, Any]]:
     return [line["case"] for line in lines if all(line[key] == here[key] for key in ("device", "torch"))]
 
 
-def run(
-    path: Path, device: torch.device, chosen: Sequence[Case], more: Callable[[], bool], steps: int
-) -> None:
-    here = machine(device)
+def recorded(
+    path: Path,
+    here: dict[str, str],
+    chosen: Sequence[Any],
+    more: Callable[[], bool],
+    measure: Callable[[Any], dict[str, Any]],
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Measures and writes the cases that the file does not hold yet, while there is time for more: what each
+    changes of the first case, and what was found."""
     done = done_already(path, here)
     with path.open("a", encoding="utf-8") as file:
         for case in chosen:
@@ -252,13 +257,19 @@ def run(
             if not more():
                 print("time is up: run it again for the rest", file=sys.stderr)
                 return
-            found = measured(case, device, steps)
+            found = measure(case)
             file.write(json.dumps({"case": asdict(case), **found, **here}) + "\n")
             file.flush()
-            gib = found.get("peak_bytes", 0) / 2**30
-            text = "out of memory" if "seconds" not in found else f"{found['seconds']:.3f} s, {gib:.1f} GiB"
-            changed = {k: v for k, v in asdict(case).items() if v != asdict(chosen[0])[k]}
-            print(f"{changed or 'base'}: {text}")
+            yield {k: v for k, v in asdict(case).items() if v != asdict(chosen[0])[k]}, found
+
+
+def run(
+    path: Path, device: torch.device, chosen: Sequence[Case], more: Callable[[], bool], steps: int
+) -> None:
+    for changed, found in recorded(path, machine(device), chosen, more, lambda c: measured(c, device, steps)):
+        gib = found.get("peak_bytes", 0) / 2**30
+        text = "out of memory" if "seconds" not in found else f"{found['seconds']:.3f} s, {gib:.1f} GiB"
+        print(f"{changed or 'base'}: {text}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
