@@ -83,14 +83,26 @@ def phase(
 
 
 def steps_ahead(passes: LayerPasses, step_s: Array, forward: Phase, factors: Array) -> Phase:
-    """The first forward pass of a stage that waits for its input and steps its layers meanwhile: it is late
-    by what the first layer's step takes, and by what further ones (and what the pass itself offloads, behind
-    them) take longer than the layers before them. The step itself is counted elsewhere."""
-    first = passes.first
-    each_s = overlapped_time((step_s, first.gather_s, first.copy_in_s, first.copy_out_s), factors)
-    layer_s = passes.forward.compute_s + passes.forward.tensor_s + forward.inside_s
+    """The first forward pass of a stage that steps its layers while it waits for its input: what the steps of
+    n layers take longer than that waits for them. States of the first come in alone; then each layer's step,
+    gather and forward pass run beside the states of the next, which come in, and of the one before, which
+    leave; the last has only the latter beside it. The steps' own compute is counted elsewhere."""
+    first, tensor_s = passes.first, passes.forward.tensor_s
+    compute = step_s + passes.forward.compute_s
+    gather, copy_in = dropped_if_idle(first.gather_s), dropped_if_idle(first.copy_in_s)
+    copy_out = dropped_if_idle(first.copy_out_s)
+    each_s = overlapped_time((compute, gather, copy_in, copy_out), factors, tensor_s)
+    if not (copy_in is ZERO and copy_out is ZERO):
+        # Where copies last longest, a layer gathers after its step, both beside them, not beside the next.
+        computed_s, left = until_done(COMPUTE, compute, (copy_in, copy_out), factors)
+        gathered_s, left = until_done(GPU_GPU, gather + tensor_s, left, factors)
+        copied_s = overlapped_time((ZERO, ZERO, *left), factors)
+        each_s = np.where(copied_s > 0.0, computed_s + gathered_s + copied_s, each_s)
+    computed_s, left = until_done(COMPUTE, compute, (ZERO, copy_out), factors)
+    gathered_s, _ = until_done(GPU_GPU, gather + tensor_s, left, factors)
+    layer_s = passes.forward.compute_s + tensor_s + forward.inside_s
     late_s = np.maximum(each_s - layer_s, 0.0)
-    there_s = first.copy_in_s + step_s + first.gather_s
+    there_s = first.copy_in_s + computed_s + gathered_s - layer_s
     more_s = late_s - step_s
     return Phase(forward.inside_s + more_s, forward.last_s + more_s, there_s - late_s)
 

@@ -38,6 +38,7 @@ from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.step_time import (
     boundary_terms,
     gathers_on_arrival,
+    host_seconds,
     reduces_by_chunk,
     reduces_in_passes,
     sent_beside_reductions,
@@ -95,7 +96,7 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
     for name, load in (("embedding", loads.embedding), ("head", loads.head)):
         if load is not None:
             _edge_layer_terms(name, edge_grid(grid, context.template), load, context, stable, delta)
-    stable["host_work"] = Linear(np.asarray(_host_s(grid, context)))
+    stable["host_work"] = Linear(host_seconds(grid, context))
     delta["host_step"] = Linear(np.asarray(context.template.host_s_per_step))
     step_terms(grid, loads, context, delta)
     stable.update(hops)
@@ -106,22 +107,16 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
     return StageTerms(stable, delta)
 
 
-def _host_s(grid: StageGrid, context: TimeContext) -> float:
-    """Host work per micro-batch. Every chunk of an interleaved stage meets its neighbours for itself."""
-    exchange_s = grid.vpp * context.template.host_s_per_exchange if grid.stages > 1 else 0.0
-    return context.template.host_s_per_micro_batch + exchange_s
-
-
 def _between_passes(
     grid: StageGrid, loads: StageLoads, context: TimeContext, hops: Linear
 ) -> tuple[Between, Between]:
     """Before the first layer of a forward and of a backward pass: the stage sends off the result of the pass
     before and does its host work. Where embedding or head come first, these are what hides arrivals; the
     stage has sent nothing then, the pass before having ended the pipeline."""
-    host_s = 0.0 if "host_work" in context.without else _host_s(grid, context) / (2 * grid.vpp)
+    host_s = host_seconds(grid, context) / (2 * grid.vpp)
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     send_s = ZERO if "pipeline_p2p" in context.without else hops.fixed / (exchanges * grid.vpp)
-    usual = Between(send_s, np.asarray(host_s), ZERO)
+    usual = Between(send_s, host_s, ZERO)
     forward = usual if loads.embedding is None else Between(ZERO, ZERO, loads.embedding.forward_s)
     backward = usual if loads.head is None else Between(ZERO, ZERO, loads.head.backward_s)
     return forward, backward

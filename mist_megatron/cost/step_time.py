@@ -192,7 +192,7 @@ def boundary_terms(
     (inside, across), handed_on = boundary_seconds(grid, loads, context)
     hop = (1.0 - share) * inside + share * across + handed_on
     if overlaps:
-        stable["pipeline_p2p"], delta["pipeline_p2p"] = _sent_beside_chunks(grid, loads.block, hop, context)
+        stable["pipeline_p2p"], delta["pipeline_p2p"] = _sent_beside_chunks(grid, loads, hop, context)
         return
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     stable["pipeline_p2p"] = Linear(exchanges * grid.vpp * hop)
@@ -211,7 +211,7 @@ class _Beside:
 
 
 def _sent_beside_chunks(
-    grid: StageGrid, load: LayerLoad, hop: Array, context: TimeContext
+    grid: StageGrid, loads: StageLoads, hop: Array, context: TimeContext
 ) -> tuple[Linear, Linear]:
     """Sends of p stages with v chunks that compute (f forward, b backward) beside them, in t and in d.
 
@@ -222,50 +222,74 @@ def _sent_beside_chunks(
     * two sends: a stage's link does not rest. Of two stages each is an end of the pipeline, and has one
       chunk in v that sends once only.
 
-    Filling and draining are the trip of one micro-batch through p v chunks and back, and the other p - 1 at
-    the last chunk, where sends of p - 2 meet others. A layer hides its share of a send, which keeps all this
-    linear in recomputed layers (chunks are equal, so a stage has no other number of layers)."""
-    share = grid.vpp * hop * grid.stages / context.model_layers
-    again = (load.selective_s, load.selective_collective_s) if grid.selective else (ZERO, ZERO)
-    kept_s, kept_d = _per_layer(grid, share, load, again, context)
+    Filling and draining are the trip of one micro-batch through p v chunks and back, and p pairs of the
+    chunk that waits for nothing but the link. A layer hides its share of a send, which keeps all this linear in recomputed
+    layers (chunks are equal, so a stage has no other number of layers); embedding or head hide waits too."""
+    block = loads.block
+    again = (block.selective_s, block.selective_collective_s) if grid.selective else (ZERO, ZERO)
+    beside = _Sends(grid, hop, host_seconds(grid, context), _edge_seconds(loads))
+    kept_s, kept_d = _per_layer(beside, block, again, context)
     trip = 2.0 * (grid.stages * grid.vpp - 1) * hop
     if not np.any(grid.ckpt):
         return Linear(per_layer=kept_s), Linear(trip, kept_d)
-    whole = (load.forward_s, load.forward_collective_s)
-    whole_s, whole_d = _per_layer(grid, share, load, whole, context)
+    whole = (block.forward_s, block.forward_collective_s)
+    whole_s, whole_d = _per_layer(beside, block, whole, context)
     return Linear(per_layer=kept_s, per_ckpt=whole_s - kept_s), Linear(trip, kept_d, whole_d - kept_d)
 
 
+def _edge_seconds(loads: StageLoads) -> Array:
+    """Embedding and head, forward and backward."""
+    return sum(
+        (load.forward_s + load.backward_s for load in (loads.embedding, loads.head) if load is not None),
+        start=ZERO,
+    )
+
+
+@dataclass(frozen=True)
+class _Sends:
+    """What a stage with chunks sends, and what besides its layers it does meanwhile."""
+
+    grid: StageGrid
+    hop_s: Array
+    host_s: Array
+    edges_s: Array
+
+
 def _per_layer(
-    grid: StageGrid, share: Array, load: LayerLoad, again: tuple[Array, Array], context: TimeContext
+    sends: _Sends, load: LayerLoad, again: tuple[Array, Array], context: TimeContext
 ) -> tuple[Array, Array]:
     """What sends add to t for a layer, and what of it d takes back."""
-    stages, chunks = grid.stages, grid.vpp
-    forward_s = load.forward_s + load.forward_collective_s
-    backward_s = load.backward_s + again[0] + load.backward_collective_s + again[1]
-    forward = _beside(share, load.forward_s, forward_s, context)
-    backward = _beside(share, load.backward_s + again[0], backward_s, context)
+    stages, chunks = sends.grid.stages, sends.grid.vpp
+    a_layer = stages / context.model_layers
+    share, host_s = chunks * sends.hop_s * a_layer, 0.5 * sends.host_s * a_layer
+    forward_parts = (host_s, load.forward_s, load.forward_collective_s)
+    backward_parts = (host_s, load.backward_s + again[0], load.backward_collective_s + again[1])
+    forward, backward = (_beside(share, parts, context) for parts in (forward_parts, backward_parts))
     slower = forward.slower_s + backward.slower_s
     link = np.maximum(forward.waits_s + backward.waits_s - forward.spare_s - backward.spare_s, 0.0)
     round_trip = np.maximum(forward.waits_s, backward.waits_s)
-    alone = np.maximum(share - forward_s - backward_s, 0.0)
+    alone = np.maximum(share - sum(forward_parts) - sum(backward_parts), 0.0)
     if stages == 2:
         # The chunk that sends once is half hidden by the one before, which still sends.
         once = np.maximum(alone, np.where(backward.waits_s > 0.0, 0.5 * forward.waits_s, 0.0))
-        waits = ((chunks - 1) * np.maximum(link, round_trip) + once) / chunks
+        waits = exposed = ((chunks - 1) * np.maximum(link, round_trip) + once) / chunks
     else:
-        waits = np.maximum(link, (chunks - 1) / chunks * round_trip)
+        trips = (chunks - 1) / chunks * round_trip
+        waits = np.maximum(link, trips)
+        exposed = np.maximum(link - sends.edges_s * a_layer, trips)
     pairs = stages * chunks - 1
-    in_chunk = (stages - 2) * link + alone - pairs * slower - (pairs + stages) * waits
-    return slower + waits, in_chunk / chunks
+    in_chunk = (alone if stages == 2 else stages * link) - pairs * slower - (pairs + stages) * waits
+    return slower + exposed, in_chunk / chunks
 
 
-def _beside(sent: Array, compute: Array, busy: Array, context: TimeContext) -> _Beside:
-    """`busy` is compute with its collectives, on whose stream it does not slow them down."""
+def _beside(sent: Array, parts: tuple[Array, Array, Array], context: TimeContext) -> _Beside:
+    """Host work, compute and collectives of a pass, in this order; only compute and sends disturb each
+    other."""
+    host, compute, collectives = parts
     slow_compute, slow_send = (float(factor) for factor in context.interference[0b0011, :2])
-    together = np.minimum(compute * slow_compute, sent * slow_send)
+    together = np.minimum(compute * slow_compute, np.maximum(sent - host, 0.0) * slow_send)
     slower = together * (1.0 - 1.0 / slow_compute)
-    left = sent - together / slow_send - (busy - compute)
+    left = sent - host - together / slow_send - collectives
     idle = (compute - together / slow_compute) + np.maximum(-left, 0.0)
     return _Beside(slower, np.maximum(left, 0.0), np.where(left > 0.0, 0.0, idle))
 
@@ -279,6 +303,14 @@ def sent_beside_reductions(grid: StageGrid, loads: StageLoads, context: TimeCont
     spanned = np.minimum(nodes_spanned(replicas(grid, context), grid.tp, grid.gpus_per_node), grid.nodes)
     sent_s = np.where(spanned > 1.0, share * across, (1.0 - share) * inside)
     return np.asarray(grid.vpp * sent_s * grid.stages / context.model_layers)
+
+
+def host_seconds(grid: StageGrid, context: TimeContext) -> Array:
+    """Host work per micro-batch. Every chunk of an interleaved stage meets its neighbours for itself."""
+    if "host_work" in context.without:
+        return ZERO
+    exchange_s = grid.vpp * context.template.host_s_per_exchange if grid.stages > 1 else 0.0
+    return np.asarray(context.template.host_s_per_micro_batch + exchange_s)
 
 
 def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
