@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from mist_megatron.calibrate.importing import UNKNOWN_DEVICE, Hints, Imported, identity_of, text_of
+from mist_megatron.calibrate.imported import UNKNOWN_DEVICE, Hints, Imported, identity_of, text_of
 from mist_megatron.calibrate.measurements import LARGEST_SIZE, SIZES, Conditions, Measurement, checked
 from mist_megatron.errors import InputError
 

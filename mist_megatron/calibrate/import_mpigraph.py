@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from mist_megatron.calibrate.importing import NO_DEVICE, Hints, Imported, identity_of
+from mist_megatron.calibrate.imported import NO_DEVICE, Hints, Imported, identity_of
 from mist_megatron.calibrate.measurements import Conditions, Measurement, checked
 from mist_megatron.errors import InputError
 

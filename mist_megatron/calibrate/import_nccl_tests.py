@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from mist_megatron.calibrate.fit_collectives import passes
-from mist_megatron.calibrate.importing import UNKNOWN_DEVICE, Hints, Imported, identity_of, text_of
+from mist_megatron.calibrate.imported import UNKNOWN_DEVICE, Hints, Imported, identity_of, text_of
 from mist_megatron.calibrate.measurements import Conditions, Measurement, checked
 from mist_megatron.errors import InputError
 

@@ -4,51 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
-from mist_megatron.calibrate.measurements import Conditions, Measurement
+from mist_megatron.calibrate.import_kineto import read_kineto
+from mist_megatron.calibrate.import_mpigraph import read_mpigraph
+from mist_megatron.calibrate.import_nccl_tests import read_nccl_json, read_nccl_text
+from mist_megatron.calibrate.imported import KINDS, Hints, Imported, Kind
+from mist_megatron.calibrate.measurements import read_measurements
 from mist_megatron.errors import InputError
-
-Kind = Literal["raw", "nccl-tests", "nccl-tests-json", "mpigraph", "kineto"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-UNKNOWN_DEVICE = "unknown"
-"""Device of a tool that does not say on which GPU it ran: `fit` refuses it, `--device` fills it in."""
-NO_DEVICE = "network"
-"""Device of what does not depend on one: links between nodes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hints:
-    """What a tool's output may leave open."""
-
-    date: str
-    """Where the output has none."""
-    device: str | None = None
-    collective: str | None = None
-    gpus_per_node: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Imported:
-    """What was found in one file."""
-
-    kind: Kind
-    conditions: tuple[Conditions, ...]
-    points: tuple[Measurement, ...]
-    notes: tuple[str, ...] = ()
-    """What was left out and why, for people."""
 
 
 def read_output(text: str, where: str, hints: Hints, kind: Kind | None = None) -> Imported:
     """One output of any known tool."""
-    # Imported here: each of them needs the types above.
-    from mist_megatron.calibrate.import_kineto import read_kineto
-    from mist_megatron.calibrate.import_mpigraph import read_mpigraph
-    from mist_megatron.calibrate.import_nccl_tests import read_nccl_json, read_nccl_text
-    from mist_megatron.calibrate.measurements import read_measurements
-
     if not text.strip():
         raise InputError(f"{where}: the file is empty")
     chosen = kind or kind_of(text, where)
@@ -99,18 +66,3 @@ def json_document(text: str, where: str) -> Any:
         raise InputError(f"{where}, line {error.lineno}: not valid JSON ({error.msg}){cut}") from None
     except RecursionError:
         raise InputError(f"{where}: nested too deeply; wanted the output of a profiler") from None
-
-
-def identity_of(*parts: str) -> str:
-    """Short name of a set of conditions, the same for the same file."""
-    import hashlib
-
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
-
-
-def text_of(mapping: Mapping[str, Any], *names: str) -> str:
-    """The first of these keys that holds something, as text."""
-    for name in names:
-        if mapping.get(name) not in (None, ""):
-            return str(mapping[name])
-    return ""

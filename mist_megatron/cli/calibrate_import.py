@@ -11,7 +11,7 @@ from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
-    from mist_megatron.calibrate.importing import Imported, Kind
+    from mist_megatron.calibrate.imported import Imported, Kind
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 
@@ -37,7 +37,8 @@ def import_outputs(
     output: OutputOptions,
 ) -> None:
     """Reads nccl-tests tables and JSON, mpiGraph matrices and Kineto traces into raw measurements."""
-    from mist_megatron.calibrate.importing import KINDS, Hints, read_output
+    from mist_megatron.calibrate.imported import KINDS, Hints
+    from mist_megatron.calibrate.importing import read_output
     from mist_megatron.calibrate.measurements import write_measurements
     from mist_megatron.cli.calibrate_files import date_of, read_output_text
     from mist_megatron.emit.write import write_file

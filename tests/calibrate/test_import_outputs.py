@@ -9,7 +9,8 @@ import json
 import pytest
 
 from mist_megatron.calibrate.fit_collectives import fit_collectives
-from mist_megatron.calibrate.importing import Hints, kind_of, read_output
+from mist_megatron.calibrate.imported import Hints
+from mist_megatron.calibrate.importing import kind_of, read_output
 from mist_megatron.calibrate.measurements import Raw, read_measurements, write_measurements
 from mist_megatron.errors import InputError
 
