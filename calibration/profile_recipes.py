@@ -91,7 +91,9 @@ class Recipe:
 
 
 RECIPES = (
-    Recipe(gpu="l4-24gb", aceso="L4", mist="L4", links="L4", interference="L4",
+    # Two machines with L4 were measured. Mist's template for L4, by which its plans were tuned, has the copy
+    # rates of this one; on the other, copies are a third slower and take turns with matrix products.
+    Recipe(gpu="l4-24gb", aceso="L4", mist="L4", links="L4(orig,0430)", interference="L4(orig,0430)",
            note="clocks locked at 1050 MHz where Mist measured"),
     Recipe(gpu="a10g-24gb", aceso="A10G", links="A10G", interference="A10G"),
     Recipe(gpu="v100-sxm-32gb", aceso="V100-SXM2-32GB", links="V100-SXM2-32GB", nvlink="V100",
