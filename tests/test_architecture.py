@@ -116,6 +116,30 @@ def test_rule_can_fail() -> None:
     assert not forbidden_import(PACKAGE / "cost" / "x.py", "mist_megatron.spec.model")
 
 
+def modules_named(path: Path) -> Iterator[str]:
+    """Every module that an import may mean: `from package import module` names two."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            yield from (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_circle_of_imports() -> None:
+    """Whatever comes first could not be read without what comes last; imports inside functions count too."""
+    files = {
+        ".".join(path.relative_to(root).with_suffix("").parts): path
+        for pattern, root in (("mist_megatron/*.py", ROOT), ("patches/*.py", ROOT / "patches"))
+        for path in tracked(pattern)
+        if path.name != "__init__.py"
+    }
+    left = {name: set(modules_named(path)) & files.keys() for name, path in files.items()}
+    while free := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, f"in a circle, or above one: {sorted(left)}"
+
+
 def test_every_room_is_known() -> None:
     rooms = {room_of(path) for path in tracked("mist_megatron/*.py")}
     assert rooms <= MAY_IMPORT.keys(), "a new folder needs a line in MAY_IMPORT and in ARCHITECTURE.md"

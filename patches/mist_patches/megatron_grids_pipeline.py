@@ -13,14 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 from mist_patches.hooking import PatchRefused
+from mist_patches.stage_grids import built_grids
 
 
 class GridCommunicator:
     """In the place of megatron.core's P2PCommunicator, for the 1F1B schedule without interleaving."""
 
     def __init__(self, pp_group: Any, config: Any) -> None:
-        from mist_patches.megatron_stage_grids import built_grids
-
         if config.virtual_pipeline_model_parallel_size is not None:
             raise PatchRefused("stage_grids: the interleaved schedule cannot cross different grids")
         self.config = config

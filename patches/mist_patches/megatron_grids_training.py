@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mist_patches.hooking import PatchRefused
-from mist_patches.megatron_stage_grids import BuiltGrids, built_grids
+from mist_patches.stage_grids import BuiltGrids, built_grids
 
 
 @dataclass(frozen=True)

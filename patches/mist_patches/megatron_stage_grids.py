@@ -19,12 +19,11 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from mist_patches.hooking import PatchRefused, all_or_nothing, log, replace
 from mist_patches.megatron_optimizer_fraction import DISTRIBUTED_PARAMETERS
-from mist_patches.stage_grids import StageGrid, StageGrids, read_grids
+from mist_patches.stage_grids import BUILT, BuiltGrids, StageGrids, built_grids, read_grids
 
 INITIALIZE = (
     "tensor_model_parallel_size",
@@ -56,39 +55,6 @@ CARRIED = ("nccl_communicator_config_path", "distributed_timeout_minutes", "crea
 """Those of them that a caller may set and each stage's groups are made with."""
 
 
-@dataclass(frozen=True)
-class BuiltGrids:
-    """What this rank needs to know of the grids after its process groups are made."""
-
-    grids: StageGrids
-    mine: StageGrid
-    rank: int
-    bridges: tuple[Any, ...]
-    """One BridgeCommunicator between each two neighbouring stages."""
-
-    @property
-    def data_rank(self) -> int:
-        return (self.rank - self.mine.first_rank) // self.mine.tp
-
-    @property
-    def gradient_share(self) -> float:
-        """By what to multiply the stage's mean over its own data ranks to get the mean over the last stage's.
-
-        Each data rank of the last stage differentiates the mean of its own part of the batch; those parts
-        together are the batch, however many data ranks an earlier stage spreads them over.
-        """
-        return self.mine.dp / self.grids.stages[-1].dp
-
-
-_built: list[BuiltGrids] = []
-
-
-def built_grids() -> BuiltGrids:
-    if not _built:
-        raise PatchRefused("stage_grids: the process groups are not there yet; build_stage_grids comes first")
-    return _built[-1]
-
-
 def build_stage_grids(document: Mapping[str, Any], **settings: Any) -> BuiltGrids:
     """Make all process groups of all stages and the bridges between them; every rank must call it.
 
@@ -118,8 +84,8 @@ def build_stage_grids(document: Mapping[str, Any], **settings: Any) -> BuiltGrid
         vars(parallel_state).update(before)
     vars(parallel_state).update(mine)
     _span_stages(parallel_state, grids, rank)
-    _built.append(BuiltGrids(grids, grids.of_rank(rank), rank, _bridges(grids)))
-    return _built[-1]
+    BUILT.append(BuiltGrids(grids, grids.of_rank(rank), rank, _bridges(grids)))
+    return BUILT[-1]
 
 
 def _groups(parallel_state: Any) -> dict[str, Any]:
@@ -205,7 +171,7 @@ def hook_stage_grids(document: Mapping[str, Any]) -> Callable[[], None]:
     def undo() -> None:
         for back in undone:
             back()
-        _built.clear()
+        BUILT.clear()
 
     return undo
 

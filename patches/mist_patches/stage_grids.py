@@ -131,3 +131,37 @@ def _check_neighbours(grids: StageGrids) -> None:
                 f"stage_grids: dp is {one.dp} on stage {one.stage} and {two.dp} on stage {two.stage}; "
                 "wanted one of two neighbours to divide the other"
             )
+
+
+@dataclass(frozen=True)
+class BuiltGrids:
+    """What this rank needs to know of the grids after its process groups are made."""
+
+    grids: StageGrids
+    mine: StageGrid
+    rank: int
+    bridges: tuple[Any, ...]
+    """One BridgeCommunicator between each two neighbouring stages."""
+
+    @property
+    def data_rank(self) -> int:
+        return (self.rank - self.mine.first_rank) // self.mine.tp
+
+    @property
+    def gradient_share(self) -> float:
+        """By what to multiply the stage's mean over its own data ranks to get the mean over the last stage's.
+
+        Each data rank of the last stage differentiates the mean of its own part of the batch; those parts
+        together are the batch, however many data ranks an earlier stage spreads them over.
+        """
+        return self.mine.dp / self.grids.stages[-1].dp
+
+
+BUILT: list[BuiltGrids] = []
+"""Of this process, the last one counts."""
+
+
+def built_grids() -> BuiltGrids:
+    if not BUILT:
+        raise PatchRefused("stage_grids: the process groups are not there yet; build_stage_grids comes first")
+    return BUILT[-1]

@@ -272,10 +272,10 @@ def forget(before: dict[str, Any]) -> None:
     import torch
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
-    from mist_patches import hooking, megatron_stage_grids
+    from mist_patches import hooking, stage_grids
 
     hooking.undo_all()
-    megatron_stage_grids._built.clear()
+    stage_grids.BUILT.clear()
     BridgeCommunicator._broadcast_pg_cache.clear()
     BridgeCommunicator._bridge_pg_cache.clear()
     torch.distributed.destroy_process_group()
