@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mist_megatron.emit.deepspeed_schema import UNMODELLED, DeepSpeedSchema
+from mist_megatron.emit.deepspeed_values import wrong_values
 from mist_megatron.errors import InputError
 from mist_megatron.spec.plan import Plan
 
@@ -84,6 +85,9 @@ def read_config(raw: Config, schema: DeepSpeedSchema) -> Reading:
     _respell_top(config, findings)
     _respell_zero(config, findings)
     findings += _unknown(config, schema)
+    zero = config.get("zero_optimization")
+    wrong = wrong_values(zero, schema) if isinstance(zero, dict) else ()
+    findings += (Finding(level="rejected", key=key, message=message) for key, message in wrong)
     findings += _without_effect(config)
     findings += _clipping(config, schema)
     return Reading(config=config, findings=tuple(findings))
