@@ -126,8 +126,10 @@ def iteration_time(
         passes_s += sum(stage.first_s for stage in stages)
     extra_s, binding = _extra(stages, ramps, step_hides)
     steady_s = (grad_accum - 1) * stable_s
-    ramp_s = passes_s - steady_s
-    total_s = passes_s + extra_s
+    # What the slowest stage gathers for itself is no wait for others.
+    extra_s += stages[slowest].first_s
+    ramp_s = passes_s - steady_s - stages[slowest].first_s
+    total_s = steady_s + ramp_s + extra_s
     return IterationTime(
         steady_s=steady_s,
         ramp_s=ramp_s,

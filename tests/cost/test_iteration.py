@@ -147,6 +147,13 @@ def test_steps_that_wait_for_each_other_do_not_hide() -> None:
     assert waiting.binding_extra_stage == 1
 
 
+def test_a_lone_stage_waits_for_nobody() -> None:
+    """What it gathers before its first pass is its own first micro-batch's."""
+    found = iteration_time([StageTiming(stable_s=2.0, delta_s=0.75, first_s=0.5)], 4)
+    assert found.bubble_fraction == 0.0
+    assert (found.steady_s, found.ramp_s, found.first_and_last_s) == (6.0, 2.0, 0.75)
+
+
 def test_extras_hide_behind_earlier_stages() -> None:
     timing = [StageTiming(stable_s=2.0, delta_s=0.5), StageTiming(stable_s=3.0, delta_s=2.25)]
     result = iteration_time(timing, 4)
