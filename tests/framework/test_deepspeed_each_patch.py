@@ -31,7 +31,7 @@ from test_deepspeed_patches import (
 )
 
 HALF = {"precision": "bf16", **FULL}
-Z1_HALF = {**HALF, "accumulate_in": "bf16"}
+NARROW = {**HALF, "accumulate_in": "bf16"}
 ACTIVATIONS = {"recomputed": 1, "fraction": 0.5}
 PLACES = {
     "optimizer_fraction": 0.6,
@@ -50,7 +50,18 @@ ALONE = {
     "weights z2 bf16": with_patches(replace(Z2, **HALF), weight_fraction=0.5),
     "activations z2 bf16": with_patches(replace(Z2, **HALF), activations=ACTIVATIONS),
     "overflow z2 bf16": with_patches(replace(Z2_HOST, **HALF), forget_overflow=True),
-    "fraction z1 bf16": with_patches(replace(Z1_HOST, **Z1_HALF), optimizer_fraction=0.4),
+    "fraction z1 bf16": with_patches(replace(Z1_HOST, **NARROW), optimizer_fraction=0.4),
+    "weights z3 bf16": with_patches(replace(Z3, **HALF), weight_fraction=0.3),
+    "activations z3 bf16": with_patches(replace(Z3, **HALF), activations=ACTIVATIONS),
+    "fraction z3 bf16": with_patches(replace(Z3_HOST, **HALF), optimizer_fraction=0.4),
+    "decoupled z2 bf16": with_patches(replace(Z2, **HALF), decoupled_step=True),
+    "fraction z2 bf16": with_patches(replace(Z2_HOST, **NARROW), optimizer_fraction=0.4),
+    "gradients z2 bf16": with_patches(replace(Z2_HOST, **NARROW), gradient_fraction=0.6),
+    "decoupled z1 bf16": with_patches(replace(Z1_HOST, **NARROW), decoupled_step=True),
+    "fraction z2": with_patches(replace(Z2_HOST, **FULL), optimizer_fraction=0.7),
+    "activations z2": with_patches(replace(Z2, **FULL), activations=ACTIVATIONS),
+    "weights z1": with_patches(replace(Z1_HOST, **FULL), weight_fraction=0.5),
+    "decoupled z1": with_patches(replace(Z1_HOST, **FULL), decoupled_step=True),
 }
 TOGETHER = {
     "all z3": with_patches(replace(Z3_HOST, **FULL), **ALL),
