@@ -352,9 +352,12 @@ class HeldMemory:
         for members, freed in self.groups:
             added = _largest([none + held * each for none, each in members])
             over = self.held_bytes + (added - self.limit_bytes)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                share = np.where(over <= 0.0, 0.0, np.where(freed > 0.0, over / freed, np.inf))
-            needed = np.maximum(needed, share)
+            if not np.all(freed > 0.0):
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    needed = np.maximum(needed, np.where(over <= 0.0, 0.0, _ratio(over, freed, np.inf)))
+            else:
+                # What is not over needs less than nothing, and `needed` begins at nothing.
+                needed = np.maximum(needed, over / freed)
         # A hair below the grid value counts as reaching it, as the check peak <= limit does.
         return np.searchsorted(self.offloads, needed * (1 - 1e-12), side="left")[..., 0]
 
@@ -362,12 +365,21 @@ class HeldMemory:
         """Micro-batches in flight that fit with the optimizer offloaded in full."""
         most: Array = np.full((), np.inf)
         for members, freed in self.groups:
+            base = self.held_bytes - self.offloads[-1] * freed
             for none, each in members:
-                room = (self.limit_bytes - none) - (self.held_bytes - self.offloads[-1] * freed)
+                room = (self.limit_bytes - none) - base
+                if np.all(each > 0.0):
+                    most = np.minimum(most, room / each)
+                    continue
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    held = np.where(each > 0.0, room / each, np.where(room >= 0.0, np.inf, -1.0))
+                    held = _ratio(room, each, np.where(room >= 0.0, np.inf, -1.0))
                 most = np.minimum(most, held)
         return np.asarray(most * (1 + 1e-12), dtype=np.float64)
+
+
+def _ratio(of: Array, by: Array, otherwise: Array | float) -> Array:
+    """Where there is something to divide by."""
+    return np.asarray(np.where(by > 0.0, of / by, otherwise), dtype=np.float64)
 
 
 def _largest(arrays: list[Array]) -> Array:
