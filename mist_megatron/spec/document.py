@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Hashable, Mapping
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from mist_megatron.errors import InputError, MistError
 
@@ -145,7 +146,7 @@ def build(kind: type[T], value: Any, where: str) -> T:
     try:
         result: T = _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        raise InputError(f"{where}: {_first_fault(error, value)}") from None
+        raise InputError(f"{where}: {_first_fault(error, kind)}") from None
     except MistError as error:
         raise type(error)(f"{where}: {error.message}", details=error.details) from None
     return result
@@ -169,36 +170,65 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
     return adapter
 
 
-def _first_fault(error: Any, value: Any) -> str:
-    faults = error.errors(include_url=False, include_context=False)
+def _first_fault(error: Any, kind: Any) -> str:
+    faults = _of_one_form(error.errors(include_url=False, include_context=False))
+    missing = [fault["loc"] for fault in faults if fault["type"] in _MISSING]
     # A misspelt key is a missing one and an unknown one: the unknown one is what somebody typed.
-    fault = next((f for f in faults if f["type"] in _UNKNOWN and _meant(f, faults)), faults[0])
+    misspelt = [f for f in faults if f["type"] in _UNKNOWN and _near(f["loc"], [key[-1] for key in missing])]
+    fault = (misspelt or faults)[0]
     path = _path(fault["loc"])
-    if fault["type"] in _UNKNOWN and (meant := _meant(fault, faults)):
-        return f"unknown key {path}; did you mean {meant}?{_more(len(faults) - 2)}"
-    more = _more(len(faults) - 1)
     if fault["type"] in _UNKNOWN:
-        return f"unknown key {path}{more}"
+        meant = _near(fault["loc"], _keys_at(kind, fault["loc"][:-1]))
+        others = len(faults) - 1 - ((*fault["loc"][:-1], meant) in missing)
+        return f"unknown key {path}{f'; did you mean {meant}?' if meant else ''}{_more(others)}"
+    more = _more(len(faults) - 1)
     if fault["type"] in _MISSING:
         return f"key {path} is missing{more}"
     got = repr(fault.get("input"))
     shown = got if len(got) <= 40 else got[:37] + "..."
-    message = fault["msg"].removeprefix("Input should be ").replace("a valid integer", "a whole number")
+    message = fault["msg"].removeprefix("Input should be ")
+    for word, plain in _PLAIN_WORDS.items():
+        message = message.replace(word, plain)
     wanted = f"wanted {message}" if message != fault["msg"] else f"{message[0].lower()}{message[1:]}"
     return f"{path} is {shown}; {wanted}{more}"
 
 
+_PLAIN_WORDS = {
+    "a valid integer": "a whole number",
+    "a valid string": "text",
+    "a valid array": "a list",
+    "an object": "a mapping",
+}
 _UNKNOWN = frozenset({"unexpected_keyword_argument", "extra_forbidden"})
 _MISSING = frozenset({"missing", "missing_argument"})
 
 
-def _meant(unknown: Any, faults: Any) -> str | None:
-    """The missing key of the same mapping that a misspelt one is like."""
-    *mapping, typed = unknown["loc"]
-    missing = [f["loc"] for f in faults if f["type"] in _MISSING]
-    beside = [str(key) for *other, key in missing if other == mapping]
-    near = get_close_matches(str(typed), beside, n=1, cutoff=0.6)
-    return near[0] if near else None
+def _of_one_form(faults: list[Any]) -> list[Any]:
+    """Of a value that is a name or a mapping, and was given as a mapping, only what is wrong as a mapping."""
+    return [
+        {**fault, "loc": tuple(part for part in fault["loc"] if part not in _FORMS)}
+        for fault in faults
+        if not (fault["loc"][-1] == "str" and isinstance(fault.get("input"), dict))
+    ] or faults
+
+
+_FORMS = frozenset({"str", "GpuSpec", "dict[str,any]"})
+"""What pydantic puts into the path of a value that may have several forms."""
+
+
+def _keys_at(kind: Any, path: tuple[Any, ...]) -> list[str]:
+    """Keys of the mapping at a path in a document; none where that is no dataclass."""
+    for key in path:
+        if isinstance(key, str):
+            held = get_type_hints(kind).get(key) if is_dataclass(kind) else None
+            # Of a sequence its elements, of what may be left out what it is.
+            kind = next((form for form in get_args(held) if is_dataclass(form)), held)
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []
+
+
+def _near(path: tuple[Any, ...], names: list[str]) -> str | None:
+    found = get_close_matches(str(path[-1]), names, n=1, cutoff=0.6)
+    return found[0] if found else None
 
 
 def _more(count: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from plans import valid_plans
 
-from mist_megatron.errors import InputError
+from mist_megatron.errors import EmitError, InputError
 from mist_megatron.spec.layout import in_flight, nodes_of, replica_groups, stage_ranks, tensor_groups
 from mist_megatron.spec.plan_document import plan_from_text, plan_to_mapping, plan_to_yaml
 from mist_megatron.spec.target import CAPABILITIES, require_runnable, runnable_on, violations
@@ -39,7 +39,7 @@ def test_round_trip_is_exact(plan):
     [
         ("ckpt: 5", "ckpt: 14", r"stages\[0\].ckpt is 14; wanted 0..13"),
         ("ckpt: 5", "ckpt: -1", r"stages\[0\].ckpt"),
-        ("ckpt: 5", "cpkt: 5", r"unknown key stages\[0\].cpkt"),
+        ("ckpt: 5", "cpkt: 5", r"unknown key stages\[0\].cpkt; did you mean ckpt.$"),
         ("ckpt: 5", "ckpt: 2.5", r"stages\[0\].ckpt"),
         ("layers: 11", "layers: 12", "25 layers together; model gpt3-1.3b has 24"),
         ("grad_accum: 8", "grad_accum: 4", r"micro_batch \* dp \* grad_accum = 2 \* 2 \* 4 = 16"),
@@ -55,6 +55,9 @@ def test_round_trip_is_exact(plan):
         ("gpt3-1.3b", "my.yaml", "model is 'my.yaml'; wanted a preset's name, or the mapping"),
         ("l4-24gb", "l4", "yaml: cluster.gpu: unknown GPU 'l4'; did you mean l4-24gb"),
         ("grad_accum: 8", "grad_acum: 8", "yaml: unknown key grad_acum; did you mean grad_accum.$"),
+        ("grad_accum: 8", "grad_accum: 8\nshedule: 1f1b", "unknown key shedule; did you mean schedule.$"),
+        ("optimizer: 0.5", "optimiser: 0.5", r"stages.0..offload.optimiser; did you mean optimizer.$"),
+        ("l4-24gb", "{name: x}", "yaml: key cluster.gpu.bf16_flops_per_s is missing .and 11 more"),
         ("grad_accum: 8", "grad_accum: .nan", "grad_accum is nan; wanted a whole number$"),
         ("schema: 1", "schema: 2", "reads schema 1"),
         ("schema: 1", "schema: 2\nof_another_time: 1", "reads schema 1"),
@@ -101,7 +104,7 @@ def test_in_flight_interleaved():
 def test_violations_name_the_rule_and_who_could():
     plan = plan_from_text(TEXT.replace("target: mist", "target: megatron"))
     assert any("ckpt and recompute must be the same" in rule for rule in violations(plan))
-    with pytest.raises(InputError, match=r"targets that can: .*megatron\+patches, mist"):
+    with pytest.raises(EmitError, match=r"targets that can: .*megatron\+patches, mist"):
         require_runnable(plan)
     assert "deepspeed" not in runnable_on(plan)
 
