@@ -52,10 +52,10 @@ def best_by_hand(found: Found, asked: Job) -> dict[str, float]:
 def _best_of_ways(job: Job, space: Space) -> list[float]:
     """The best of a space under each way of execution; nothing where there is none."""
     from mist_megatron.cli.evaluators import evaluator_for
-    from mist_megatron.cli.ways import ways_of
     from mist_megatron.cost.predict import predict
     from mist_megatron.search.space import Limits
     from mist_megatron.search.tune import Settings, plan_of, search
+    from mist_megatron.search.ways import ways_of
 
     seconds = []
     for way in ways_of(job, space, Limits()):

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mist_megatron.cli.found import Found
 from mist_megatron.cli.options import TakenJob
 from mist_megatron.cli.output import console
-from mist_megatron.cli.ways import ways_of
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.spec.target import MEGATRON
 
@@ -38,6 +37,7 @@ def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int
     """Search with progress on a terminal, a time limit, and an interrupt that keeps the best so far, under
     each way of execution that the job leaves open."""
     from mist_megatron.search.tune import NoneFaster
+    from mist_megatron.search.ways import ways_of
 
     workers, time_limit = how
     started = time.monotonic()
@@ -67,7 +67,7 @@ def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int
             )
         # What is said where nothing fits is said of the way that keeps most on the host.
         raise refused[-1] if ways[-1].job is taken.job else refused[0]
-    return _best_of(found, none_faster, stopped=bool(out_of_time))
+    return _best_of(found, none_faster, time.monotonic() - started, stopped=bool(out_of_time))
 
 
 def _to_beat(found: list[Found], settings: Settings, job: Job) -> float:
@@ -81,7 +81,7 @@ class _OutOfTime(NoFeasiblePlan):
     """One of the searches of a command ended without a plan; what was asked is the command's to say."""
 
 
-def _best_of(found: list[Found], none_faster: list[NoneFaster], *, stopped: bool) -> Found:
+def _best_of(found: list[Found], none_faster: list[NoneFaster], seconds: float, *, stopped: bool) -> Found:
     """The fastest, which is proved as far as the least proved of them."""
     from mist_megatron.search.frontier import Tally
     from mist_megatron.search.tune import Status
@@ -103,7 +103,7 @@ def _best_of(found: list[Found], none_faster: list[NoneFaster], *, stopped: bool
         shapes_solved=sum(one.shapes_solved for one in searches),
         tally=tally,
     )
-    return Found(best.evaluator, result, best.about, sum(each.seconds for each in found))
+    return Found(best.evaluator, result, best.about, seconds)
 
 
 def _searched(taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]) -> Found:

@@ -7,13 +7,10 @@ they are made) and where it is worth its search is said here, for `tune` and for
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
+from mist_megatron.spec.job import Job
 from mist_megatron.spec.target import AWAY, MEGATRON, capability
-
-if TYPE_CHECKING:
-    from mist_megatron.search.space import Limits, Space
-    from mist_megatron.spec.job import Job
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,6 @@ def _of_megatron(job: Job, space: Space, limits: Limits) -> list[Way]:
     what they else do all at once. Steps are decoupled when asked for by hand only: with states on the host
     they are slower than Megatron's own step, whose copies hide behind the updates; without, what they gain
     is the gather of weights."""
-    from mist_megatron.search.space import apply_limits, cut_to_target
-
     open_ = {switch: getattr(job.execution, switch) is None for switch in AWAY.values()}
     reducing = _switched(job, overlap_grad_reduce=True) if open_["overlap_grad_reduce"] else job
     found = [Way(reducing, limits)]
