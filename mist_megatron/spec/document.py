@@ -208,7 +208,7 @@ def _of_one_form(faults: list[Any]) -> list[Any]:
     return [
         {**fault, "loc": tuple(part for part in fault["loc"] if part not in _FORMS)}
         for fault in faults
-        if not (fault["loc"][-1] == "str" and isinstance(fault.get("input"), dict))
+        if not (fault["loc"][-1:] == ("str",) and isinstance(fault.get("input"), dict))
     ] or faults
 
 
