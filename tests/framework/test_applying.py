@@ -170,6 +170,29 @@ def test_a_changed_signature_leaves_nothing_and_can_be_mended(
     assert hooked() == everything
 
 
+@both
+def test_every_function_that_is_hooked_is_checked(
+    framework: str, applied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other parameters, one function at a time; what was hooked before it does not stay."""
+    monkeypatch.setattr(
+        applying, "_require_nothing_built", lambda framework: None
+    )  # slow, and not the question
+    more = ["pipeline_stages", "forget_overflow"] if framework == "deepspeed" else []
+    plan = document(framework, patches=[*PATCHES[framework], *more])
+    applied(plan)
+    taken = [(entry.owner, entry.attribute) for entry in hooking._installed.values()]
+    hooking.undo_all()
+    assert len(taken) >= (18 if framework == "megatron-core" else 45)
+    for owner, attribute in taken:
+        with monkeypatch.context() as changing:
+            changing.setattr(owner, attribute, lambda self, of_another_release: None)
+            with pytest.raises(PatchRefused) as refused:
+                applied(plan)
+        assert "\n" not in str(refused.value)
+        assert not hooked(), attribute
+
+
 @pytest.mark.parametrize(
     ("framework", "version"),
     [("megatron-core", "0.20.0"), ("megatron-core", "0.15.3"), ("deepspeed", "0.19.3"), ("deepspeed", "1.0")],
