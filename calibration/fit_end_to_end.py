@@ -54,6 +54,7 @@ HOST = {
     "host_s_per_micro_batch": communication.HOST_S_PER_MICRO_BATCH,
     "host_s_per_exchange": communication.HOST_S_PER_EXCHANGE,
     "host_s_per_step": communication.HOST_S_PER_STEP,
+    "zero3_network_share": communication.ZERO3_NETWORK_SHARE,
 }
 COLLECTIVE_RATE = "collective_rate"
 """Bandwidth of a profile's collectives over what its curves say."""
@@ -92,7 +93,7 @@ CHIPS: Mapping[str, Chip] = {
                "memory_fraction": 0.70, **_COMMON},
         held={"gemm_peak_fraction": 2e-2, "gemm_half_area": 1e-3, "gemm_half_depth": 1e-3,
               "memory_fraction": 1e-2},
-        sources=("vtrain_a100", "megatron_papers_a100", "llm-foundry", "sc21"),
+        sources=("vtrain_a100", "megatron_papers_a100", "llm-foundry", "sc21", "azure"),
         host=True,
         layers=True,
     ),

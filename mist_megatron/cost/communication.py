@@ -27,6 +27,10 @@ HOST_S_PER_EXCHANGE = 0.000598
 HOST_S_PER_STEP = 0.00161
 """Fitted with the above to the same runs by calibration/fit_end_to_end.py."""
 
+ZERO3_NETWORK_SHARE = 0.62
+"""Of the bandwidth between nodes that bucketed reductions reach, what gathers and reductions by layer do: 0.7
+by Azure's 54 runs of 2022, 0.4 by three of 2021 (SC'21); llm-foundry's runs fit with either."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
@@ -86,6 +90,11 @@ class Template:
     """Host copies are made on the streams of the collectives: weights of ZeRO 3 right before their gather,
     the gradients so far, to be added to, right before and after their reduction. Weights below ZeRO 3 visit
     the device on streams of their own."""
+    zero3_network_share: float = 1.0
+    """Of the bandwidth between nodes that other collectives reach, what those of ZeRO 3 do."""
+    recompute_stops_early: bool = False
+    """Recomputation of a layer ends once it has made all that was saved (torch.utils.checkpoint without
+    re-entrance, from release 2.1), so that the layer's last matrix product is not run again."""
     steps_by_place: bool = False
     """Gradients to step with go to where the states are, in 4 bytes, in the last backward pass; each group is
     updated there and its weights copied to where they belong, and nothing hides these copies."""
@@ -199,6 +208,9 @@ def _deepspeed(execution: Execution) -> Template:
         host_s_per_step=HOST_S_PER_STEP,
         bucket_elements=5e8,
         copies_in_collectives=True,
+        # transformers' gradient checkpointing (from release 5), llm-foundry's, and that of our patches.
+        recompute_stops_early=True,
+        zero3_network_share=ZERO3_NETWORK_SHARE,
         steps_by_place=True,
     )
 

@@ -261,10 +261,12 @@ class _PricedPairs:
 
     def load(self, layer: str) -> LayerLoad:
         forward, backward = self.passes[layer, "forward"], self.passes[layer, "backward"]
-        selective = self.passes[layer, "selective"]
+        selective, unneeded = self.passes[layer, "selective"], self.passes[layer, "unneeded"]
         host_s = self.host_s
+        again = forward.without(unneeded)
+        forward_s = forward.compute_s + forward.waiting_s(*host_s)
         return LayerLoad(
-            forward_s=self.spread(forward.compute_s + forward.waiting_s(*host_s)),
+            forward_s=self.spread(forward_s),
             backward_s=self.spread(backward.compute_s + backward.waiting_s(*host_s)),
             forward_collective_s=self.spread(forward.stopping_s),
             backward_collective_s=self.spread(backward.stopping_s),
@@ -273,6 +275,8 @@ class _PricedPairs:
             selective_s=self.spread(selective.compute_s + selective.waiting_s(*host_s)),
             selective_collective_s=self.spread(selective.stopping_s),
             weight_grad_s=self.spread(backward.weight_grad_s),
+            unneeded_s=self.spread(forward_s - again.compute_s - again.waiting_s(*host_s)),
+            unneeded_collective_s=self.spread(forward.stopping_s - again.stopping_s),
         )
 
 

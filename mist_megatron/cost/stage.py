@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from mist_megatron.cost.operators import Operator, Work
 
 LAYER_KINDS = ("embedding", "block", "head")
-PASSES = ("forward", "backward", "selective")
-"""`selective` is what selective recomputation runs again: the forward of the attention core."""
+PASSES = ("forward", "backward", "selective", "unneeded")
+"""`selective` is what selective recomputation runs again: the forward of the attention core; `unneeded` what
+of the forward pass full recomputation does not."""
 _FIELDS = {
     "gemm": ("m", "n", "k", "batch"),
     "attention": ("batch", "seq", "heads", "kv_heads", "head_dim"),
@@ -99,9 +100,12 @@ def stage_program_from_document(document: Any) -> StageProgram | None:
     return StageProgram(program, items, uses, whole)
 
 
-def build_stage_program(layers: Mapping[str, Sequence[Operator]], sizes: Mapping[str, Expr]) -> StageProgram:
+def build_stage_program(
+    layers: Mapping[str, Sequence[Operator]], sizes: Mapping[str, Expr], unneeded: Sequence[Operator] = ()
+) -> StageProgram:
     """`layers` maps each of LAYER_KINDS to its operators; `sizes` are further named expressions
-    (parameters, saved bytes, memory terms) compiled along, so that they share subexpressions."""
+    (parameters, saved bytes, memory terms) compiled along, so that they share subexpressions; `unneeded` are
+    the operators of a block that full recomputation leaves out."""
     table = _WorkTable()
     for kind in LAYER_KINDS:
         for operator in layers[kind]:
@@ -109,6 +113,8 @@ def build_stage_program(layers: Mapping[str, Sequence[Operator]], sizes: Mapping
             table.add(kind, "backward", operator.backward, backward=True)
             if kind == "block" and operator.recomputed_when_selective:
                 table.add(kind, "selective", operator.forward, backward=False)
+    for operator in unneeded:
+        table.add("block", "unneeded", operator.forward, backward=False)
     expressions = {**sizes, **table.expressions}
     return StageProgram(compile_expressions(expressions), tuple(table.items), table.uses())
 
@@ -175,6 +181,12 @@ class PassTime:
     def scaled(self, ratio: Array) -> PassTime:
         """The whole pass, and what the host does for it, that much longer."""
         return PassTime(**{name: getattr(self, name) * ratio for name in PassTime.__dataclass_fields__})
+
+    def without(self, part: PassTime) -> PassTime:
+        """The pass less some of its work."""
+        return PassTime(
+            **{name: getattr(self, name) - getattr(part, name) for name in PassTime.__dataclass_fields__}
+        )
 
     @property
     def stopping_s(self) -> Array:

@@ -136,11 +136,11 @@ def _block_terms(
     whole = kept
     if np.any(grid.ckpt):
         # What a recomputed layer keeps is its input, which is too small to be worth offloading.
-        recomputed = _Kind((load.forward_s, load.forward_collective_s), ZERO)
+        recomputed = _Kind(load.again, ZERO)
         whole = _run(grid, load, traffic, context, recomputed, between)
     stable["forward"] = Linear(per_layer=load.forward_s)
     stable["backward"] = Linear(per_layer=load.backward_s)
-    stable["recompute"] = Linear(per_layer=again[0], per_ckpt=load.forward_s - again[0])
+    stable["recompute"] = Linear(per_layer=again[0], per_ckpt=load.again[0] - again[0])
     stable["tensor_parallel"] = _mixed(kept.tensor_s, whole.tensor_s)
     stable["blocking_data_parallel"] = _mixed(kept.blocking_s, whole.blocking_s)
     stable["exposed_traffic"] = _exposed(grid, kept.forward, whole.forward) + _exposed(

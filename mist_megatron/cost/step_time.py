@@ -232,8 +232,7 @@ def _sent_beside_chunks(
     trip = 2.0 * (grid.stages * grid.vpp - 1) * hop
     if not np.any(grid.ckpt):
         return Linear(per_layer=kept_s), Linear(trip, kept_d)
-    whole = (block.forward_s, block.forward_collective_s)
-    whole_s, whole_d = _per_layer(beside, block, whole, context)
+    whole_s, whole_d = _per_layer(beside, block, block.again, context)
     return Linear(per_layer=kept_s, per_ckpt=whole_s - kept_s), Linear(trip, kept_d, whole_d - kept_d)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from sympy import Expr, Integer
 
 from mist_megatron.cost import layers
+from mist_megatron.cost.communication import template_of
 from mist_megatron.cost.compile import compile_expressions
 from mist_megatron.cost.conventions import conventions_of
 from mist_megatron.cost.grid import StageRole
@@ -78,6 +79,9 @@ def memory_expressions(job: Job, role: StageRole) -> dict[str, Expr]:
 
 def stage_program_of(job: Job) -> StageProgram:
     """Everything about the job's stages that does not depend on numbers."""
-    program = build_stage_program(layer_graphs(job), size_expressions(job))
+    graphs = layer_graphs(job)
+    stops_early = template_of(job.target, job.execution).recompute_stops_early
+    unneeded = layers.unneeded_again(graphs["block"]) if stops_early else ()
+    program = build_stage_program(graphs, size_expressions(job), unneeded)
     memory = {role.value: compile_expressions(memory_expressions(job, role)) for role in StageRole}
     return replace(program, memory=memory)

@@ -68,6 +68,15 @@ class LayerLoad:
     selective_s: Array = field(default_factory=lambda: ZERO)
     selective_collective_s: Array = field(default_factory=lambda: ZERO)
     weight_grad_s: Array = field(default_factory=lambda: ZERO)
+    unneeded_s: Array = field(default_factory=lambda: ZERO)
+    """Compute and ..."""
+    unneeded_collective_s: Array = field(default_factory=lambda: ZERO)
+    """... collectives of the forward pass that full recomputation leaves out."""
+
+    @property
+    def again(self) -> tuple[Array, Array]:
+        """Compute and collectives of full recomputation."""
+        return self.forward_s - self.unneeded_s, self.forward_collective_s - self.unneeded_collective_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,6 +142,9 @@ def collective(kind: Collective, message_bytes: Array, grid: StageGrid, context:
     if not np.any(ranks > 1.0):
         return ZERO
     nodes = np.minimum(nodes_spanned(ranks, grid.tp, grid.gpus_per_node), grid.nodes)
+    share = context.template.zero3_network_share
+    if share < 1.0:
+        message_bytes = message_bytes / np.where((grid.zero >= 3) & (nodes > 1.0), share, 1.0)
     seconds = context.prices.collective(
         kind, message_bytes, ranks, nodes, strided=np.asarray(grid.tp > 1.0)
     ).seconds

@@ -240,11 +240,10 @@ def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kind
     loads = evaluator.loads(grid)
     block = loads.block
     selective = (block.selective_s, block.selective_collective_s) if grid.selective else (ZERO, ZERO)
-    whole = (block.forward_s, block.forward_collective_s)
     kept = _layer(grid, block, context, again=selective, saved=True)
     # As in the closed form, a recomputed layer keeps its input only, which is not worth offloading.
     recomputed = (
-        _layer(grid, block, context, again=whole, saved=False) if plan.stages[position].ckpt else kept
+        _layer(grid, block, context, again=block.again, saved=False) if plan.stages[position].ckpt else kept
     )
     edge = replace(edge_grid(grid, context.template), activations_offload=ZERO)
     embedding, head = (
