@@ -56,7 +56,7 @@ def test_emitted_deepspeed_files_are_priced_as_their_plan(mist, tmp_path):
     for command in (["predict"], ["simulate"], ["explain"]):
         assert mist(*command, str(out / "plan.yaml")).code == 0
     refused = mist("predict", str(_with(out / "plan.yaml", "zero", 0)))
-    assert refused.code == 2
+    assert refused.code == 5
 
 
 def test_a_change_that_a_patch_refuses_is_said(mist, tmp_path):
