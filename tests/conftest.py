@@ -49,7 +49,7 @@ def mist(tmp_path: Path):  # type: ignore[no-untyped-def]
             env=settings,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
         return Ran(done.returncode, done.stdout, done.stderr)

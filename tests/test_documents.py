@@ -97,7 +97,7 @@ def run(command: str, folder: Path) -> str:
     assert line != command or command.split()[0] in {"ls", "cat", "head"}, f"not run by any test: {command}"
     settings = {**os.environ, "COLUMNS": "80"}
     done = subprocess.run(
-        line, shell=True, cwd=folder, env=settings, capture_output=True, text=True, timeout=240, check=False
+        line, shell=True, cwd=folder, env=settings, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr

@@ -55,7 +55,7 @@ app.main()
 """
     words = ("recipes", "copy", "gpt3-7b-2x8-l4", "new")
     command = [sys.executable, "-c", program.replace("NUMBER", str(int(number))), *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert os.listdir(tmp_path) == []

@@ -161,7 +161,7 @@ def test_closed_stdout(plan: Path) -> None:
     command = (
         f"exec {shlex.quote(sys.executable)} -m mist_megatron simulate {shlex.quote(str(plan))} --json >&-"
     )
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -75,7 +75,7 @@ def explicit(planned: Plan) -> dict:
     return json.loads(deepspeed.config_text(config))
 
 
-def run(*words: str, stdin: str | None = None, timeout_s: float = 150) -> list:
+def run(*words: str, stdin: str | None = None, timeout_s: float = 600) -> list:
     """The results that the program printed, one per process."""
     environment = warm_start_server.environment()
     environment = {k: v for k, v in environment.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}

@@ -162,7 +162,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     folders = {name: emitted(root / str(number), p) for number, (name, p) in enumerate(plans.items())}
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     words += [str(SCRIPT), "all", *map(str, folders.values())]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=280, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=600, check=False)
     return {name: results(done, folder) for name, folder in folders.items()}
 
 
@@ -254,7 +254,7 @@ def test_written_start_script_applies_the_patches(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=environment() | words,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     found = results(done, folder)

@@ -124,7 +124,7 @@ def train(
     }
     command = ["bash", str(out / "train.sh"), *HERE_ONLY.split(), *more]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=170, check=False, cwd=folder
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False, cwd=folder
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     losses = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 def run(program: str, *arguments: str) -> str:
     command = [sys.executable, str(FOLDER / program), *arguments]
     environment = warm_start_server.environment()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

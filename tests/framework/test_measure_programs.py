@@ -93,7 +93,7 @@ def test_stopped_by_a_signal_it_says_how_to_go_on(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.terminate()
     try:
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 130, told

@@ -74,7 +74,7 @@ def test_it_is_the_older_version() -> None:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     version, refused = done.stdout.splitlines()

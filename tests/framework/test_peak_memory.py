@@ -45,7 +45,7 @@ def tracked() -> dict[tuple[int, ...], int]:
         env=warm_start_server.environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -98,7 +98,7 @@ def deepspeed_verdicts(asked):
         input=json.dumps(asked),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if "RESULT " in line]

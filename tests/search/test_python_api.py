@@ -26,7 +26,7 @@ def run(folder, *texts):
     script = folder / "example.py"
     script.write_text("\n".join(texts))
     return subprocess.run(
-        [sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
 
 
