@@ -14,7 +14,7 @@ from mist_megatron.cli.evaluators import evaluator_for
 from mist_megatron.cost.datasheet import datasheet_prices
 from mist_megatron.cost.deterministic import DeterministicPrices
 from mist_megatron.cost.predict import job_of, predict
-from mist_megatron.errors import InputError
+from mist_megatron.errors import EmitError
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.target import violations
@@ -75,5 +75,5 @@ def test_switches_that_exclude_each_other() -> None:
 
     plan = _row().plan
     clash = replace(plan, execution=replace(plan.execution, fused_cross_entropy=True))
-    with pytest.raises(InputError, match="deterministic"):
+    with pytest.raises(EmitError, match="deterministic"):
         require_emittable(clash)
