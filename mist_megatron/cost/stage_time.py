@@ -42,6 +42,7 @@ from mist_megatron.cost.step_time import (
     reduces_by_chunk,
     reduces_in_passes,
     sent_beside_reductions,
+    slowed_by_reduction,
     step_terms,
 )
 from mist_megatron.cost.terms import (
@@ -99,6 +100,9 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
     stable["host_work"] = Linear(host_seconds(grid, context))
     delta["host_step"] = Linear(np.asarray(context.template.host_s_per_step))
     step_terms(grid, loads, context, delta)
+    reduction = delta.get("gradient_reduction", Linear()).fixed
+    if grid.stages > 1:
+        add_term(last_hops, "pipeline_p2p", Linear(slowed_by_reduction(grid, loads, reduction, context)))
     stable.update(hops)
     delta.update(last_hops)
     for name in context.without:

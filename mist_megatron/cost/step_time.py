@@ -192,7 +192,10 @@ def boundary_terms(
     (inside, across), handed_on = boundary_seconds(grid, loads, context)
     hop = (1.0 - share) * inside + share * across + handed_on
     if overlaps:
-        stable["pipeline_p2p"], delta["pipeline_p2p"] = _sent_beside_chunks(grid, loads, hop, context)
+        # At a border of nodes a stage has one neighbour on each side of it.
+        own = (inside, across) if 0.0 < share < 1.0 else (hop, hop)
+        sends = _Sends(grid, hop, own, host_seconds(grid, context), _edge_seconds(loads))
+        stable["pipeline_p2p"], delta["pipeline_p2p"] = _sent_beside_chunks(sends, loads.block, context)
         return
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     stable["pipeline_p2p"] = Linear(exchanges * grid.vpp * hop)
@@ -210,9 +213,20 @@ class _Beside:
     """... or shorter."""
 
 
-def _sent_beside_chunks(
-    grid: StageGrid, loads: StageLoads, hop: Array, context: TimeContext
-) -> tuple[Linear, Linear]:
+@dataclass(frozen=True)
+class _Sends:
+    """What a stage with chunks sends, and what besides its layers it does meanwhile."""
+
+    grid: StageGrid
+    hop_s: Array
+    """Mean of all boundaries, which every micro-batch passes."""
+    own_s: tuple[Array, Array]
+    """Sends of a stage to either side, where they slow its compute most."""
+    host_s: Array
+    edges_s: Array
+
+
+def _sent_beside_chunks(sends: _Sends, block: LayerLoad, context: TimeContext) -> tuple[Linear, Linear]:
     """Sends of p stages with v chunks that compute (f forward, b backward) beside them, in t and in d.
 
     A chunk's output travels while a backward pass runs, its gradients while a forward pass does; p stages and
@@ -223,16 +237,16 @@ def _sent_beside_chunks(
       chunk in v that sends once only.
 
     Filling and draining are the trip of one micro-batch through p v chunks and back, and p pairs of the
-    chunk that waits for nothing but the link. A layer hides its share of a send, which keeps all this linear in recomputed
-    layers (chunks are equal, so a stage has no other number of layers); embedding or head hide waits too."""
-    block = loads.block
+    chunk that waits for nothing but the link. A layer hides its share of a send, which keeps all this linear
+    in recomputed layers (chunks are equal, so a stage has no other number of layers); embedding or head hide
+    waits too."""
+    grid = sends.grid
     again = (block.selective_s, block.selective_collective_s) if grid.selective else (ZERO, ZERO)
-    beside = _Sends(grid, hop, host_seconds(grid, context), _edge_seconds(loads))
-    kept_s, kept_d = _per_layer(beside, block, again, context)
-    trip = 2.0 * (grid.stages * grid.vpp - 1) * hop
+    kept_s, kept_d = _per_layer(sends, block, again, context)
+    trip = 2.0 * (grid.stages * grid.vpp - 1) * sends.hop_s
     if not np.any(grid.ckpt):
         return Linear(per_layer=kept_s), Linear(trip, kept_d)
-    whole_s, whole_d = _per_layer(beside, block, block.again, context)
+    whole_s, whole_d = _per_layer(sends, block, block.again, context)
     return Linear(per_layer=kept_s, per_ckpt=whole_s - kept_s), Linear(trip, kept_d, whole_d - kept_d)
 
 
@@ -242,16 +256,6 @@ def _edge_seconds(loads: StageLoads) -> Array:
         (load.forward_s + load.backward_s for load in (loads.embedding, loads.head) if load is not None),
         start=ZERO,
     )
-
-
-@dataclass(frozen=True)
-class _Sends:
-    """What a stage with chunks sends, and what besides its layers it does meanwhile."""
-
-    grid: StageGrid
-    hop_s: Array
-    host_s: Array
-    edges_s: Array
 
 
 def _per_layer(
@@ -265,6 +269,10 @@ def _per_layer(
     backward_parts = (host_s, load.backward_s + again[0], load.backward_collective_s + again[1])
     forward, backward = (_beside(share, parts, context) for parts in (forward_parts, backward_parts))
     slower = forward.slower_s + backward.slower_s
+    if sends.own_s[0] is not sends.own_s[1]:
+        each = [chunks * hop * a_layer for hop in sends.own_s]
+        found = [_beside(one, parts, context) for one in each for parts in (forward_parts, backward_parts)]
+        slower = 0.5 * sum((beside.slower_s for beside in found), start=ZERO)
     link = np.maximum(forward.waits_s + backward.waits_s - forward.spare_s - backward.spare_s, 0.0)
     round_trip = np.maximum(forward.waits_s, backward.waits_s)
     alone = np.maximum(share - sum(forward_parts) - sum(backward_parts), 0.0)
@@ -291,6 +299,16 @@ def _beside(sent: Array, parts: tuple[Array, Array, Array], context: TimeContext
     left = sent - host - together / slow_send - collectives
     idle = (compute - together / slow_compute) + np.maximum(-left, 0.0)
     return _Beside(slower, np.maximum(left, 0.0), np.where(left > 0.0, 0.0, idle))
+
+
+def slowed_by_reduction(grid: StageGrid, loads: StageLoads, reduction: Array, context: TimeContext) -> Array:
+    """Interleaved stages reduce when their last backward pass has ended; its gradients still leave then, and
+    where both go over the same links, have half of them."""
+    sends_beside = grid.vpp > 1 and context.template.boundary_overlaps_when_interleaved
+    if not sends_beside or not np.any(reduction):
+        return ZERO
+    each_s = sent_beside_reductions(grid, loads, context) * context.model_layers / (grid.vpp * grid.stages)
+    return (grid.stages - 1) * np.minimum(each_s, reduction)
 
 
 def sent_beside_reductions(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Array:
