@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 STREAMS = ("compute", "gpu_gpu", "host_to_device", "device_to_host")
-COMPUTE, GPU_GPU = 0, 1
-_COPIES = (2, 3)
+COMPUTE, GPU_GPU, HOST_TO_DEVICE, DEVICE_TO_HOST = range(4)
+_COPIES = (HOST_TO_DEVICE, DEVICE_TO_HOST)
 _CHUNK = 8192
 """Rows worked on at a time: the dozen temporaries of a chunk stay in a second-level cache."""
 
@@ -146,10 +146,10 @@ def until_done(
     if not np.any(work_s) or not (in_s or out_s):
         return work_s, copies
     if not out_s:
-        spent, left = _until_first(stream, work_s, 2, copy_in, factors)
+        spent, left = until_first(stream, work_s, HOST_TO_DEVICE, copy_in, factors)
         return spent, (left, copy_out)
     if not in_s:
-        spent, left = _until_first(stream, work_s, 3, copy_out, factors)
+        spent, left = until_first(stream, work_s, DEVICE_TO_HOST, copy_out, factors)
         return spent, (copy_in, left)
     row = (1 << stream) | 0b1100
     slow, slow_in, slow_out = (float(factors[row, index]) for index in (stream, 2, 3))
@@ -157,14 +157,12 @@ def until_done(
     work_left = np.maximum(work_s - together / slow, 0.0)
     in_left, out_left = copy_in - together / slow_in, copy_out - together / slow_out
     # At most one copy is left beside what is left of the stream.
-    beside_in, in_left = _until_first(stream, work_left, 2, in_left, factors)
-    beside_out, out_left = _until_first(stream, work_left, 3, out_left, factors)
+    beside_in, in_left = until_first(stream, work_left, HOST_TO_DEVICE, in_left, factors)
+    beside_out, out_left = until_first(stream, work_left, DEVICE_TO_HOST, out_left, factors)
     return together + beside_in + beside_out - work_left, (in_left, out_left)
 
 
-def _until_first(
-    stream: int, work_s: Array, other: int, copy_s: Array, factors: Array
-) -> tuple[Array, Array]:
+def until_first(stream: int, work_s: Array, other: int, copy_s: Array, factors: Array) -> tuple[Array, Array]:
     """Seconds until the first of two streams is done, and what is left of the other."""
     row = (1 << stream) | (1 << other)
     slow, slow_copy = float(factors[row, stream]), float(factors[row, other])

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mist_megatron.cost.overlap import COMPUTE, GPU_GPU, overlapped_time, until_done
+from mist_megatron.cost.overlap import (
+    COMPUTE,
+    DEVICE_TO_HOST,
+    GPU_GPU,
+    HOST_TO_DEVICE,
+    overlapped_time,
+    until_done,
+    until_first,
+)
 from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.terms import ZERO, LayerPasses, PassStreams
 
@@ -48,10 +56,12 @@ class Between:
         """What the first arrival of the next pass and the last departure of the one before add to that."""
         gather, copy_in = dropped_if_idle(arriving.gather_s), dropped_if_idle(arriving.copy_in_s)
         copy_out = dropped_if_idle(leaving.copy_out_s)
-        sent_s, (copy_in, _) = until_done(GPU_GPU, self.send_s, (copy_in, copy_out), factors)
+        sent_s, (copy_in, copy_out) = until_done(GPU_GPU, self.send_s, (copy_in, copy_out), factors)
         slower_s = sent_s - self.send_s
         if gather is ZERO and copy_in is ZERO:
             return slower_s
+        # What still leaves slows down what arrives.
+        copy_in, _ = until_first(HOST_TO_DEVICE, copy_in, DEVICE_TO_HOST, copy_out, factors)
         there_s = overlapped_time((self.beside_s, gather, copy_in, ZERO), factors)
         return slower_s + np.maximum(there_s - self.beside_s - self.host_s, 0.0)
 
