@@ -3,8 +3,9 @@
 Why: DeepSpeed reads its JSON, the patches read stages.json. A JSON of another ZeRO level, or a pipeline that
 the plan does not know, would train with fractions and layers that mean something else, without a word.
 
-What: when DeepSpeed takes the optimizer, the number of pipeline stages and the ZeRO level are compared. In
-pipelines of 0.19.0, whose gradient norms came out 6 % off under pipeline_stages, no patch was run: refused.
+What: when DeepSpeed takes the optimizer, the number of pipeline stages and the ZeRO level are compared, and
+the copies of stages.json that data-parallel ranks have read. In pipelines of 0.19.0, whose gradient norms
+came out 6 % off under pipeline_stages, no patch was run: refused.
 
 Tested with DeepSpeed 0.19.0 and 0.19.8.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 from mist_patches.deepspeed_groups import put
 from mist_patches.hooking import PatchRefused
+from mist_patches.one_plan import require_one_plan
 
 WITHOUT_PIPELINES = ("0.19.0",)
 
@@ -30,6 +32,7 @@ def require_planned_engines(document: Mapping[str, Any]) -> Callable[[], None]:
     def build(original: Callable[..., None]) -> Any:
         def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
             _check(self, document["stages"])
+            require_one_plan(document, self.data_parallel_group)
             original(self, client_optimizer, model_parameters)
 
         return _configure_optimizer

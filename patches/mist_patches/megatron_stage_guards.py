@@ -3,8 +3,9 @@
 Why: sizes may come from a command line, a YAML or a loop of one's own. With one pipeline stage instead of the
 plan's two, ranks of the second stage would train whole models with the second stage's fractions.
 
-What: tensor-, pipeline- and context-parallel sizes that `initialize_model_parallel` gets, or got before,
-are compared with stages.json. Stages on grids of their own (stage_grids) have a function of their own there.
+What: tensor-, pipeline- and context-parallel sizes that `initialize_model_parallel` gets, or got before, are
+compared with stages.json, and so are the copies of that file that the ranks have read. Stages on grids of
+their own (stage_grids) have a function of their own there.
 
 Tested with megatron-core 0.16.1 and 0.19.2.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mist_patches.hooking import PatchRefused, replace
+from mist_patches.one_plan import require_one_plan
 
 SIZES = {
     "tensor_model_parallel_size": "tensor_parallel",
@@ -55,6 +57,7 @@ def require_planned_groups(document: Mapping[str, Any]) -> Callable[[], None]:
             given.apply_defaults()
             _check(document, given.arguments)
             original(*sizes, **settings)
+            require_one_plan(document)
 
         return initialize_model_parallel
 

@@ -287,6 +287,32 @@ def test_process_groups_of_another_plan_that_are_there_already(
     assert not hooked()
 
 
+@pytest.mark.parametrize(("second", "refused"), [(0.5, False), (0.25, True)])
+def test_ranks_with_an_older_copy_of_the_plan(
+    second: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node reads its own file."""
+    import torch.distributed as dist
+    from mist_patches.one_plan import require_one_plan
+
+    said: list[Any] = []
+
+    def gather(found: list[Any], mine: Any, group: Any = None) -> None:
+        said.append(mine)
+        found[:] = [said[0], mine]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    require_one_plan(document("deepspeed"))
+    if refused:
+        with pytest.raises(
+            PatchRefused, match=r"^rank 1 reads another stages\.json than rank 0; wanted the same"
+        ):
+            require_one_plan(changed("deepspeed", weights=second))
+    else:
+        require_one_plan(changed("deepspeed", weights=second))
+
+
 def engine(zero: int, stages: int = 0) -> Any:
     """What DeepSpeed's engine is when it takes an optimizer."""
     from deepspeed.runtime.pipe.module import PipelineModule
@@ -350,7 +376,7 @@ def test_entries_refuse_in_one_line(entry: str, framework: str, tmp_path: Path) 
             env={**os.environ, **words},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 1
