@@ -20,8 +20,11 @@ are and activations are offloaded, a first or middle stage's t is too small by t
 activations or, where their way out takes longer than the layer, too large (see cost/stage_time.py). What
 else is left comes from plans of few micro-batches, whose optimizer states leave beside later passes, and
 from stages that wait, which hides arrivals of theirs. `interleaved` is exact while a send is shorter than
-a chunk's forward pass, and mostly within 3 % where sends bind: how full pipelines wait is in
-`cost/step_time.py`, how they get there and back is taken as one micro-batch's trip.
+a chunk's forward pass; how full pipelines wait is in `cost/step_time.py`, how they get there and back is
+taken as one micro-batch's trip and the pairs of one chunk.
+Stages of unequal sizes, which none of these classes has, are up to a few percent too fast where sends cost
+something: each stage is priced with its own side of a boundary and with the borders of nodes that stages
+of its size would have, the events with the slower side and the real borders.
 """
 
 from __future__ import annotations
