@@ -139,8 +139,8 @@ def head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
 
 def unneeded_again(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """What a recomputation may leave out that stops when it has all that backward needs: the last matrix
-    product, whose input is the last thing saved, and what follows. Dropout after it saves a mask, for which the
-    product is needed."""
+    product, whose input is the last thing saved, and what follows. Dropout after it saves a mask, for which
+    the product is needed."""
     last = max(index for index, operator in enumerate(operators) if operator.saved)
     inputs_saved = all(work.kind is WorkKind.GEMM for work in operators[last].forward)
     return operators[last:] if inputs_saved else ()
