@@ -15,12 +15,13 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 1
   --bf16
   --attention-backend flash
-  --micro-batch-size 1
+  --micro-batch-size 2
   --global-batch-size 1536
-  --tensor-model-parallel-size 2
-  --pipeline-model-parallel-size 16
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 8
   --sequence-parallel
   --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
 )

@@ -17,13 +17,14 @@ MEGATRON_ARGS=(
   --attention-backend flash
   --micro-batch-size 1
   --global-batch-size 1024
-  --tensor-model-parallel-size 2
+  --tensor-model-parallel-size 4
   --pipeline-model-parallel-size 8
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6L'
+  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
   --use-distributed-optimizer
   --optimizer-cpu-offload
   --use-precision-aware-optimizer
   --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
 )

@@ -25,4 +25,5 @@ MEGATRON_ARGS=(
   --pipeline-model-parallel-layout 'Et*8|t*8|t*8|t*8|t*8|t*8L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
 )

@@ -18,11 +18,12 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 1
+  --micro-batch-size 2
   --global-batch-size 128
   --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 2
-  --pipeline-model-parallel-layout 'Et*13|t*11L'
+  --pipeline-model-parallel-size 1
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
 )

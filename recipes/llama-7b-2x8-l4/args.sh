@@ -22,10 +22,11 @@ MEGATRON_ARGS=(
   --global-batch-size 256
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 4
-  --pipeline-model-parallel-layout 'Et*8|t*8|t*8|t*8L'
+  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
   --use-distributed-optimizer
   --optimizer-cpu-offload
   --use-precision-aware-optimizer
   --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
 )

@@ -25,4 +25,5 @@ MEGATRON_ARGS=(
   --pipeline-model-parallel-layout 'Et*20|t*20L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
 )

@@ -31,4 +31,5 @@ MEGATRON_ARGS=(
   --use-precision-aware-optimizer
   --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
 )

@@ -25,4 +25,5 @@ MEGATRON_ARGS=(
   --pipeline-model-parallel-layout 'Et*16|t*16L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
 )

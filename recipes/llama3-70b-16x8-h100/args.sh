@@ -17,18 +17,19 @@ MEGATRON_ARGS=(
   --seq-length 8192
   --hidden-dropout 0.0
   --attention-dropout 0.0
-  --make-vocab-size-divisible-by 128
+  --make-vocab-size-divisible-by 64
   --bf16
   --attention-backend flash
   --micro-batch-size 1
   --global-batch-size 512
-  --tensor-model-parallel-size 2
-  --pipeline-model-parallel-size 4
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 2
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*19|t*20|t*21|t*20L'
+  --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10|t*10|t*10|t*10|t*10L'
   --use-distributed-optimizer
   --optimizer-cpu-offload
   --use-precision-aware-optimizer
   --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
 )

@@ -27,4 +27,5 @@ MEGATRON_ARGS=(
   --pipeline-model-parallel-layout 'Et*17|t*15L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
 )

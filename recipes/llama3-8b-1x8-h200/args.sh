@@ -26,4 +26,6 @@ MEGATRON_ARGS=(
   --pipeline-model-parallel-size 1
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
 )

@@ -23,8 +23,9 @@ MEGATRON_ARGS=(
   --micro-batch-size 1
   --global-batch-size 256
   --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 2
-  --pipeline-model-parallel-layout 'Et*17|t*15L'
+  --pipeline-model-parallel-size 1
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
 )
