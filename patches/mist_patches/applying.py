@@ -210,20 +210,24 @@ def _require_nothing_built(framework: str) -> None:
     """Refuse models that exist already, unless they were trained: an earlier training may have left them."""
     modules = ((sys.modules.get(module), name) for module, name in _BUILT[framework])
     classes = tuple(getattr(module, name) for module, name in modules if module is not None)
-    for collected in (False, True):
-        built = [one for one in gc.get_objects() if issubclass(type(one), classes)]
-        new = [one for one in built if not _trained(one)]
-        if not new:
-            break
-        if not collected:
-            gc.collect()
-    else:
+    built = _alive(classes)
+    if not all(_trained(one) for one in built):
+        # Not what is only left to be collected, and held by nobody, this list included.
+        built.clear()
+        gc.collect()
+        built = _alive(classes)
+    new = [one for one in built if not _trained(one)]
+    if new:
         raise PatchRefused(
             f"applied too late: a {type(new[0]).__name__} is there already and would run without the "
             "patches; wanted mist_patches.apply before the model is built"
         )
     if built:
         log.warning("patches: %d engines that were trained before stay without them", len(built))
+
+
+def _alive(classes: tuple[type, ...]) -> list[Any]:
+    return [one for one in gc.get_objects() if issubclass(type(one), classes)]
 
 
 def _trained(built: Any) -> bool:
