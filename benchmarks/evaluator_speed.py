@@ -195,9 +195,11 @@ class PlainPython:
             copies = {k: max(left - step / slow[k], 0.0) if k in slow else left for k, left in copies.items()}
         return spent, list(copies.values())
 
-    def arrival(self, beside: float, arriving: tuple[float, float]) -> float:
-        """What the first arrival of a pass adds to the embedding."""
-        return overlapped_time_of_row((beside, *arriving, 0.0), self.factors) - beside
+    def arrival(self, beside: float, arriving: tuple[float, float], leaving: float = 0.0) -> float:
+        """What the first arrival of a pass adds to the embedding, beside a copy that still leaves."""
+        gather, copy_in = arriving
+        copy_in, _ = self.chain(2, copy_in, {3: leaving})
+        return overlapped_time_of_row((beside, gather, copy_in, 0.0), self.factors) - beside
 
     def into_backward(self, table: dict[str, float], gather: float, copy_in: float) -> float:
         """What it adds to sending off the result of the pass before and to the host's work."""
@@ -230,12 +232,12 @@ class PlainPython:
         inside_last, _ = self.run(backward, twice, arriving, (table["reduce"], grads_out))
         return [
             *self.run(forward, then, (gather3, weights_in), (0.0, out)),
-            self.arrival(first, (gather3, weights_in)),
+            self.arrival(first, (gather3, weights_in), grads_out),
             inside,
             min(self.ending(backward, twice, reduce2, grads_out), inside),
             begun,
             *self.run(forward + table["step"], then, stepped, (0.0, out + step_out)),
-            self.arrival(first, stepped),
+            self.arrival(first, stepped, grads_out),
             inside_last,
             min(self.ending(backward, twice, table["reduce"], grads_out), inside_last),
             begun + left,

@@ -101,8 +101,9 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
     delta["host_step"] = Linear(np.asarray(context.template.host_s_per_step))
     step_terms(grid, loads, context, delta)
     reduction = delta.get("gradient_reduction", Linear()).fixed
-    if grid.stages > 1:
-        add_term(last_hops, "pipeline_p2p", Linear(slowed_by_reduction(grid, loads, reduction, context)))
+    slowed_s = slowed_by_reduction(grid, loads, reduction, context)
+    if slowed_s is not ZERO:
+        add_term(last_hops, "pipeline_p2p", Linear(slowed_s))
     stable.update(hops)
     delta.update(last_hops)
     for name in context.without:
