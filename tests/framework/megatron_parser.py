@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import inspect
 import io
 import os
 import sys
@@ -24,6 +26,11 @@ def shim():
     return sys.modules["megatron_cpu"]
 
 
+SOURCE = functools.cache(inspect.getsource)
+"""Megatron reads help texts from the source of its classes for every parser that it makes, which takes most
+of the time."""
+
+
 def parse(argv: list[str], *, world: int, environment: dict[str, str | None]) -> types.SimpleNamespace:
     """Everything Megatron checks before it builds a model; raises what Megatron raises.
 
@@ -36,7 +43,11 @@ def parse(argv: list[str], *, world: int, environment: dict[str, str | None]) ->
     variables = {"WORLD_SIZE": str(world), "RANK": "1"}  # a rank other than 0 keeps it quiet
     variables |= {name: value for name, value in environment.items() if value is not None}
     errors = io.StringIO()
-    with mock.patch.dict(os.environ, variables), mock.patch.object(sys, "argv", ["pretrain_gpt.py", *argv]):
+    with (
+        mock.patch.dict(os.environ, variables),
+        mock.patch.object(sys, "argv", ["pretrain_gpt.py", *argv]),
+        mock.patch.object(inspect, "getsource", SOURCE),
+    ):
         for name, value in environment.items():
             if value is None:
                 os.environ.pop(name, None)
