@@ -1,7 +1,7 @@
-"""Bytes of weights, gradients and optimizer states that frameworks really allocate, one JSON line per rank.
+"""Bytes of weights, gradients and optimizer states that frameworks really allocate.
 
-`python measure_states.py CASE` in as many processes as WORLD_SIZE says; CASE is `zero0` .. `zero3`
-(DeepSpeed) or `megatron` (distributed optimizer).
+`python measure_states.py FRAMEWORK` in as many processes as WORLD_SIZE says: `megatron` (distributed
+optimizer, one line) or `deepspeed` (a line for each ZeRO level).
 """
 
 from __future__ import annotations
@@ -90,9 +90,11 @@ def megatron_bytes() -> dict[str, int]:
 
 
 def main() -> None:
-    case = sys.argv[1]
-    found = megatron_bytes() if case == "megatron" else deepspeed_bytes(int(case.removeprefix("zero")))
-    print("RESULT " + json.dumps(found), flush=True)
+    if sys.argv[1] == "megatron":
+        print("RESULT " + json.dumps(megatron_bytes()), flush=True)
+    else:
+        for stage in range(4):
+            print("RESULT " + json.dumps(deepspeed_bytes(stage)), flush=True)
     import torch
 
     if torch.distributed.is_initialized():

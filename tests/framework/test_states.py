@@ -19,10 +19,10 @@ from mist_megatron.spec.model_document import model_from_mapping
 
 
 @cache
-def allocated(case: str, ranks: int) -> dict[str, int]:
-    """What rank 0 holds after one step."""
-    first, *_ = run_ranks("measure_states.py", case, ranks=ranks, DS_ACCELERATOR="cpu")
-    return first[0]
+def allocated(framework: str, ranks: int) -> list[dict[str, int]]:
+    """What rank 0 holds after one step: of Megatron, or of DeepSpeed by ZeRO level."""
+    first, *_ = run_ranks("measure_states.py", framework, ranks=ranks, DS_ACCELERATOR="cpu")
+    return first
 
 
 def terms(model, target, conventions, ranks, zero):
@@ -42,7 +42,7 @@ def terms(model, target, conventions, ranks, zero):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_deepspeed_optimizer_bytes(zero, ranks):
     """Per parameter, so that the network behind the framework need not be a transformer."""
-    found = allocated(f"zero{zero}", ranks)
+    found = allocated("deepspeed", ranks)[zero]
     model = model_from_mapping(
         {"family": "gpt", "layers": 2, "hidden": 64, "heads": 4, "vocab": 128}, "model"
     )
@@ -53,7 +53,7 @@ def test_deepspeed_optimizer_bytes(zero, ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_megatron_distributed_optimizer(ranks):
     """The tiny GPT itself: buffers are padded to whole alignment blocks, and nothing else differs."""
-    found = allocated("megatron", ranks)
+    (found,) = allocated("megatron", ranks)
     model = model_from_mapping(
         {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "ffn_hidden": 256}, "model"
     )
