@@ -215,7 +215,9 @@ def usage_message(error: TyperException, arguments: list[str]) -> tuple[str, tup
     typed = _typed(options, arguments)
     if wanted and options and typed is not None:
         message = f"{options[0]} is {typed!r}; wanted {wanted[0]}"
-    details.append(f"try: {context.command_path if context else PROGRAM} --help")
+    # An option without its value is told by the parser, which does not know whose option it is.
+    command = PROGRAM if wrong is None else " ".join([PROGRAM, *arguments[:1]])
+    details.append(f"try: {context.command_path if context else command} --help")
     return message, tuple(details)
 
 

@@ -89,6 +89,7 @@ def test_lists_fit_80_columns_and_have_no_colour_codes(mist, name: str) -> None:
             ["no such option: --jsn", "did you mean --json?", "mist-megatron models --help"],
         ),
         (["--verison"], ["no such option: --verison", "did you mean --version?"]),
+        (["tune", "--verify"], ["option '--verify' requires an argument", "mist-megatron tune --help"]),
         (["models", "extra"], ["extra"]),
         (["recipes", "lst"], ["no such command 'lst'"]),
     ],
