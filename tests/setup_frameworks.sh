@@ -37,14 +37,24 @@ python=$(find_python)
   echo "error: $python cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)" >&2
   exit 2
 }
-PATH=$(cd "$venv/bin" && pwd):$PATH # Megatron-core's build asks `python3` for pybind11
 python=$venv/bin/python
 rm -f "$venv/mist-ready"
 
+# A download that breaks off half-way ends pip with a traceback: twice more, then it is told.
+again() {
+  local tries
+  for tries in 1 2; do
+    "$@" && return
+    echo "failed, trying again ($tries of 2): ${*:1:4} ..." >&2
+    sleep 5
+  done
+  "$@"
+}
 # Nothing is compiled to .pyc here: Python does that with what is imported, a small part of all this.
-install() { "$python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
+install() { again "$python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 
-install setuptools wheel pybind11 packaging ninja
+build_tools=(setuptools wheel pybind11 packaging ninja)
+install "${build_tools[@]}"
 anyway=() from_source=()
 if "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
   # Megatron-core declares Python 3.12; its source runs on 3.11 and compiles one small extension.
@@ -56,11 +66,16 @@ if "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
   from_source=(--no-build-isolation --no-binary megatron-core)
 fi
 # The newest Megatron-core, and the oldest one that the patches support. Both are built while all else is
-# downloaded; `pip wheel` itself cannot look for what declares another Python.
+# installed, in an environment of their own: a build that imports what another pip is just writing fails.
+# `pip wheel` itself cannot look for what declares another Python.
 megatron=$(mktemp -d)
 trap 'rm -rf "$megatron"' EXIT
 build_megatron() {
-  local version pip=("$python" -m pip --quiet --disable-pip-version-check)
+  local version pip
+  "$python" -m venv "$megatron/tools"
+  PATH=$megatron/tools/bin:$PATH # Megatron-core's build asks `python3` for pybind11
+  pip=(again "$megatron/tools/bin/python" -m pip --quiet --disable-pip-version-check)
+  "${pip[@]}" install "${build_tools[@]}"
   for version in "$(sed -n 's/^megatron-core==//p' "$pins")" 0.16.1; do
     "${pip[@]}" download --no-deps ${anyway[@]+"${anyway[@]}"} ${from_source[@]+"${from_source[@]}"} \
       --dest "$megatron/$version" "megatron-core==$version"
