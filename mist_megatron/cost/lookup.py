@@ -141,10 +141,10 @@ class ProfilePrices:
         shape = arrays[0].shape
         roofline = np.broadcast_to(roofline, shape)
         if table is None:
-            return _marked(roofline / self._sustained, np.full(shape, 2, dtype=np.int8))
+            return _Marked(roofline / self._sustained, np.int8(2))
         asked = _logarithms(name, np.stack([array.reshape(-1) for array in arrays], axis=1))
         seconds, kinds = table.answer(asked, roofline.reshape(-1))
-        return _marked(seconds.reshape(shape) / self._sustained, kinds.reshape(shape))
+        return _Marked(seconds.reshape(shape) / self._sustained, kinds.reshape(shape))
 
     @property
     def _sustained(self) -> float:
@@ -165,13 +165,14 @@ class ProfilePrices:
 
     def memory_bound(self, moved_bytes: Array, *, kernels: int = 1) -> Priced:
         moved = np.asarray(moved_bytes, dtype=np.float64)
-        floor = np.where(moved > 0.0, kernels * self.profile.kernels.launch_s.value, 0.0)
         fitted = self.profile.kernels.memory_fraction
         measured = self.profile.sources[fitted.source].origin in ("measured", "published")
         latency = self.profile.kernels.memory_latency_s
         beyond = 0.0 if latency is None else latency.value
-        seconds = np.maximum(moved / self._memory_rate + np.where(moved > 0.0, kernels * beyond, 0.0), floor)
-        return _marked(seconds, np.full(moved.shape, 1 if measured else 2, dtype=np.int8))
+        launched_s = kernels * self.profile.kernels.launch_s.value
+        busy_s = np.maximum(moved / self._memory_rate + kernels * beyond, launched_s)
+        seconds = np.where(moved > 0.0, busy_s, 0.0)
+        return _Marked(seconds, np.int8(1 if measured else 2))
 
     def collective(
         self,
@@ -182,14 +183,16 @@ class ProfilePrices:
         *,
         strided: bool | NDArray[np.bool_] = False,
     ) -> Priced:
+        # Each array keeps its own axes: groups have fewer than messages, which come last.
         message, size, spans, apart = (
-            np.array(value, dtype=np.float64)
-            for value in np.broadcast_arrays(message_bytes, ranks, nodes, strided)
+            np.asarray(value, dtype=np.float64) for value in (message_bytes, ranks, nodes, strided)
         )
-        once = np.where(size > 1.0, (size - 1.0) / np.maximum(size, 1.0), 0.0)
-        passes = {"all_reduce": 2.0 * once, "send_recv": np.ones_like(once)}.get(kind, once)
+        passes: Array | float = 1.0
+        if kind != "send_recv":
+            once = np.where(size > 1.0, (size - 1.0) / np.maximum(size, 1.0), 0.0)
+            passes = 2.0 * once if kind == "all_reduce" else once
         latency, rate = self._links(kind, size, spans)
-        kinds = np.full(size.shape, 2, dtype=np.int8)
+        kinds: Kinds = np.int8(2)
         for curve in self.curves.get(kind, ()):
             here = size == curve.ranks
             if here.any():
@@ -198,7 +201,7 @@ class ProfilePrices:
                 rate = np.where(here, curve.bytes_per_s, rate)
                 kinds = np.where(here, np.int8(1), kinds)
         seconds = np.where((size > 1.0) & (message > 0.0), latency + passes * message / rate, 0.0)
-        return _marked(seconds, kinds)
+        return _Marked(seconds, kinds)
 
     def _links(self, kind: Collective, size: Array, spans: Array) -> tuple[Array, Array]:
         """Latency and bandwidth where no curve was measured."""
@@ -237,12 +240,12 @@ class ProfilePrices:
         fitted = host.h2d_bytes_per_s if direction == "h2d" else host.d2h_bytes_per_s
         copied = np.asarray(copied_bytes, dtype=np.float64)
         seconds = np.where(copied > 0.0, copied / (given or fitted.value) + host.latency_s.value, 0.0)
-        return _marked(seconds, np.full(copied.shape, 1, dtype=np.int8))
+        return _Marked(seconds, np.int8(1))
 
     def host_adam(self, parameters: Array) -> Priced:
         rate = self.profile.host.host_adam_parameters_per_s.value
         seconds = np.asarray(parameters, dtype=np.float64) / rate
-        return _marked(seconds, np.full(seconds.shape, 2, dtype=np.int8))
+        return _Marked(seconds, np.int8(2))
 
     def device_adam(self, parameters: Array) -> Priced:
         return self.memory_bound(np.asarray(parameters) * self.profile.adam_bytes_per_parameter.value)
@@ -318,7 +321,29 @@ def _logarithms(name: str, sizes: Array) -> Array:
     return logs
 
 
-def _marked(seconds: Array, kinds: NDArray[np.int8]) -> Priced:
-    value = np.asarray(seconds, dtype=np.float64)
-    exact, interpolated, extrapolated = (np.where(kinds == kind, value, 0.0) for kind in (0, 1, 2))
-    return Priced(value, exact, interpolated, extrapolated)
+Kinds = NDArray[np.int8] | np.int8
+"""0 exact, 1 interpolated, 2 extrapolated; one for all, or each its own."""
+
+
+class _Marked(Priced):
+    """Seconds of which the kinds are told apart when somebody asks, which searches hardly ever do."""
+
+    def __init__(self, seconds: Array, kinds: Kinds) -> None:
+        object.__setattr__(self, "seconds", np.asarray(seconds, dtype=np.float64))
+        object.__setattr__(self, "_kinds", kinds)
+
+    def _of(self, kind: int) -> Array:
+        kinds: Kinds = object.__getattribute__(self, "_kinds")
+        return np.where(kinds == kind, self.seconds, 0.0)
+
+    @property
+    def exact_s(self) -> Array:
+        return self._of(0)
+
+    @property
+    def interpolated_s(self) -> Array:
+        return self._of(1)
+
+    @property
+    def extrapolated_s(self) -> Array:
+        return self._of(2)

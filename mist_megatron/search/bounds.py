@@ -191,11 +191,12 @@ def least_times(
         # Offloaded weights save copies of a step between forward passes.
         extra = np.minimum(extra, 0.0)
     size = (len(meshes), len(layers), len(levels))
-    t_s = np.broadcast_to(stable.min(axis=-1), size)
-    both_s = np.broadcast_to((stable + extra).min(axis=-1), size)
-    step_s = np.broadcast_to(step.min(axis=-1) if np.ndim(step) else step, size)
-    found = []
-    for row, mesh in enumerate(meshes):
-        mine = [levels.index(level) for level in mesh.zero]
-        found.append(LeastTimes(*(part[row][:, mine].min(axis=-1) for part in (t_s, both_s, step_s))))
-    return found
+    parts = [
+        np.broadcast_to(part.min(axis=-1) if np.ndim(part) else part, size)
+        for part in (stable, stable + extra, step)
+    ]
+    of_levels = {}
+    for zero_levels in {mesh.zero for mesh in meshes}:
+        mine = [levels.index(level) for level in zero_levels]
+        of_levels[zero_levels] = [part[:, :, mine].min(axis=-1) for part in parts]
+    return [LeastTimes(*(part[row] for part in of_levels[mesh.zero])) for row, mesh in enumerate(meshes)]
