@@ -198,6 +198,11 @@ WANTED = {
 """Parts of what the parser says of a value -> what was wanted, in our words."""
 
 
+_WHAT_IF = "simulate PLAN --scale op=matmul:0.5, or --scale link=inter:2"
+ELSEWHERE = {"what-if": _WHAT_IF, "whatif": _WHAT_IF, "what_if": _WHAT_IF}
+"""What is an option of a command -> how it is asked for."""
+
+
 def usage_message(error: TyperException, arguments: list[str]) -> tuple[str, tuple[str, ...]]:
     """A wrong command line in our words, with the nearest option and where to look."""
     message = " ".join(error.format_message().split()).rstrip(".")
@@ -205,6 +210,9 @@ def usage_message(error: TyperException, arguments: list[str]) -> tuple[str, tup
     context = getattr(error, "ctx", None)
     wrong = getattr(error, "option_name", None)
     details: list[str] = []
+    typed_first = arguments[0].lower() if arguments else ""
+    if typed_first in ELSEWHERE and "no such command" in message:
+        return f"no such command {arguments[0]!r}; wanted {ELSEWHERE[typed_first]}", ()
     if wrong and context and "such option" in message:
         known = [name for p in context.command.params for name in (*p.opts, *p.secondary_opts)]
         message = f"no such option: {wrong}"

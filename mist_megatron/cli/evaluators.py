@@ -66,6 +66,11 @@ def profile_of(cluster: ClusterSpec) -> Profile | None:
         path = shipped / f"{cluster.gpu.name}.yaml"
         return load_profile(path) if path.is_file() else None
     path = shipped / f"{named}.yaml"
+    if not is_there(path) and not is_there(Path(named)):
+        known = ", ".join(sorted(found.stem for found in shipped.glob("*.yaml")))
+        raise InputError(
+            f"cluster: profile is {named!r}; wanted a file that is there, or a shipped profile: {known}"
+        )
     return load_profile(path if is_there(path) else Path(named))
 
 

@@ -107,9 +107,6 @@ SEQUENCES_PER_GPU = 16
 SEQ_LEN = 2048
 """Sequence length when none is given: that of the same runs."""
 
-MOST_GPUS = 1_000_000
-"""Ten times the largest clusters that are built; beyond it only listing the shapes would take minutes."""
-
 
 def read_job(options: JobOptions) -> TakenJob:
     """The job that the options name; missing ones are filled in and told, `--model` and `--gpus` are not."""
@@ -138,7 +135,7 @@ def read_job(options: JobOptions) -> TakenJob:
 
 def _cluster(options: JobOptions, defaults: dict[str, str]) -> ClusterSpec:
     from mist_megatron.spec import catalogue
-    from mist_megatron.spec.cluster import cluster_of
+    from mist_megatron.spec.cluster import MOST_GPUS, cluster_of
     from mist_megatron.spec.job import parse_bytes, parse_links
 
     if options.gpus is None:

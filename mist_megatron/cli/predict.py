@@ -75,7 +75,7 @@ def show_prediction(people: Console, plan: Plan, prediction: Prediction, origin:
     people.print(
         f"iteration [bold]{prediction.iteration_s:.4g} s[/bold]   {prediction.samples_per_s:.4g} samples/s"
         f"   {prediction.tokens_per_s:,.0f} tokens/s   {prediction.tflops_per_gpu:.1f} TFLOP/s per GPU"
-        f"   MFU {prediction.mfu:.1%}   bubble {prediction.time.bubble_fraction:.1%}",
+        f"   MFU {prediction.mfu:.1%}   bubble of the slowest stage {prediction.time.bubble_fraction:.1%}",
         soft_wrap=True,
     )
     people.print()

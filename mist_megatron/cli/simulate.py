@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mist_megatron.cli.output import OutputOptions, console
+from mist_megatron.cli.output import OutputOptions
 from mist_megatron.cli.output_file import check_output_file
+from mist_megatron.cli.progress import progress_bar
 from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
-    from mist_megatron.simulate.engine import Progress as Report
     from mist_megatron.simulate.iteration import Simulation
     from mist_megatron.simulate.what_if import Scales
     from mist_megatron.spec.plan import Plan
@@ -136,20 +133,10 @@ def simulated(plan: Plan, evaluator: StageEvaluator, schedule: str | None = None
             raise InputError(f"schedule {schedule or plan.schedule}: {stuck}") from None
 
 
-@contextmanager
-def progress_bar(what: str) -> Iterator[Report]:
-    """Events done, on stderr, where that is a terminal."""
-    err = console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def _baseline(before: Simulation, after: Simulation) -> dict[str, Any]:
     return {
         "iteration_s": before.iteration_s,
         "closed_form_s": before.closed_form_s,
-        "bubble_fraction": before.bubble_fraction,
+        "mean_idle_fraction": before.bubble_fraction,
         "speedup": before.iteration_s / after.iteration_s,
     }

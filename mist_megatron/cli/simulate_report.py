@@ -40,12 +40,12 @@ def show_simulation(people: Console, found: Simulation, before: Simulation | Non
     )
     people.print(
         f"iteration [bold]{found.iteration_s:.4g} s[/bold]   "
-        f"bubble {found.bubble_fraction:.1%} (idle, mean of the stages)"
+        f"idle, mean of the stages, {found.bubble_fraction:.1%} (their bubble)"
     )
     people.print(f"closed form {closed_form_words(found)}", soft_wrap=True)
     if before is not None:
         people.print(
-            f"as the plan is {before.iteration_s:.4g} s, bubble {before.bubble_fraction:.1%}: this is "
+            f"as the plan is {before.iteration_s:.4g} s, idle {before.bubble_fraction:.1%}: this is "
             f"{before.iteration_s / found.iteration_s:.3g} times as fast"
         )
     people.print()

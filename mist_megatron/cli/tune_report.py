@@ -70,7 +70,7 @@ def headline(plan: Plan, prediction: Prediction) -> str:
         f"{cluster.gpu.name}, {plan.target}: {shape_words(plan)}\n"
         f"[bold]{prediction.iteration_s:.4g} s[/bold] per step, {prediction.tokens_per_s:,.0f} tokens/s, "
         f"{prediction.tflops_per_gpu:.0f} TFLOP/s per GPU, MFU {prediction.mfu:.1%}, "
-        f"bubble {prediction.time.bubble_fraction:.1%}"
+        f"bubble of the slowest stage {prediction.time.bubble_fraction:.1%}"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +15,9 @@ from mist_megatron.cli.output_file import check_output_file
 from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
-    from mist_megatron.calibrate.validate import Outcome
+    from mist_megatron.calibrate.rows import MeasuredRow
+    from mist_megatron.calibrate.validate import Outcome, Predicted
+    from mist_megatron.cli.progress import Report
 
 LEGEND = (
     "error: mean of |predicted / measured - 1|; bias: mean of predicted / measured - 1; rank: Spearman's "
@@ -45,6 +49,7 @@ def validate(
     from mist_megatron.calibrate.refit import cross_validated
     from mist_megatron.calibrate.rows import read_rows
     from mist_megatron.calibrate.validate import document, outcomes_of
+    from mist_megatron.cli.progress import progress_bar
     from mist_megatron.cli.refitting import learn_layers, predictor
     from mist_megatron.spec.load import read_text
 
@@ -60,17 +65,38 @@ def validate(
         output.people.print(text, style="dim")
 
     predict = predictor(by_events=by == "simulate")
+    read = {path: read_rows(read_text(path), str(path)) for path in files}
     by_file: dict[str, tuple[Outcome, ...]] = {}
-    for path in files:
-        name = path.name if path.name not in by_file else str(path)
-        outcomes = outcomes_of(read_rows(read_text(path), str(path)), name, predict)
-        by_file[name] = cross_validated(outcomes, learn_layers, told) if cross_validate else outcomes
+    with progress_bar("predicting rows") as progress:
+        total = sum(row.plan is not None for rows in read.values() for row in rows)
+        counted = _counting(predict, progress, total)
+        for path, rows in read.items():
+            name = path.name if path.name not in by_file else str(path)
+            by_file[name] = outcomes_of(rows, name, counted)
+    if cross_validate:
+        by_file = {name: cross_validated(found, learn_layers, told) for name, found in by_file.items()}
     found = document(by_file)
     if plot is not None:
         _write_plot(plot, by_file)
     output.finish(found)
     if not output.json:
         _show(output.people, found, by_file)
+
+
+def _counting(
+    predict: Callable[[MeasuredRow], Predicted], progress: Report, total: int
+) -> Callable[[MeasuredRow], Predicted]:
+    """The same, with every row told; one that cannot be predicted counts too."""
+    done = itertools.count(1)
+    progress(0, total)
+
+    def counted(row: MeasuredRow) -> Predicted:
+        try:
+            return predict(row)
+        finally:
+            progress(next(done), total)
+
+    return counted
 
 
 def _write_plot(path: Path, by_file: dict[str, tuple[Outcome, ...]]) -> None:

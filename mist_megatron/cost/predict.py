@@ -269,7 +269,7 @@ def prediction_document(prediction: Prediction) -> dict[str, Any]:
         "tflops_per_gpu": prediction.tflops_per_gpu,
         "mfu": prediction.mfu,
         "fits": prediction.fits,
-        "bubble_fraction": time.bubble_fraction,
+        "slowest_stage_bubble_fraction": time.bubble_fraction,
         "terms_s": {
             "steady": time.steady_s,
             "ramp": time.ramp_s,

@@ -23,6 +23,13 @@ def at_least(where: str, least: int, **values: int) -> None:
             raise InputError(f"{where}: {name} is {value}; wanted at least {least}")
 
 
+def at_most(where: str, most: int, wanted: str, **values: int) -> None:
+    """Every given count is at most `most`; `wanted` says in words why more is a mistake of typing."""
+    for name, value in values.items():
+        if value > most:
+            raise InputError(f"{where}: {name} is {value}; wanted at most {most} ({wanted})")
+
+
 def fraction(where: str, **values: float) -> None:
     """Every given number is from 0 to 1."""
     for name, value in values.items():

@@ -10,6 +10,9 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.document import STRICT
 
+MOST_GPUS = 1_000_000
+"""Ten times the largest single training cluster that is known (xAI's Colossus, 2024: 100,000 GPUs)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
@@ -94,6 +97,9 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         check.at_least("cluster", 1, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
+        most = "ten times the largest known cluster"
+        check.at_most("cluster", MOST_GPUS, most, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
+        check.at_most("cluster", MOST_GPUS, most, gpus=self.nodes * self.gpus_per_node)
         check.positive("cluster", memory_limit_bytes=self.memory_limit_bytes)
         if self.profile is not None:
             # It may be a path.

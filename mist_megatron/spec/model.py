@@ -7,10 +7,17 @@ from typing import Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.training import LONGEST_SEQUENCE
 
 Family = Literal["gpt", "llama", "falcon"]
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "relu", "silu"]
+
+MOST_LAYERS = 10_000
+"""Ten times the deepest transformer that was trained (DeepNet, arXiv:2203.00555: 1,000 layers)."""
+WIDEST = 10**7
+"""Columns, heads or rows of a table: one square matrix of as many has 10^14 elements, a hundred times the
+parameters of the largest trained models; published vocabularies end below 10^6."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,20 @@ class ModelSpec:
             parallel_norms=self.parallel_norms,
         )
         check.at_least(where, 0, learned_positions=self.learned_positions)
+        check.at_most(where, MOST_LAYERS, "ten times the deepest known model", layers=self.layers)
+        check.at_most(
+            where,
+            WIDEST,
+            "far above any known model",
+            hidden=self.hidden,
+            ffn_hidden=self.ffn_hidden,
+            heads=self.heads,
+            vocab=self.vocab,
+            head_dim=self.head_dim,
+        )
+        # A row per token of the longest sequence.
+        rows = "a row per token of the longest sequence"
+        check.at_most(where, LONGEST_SEQUENCE, rows, learned_positions=self.learned_positions)
         check.divides(where, ("kv_heads", self.kv_heads), ("heads", self.heads))
         if self.parallel_norms > 2:
             raise InputError(f"{where}: parallel_norms is {self.parallel_norms}; wanted 1 or 2")

@@ -11,6 +11,12 @@ from mist_megatron.spec.document import STRICT
 
 Precision = Literal["fp16", "bf16", "fp8"]
 
+LONGEST_SEQUENCE = 10**9
+"""Ten times the longest context that anybody announced (Magic's LTM-2-mini, August 2024: 10^8 tokens)."""
+LARGEST_BATCH = 10**9
+"""Sequences: of a single token each they are still ten times the largest batches of published trainings
+(Llama 3 405B: 16 million tokens, arXiv:2407.21783)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec:
@@ -30,5 +36,9 @@ class TrainingSpec:
 
     def __post_init__(self) -> None:
         check.at_least("training", 1, global_batch=self.global_batch, seq_len=self.seq_len)
+        longest = "ten times the longest known context"
+        check.at_most("training", LONGEST_SEQUENCE, longest, seq_len=self.seq_len)
+        largest = "more than any known batch has tokens"
+        check.at_most("training", LARGEST_BATCH, largest, global_batch=self.global_batch)
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"training: dropout is {self.dropout}; wanted from 0 to below 1")

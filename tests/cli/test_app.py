@@ -92,6 +92,8 @@ def test_lists_fit_80_columns_and_have_no_colour_codes(mist, name: str) -> None:
         (["tune", "--verify"], ["option '--verify' requires an argument", "mist-megatron tune --help"]),
         (["models", "extra"], ["extra"]),
         (["recipes", "lst"], ["no such command 'lst'"]),
+        (["what-if"], ["no such command 'what-if'", "simulate PLAN --scale"]),
+        (["what-if", "plan.yaml", "--scale", "op=matmul:2"], ["simulate PLAN --scale"]),
     ],
 )
 def test_usage_errors_are_short_and_exit_2(mist, arguments: list[str], wanted: list[str]) -> None:

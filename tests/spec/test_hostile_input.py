@@ -180,3 +180,38 @@ def test_a_map_may_spread_a_stage_over_parts_of_nodes():
 
 def test_clusters_have_whole_nodes():
     refused(lambda: cluster_of(gpu("l4-24gb"), 12, 8), "not whole nodes")
+
+
+HUGE = 10**20
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("seq_len: 2048", f"seq_len: {HUGE}", ("training: seq_len", "wanted at most 1000000000")),
+        ("global_batch: 32", f"global_batch: {HUGE}", ("training: global_batch", "wanted at most")),
+        ("nodes: 2, gpus", f"nodes: {HUGE}, gpus", ("cluster: nodes", "wanted at most 1000000")),
+        ("nodes: 2, gpus_per_node: 4", "nodes: 2, gpus_per_node: 600000", ("cluster: gpus is 1200000",)),
+    ],
+)
+def test_numbers_that_nothing_has_are_refused(old: str, new: str, words: tuple[str, ...]) -> None:
+    assert plan_from_text(PLAN, "plan.yaml")
+    refused(lambda: plan_from_text(PLAN.replace(old, new, 1), "plan.yaml"), *words)
+
+
+@pytest.mark.parametrize(
+    "key", ["layers", "hidden", "ffn_hidden", "heads", "vocab", "head_dim", "learned_positions"]
+)
+def test_models_that_nobody_could_train_are_refused(key: str) -> None:
+    shape = {
+        "family": "gpt",
+        "layers": 2,
+        "hidden": 64,
+        "heads": 4,
+        "vocab": 100,
+        "head_dim": 16,
+        "kv_heads": 1,
+    }
+    assert model_from_mapping(shape, "model")
+    message = refused(lambda: model_from_mapping({**shape, key: HUGE}, "model"), f"{key} is {HUGE}")
+    assert "wanted at most" in message
