@@ -39,8 +39,9 @@ IMPORTED = (
     "torch.distributed.run",
     "torch.distributed.tensor",
     "torch.utils.flop_counter",
+    "transformers.models.auto.tokenization_auto",
 )
-"""What Megatron-core, DeepSpeed and torchrun import of torch."""
+"""What Megatron-core, DeepSpeed and torchrun import of torch, and Megatron's arguments of transformers."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -166,7 +167,8 @@ def end(code: int) -> None:
 
 if __name__ == "__main__":
     for name in IMPORTED:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what was imported is nothing for a fork's garbage collector to go through
     asked = serve(sys.argv[1])
