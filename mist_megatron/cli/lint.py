@@ -18,6 +18,7 @@ from mist_megatron.emit import convert as conversion
 from mist_megatron.emit.convert import Question
 from mist_megatron.emit.convert_patches import bare_findings
 from mist_megatron.emit.deepspeed_arguments import DEEPSPEED_ARRAYS, argument_findings, read_array
+from mist_megatron.emit.deepspeed_pipeline import About, config_files, pipeline_plan, stage_findings
 from mist_megatron.emit.deepspeed_read import Finding, filled_in, patch_findings, read_config, with_patches
 from mist_megatron.emit.loose_json import read_loose
 from mist_megatron.emit.megatron_lint import lint_megatron, version_notes
@@ -49,6 +50,8 @@ class Linted:
     kind: str
     findings: tuple[Finding, ...]
     plan: Plan | None
+    priced: bool = True
+    """Not where the plan can be written, but its cost is not modelled."""
 
 
 def lint(
@@ -74,7 +77,7 @@ def lint(
         found = replace(found, findings=(*found.findings, *_arguments(text, found.plan, file)))
     else:
         found = _megatron(text, file, job)
-    priced = None if found.plan is None else _price(found.plan)
+    priced = None if found.plan is None or not found.priced else _price(found.plan)
     document = {
         "kind": found.kind,
         "findings": [asdict(finding) for finding in found.findings],
@@ -106,6 +109,8 @@ def _config_beside(text: str, file: Path) -> Path | None:
         return None
     config = file.parent / "ds_config.json"
     if not config.is_file():
+        config = file.parent / "ds_config.stage0.json"
+    if not config.is_file():
         raise InputError(
             f"{file}: arguments of a DeepSpeed plan, without the ds_config.json that belongs beside them",
             details=("try: lint it in its folder, or lint ds_config.json itself",),
@@ -131,8 +136,10 @@ def _arguments(text: str, plan: Plan | None, file: Path) -> tuple[Finding, ...]:
 
 def _deepspeed(text: str, file: Path, job: JobOptions, *, checkpointing: bool) -> Linted:
     where = str(file)
-    reading = read_config(read_loose(text, where), deepspeed_schema(probe=True))
     document = _stages_beside(file, "ds_config")
+    if document is not None and len(document["stages"]) > 1:
+        return _pipeline(file, document, job)
+    reading = read_config(read_loose(text, where), deepspeed_schema(probe=True))
     about: Plan | Job | None = None
     if document is not None:
         reading = replace(reading, config=filled_in(reading.config, document))
@@ -162,8 +169,25 @@ def _deepspeed(text: str, file: Path, job: JobOptions, *, checkpointing: bool) -
     return Linted(kind="deepspeed", findings=findings, plan=plan)
 
 
-def _refused(plan: Plan, key: str) -> tuple[Finding, ...]:
-    return tuple(Finding(level="rejected", key=key, message=rule) for rule in violations(plan))
+def _pipeline(file: Path, document: dict[str, Any], job: JobOptions) -> Linted:
+    """The files of all stages of a DeepSpeed pipeline: one alone says little."""
+    names = config_files(document, str(file.parent / "stages.json"))
+    schema = deepspeed_schema(probe=True)
+    paths = {index: file.parent / name for index, name in enumerate(names)}
+    read = {k: read_config(read_loose(read_text(path), str(path)), schema) for k, path in paths.items()}
+    findings = stage_findings(read, document)
+    emitted = _emitted(job, document["world_size"], file)
+    if emitted is None:
+        return Linted(kind="deepspeed", findings=findings, plan=None, priced=False)
+    about = About(model=emitted.model, cluster=emitted.cluster, training=emitted.training)
+    plan = pipeline_plan(tuple(read.values()), document, about)
+    findings = (*findings, *_refused(plan, "stages.json", written=True))
+    return Linted(kind="deepspeed", findings=findings, plan=plan, priced=False)
+
+
+def _refused(plan: Plan, key: str, *, written: bool = False) -> tuple[Finding, ...]:
+    broken = violations(plan, written=written)
+    return tuple(Finding(level="rejected", key=key, message=rule) for rule in broken)
 
 
 def _megatron(text: str, file: Path, job: JobOptions) -> Linted:
@@ -248,6 +272,9 @@ def _show(found: Linted, priced: dict[str, Any] | None, output: OutputOptions) -
     people.print(
         table(("", "key", "what"), rows) if rows else f"nothing to say against this {found.kind} file"
     )
+    if not found.priced:
+        people.print("not priced: what a stage of a DeepSpeed pipeline costs is not modelled", soft_wrap=True)
+        return
     if priced is None:
         wanted = "--model and --gpus" if found.kind == "deepspeed" else "--gpus"
         people.print(f"not priced: {wanted} would tell whether it fits and what it costs", soft_wrap=True)

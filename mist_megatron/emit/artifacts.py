@@ -90,24 +90,30 @@ def _megatron_files(plan: Plan, sources: LaunchSources) -> dict[str, str]:
 def _deepspeed_files(plan: Plan, sources: LaunchSources) -> dict[str, str]:
     deepspeed.require_emittable(plan)
     schema = sources.deepspeed_schema
-    explicit = deepspeed.explicit_config(plan, schema, deepspeed.OptimizerChoice())
-    auto = deepspeed.auto_config(plan, schema)
-    for config in (explicit, auto):
-        deepspeed.check_against_schema(config, schema)
+    configs = deepspeed.stage_configs(plan, schema, deepspeed.OptimizerChoice())
     facts = {**launch_facts(plan, "deepspeed"), "environment": {}, "patched": bool(deepspeed.patches(plan))}
-    arrays = {
-        "HUGGINGFACE_ARGS": deepspeed.huggingface_flags(plan),
-        "MEGATRON_DEEPSPEED_ARGS": deepspeed.megatron_deepspeed_flags(plan),
-    }
+    facts["pipeline"] = plan.pipeline_size > 1
+    if plan.pipeline_size > 1:  # neither Trainer nor Accelerate can build one
+        flavours = {"args.sh": _arrays({"PIPELINE_ARGS": deepspeed.pipeline_flags(plan)})}
+    else:
+        configs["ds_config_auto.json"] = deepspeed.auto_config(plan, schema)
+        arrays = {
+            "HUGGINGFACE_ARGS": deepspeed.huggingface_flags(plan),
+            "MEGATRON_DEEPSPEED_ARGS": deepspeed.megatron_deepspeed_flags(plan),
+        }
+        flavours = {
+            "args.sh": _arrays(arrays),
+            "training_arguments.py": deepspeed.training_arguments_text(plan),
+            "accelerate_config.yaml": deepspeed.accelerate_text(plan),
+        }
+    for config in configs.values():
+        deepspeed.check_against_schema(config, schema)
     return {
         "README.md": readme_text(plan),
         "plan.yaml": plan_to_yaml(plan),
         "env.sh": render(sources, "env_deepspeed.sh.j2", facts),
-        "args.sh": _arrays(arrays),
-        "ds_config.json": deepspeed.config_text(explicit),
-        "ds_config_auto.json": deepspeed.config_text(auto),
-        "training_arguments.py": deepspeed.training_arguments_text(plan),
-        "accelerate_config.yaml": deepspeed.accelerate_text(plan),
+        **flavours,
+        **{name: deepspeed.config_text(config) for name, config in configs.items()},
         "stages.json": stages_text(deepspeed.stages(plan)),
         "train_deepspeed.py": sources.entries["train_deepspeed.py"],
         **_launchers(sources, facts),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mist_megatron.emit.deepspeed_schema import DeepSpeedSchema
@@ -12,7 +12,7 @@ from mist_megatron.emit.flags import Flags, flag, when
 from mist_megatron.emit.refusal import Refusal, refuse
 from mist_megatron.emit.stages_json import stages_document
 from mist_megatron.errors import EmitError
-from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.target import require_runnable
 
 Config = dict[str, Any]
@@ -52,7 +52,7 @@ class OptimizerChoice:
 
 def require_emittable(plan: Plan) -> None:
     """Refuse what DeepSpeed would reject or silently ignore."""
-    require_runnable(plan)
+    require_runnable(plan, written=True)
     found = []
     if plan.training.precision == "fp8":
         found.append(
@@ -65,9 +65,16 @@ def require_emittable(plan: Plan) -> None:
     refuse(plan.target, tuple(found))
 
 
-def zero_section(plan: Plan) -> Config:
-    """Everything the stage reads and nothing it ignores: stage3_* keys below stage 3 do nothing at all."""
-    stage = plan.stages[0]
+def config_names(plan: Plan) -> tuple[str, ...]:
+    """The JSON of each pipeline stage: one for all where they are alike."""
+    if len(set(plan.stages)) == 1:
+        return ("ds_config.json",) * plan.pipeline_size
+    return tuple(f"ds_config.stage{index}.json" for index in range(plan.pipeline_size))
+
+
+def zero_section(plan: Plan, index: int = 0) -> Config:
+    """Everything the level reads and nothing it ignores: stage3_* keys below level 3 do nothing at all."""
+    stage = plan.stages[index]
     overlap = plan.execution.overlap_grad_reduce
     section: Config = {"stage": stage.zero}
     if stage.zero > 0:
@@ -102,11 +109,20 @@ def precision_sections(plan: Plan) -> Config:
     }
 
 
-def provenance(plan: Plan, schema: DeepSpeedSchema) -> Config:
-    """Where the file comes from; under a key that every reader of such files passes over."""
-    stage = plan.stages[0]
+def pipeline_section(plan: Plan, index: int) -> Config:
+    """Recomputation of a PipelineModule: on or off; the patch chooses which layers."""
+    interval = 1 if plan.stages[index].ckpt else 0
+    return {"pipeline": {"activation_checkpoint_interval": interval, "use_reentrant": False}}
+
+
+def provenance(plan: Plan, schema: DeepSpeedSchema, index: int = 0) -> Config:
+    """Where the file comes from; under a key that every reader of such files passes over. Where stages differ
+    it says whose file this is, and what no key of DeepSpeed's can say."""
+    stage = plan.stages[index]
+    own = {"stage": index, "stages": plan.pipeline_size, "layers": stage.layers}
     return {
         "tool": "mist-megatron",
+        **({**own, "offload": asdict(stage.offload)} if len(set(plan.stages)) > 1 else {}),
         "model": plan.model.name,
         "gpus": plan.gpus,
         "gpu": plan.cluster.gpu.name,
@@ -121,8 +137,11 @@ def provenance(plan: Plan, schema: DeepSpeedSchema) -> Config:
     }
 
 
-def explicit_config(plan: Plan, schema: DeepSpeedSchema, choice: OptimizerChoice) -> Config:
-    """For scripts that call deepspeed.initialize, and for Megatron-DeepSpeed: every value is a number."""
+def explicit_config(
+    plan: Plan, schema: DeepSpeedSchema, choice: OptimizerChoice, *, index: int = 0
+) -> Config:
+    """For scripts that call deepspeed.initialize, and for Megatron-DeepSpeed: every value is a number.
+    Of one stage of a pipeline."""
     return {
         "train_batch_size": plan.training.global_batch,
         "train_micro_batch_size_per_gpu": plan.stages[0].micro_batch,
@@ -140,8 +159,17 @@ def explicit_config(plan: Plan, schema: DeepSpeedSchema, choice: OptimizerChoice
             },
         },
         **precision_sections(plan),
-        "zero_optimization": zero_section(plan),
-        "_mist": provenance(plan, schema),
+        "zero_optimization": zero_section(plan, index),
+        **(pipeline_section(plan, index) if plan.pipeline_size > 1 else {}),
+        "_mist": provenance(plan, schema, index),
+    }
+
+
+def stage_configs(plan: Plan, schema: DeepSpeedSchema, choice: OptimizerChoice) -> dict[str, Config]:
+    """File name -> the JSON of a stage, which DeepSpeed takes by itself; one where all are alike."""
+    return {
+        name: explicit_config(plan, schema, choice, index=index)
+        for index, name in enumerate(config_names(plan))
     }
 
 
@@ -275,10 +303,28 @@ def megatron_deepspeed_flags(plan: Plan) -> Flags:
     )
 
 
+def pipeline_flags(plan: Plan) -> Flags:
+    """What a script that builds a PipelineModule must be told besides its JSON, as DeepSpeed's examples call
+    it."""
+    return (flag("--pipeline-parallel-size", plan.pipeline_size),)
+
+
 def patches(plan: Plan) -> tuple[str, ...]:
-    """Names for mist_patches.apply: what of the plan DeepSpeed's JSON cannot say, and forget_overflow,
-    without which DeepSpeed 0.19.8 skips every step after the first overflow."""
-    stage = plan.stages[0]
+    """Names for mist_patches.apply: what of the plan DeepSpeed's JSON cannot say on any stage, and
+    forget_overflow, without which DeepSpeed 0.19.8 skips every step after the first overflow."""
+    asked = {name for stage in plan.stages for name in _stage_patches(plan, stage)}
+    if plan.pipeline_size > 1:
+        asked.add("pipeline_stages")
+    return tuple(name for name in _PATCHES if name in asked)
+
+
+_PATCHES = (
+    *("pipeline_stages", "optimizer_fraction", "weight_fraction", "gradient_fraction"),
+    *("layer_activations", "decoupled_steps", "forget_overflow"),
+)
+
+
+def _stage_patches(plan: Plan, stage: StagePlan) -> Iterator[str]:
     offload = stage.offload
     wide = plan.execution.grad_bytes == 4 and stage.zero in {1, 2}
     # Where DeepSpeed itself would put gradients that are wholly on one side.
@@ -287,14 +333,24 @@ def patches(plan: Plan) -> tuple[str, ...]:
         "optimizer_fraction": 0.0 < offload.optimizer < 1.0,
         "weight_fraction": offload.weights not in ((0.0, 1.0) if stage.zero == 3 else (0.0,)),
         "gradient_fraction": offload.grads != own_grads,
-        "layer_activations": stage.ckpt > 0 or offload.activations > 0.0,
+        # In a pipeline pipeline_stages recomputes.
+        "layer_activations": (stage.ckpt > 0 and plan.pipeline_size == 1) or offload.activations > 0.0,
         "decoupled_steps": bool(plan.execution.decoupled_step),
     }
-    named = tuple(name for name, wanted in asked.items() if wanted and plan.target == "deepspeed+patches")
-    return (*named, *(("forget_overflow",) if wide and offload.optimizer else ()))
+    if plan.target == "deepspeed+patches":
+        yield from (name for name, wanted in asked.items() if wanted)
+    if wide and offload.optimizer:
+        yield "forget_overflow"
 
 
 def stages(plan: Plan) -> Config:
-    """The stages.json document: one stage, with the fractions that the patches read; the entry checks the
-    world size with it."""
-    return stages_document(plan, framework="deepspeed", arguments=[[]], environment={}, patches=patches(plan))
+    """The stages.json document: the fractions that the patches read, and each stage's JSON in a pipeline; the
+    entry checks the world size with it."""
+    return stages_document(
+        plan,
+        framework="deepspeed",
+        arguments=[[]] * plan.pipeline_size,
+        environment={},
+        patches=patches(plan),
+        configs=config_names(plan) if plan.pipeline_size > 1 else (),
+    )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from mist_megatron.emit.deepspeed import huggingface_flags, megatron_deepspeed_flags
+from mist_megatron.emit.deepspeed import huggingface_flags, megatron_deepspeed_flags, pipeline_flags
 from mist_megatron.emit.deepspeed_read import Finding
 from mist_megatron.emit.flags import Flags, arguments
 from mist_megatron.emit.megatron_read import Options, options_of, read_command
 from mist_megatron.spec.plan import Plan
 
-DEEPSPEED_ARRAYS = ("HUGGINGFACE_ARGS", "MEGATRON_DEEPSPEED_ARGS")
+DEEPSPEED_ARRAYS = ("HUGGINGFACE_ARGS", "MEGATRON_DEEPSPEED_ARGS", "PIPELINE_ARGS")
 """Names in args.sh of an emitted DeepSpeed plan."""
 
 
@@ -26,6 +26,7 @@ def argument_findings(plan: Plan, told: Mapping[str, Options | None]) -> tuple[F
     wanted: Mapping[str, Flags] = {
         "HUGGINGFACE_ARGS": huggingface_flags(plan),
         "MEGATRON_DEEPSPEED_ARGS": megatron_deepspeed_flags(plan),
+        "PIPELINE_ARGS": pipeline_flags(plan),
     }
     found = []
     for array, flags in wanted.items():

@@ -29,7 +29,7 @@ def readme_text(plan: Plan) -> str:
         "   (`pytorchjob.yaml` on the older operator), or",
         "   `sky launch skypilot.yaml`.",
         "",
-        *(_deepspeed_notes(plan) if by_deepspeed else _megatron_notes(plan)),
+        *_notes(plan),
         "",
     ]
     return "\n".join(lines)
@@ -47,6 +47,12 @@ def _row(index: int, stage: StagePlan) -> str:
     again = "attention" if stage.recompute == "selective" else f"{stage.ckpt} of {stage.layers} layers"
     cells = (index, stage.layers, stage.dp, stage.tp, stage.micro_batch, stage.zero, again, moved)
     return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _notes(plan: Plan) -> list[str]:
+    if plan.target not in DEEPSPEED:
+        return _megatron_notes(plan)
+    return _pipeline_notes(plan) if plan.pipeline_size > 1 else _deepspeed_notes(plan)
 
 
 def _megatron_notes(plan: Plan) -> list[str]:
@@ -68,6 +74,30 @@ _GRID_NOTES = (
     "This needs megatron-core 0.19: older releases cannot give stages process groups of their own, and the",
     "patch `stage_grids` refuses them when training starts.",
 )
+
+
+def _pipeline_notes(plan: Plan) -> list[str]:
+    names = deepspeed.config_names(plan)
+    one = ["`ds_config.json` is the JSON of all stages, which are alike."]
+    each = [
+        f"Each stage has a JSON of its own, `{names[0]}` to `{names[-1]}`: with its offload_optimizer and",
+        "recomputation. All else must be the same in all of them, and is compared before training starts.",
+    ]
+    return [
+        "Your script builds a `PipelineModule` of as many stages and calls `deepspeed.initialize` with the",
+        "JSON that `--deepspeed_config` names; DeepSpeed makes the optimizer from it.",
+        *(one if len(set(names)) == 1 else each),
+        "`train_deepspeed.py` adds `--deepspeed_config` with the file of the rank's stage. A script that",
+        'starts without it calls `mist_patches.apply("stages.json")` and then',
+        '`deepspeed.initialize(config=mist_patches.stage_config("stages.json"), ...)`.',
+        "",
+        "Every node needs `pip install mist-megatron` (its part `mist_patches`) beside DeepSpeed.",
+        f"Patches of this plan: {', '.join(deepspeed.patches(plan))}.",
+        "A learning-rate scheduler must be made by DeepSpeed, from the JSON or as a callable: one that the",
+        "script makes itself knows fewer groups than a cut optimizer has. The script must not recompute",
+        "layers itself.",
+        f"`mist-megatron lint {names[0]}` checks the files of all stages again after changes.",
+    ]
 
 
 def _deepspeed_notes(plan: Plan) -> list[str]:

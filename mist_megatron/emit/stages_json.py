@@ -21,7 +21,8 @@ its arguments. The format, schema 1:
           "dp": 4, "tp": 2, "micro_batch": 1, "zero": 1,
           "recompute": "full", "recompute_layers": 4,  layers of the stage that are recomputed in full
           "offload": {"weights": 0.0, "grads": 0.0, "optimizer": 0.5, "activations": 0.0},
-          "arguments": ["--recompute-granularity", "full", ...]
+          "arguments": ["--recompute-granularity", "full", ...],
+          "config": "ds_config.stage0.json"            only in a DeepSpeed pipeline: its JSON beside this file
         }
       ]
     }
@@ -69,8 +70,9 @@ def stages_document(
     arguments: Sequence[Sequence[str]],
     environment: Mapping[str, str | None],
     patches: Sequence[str],
+    configs: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The document described above; `arguments` has one list per stage."""
+    """The document described above; `arguments` has one list per stage, `configs` one file name or none."""
     sizes = [stage.nodes * stage.gpus_per_node for stage in plan.stages]
     firsts = [0, *accumulate(sizes)]
     return {
@@ -101,6 +103,7 @@ def stages_document(
                 "recompute_layers": stage.ckpt,
                 "offload": asdict(stage.offload),
                 "arguments": list(arguments[index]),
+                **({"config": configs[index]} if configs else {}),
             }
             for index, stage in enumerate(plan.stages)
         ],
@@ -128,6 +131,7 @@ class _Stage:
     recompute_layers: int
     offload: Offload
     arguments: list[str]
+    config: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

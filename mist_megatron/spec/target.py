@@ -110,7 +110,7 @@ _DEEPSPEED = Capability(
     zero_with_pipeline=(0, 1),
     schedules=("1f1b",),
     # No pipeline but one regular grid of data-parallel ranks: what an engine without a PipelineModule runs.
-    # The patch pipeline_stages configures one; what such a stage costs is not priced.
+    # The patch pipeline_stages configures one, for which `emit` writes files; its cost is not modelled.
     parallel_block=True,
     offload=OffloadRanges(weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"),
     offload_needs_zero=1,
@@ -173,33 +173,43 @@ def capability(
     if target in DEEPSPEED and execution is not None and execution.grad_bytes == 4:
         # Without ZeRO gradients are as wide as weights; ZeRO 1 beside bf16 weights is another optimizer,
         # BF16_Optimizer, which no patch knows (engine.py, _do_optimizer_sanity_check).
-        missing = (0, 1) if target == "deepspeed+patches" and precision == "bf16" else (0,)
-        able = replace(able, zero=tuple(level for level in able.zero if level not in missing))
+        missing = {0, 1} if target == "deepspeed+patches" and precision == "bf16" else {0}
+        levels = (able.zero, able.zero_with_pipeline)
+        alone, piped = (tuple(level for level in known if level not in missing) for known in levels)
+        able = replace(able, zero=alone, zero_with_pipeline=piped)
     if precision == "fp8" and target == "megatron+patches":
         # Transformer Engine keeps 8-bit copies of weights that the patch does not see; nobody tried it.
         return replace(able, offload=replace(able.offload, weights="none", grads="none"))
     return able
 
 
-def violations(plan: Plan) -> tuple[str, ...]:
-    """Every rule of its target that a plan breaks, in words that name stage, key and reason."""
+def violations(plan: Plan, *, written: bool = False) -> tuple[str, ...]:
+    """Every rule of its target that a plan breaks, in words that name stage, key and reason.
+
+    `written`: the plan is to be written as files, not priced. The patch pipeline_stages runs stages of a
+    DeepSpeed PipelineModule, each with layers, recomputation and fractions of its own; what such a stage
+    costs is not modelled, so that nothing searches or predicts one.
+    """
     able = capability(plan.target, plan.training.precision, plan.execution)
+    if written and plan.target == "deepspeed+patches":
+        able = replace(able, pipeline=True, uneven_layers=True, per_stage_ckpt=True, per_stage_offload=True)
     found = [*_pipeline_rules(plan, able), *_uniformity_rules(plan, able), *_bridge_rules(plan, able)]
     for index, stage in enumerate(plan.stages):
         found += _stage_rules(f"stages[{index}]", stage, plan, able)
     return tuple(found)
 
 
-def runnable_on(plan: Plan) -> tuple[Target, ...]:
+def runnable_on(plan: Plan, *, written: bool = False) -> tuple[Target, ...]:
     """Targets that can execute this plan as it is."""
-    return tuple(target for target in CAPABILITIES if not violations(replace(plan, target=target)))
+    made = (replace(plan, target=target) for target in CAPABILITIES)
+    return tuple(other.target for other in made if not violations(other, written=written))
 
 
-def require_runnable(plan: Plan) -> None:
+def require_runnable(plan: Plan, *, written: bool = False) -> None:
     """Refuse a plan that its target cannot run: the rule, and the targets that could."""
-    broken = violations(plan)
+    broken = violations(plan, written=written)
     if broken:
-        others = runnable_on(plan)
+        others = runnable_on(plan, written=written)
         hint = f"targets that can: {', '.join(others)}" if others else "no target can run it as it is"
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
         raise EmitError(f"target {plan.target} cannot run this plan: {broken[0]}{more}; {hint}")

@@ -13,3 +13,10 @@ def apply(path):  # type: ignore[no-untyped-def]
     from mist_patches.applying import apply as apply_patches
 
     return apply_patches(path)
+
+
+def stage_config(path):  # type: ignore[no-untyped-def]
+    """The DeepSpeed JSON of this rank's pipeline stage; see mist_patches.deepspeed_stage_files."""
+    from mist_patches.deepspeed_stage_files import stage_config as find_config
+
+    return find_config(path)

@@ -146,7 +146,7 @@ def apply(path: str | os.PathLike[str]) -> list[Undo]:
             f"{path} names the patch {unknown[0]!r}; for {framework} this version knows "
             f"{', '.join(known) or 'none'}"
         )
-    stage = apply_stage_arguments(document)
+    stage = apply_stage_arguments(document, where=path)
     asked = json.dumps([document, stage["stage"]], sort_keys=True)
     if asked in _applied and _installed:
         return list(_applied[asked])

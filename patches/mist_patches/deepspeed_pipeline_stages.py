@@ -3,11 +3,12 @@
 Why: every rank reads the same JSON; `pipeline.activation_checkpoint_interval` is all layers of all stages or
 none; `partition_method` balances by its own measure. A plan has its own numbers for each stage.
 
-What: `PipelineModule` is split where the plan says; each rank's engine gets the JSON of its own stage, made
-of the script's JSON and the stage's entry of stages.json (offload_optimizer there or not, recomputation on
-or off); of the layers of a stage, the first `recompute_layers` are recomputed. What all ranks must agree on
-(batch sizes, ZeRO level, precision, clipping, kind of optimizer) is compared between all ranks when the
-engine is built: DeepSpeed itself would hang, or train a wrong model.
+What: `PipelineModule` is split where the plan says; each rank's engine gets the JSON of its own stage: that
+which `stage_config` hands out (another stage's is refused), or one made of the script's JSON for all and the
+stage's entry of stages.json (offload_optimizer there or not, recomputation on or off). Of the layers of a
+stage, the first `recompute_layers` are recomputed. What all ranks must agree on (batch sizes, ZeRO level,
+precision, clipping, kind of optimizer) is compared between all ranks when the engine is built: DeepSpeed
+itself would hang, or train a wrong model.
 
 A transformer layer is the class that occurs most often in the list of layers; what stands before the first
 goes with the first stage, what stands after the last with the last.
@@ -55,6 +56,12 @@ def stage_parts(kinds: Sequence[str], layers: Sequence[int]) -> list[int]:
 def stage_configuration(base: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON of one stage, made of the script's."""
     made = copy.deepcopy(dict(base))
+    whose = made.get("_mist", {}).get("stage", stage.get("stage"))
+    if whose != stage.get("stage"):
+        raise PatchRefused(
+            f"the JSON is that of stage {whose}, this rank is in stage {stage['stage']}; wanted "
+            'config=mist_patches.stage_config("stages.json")'
+        )
     zero = made.setdefault("zero_optimization", {})
     if stage["offload"]["optimizer"]:
         zero["offload_optimizer"] = {**zero.get("offload_optimizer", {}), "device": "cpu"}
@@ -111,7 +118,8 @@ def _build_engine(original: Callable[..., None], stages: Stages) -> Any:
 
         module = options["model"]
         stage = stages[module.stage_id]
-        config = stage_configuration(options["config"], stage)
+        # As DeepSpeed has read it: a script may name a file.
+        config = stage_configuration(options["config_class"]._param_dict, stage)
         options["config"], options["config_class"] = config, DeepSpeedConfig(config, options["mpu"])
         original(self, has_bool_tensors, *places, **options)
         recomputed = _recompute(module, stage["recompute_layers"])

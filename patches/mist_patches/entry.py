@@ -1,8 +1,8 @@
 """Start a training script under a plan: what pretrain.py and train_deepspeed.py beside an emitted plan call.
 
-Order matters: the environment and this rank's arguments come before torch and the framework are imported,
-patches after the import and before the script builds anything. The script itself is not changed, and does not
-see the two options that are taken here. Standard library only.
+Order matters: the environment, this rank's arguments and the JSON of its pipeline stage come before torch and
+the framework are imported, patches after the import and before the script builds anything. The script itself
+is not changed, and does not see the two options that are taken here. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import mist_patches
+from mist_patches.deepspeed_stage_files import add_config, config_of_stage
 from mist_patches.hooking import PatchRefused
 from mist_patches.stage_arguments import apply_stage_arguments, read_stages
 
@@ -24,7 +25,10 @@ def start(program: str, wanted: str) -> None:
     if not script.is_file():
         raise SystemExit(f"{program}: {script} is not a file; {wanted}")
     document = read_stages(stages_path)
-    stage = apply_stage_arguments(document)
+    stage = apply_stage_arguments(document, where=stages_path)
+    config = config_of_stage(document, stage, stages_path)
+    if config is not None:
+        add_config(sys.argv, config)
     sys.path.insert(0, str(script.parent))
     try:
         if document["patches"]:

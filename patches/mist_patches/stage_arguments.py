@@ -79,31 +79,36 @@ def rank_of_process(document: Mapping[str, Any], environment: Mapping[str, str])
     return placed[launched] if placed else launched
 
 
-def stage_of_rank(document: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+def stage_of_rank(document: Mapping[str, Any], rank: int, where: str = "stages.json") -> Mapping[str, Any]:
     """The stage whose contiguous ranks hold this one."""
     for stage in document["stages"]:
         if stage["first_rank"] <= rank < stage["first_rank"] + stage["ranks"]:
             return stage
-    raise SystemExit(f"mist: stages.json names no stage for rank {rank}")
+    raise SystemExit(f"mist: {where} names no stage for rank {rank}")
 
 
 def apply_stage_arguments(
     document: Mapping[str, Any],
     argv: list[str] | None = None,
     environment: MutableMapping[str, str] | None = None,
+    *,
+    where: str | os.PathLike[str] = "stages.json",
 ) -> Mapping[str, Any]:
-    """Append the stage's arguments to `argv` and set the environment, once; returns the stage."""
+    """Append the stage's arguments to `argv` and set the environment, once; returns the stage.
+
+    `where` is the file that the document was read from, for what is said about it.
+    """
     argv = sys.argv if argv is None else argv
     environment = os.environ if environment is None else environment
     rank = rank_of_process(document, environment)
-    check(document, argv)
+    check(document, argv, os.fspath(where))
     process, _, put = environment.get(_MARK, "").partition(":")
     if process == str(os.getpid()):  # not that of a process which started this one and was under a plan
-        stage = stage_of_rank(document, int(environment["RANK"]))
+        stage = stage_of_rank(document, int(environment["RANK"]), os.fspath(where))
         if put != _mark(document, stage):
             raise SystemExit("mist: another stages.json was applied in this process before; wanted one plan")
         return stage
-    stage = stage_of_rank(document, rank)
+    stage = stage_of_rank(document, rank, os.fspath(where))
     _require_unread_arguments(document, stage)
     for name, value in document.get("environment", {}).items():
         if value is None:

@@ -57,10 +57,10 @@ def problems(document: Mapping[str, Any], argv: Sequence[str] = ()) -> Iterator[
         yield from _command_line_problems(document, argv)
 
 
-def check(document: Mapping[str, Any], argv: Sequence[str] = ()) -> None:
-    """Refuse to start with the first problem."""
+def check(document: Mapping[str, Any], argv: Sequence[str] = (), where: str = "stages.json") -> None:
+    """Refuse to start with the first problem; `where` is the file that it stands in."""
     for problem in problems(document, argv):
-        raise SystemExit(f"mist: stages.json: {problem}")
+        raise SystemExit(f"mist: {where}: {problem}")
 
 
 def version_problem(framework: str, version: str, environment: Mapping[str, str]) -> str | None:

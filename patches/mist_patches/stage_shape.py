@@ -38,6 +38,10 @@ def _environment(value: Any) -> bool:
     )
 
 
+def _file_name(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith(".json") and not set(value) & {"/", "\\", "\0"}
+
+
 Kind = tuple[Callable[[Any], bool], str]
 COUNT: Kind = (_count, "a whole number from 0 up")
 SIZE: Kind = (_size, "a whole number from 1 up")
@@ -64,6 +68,7 @@ STAGE: Mapping[str, Kind] = {
     "recompute": (lambda value: value in RECOMPUTE, f"one of {', '.join(RECOMPUTE)}"),
     "offload": MAPPING,
     "arguments": WORDS,
+    "config": (_file_name, "the name of a JSON beside this file"),
 }
 OFFLOAD = ("weights", "grads", "optimizer", "activations")
 NEEDED = ("framework", "world_size", "patches", "stages")

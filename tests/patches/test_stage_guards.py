@@ -219,3 +219,12 @@ def test_unknown_releases(version):
     assert problem is not None and f"deepspeed {version} is unknown" in problem
     assert " and 0.19.8; set" in problem and "\n" not in problem
     assert version_problem("deepspeed", version, {OVERRIDE: version}) is None
+
+
+def test_a_problem_is_told_of_the_file_that_it_stands_in(tmp_path: Path) -> None:
+    path = tmp_path / "other name.json"
+    offload = {**GOOD["stages"][0]["offload"], "weights": 1.5}
+    path.write_text(json.dumps(changed(0, offload=offload)))
+    environment = {"RANK": "0", "WORLD_SIZE": str(GOOD["world_size"])}
+    with pytest.raises(SystemExit, match=r"other name\.json: stage 0: offload\.weights is 1\.5"):
+        apply_stage_arguments(read_stages(path), ["x"], environment, where=path)
