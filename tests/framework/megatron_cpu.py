@@ -18,6 +18,7 @@ import contextlib
 import importlib.abc
 import importlib.util
 import os
+import queue
 import sys
 import types
 import typing
@@ -278,6 +279,18 @@ def _gloo_only(torch) -> None:
         return init(**k)
 
     dist.init_process_group = gloo
+    alone: dict = {}  # rank -> the group of it alone: one for all of Megatron's, since nothing is sent in it
+    new_group = dist.new_group
+
+    def one_alone(ranks=None, *a, **k):
+        if ranks is None or len(ranks) != 1 or a or k.get("use_local_synchronization"):
+            return new_group(ranks, *a, **k)
+        if alone.get("of") is not dist.group.WORLD:
+            alone.clear()
+            alone["of"] = dist.group.WORLD
+        return alone.get(ranks[0]) or alone.setdefault(ranks[0], new_group(ranks, **k))
+
+    dist.new_group = one_alone
     for name in ("new_group", "new_subgroups_by_enumeration"):
 
         def call(*a, _make=getattr(dist, name), **k):  # noqa: B008
@@ -310,6 +323,12 @@ def _megatron_pieces(torch) -> None:
     torch_norm.WrappedTorchNorm.__new__ = norm
     if get_te_version() is None:  # comparing an absent version with a number raises TypeError
         optimizer_config.is_te_min_version = lambda *a, **k: False
+    with contextlib.suppress(ImportError):
+        # Where a writer of checkpoints leaves its results. Megatron's own is for writers that are processes:
+        # one process more for each rank, which imports torch and this program once again.
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        filesystem_async._results_queue = queue.SimpleQueue()
     with contextlib.suppress(ImportError):
         import megatron.core.datasets.utils as datasets
 

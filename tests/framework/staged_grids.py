@@ -9,6 +9,7 @@ from the same model and sees the same batches.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -280,6 +281,9 @@ def forget(before: dict[str, Any]) -> None:
     BridgeCommunicator._bridge_pg_cache.clear()
     torch.distributed.destroy_process_group()
     vars(ps).update(before)
+    # A gloo group has a thread that looks around a hundred times a second for as long as anything holds it.
+    ps._global_process_group_list = None
+    gc.collect()
 
 
 def hooked() -> list[Any]:
