@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import mist_patches
 import pytest
-from mist_patches import deepspeed_stage_files, stage_config
+from mist_patches import deepspeed_stage_files, entry, stage_config
 from mist_patches.applying import DEEPSPEED, _whole_plan_patches
 from mist_patches.stage_arguments import _MARK
 
@@ -272,3 +273,42 @@ def test_a_json_on_the_command_line_is_not_overruled_in_silence() -> None:
     argv = ["train.py"]
     deepspeed_stage_files.add_config(argv, "/x/ds_config.stage0.json")
     assert argv[1:] == ["--deepspeed_config", "/x/ds_config.stage0.json"]
+
+
+def test_the_entry_hands_the_script_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = folder(DIFFERENT, tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text("import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(' '.join(sys.argv[2:]))")
+    monkeypatch.setattr(mist_patches, "apply", lambda path: None)  # what follows needs a framework
+
+    def start(rank: int, *more: str) -> str:
+        _at(monkeypatch, rank)
+        words = ["--mist-stages", str(out / "stages.json"), "--mist-script", str(script)]
+        monkeypatch.setattr("sys.argv", ["train_deepspeed.py", *words, str(tmp_path / "argv"), *more])
+        monkeypatch.syspath_prepend(str(tmp_path))
+        entry.start("train_deepspeed.py", "set TRAIN_SCRIPT")
+        return (tmp_path / "argv").read_text()
+
+    for rank, index in ((0, 0), (7, 1)):
+        told = start(rank, "--pipeline-parallel-size", "2")
+        assert told == f"--pipeline-parallel-size 2 --deepspeed_config {out}/ds_config.stage{index}.json"
+    with pytest.raises(SystemExit, match="each rank gets its stage's"):
+        start(0, f"--deepspeed_config={out}/ds_config.stage0.json")
+    (out / "ds_config.stage1.json").unlink()
+    with pytest.raises(SystemExit, match=r"ds_config\.stage1\.json: cannot be read"):
+        start(0)
+
+
+def test_the_json_of_another_stage_is_refused() -> None:
+    """A script that reads a file of its own choice."""
+    document = deepspeed.stages(DIFFERENT)
+    texts = files(DIFFERENT)
+    stage_configuration = pytest.importorskip("mist_patches.deepspeed_pipeline_stages").stage_configuration
+    PatchRefused = pytest.importorskip("mist_patches.hooking").PatchRefused
+    for index, own in enumerate(document["stages"]):
+        config = json.loads(texts[f"ds_config.stage{index}.json"])
+        made = stage_configuration(config, own)
+        assert made["zero_optimization"] == config["zero_optimization"]
+        assert made["pipeline"] == config["pipeline"]
+        with pytest.raises(PatchRefused, match=f"the JSON is that of stage {index}, this rank is in stage"):
+            stage_configuration(config, document["stages"][1 - index])
