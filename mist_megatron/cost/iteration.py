@@ -23,6 +23,10 @@ no more than w + 1 micro-batches all forwards come before all backwards, the rou
 is G - 1. Every bracket is a path through the schedule, so T is never above the longest one; tests hold it
 against that one on random stages. With equal t_i both forms are one.
 
+What the first micro-batch offloads leaves behind the optimizer states of a stage that steps while it waits
+for it, and these leave as fast as others come in, in a share of that wait: only what of d_i is states alone
+hides behind all of it. The rest comes on top of what made the micro-batch late before (`Late`).
+
 Where every stage waits for the gradient norm of all of them before it steps, a step s_i hides behind
 nobody's drain: the last term is max_i (d_i - s_i - sum_{j<i} t_j) + max_i s_i.
 
@@ -49,6 +53,27 @@ from dataclasses import dataclass
 from mist_megatron.spec.plan import Schedule
 
 
+@dataclass(frozen=True)
+class Late:
+    """Activations of the first micro-batch that leave behind the optimizer states of their stage."""
+
+    in_delta_s: float = 0.0
+    """What d has of that ..."""
+    behind_all_s: float = 0.0
+    """... and by how much the forward pass is really late if all states are still there when it begins."""
+    behind_own_s: float = 0.0
+    """It is no later than for the states of the layers that offload activations."""
+    hidden_share: float = 1.0
+    """Share of the wait for the first micro-batch in which states leave."""
+
+    def seconds(self, waited_s: float) -> float:
+        """How late, after a wait."""
+        return max(min(self.behind_own_s, self.behind_all_s - self.hidden_share * waited_s), 0.0)
+
+
+NEVER_LATE = Late()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageTiming:
     """What the iteration formula needs of one stage."""
@@ -63,6 +88,7 @@ class StageTiming:
     """Part of `delta_s` that is the optimizer step, after everything that a stage does for itself."""
     weight_grad_s: float = 0.0
     """Part of the backward pass that only makes weight gradients: what zb-h1 moves into bubbles."""
+    late: Late = NEVER_LATE
 
     @property
     def split_s(self) -> tuple[float, float]:
@@ -174,7 +200,10 @@ def _extra(stages: Sequence[StageTiming], ramps: Sequence[float], step_hides: bo
     extra_s, binding = float("-inf"), 0
     steps = [0.0 if step_hides else stage.step_s for stage in stages]
     for index, stage in enumerate(stages):
-        own_s = stage.delta_s - stage.first_s - steps[index] - before_s
+        own_s = stage.delta_s - stage.late.in_delta_s - stage.first_s - steps[index] - before_s
+        if stage.late.in_delta_s > 0.0:
+            so_far_s = max(extra_s, 0.0)
+            own_s = max(own_s, so_far_s + stage.late.seconds(before_s + so_far_s))
         if own_s > extra_s:
             extra_s, binding = own_s, index
         before_s += ramps[index]

@@ -10,8 +10,9 @@ import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
-from mist_megatron.cost.iteration import IterationTime, StageTiming, iteration_time
+from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
 from mist_megatron.cost.pricing import Array
+from mist_megatron.cost.stage_time import Refinement, refinement
 from mist_megatron.cost.step_time import AT_STEP
 from mist_megatron.cost.terms import Linear
 from mist_megatron.spec.cluster import ClusterSpec
@@ -39,6 +40,10 @@ class StagePrediction:
     stable_terms_s: Mapping[str, float]
     delta_terms_s: Mapping[str, float]
     memory_terms_bytes: Mapping[str, float]
+    forward_traffic_s: float = 0.0
+    """What traffic makes forward passes longer."""
+    late: Late = NEVER_LATE
+    """Activations that leave in the first pass, behind states."""
 
     @property
     def fits(self) -> bool:
@@ -142,15 +147,15 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
 
 FIRST_PASS = "first_gather"
 """The term of d for which a first forward pass stands still."""
-BETWEEN_PASSES = ("host_work", "blocking_data_parallel", "exposed_traffic", "pipeline_fill_of_layers")
-"""Terms of t that both passes of a layer have a part in."""
+NOT_LINEAR = "whole_runs"
+"""The term of t and of d that no search adds up: what differs where no layer is recomputed."""
 
 
 def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
     """A stage as the iteration formula knows it. The first stage hands on forward passes only, the last one
     backward passes only."""
     stage, terms = stages[position], stages[position].stable_terms_s
-    forward_s = stage.forward_s
+    forward_s = stage.forward_s + stage.forward_traffic_s
     for name, share in _forward_shares(role_of(position, len(stages))).items():
         forward_s += share * terms.get(name, 0.0)
     return StageTiming(
@@ -160,29 +165,46 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
         first_s=stage.delta_terms_s.get(FIRST_PASS, 0.0),
         step_s=stage.step_s,
         weight_grad_s=stage.weight_grad_s,
+        late=stage.late,
     )
 
 
 def _forward_shares(role: StageRole) -> dict[str, float]:
     """What forward passes have of the terms of t that are not layers'."""
     sent = 0.0 if role.has_head else 1.0 if role is StageRole.FIRST else 0.5
-    return {"pipeline_p2p": sent, **dict.fromkeys(BETWEEN_PASSES, 0.5)}
+    return {"pipeline_p2p": sent, "host_work": 0.5}
 
 
-def forward_with_transfers(evaluator: StageEvaluator, grid: StageGrid) -> Array:
-    """`forward_s` of the timings of many configurations at once; t bounds it."""
-    terms = evaluator.terms(grid).stable
-    forward_s = evaluator.passes(grid)["forward_s"]
+@dataclass(frozen=True)
+class FinerParts:
+    """What the timings of many configurations have beyond t and d."""
+
+    more_s: tuple[Array, Array]
+    """Of t and of d, what no search adds up."""
+    forward_s: Array
+    first_s: Array
+    late: tuple[Array, Array, Array, Array]
+    """Columns of `Late`."""
+
+
+def finer_parts(evaluator: StageEvaluator, grid: StageGrid) -> FinerParts:
+    """As `timing_of` has it of one configuration; t bounds `forward_s`."""
+    terms, fine = evaluator.terms(grid), refined(evaluator, grid)
+    forward_s = evaluator.passes(grid)["forward_s"] + fine.forward_s
     for name, share in _forward_shares(grid.role).items():
-        if name in terms:
-            forward_s = forward_s + share * terms[name].at(grid.layers, grid.ckpt)
-    return forward_s
+        if name in terms.stable:
+            forward_s = forward_s + share * terms.stable[name].at(grid.layers, grid.ckpt)
+    return FinerParts(
+        more_s=(fine.stable_s, fine.delta_s),
+        forward_s=forward_s,
+        first_s=terms.delta.get(FIRST_PASS, Linear()).at(grid.layers, grid.ckpt),
+        late=(fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share),
+    )
 
 
-def held_up_in_first(evaluator: StageEvaluator, grid: StageGrid) -> Array:
-    """`first_s` of the timings of many configurations at once."""
-    found = evaluator.terms(grid).delta.get(FIRST_PASS, Linear())
-    return found.at(grid.layers, grid.ckpt)
+def refined(evaluator: StageEvaluator, grid: StageGrid) -> Refinement:
+    """What a search leaves out of many configurations at once."""
+    return refinement(grid, evaluator.loads(grid), evaluator.time_context)
 
 
 def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> StagePrediction:
@@ -190,18 +212,25 @@ def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> Stag
     cost = evaluator(grid)
     terms = evaluator.terms(grid)
     parts = evaluator.passes(grid)
+    stable_terms_s = _at(terms.stable, plan.stages[position])
     delta_terms_s = _at(terms.delta, plan.stages[position])
+    fine = refined(evaluator, grid)
+    if np.any(fine.stable_s) or np.any(fine.delta_s):
+        stable_terms_s[NOT_LINEAR] = float(fine.stable_s)
+        delta_terms_s[NOT_LINEAR] = float(fine.delta_s)
     return StagePrediction(
-        stable_s=float(cost.stable_s),
-        delta_s=float(cost.delta_s),
+        stable_s=float(cost.stable_s + fine.stable_s),
+        delta_s=float(cost.delta_s + fine.delta_s),
         forward_s=float(parts["forward_s"]),
         step_s=sum(delta_terms_s.get(name, 0.0) for name in AT_STEP),
         weight_grad_s=float(parts["weight_grad_s"]),
         peak_memory_bytes=float(cost.peak_bytes),
         limit_bytes=evaluator.limit_bytes,
-        stable_terms_s=_at(terms.stable, plan.stages[position]),
+        stable_terms_s=stable_terms_s,
         delta_terms_s=delta_terms_s,
         memory_terms_bytes={name: float(v) for name, v in evaluator.memory_terms(grid).items()},
+        forward_traffic_s=float(fine.forward_s),
+        late=Late(*map(float, (fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share))),
     )
 
 

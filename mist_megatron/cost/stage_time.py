@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mist_megatron.cost.communication import Template
 from mist_megatron.cost.grid import StageGrid, StageRole
-from mist_megatron.cost.overlap import overlapped_time
+from mist_megatron.cost.layer_passes import accumulation_seconds, edge_grid, layer_passes
+from mist_megatron.cost.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.cost.phases import (
     NOTHING_BETWEEN,
     Between,
@@ -40,7 +40,6 @@ from mist_megatron.cost.step_time import (
     gathers_on_arrival,
     host_seconds,
     reduces_by_chunk,
-    reduces_in_passes,
     sent_beside_reductions,
     slowed_by_reduction,
     step_terms,
@@ -56,7 +55,7 @@ from mist_megatron.cost.terms import (
     TimeContext,
     add_term,
 )
-from mist_megatron.cost.traffic import Traffic, host_copy, layer_traffic
+from mist_megatron.cost.traffic import Traffic, layer_traffic
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,9 @@ class _Kind:
     again: tuple[Array, Array]
     """Recomputed compute and collectives."""
     saved_bytes: Array
+    followed: bool
+    """A run of them may be followed by other layers in forward passes, and these come first in backward
+    passes."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class _Run:
     """Data-parallel collectives that do."""
     gather_before_s: Array
     """Weights that the first pass waits for besides."""
-    last_streams: PassStreams
+    passes: LayerPasses
 
 
 def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> StageTerms:
@@ -136,13 +138,8 @@ def _block_terms(
 ) -> None:
     (stable, delta), load = terms, loads.block
     traffic = layer_traffic(grid, load, context)
-    again = (load.selective_s, load.selective_collective_s) if grid.selective else (ZERO, ZERO)
-    kept = _run(grid, load, traffic, context, _Kind(again, load.saved_bytes), between)
-    whole = kept
-    if np.any(grid.ckpt):
-        # What a recomputed layer keeps is its input, which is too small to be worth offloading.
-        recomputed = _Kind(load.again, ZERO)
-        whole = _run(grid, load, traffic, context, recomputed, between)
+    again = _again(grid, load)
+    kept, whole = _runs(grid, load, traffic, context, between)
     stable["forward"] = Linear(per_layer=load.forward_s)
     stable["backward"] = Linear(per_layer=load.backward_s)
     stable["recompute"] = Linear(per_layer=again[0], per_ckpt=load.again[0] - again[0])
@@ -161,9 +158,137 @@ def _block_terms(
         delta["first_gather"] = first + Linear(per_layer=kept.gather_before_s)
     if reduces_by_chunk(grid, context.template):
         sent_s = sent_beside_reductions(grid, loads, context)
-        each = [_by_chunk_s(grid, run.last_streams, sent_s, context.interference) for run in (kept, whole)]
+        each = [_by_chunk_s(grid, run.passes.last, sent_s, context.interference) for run in (kept, whole)]
         delta["chunk_reductions"] = _mixed(*each)
     _accumulation_terms(Linear(per_layer=load.parameters), context, stable, delta)
+
+
+def _again(grid: StageGrid, load: LayerLoad) -> tuple[Array, Array]:
+    """What is computed again of a layer that is not recomputed in full."""
+    return (load.selective_s, load.selective_collective_s) if grid.selective else (ZERO, ZERO)
+
+
+def _runs(
+    grid: StageGrid,
+    load: LayerLoad,
+    traffic: Traffic,
+    context: TimeContext,
+    between: tuple[Between, Between],
+) -> tuple[_Run, _Run]:
+    """Both kinds of layers."""
+    followed = not context.recomputes_first_layers
+    usual = _Kind(_again(grid, load), load.saved_bytes, followed)
+    kept = _run(grid, load, traffic, context, usual, between)
+    if not np.any(grid.ckpt):
+        return kept, kept
+    # What a recomputed layer keeps is its input, which is too small to be worth offloading.
+    return kept, _run(grid, load, traffic, context, _Kind(load.again, ZERO, followed), between)
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """What is known of a stage beyond t and d, which searches add up from terms linear in layers."""
+
+    forward_s: Array
+    """Of the traffic that t exposes, what forward passes have, which run ahead while a pipeline fills."""
+    stable_s: Array
+    """What t lacks where no layer is recomputed ..."""
+    delta_s: Array
+    """... and d."""
+    late_s: Array
+    """By how much d is longer because activations leave in the first pass, behind states. They cannot before
+    the stage's input has come: then the pass waits this much longer for them ..."""
+    behind_all_s: Array
+    """... if no states had left meanwhile ..."""
+    behind_own_s: Array
+    """... and at most this much, for each layer that offloads activations leaves one's states before it."""
+    hidden_share: Array
+    """Share of the wait in which states leave: as fast as others come in."""
+
+
+def refinement(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Refinement:
+    """What `stage_terms` has to leave out."""
+    load, hops = loads.block, dict[str, Linear]()
+    traffic = layer_traffic(grid, load, context)
+    boundary_terms(grid, loads, context, hops, {})
+    between = _between_passes(grid, loads, context, hops.get("pipeline_p2p", Linear()))
+    said, whole = _runs(grid, load, traffic, context, between)
+    kept, none = said, grid.ckpt == 0.0
+    if not context.recomputes_first_layers and np.any(none & (grid.activations_offload > 0.0)):
+        kind = _Kind(_again(grid, load), load.saved_bytes, followed=False)
+        kept = _chosen(none, _run(grid, load, traffic, context, kind, between), said)
+    alone = 0.0 if "pipeline_fill_of_layers" in context.without else 1.0
+
+    def seconds(one: Phase, other: Phase) -> Array:
+        term = _exposed(grid, one, other) + _once(grid, alone * one.alone_s, alone * other.alone_s)
+        return term.at(grid.layers, grid.ckpt)
+
+    def more(run: _Run) -> Array:
+        ends = ((run.first, run.forward), (whole.first, whole.forward))
+        last = ((run.last, run.backward), (whole.last, whole.backward))
+        return (_beyond(grid, *ends) + _beyond(grid, *last)).at(grid.layers, grid.ckpt)
+
+    forward_s, backward_s = seconds(kept.forward, whole.forward), seconds(kept.backward, whole.backward)
+    said_s = seconds(said.forward, whole.forward) + seconds(said.backward, whole.backward)
+    gathers = [run.passes.forward.blocking_gather_s for run in (kept, whole)]
+    late_s, behind_all_s, behind_own_s, share = _late(grid, (kept, whole), traffic, context)
+    return Refinement(
+        forward_s=forward_s + _mixed(*gathers).at(grid.layers, grid.ckpt),
+        stable_s=forward_s + backward_s - said_s,
+        delta_s=more(kept) - more(said),
+        late_s=late_s,
+        behind_all_s=behind_all_s,
+        behind_own_s=behind_own_s,
+        hidden_share=share,
+    )
+
+
+def _chosen(where: Array, one: _Run, other: _Run) -> _Run:
+    """Passes of one run on some rows, of another on the others."""
+
+    def phases(first: Phase, second: Phase) -> Phase:
+        pairs = (
+            (first.inside_s, second.inside_s),
+            (first.last_s, second.last_s),
+            (first.alone_s, second.alone_s),
+        )
+        return Phase(*(np.where(where, *pair) for pair in pairs))
+
+    return replace(
+        other,
+        forward=phases(one.forward, other.forward),
+        backward=phases(one.backward, other.backward),
+        first=phases(one.first, other.first),
+        last=phases(one.last, other.last),
+    )
+
+
+def _late(
+    grid: StageGrid, runs: tuple[_Run, _Run], traffic: Traffic, context: TimeContext
+) -> tuple[Array, Array, Array, Array]:
+    """The last four of a refinement."""
+    kept, whole = runs
+    passes, factors = kept.passes, context.interference
+    states_s, saved_s = traffic.step_out_s, passes.forward.copy_out_s
+    both = (states_s > 0.0) & (saved_s > 0.0)
+    if grid.role not in (StageRole.MIDDLE, StageRole.LAST) or not np.any(both):
+        return ZERO, ZERO, ZERO, np.ones(())
+    quiet = replace(passes, first=replace(passes.first, copy_out_s=passes.first.copy_out_s - saved_s))
+    first = steps_ahead(quiet, traffic.step_compute_s, kept.forward, factors)
+    late_s = _beyond(grid, (kept.first, first), (whole.first, whole.first)).at(grid.layers, grid.ckpt)
+    streams = (traffic.step_compute_s, passes.first.gather_s, passes.first.copy_in_s, states_s)
+    each_s = overlapped_time(streams, factors)
+    out_s = states_s * float(factors[1 << HOST_TO_DEVICE | 1 << DEVICE_TO_HOST, DEVICE_TO_HOST])
+    share = np.minimum(out_s / np.where(both, each_s, 1.0), 1.0)
+    layer_s = passes.forward.compute_s + passes.forward.tensor_s + kept.forward.inside_s
+    # Copies in go on meanwhile.
+    beside_s = (grid.layers - grid.ckpt) * (saved_s * out_s / np.where(both, states_s, 1.0) - layer_s)
+    return (
+        np.where(both, np.maximum(late_s, 0.0), 0.0),
+        np.where(both, grid.layers * out_s + beside_s, 0.0),
+        np.where(both, (grid.layers - grid.ckpt) * out_s + beside_s, 0.0),
+        np.where(both, share, 1.0),
+    )
 
 
 def _exposed(grid: StageGrid, kept: Phase, whole: Phase) -> Linear:
@@ -190,7 +315,8 @@ def _edge_layer_terms(
     quiet = replace(grid, activations_offload=ZERO)
     traffic = layer_traffic(quiet, load, context)
     alone = (NOTHING_BETWEEN, NOTHING_BETWEEN)
-    run = _run(quiet, load, traffic, context, _Kind((ZERO, ZERO), ZERO), alone)
+    kind = _Kind((ZERO, ZERO), ZERO, followed=not context.recomputes_first_layers)
+    run = _run(quiet, load, traffic, context, kind, alone)
     stable[name] = Linear(
         load.forward_s
         + load.backward_s
@@ -227,13 +353,6 @@ def _accumulation_terms(
     add_term(delta, "gradient_accumulation", back)
 
 
-def accumulation_seconds(parameters: Array, context: TimeContext) -> Array:
-    """Adding a layer's new gradients to its old ones, where that is a pass of its own."""
-    if not context.template.accumulation_pass:
-        return ZERO
-    return context.prices.memory_bound(3.0 * context.grad_bytes * parameters).seconds
-
-
 def _run(
     grid: StageGrid,
     load: LayerLoad,
@@ -250,8 +369,7 @@ def _run(
     into_forward = between[0].exposed_s(passes.forward, passes.backward, factors)
     # Where a stage's last layers are the recomputed ones, they follow the others forward, and their backward
     # pass comes first: nothing that they saved has to come in before it.
-    followed = not context.recomputes_first_layers
-    ends = passes
+    ends, followed = passes, kind.followed
     if followed and np.any(saved_bytes):
         quiet = replace(grid, activations_offload=ZERO)
         ends = layer_passes(quiet, load, traffic, context, again=again, saved_bytes=ZERO)
@@ -264,6 +382,11 @@ def _run(
     else:
         into_first = between[0].exposed_s(passes.first, passes.backward, factors)
         first = phase(passes.first, factors, ZERO, into_first, followed=followed)
+        if followed and traffic.step_out_s.any() and grid.role is StageRole.FIRST:
+            # Every layer sends its states off, the last ones beside the second forward pass, which a first
+            # stage takes while it waits for the first micro-batch to come back.
+            ends_pass = phase(passes.first, factors, ZERO, into_first)
+            first = replace(first, last_s=np.where(traffic.step_out_s > 0.0, ends_pass.last_s, first.last_s))
     backward = phase(passes.backward, factors, added, into_backward)
     last_backward = phase(last, factors, added, into_backward + departure)
     if last is not passes.backward and context.template.later_stages_at_once:
@@ -278,7 +401,7 @@ def _run(
         + passes.backward.blocking_gather_s
         + passes.backward.blocking_reduce_s,
         passes.first.blocking_gather_s - passes.forward.blocking_gather_s,
-        passes.last,
+        passes,
     )
 
 
@@ -302,75 +425,6 @@ def _by_chunk_s(grid: StageGrid, last: PassStreams, sent_s: Array, factors: Arra
     return np.asarray((reduce + (chunks - 1) * exposed_s) / chunks)
 
 
-def layer_passes(
-    grid: StageGrid,
-    load: LayerLoad,
-    traffic: Traffic,
-    context: TimeContext,
-    *,
-    again: tuple[Array, Array],
-    saved_bytes: Array,
-) -> LayerPasses:
-    """What the four passes of one kind of layer put on each stream: the closed form overlaps these, the
-    event simulator plays them."""
-    template, zero = context.template, grid.zero
-    saved = grid.activations_offload * saved_bytes
-    saved_out, saved_in = host_copy(saved, "d2h", context), host_copy(saved, "h2d", context)
-    forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
-    gathers_again = _gathers_again(load, template, again[0])
-    beside_forward, beside_backward = ZERO, ZERO
-    if context.tensor_collectives_overlap:
-        beside_forward, beside_backward = forward_tp, backward_tp
-        forward_tp, backward_tp = ZERO, ZERO
-
-    gather3 = np.where(zero >= 3, traffic.gather_s, 0.0)
-    reduce2 = np.where(zero == 2, traffic.reduce_s, 0.0)
-    reduce3 = np.where(zero >= 3, traffic.reduce_s, 0.0)
-    reduce1 = np.where(zero <= 1, traffic.reduce_s, 0.0) * reduces_in_passes(grid, template)
-    gather1 = np.where((zero == 1) | (zero == 2), traffic.gather_s, 0.0) * template.first_gather_overlaps
-    in_one = gathers_on_arrival(grid, template) and not grid.role.has_embedding
-    gather_before = gather1 * in_one
-    gather_beside = gather3 * template.zero3_gather_overlaps
-    reduce_beside = reduce2 * template.zero2_reduce_overlaps + reduce3 * template.zero3_reduce_overlaps
-
-    forward = PassStreams(
-        compute_s=load.forward_s,
-        gather_s=gather_beside + beside_forward,
-        copy_in_s=traffic.weights_in_s,
-        copy_out_s=saved_out,
-        tensor_s=forward_tp,
-        blocking_gather_s=gather3 - gather_beside,
-    )
-    backward = PassStreams(
-        compute_s=load.backward_s + again[0],
-        gather_s=(1.0 + gathers_again) * gather_beside + beside_backward,
-        copy_in_s=traffic.weights_in_s + traffic.grads_in_s + saved_in,
-        reduce_s=reduce_beside,
-        copy_out_s=traffic.grads_out_s,
-        tensor_s=backward_tp,
-        blocking_gather_s=(1.0 + gathers_again) * (gather3 - gather_beside),
-        blocking_reduce_s=reduce2 + reduce3 - reduce_beside,
-    )
-    first = replace(
-        forward,
-        compute_s=load.forward_s + traffic.step_compute_s,
-        gather_s=gather_beside + gather1 - gather_before + beside_forward,
-        blocking_gather_s=forward.blocking_gather_s + gather_before,
-        # With a swapped step the new weights are made here, so old ones need not come in.
-        copy_in_s=traffic.step_in_s if template.step_in_first_forward else traffic.weights_in_s,
-        copy_out_s=saved_out + traffic.step_out_s,
-    )
-    last = replace(backward, reduce_s=reduce_beside + reduce1) if np.any(reduce1) else backward
-    return LayerPasses(forward, backward, first, last)
-
-
-def _gathers_again(load: LayerLoad, template: Template, recomputed_s: Array) -> Array:
-    """1 where ZeRO 3 lets go of a recomputed layer's weights before its backward pass, else 0."""
-    if template.zero3_reuse_elements is None or not np.any(recomputed_s):
-        return ZERO
-    return np.asarray(load.parameters > template.zero3_reuse_elements, dtype=np.float64)
-
-
 def _mixed(kept: Array, whole: Array) -> Linear:
     return Linear(per_layer=kept, per_ckpt=dropped_if_idle(np.asarray(whole - kept)))
 
@@ -383,13 +437,3 @@ def _once(grid: StageGrid, kept: Array, whole: Array) -> Linear:
     if kept is whole or not np.any(grid.ckpt):
         return Linear(grid.vpp * kept)
     return Linear(grid.vpp * np.where(grid.ckpt < grid.layers, kept, whole))
-
-
-def edge_grid(grid: StageGrid, template: Template) -> StageGrid:
-    """The stage as embedding and head see it."""
-    changed = grid
-    if template.edges_zero is not None:
-        changed = replace(changed, zero=np.asarray(float(template.edges_zero)))
-    if not template.edges_offload:
-        changed = replace(changed, weights_offload=ZERO, grads_offload=ZERO, optimizer_offload=ZERO)
-    return changed

@@ -17,8 +17,8 @@ import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, role_of
-from mist_megatron.cost.iteration import StageTiming, iteration_time
-from mist_megatron.cost.predict import forward_with_transfers, held_up_in_first
+from mist_megatron.cost.iteration import NEVER_LATE, Late, StageTiming, iteration_time
+from mist_megatron.cost.predict import finer_parts
 from mist_megatron.search.assign import Assignment, Pipelines, Size, may_stand, value_of
 from mist_megatron.search.frontier import StageConfigs
 from mist_megatron.search.shapes import Shape
@@ -133,18 +133,26 @@ class _Climb:
     def _read(self, position: int, size: Size) -> list[StageTiming]:
         """All configurations of one slot."""
         configs = self._configs(position, size)
-        forward_s, first_s = np.empty(len(configs.t_s)), np.empty(len(configs.t_s))
+        columns = np.empty((8, len(configs.t_s)))
         for selective in (False, True):
             rows = np.flatnonzero(configs.columns["selective"] == selective)
             if len(rows):
                 grid = self._grid(position, size, {k: v[rows] for k, v in configs.columns.items()})
-                forward_s[rows] = forward_with_transfers(self.stages.evaluator, grid)
-                first_s[rows] = held_up_in_first(self.stages.evaluator, grid)
-        extras_s = configs.d_s + configs.step_s
-        columns = zip(configs.t_s, extras_s, forward_s, first_s, configs.step_s, strict=True)
+                found = finer_parts(self.stages.evaluator, grid)
+                for row, column in enumerate((*found.more_s, found.forward_s, found.first_s, *found.late)):
+                    columns[row, rows] = column
+        more_t, more_d, forward_s, first_s, *late = columns
+        late_in_d = late[0]
         return [
-            StageTiming(stable_s=t, delta_s=d, forward_s=min(forward, t), first_s=first, step_s=step)
-            for t, d, forward, first, step in (map(float, values) for values in columns)
+            StageTiming(
+                stable_s=float(configs.t_s[row] + more_t[row]),
+                delta_s=float(configs.d_s[row] + configs.step_s[row] + more_d[row]),
+                forward_s=float(min(forward_s[row], configs.t_s[row] + more_t[row])),
+                first_s=float(first_s[row]),
+                step_s=float(configs.step_s[row]),
+                late=Late(*(float(part[row]) for part in late)) if late_in_d[row] > 0.0 else NEVER_LATE,
+            )
+            for row in range(len(configs.t_s))
         ]
 
     def _grid(self, position: int, size: Size, columns: Mapping[str, Array]) -> StageGrid:

@@ -16,8 +16,8 @@ import numpy as np
 from mist_megatron.cost.conventions import conventions_of
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.layer_passes import accumulation_seconds, edge_grid, layer_passes
 from mist_megatron.cost.predict import grid_of
-from mist_megatron.cost.stage_time import accumulation_seconds, edge_grid, layer_passes
 from mist_megatron.cost.step_time import boundary_seconds, reduces_by_chunk
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, PassStreams, TimeContext
 from mist_megatron.cost.traffic import layer_traffic
