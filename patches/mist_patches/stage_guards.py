@@ -159,6 +159,8 @@ def _size_problems(document: Mapping[str, Any], stage: Mapping[str, Any]) -> Ite
 def _carried_problems(document: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterator[str]:
     """Bytes that nothing would move."""
     framework = document.get("framework")
+    if "config" in stage and framework != "deepspeed":
+        yield f"config is {stage['config']!r}, but {framework} reads no JSON of a stage"
     for kind, patch in CARRIED.get(str(framework), {}).items():
         share = _share(stage, kind)
         by_itself = (0.0, 1.0) if framework == "deepspeed" else (0.0,)

@@ -74,6 +74,7 @@ def test_a_good_plan_has_no_problem():
             "--use-distributed-optimizer on stage 1 but not on stage 0",
         ),
         (changed(0, zero=0), "the distributed optimizer must be on all or none"),
+        (changed(1, config="a.json"), "stage 1: config is 'a.json', but megatron-core reads no JSON"),
         (changed(1, stage=2), "stage 1 is missing"),
         (changed(1, first_rank=3), "stage 1 begins at rank 3, wanted 2"),
         (changed(world_size=6), "the stages hold 4 ranks, world_size says 6"),
