@@ -12,6 +12,7 @@ from mist_megatron.spec.target import DEEPSPEED, model_rules
 
 if TYPE_CHECKING:
     from mist_megatron.cli.found import Found
+    from mist_megatron.search.known import Known
     from mist_megatron.search.space import Space
     from mist_megatron.spec.job import Job
 
@@ -41,28 +42,32 @@ def best_by_hand(found: Found, asked: Job) -> dict[str, float]:
         return {}
     job = replace(asked, execution=replace(asked.execution, decoupled_step=None))
     best: dict[str, float] = {}
+    known = found.result.known
     for name in hand_made_spaces(job):
         if name != found.result.space.name:
-            seconds = _best_of_ways(job, space_named(name))
+            seconds, more = _best_of_ways(job, space_named(name), known)
+            known = (*known, *more)
             if seconds:
                 best[name] = min(seconds)
     return best
 
 
-def _best_of_ways(job: Job, space: Space) -> list[float]:
-    """The best of a space under each way of execution; nothing where there is none."""
+def _best_of_ways(job: Job, space: Space, known: tuple[Known, ...]) -> tuple[list[float], tuple[Known, ...]]:
+    """The best of a space under each way of execution, nothing where there is none; and what was learnt."""
     from mist_megatron.cli.evaluators import evaluator_for
     from mist_megatron.cost.predict import predict
     from mist_megatron.search.space import Limits
     from mist_megatron.search.tune import Settings, plan_of, search
     from mist_megatron.search.ways import ways_of
 
-    seconds = []
+    seconds: list[float] = []
+    learnt: tuple[Known, ...] = ()
     for way in ways_of(job, space, Limits()):
         evaluator, _ = evaluator_for(way.job)
         try:
-            result = search(evaluator, space, Settings(limits=way.limits))
+            result = search(evaluator, space, Settings(limits=way.limits, known=(*known, *learnt)))
         except (InputError, NoFeasiblePlan):
             continue
+        learnt = (*learnt, *result.known)
         seconds.append(predict(plan_of(evaluator, result.solutions[0]), evaluator).iteration_s)
-    return seconds
+    return seconds, learnt

@@ -45,11 +45,19 @@ def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int
     none_faster: list[NoneFaster] = []
     refused: list[NoFeasiblePlan] = []
     ways = ways_of(taken.job, space, settings.limits)
-    for way in ways:
+
+    def how_long() -> tuple[int, float | None]:
         left_s = None if time_limit is None else max(time_limit - (time.monotonic() - started), 0.0)
-        wanted = replace(settings, limits=way.limits, below_s=_to_beat(found, settings, way.job))
+        return workers, left_s
+
+    for way in ways:
+        known = tuple(known for each in found for known in each.result.known)
+        wanted = replace(settings, limits=way.limits, below_s=_to_beat(found, settings, way.job), known=known)
+        asked = replace(taken, job=way.job)
         try:
-            found.append(_searched(replace(taken, job=way.job), space, wanted, (workers, left_s)))
+            if found and settings.top > 1 and way.job is taken.job:
+                _check_near(found, asked, space, wanted, how_long())
+            found.append(_searched(asked, space, wanted, how_long()))
         except NoneFaster as none:
             none_faster.append(none)
         except NoFeasiblePlan as error:
@@ -57,17 +65,37 @@ def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int
         except InputError:
             if way is ways[0]:
                 raise  # else limits leave nothing for this way
-        if found and found[-1].interrupted:
+        if _interrupted(found, refused):
             break
-    out_of_time = [error for error in refused if isinstance(error, _OutOfTime)]
+    stopped = [error.status for error in refused if isinstance(error, _Stopped)]
     if not found:
-        if out_of_time:
+        if _interrupted(found, refused):
+            raise KeyboardInterrupt
+        if stopped:
             raise NoFeasiblePlan(
                 f"no plan found within --time-limit {time_limit:g} s", details=("try: a longer --time-limit",)
             )
         # What is said where nothing fits is said of the way that keeps most on the host.
         raise refused[-1] if ways[-1].job is taken.job else refused[0]
-    return _best_of(found, none_faster, time.monotonic() - started, stopped=bool(out_of_time))
+    return _best_of(found, none_faster, time.monotonic() - started, stopped)
+
+
+def _interrupted(found: list[Found], refused: list[NoFeasiblePlan]) -> bool:
+    """Whether the last search ended by an interrupt, with a plan or without."""
+    empty = refused and isinstance(refused[-1], _Stopped) and refused[-1].status.value == "interrupted"
+    return bool(empty) or bool(found and found[-1].interrupted)
+
+
+def _check_near(
+    found: list[Found], taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]
+) -> None:
+    """Refuses a way none of whose plans is by eq. 1 so near the best of the others that `predict` may put it
+    first: which plans it has, and what would be next to them, is then nobody's question."""
+    from mist_megatron.search.tune import NEAR
+
+    if taken.job.target in MEGATRON:
+        near_s = min(each.result.objective_s for each in found) * (1.0 + NEAR)
+        _searched(taken, space, replace(settings, top=1, below_s=near_s), how)
 
 
 def _to_beat(found: list[Found], settings: Settings, job: Job) -> float:
@@ -77,11 +105,17 @@ def _to_beat(found: list[Found], settings: Settings, job: Job) -> float:
     return min((each.result.objective_s for each in found), default=math.inf)
 
 
-class _OutOfTime(NoFeasiblePlan):
+class _Stopped(NoFeasiblePlan):
     """One of the searches of a command ended without a plan; what was asked is the command's to say."""
 
+    def __init__(self, status: Status) -> None:
+        super().__init__(f"stopped by {status.value}")
+        self.status = status
 
-def _best_of(found: list[Found], none_faster: list[NoneFaster], seconds: float, *, stopped: bool) -> Found:
+
+def _best_of(
+    found: list[Found], none_faster: list[NoneFaster], seconds: float, stopped: list[Status]
+) -> Found:
     """The fastest, which is proved as far as the least proved of them."""
     from mist_megatron.search.frontier import Tally
     from mist_megatron.search.tune import Status
@@ -93,15 +127,16 @@ def _best_of(found: list[Found], none_faster: list[NoneFaster], seconds: float, 
     searches: list[SearchResult | NoneFaster] = [*results, *none_faster]
     for one in searches:
         tally.add(one.tally)
-    open_ = [result.status for result in results if result.status is not Status.OPTIMAL]
+    open_ = [result.status for result in results if result.status is not Status.OPTIMAL] + stopped
     result = replace(
         best.result,
-        status=open_[-1] if open_ else Status.TIME_LIMIT if stopped else Status.OPTIMAL,
+        status=open_[-1] if open_ else Status.OPTIMAL,
         objective_s=min(result.objective_s for result in results),
         bound_s=min(result.bound_s for result in results),
         shapes=sum(one.shapes for one in searches),
         shapes_solved=sum(one.shapes_solved for one in searches),
         tally=tally,
+        known=tuple(known for result in results for known in result.known),
     )
     return Found(best.evaluator, result, best.about, seconds)
 
@@ -109,7 +144,7 @@ def _best_of(found: list[Found], none_faster: list[NoneFaster], seconds: float, 
 def _searched(taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]) -> Found:
     import mist_megatron
     from mist_megatron.cli.evaluators import evaluator_for, profile_hash
-    from mist_megatron.search.tune import Status, StoppedEmpty, search
+    from mist_megatron.search.tune import StoppedEmpty, search
 
     workers, time_limit = how
     evaluator, origin = evaluator_for(taken.job)
@@ -118,9 +153,7 @@ def _searched(taken: TakenJob, space: Space, settings: Settings, how: tuple[int,
         try:
             result = search(evaluator, space, settings, watch, executor, at_once=workers)
         except StoppedEmpty as stopped:
-            if stopped.status is Status.INTERRUPTED:
-                raise KeyboardInterrupt from None
-            raise _OutOfTime("the time limit came before any plan") from None
+            raise _Stopped(stopped.status) from None
     about = {
         "version": mist_megatron.__version__,
         "profile": origin,

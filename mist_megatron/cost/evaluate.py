@@ -67,7 +67,7 @@ class StageEvaluator:
         self._conventions = conventions_of(job.target, job.execution)
         self._context = _time_context(job, prices, self._conventions, without)
         self._fixed = _model_values(job)
-        self._memo: dict[tuple[object, ...], _PricedPairs] = {}
+        self._memo: dict[tuple[object, ...], tuple[dict[complex, int], _Pairs]] = {}
 
     @property
     def time_context(self) -> TimeContext:
@@ -169,7 +169,7 @@ class StageEvaluator:
         sums: dict[str, Array] = {}
         for kind, count in kinds:
             for run in ("forward", "backward"):
-                passed = pairs.passes[kind, run]
+                passed = pairs.pairs.passes[kind, run]
                 for name in ("exact", "interpolated", "extrapolated"):
                     seconds = count * pairs.spread(getattr(passed, f"{name}_s"))
                     sums[name] = sums.get(name, np.zeros(())) + seconds
@@ -192,32 +192,41 @@ class StageEvaluator:
         )
 
     def _priced(self, grid: StageGrid) -> _PricedPairs:
-        """Distinct (micro-batch, tp) pairs of the grid, priced once each."""
+        """Distinct (micro-batch, tp) pairs of the grid, each priced when it is first met: few values of both
+        make up all grids of a search."""
         micro_batch, tp = np.broadcast_arrays(grid.micro_batch, grid.tp)
-        pairs, positions = np.unique(
-            np.stack([micro_batch.reshape(-1), tp.reshape(-1)]), axis=1, return_inverse=True
-        )
-        key = (grid.gpus_per_node, grid.sequence_parallel, grid.selective, pairs.tobytes())
-        if key not in self._memo:
-            values = {
-                **self._fixed,
-                "b": pairs[0],
-                "tp": pairs[1],
-                "v": padded_vocabulary(self.job.model.vocab, pairs[1], self._conventions),
-                "sp": float(grid.sequence_parallel),
-                "sel": float(grid.selective),
-            }
-            sizes = self.stage.program.run(values)
-            passes = price_passes(self.stage, sizes, self.prices, self._groups(pairs[1], grid))
-            if self.job.target != "mist" and not self.job.training.flash_attention:
-                matrices = pairs[0] * self.job.model.heads / pairs[1]
-                scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
-                passes = with_unfused_softmax(passes, matrices, scores_bytes, self.prices)
-                passes = self._with_layer_ratio(passes, pairs)
-            template = self._context.template
-            host_s = (template.host_s_per_launch, template.host_s_per_peer)
-            self._memo[key] = _PricedPairs(passes, sizes, host_s, positions.reshape(-1), micro_batch.shape)
-        return replace(self._memo[key], positions=positions.reshape(-1), shape=micro_batch.shape)
+        found, positions = np.unique(micro_batch.reshape(-1) + 1j * tp.reshape(-1), return_inverse=True)
+        key = (grid.gpus_per_node, grid.sequence_parallel, grid.selective)
+        rows, priced = self._memo.get(key, ({}, None))
+        pairs: list[complex] = found.tolist()
+        new = np.array([pair for pair in pairs if pair not in rows])
+        if new.size or priced is None:
+            more = self._pairs(np.stack([new.real, new.imag]), grid)
+            priced = more if priced is None else priced.joined(more)
+            rows = {**rows, **{pair: len(rows) + k for k, pair in enumerate(new.tolist())}}
+            self._memo[key] = rows, priced
+        places = np.array([rows[pair] for pair in pairs], dtype=np.intp)
+        return _PricedPairs(priced, places[positions.reshape(-1)], micro_batch.shape)
+
+    def _pairs(self, pairs: Array, grid: StageGrid) -> _Pairs:
+        """Prices of pairs, a column each."""
+        values = {
+            **self._fixed,
+            "b": pairs[0],
+            "tp": pairs[1],
+            "v": padded_vocabulary(self.job.model.vocab, pairs[1], self._conventions),
+            "sp": float(grid.sequence_parallel),
+            "sel": float(grid.selective),
+        }
+        sizes = self.stage.program.run(values)
+        passes = price_passes(self.stage, sizes, self.prices, self._groups(pairs[1], grid))
+        if self.job.target != "mist" and not self.job.training.flash_attention:
+            matrices = pairs[0] * self.job.model.heads / pairs[1]
+            scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
+            passes = with_unfused_softmax(passes, matrices, scores_bytes, self.prices)
+            passes = self._with_layer_ratio(passes, pairs)
+        template = self._context.template
+        return _Pairs(passes, sizes, (template.host_s_per_launch, template.host_s_per_peer))
 
     def _with_layer_ratio(
         self, passes: dict[tuple[str, str], PassTime], pairs: Array
@@ -240,14 +249,70 @@ class StageEvaluator:
         )
 
 
+class _Pairs:
+    """Prices of distinct pairs, one number a pair, or one for all of them."""
+
+    def __init__(
+        self,
+        passes: Mapping[tuple[str, str], PassTime],
+        sizes: Mapping[str, Array],
+        host_s: tuple[float, float],
+    ) -> None:
+        self.passes, self.sizes, self.host_s = passes, sizes, host_s
+        """Of the host: per launch, and per other rank of a collective."""
+        self._loads: dict[str, LayerLoad] = {}
+
+    def joined(self, other: _Pairs) -> _Pairs:
+        """These pairs, then the other ones."""
+
+        def both(one: Array, two: Array) -> Array:
+            return np.concatenate([one, two]) if np.ndim(one) else one
+
+        passes = {
+            name: PassTime(
+                *(both(*parts) for parts in zip(_parts(one), _parts(other.passes[name]), strict=True))
+            )
+            for name, one in self.passes.items()
+        }
+        sizes = {name: both(size, other.sizes[name]) for name, size in self.sizes.items()}
+        return _Pairs(passes, sizes, self.host_s)
+
+    def load(self, layer: str) -> LayerLoad:
+        """One layer of a kind."""
+        if layer not in self._loads:
+            self._loads[layer] = self._load(layer)
+        return self._loads[layer]
+
+    def _load(self, layer: str) -> LayerLoad:
+        forward, backward = self.passes[layer, "forward"], self.passes[layer, "backward"]
+        selective, unneeded = self.passes[layer, "selective"], self.passes[layer, "unneeded"]
+        host_s = self.host_s
+        again = forward.without(unneeded)
+        forward_s = forward.compute_s + forward.waiting_s(*host_s)
+        return LayerLoad(
+            forward_s=forward_s,
+            backward_s=backward.compute_s + backward.waiting_s(*host_s),
+            forward_collective_s=forward.stopping_s,
+            backward_collective_s=backward.stopping_s,
+            parameters=self.sizes[f"{layer}_parameters"],
+            saved_bytes=self.sizes["saved_bytes"] if layer == "block" else np.zeros(()),
+            selective_s=selective.compute_s + selective.waiting_s(*host_s),
+            selective_collective_s=selective.stopping_s,
+            weight_grad_s=backward.weight_grad_s,
+            unneeded_s=forward_s - again.compute_s - again.waiting_s(*host_s),
+            unneeded_collective_s=forward.stopping_s - again.stopping_s,
+        )
+
+
+def _parts(passed: PassTime) -> list[Array]:
+    return [getattr(passed, name) for name in PassTime.__dataclass_fields__]
+
+
 @dataclass(frozen=True)
 class _PricedPairs:
-    """Prices per distinct pair, spread over the axes of the grid on demand."""
+    """Prices of pairs, spread over the axes of a grid on demand."""
 
-    passes: Mapping[tuple[str, str], PassTime]
-    sizes: Mapping[str, Array]
-    host_s: tuple[float, float]
-    """Per launch, and per other rank of a collective."""
+    pairs: _Pairs
     positions: NDArray[np.intp]
     shape: tuple[int, ...]
 
@@ -257,27 +322,11 @@ class _PricedPairs:
         return np.asarray(values[self.positions].reshape(self.shape), dtype=np.float64)
 
     def size(self, name: str) -> Array:
-        return self.spread(self.sizes[name])
+        return self.spread(self.pairs.sizes[name])
 
     def load(self, layer: str) -> LayerLoad:
-        forward, backward = self.passes[layer, "forward"], self.passes[layer, "backward"]
-        selective, unneeded = self.passes[layer, "selective"], self.passes[layer, "unneeded"]
-        host_s = self.host_s
-        again = forward.without(unneeded)
-        forward_s = forward.compute_s + forward.waiting_s(*host_s)
-        return LayerLoad(
-            forward_s=self.spread(forward_s),
-            backward_s=self.spread(backward.compute_s + backward.waiting_s(*host_s)),
-            forward_collective_s=self.spread(forward.stopping_s),
-            backward_collective_s=self.spread(backward.stopping_s),
-            parameters=self.size(f"{layer}_parameters"),
-            saved_bytes=self.size("saved_bytes") if layer == "block" else np.zeros(()),
-            selective_s=self.spread(selective.compute_s + selective.waiting_s(*host_s)),
-            selective_collective_s=self.spread(selective.stopping_s),
-            weight_grad_s=self.spread(backward.weight_grad_s),
-            unneeded_s=self.spread(forward_s - again.compute_s - again.waiting_s(*host_s)),
-            unneeded_collective_s=self.spread(forward.stopping_s - again.stopping_s),
-        )
+        load = self.pairs.load(layer)
+        return LayerLoad(*(self.spread(getattr(load, name)) for name in LayerLoad.__dataclass_fields__))
 
 
 def _model_values(job: Job) -> dict[str, float]:

@@ -124,4 +124,4 @@ def departure_s(streams: PassStreams, factors: Array) -> Array:
 
 def dropped_if_idle(stream: Array) -> Array:
     """An idle stream loses its axes, so that it does not blow up the grid for nothing."""
-    return stream if np.any(stream) else ZERO
+    return stream if stream.any() else ZERO

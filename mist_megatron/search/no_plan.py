@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -155,9 +155,14 @@ def _fits(evaluator: StageEvaluator, job: Job, space: Space, limits: Limits) -> 
 
 def possible_shapes(question: Question, limits: Limits) -> list[Shape]:
     """Shapes that are not ruled out by their least memory."""
+    return possible_of(question, shapes(question.evaluator.job, question.space, limits))
+
+
+def possible_of(question: Question, found: Iterable[Shape]) -> list[Shape]:
+    """Of these shapes."""
     evaluator, space = question.evaluator, question.space
     stages: dict[Shape, list[StageSizes]] = {}
-    for shape in shapes(evaluator.job, space, limits):
+    for shape in found:
         question.tick()
         stages[shape] = stages_of(shape)
     lines = least_memory(evaluator, space, chain.from_iterable(stages.values()), question.tick)

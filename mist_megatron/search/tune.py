@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -14,9 +14,11 @@ from functools import lru_cache
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import predict
 from mist_megatron.errors import NoFeasiblePlan
-from mist_megatron.search.bounds import Question, ShapeBound, Solver, shape_bounds
+from mist_megatron.search.bounds import Question, ShapeBound, Solver
 from mist_megatron.search.frontier import Tally
-from mist_megatron.search.no_plan import no_plan, possible_shapes
+from mist_megatron.search.known import Item, Known
+from mist_megatron.search.no_plan import no_plan
+from mist_megatron.search.order import Bound, Order, ordered
 from mist_megatron.search.shapes import Shape, UnequalShape, explain_no_shape, shapes
 from mist_megatron.search.slot_prices import fractions
 from mist_megatron.search.solve import Solution, StageChoice, solve_shape
@@ -24,16 +26,11 @@ from mist_megatron.search.space import OFFLOAD_KINDS, Limits, Space, apply_limit
 from mist_megatron.search.unequal import (
     Mixture,
     MixtureBound,
-    mixture_bounds,
     mixtures,
-    possible_mixtures,
     solve_mixture,
 )
 from mist_megatron.spec.plan import Offload, Plan, Recompute, StagePlan, Zero
 from mist_megatron.spec.target import require_model
-
-Item = Shape | Mixture
-Bound = ShapeBound | MixtureBound
 
 
 class Status(Enum):
@@ -65,6 +62,8 @@ class Settings:
     """Distinct plans to return."""
     solver: Solver = "exact"
     limits: Limits = field(default_factory=Limits)
+    known: tuple[Known, ...] = ()
+    """What searches before this one say of shapes; nothing that is found depends on it."""
 
 
 class NoneFaster(NoFeasiblePlan):
@@ -90,6 +89,8 @@ class SearchResult:
     shapes: int
     shapes_solved: int
     tally: Tally
+    known: tuple[Known, ...]
+    """Bounds for searches after this one."""
 
     @property
     def gap(self) -> float:
@@ -131,9 +132,13 @@ def search(
         for mixture in mixtures(job, cut, settings.limits):
             run.tick()
             mixed.append(mixture)
-        if not mixed and next(shapes(job, cut, settings.limits), None) is None:
+        found = []
+        for shape in shapes(job, cut, settings.limits):
+            run.tick()
+            found.append(shape)
+        if not mixed and not found:
             raise explain_no_shape(job, cut, settings.limits)
-        order = _ordered(run.question, mixed, settings.limits)
+        order = ordered(run.question, found, mixed, settings.known)
     except _Stopped as stopped:
         raise StoppedEmpty(stopped.status) from None
     status = run.all_of(order)
@@ -155,6 +160,7 @@ def search(
         shapes=len(order),
         shapes_solved=run.solved,
         tally=run.tally,
+        known=(order.known(question),),
     )
 
 
@@ -168,20 +174,6 @@ def _by_closed_form(evaluator: StageEvaluator, run: _Run) -> list[Solution]:
             seconds[solution.shape] = found
     ranked = sorted(seconds.values(), key=lambda found: found[:2])[: run.settings.top]
     return [solution for time_s, _, solution in ranked if time_s < WORST * ranked[0][0]]
-
-
-def _ordered(question: Question, mixed: list[Mixture], limits: Limits) -> list[tuple[Bound, Item]]:
-    """What may fit, the most promising first. Equal stages go before unequal ones: they are the quicker to
-    solve, and what they find prunes the others."""
-    found = possible_shapes(question, limits)
-    if not found:
-        mixed = possible_mixtures(question, mixed)
-    order = _by_bound(shape_bounds(question, found), found)
-    return order + _by_bound(mixture_bounds(question, mixed), mixed)
-
-
-def _by_bound(bounds: Sequence[Bound], items: Sequence[Item]) -> list[tuple[Bound, Item]]:
-    return sorted(zip(bounds, items, strict=True), key=lambda pair: pair[0].value_s)
 
 
 FEW_POINTS = 128
@@ -218,6 +210,8 @@ class _Run:
         """Plans near the best by eq. 1 that a climb by the closed form led to."""
         self.tally = Tally()
         self.solved = 0
+        self.under_way_s: list[float] = []
+        """Bounds of what is being solved."""
         self.open_bounds: list[float] = []
 
     def tick(self) -> None:
@@ -249,35 +243,32 @@ class _Run:
             del self._of_shape[dropped.shape]
         del self.best[self.settings.top :]
 
-    def all_of(self, order: list[tuple[Bound, Item]]) -> Status:
+    def all_of(self, order: Order) -> Status:
         """Every shape and mixture whose bound is below the best, the most promising first."""
-        left = dict(enumerate(order))
         try:
             # What must be beaten is as good as an incumbent.
             if _offload_points(self.question) > FEW_POINTS and self.settings.below_s == math.inf:
                 self.quick(order)
-            for index, answer in self._answers(order):
-                if answer is not None:
-                    self.keep(answer)
-                    self.solved += 1
-                del left[index]
+            for answer in self._answers(order):
+                self.keep(answer)
+                self.solved += 1
                 best_s = self.best[0].value_s if self.best else float("inf")
-                self.watch.progress(len(order) - len(left), len(order), best_s)
+                self.watch.progress(order.done, len(order), best_s)
         except _Stopped as stopped:
-            bounds = [bound.value_s for bound, _ in left.values()]
+            bounds = [*self.under_way_s, *order.left_s()]
             self.open_bounds = [value_s for value_s in bounds if value_s < self.threshold_s]
             return stopped.status if self.open_bounds else Status.OPTIMAL
+        self.watch.progress(len(order), len(order), self.best[0].value_s if self.best else float("inf"))
         return Status.OPTIMAL
 
-    def climb(self, order: list[tuple[Bound, Item]]) -> None:
+    def climb(self, order: Order) -> None:
         """Plans near eq. 1's best, of its own shape and of others that may be as near, which the closed form
         of `predict` puts first. What ends the search ends this: the best by eq. 1 is proved."""
         question = replace(self.question, climb=True)
         worst_s = self.best[0].value_s * (1.0 + NEAR)
-        found = [(bound, item) for bound, item in order if _may_climb(self.question, item)]
-        found = [pair for pair in found if pair[0].value_s < worst_s]
         tally = Tally()
         try:
+            found = [pair for pair in order.below(worst_s) if _may_climb(self.question, pair[1])]
             for bound, item in sorted(found, key=lambda pair: not self._has_best(pair[1])):
                 if tally.priced > MOST_NEAR:
                     break
@@ -300,7 +291,7 @@ class _Run:
             if isinstance(shape, UnequalShape)
         )
 
-    def quick(self, order: list[tuple[Bound, Item]]) -> None:
+    def quick(self, order: Order) -> None:
         """First incumbents from the corners of the offload grid: without any, the whole grid of the most
         promising shapes would have to be priced for all numbers of layers."""
         corners = replace(self.question, step=1.0)
@@ -310,38 +301,38 @@ class _Run:
             self.tick()
             self.keep(solve(corners, item, bound, math.inf))
 
-    def _answers(
-        self, order: list[tuple[Bound, Item]]
-    ) -> Iterator[tuple[int, tuple[Solution | None, Tally] | None]]:
-        """What each item gives; None where its bound already says that it gives nothing."""
+    def _answers(self, order: Order) -> Iterator[tuple[Solution | None, Tally]]:
+        """What each item gives that may be better than the best so far."""
         if self.executor is not None:
             yield from self._answers_of(*self.executor, order)
             return
-        for index, (bound, item) in enumerate(order):
-            if bound.value_s >= self.threshold_s:
-                yield index, None
-                continue
+        while (pair := order.next(self.threshold_s)) is not None:
+            bound, item = pair
+            self.under_way_s = [bound.value_s]
             self.tick()
-            yield index, solve(self.question, item, bound, self._beat(item))
+            yield solve(self.question, item, bound, self._beat(item))
+            self.under_way_s = []
 
     def _answers_of(
-        self, executor: Executor, workers: int, order: list[tuple[Bound, Item]]
-    ) -> Iterator[tuple[int, tuple[Solution | None, Tally] | None]]:
+        self, executor: Executor, workers: int, order: Order
+    ) -> Iterator[tuple[Solution | None, Tally]]:
         """The same with so many items at a time in other processes."""
         told = pickle.dumps(self.shared)
-        running: dict[Future[tuple[Solution | None, Tally]], int] = {}
-        waiting = list(enumerate(order))[::-1]
+        running: dict[Future[tuple[Solution | None, Tally]], float] = {}
         try:
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    index, (bound, item) = waiting.pop()
-                    if bound.value_s >= self.threshold_s:
-                        yield index, None
-                        continue
-                    running[executor.submit(solve_told, told, item, bound, self._beat(item))] = index
+            while True:
+                while len(running) < workers and (pair := order.next(self.threshold_s)) is not None:
+                    bound, item = pair
+                    future = executor.submit(solve_told, told, item, bound, self._beat(item))
+                    running[future] = bound.value_s
+                    self.under_way_s = list(running.values())
+                if not running:
+                    return
                 done, _ = wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED)
                 for future in done:
-                    yield running.pop(future), future.result()
+                    yield future.result()
+                    del running[future]
+                    self.under_way_s = list(running.values())
                 self.tick()
         finally:
             for future in running:

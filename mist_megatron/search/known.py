@@ -1,0 +1,159 @@
+"""What searches before this one say of its shapes: bounds that hold here too, so that most are never priced.
+
+A space that allows less has no faster plan of the same shape. And where Megatron reduces gradients beside
+its last backward pass, both together take no longer than one after the other - but for the last layer's
+reduction, beside which nothing runs - as long as streams that slow each other down still gain from running
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.traffic import bucketed
+from mist_megatron.search.bounds import Question
+from mist_megatron.search.shapes import Shape
+from mist_megatron.search.slot_prices import Array
+from mist_megatron.search.space import Space
+from mist_megatron.search.unequal import Mixture
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.target import MEGATRON
+
+Item = Shape | Mixture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """Lower bounds that a search left."""
+
+    job: Job
+    space: Space
+    step: float
+    bounds: Mapping[Item, float]
+    """Seconds that no plan of an item beats."""
+
+
+def floors(question: Question, items: Sequence[Item], known: Iterable[Known]) -> list[float]:
+    """What is known of each item without pricing its stages; 0 where nothing is."""
+    found = np.zeros(len(items))
+    for one in known:
+        if not _covers(one, question):
+            continue
+        if one.job == question.evaluator.job:
+            slack = np.zeros(len(items))
+        elif reduces_beside(one.job, question.evaluator):
+            slack = late_reduction_s(question.evaluator, items)
+        else:
+            continue
+        by_sizes = _by_sizes(one.bounds)
+        here = np.array([_looked_up(item, one.bounds, by_sizes) for item in items])
+        found = np.maximum(found, (here - slack) * (1 - 1e-9))
+    return [float(value) for value in found]
+
+
+def _covers(known: Known, question: Question) -> bool:
+    """Whether a bound of a shape there is one here: it assumes nothing recomputed and nothing offloaded but
+    any fraction of the optimizer, and of the layers any split that the space has."""
+    there, here = known.space, question.space
+    order = ("none", "all_or_nothing", "any")
+    wider, narrower = order.index(there.offload.optimizer), order.index(here.offload.optimizer)
+    same_grid = narrower < order.index("any") or known.step == question.step
+    return wider >= narrower and same_grid and (there.uneven_layers or not here.uneven_layers)
+
+
+_Sizes = tuple[int, ...]
+
+
+def _sizes(shape: Shape) -> _Sizes:
+    """All but the levels of ZeRO."""
+    pipeline = (shape.grad_accum, shape.stages, shape.nodes, shape.gpus_per_node, shape.vpp)
+    return (*pipeline, shape.dp, shape.tp, shape.micro_batch, shape.sequence_parallel, shape.bridged)
+
+
+def _by_sizes(bounds: Mapping[Item, float]) -> dict[_Sizes, list[tuple[frozenset[int], float]]]:
+    found: dict[_Sizes, list[tuple[frozenset[int], float]]] = {}
+    for item, value_s in bounds.items():
+        if isinstance(item, Shape):
+            found.setdefault(_sizes(item), []).append((frozenset(item.zero), value_s))
+    return found
+
+
+def _looked_up(
+    item: Item,
+    bounds: Mapping[Item, float],
+    by_sizes: Mapping[_Sizes, list[tuple[frozenset[int], float]]],
+) -> float:
+    """Of the item itself, or of a shape that may choose from more levels."""
+    if isinstance(item, Mixture):
+        return bounds.get(item, 0.0)
+    return max(
+        (s for levels, s in by_sizes.get(_sizes(item), ()) if levels.issuperset(item.zero)), default=0.0
+    )
+
+
+def reduces_beside(job: Job, after: StageEvaluator) -> bool:
+    """Whether `job` is the evaluator's but for gradients that are reduced beside the last backward pass there
+    and after it here, and running together gains: of two streams that are slowed down by f and g each gets
+    1/f and 1/g of the time."""
+    execution = after.job.execution
+    if job.target not in MEGATRON or execution.overlap_grad_reduce:
+        return False
+    switched = replace(execution, overlap_grad_reduce=True)
+    slow_compute, slow_traffic = (float(factor) for factor in after.time_context.interference[0b0011, :2])
+    gains = 1.0 / slow_compute + 1.0 / slow_traffic >= 1.0 and min(slow_compute, slow_traffic) >= 1.0
+    return gains and job == replace(after.job, execution=switched)
+
+
+def late_reduction_s(evaluator: StageEvaluator, items: Sequence[Item]) -> Array:
+    """Of each item the reduction of one layer's gradients, of its slowest mesh: what a stage that reduces
+    beside its last backward pass waits for at most when that has ended."""
+    meshes = list(dict.fromkeys(mesh for item in items for mesh in _meshes(item)))
+    groups: dict[tuple[object, ...], list[Shape]] = {}
+    for mesh in meshes:
+        groups.setdefault((mesh.nodes, mesh.gpus_per_node, mesh.sequence_parallel), []).append(mesh)
+    seconds: dict[Shape, float] = {}
+    for members in groups.values():
+        seconds.update(zip(members, _reductions_s(evaluator, members), strict=True))
+    return np.array([max(mesh.vpp * seconds[mesh] for mesh in _meshes(item)) for item in items])
+
+
+def _meshes(item: Item) -> tuple[Shape, ...]:
+    return item.meshes if isinstance(item, Mixture) else (item,)
+
+
+def _reductions_s(evaluator: StageEvaluator, meshes: Sequence[Shape]) -> list[float]:
+    """One layer's share of full buckets, whichever way the level reduces."""
+
+    def column(values: list[int]) -> Array:
+        return np.array(values, dtype=np.float64)
+
+    zero = np.zeros(1)
+    grid = StageGrid(
+        role=StageRole.MIDDLE,
+        nodes=meshes[0].nodes,
+        gpus_per_node=meshes[0].gpus_per_node,
+        sequence_parallel=meshes[0].sequence_parallel,
+        selective=False,
+        layers=zero + 1.0,
+        ckpt=zero,
+        in_flight=zero + 1.0,
+        micro_batch=column([mesh.micro_batch for mesh in meshes]),
+        dp=column([mesh.dp for mesh in meshes]),
+        tp=column([mesh.tp for mesh in meshes]),
+        zero=zero,
+        grad_accum=zero + 1.0,
+        weights_offload=zero,
+        grads_offload=zero,
+        optimizer_offload=zero,
+        activations_offload=zero,
+    )
+    context = evaluator.time_context
+    layer_bytes = context.grad_bytes * evaluator.loads(grid).block.parameters
+    kinds = [bucketed(kind, layer_bytes, grid, context) for kind in ("all_reduce", "reduce_scatter")]
+    found = np.broadcast_to(np.maximum(*kinds), (len(meshes),))
+    return [float(value) for value in found]
