@@ -269,7 +269,27 @@ def _two_devices(torch) -> None:
     tensor.is_cuda = property(lambda self: not getattr(self, "_on_host", False))
 
 
-def _gloo_only(torch) -> None:
+def _shared(dist, new_group, *, everyone: bool):
+    """The same group for the same ranks, of which Megatron makes up to twenty groups.
+
+    They keep streams of NCCL apart; in gloo each costs three threads, one of which looks around a hundred
+    times a second. Groups of one rank, in which nothing is sent, are always shared; `everyone`: all are.
+    """
+    made: dict = {}
+
+    def call(ranks=None, *a, **k):
+        if not ranks or (len(ranks) > 1 and not everyone) or a or k.get("use_local_synchronization"):
+            return new_group(ranks, *a, **k)
+        if made.get("of") is not dist.group.WORLD:
+            made.clear()
+            made["of"] = dist.group.WORLD
+        key = tuple(ranks)
+        return made[key] if key in made else made.setdefault(key, new_group(ranks, **k))
+
+    return call
+
+
+def _gloo_only(torch, *, share_groups: bool) -> None:
     dist = torch.distributed
     init = dist.init_process_group
 
@@ -279,18 +299,7 @@ def _gloo_only(torch) -> None:
         return init(**k)
 
     dist.init_process_group = gloo
-    alone: dict = {}  # rank -> the group of it alone: one for all of Megatron's, since nothing is sent in it
-    new_group = dist.new_group
-
-    def one_alone(ranks=None, *a, **k):
-        if ranks is None or len(ranks) != 1 or a or k.get("use_local_synchronization"):
-            return new_group(ranks, *a, **k)
-        if alone.get("of") is not dist.group.WORLD:
-            alone.clear()
-            alone["of"] = dist.group.WORLD
-        return alone.get(ranks[0]) or alone.setdefault(ranks[0], new_group(ranks, **k))
-
-    dist.new_group = one_alone
+    dist.new_group = _shared(dist, dist.new_group, everyone=share_groups)
     for name in ("new_group", "new_subgroups_by_enumeration"):
 
         def call(*a, _make=getattr(dist, name), **k):  # noqa: B008
@@ -335,11 +344,11 @@ def _megatron_pieces(torch) -> None:
         datasets.compile_helpers = lambda: None  # the installed package ships them compiled
 
 
-def install(*, two_devices: bool = False, threads: int = 1) -> None:
+def install(*, two_devices: bool = False, threads: int = 1, share_groups: bool = False) -> None:
     """Make this process train Megatron on CPU and gloo; only in a process of its own.
 
     `two_devices` distinguishes host tensors from device tensors, as HybridDeviceOptimizer
-    (optimizer offload) needs.
+    (optimizer offload) needs. `share_groups`: see `_shared`.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -355,7 +364,7 @@ def install(*, two_devices: bool = False, threads: int = 1) -> None:
     _creation_on_cpu(torch, cpu)
     if two_devices:
         _two_devices(torch)
-    _gloo_only(torch)
+    _gloo_only(torch, share_groups=share_groups)
     _megatron_pieces(torch)
 
 

@@ -1,6 +1,6 @@
 """Trains a tiny Megatron-core GPT whose stages have different grids, and prints what it did per rank.
 
-A program of its own (`python staged_grids.py FOLDER '[{"stages": [...], ...}]'`), because the CPU shim
+A program of its own (`python staged_grids.py FOLDER 4 '[{"stages": [...], ...}]'`), because the CPU shim
 rewires torch for the whole process; one start runs many cases, since importing takes longer than
 training. With one stage, or with `native`, Megatron runs as it is: that is the reference.
 Weights depend on a parameter's global name only and data on the sample's number, so that any grid starts
@@ -13,11 +13,13 @@ import gc
 import json
 import logging
 import os
+import signal
 import sys
+import traceback
 import warnings
 from typing import Any
 
-from staged_model import SEQ, Case, build_config, build_model, build_optimizer, named, unwrapped
+from staged_model import SEQ, Case, build_config, build_model, build_optimizer, named, precision, unwrapped
 
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)
@@ -125,13 +127,15 @@ def train(case: Case, stage: int, model: Any, optimizer: Any) -> dict[str, list[
     if case.overlap:
         config.no_sync_func = model.no_sync
     size = case.stages[stage][3]
-    result: dict[str, list[Any]] = {"losses": [], "norms": [], "updated": [], "evaluated": []}
+    result: dict[str, list[Any]] = {"losses": [], "norms": [], "updated": [], "scales": [], "evaluated": []}
     for step in range(case.first_step, case.first_step + case.steps):
         for group in optimizer.param_groups:  # warm-up: a schedule that a stale rate would show
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 4)
         if step == case.evaluate_at:
             reported = schedule(case, stage, model, micro_batches(case, stage, 1000), forward_only=True)
             result["evaluated"].append(mean_loss(reported))
+        if step == case.save_at:
+            save(case, model, optimizer)
         poison(case, stage, step, model)
         data = micro_batches(case, stage, step)
         if case.native or len(case.stages) == 1:
@@ -141,7 +145,8 @@ def train(case: Case, stage: int, model: Any, optimizer: Any) -> dict[str, list[
 
             taken = train_step(forward_step, data, model, optimizer, Batch(case.micro_batches, size, SEQ))
             done = (taken.loss, taken.grad_norm, taken.updated)
-        for name, value in zip(("losses", "norms", "updated"), done, strict=True):
+        done = (*done, float(optimizer.get_loss_scale()))
+        for name, value in zip(("losses", "norms", "updated", "scales"), done, strict=True):
             result[name].append(value)
     return result
 
@@ -216,6 +221,21 @@ def begin_states(optimizer: Any) -> None:
         )
 
 
+def save(case: Case, model: Any, optimizer: Any) -> None:
+    import torch
+    from megatron.core import dist_checkpointing
+
+    gathers = case.overlap and model.ddp_config.use_distributed_optimizer
+    if gathers:  # weights that a next forward would gather, as Megatron's own loop does it
+        model.disable_forward_pre_hook()
+    state = checkpoint(case, model, optimizer, loading=False)
+    os.makedirs(case.save, exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(state, case.save)
+    if gathers:
+        model.enable_forward_pre_hook()
+
+
 def load(case: Case, model: Any, optimizer: Any) -> None:
     from megatron.core import dist_checkpointing
 
@@ -232,40 +252,41 @@ def load(case: Case, model: Any, optimizer: Any) -> None:
 def run(case: Case, store: str) -> dict[str, Any]:
     """One case from process groups to the last step; refusals are results too."""
     import torch
-    from megatron.core import dist_checkpointing
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from mist_patches.hooking import PatchRefused
 
+    rank = int(os.environ["RANK"])
     torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=int(os.environ["RANK"]),
-        world_size=case.world_size,
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=case.world_size
     )
     os.environ["WORLD_SIZE"] = str(case.world_size)  # HyperCommGrid asks the environment
-    stage = int(os.environ["RANK"])
+    stage = rank
     try:
         stage = initialize(case)
         model_parallel_cuda_manual_seed(1234)
-        dtype = getattr(torch, case.dtype)
-        model = build_model(case, build_config(case, stage, dtype))
-        optimizer = build_optimizer(case, stage, model, dtype)
-        if case.load:
-            load(case, model, optimizer)
-        result: dict[str, Any] = train(case, stage, model, optimizer)
+        with precision(case) as dtype:
+            result = trained(case, stage, dtype)
     except PatchRefused as refused:
         return {"stage": stage, "refused": str(refused)}
+    torch.distributed.barrier()
+    return {"stage": stage, **result}
+
+
+def trained(case: Case, stage: int, dtype: Any) -> dict[str, Any]:
+    """From the model to what the case leaves behind."""
+    model = build_model(case, build_config(case, stage, dtype))
+    optimizer = build_optimizer(case, stage, model, dtype)
+    if case.load:
+        load(case, model, optimizer)
+    result: dict[str, Any] = train(case, stage, model, optimizer)
     if case.overlap:  # the last gather waits for a next forward that does not come
         model.start_param_sync(force_sync=True)
     if case.parameters:
         keep_parameters(case, stage, model)
-    if case.save:
-        state = checkpoint(case, model, optimizer, loading=False)
-        os.makedirs(case.save, exist_ok=True)
-        torch.distributed.barrier()
-        dist_checkpointing.save(state, case.save)
-    torch.distributed.barrier()
-    return {"stage": stage, **result}
+    model.config.grad_scale_func = (
+        None  # a circle over autograd, which Python does not see, would keep all of it
+    )
+    return result
 
 
 def forget(before: dict[str, Any]) -> None:
@@ -303,26 +324,60 @@ def hooked() -> list[Any]:
     ]
 
 
-def main() -> None:
-    """`staged_grids.py FOLDER CASES`: the cases one after another, each on as many processes as it needs."""
-    folder, cases = sys.argv[1], [Case(**entry) for entry in json.loads(sys.argv[2])]
-    import megatron_cpu
-
-    megatron_cpu.install()
+def of_rank(rank: int, folder: str, cases: list[Case]) -> None:
+    """The cases one after another, each on as many processes as it needs; what they say goes into a file."""
     from megatron.core import parallel_state as ps
     from mist_patches import megatron_stage_grids as patch
 
-    before, plain, rank = patch._groups(ps), hooked(), int(os.environ["RANK"])
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    before, plain = patch._groups(ps), hooked()
     share, count = patch.BuiltGrids.gradient_share, patch._count_once
-    for number, case in enumerate(cases):
-        if rank >= case.world_size:
-            continue
-        line = {"case": number, "rank": rank, **run(case, f"{folder}/store{number}")}
-        line["once"] = getattr(ps.initialize_model_parallel, "mist_original", None) is plain[0]
-        forget(before)
-        line["undone"] = hooked() == plain
-        print("RESULT " + json.dumps(line), flush=True)
-        patch.BuiltGrids.gradient_share, patch._count_once = share, count
+    with open(f"{folder}/said{rank}", "w") as said:
+        for number, case in enumerate(cases):
+            if rank >= case.world_size:
+                continue
+            line = {"case": number, "rank": rank, **run(case, f"{folder}/store{number}")}
+            line["once"] = getattr(ps.initialize_model_parallel, "mist_original", None) is plain[0]
+            forget(before)
+            line["undone"] = hooked() == plain
+            said.write("RESULT " + json.dumps(line) + "\n")
+            patch.BuiltGrids.gradient_share, patch._count_once = share, count
+
+
+def main() -> None:
+    """`staged_grids.py FOLDER RANKS CASES`: imports once; ranks are forks, the first to fail ends all."""
+    folder, ranks, cases = sys.argv[1], int(sys.argv[2]), [Case(**entry) for entry in json.loads(sys.argv[3])]
+    import megatron_cpu
+
+    megatron_cpu.install(share_groups=True)
+    hooked()
+    import mist_patches.megatron_grids_training
+    import mist_patches.megatron_stage_grids  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # what was imported is nothing to look through between cases
+    forks = {}
+    for rank in range(ranks):
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                of_rank(rank, folder, cases)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
+        forks[pid] = rank
+    while forks:
+        pid, status = os.wait()
+        del forks[pid]
+        if status:
+            for other in forks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(1)
+    for rank in range(ranks):
+        with open(f"{folder}/said{rank}") as said:
+            print(said.read(), end="", flush=True)
 
 
 if __name__ == "__main__":

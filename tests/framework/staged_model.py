@@ -5,10 +5,12 @@ Weights depend on a parameter's global name only, so that any grid starts from t
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
 import re
 import zlib
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 HIDDEN, HEADS, SEQ, VOCAB = 32, 4, 16, 64
@@ -25,6 +27,10 @@ class Case:
     first_step: int = 0
     sequence_parallel: bool = False
     dtype: str = "float32"
+    """float64: all that Megatron computes in fp32 is computed in double precision."""
+    adam_eps: float = 1e-8
+    loss_scale: float | None = None
+    """A constant one; fp16 without it has a dynamic one that soon changes."""
     overlap: bool = False
     tied: bool = False
     per_token: bool = False
@@ -36,12 +42,11 @@ class Case:
     evaluate_at: int | None = None
     """Step before which the model is evaluated, forward only."""
     save: str | None = None
+    save_at: int | None = None
+    """Step before which it is saved; training goes on."""
     load: str | None = None
     parameters: str | None = None
     """Folder for the final parameters of each rank."""
-
-    def as_argument(self) -> str:
-        return json.dumps(asdict(self))
 
     def document(self) -> dict[str, Any]:
         entries, first = [], 0
@@ -72,6 +77,36 @@ class Case:
     @property
     def world_size(self) -> int:
         return int(self.document()["world_size"])
+
+
+@contextlib.contextmanager
+def precision(case: Case) -> Iterator[Any]:
+    """The case's dtype; under float64, whoever asks for fp32 in here gets double precision.
+
+    Megatron names fp32 in many places (logits, gradient buffers, norms, Adam's states): with the name meaning
+    something else, the code that runs is that of fp32.
+    """
+    import torch
+
+    if case.dtype != "float64":
+        yield getattr(torch, case.dtype)
+        return
+    tensor = torch.Tensor
+    torch.save(tensor(), io.BytesIO())  # has torch make its tables of what is called how
+    before = torch.float32, tensor.float, tensor.type
+    doubles = "torch.cuda.DoubleTensor", "torch.cuda.FloatTensor"
+    torch.float32 = torch.float = torch.float64
+    tensor.float = tensor.double
+    tensor.type = lambda self, *a, **k: (
+        before[2](self, *a, **k) if a or k else before[2](self).replace(*doubles)
+    )
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield torch.float64
+    finally:
+        torch.float32 = torch.float = before[0]
+        _, tensor.float, tensor.type = before
+        torch.set_default_dtype(torch.float32)
 
 
 def build_config(case: Case, stage: int, dtype: Any) -> Any:
@@ -191,12 +226,11 @@ def build_model(case: Case, config: Any) -> Any:
         overlap_param_gather=case.overlap and zero == 1,
         grad_reduce_in_fp32=True,
     )
-    return DistributedDataParallel(
-        config, ddp, model if case.dtype == "float32" else Float16Module(config, model)
-    )
+    return DistributedDataParallel(config, ddp, Float16Module(config, model) if "16" in case.dtype else model)
 
 
 def build_optimizer(case: Case, stage: int, model: Any, dtype: Any) -> Any:
+    import torch
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     zero = case.stages[stage][4]
@@ -208,8 +242,16 @@ def build_optimizer(case: Case, stage: int, model: Any, dtype: Any) -> Any:
             clip_grad=1.0,
             bf16=case.dtype == "bfloat16",
             fp16=case.dtype == "float16",
+            adam_eps=case.adam_eps,
+            loss_scale=case.loss_scale,
             initial_loss_scale=1024.0,
+            loss_scale_window=3,
+            hysteresis=1,
             params_dtype=dtype,
+            main_grads_dtype=torch.float32,  # as its default, but by name: see `precision`
+            main_params_dtype=torch.float32,
+            exp_avg_dtype=torch.float32,
+            exp_avg_sq_dtype=torch.float32,
             use_distributed_optimizer=zero == 1,
             overlap_param_gather=case.overlap and zero == 1,
         ),
