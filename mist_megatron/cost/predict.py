@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from mist_megatron.cost.borders import exchanges_seconds
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
@@ -40,8 +41,13 @@ class StagePrediction:
     stable_terms_s: Mapping[str, float]
     delta_terms_s: Mapping[str, float]
     memory_terms_bytes: Mapping[str, float]
+    beyond_s: tuple[float, float] = (0.0, 0.0)
+    """What the iteration counts of this stage beyond t and d, which are what a search adds up: layers of a
+    stage that recomputes none, and borders to neighbours that differ."""
     forward_traffic_s: float = 0.0
     """What traffic makes forward passes longer."""
+    forward_exchange_s: float | None = None
+    """What of `pipeline_p2p` is of forward passes, where neighbours differ; else its role tells."""
     late: Late = NEVER_LATE
     """Activations that leave in the first pass, behind states."""
 
@@ -123,6 +129,10 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
 def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
     """Price every stage and put them together; `evaluator` is of `job_of(plan)`."""
     stages = tuple(_predict_stage(plan, position, evaluator) for position in range(len(plan.stages)))
+    if plan.vpp == 1 and "pipeline_p2p" not in evaluator.time_context.without:
+        grids = [grid_of(plan, position) for position in range(len(plan.stages))]
+        for position, (there_s, back_s) in exchanges_seconds(plan, grids, evaluator).items():
+            stages = _with_exchanges(stages, position, there_s, back_s)
     time = iteration_time(
         [timing_of(stages, position) for position in range(len(stages))],
         plan.grad_accum,
@@ -145,10 +155,19 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
     )
 
 
+def _with_exchanges(
+    stages: tuple[StagePrediction, ...], position: int, there_s: float, back_s: float
+) -> tuple[StagePrediction, ...]:
+    """A stage that differs from a neighbour, with what really crosses its borders."""
+    stage = stages[position]
+    more_s = there_s + back_s - stage.stable_terms_s.get("pipeline_p2p", 0.0)
+    beyond_s = stage.beyond_s[0] + more_s, stage.beyond_s[1]
+    changed = replace(stage, beyond_s=beyond_s, forward_exchange_s=there_s)
+    return (*stages[:position], changed, *stages[position + 1 :])
+
+
 FIRST_PASS = "first_gather"
 """The term of d for which a first forward pass stands still."""
-NOT_LINEAR = "whole_runs"
-"""The term of t and of d that no search adds up: what differs where no layer is recomputed."""
 
 
 def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
@@ -156,12 +175,17 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
     backward passes only."""
     stage, terms = stages[position], stages[position].stable_terms_s
     forward_s = stage.forward_s + stage.forward_traffic_s
-    for name, share in _forward_shares(role_of(position, len(stages))).items():
+    shares = _forward_shares(role_of(position, len(stages)))
+    if stage.forward_exchange_s is not None:
+        forward_s += stage.forward_exchange_s
+        del shares["pipeline_p2p"]
+    for name, share in shares.items():
         forward_s += share * terms.get(name, 0.0)
+    stable_s = stage.stable_s + stage.beyond_s[0]
     return StageTiming(
-        stable_s=stage.stable_s,
-        delta_s=stage.delta_s,
-        forward_s=min(forward_s, stage.stable_s),
+        stable_s=stable_s,
+        delta_s=stage.delta_s + stage.beyond_s[1],
+        forward_s=min(forward_s, stable_s),
         first_s=stage.delta_terms_s.get(FIRST_PASS, 0.0),
         step_s=stage.step_s,
         weight_grad_s=stage.weight_grad_s,
@@ -215,12 +239,9 @@ def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> Stag
     stable_terms_s = _at(terms.stable, plan.stages[position])
     delta_terms_s = _at(terms.delta, plan.stages[position])
     fine = refined(evaluator, grid)
-    if np.any(fine.stable_s) or np.any(fine.delta_s):
-        stable_terms_s[NOT_LINEAR] = float(fine.stable_s)
-        delta_terms_s[NOT_LINEAR] = float(fine.delta_s)
     return StagePrediction(
-        stable_s=float(cost.stable_s + fine.stable_s),
-        delta_s=float(cost.delta_s + fine.delta_s),
+        stable_s=float(cost.stable_s),
+        delta_s=float(cost.delta_s),
         forward_s=float(parts["forward_s"]),
         step_s=sum(delta_terms_s.get(name, 0.0) for name in AT_STEP),
         weight_grad_s=float(parts["weight_grad_s"]),
@@ -229,6 +250,7 @@ def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> Stag
         stable_terms_s=stable_terms_s,
         delta_terms_s=delta_terms_s,
         memory_terms_bytes={name: float(v) for name, v in evaluator.memory_terms(grid).items()},
+        beyond_s=(float(fine.stable_s), float(fine.delta_s)),
         forward_traffic_s=float(fine.forward_s),
         late=Late(*map(float, (fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share))),
     )

@@ -29,8 +29,7 @@ import numpy as np
 from mist_megatron.simulate.engine import Deadlock, Program, Stream, Timeline
 from mist_megatron.simulate.schedules import SPLIT_BACKWARD, Order, Pass, PassKind
 from mist_megatron.simulate.stage_work import LayerWork, NamedLayer, PassWork, StageWork, Workload
-from mist_megatron.spec.layout import nodes_of, stage_ranks
-from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.layout import hops_across
 
 KINDS = (
     "forward",
@@ -205,10 +204,12 @@ class _Builder:
         if not goes or peer == number:
             self.arrived[key] = rank.end[0]
             return
-        across = self.hops[min(number, peer), max(number, peer)]
-        # Where stages differ, the one whose ranks each move more takes longer.
+        border = min(number, peer), max(number, peer)
+        across = self.hops[border]
         both = (stage, self.work.stages[peer])
         hop_s = max(one.hop_across_s if across else one.hop_inside_s for one in both)
+        if border in self.work.borders:
+            hop_s = self.work.borders[border][0 if forward else 1]
         if hop_s <= 0.0:
             self.arrived[key] = rank.end[0]
             return
@@ -410,22 +411,6 @@ def _end_of_iteration(stage: StageWork) -> tuple[tuple[str, str, Stream, float],
         ("weight gather", "all weights", Stream.GPU_TO_GPU, step.gather_s),
         ("host work", "end of step", Stream.HOST, step.host_s),
     )
-
-
-def hops_across(plan: Plan) -> dict[tuple[int, int], bool]:
-    """Whether a boundary lies between nodes, by its two stages: a rank's neighbour is the rank at the same
-    place of the other stage. A boundary that lies both ways is as slow as its slower transfers."""
-    stages = len(plan.stages)
-    found = {}
-    for left in range(stages):
-        right = (left + 1) % stages
-        first, second = stage_ranks(plan, left), stage_ranks(plan, right)
-        across = any(
-            len(nodes_of(plan, (rank, second[k * len(second) // len(first)]))) > 1
-            for k, rank in enumerate(first)
-        )
-        found[min(left, right), max(left, right)] = across
-    return found
 
 
 def build(work: Workload, orders: Sequence[Order], schedule: str) -> Built:

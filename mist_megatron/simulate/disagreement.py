@@ -53,7 +53,7 @@ def disagreement(found: Simulation) -> Disagreement | None:
     return Disagreement(
         passes_s=found.closed_form_s - between_s,
         waiting_s=between_s - found.iteration_s,
-        closed_stable_s=tuple(stage.stable_s for stage in stages),
+        closed_stable_s=tuple(timing_of(stages, position).stable_s for position in range(len(stages))),
         played_stable_s=played,
     )
 
@@ -71,7 +71,8 @@ def _stable_times(found: Simulation) -> tuple[float, ...]:
     count = found.plan.grad_accum
     chosen = range(1, count - 1)
     if not chosen:
-        return tuple(stage.stable_s for stage in found.prediction.stages)
+        stages = found.prediction.stages
+        return tuple(timing_of(stages, position).stable_s for position in range(len(stages)))
     sums = [0.0] * len(found.plan.stages)
     for span in built.spans:
         if span.step.micro_batch in chosen:

@@ -8,11 +8,12 @@ its layers, micro-batches and data-parallel replicas (DistSim's observation).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from mist_megatron.cost.borders import Border, border_seconds
 from mist_megatron.cost.conventions import conventions_of
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
@@ -171,6 +172,8 @@ class Workload:
     """Stages compute on while a boundary tensor leaves."""
     reduces_by_chunk: bool = False
     """Reductions of a last backward pass begin when it has ended."""
+    borders: Mapping[Border, tuple[float, float]] = field(default_factory=dict)
+    """Transfers forward and backward between neighbours that differ."""
 
 
 def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
@@ -178,9 +181,9 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
     context = evaluator.time_context
     kinds: dict[Any, tuple[_Kinds, StageWork]] = {}
     stages, layer = [], 0
+    grids = [grid_of(plan, position) for position in range(len(plan.stages))]
     for position, stage in enumerate(plan.stages):
-        grid = grid_of(plan, position)
-        key = (grid.role, stage)
+        key = (grids[position].role, stage)
         if key not in kinds:
             kinds[key] = _priced(plan, position, evaluator)
         found, work = kinds[key]
@@ -197,9 +200,8 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         step_waits_for_all=template.grad_norm_pass,
         steps_early=template.step_in_first_forward,
         sends_overlap=plan.vpp > 1 and template.boundary_overlaps_when_interleaved,
-        reduces_by_chunk=any(
-            reduces_by_chunk(grid_of(plan, position), template) for position in range(len(plan.stages))
-        ),
+        reduces_by_chunk=any(reduces_by_chunk(grid, template) for grid in grids),
+        borders=border_seconds(plan, grids, evaluator),
     )
 
 

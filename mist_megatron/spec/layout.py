@@ -41,6 +41,20 @@ def nodes_of(plan: Plan, group: Iterable[int]) -> frozenset[int]:
     return frozenset(place[rank] // plan.cluster.gpus_per_node for rank in group)
 
 
+def hops_across(plan: Plan) -> dict[tuple[int, int], bool]:
+    """Whether a border lies between nodes, by its two stages: a rank's neighbour is the rank at the same
+    place of the other stage. A border that lies both ways is as slow as its slower transfers."""
+    stages = len(plan.stages)
+    found = {}
+    for left in range(stages):
+        right = (left + 1) % stages
+        few, many = sorted((stage_ranks(plan, left), stage_ranks(plan, right)), key=len)
+        found[min(left, right), max(left, right)] = any(
+            len(nodes_of(plan, (few[k * len(few) // len(many)], rank))) > 1 for k, rank in enumerate(many)
+        )
+    return found
+
+
 def in_flight(schedule: Schedule, stage: int, stages: int, grad_accum: int, vpp: int = 1) -> float:
     """Micro-batches whose activations a stage holds at its peak, the one being computed included.
 

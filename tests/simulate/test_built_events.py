@@ -9,7 +9,7 @@ import pytest
 from pipelines import ALONE
 from plans_to_play import plan_of
 
-from mist_megatron.simulate.build import build, hops_across
+from mist_megatron.simulate.build import build
 from mist_megatron.simulate.engine import Deadlock, Stream, Timeline, run_program
 from mist_megatron.simulate.schedules import Pass, PassKind, schedule_orders
 from mist_megatron.simulate.stage_work import (
@@ -20,6 +20,7 @@ from mist_megatron.simulate.stage_work import (
     StepWork,
     Workload,
 )
+from mist_megatron.spec.layout import hops_across
 
 NO_STEP = StepWork(
     reduction_s=0.0,
