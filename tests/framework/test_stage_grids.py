@@ -48,9 +48,9 @@ DIFFERENT = {"dp2 -> tp2": NARROWS, "tp2 -> dp2": WIDENS}
 LATER = replace(WIDENS, steps=3, first_step=5, evaluate_at=None, save_at=None)
 """Resumes from what WIDENS saved."""
 PRECISIONS: dict[str, dict] = {
-    "float32": {"adam_eps": EPSILON},
-    "bfloat16": {"loss_scale": 1.0, "infinite_at": 2},
-    "float16": {"infinite_at": 2},
+    "float32": {"micro_batches": 2, "adam_eps": EPSILON},
+    "bfloat16": {"micro_batches": 2, "loss_scale": 1.0, "infinite_at": 2},
+    "float16": {"micro_batches": 2, "infinite_at": 2},
 }
 """With a loss scale, of which 1 changes no bit, Megatron skips an infinite gradient's step in bf16 too."""
 
