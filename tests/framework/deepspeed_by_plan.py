@@ -2,7 +2,8 @@
 
 A program of its own:
 
-    deepspeed_by_plan.py --deepspeed_config FOLDER/ds_config.json     as the script of train_deepspeed.py
+    deepspeed_by_plan.py --deepspeed_config FOLDER/ds_config.json     as the script of train_deepspeed.py;
+                                                                      with --once in its precision alone
     deepspeed_by_plan.py all FOLDER...     under a launcher: each folder's train_deepspeed.py in turn
 
 One JSON file per folder and rank. A CPU stands in for the GPU, so bytes are told apart by where DeepSpeed
@@ -16,12 +17,16 @@ import logging
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
 
-STEPS = 3
+STEPS = 8
+"""In fp32, in which what is compared after them differs by rounding alone; in bf16, in which a last bit that
+another order of sums gives is one of a weight's, one step and one under its outcome."""
+HALF_STEPS = 2
 BUCKET = 20_000
 """Elements; the emitted 5e8 would be a gigabyte of memory for a network of 200 kilobytes."""
 
@@ -67,9 +72,11 @@ def network(model: dict[str, Any]) -> Any:
     return Gpt()
 
 
-def cpu_configuration(path: Path) -> dict[str, Any]:
-    """The emitted file, with what only a GPU or a large model can be asked for taken out."""
+def cpu_configuration(path: Path, *, single: bool) -> dict[str, Any]:
+    """The emitted file without what only a GPU or a large model can be asked for; in fp32 if asked."""
     config: dict[str, Any] = json.loads(path.read_text())
+    if single:
+        config["bf16"], config["data_types"] = {"enabled": False}, {"grad_accum_dtype": "fp32"}
     zero = config["zero_optimization"]
     for section in ("offload_optimizer", "offload_param"):
         if section in zero:
@@ -87,6 +94,53 @@ def cpu_configuration(path: Path) -> dict[str, Any]:
     return config
 
 
+def pipeline(model: dict[str, Any], stages: int) -> Any:
+    """The same network as the list of layers that DeepSpeed's pipeline takes."""
+    from deepspeed.pipe import PipelineModule
+    from torch import nn
+    from torch.nn import functional
+
+    whole = network(model)
+
+    def loss(logits, labels):
+        return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+    parts = [whole.table, *whole.layers, nn.Sequential(whole.norm, whole.head)]
+    return PipelineModule(parts, num_stages=stages, loss_fn=loss, partition_method="uniform")
+
+
+def train_pipeline(path: Path, *, single: bool = False) -> dict[str, Any]:
+    """Under whatever patches are applied; the JSON is the rank's own, or one for all."""
+    import deepspeed
+    import torch
+    import yaml
+
+    plan = yaml.safe_load((path.parent / "plan.yaml").read_text())
+    config = cpu_configuration(path, single=single)
+    model = pipeline(plan["model"], len(plan["stages"]))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    data, world = engine.grid.get_data_parallel_id(), engine.grid.get_data_parallel_world_size()
+    losses = []
+    for step in range(STEPS if single else HALF_STEPS):
+        losses.append(float(engine.train_batch(iter(batches(step, config, plan, data, world)))))
+    zero = engine._config.zero_config
+    found = {
+        "rank": torch.distributed.get_rank(),
+        "json": path.name,
+        "losses": losses,
+        "stage": engine.module.stage_id,
+        "blocks": [type(module).__name__ for module in engine.module.modules()].count("Block"),
+        "recomputed": sum(getattr(engine.module, "is_checkpointable_results", None) or ()),
+        "interval": engine._config.pipeline["activation_checkpoint_interval"],
+        "device": zero.offload_optimizer.device if zero.offload_optimizer else "none",
+        "optimizer": states(engine),
+        "weights": weights(engine),
+        "batch": [engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()],
+    }
+    engine.destroy()
+    return found
+
+
 def batches(step: int, config: dict[str, Any], plan: dict[str, Any], rank: int, world: int) -> list[Any]:
     import torch
 
@@ -97,19 +151,19 @@ def batches(step: int, config: dict[str, Any], plan: dict[str, Any], rank: int, 
     return [(rows[rank, :, :-1].contiguous(), rows[rank, :, 1:].contiguous()) for rows in tokens]
 
 
-def train(path: Path) -> dict[str, Any]:
+def train(path: Path, *, single: bool = False) -> dict[str, Any]:
     import deepspeed
     import torch
     import yaml
 
     plan = yaml.safe_load((path.parent / "plan.yaml").read_text())
-    config = cpu_configuration(path)
+    config = cpu_configuration(path, single=single)
     model = network(plan["model"])
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     known = set(getattr(engine.optimizer, "accumulated_grads_in_cpu", ()))
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     losses, between = [], {}
-    for step in range(STEPS):
+    for step in range(STEPS if single else HALF_STEPS):
         total = torch.zeros(1)
         for tokens, labels in batches(step, config, plan, rank, world):
             loss = engine(tokens, labels)
@@ -120,7 +174,7 @@ def train(path: Path) -> dict[str, Any]:
         torch.distributed.all_reduce(total)
         losses.append(float(total))
     offload = getattr(engine, "mist_activation_offload", None)
-    return {
+    found = {
         "rank": rank,
         "folder": str(path.parent),
         "losses": losses,
@@ -130,6 +184,8 @@ def train(path: Path) -> dict[str, Any]:
         "optimizer": states(engine),
         "activations": vars(offload.counts) if offload else {},
     }
+    engine.destroy()
+    return found
 
 
 def nbytes(tensor: Any) -> int:
@@ -200,7 +256,12 @@ def run_all(folders: list[str]) -> None:
     deepspeed_activations.recompute_and_offload.__kwdefaults__["min_bytes"] = 0
     for folder in folders:
         sys.argv = ["train_deepspeed.py", "--mist-stages", f"{folder}/stages.json", "--mist-script", __file__]
-        sys.argv += ["--deepspeed_config", f"{folder}/ds_config.json"]
+        if Path(f"{folder}/plain.json").is_file():
+            # The plain run of a pipeline, before any patch is applied; then the emitted one.
+            write_found(Path(folder) / "plain", twice(train_pipeline, Path(f"{folder}/plain.json")))
+            groups.mpu = None
+        else:
+            sys.argv += ["--deepspeed_config", f"{folder}/ds_config.json"]
         runpy.run_path(f"{folder}/train_deepspeed.py", run_name="__main__")
         hooking.undo_all()
         groups.mpu = None
@@ -219,12 +280,27 @@ def main() -> None:
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed("gloo", verbose=False)
     if sys.argv[1:2] == ["all"]:
+        deepspeed_cpu.quicker()
         run_all(sys.argv[2:])
         return
     path = Path(sys.argv[sys.argv.index("--deepspeed_config") + 1])
-    found = train(path)
-    # A file each: lines of several ranks on one terminal may run into each other.
-    (path.parent / f"found.{found['rank']}.json").write_text(json.dumps(found))
+    piped = len(json.loads((path.parent / "stages.json").read_text())["stages"]) > 1
+    training = train_pipeline if piped else train
+    write_found(path.parent / "found", training(path) if "--once" in sys.argv else twice(training, path))
+
+
+def twice(training: Callable[..., dict[str, Any]], path: Path) -> dict[str, Any]:
+    """As the file says it, and in fp32 the losses of more steps."""
+    from deepspeed.utils import groups
+
+    found = training(path)
+    groups.mpu = None
+    return {**found, "single": training(path, single=True)["losses"]}
+
+
+def write_found(start: Path, found: dict[str, Any]) -> None:
+    """A file each: lines of several ranks on one terminal may run into each other."""
+    start.with_suffix(f".{found['rank']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

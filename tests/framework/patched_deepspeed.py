@@ -8,126 +8,20 @@ the other in the same process, so that importing DeepSpeed is paid once. `Case` 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import logging
 import sys
 import tempfile
 import traceback
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
+from deepspeed_case import MICRO_BATCH, Case, configuration, stage_json, stages_document
 from deepspeed_mutations import mutated
-from tiny_gpt_layers import LAYERS, SEQ, tiny_gpt, tiny_pipeline
-
-MICRO_BATCH = 2
-
-
-@dataclass
-class Case:
-    """One training run."""
-
-    zero: int = 3
-    offload: bool = False
-    offload_param: bool = False
-    precision: str = "fp32"
-    ratio: float = 1.0
-    sub_group_size: int = 1_000_000_000
-    persistence: int = 0
-    patches: dict[str, Any] = field(default_factory=dict)
-    """Patch name -> its argument, in a pipeline one for each stage if a list."""
-    by_file: bool = False
-    """Through a stages.json and `mist_patches.apply`, as an emitted plan does it."""
-    checkpointed: list[int] = field(default_factory=list)
-    """Layers under torch's activation checkpointing."""
-    steps: int = 8
-    accumulate: int = 2
-    accumulate_in: str | None = None
-    resume_at: int | None = None
-    inf_at: int | None = None
-    evaluate_at: int | None = None
-    two_groups: bool = False
-    """Weight decay for matrices only, as trainers do it."""
-    mutate: str | None = None
-    model: str = ""
-    """A change to the tiny GPT, by name: see `altered`."""
-    way: str = ""
-    """How the engine is used, by name: "late" builds it before the patches are applied, "destroyed" reads the
-    weights after the engine's end, "again" resumes over the same module, "two" trains a second engine too,
-    "no_sync" reduces nothing in the first micro-batch, "evaluation" has no optimizer, "other cut" resumes
-    under another fraction."""
-    pipeline: list[dict[str, Any]] | None = None
-    """One entry per stage, as in stages.json; without the patch of the same name the stages are even."""
-    against: int | None = None
-    """Report the largest difference of the final parameters from those of this case."""
-
-
-def configuration(case: Case) -> dict[str, Any]:
-    # In single precision, ZeRO 1 with bf16 would take another optimizer, which the patches refuse.
-    width = "bf16" if case.zero == 1 and case.precision == "bf16" else "fp32"
-    zero: dict[str, Any] = {"stage": case.zero, "reduce_bucket_size": 20000}
-    if case.zero == 3:
-        zero["stage3_param_persistence_threshold"] = case.persistence
-        zero["stage3_prefetch_bucket_size"] = 1000
-        zero["sub_group_size"] = case.sub_group_size
-    elif case.zero:
-        zero["allgather_bucket_size"] = 20000
-    if case.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
-        if case.ratio != 1.0:
-            zero["offload_optimizer"]["ratio"] = case.ratio
-    if case.offload_param:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": False}
-    adam = {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
-    if not case.offload and not case.pipeline:
-        adam["torch_adam"] = True  # the fused kernel would have to be compiled
-    return {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_accumulation_steps": case.accumulate,
-        "gradient_clipping": 0.5,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": case.precision == "bf16"},
-        "fp16": {"enabled": case.precision == "fp16", "initial_scale_power": 4, "loss_scale_window": 3},
-        "data_types": {"grad_accum_dtype": case.accumulate_in or width},
-        "optimizer": {"type": "AdamW", "params": adam},
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_num_steps": 6, "warmup_max_lr": 3e-3, "warmup_type": "linear"},
-        },
-        "zero_optimization": zero,
-    }
-
-
-def stages_document(case: Case) -> dict[str, Any]:
-    """The stages.json that asks for a case's patches."""
-    import torch
-
-    world, count = torch.distributed.get_world_size(), len(case.pipeline or (0,))
-    kinds = {"optimizer": "optimizer_fraction", "weights": "weight_fraction", "grads": "gradient_fraction"}
-    renamed = {"decoupled_step": "decoupled_steps", "activations": "layer_activations"}
-    words = case.patches.get("activations", {})
-    stages = []
-    for index in range(count):
-        asked = {kind: case.patches.get(name, 0.0) for kind, name in kinds.items()}
-        offload = {kind: f[index] if isinstance(f, list) else f for kind, f in asked.items()}
-        place = {"stage": index, "first_rank": index * (world // count), "ranks": world // count}
-        again = {"layers": LAYERS, "recompute_layers": words.get("recomputed", 0), "arguments": []}
-        offload["activations"] = words.get("fraction", 0.0)
-        stages.append({**again, **(case.pipeline or [{}])[index], **place, "offload": offload})
-    return {
-        "schema": 1,
-        "framework": "deepspeed",
-        "plan": "tiny",
-        "world_size": world,
-        "pipeline_parallel": count,
-        "virtual_pipeline": 1,
-        "rank_of_gpu": None,
-        "environment": {},
-        "patches": [renamed.get(name, name) for name in case.patches],
-        "stages": stages,
-    }
+from tiny_gpt_layers import SEQ, tiny_gpt, tiny_pipeline
 
 
 def apply_named(name: str, value: Any) -> Any:
@@ -161,10 +55,13 @@ def apply_patches(case: Case) -> list[Any]:
     if case.by_file:
         import mist_patches
 
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(stages_document(case), file)
-            file.flush()
-            return mist_patches.apply(file.name)
+        case.folder = tempfile.mkdtemp()
+        files = {"stages.json": stages_document(case)}
+        for index in range(len(case.pipeline or ())):
+            files[f"ds_config.stage{index}.json"] = stage_json(case, index)
+        for name, content in files.items():
+            Path(case.folder, name).write_text(json.dumps(content))
+        return mist_patches.apply(f"{case.folder}/stages.json")
     stage = torch.distributed.get_rank() * len(case.pipeline or ()) // torch.distributed.get_world_size()
     undone = []
     for name, value in case.patches.items():
@@ -196,7 +93,12 @@ def build(case: Case, model: Any = None) -> Any:
     if case.model == "scheduler":
         optimizer = torch.optim.AdamW(model.parameters())
         given = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer)}
-    engine, *_ = deepspeed.initialize(model=model, config=configuration(case), **given)
+    config: Any = configuration(case)
+    if case.folder and case.pipeline:
+        import mist_patches
+
+        config = mist_patches.stage_config(f"{case.folder}/stages.json")
+    engine, *_ = deepspeed.initialize(model=model, config=config, **given)
     return engine
 
 
@@ -230,7 +132,10 @@ def masters(engine: Any) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     trained = ((n, p) for n, p in engine.module.named_parameters() if p.requires_grad)
-    own = {n: safe_get_full_fp32_param(p).detach().clone() for n, p in trained}
+    if not engine.zero_optimization():
+        own = {n: p.detach().float().clone() for n, p in trained}
+    else:
+        own = {n: safe_get_full_fp32_param(p).detach().clone() for n, p in trained}
     if not hasattr(engine, "train_batch"):
         return own
     parts: list[Any] = [None] * torch.distributed.get_world_size()
@@ -310,7 +215,7 @@ def visits(engine: Any) -> Any:
     from mist_patches.deepspeed_flat_weights import flat_weights
     from mist_patches.host_copies import Meter
 
-    weights = flat_weights(engine.optimizer)
+    weights = flat_weights(engine.optimizer) if engine.zero_optimization() else None
     return Meter() if weights is None else weights.meter
 
 
@@ -340,10 +245,16 @@ def placement(engine: Any) -> dict[str, Any]:
     """Bytes of master weights and moments by which optimizer steps them: each counts in a type of its own."""
     import torch
 
+    if not engine.zero_optimization():
+        return {}
     zero, found = engine.optimizer, {"host": 0, "device": 0, "largest_shard": 0}
     world = engine.dp_world_size
     for master, params in groups_of(engine):
-        entry = zero.optimizer.state.get(master) or zero.backup_optimizer.state[master]
+        entry = zero.optimizer.state.get(master)
+        if entry is None and hasattr(zero, "backup_optimizer"):
+            entry = zero.backup_optimizer.state[master]
+        if entry is None:
+            continue  # never stepped: a patch without an essential line may end in NaN
         parts = [master, entry["exp_avg"], entry["exp_avg_sq"]]
         place = "device" if torch.is_tensor(entry["step"]) else "host"
         found[place] += sum(t.numel() * t.element_size() for t in parts)
@@ -358,6 +269,8 @@ def buffers(engine: Any) -> dict[str, Any]:
     The GPU's buffer is counted by its storage, so that a piece that nobody uses any more would show.
     """
     zero, found = engine.optimizer, {}
+    if not engine.zero_optimization():
+        return found
     if hasattr(zero, "fp16_groups"):
         params = [p for group in zero.fp16_groups for p in group]
         by_id = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
@@ -390,6 +303,13 @@ def watch(engine: Any, events: list[str]) -> None:
     """Note when each layer runs forward and when its group is stepped."""
     from mist_patches.deepspeed_groups import layer_of
 
+    blocks = [module for module in engine.module.modules() if type(module).__name__ == "Block"]
+    for index, layer in enumerate(blocks):
+        # Called by the layer itself, and so again when the layer is recomputed.
+        layer.up.register_forward_pre_hook(lambda *_, index=index: events.append(f"run layers.{index}"))
+        layer.register_forward_pre_hook(lambda *_, index=index: events.append(f"forward layers.{index}"))
+    if not engine.zero_optimization():
+        return
     name_of = {id(p): name for name, p in engine.module.named_parameters()}
     layer_of_master = {id(m): layer_of(name_of[id(params[0])]) for m, params in groups_of(engine)}
     optimizer = engine.optimizer.optimizer
@@ -401,11 +321,6 @@ def watch(engine: Any, events: list[str]) -> None:
         return step(closure)
 
     optimizer.step = noted
-    blocks = [module for module in engine.module.modules() if type(module).__name__ == "Block"]
-    for index, layer in enumerate(blocks):
-        # Called by the layer itself, and so again when the layer is recomputed.
-        layer.up.register_forward_pre_hook(lambda *_, index=index: events.append(f"run layers.{index}"))
-        layer.register_forward_pre_hook(lambda *_, index=index: events.append(f"forward layers.{index}"))
 
 
 def run(case: Case, finals: list[Any]) -> dict[str, Any]:
@@ -420,6 +335,7 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
     accelerator.is_fp16_supported = lambda: True  # slow on a CPU, and enough to see the loss scale
     undone: list[Any] = []
     said: list[str] = []
+    before = len(finals)
     try:
         with (
             mutated(case.mutate),
@@ -443,12 +359,12 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
             found["activations"] = vars(counts) if counts else {}
             found["said"] = said
     except hooking.PatchRefused as refused:
-        finals.append(None)
+        finals[before:] = [None]
         return {"refused": str(refused)}
     except Exception:
         if torch.distributed.get_world_size() > 1:
             raise  # the other ranks would wait for this one
-        finals.append(None)
+        finals[before:] = [None]
         return {"crashed": traceback.format_exc()[-2000:]}
     finally:
         accelerator._name = name
@@ -473,6 +389,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     cases = [Case(**words) for words in json.loads(sys.argv[1])]
     deepspeed_cpu.without_compiler().init_distributed("gloo", verbose=False)
+    import deepspeed
     import deepspeed.ops.adam
     import torch
 
@@ -483,9 +400,12 @@ def main() -> None:
             super().__init__(params, **options)
 
     deepspeed.ops.adam.FusedAdam = FusedAdam
+    deepspeed_cpu.quicker()
     finals: list[Any] = []
     found = [run(case, finals) for case in cases]
-    print("RESULT " + json.dumps({"rank": torch.distributed.get_rank(), "cases": found}), flush=True)
+    told = {"rank": torch.distributed.get_rank(), "deepspeed": deepspeed.__version__, "cases": found}
+    told["package"] = importlib.metadata.version("deepspeed")
+    print("RESULT " + json.dumps(told), flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -6,28 +6,28 @@ release skips no step for an infinite gradient but with fp16, so that infinite o
 
 from __future__ import annotations
 
-import os
-import subprocess
+import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("deepspeed", reason="needs the test framework environment")
-from test_deepspeed_patches import (
-    CLOSE,
+from deepspeed_cases import (
+    FULL,
     PIPELINE,
     Z1_HOST,
     Z2_HOST,
     Z3_HOST,
     beside_plain,
-    difference,
-    launch,
+    require_equal,
+    require_shares,
     with_patches,
     with_references,
 )
+from ranks import run_ranks
 
 OLDER = Path(sys.prefix) / "deepspeed-0.19.0"
 pytestmark = pytest.mark.skipif(
@@ -35,57 +35,46 @@ pytestmark = pytest.mark.skipif(
     reason=f"no DeepSpeed 0.19.0 in {OLDER.name}; run setup_frameworks.sh",
 )
 ACTIVATIONS = {"recomputed": 2, "fraction": 0.5}
-USES = {"evaluate_at": 1, "resume_at": 3, "steps": 5}
-IN_FP16 = {"precision": "fp16", "accumulate_in": "fp16", "inf_at": 2, **USES}
-IN_BF16 = {"precision": "bf16", "accumulate_in": "bf16", **USES}
+NO_INF = {key: step for key, step in FULL.items() if key != "inf_at"}
+IN_FP16 = {"precision": "fp16", "accumulate_in": "fp16", **FULL}
+IN_BF16 = {"precision": "bf16", "accumulate_in": "bf16", **NO_INF}
 OFFLOAD = {
     "optimizer_fraction": 0.6,
     "weight_fraction": 0.3,
     "activations": ACTIVATIONS,
     "decoupled_step": True,
 }
-ONE_PROCESS = {
-    "all z3": with_patches(replace(Z3_HOST, **USES), **OFFLOAD, gradient_fraction=0.5),
+CASES = {
+    "all z3": with_patches(replace(Z3_HOST, **NO_INF), **OFFLOAD, gradient_fraction=0.5),
     "all z2 fp16": with_patches(replace(Z2_HOST, **IN_FP16), **OFFLOAD, gradient_fraction=0.6),
+    "all z1 bf16": with_patches(replace(Z1_HOST, **IN_BF16), **OFFLOAD),
 }
-TWO_PROCESSES = {"all z1 bf16": with_patches(replace(Z1_HOST, **IN_BF16), **OFFLOAD)}
-SETS = {"1 rank": (1, ONE_PROCESS), "2 ranks": (2, TWO_PROCESSES)}
+RANKS = 2
 
 
 @cache
-def ran(cases: str) -> dict[str, list[tuple[dict, dict]]]:
-    """Name -> per rank, a run and the plain run it is held against."""
-    processes, named = SETS[cases]
-    ranks = launch(with_references(list(named.values())), processes, str(OLDER))
-    return beside_plain(named, ranks)
+def told() -> list[dict]:
+    """What each rank of the one start printed."""
+    plan = with_references(list(CASES.values()))
+    argument = json.dumps([asdict(case) for case in plan])
+    return [found for (found,) in run_ranks("patched_deepspeed.py", argument, ranks=RANKS, first=str(OLDER))]
+
+
+def ran(name: str) -> list[tuple[dict, dict]]:
+    """Per rank, a run and the plain run it is held against."""
+    return beside_plain(CASES, [rank["cases"] for rank in told()])[name]
 
 
 def test_it_is_the_older_version() -> None:
-    code = "import deepspeed, importlib.metadata as m; print(deepspeed.__version__, m.version('deepspeed'))"
-    environment = {**os.environ, "PYTHONPATH": str(OLDER), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600, check=True
-    )
-    assert done.stdout.split()[-2:] == ["0.19.0", "0.19.0"]
+    for rank in told():
+        assert (rank["deepspeed"], rank["package"]) == ("0.19.0", "0.19.0")
 
 
-@pytest.mark.parametrize(
-    ("cases", "name"), [(cases, name) for cases, (_, named) in SETS.items() for name in named]
-)
-def test_patched_run_equals_the_plain_one(cases: str, name: str) -> None:
-    case = SETS[cases][1][name]
-    for run, reference in ran(cases)[name]:
-        assert difference(run, reference) < CLOSE
-        assert run["skipped"] == reference["skipped"] == ([] if case.inf_at is None else [case.inf_at])
-
-
-@pytest.mark.parametrize("name", ONE_PROCESS)
-def test_bytes_are_where_they_were_asked(name: str) -> None:
-    ((run, _),) = ran("1 rank")[name]
-    for kind, share in (("optimizer", 0.6), ("weights", 0.3)):
-        placed = run["placement"] if kind == "optimizer" else run["buffers"][kind]
-        total = placed["host"] + placed["device"]
-        assert abs(placed["host"] - share * total) <= placed["largest_shard"], kind
+@pytest.mark.parametrize("name", CASES)
+def test_patched_run_equals_the_plain_one(name: str) -> None:
+    for run, reference in ran(name):
+        require_equal(CASES[name], run, reference)
+    require_shares(CASES[name], [run for run, _ in ran(name)])
 
 
 def test_its_pipelines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

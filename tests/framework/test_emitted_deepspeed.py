@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -119,8 +120,7 @@ def grid() -> list[Plan]:
 def test_every_emitted_json_parses_for_its_world_size() -> None:
     plans = grid()
     assert len(plans) >= 80
-    verdicts = alone("parse", stdin=json.dumps([[explicit(p), p.gpus] for p in plans]))
-    for planned, verdict in zip(plans, verdicts, strict=True):
+    for planned, verdict in zip(plans, parsed()["grid"], strict=True):
         stage = planned.stages[0]
         assert "error" not in verdict, (planned, verdict)
         assert verdict["batch"] == [planned.training.global_batch, stage.micro_batch, planned.grad_accum]
@@ -145,7 +145,7 @@ def wild_files() -> dict[str, str]:
     return module.FILES
 
 
-def test_converted_files_parse() -> None:
+def converted() -> list[list]:
     """Ten files from the wild; the tuned plan is given here, its choice is tested elsewhere."""
     tuned, configs = plan(3, "states", gpus=8, grad_accum=4), []
     for name, text in wild_files().items():
@@ -155,28 +155,51 @@ def test_converted_files_parse() -> None:
             if config[key] == "auto":  # what a trainer fills in
                 config[key] = 2
         configs.append([{k: v for k, v in config.items() if v != "auto"}, 8])
-    verdicts = alone("parse", stdin=json.dumps(configs))
+    return configs
+
+
+def raw_files() -> dict[str, dict]:
+    raw = {name: read_loose(text, name) for name, text in wild_files().items()}
+    return {name: config for name, config in raw.items() if config.get("train_batch_size") != "auto"}
+
+
+def refusable() -> list[list]:
+    wrong = explicit(plan(3))
+    wrong["zero_optimization"]["stage4_key"] = 1
+    batch = explicit(plan(3)) | {"train_batch_size": 50}
+    return [[wrong, 2], [batch, 2], [explicit(plan(3)), 4]]
+
+
+@cache
+def parsed() -> dict[str, list[dict]]:
+    """What DeepSpeed says of all files, asked in one start."""
+    asked = {
+        "grid": [[explicit(p), p.gpus] for p in grid()],
+        "converted": converted(),
+        "raw": [[config, 8] for config in raw_files().values()],
+        "refusable": refusable(),
+    }
+    said = iter(alone("parse", stdin=json.dumps(list(itertools.chain(*asked.values())))))
+    return {name: list(itertools.islice(said, len(files))) for name, files in asked.items()}
+
+
+def test_converted_files_parse() -> None:
+    verdicts = parsed()["converted"]
     assert len(verdicts) >= 8
     assert [v for v in verdicts if "error" in v] == []
     assert all(v["stage"] == 3 and v["offload_optimizer"] == "cpu" for v in verdicts)
 
 
 def test_what_we_call_rejected_is_what_deepspeed_rejects() -> None:
-    raw = {name: read_loose(text, name) for name, text in wild_files().items()}
-    raw = {name: config for name, config in raw.items() if config.get("train_batch_size") != "auto"}
-    verdicts = alone("parse", stdin=json.dumps([[config, 8] for config in raw.values()]))
-    for (name, config), verdict in zip(raw.items(), verdicts, strict=True):
+    verdicts = parsed()["raw"]
+    for (name, config), verdict in zip(raw_files().items(), verdicts, strict=True):
         said = [f.key for f in read_config(config, SCHEMA).findings if f.level == "rejected"]
         assert bool(said) == ("error" in verdict), (name, said, verdict)
     assert any("error" in verdict for verdict in verdicts)
 
 
 def test_the_parser_can_refuse() -> None:
-    wrong = explicit(plan(3))
-    wrong["zero_optimization"]["stage4_key"] = 1
-    batch = explicit(plan(3)) | {"train_batch_size": 50}
-    verdicts = alone("parse", stdin=json.dumps([[wrong, 2], [batch, 2], [explicit(plan(3)), 4]]))
-    assert all("error" in verdict for verdict in verdicts)
+    assert all("error" in verdict for verdict in parsed()["refusable"])
 
 
 def test_shipped_schema_is_what_the_probe_prints() -> None:
@@ -190,7 +213,7 @@ def test_shipped_schema_is_what_the_probe_prints() -> None:
 TRAINED = [(0, "none"), (1, "none"), (2, "states"), (3, "none"), (3, "states"), (3, "all")]
 
 
-def test_three_steps_equal_plain_torch(tmp_path: Path) -> None:
+def test_steps_equal_plain_torch(tmp_path: Path) -> None:
     """Two processes on gloo; all six in one start, since most of the time goes into importing."""
     paths = [tmp_path / f"zero{zero}-{offload}.json" for zero, offload in TRAINED]
     for path, (zero, offload) in zip(paths, TRAINED, strict=True):
@@ -203,13 +226,34 @@ def test_three_steps_equal_plain_torch(tmp_path: Path) -> None:
         assert found["losses"][-1] < found["losses"][0]
 
 
-@pytest.mark.parametrize(("zero", "offload"), [(2, "states"), (3, "none")])
-def test_trainer_accepts_the_auto_flavour(tmp_path: Path, zero: int, offload: str) -> None:
+AUTO = {
+    "trainer": [(2, "states"), (3, "none")],
+    "accelerate": [(1, "none"), (3, "states")],
+}
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, dict]:
+    """What Trainer and Accelerate made of each file: one start, most of which is importing them."""
     pytest.importorskip("transformers")
-    planned = plan(zero, offload, gpus=1)
-    path = tmp_path / "ds_config_auto.json"
-    path.write_text(deepspeed.config_text(deepspeed.auto_config(planned, SCHEMA)))
-    found = alone("trainer", str(path), *arguments(deepspeed.huggingface_flags(planned)))
+    pytest.importorskip("accelerate")
+    folder, asked = tmp_path_factory.mktemp("trainers"), {}
+    for program, zero, offload in ((name, *words) for name, all_words in AUTO.items() for words in all_words):
+        planned = plan(zero, offload, gpus=1)
+        path = folder / f"{program}{zero}.json"
+        path.write_text(deepspeed.config_text(deepspeed.auto_config(planned, SCHEMA)))
+        flags = arguments(deepspeed.huggingface_flags(planned)) if program == "trainer" else ("2", "2")
+        asked[program, zero, offload] = [program, str(path), *flags]
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(explicit(plan(2, gpus=1))))
+    flags = ["--bf16", "True", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"]
+    asked["other settings",] = ["trainer", str(path), *flags]
+    return dict(zip(asked, alone("each", stdin=json.dumps(list(asked.values()))), strict=True))
+
+
+@pytest.mark.parametrize(("zero", "offload"), AUTO["trainer"])
+def test_trainer_accepts_the_auto_flavour(zero: int, offload: str, trainers: dict[tuple, dict]) -> None:
+    found = trainers["trainer", zero, offload]
     assert "error" not in found, found
     assert found["engine"] == "DeepSpeedEngine"
     assert found["batch"] == [4, 2, 2]
@@ -219,25 +263,15 @@ def test_trainer_accepts_the_auto_flavour(tmp_path: Path, zero: int, offload: st
     assert found["offload_optimizer"] == (offload == "states")
 
 
-def test_trainer_rejects_other_settings_than_the_explicit_flavour(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    planned = plan(2, gpus=1)
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(explicit(planned)))
-    flags = ["--bf16", "True", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"]
-    found = alone("trainer", str(path), *flags)
+def test_trainer_rejects_other_settings_than_the_explicit_flavour(trainers: dict[tuple, dict]) -> None:
+    found = trainers["other settings",]
     assert "mismatch TrainingArguments" in found["error"]
     assert "train_micro_batch_size_per_gpu" in found["error"]
 
 
-@pytest.mark.parametrize(("zero", "offload"), [(1, "none"), (3, "states")])
-def test_accelerate_accepts_the_auto_flavour(tmp_path: Path, zero: int, offload: str) -> None:
-    pytest.importorskip("accelerate")
-    pytest.importorskip("transformers")
-    planned = plan(zero, offload, gpus=1)
-    path = tmp_path / "ds_config_auto.json"
-    path.write_text(deepspeed.config_text(deepspeed.auto_config(planned, SCHEMA)))
-    found = alone("accelerate", str(path), "2", "2")
+@pytest.mark.parametrize(("zero", "offload"), AUTO["accelerate"])
+def test_accelerate_accepts_the_auto_flavour(zero: int, offload: str, trainers: dict[tuple, dict]) -> None:
+    found = trainers["accelerate", zero, offload]
     assert "error" not in found, found
     assert found["batch"] == [4, 2, 2]
     assert found["stage"] == zero

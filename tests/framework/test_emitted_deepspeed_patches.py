@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 import warm_start_server
+from deepspeed_by_plan import HALF_STEPS, STEPS
 from ports import free_port
 from test_emitted_deepspeed import alone, explicit
 
@@ -27,6 +28,7 @@ from mist_megatron.cli.evaluators import evaluator_for
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import grid_of, job_of
 from mist_megatron.emit.artifacts import artifacts
+from mist_megatron.emit.deepspeed import config_names
 from mist_megatron.emit.write import write_artifacts
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
@@ -37,7 +39,7 @@ from mist_megatron.spec.training import TrainingSpec
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "deepspeed_by_plan.py"
-RANKS, LAYERS, STEPS = 2, 4, 3
+RANKS, LAYERS = 2, 4
 HOST = Offload(optimizer=1.0, grads=1.0)
 CLOSE = 1e-6
 MODEL = model_from_mapping(
@@ -135,6 +137,33 @@ CASES = {
 }
 
 
+def pipeline(*stages: dict, **execution: object) -> Plan:
+    """Two stages of one rank each; per stage its layers, recomputed layers and fractions."""
+    made = plan(1, Offload())
+    (whole,) = made.stages
+    own = {"dp": 1, "gpus_per_node": 1}
+    return replace(
+        made,
+        training=replace(made.training, global_batch=2 * 4),
+        grad_accum=4,
+        stages=tuple(replace(whole, **own, **words) for words in stages),
+        execution=Execution(**execution),
+    )
+
+
+PIPELINES = {
+    "stages that differ": pipeline(
+        {"layers": 3, "ckpt": 2, "offload": Offload(optimizer=1.0)}, {"layers": 1}
+    ),
+    "stages with fractions": pipeline(
+        {"layers": 1, "offload": Offload(optimizer=0.5, weights=0.5)},
+        {"layers": 3, "ckpt": 1, "offload": Offload(optimizer=0.25, activations=0.5)},
+        decoupled_step=True,
+    ),
+    "stages that are alike": pipeline({"layers": 2, "ckpt": 1}, {"layers": 2, "ckpt": 1}),
+}
+
+
 def emitted(folder: Path, planned: Plan) -> Path:
     write_artifacts(folder, artifacts(planned, launch_sources(probe=False)), force=False)
     return folder
@@ -148,22 +177,64 @@ def environment() -> dict[str, str]:
     return found
 
 
-def results(done: subprocess.CompletedProcess[str], folder: Path) -> list[dict]:
+def results(done: subprocess.CompletedProcess[str], folder: Path, start: str = "found") -> list[dict]:
     """What each rank wrote beside the emitted files."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads((folder / f"found.{rank}.json").read_text()) for rank in range(RANKS)]
+    return [json.loads((folder / f"{start}.{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     """Name -> what each rank found; all folders in one start, since most of the time goes into importing."""
     root = tmp_path_factory.mktemp("emitted")
-    plans = {**PLAIN, **{name: case.plan for name, case in CASES.items()}}
+    plans = {**PLAIN, **{name: case.plan for name, case in CASES.items()}, **PIPELINES}
     folders = {name: emitted(root / str(number), p) for number, (name, p) in enumerate(plans.items())}
+    for name in PIPELINES:
+        # What a script without patches would read: DeepSpeed's even stages, all on the device.
+        config = json.loads((folders[name] / PIPELINE_JSON[name][0]).read_text())
+        config["zero_optimization"].pop("offload_optimizer", None)
+        config["pipeline"]["activation_checkpoint_interval"] = 0
+        (folders[name] / "plain.json").write_text(json.dumps(config))
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     words += [str(SCRIPT), "all", *map(str, folders.values())]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=600, check=False)
-    return {name: results(done, folder) for name, folder in folders.items()}
+    found = {name: results(done, folder) for name, folder in folders.items()}
+    return found | {f"{name}, plain": results(done, folders[name], "plain") for name in PIPELINES}
+
+
+def require_equal(found: dict, plain: dict) -> None:
+    """8 steps in fp32, and those in bf16 before another order of sums shows in a weight's last bit."""
+    assert (len(found["single"]), len(found["losses"])) == (STEPS, HALF_STEPS)
+    for key in ("single", "losses"):
+        assert found[key] == pytest.approx(plain[key], abs=CLOSE), key
+    assert found["single"][-1] < found["single"][0]
+
+
+PIPELINE_JSON = {name: config_names(planned) for name, planned in PIPELINES.items()}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_trains_as_without_patches(name: str, trained: dict[str, list[dict]]) -> None:
+    assert not violations(PIPELINES[name], written=True)
+    for found, plain in zip(trained[name], trained[f"{name}, plain"], strict=True):
+        require_equal(found, plain)
+        assert (plain["recomputed"], plain["device"]) == (0, "none")
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_each_rank_holds_the_values_of_its_own_stage(name: str, trained: dict[str, list[dict]]) -> None:
+    planned = PIPELINES[name]
+    for index, (stage, found) in enumerate(zip(planned.stages, trained[name], strict=True)):
+        assert (found["rank"], found["stage"]) == (index, index)
+        assert found["json"] == PIPELINE_JSON[name][index]
+        assert (found["blocks"], found["recomputed"]) == (stage.layers, stage.ckpt)
+        assert found["interval"] == (1 if stage.ckpt else 0)
+        assert found["device"] == ("cpu" if stage.offload.optimizer else "none")
+        assert found["batch"] == [planned.training.global_batch, stage.micro_batch]
+        parameters = sum(found["weights"].values()) / 2
+        for kind, width, unit in (("optimizer", 12, LARGEST), ("weights", 2, max(LAYER, LARGEST))):
+            asked = getattr(stage.offload, kind) * width * parameters
+            assert abs(found[kind]["host"] - asked) <= width * unit / 2, (kind, found[kind])
 
 
 @cache
@@ -184,9 +255,7 @@ def test_losses_are_those_without_patches(name: str, trained: dict[str, list[dic
     assert not violations(CASES[name].plan)
     assert [r["rank"] for r in trained[name]] == list(range(RANKS))
     for found in trained[name]:
-        plain = trained[CASES[name].like][0]["losses"]
-        assert found["losses"] == pytest.approx(plain, abs=CLOSE)
-        assert found["losses"][-1] < found["losses"][0]
+        require_equal(found, trained[CASES[name].like][0])
         assert found["parameters"] == MODEL.parameters
         written = json.loads((Path(found["folder"]) / "stages.json").read_text())
         assert tuple(written["patches"]) == CASES[name].patches
@@ -226,7 +295,7 @@ def test_bytes_of_activations_are_the_predicted_ones(name: str, trained: dict[st
     tokens = stage.micro_batch * CASES[name].plan.training.seq_len
     # LayerNorm on a CPU keeps mean and 1/std of two norms in two bytes each; on a GPU in four.
     saved -= 2 * 2 * 2 * tokens
-    layers = (LAYERS - stage.ckpt) * STEPS * CASES[name].plan.grad_accum
+    layers = (LAYERS - stage.ckpt) * HALF_STEPS * CASES[name].plan.grad_accum
     largest = 2 * tokens * MODEL.ffn_hidden
     for found in trained[name]:
         counts = found["activations"]
@@ -250,7 +319,7 @@ def test_written_start_script_applies_the_patches(tmp_path: Path) -> None:
     folder = emitted(tmp_path / "run", CASES[name].plan)
     words = {"TRAIN_SCRIPT": str(SCRIPT), "TRAINER": "megatron-deepspeed", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
-        ["bash", str(folder / "train.sh")],
+        ["bash", str(folder / "train.sh"), "--once"],
         capture_output=True,
         text=True,
         env=environment() | words,
@@ -262,11 +331,17 @@ def test_written_start_script_applies_the_patches(tmp_path: Path) -> None:
 
 
 def test_every_emitted_json_parses() -> None:
-    plans = [replace(case.plan, execution=replace(case.plan.execution)) for case in CASES.values()]
-    verdicts = alone("parse", stdin=json.dumps([[explicit(p), p.gpus] for p in plans]))
-    for planned, verdict in zip(plans, verdicts, strict=True):
-        (stage,) = planned.stages
+    """Also that of each stage of a pipeline by itself, whose data-parallel ranks are its world."""
+    plans = [case.plan for case in CASES.values()]
+    asked = [(p, p.stages[0], explicit(p)) for p in plans]
+    for planned in PIPELINES.values():
+        texts = artifacts(planned, launch_sources(probe=False))
+        named = zip(planned.stages, config_names(planned), strict=True)
+        asked += [(planned, stage, json.loads(texts[name])) for stage, name in named]
+    verdicts = alone("parse", stdin=json.dumps([[config, stage.dp] for _, stage, config in asked]))
+    for (planned, stage, _), verdict in zip(asked, verdicts, strict=True):
         assert "error" not in verdict, verdict
         assert verdict["stage"] == stage.zero
         assert (verdict["offload_optimizer"] == "cpu") == (stage.offload.optimizer > 0.0)
         assert verdict["offload_param"] == "none"
+        assert verdict["batch"] == [planned.training.global_batch, stage.micro_batch, planned.grad_accum]
