@@ -2,29 +2,28 @@
 
     python benchmarks/closed_form_against_events.py [--plans 200] [--seed 1]
 
-Four classes of plans with uneven layers and each stage's own number of recomputed layers, and a fifth:
+Four classes of plans with uneven layers and each stage's own number of recomputed layers, and two more:
 
 * `balanced`: Megatron, layers and recomputed layers within 1 of their mean, as a search would leave them
 * `uneven`: Megatron, layers within 2 of the mean, recomputed layers from none to all
 * `traffic`: Mist, the same, and each stage with its own ZeRO level and offload fractions
 * `overlapped`: Megatron that overlaps reductions and, in half of the plans, gathers of weights; any network
 * `interleaved`: Megatron, equal chunks, on networks from quick to slower than the chunks' compute
+* `unequal`: patched Megatron, each stage on a grid of its own
 
 Printed per class: quantiles of closed form / events - 1, and the share within 3 %. For the first two, where
 nothing runs beside compute, a third opinion decides who is right: the longest path through the 1F1B order,
 some lines of this file that share nothing with the engine. It agrees with the events to rounding; the closed
 form is the longest of those paths that stand still at one stage, and eq. 1 (printed too) is above both where
 a slow stage comes early, because such a stage fills part of its wait with warm-up forwards.
-For `traffic` stage times of closed form and events agree where some layers or all are recomputed. Where none
-are and activations are offloaded, a first or middle stage's t is too small by the arrival of one layer's
-activations or, where their way out takes longer than the layer, too large (see cost/stage_time.py). What
-else is left comes from plans of few micro-batches, whose optimizer states leave beside later passes, and
-from stages that wait, which hides arrivals of theirs. `interleaved` is exact while a send is shorter than
+For `traffic` the closed form is finer than t and d, which are all that a search adds up: stages that
+recompute nothing, activations that leave behind optimizer states, and exposed traffic of forward passes
+(`refinement` in cost/stage_time.py). What is left comes from stages that wait, which hides arrivals of
+theirs. `interleaved` is exact while a send is shorter than
 a chunk's forward pass; how full pipelines wait is in `cost/step_time.py`, how they get there and back is
 taken as one micro-batch's trip and the pairs of one chunk.
-Stages of unequal sizes, which none of these classes has, are up to a few percent too fast where sends cost
-something: each stage is priced with its own side of a boundary and with the borders of nodes that stages
-of its size would have, the events with the slower side and the real borders.
+`unequal` stages differ in data and tensor parallelism and micro-batch; both forms price their borders by who
+sends to whom (`cost/borders.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.training import TrainingSpec
 
-CLASSES = ("balanced", "uneven", "traffic", "overlapped", "interleaved")
+CLASSES = ("balanced", "uneven", "traffic", "overlapped", "interleaved", "unequal")
 GPUS = ("a100-sxm-80gb", "a100-sxm-40gb", "l4-24gb", "h100-sxm-80gb")
 NEAR = 0.03
 
@@ -151,6 +150,36 @@ def random_interleaved(rng: random.Random) -> Plan:
     )
 
 
+def random_unequal(rng: random.Random) -> Plan:
+    """Stages of as many GPUs, each with its own dp, tp and micro-batch."""
+    model, stages, wide = rng.choice(MODELS), rng.choice((2, 4)), rng.choice((4, 8))
+    grad_accum = stages * rng.choice((1, 2, 4))
+    sizes = [rng.choice((1, 2, 4)) for _ in range(stages)]
+    layers = model.layers // stages
+    gpus = stages * wide
+    return Plan(
+        model=model,
+        training=TrainingSpec(global_batch=wide * grad_accum, seq_len=2048),
+        cluster=ClusterSpec(gpu=CATALOGUE[rng.choice(GPUS)], nodes=gpus // 8, gpus_per_node=8),
+        target="megatron+patches",
+        grad_accum=grad_accum,
+        sequence_parallel=rng.random() < 0.5,
+        stages=tuple(
+            StagePlan(
+                layers=layers,
+                nodes=1,
+                gpus_per_node=wide,
+                dp=wide // tp,
+                tp=tp,
+                micro_batch=tp,
+                zero=1,
+                ckpt=rng.randint(0, layers),
+            )
+            for tp in sizes
+        ),
+    )
+
+
 def _offload(rng: random.Random) -> Offload:
     some = (0.0, 0.0, 0.25, 0.5)
     return Offload(optimizer=rng.choice(some), activations=rng.choice(some), grads=rng.choice((0.0, 0.25)))
@@ -223,7 +252,8 @@ def main() -> None:
     options = parser.parse_args()
     for name in CLASSES:
         rng = random.Random(options.seed)
-        draw = random_interleaved if name == "interleaved" else partial(random_plan, kind=name)
+        own = {"interleaved": random_interleaved, "unequal": random_unequal}
+        draw = own.get(name) or partial(random_plan, kind=name)
         found = [compared(draw(rng)) for _ in range(options.plans)]
         errors = np.array([one.error for one in found])
         low, first, middle, third, high = np.quantile(errors, (0.0, 0.05, 0.5, 0.95, 1.0))

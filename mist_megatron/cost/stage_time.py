@@ -10,7 +10,7 @@ a backward pass begins with them and needs no offloaded activations at first; te
 some layers are recomputed, but are said of all stages that keep a layer, because a search reads terms of any
 number of recomputed layers off those of none. With none and offloaded activations t is too small by the
 arrival of one layer's, less what hides it, and too large by what two layers' departures take longer than
-their compute.
+their compute: `refinement` tells that to `predict`.
 
 Every term is `fixed + layers * per_layer + ckpt * per_ckpt`, so a search can price a whole plane of
 (layers, ckpt) from three numbers and prune exactly.
