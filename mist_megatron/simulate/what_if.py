@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
@@ -184,8 +184,7 @@ class _ScaledLayerPrices(_ScaledPrices):
 
 
 def _times(priced: Priced, factor: Array) -> Priced:
-    return replace(
-        priced,
+    return Priced(
         seconds=priced.seconds * factor,
         exact_s=priced.exact_s * factor,
         interpolated_s=priced.interpolated_s * factor,
