@@ -38,7 +38,7 @@ def measured_dir() -> Path:
 
 
 @pytest.fixture
-def mist(tmp_path: Path):  # type: ignore[no-untyped-def]
+def mist_process(tmp_path: Path):  # type: ignore[no-untyped-def]
     """Runs the command line in a process of its own, outside the checkout, as a user does."""
 
     def run(*arguments: str, **environment: str) -> Ran:
@@ -53,6 +53,24 @@ def mist(tmp_path: Path):  # type: ignore[no-untyped-def]
             check=False,
         )
         return Ran(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def mist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """The same in this process, which has imported already what a new one would import for a second."""
+    from mist_megatron.cli.app import run as run_here
+
+    def run(*arguments: str, **environment: str) -> Ran:
+        capsys.readouterr()
+        with monkeypatch.context() as here:
+            here.chdir(tmp_path)
+            for name, value in {"COLUMNS": "80", **environment}.items():
+                here.setenv(name, value)
+            code = run_here(list(arguments))
+        said = capsys.readouterr()
+        return Ran(code, said.out, said.err)
 
     return run
 

@@ -19,14 +19,14 @@ NAMES = [entry.name for entry in commands.COMMANDS]
 LISTS = ["models", "gpus", "spaces", "recipes"]
 
 
-def test_version(mist) -> None:
-    ran = mist("--version")
+def test_version(mist_process) -> None:
+    ran = mist_process("--version")
     assert (ran.code, ran.out, ran.err) == (0, f"mist-megatron {__version__}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
-def test_help_lists_every_command(mist, arguments: list[str]) -> None:
-    ran = mist(*arguments)
+def test_help_lists_every_command(mist_process, arguments: list[str]) -> None:
+    ran = mist_process(*arguments)
     assert ran.code == 0
     assert ran.err == ""
     assert all(re.search(rf"^  {name} ", ran.out, re.MULTILINE) for name in NAMES)

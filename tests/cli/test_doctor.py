@@ -21,8 +21,8 @@ def by_name(checks):
     return {check.name: check for check in checks}
 
 
-def test_the_tuner_works_here(mist):
-    ran = mist("doctor", "--json")
+def test_the_tuner_works_here(mist_process):
+    ran = mist_process("doctor", "--json")
     assert ran.code == 0, ran.err
     document = json.loads(ran.out)
     assert document["works"] is True
@@ -30,7 +30,7 @@ def test_the_tuner_works_here(mist):
     assert found["numpy"]["found"] == version("numpy")
     assert found["profiles"]["state"] == "ok"
     assert found["solver highs"]["state"] == "ok"
-    people = mist("doctor")
+    people = mist_process("doctor")
     assert "the tuner works" in people.out
     assert max(map(len, people.out.splitlines())) <= 80
 

@@ -56,6 +56,6 @@ def test_lines_fit_but_for_words_that_are_longer(columns, capsys, monkeypatch):
             assert len(line.rstrip()) <= columns or len(pairs) == 1, line
 
 
-def test_no_colour_says_so_and_pipes_get_none(mist):
+def test_no_colour_says_so_and_pipes_get_none(mist_process):
     for environment in ({}, {"NO_COLOR": "1"}, {"COLUMNS": "40"}):
-        assert "\x1b" not in mist("gpus", **environment).out
+        assert "\x1b" not in mist_process("gpus", **environment).out

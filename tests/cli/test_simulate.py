@@ -149,10 +149,10 @@ def test_bad_plans(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
     assert mist("simulate", "no_such_plan.yaml").code == 2
 
 
-def test_terminals_without_blocks(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
+def test_terminals_without_blocks(mist_process, plan: Path) -> None:  # type: ignore[no-untyped-def]
     """ASCII and Latin-1 have no block characters: memory over time is told in digits."""
     for encoding in ("ascii", "latin-1"):
-        ran = mist("simulate", str(plan), PYTHONIOENCODING=encoding)
+        ran = mist_process("simulate", str(plan), PYTHONIOENCODING=encoding)
         assert (ran.code, ran.err) == (0, "")
         assert re.search(r"^1 +[1-8]{40} +1 ", ran.out, re.MULTILINE)
 
