@@ -52,12 +52,10 @@ def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int
 
     for way in ways:
         known = tuple(known for each in found for known in each.result.known)
-        wanted = replace(settings, limits=way.limits, below_s=_to_beat(found, settings, way.job), known=known)
-        asked = replace(taken, job=way.job)
+        below_s = _to_beat(found, settings, way.job, taken.job)
+        wanted = replace(settings, limits=way.limits, below_s=below_s, known=known)
         try:
-            if found and settings.top > 1 and way.job is taken.job:
-                _check_near(found, asked, space, wanted, how_long())
-            found.append(_searched(asked, space, wanted, how_long()))
+            found.append(_searched(replace(taken, job=way.job), space, wanted, how_long()))
         except NoneFaster as none:
             none_faster.append(none)
         except NoFeasiblePlan as error:
@@ -86,23 +84,15 @@ def _interrupted(found: list[Found], refused: list[NoFeasiblePlan]) -> bool:
     return bool(empty) or bool(found and found[-1].interrupted)
 
 
-def _check_near(
-    found: list[Found], taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]
-) -> None:
-    """Refuses a way none of whose plans is by eq. 1 so near the best of the others that `predict` may put it
-    first: which plans it has, and what would be next to them, is then nobody's question."""
+def _to_beat(found: list[Found], settings: Settings, job: Job, asked: Job) -> float:
+    """What other ways have to beat by eq. 1. Where several plans are asked for, they are of one way: the last
+    one, which overlaps nothing, is left out where `predict` cannot put its best first either."""
     from mist_megatron.search.tune import NEAR
 
-    if taken.job.target in MEGATRON:
-        near_s = min(each.result.objective_s for each in found) * (1.0 + NEAR)
-        _searched(taken, space, replace(settings, top=1, below_s=near_s), how)
-
-
-def _to_beat(found: list[Found], settings: Settings, job: Job) -> float:
-    """What other ways have to beat by eq. 1. Where several plans are asked for, they are of one way."""
-    if settings.top > 1 or job.target not in MEGATRON:
+    best_s = min((each.result.objective_s for each in found), default=math.inf)
+    if job.target not in MEGATRON or (settings.top > 1 and job is not asked):
         return math.inf
-    return min((each.result.objective_s for each in found), default=math.inf)
+    return best_s if settings.top == 1 else best_s * (1.0 + NEAR)
 
 
 class _Stopped(NoFeasiblePlan):

@@ -18,7 +18,7 @@ from mist_megatron.search.bounds import Question, ShapeBound, Solver
 from mist_megatron.search.frontier import Tally
 from mist_megatron.search.known import Item, Known
 from mist_megatron.search.no_plan import no_plan
-from mist_megatron.search.order import Bound, Order, ordered
+from mist_megatron.search.order import Bound, Order, Pair, ordered
 from mist_megatron.search.shapes import Shape, UnequalShape, explain_no_shape, shapes
 from mist_megatron.search.slot_prices import fractions
 from mist_megatron.search.solve import Solution, StageChoice, solve_shape
@@ -55,7 +55,7 @@ class Settings:
     """How to search."""
 
     below_s: float = math.inf
-    """Only plans that are faster than this by eq. 1 are wanted."""
+    """Only where there is a plan that is faster than this by eq. 1 are any wanted."""
     step: float = 0.125
     """Grid of the offload fractions."""
     top: int = 1
@@ -210,6 +210,7 @@ class _Run:
         """Plans near the best by eq. 1 that a climb by the closed form led to."""
         self.tally = Tally()
         self.solved = 0
+        self._put_off: list[Pair] = []
         self.under_way_s: list[float] = []
         """Bounds of what is being solved."""
         self.open_bounds: list[float] = []
@@ -245,17 +246,27 @@ class _Run:
 
     def all_of(self, order: Order) -> Status:
         """Every shape and mixture whose bound is below the best, the most promising first."""
+        slow: list[Solution] = []
         try:
-            # What must be beaten is as good as an incumbent.
-            if _offload_points(self.question) > FEW_POINTS and self.settings.below_s == math.inf:
+            # What must be beaten is as good as an incumbent, but for plans that are wanted besides.
+            wanted = self._wants_more_than_below() or self.settings.below_s == math.inf
+            if _offload_points(self.question) > FEW_POINTS and wanted:
                 self.quick(order)
+            if self.best and self.best[0].value_s >= self.settings.below_s:
+                slow, self.best = self.best, []
+                self._of_shape.clear()
             for answer in self._answers(order):
                 self.keep(answer)
                 self.solved += 1
+                if self.best:
+                    while slow:
+                        self.keep((slow.pop(), Tally()))
                 best_s = self.best[0].value_s if self.best else float("inf")
                 self.watch.progress(order.done, len(order), best_s)
         except _Stopped as stopped:
             bounds = [*self.under_way_s, *order.left_s()]
+            if self.best:
+                bounds += [bound.value_s for bound, _ in self._put_off]
             self.open_bounds = [value_s for value_s in bounds if value_s < self.threshold_s]
             return stopped.status if self.open_bounds else Status.OPTIMAL
         self.watch.progress(len(order), len(order), self.best[0].value_s if self.best else float("inf"))
@@ -306,12 +317,29 @@ class _Run:
         if self.executor is not None:
             yield from self._answers_of(*self.executor, order)
             return
-        while (pair := order.next(self.threshold_s)) is not None:
+        while (pair := self._due(order)) is not None:
             bound, item = pair
             self.under_way_s = [bound.value_s]
             self.tick()
             yield solve(self.question, item, bound, self._beat(item))
             self.under_way_s = []
+            if self.best and self._put_off and self._put_off[-1] is pair:
+                self._put_off.pop()  # It gave the first plan.
+
+    def _wants_more_than_below(self) -> bool:
+        """Whether `below_s` only asks if there is any plan so fast, next to which others are wanted then."""
+        return self.settings.top > 1 and self.settings.below_s < math.inf
+
+    def _due(self, order: Order) -> Pair | None:
+        """What is to be solved next; once there is a plan, also what was not fast enough to be the first."""
+        while self.best and self._put_off:
+            again = self._put_off.pop()
+            if again[0].value_s < self.threshold_s:
+                return again
+        pair = order.next(self.threshold_s)
+        if pair is not None and not self.best and self._wants_more_than_below():
+            self._put_off.append(pair)
+        return pair
 
     def _answers_of(
         self, executor: Executor, workers: int, order: Order
@@ -321,7 +349,7 @@ class _Run:
         running: dict[Future[tuple[Solution | None, Tally]], float] = {}
         try:
             while True:
-                while len(running) < workers and (pair := order.next(self.threshold_s)) is not None:
+                while len(running) < workers and (pair := self._due(order)) is not None:
                     bound, item = pair
                     future = executor.submit(solve_told, told, item, bound, self._beat(item))
                     running[future] = bound.value_s
