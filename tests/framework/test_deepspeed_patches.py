@@ -41,15 +41,9 @@ BF16 = {"precision": "bf16", **FULL}
 NARROW = {**BF16, "accumulate_in": "bf16"}
 
 ONE_PROCESS = {
-    "weights and gradients z3 bf16": with_patches(
-        replace(Z3, **BF16), weight_fraction=0.3, gradient_fraction=0.6
-    ),
     "decoupled z3 fp16": with_patches(replace(Z3, precision="fp16", **FULL), decoupled_step=True),
     "fraction z3, two groups": with_patches(
         replace(Z3_HOST, two_groups=True, sub_group_size=9000, **FULL), optimizer_fraction=0.5
-    ),
-    "both z2, two groups": with_patches(
-        replace(Z2_HOST, two_groups=True, **FULL), optimizer_fraction=0.4, decoupled_step=True
     ),
     "weights z1, recomputed, fp16": with_patches(
         replace(Z1_HOST, precision="fp16", accumulate_in="fp16", checkpointed=[1, 3], **FULL),
@@ -100,9 +94,6 @@ TWO_PROCESSES = {
         activations={"recomputed": 2, "fraction": 0.5},
         decoupled_step=True,
     ),
-    "fraction z2 bf16": with_patches(
-        replace(Z2_HOST, precision="bf16", **FULL), optimizer_fraction=0.4, forget_overflow=True
-    ),
     "both z3 bf16, kept gathered": with_patches(
         replace(Z3_HOST, precision="bf16", persistence=100, **FULL),
         optimizer_fraction=0.4,
@@ -115,10 +106,12 @@ TWO_PROCESSES = {
         weight_fraction=0.35,
         decoupled_step=True,
     ),
-    "weights z2 bf16": with_patches(
-        replace(Z2, precision="bf16", by_file=True, **FULL),
+    "all z2 bf16": with_patches(
+        replace(Z2_HOST, by_file=True, **BF16),
+        optimizer_fraction=0.4,
         weight_fraction=0.6,
         activations={"recomputed": 2, "fraction": 0.5},
+        forget_overflow=True,
     ),
 }
 # Without ZeRO DeepSpeed clips each stage by its own norm (so that other stages are another training), and

@@ -160,7 +160,6 @@ PIPELINES = {
         {"layers": 3, "ckpt": 1, "offload": Offload(optimizer=0.25, activations=0.5)},
         decoupled_step=True,
     ),
-    "stages that are alike": pipeline({"layers": 2, "ckpt": 1}, {"layers": 2, "ckpt": 1}),
 }
 
 
