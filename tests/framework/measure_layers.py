@@ -12,9 +12,6 @@ import sys
 import warnings
 from dataclasses import dataclass
 
-warnings.simplefilter("ignore")
-logging.disable(logging.WARNING)
-
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -130,6 +127,8 @@ def measure(shape: LayerShape, sequence_parallel: bool, recompute: str, tp: int)
 
 
 def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     import os
 
     import megatron_cpu

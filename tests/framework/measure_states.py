@@ -12,8 +12,6 @@ import os
 import sys
 import warnings
 
-warnings.simplefilter("ignore")
-logging.disable(logging.WARNING)
 SIZE = 256
 
 
@@ -90,6 +88,8 @@ def megatron_bytes() -> dict[str, int]:
 
 
 def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     if sys.argv[1] == "megatron":
         print("RESULT " + json.dumps(megatron_bytes()), flush=True)
     else:

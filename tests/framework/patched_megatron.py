@@ -19,9 +19,6 @@ from typing import Any
 
 from patch_mutations import mutated
 
-warnings.simplefilter("ignore")
-logging.disable(logging.WARNING)
-
 
 @dataclass
 class Case:
@@ -456,7 +453,21 @@ def run_case(case: Case) -> dict[str, Any]:
     return line
 
 
+def import_all() -> None:
+    """What is imported by now stays, and need not be gone through three times a run."""
+    from megatron.core.distributed import finalize_model_grads  # noqa: F401
+    from megatron.core.models.gpt import GPTModel  # noqa: F401
+    from megatron.core.optimizer import cpu_offloading, get_megatron_optimizer  # noqa: F401
+    from megatron.core.pipeline_parallel import schedules  # noqa: F401
+    from mist_patches import megatron_state_offload  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
 def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     cases = [Case(**one) for one in json.loads(sys.argv[1])]
     import megatron_cpu
 
@@ -472,6 +483,7 @@ def main() -> None:
     (tp, pp, vpp) = grid.pop()
     assert not grid, "cases of one call share their grid"
     ps.initialize_model_parallel(tp, pp, vpp if vpp > 1 else None)
+    import_all()
     for case in cases:
         if case.mutate or case.may_fail:
             try:

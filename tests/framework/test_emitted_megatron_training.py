@@ -54,6 +54,8 @@ HERE_ONLY = """
 SHIM = """
 import os, sys
 if "RANK" in os.environ:
+    import functools, inspect
+    inspect.getsource = functools.cache(inspect.getsource)  # Megatron reads its help texts off it, twice
     sys.path.insert(0, {here!r})
     import megatron_cpu
     megatron_cpu.install(two_devices="MIST_TWO_DEVICES" in os.environ)

@@ -39,25 +39,26 @@ def assert_close(plain, patched, relative=1e-6):
     """Where sums are taken in another order."""
     for left, right in zip(plain, patched, strict=True):
         for what in ("losses", "norms", "evaluated", "sums"):
-            assert right[what] == pytest.approx(left[what], rel=relative, abs=relative), what
+            known = [[value for value in run[what] if value is not None] for run in (left, right)]
+            assert known[1] == pytest.approx(known[0], rel=relative, abs=relative), what
         assert right["skipped"] == left["skipped"]
 
 
-UNEVEN = Case(pp=2, layers_per_stage=[3, 1], recompute=[0, 0])
+UNEVEN = Case(pp=2, layers_per_stage=[3, 1], recompute=[0, 0], evaluate_at=[2], resume_at=4)
 """Patched, stage 0 recomputes one of three layers and offloads half of the rest, stage 1 a quarter."""
 OFFLOADED = {"recompute": [1, 0], "patches": {"activation_offload": [0.5, 0.25]}}
-HOST = replace(UNEVEN, bf16=True, distributed_optimizer=True, optimizer_fraction=[0.75, 0.25])
+HALF = replace(UNEVEN, bf16=True, loss_scale=8.0, inf_at=5)
+HOST = replace(HALF, distributed_optimizer=True, optimizer_fraction=[0.75, 0.25])
 
 
 @cache
 def two_stages() -> Runs:
-    half = replace(UNEVEN, bf16=True)
     both = {"activation_offload": [1.0, 0.5], "optimizer_fraction": [0.75, 0.25]}
     cases = {
         "fp32": UNEVEN,
         "fp32 patched": replace(UNEVEN, **OFFLOADED),
-        "bf16": half,
-        "bf16 patched": replace(half, **OFFLOADED),
+        "bf16": HALF,
+        "bf16 patched": replace(HALF, **OFFLOADED),
         "host": HOST,
         "host patched": replace(HOST, recompute=[2, 0], patches=both),
     }
@@ -69,6 +70,7 @@ def test_activation_offload_per_stage_with_recompute(name):
     reference, found = two_stages()[name], two_stages()[f"{name} patched"]
     assert_same(reference, found)
     assert len(reference[1]["losses"]) == UNEVEN.steps
+    assert reference[1]["skipped"] == ([5] if name == "bf16" else [])
     assert reference[1]["losses"][-1] < reference[1]["losses"][0]
     for stage, fraction in enumerate((0.5, 0.25)):
         share = found[stage]["offloaded_bytes"] / found[stage]["saved_bytes"]
@@ -79,7 +81,7 @@ def test_activation_offload_per_stage_with_recompute(name):
 
 def test_exact_optimizer_fraction():
     """Megatron's own split overshoots; ours lands within half the smallest shard; training is the same."""
-    base = Case(bf16=True, distributed_optimizer=True, optimizer_fraction=[0.5])
+    base = Case(bf16=True, distributed_optimizer=True, optimizer_fraction=[0.5], micro_batches=2)
     asked = replace(base, patches={"optimizer_fraction": [0.5]})
     cases = {"native": base, "exact": asked}
     for name in ("megatrons_split", "first_copies"):

@@ -32,6 +32,7 @@ HALF = replace(FULL, bf16=True)
 SHARDED = {"distributed_optimizer": True}
 BUSY = {"evaluate_at": [2], "resume_at": 4, "loss_scale": 8.0, "inf_at": 5}
 """Everything that may happen in between: evaluation, a checkpoint and its resume, a step to skip."""
+SKIPPED = {**BUSY, "evaluate_at": [5], "resume_at": 5}
 
 ONE_PROCESS = {
     "fp32": replace(FULL, evaluate_at=[2], resume_at=4),
@@ -39,9 +40,10 @@ ONE_PROCESS = {
     "fp32 sharded": replace(FULL, **SHARDED, **BUSY),
     "bf16 sharded": replace(HALF, **SHARDED, **BUSY),
     "host optimizer": replace(HALF, **SHARDED, **BUSY, optimizer_fraction=[0.5]),
-    "recomputed": replace(HALF, recompute=[2]),
+    "recomputed": replace(HALF, **BUSY, recompute=[2]),
     "tied": replace(HALF, **BUSY, tied=True),
-    "one micro-batch": replace(HALF, **SHARDED, **BUSY, micro_batches=1),
+    # Evaluated and saved right after the step that is skipped.
+    "one micro-batch": replace(HALF, **SHARDED, **SKIPPED, micro_batches=1),
 }
 EXACT = {"optimizer_fraction": [0.5, 0.25]}
 ALL = {**STEPS, **STATES, "activation_offload": [0.5, 0.25]}
@@ -63,6 +65,7 @@ def one_process() -> Runs:
         cases[name, "activations"] = replace(ONE_PROCESS[name], patches={"activation_offload": [0.5]})
         cases[name, "all"] = replace(ONE_PROCESS[name], patches=ALL, twice=True)
     host = ONE_PROCESS["host optimizer"]
+    cases["host optimizer", "fp32"] = replace(host, bf16=False, steps=1, may_fail=True)
     cases["host optimizer", "exact"] = replace(host, patches=EXACT)
     cases["host optimizer", "all"] = replace(host, patches={**ALL, **EXACT}, twice=True)
     cases["bf16", "plain again"] = ONE_PROCESS["bf16"]
@@ -89,13 +92,14 @@ def test_activations_alone_and_all_together(name):
 def test_exact_fraction_alone_and_all_together():
     """In bf16: in fp32 Megatron itself cannot build its optimizer on host and device."""
     found = one_process()
+    assert found["host optimizer", "fp32"][0]["failed"].startswith("ValueError: can't optimize a non-leaf")
     for patch in ("exact", "all"):
         assert_same(found["host optimizer", "plain"], found["host optimizer", patch])
         assert found["host optimizer", patch][0]["host_share"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_nothing_stays_hooked():
-    assert {ran["still_hooked"] for (ran,) in one_process().values()} == {0}
+    assert {ran["still_hooked"] for (ran,) in one_process().values() if "failed" not in ran} == {0}
 
 
 LINES = {
@@ -255,9 +259,22 @@ def test_bytes_are_those_predicted(stage, layers, role):
 
 
 def test_virtual_stages():
-    case = replace(FULL, pp=2, vpp=2, layers_per_stage=[1] * 4, recompute=[0, 0], resume_at=4)
-    found = run_all(with_patches({"": case}, all={**STEPS, **STATES}), 2)
-    assert_same(found["", "plain"], found["", "all"])
+    case = replace(
+        FULL, pp=2, vpp=2, layers_per_stage=[1] * 4, recompute=[0, 0], evaluate_at=[2], resume_at=4
+    )
+    cases = {"fp32": case, "bf16 sharded": replace(case, bf16=True, **SHARDED, **BUSY)}
+    found = run_all(with_patches(cases, all={**STEPS, **STATES}), 2)
+    for name in cases:
+        assert_same(found[name, "plain"], found[name, "all"])
+
+
+def test_tensor_and_sequence_parallel():
+    case = replace(HALF, tp=2, sequence_parallel=True, recompute=[1], **SHARDED, **BUSY)
+    cases = {"bf16": case, "fp32": replace(case, bf16=False)}
+    found = run_all(with_patches(cases, all=ALL), 2)
+    for name in cases:
+        assert_same(found[name, "plain"], found[name, "all"])
+        assert {tuple(rank["skipped"]) for rank in found[name, "all"]} == {(5,)}
 
 
 @cache
@@ -265,12 +282,15 @@ def data_parallel() -> Runs:
     laid_out = replace(HALF, **SHARDED, **BUSY, patches=LAYOUT)
     cases = {
         "laid out": laid_out,
-        "overlap": replace(HALF, **SHARDED, overlap=True, patches=LAYOUT),
-        "fp32": replace(FULL, **SHARDED),
-        "replicated": HALF,
+        "overlap": replace(laid_out, overlap=True),
+        "fp32": replace(FULL, **SHARDED, **BUSY),
+        "replicated": replace(HALF, **BUSY),
+        "laid out fp32": replace(laid_out, bf16=False),
         "host": replace(laid_out, optimizer_fraction=[0.5]),
     }
     every = with_patches(cases, steps=STEPS, both={**STEPS, **STATES})
+    del every["laid out fp32", "steps"]
+    every["laid out fp32", "both"] = replace(cases["laid out fp32"], patches={**LAYOUT, **ALL})
     every["host", "both"] = replace(every["host", "both"], patches={**LAYOUT, **ALL, **EXACT})
     del every["host", "steps"]
     every["overlap", "both"] = replace(every["overlap", "both"], may_fail=True)
@@ -286,6 +306,10 @@ def test_two_data_parallel_ranks(name, patch):
 
 def test_two_data_parallel_ranks_with_all_patches_and_host_optimizer():
     assert_same(data_parallel()["host", "plain"], data_parallel()["host", "both"])
+
+
+def test_two_data_parallel_ranks_with_all_patches_in_fp32():
+    assert_same(data_parallel()["laid out fp32", "plain"], data_parallel()["laid out fp32", "both"])
 
 
 def test_overlapping_reductions_and_gathers():
@@ -315,6 +339,6 @@ def test_gathers_run_one_layer_ahead():
 
 
 def test_two_by_two():
-    case = replace(HALF, pp=2, layers_per_stage=[2, 2], recompute=[0, 0], **SHARDED, steps=8, patches=LAYOUT)
+    case = replace(HALF, pp=2, layers_per_stage=[2, 2], recompute=[0, 0], **SHARDED, **BUSY, patches=LAYOUT)
     found = run_all(with_patches({"": case}, all={**ALL, **LAYOUT}), 4)
     assert_same(found["", "plain"], found["", "all"])

@@ -34,10 +34,10 @@ def start(folder, *arguments, **environment):
     )
 
 
-def test_a_time_limit_gives_the_best_so_far_with_its_bound(mist):
+def test_a_time_limit_gives_the_best_so_far_with_its_bound(mist_process):
     """Small steps make a search of minutes; the limit acts inside the first shapes of it."""
     started = time.monotonic()
-    done = mist("tune", *LONG, "--grid", "0.0625", "--time-limit", "4", "--json")
+    done = mist_process("tune", *LONG, "--grid", "0.0625", "--time-limit", "4", "--json")
     assert time.monotonic() - started < 60.0
     assert done.code == 0, done.err
     found = json.loads(done.out)
@@ -49,8 +49,8 @@ def test_a_time_limit_gives_the_best_so_far_with_its_bound(mist):
     assert found["prediction"]["fits"] is True
 
 
-def test_a_time_limit_without_a_plan_says_so(mist, tmp_path):
-    done = mist("tune", *LONG, "--time-limit", "0.001", "--out", "run")
+def test_a_time_limit_without_a_plan_says_so(mist_process, tmp_path):
+    done = mist_process("tune", *LONG, "--time-limit", "0.001", "--out", "run")
     assert done.code == 3
     assert done.err.startswith("error: no plan found within --time-limit 0.001 s")
     assert "longer --time-limit" in done.err
