@@ -230,13 +230,17 @@ class PlainPython:
         begun = self.into_backward(table, gather3, weights_in + grads_in)
         inside, _ = self.run(backward, twice, arriving, (reduce2, grads_out))
         inside_last, _ = self.run(backward, twice, arriving, (table["reduce"], grads_out))
+        inside_first, last_first = self.run(forward + table["step"], then, stepped, (0.0, out + step_out))
+        if step_out:  # the last states leave beside the second forward pass of this first stage
+            last_first = min(self.ending(forward + table["step"], then, 0.0, out + step_out), inside_first)
         return [
             *self.run(forward, then, (gather3, weights_in), (0.0, out)),
             self.arrival(first, (gather3, weights_in), grads_out),
             inside,
             min(self.ending(backward, twice, reduce2, grads_out), inside),
             begun,
-            *self.run(forward + table["step"], then, stepped, (0.0, out + step_out)),
+            inside_first,
+            last_first,
             self.arrival(first, stepped, grads_out),
             inside_last,
             min(self.ending(backward, twice, table["reduce"], grads_out), inside_last),

@@ -45,6 +45,7 @@ def plans(draw: st.DrawFn) -> Plan:
     each[-1] += model.layers - sum(each)
     if schedule == "interleaved" and any(layers % 2 for layers in each):
         schedule = "1f1b"
+    vpp = 2 if schedule == "interleaved" else 1
     return Plan(
         model=model,
         training=TrainingSpec(
@@ -62,7 +63,7 @@ def plans(draw: st.DrawFn) -> Plan:
         target=draw(st.sampled_from(TARGETS)),
         grad_accum=grad_accum,
         schedule=schedule,  # type: ignore[arg-type]
-        vpp=2 if schedule == "interleaved" else 1,
+        vpp=vpp,
         sequence_parallel=tp > 1 and draw(st.booleans()),
         execution=Execution(
             context_parallel=cp,
@@ -79,7 +80,7 @@ def plans(draw: st.DrawFn) -> Plan:
                 tp=tp,
                 micro_batch=micro_batch,
                 zero=draw(st.sampled_from((0, 1, 2, 3))),
-                ckpt=draw(st.integers(0, layers)),
+                ckpt=vpp * draw(st.integers(0, layers // vpp)),  # frameworks count them by chunk
                 recompute="full",
                 offload=Offload(
                     weights=draw(ratio), grads=draw(ratio), optimizer=draw(ratio), activations=draw(ratio)

@@ -1,8 +1,7 @@
 """Trains a tiny Megatron-core GPT on CPU and prints what it did as one JSON line per rank.
 
 A program of its own (`python patched_megatron.py '[{"steps": 8, ...}, ...]'`), because the CPU shim rewires
-torch for the whole process. `Case` is what can be asked for; `patches` names what
-apply_patches knows.
+torch for the whole process. `Case` is what can be asked for; `patches` names what apply_patches knows.
 """
 
 from __future__ import annotations
