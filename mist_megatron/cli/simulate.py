@@ -137,6 +137,6 @@ def _baseline(before: Simulation, after: Simulation) -> dict[str, Any]:
     return {
         "iteration_s": before.iteration_s,
         "closed_form_s": before.closed_form_s,
-        "mean_idle_fraction": before.bubble_fraction,
+        "bubble_fraction": before.bubble_fraction,
         "speedup": before.iteration_s / after.iteration_s,
     }

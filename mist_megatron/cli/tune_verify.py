@@ -45,7 +45,7 @@ class Verified:
                     "rank_by_closed_form": rank + 1,
                     "iteration_s": found.iteration_s,
                     "closed_form_s": found.closed_form_s,
-                    "mean_idle_fraction": found.bubble_fraction,
+                    "bubble_fraction": found.bubble_fraction,
                     "passes_s": None if apart is None else apart.passes_s,
                     "waiting_s": None if apart is None else apart.waiting_s,
                 }

@@ -320,7 +320,7 @@ def prediction_document(prediction: Prediction) -> dict[str, Any]:
         "tflops_per_gpu": prediction.tflops_per_gpu,
         "mfu": prediction.mfu,
         "fits": prediction.fits,
-        "slowest_stage_bubble_fraction": time.bubble_fraction,
+        "bubble_fraction": time.bubble_fraction,
         "terms_s": {
             "steady": time.steady_s,
             "ramp": time.ramp_s,

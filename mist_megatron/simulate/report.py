@@ -21,7 +21,7 @@ def simulation_document(simulation: Simulation, *, every_rank: bool = False) -> 
     closed_s = simulation.closed_form_s
     return {
         "iteration_s": simulation.iteration_s,
-        "mean_idle_fraction": simulation.bubble_fraction,
+        "bubble_fraction": simulation.bubble_fraction,
         "closed_form_s": closed_s,
         "closed_form_error": None if not closed_s else closed_s / simulation.iteration_s - 1.0,
         "disagreement": _disagreement(simulation),

@@ -47,7 +47,7 @@ def test_json(mist, plan: Path) -> None:  # type: ignore[no-untyped-def]
     ran = mist("simulate", str(plan), "--json", "--scale", "op=matmul:0.5", "--scale", "link=intra:2")
     found = json.loads(ran.out)
     assert ran.code == 0
-    assert {"iteration_s", "mean_idle_fraction", "closed_form_s", "devices", "memory"} <= found.keys()
+    assert {"iteration_s", "bubble_fraction", "closed_form_s", "devices", "memory"} <= found.keys()
     assert found["baseline"]["speedup"] > 1.0
     assert [device["ranks"] for device in found["devices"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     for device in found["devices"]:
