@@ -87,6 +87,11 @@ def show_prediction(people: Console, plan: Plan, prediction: Prediction, origin:
     ):
         people.print()
         people.print(_term_table(title, prediction, unit, scale, kind))
+    beyond = [stage.beyond_s for stage in prediction.stages]
+    if any(map(any, beyond)):
+        each = ", ".join(f"{t * 1e3:+.2f} and {d * 1e3:+.2f}" for t, d in beyond)
+        people.print()
+        people.print(f"beyond t and d, in the iteration alone (ms, by stage): {each}", soft_wrap=True)
     what = binding(prediction)
     people.print()
     people.print(

@@ -345,6 +345,11 @@ def _stage_document(stage: StagePrediction) -> dict[str, Any]:
         "memory": dict(stage.memory_terms_bytes),
         "stable_terms_s": dict(stage.stable_terms_s),
         "delta_terms_s": dict(stage.delta_terms_s),
+        **(
+            {"beyond_s": dict(zip(("stable", "delta"), stage.beyond_s, strict=True))}
+            if any(stage.beyond_s)
+            else {}
+        ),
     }
 
 

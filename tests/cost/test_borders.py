@@ -9,7 +9,7 @@ import pytest
 from mist_megatron.cost.borders import border_seconds, exchanges_seconds, parts_moved
 from mist_megatron.cost.datasheet import datasheet_prices
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
-from mist_megatron.cost.predict import grid_of, job_of, predict
+from mist_megatron.cost.predict import grid_of, job_of, predict, prediction_document
 from mist_megatron.cost.step_time import hop_seconds
 from mist_megatron.simulate.iteration import simulate
 from mist_megatron.spec.catalogue import CATALOGUE
@@ -87,3 +87,16 @@ def test_the_closed_form_of_unequal_stages_on_a_slow_network(target: str) -> Non
     assert predict(plan, evaluator).iteration_s == pytest.approx(
         simulate(plan, evaluator).iteration_s, rel=0.03
     )
+
+
+def test_what_borders_add_is_told() -> None:
+    """The terms of t are of a stage alone; what the iteration counts besides is in the document."""
+    plan = plan_of_grids((1, 8), (4, 2))
+    evaluator, grids = evaluator_for_plan(plan), [grid_of(plan, position) for position in range(2)]
+    crossing = exchanges_seconds(plan, grids, evaluator)
+    for position, stage in enumerate(prediction_document(predict(plan, evaluator))["stages"]):
+        said_s = stage["stable_terms_s"]["pipeline_p2p"] + stage["beyond_s"]["stable"]
+        assert said_s == pytest.approx(sum(crossing[position]))
+    alike = plan_of_grids((4, 2), (4, 2))
+    for stage in prediction_document(predict(alike, evaluator_for_plan(alike)))["stages"]:
+        assert "beyond_s" not in stage
