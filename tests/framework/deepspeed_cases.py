@@ -59,9 +59,9 @@ def launch(cases: list[Case], processes: int, deepspeed: str = "") -> list[list[
 
 
 def with_references(cases: list[Case]) -> list[Case]:
-    """Each case behind the plain run it is held against; plain runs are shared. ZeRO 3 comes after the others:
-    it leaves a torch.nn.functional.linear of its own in the process, which rounds bf16 in another order. Last
-    come pipelines, whose process groups other engines would take for theirs."""
+    """Each case behind the plain run it is held against; plain runs are shared. ZeRO 3 comes after the other
+    levels: it leaves a torch.nn.functional.linear of its own in the process, which rounds bf16 in another
+    order. Last come pipelines, whose process groups other engines would take for theirs."""
     plan: list[Case] = []
     for case in sorted(cases, key=lambda case: (case.pipeline is not None, case.zero == 3)):
         reference = plain(case)
