@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mist_patches.hooking import PatchRefused, _installed, replace, undo
+from mist_patches.hooking import PatchRefused, _installed, holds, replace, undo
 
 Undo = Callable[[], None]
 BY_LAYER = "layers"
@@ -76,6 +76,8 @@ def pieces(items: Sequence[Any], edges: Iterable[int]) -> list[list[Any]]:
 
 def cut_for(kind: str, fraction: float | None = None) -> Undo:
     """Ask for the cuts of one kind of bytes (or BY_LAYER); returns the function that takes the wish back."""
+    if not holds(__name__):  # whoever put all originals back has taken the wishes back with them
+        _wanted.clear()
     _install()
     _wanted[kind] = fraction
 
