@@ -98,7 +98,7 @@ def file_problems(document: Mapping[str, Any], folder: Path) -> Iterator[str]:
     for stage, config in zip(stages, configs, strict=True):
         for key, mine, other in differences(first, flat(config)):
             name, its = folder / stage["config"], stages[0]["config"]
-            yield f"{name}: {key} is {other}, {its} has {mine}; it must be the same in all stages"
+            yield f"{name}: {key}: got {other}, {its} has {mine}; it must be the same in all stages"
 
 
 def _read(file: Path) -> Config:
@@ -130,7 +130,7 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Keys that say another thing, and what each side says."""
     for key in sorted({*one, *two}):
-        mine, other = (repr(side[key]) if key in side else "not there" for side in (one, two))
+        mine, other = (repr(side[key]) if key in side else "nothing there" for side in (one, two))
         if mine != other:
             yield key, mine, other
 
