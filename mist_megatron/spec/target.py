@@ -237,7 +237,9 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
     if plan.pipeline_size > 1 and not able.pipeline:
         written = ", unless `emit` is to write a PipelineModule's files: its cost is not modelled"
         more = written if plan.target == "deepspeed+patches" else ""
-        found.append(f"{plan.pipeline_size} stages: it has no pipeline parallelism here, wanted 1 stage{more}")
+        found.append(
+            f"{plan.pipeline_size} stages: it has no pipeline parallelism here, wanted 1 stage{more}"
+        )
     if plan.schedule not in able.schedules:
         found.append(f"schedule {plan.schedule}: it runs {', '.join(able.schedules)}")
     if plan.sequence_parallel and not able.sequence_parallel:
