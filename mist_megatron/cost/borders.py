@@ -1,8 +1,14 @@
-"""What really crosses the borders between stages that differ: for `predict` and the events, which know both.
+"""What really crosses the borders between stages that differ: for `predict`, the events and climbs of a
+search, which know both sides.
 
 A stage alone is priced with its own side of a border (`step_time`), which is all there is where neighbours
 are alike. Where they are not, what a rank has of a micro-batch goes to several ranks of the other side, or
 comes from several, one part after another, and the side whose ranks move more parts makes both wait.
+
+Activations and the gradients of others cross a border at once, posted together, and neither side goes on
+before both are through (megatron-core's p2p_communication.py, batch_isend_irecv and the waits after it). So
+a border costs both its stages the longer of the two ways. Nor could it cost the receiver less: what arrives
+for a rank in parts arrives over one link, and from both neighbours of a stage over the same.
 
 Over megatron-core's bridge one rank of each tensor-parallel group moves whole activations: of d data ranks
 and k d, each of the d sends to k others or receives from them, in turn (bridge_communicator.py,
@@ -34,12 +40,9 @@ def border_seconds(
     across = hops_across(plan)
     found = {}
     for left, (one, other) in enumerate(pairwise(grids)):
-        if _alike(one, other):
-            continue
-        part_bytes = np.asarray(min(_moved_bytes(grid, evaluator) for grid in (one, other)))
-        inside_s, across_s = hop_seconds(part_bytes, evaluator.time_context)
-        hop_s = float(across_s if across[left, left + 1] else inside_s)
-        found[left, left + 1] = parts_moved(one, other) * hop_s, parts_moved(other, one) * hop_s
+        if not alike(one, other):
+            seconds = crossing_seconds(one, other, evaluator, across=across[left, left + 1])
+            found[left, left + 1] = seconds, seconds
     return found
 
 
@@ -48,30 +51,49 @@ def exchanges_seconds(
 ) -> dict[int, tuple[float, float]]:
     """Per stage that differs from a neighbour: what it sends, forward and backward, and is handed on. A
     border to a neighbour that is alike is priced by the same rule."""
-    borders = border_seconds(plan, grids, evaluator)
-    across = hops_across(plan)
+    across, last = hops_across(plan), len(grids) - 1
     found = {}
-    for stage in sorted({stage for border in borders for stage in border}):
-        (inside, beyond), handed_on = boundary_seconds(
-            grids[stage], evaluator.loads(grids[stage]), evaluator.time_context
-        )
-        sent = [0.0, 0.0]
-        for way, border in ((0, (stage, stage + 1)), (1, (stage - 1, stage))):
-            if border[0] < 0 or border[1] == len(grids):
-                continue
-            usual_s = float(beyond if across[border] else inside)
-            sent[way] = borders[border][way] if border in borders else usual_s
-            # Forward it is handed what comes from the stage before.
-            sent[1 - way] += float(handed_on)
-        found[stage] = sent[0], sent[1]
+    for stage, grid in enumerate(grids):
+        borders = [
+            (grids[other], across[min(stage, other), max(stage, other)]) if 0 <= other <= last else None
+            for other in (stage + 1, stage - 1)
+        ]
+        if any(border is not None and not alike(grid, border[0]) for border in borders):
+            there, back = (
+                None if border is None else crossing_seconds(grid, border[0], evaluator, across=border[1])
+                for border in borders
+            )
+            found[stage] = sent_and_handed_on(there, back, handed_on_seconds(grid, evaluator))
     return found
 
 
-def _alike(one: StageGrid, other: StageGrid) -> bool:
+def sent_and_handed_on(
+    there_s: float | None, back_s: float | None, handed_on_s: float
+) -> tuple[float, float]:
+    """Of forward and of backward passes, from the borders behind a stage and before it, if there are."""
+    # Forward it is handed what comes from the stage before.
+    forward_s = (there_s or 0.0) + (0.0 if back_s is None else handed_on_s)
+    return forward_s, (back_s or 0.0) + (0.0 if there_s is None else handed_on_s)
+
+
+def alike(one: StageGrid, other: StageGrid) -> bool:
     """The same ranks of both sides see the same tokens."""
     return all(
         float(getattr(one, name)) == float(getattr(other, name)) for name in ("dp", "tp", "micro_batch")
     )
+
+
+def crossing_seconds(one: StageGrid, other: StageGrid, evaluator: StageEvaluator, *, across: bool) -> float:
+    """How long a border makes both its stages stand still, once per micro-batch on its way there and once on
+    its way back."""
+    part_bytes = np.asarray(min(_moved_bytes(grid, evaluator) for grid in (one, other)))
+    hop_s = hop_seconds(part_bytes, evaluator.time_context)[1 if across else 0]
+    return max(parts_moved(one, other), parts_moved(other, one)) * float(hop_s)
+
+
+def handed_on_seconds(grid: StageGrid, evaluator: StageEvaluator) -> float:
+    """What a bridge hands on in a tensor-parallel group, of one tensor."""
+    return float(boundary_seconds(grid, evaluator.loads(grid), evaluator.time_context)[1])
 
 
 def _moved_bytes(grid: StageGrid, evaluator: StageEvaluator) -> float:
