@@ -33,12 +33,13 @@ WEIGHTS_AWAY = "_mist_flat_weights"
 LOAD_STAGE3 = ("self", "state_dict", "load_optimizer_states")
 LOAD_STAGE12 = ("self", "state_dict_list", "load_optimizer_states", "load_from_fp32_weights")
 _STAGE3 = ("_create_fp16_sub_groups", "offload_states", "_rigid_load_state_dict")
-_STAGE12 = ("__init__", "scaled_global_norm", "_model_parallel_all_reduce", "offload_states")
-_STAGE12 += ("_load_legacy_checkpoint",)
+_STAGE12 = ("__init__", "offload_states", "_load_legacy_checkpoint")
 _LAYER = re.compile(r"^((?:[^.\d]\w*\.)*\d+)\.")
 
 _wanted: dict[str, float | None] = {}
 """Kind of bytes -> fraction on the host (None: what the JSON says), or BY_LAYER -> None."""
+_one_norm: set[str] = set()
+"""Patches that want one norm for all stages of a pipeline."""
 
 
 def layer_of(name: str) -> str:
@@ -76,14 +77,15 @@ def pieces(items: Sequence[Any], edges: Iterable[int]) -> list[list[Any]]:
 
 def cut_for(kind: str, fraction: float | None = None) -> Undo:
     """Ask for the cuts of one kind of bytes (or BY_LAYER); returns the function that takes the wish back."""
-    if not holds(__name__):  # whoever put all originals back has taken the wishes back with them
-        _wanted.clear()
+    _forget_undone()
     _install()
+    norms = one_norm(__name__)
     _wanted[kind] = fraction
 
     def take_back() -> None:
         _wanted.pop(kind, None)
         if not _wanted:
+            norms()
             stage3, stage12 = optimizer_classes()
             for name in _STAGE3:
                 undo(stage3, name, __name__)
@@ -93,6 +95,13 @@ def cut_for(kind: str, fraction: float | None = None) -> Undo:
                 undo(_engine_class(), name, __name__)
 
     return take_back
+
+
+def _forget_undone() -> None:
+    """Whoever put all originals back has taken the wishes back with them."""
+    if not holds(__name__):
+        _wanted.clear()
+        _one_norm.clear()
 
 
 def hosted(optimizer: Any, kind: str) -> frozenset[int]:
@@ -165,14 +174,12 @@ def _install() -> None:
     put(stage3, "offload_states", states, _refuse_offload_states)
     states = need_parameters(original_of(stage12, "offload_states"), ("include", "device"))
     put(stage12, "offload_states", states, _refuse_offload_states)
-    put(stage12, "scaled_global_norm", ("self", "norm_type"), _norm_once)
     put(stage3, "_rigid_load_state_dict", LOAD_STAGE3, _check_load)
     put(stage12, "_load_legacy_checkpoint", LOAD_STAGE12, _check_load_list)
     engine = _engine_class()
     found = ("self", "client_optimizer", "model_parameters")
     put(engine, "_configure_optimizer", found, _need_zero)
     put(engine, "_configure_lr_scheduler", ("self",), _need_all_groups)
-    put(stage12, "_model_parallel_all_reduce", ("self", "tensor", "op"), _local_while_summing)
     names = ("init_optimizer", "param_names", "offload_optimizer_config")
     put(stage12, "__init__", need_parameters(original_of(stage12, "__init__"), names), _cut_groups)
 
@@ -242,11 +249,33 @@ def _same_cuts(masters: Any, saved: Any, key: str) -> None:
         )
 
 
+def one_norm(name: str) -> Undo:
+    """Let all stages of a pipeline clip by one and the same norm, for the patch of this name.
+
+    DeepSpeed sums over the pipeline once for each group, of which stages may have different numbers; and a
+    stage with offload takes the root in another precision than one without, so that the two clip by norms
+    whose last bits differ. Returns the function that takes the wish back.
+    """
+    _forget_undone()
+    _, stage12 = optimizer_classes()
+    put(stage12, "scaled_global_norm", ("self", "norm_type"), _norm_once)
+    put(stage12, "_model_parallel_all_reduce", ("self", "tensor", "op"), _local_while_summing)
+    _one_norm.add(name)
+
+    def take_back() -> None:
+        _one_norm.discard(name)
+        if not _one_norm:
+            for hooked in ("scaled_global_norm", "_model_parallel_all_reduce"):
+                undo(stage12, hooked, __name__)
+
+    return take_back
+
+
 _LOCAL = "_mist_norm_is_local"
 
 
 def _norm_once(original: Callable[..., Any]) -> Any:
-    """One sum over the pipeline for all groups: DeepSpeed's one for each would meet other numbers of them."""
+    """One sum of the stages' squares."""
 
     def scaled_global_norm(self: Any, norm_type: int = 2) -> Any:
         group = self.model_parallel_group

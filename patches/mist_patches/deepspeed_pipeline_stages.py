@@ -8,7 +8,7 @@ which `stage_config` hands out (another stage's is refused), or one made of the 
 stage's entry of stages.json (offload_optimizer there or not, recomputation on or off). Of the layers of a
 stage, the first `recompute_layers` are recomputed. What all ranks must agree on (batch sizes, ZeRO level,
 precision, clipping, kind of optimizer) is compared between all ranks when the engine is built: DeepSpeed
-itself would hang, or train a wrong model.
+itself would hang, or train a wrong model. With offload on some stages only, all clip by one norm.
 
 A transformer layer is the class that occurs most often in the list of layers; what stands before the first
 goes with the first stage, what stands after the last with the last.
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mist_patches.deepspeed_groups import put
+from mist_patches.deepspeed_groups import one_norm, put
 from mist_patches.hooking import PatchRefused, log
 
 Stages = Sequence[Mapping[str, Any]]
@@ -92,6 +92,8 @@ def configure_pipeline_stages(stages: Stages) -> Callable[[], None]:
         put(PipelineModule, "_partition_layers", ("self", "method"), lambda made: _partition(made, stages)),
         put(PipelineEngine, "__init__", _ENGINE, lambda made: _build_engine(made, stages)),
     ]
+    if len({bool(stage["offload"]["optimizer"]) for stage in stages}) > 1:
+        undone.append(one_norm(__name__))
 
     def undo_patch() -> None:
         for step in undone:

@@ -3,30 +3,31 @@
 A program of its own:
 
     deepspeed_by_plan.py --deepspeed_config FOLDER/ds_config.json     as the script of train_deepspeed.py;
-                                                                      with --once in its precision alone
+                                                                      with --once a few steps in bf16 alone
     deepspeed_by_plan.py all FOLDER...     under a launcher: each folder's train_deepspeed.py in turn
 
-One JSON file per folder and rank. A CPU stands in for the GPU, so bytes are told apart by where DeepSpeed
-keeps them: in the buffers that it allocates on its device, or beside them; and by which optimizer steps them.
+After a folder with patches comes, without any, the run that it must equal to the bit in bf16: like.json or,
+of a pipeline, plain.json. One JSON file per run and rank. A CPU stands in for the GPU, so bytes are told
+apart by where DeepSpeed keeps them: in the buffers that it allocates on its device, or beside them; and by
+which optimizer steps them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import logging
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
 
-STEPS = 8
-"""In fp32, in which what is compared after them differs by rounding alone; in bf16, in which a last bit that
-another order of sums gives is one of a weight's, one step and one under its outcome."""
-HALF_STEPS = 2
+STEPS, FEW_STEPS = 8, 2
 BUCKET = 20_000
 """Elements; the emitted 5e8 would be a gigabyte of memory for a network of 200 kilobytes."""
 
@@ -109,7 +110,7 @@ def pipeline(model: dict[str, Any], stages: int) -> Any:
     return PipelineModule(parts, num_stages=stages, loss_fn=loss, partition_method="uniform")
 
 
-def train_pipeline(path: Path, *, single: bool = False) -> dict[str, Any]:
+def train_pipeline(path: Path, *, single: bool = False, steps: int = STEPS) -> dict[str, Any]:
     """Under whatever patches are applied; the JSON is the rank's own, or one for all."""
     import deepspeed
     import torch
@@ -120,14 +121,16 @@ def train_pipeline(path: Path, *, single: bool = False) -> dict[str, Any]:
     model = pipeline(plan["model"], len(plan["stages"]))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     data, world = engine.grid.get_data_parallel_id(), engine.grid.get_data_parallel_world_size()
-    losses = []
-    for step in range(STEPS if single else HALF_STEPS):
+    losses, norms = [], []
+    for step in range(steps):
         losses.append(float(engine.train_batch(iter(batches(step, config, plan, data, world)))))
+        norms.append(float(engine.get_global_grad_norm()))
     zero = engine._config.zero_config
     found = {
         "rank": torch.distributed.get_rank(),
         "json": path.name,
         "losses": losses,
+        "norms": norms,
         "stage": engine.module.stage_id,
         "blocks": [type(module).__name__ for module in engine.module.modules()].count("Block"),
         "recomputed": sum(getattr(engine.module, "is_checkpointable_results", None) or ()),
@@ -151,7 +154,10 @@ def batches(step: int, config: dict[str, Any], plan: dict[str, Any], rank: int, 
     return [(rows[rank, :, :-1].contiguous(), rows[rank, :, 1:].contiguous()) for rows in tokens]
 
 
-def train(path: Path, *, single: bool = False) -> dict[str, Any]:
+def train(
+    path: Path, *, single: bool = False, steps: int = STEPS, groups: list[list[str]] | None = None
+) -> dict[str, Any]:
+    """Under whatever patches are applied; with the parameters in groups of these names, if any."""
     import deepspeed
     import torch
     import yaml
@@ -159,11 +165,13 @@ def train(path: Path, *, single: bool = False) -> dict[str, Any]:
     plan = yaml.safe_load((path.parent / "plan.yaml").read_text())
     config = cpu_configuration(path, single=single)
     model = network(plan["model"])
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    named = dict(model.named_parameters())
+    parameters = [{"params": [named[name] for name in group]} for group in groups or [list(named)]]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     known = set(getattr(engine.optimizer, "accumulated_grads_in_cpu", ()))
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    losses, between = [], {}
-    for step in range(STEPS if single else HALF_STEPS):
+    losses, norms, between = [], [], {}
+    for step in range(steps):
         total = torch.zeros(1)
         for tokens, labels in batches(step, config, plan, rank, world):
             loss = engine(tokens, labels)
@@ -173,6 +181,7 @@ def train(path: Path, *, single: bool = False) -> dict[str, Any]:
             between = between or gradients(engine, known)
         torch.distributed.all_reduce(total)
         losses.append(float(total))
+        norms.append(float(engine.get_global_grad_norm()))
     offload = getattr(engine, "mist_activation_offload", None)
     found = {
         "rank": rank,
@@ -183,6 +192,9 @@ def train(path: Path, *, single: bool = False) -> dict[str, Any]:
         "grads": between,
         "optimizer": states(engine),
         "activations": vars(offload.counts) if offload else {},
+        "norms": norms,
+        "groups": group_names(engine),
+        "states_hash": states_hash(engine),
     }
     engine.destroy()
     return found
@@ -237,8 +249,7 @@ def states(engine: Any) -> dict[str, int]:
     import torch
 
     zero, found = engine.optimizer, {"host": 0, "device": 0, "host_grads": 0}
-    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
-    for master in masters:
+    for master in masters(zero):
         entry = zero.optimizer.state[master]
         place = "device" if torch.is_tensor(entry["step"]) else "host"
         found[place] += sum(nbytes(t) for t in (master, entry["exp_avg"], entry["exp_avg_sq"]))
@@ -247,25 +258,95 @@ def states(engine: Any) -> dict[str, int]:
     return found
 
 
+def masters(zero: Any) -> list[Any]:
+    of_zero_3 = getattr(zero, "fp32_partitioned_groups_flat", None)
+    return list(of_zero_3 or zero.single_partition_of_fp32_groups)
+
+
+def group_names(engine: Any) -> list[list[str]]:
+    """Parameters that the engine's optimizer has in one group, or sub-group of ZeRO 3."""
+    zero, names = engine.optimizer, {id(p): name for name, p in engine.module.named_parameters()}
+    groups = zero.fp16_groups if hasattr(zero, "fp16_groups") else zero.bit16_groups
+    return [[names[id(p)] for p in group] for group in groups]
+
+
+def states_hash(engine: Any) -> str:
+    """Of every bit of the rank's master weights and moments, once no step is put off any more."""
+    from mist_patches.deepspeed_group_steps import flush
+
+    flush(engine.optimizer)
+    found = hashlib.sha256()
+    for master in masters(engine.optimizer):
+        entry = engine.optimizer.optimizer.state[master]
+        for tensor in (master, entry["exp_avg"], entry["exp_avg_sq"]):
+            found.update(tensor.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+@contextlib.contextmanager
+def given_norms(norms: list[float]) -> Iterator[list[float]]:
+    """Let ZeRO 1 clip by these norms; yields how far its own are from them, as parts of them."""
+    import torch
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    original, left = DeepSpeedZeroOptimizer.scaled_global_norm, iter(norms)
+    off: list[float] = []
+
+    def scaled_global_norm(self: Any, norm_type: int = 2) -> Any:
+        own, given = original(self, norm_type), next(left)
+        off.append(abs(float(own) / given - 1))
+        return torch.full_like(own, given)
+
+    DeepSpeedZeroOptimizer.scaled_global_norm = scaled_global_norm
+    try:
+        yield off
+    finally:
+        DeepSpeedZeroOptimizer.scaled_global_norm = original
+
+
 def run_all(folders: list[str]) -> None:
-    """Each folder as its own entry starts it."""
+    """Each folder as its own entry starts it, and then what it must equal."""
+    import torch
     from deepspeed.utils import groups
     from mist_patches import deepspeed_activations, hooking
 
     # Tensors of so small a network are all below what is worth a copy.
     deepspeed_activations.recompute_and_offload.__kwdefaults__["min_bytes"] = 0
-    for folder in folders:
+    linear = torch.nn.functional.linear
+    for folder in map(Path, folders):
         sys.argv = ["train_deepspeed.py", "--mist-stages", f"{folder}/stages.json", "--mist-script", __file__]
-        if Path(f"{folder}/plain.json").is_file():
-            # The plain run of a pipeline, before any patch is applied; then the emitted one.
-            write_found(Path(folder) / "plain", twice(train_pipeline, Path(f"{folder}/plain.json")))
-            groups.mpu = None
-        else:
+        if not (folder / "plain.json").is_file():
             sys.argv += ["--deepspeed_config", f"{folder}/ds_config.json"]
         runpy.run_path(f"{folder}/train_deepspeed.py", run_name="__main__")
         hooking.undo_all()
         groups.mpu = None
         os.environ.pop("MIST_STAGE_ARGUMENTS", None)
+        run_unpatched(folder)
+        groups.mpu = None
+        torch.nn.functional.linear = linear  # ZeRO 3 has put its own there, which rounds bf16 otherwise
+
+
+def run_unpatched(folder: Path) -> None:
+    """DeepSpeed alone, clipping by what the patched run clips by: with its groups of parameters, by which
+    squares are added up; of a pipeline, whose stages are cut elsewhere, with its norms.
+
+    Another last bit of a norm is one of master weights, a few of which are then rounded to another bf16, and
+    every later loss shows that.
+    """
+    import torch
+    from deepspeed.utils import groups
+
+    rank = torch.distributed.get_rank()
+    patched = json.loads((folder / f"found.{rank}.json").read_text())
+    if (folder / "plain.json").is_file():
+        with given_norms(patched["norms"]) as off:
+            found = train_pipeline(folder / "plain.json")
+        groups.mpu = None
+        found["norms_off"] = off
+        found["single"] = train_pipeline(folder / "plain.json", single=True)["losses"]
+        write_found(folder / "plain", found)
+    elif (folder / "like.json").is_file():
+        write_found(folder / "plain", train(folder / "like.json", groups=patched["groups"]))
 
 
 def main() -> None:
@@ -274,6 +355,7 @@ def main() -> None:
 
     deepspeed = deepspeed_cpu.without_compiler()
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import groups
 
     # A GPU by name, so that DeepSpeed tells its share from the host's; a CPU to torch.
     get_accelerator()._name = "cpu:0"
@@ -284,18 +366,15 @@ def main() -> None:
         run_all(sys.argv[2:])
         return
     path = Path(sys.argv[sys.argv.index("--deepspeed_config") + 1])
-    piped = len(json.loads((path.parent / "stages.json").read_text())["stages"]) > 1
-    training = train_pipeline if piped else train
-    write_found(path.parent / "found", training(path) if "--once" in sys.argv else twice(training, path))
-
-
-def twice(training: Callable[..., dict[str, Any]], path: Path) -> dict[str, Any]:
-    """As the file says it, and in fp32 the losses of more steps."""
-    from deepspeed.utils import groups
-
-    found = training(path)
-    groups.mpu = None
-    return {**found, "single": training(path, single=True)["losses"]}
+    document = json.loads((path.parent / "stages.json").read_text())
+    training = train_pipeline if len(document["stages"]) > 1 else train
+    once = "--once" in sys.argv
+    # Where no loss is compared any further, only bytes.
+    found = training(path, steps=FEW_STEPS if once or not document["patches"] else STEPS)
+    if not once:
+        groups.mpu = None
+        found["single"] = training(path, single=True)["losses"]
+    write_found(path.parent / "found", found)
 
 
 def write_found(start: Path, found: dict[str, Any]) -> None:

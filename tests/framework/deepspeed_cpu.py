@@ -6,8 +6,8 @@
     deepspeed_cpu.py accelerate CONFIG GAS Accelerate
     deepspeed_cpu.py each                  stdin: [[trainer or accelerate, CONFIG, ...], ...], in one process
 
-Each prints one JSON line. Shims: the C++ Adam is replaced by the same arithmetic in torch; Accelerate is told
-by environment to use DeepSpeed on the CPU (its own cpu switch would choose another backend); bf16 is allowed.
+Each prints one JSON line. Shims: the C++ Adam is replaced by torch's; Accelerate is told by environment to
+use DeepSpeed on the CPU (its own cpu switch would choose another backend); bf16 is allowed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ STEPS, VOCAB, SEQ = 8, 64, 16
 
 
 class TorchAdam:
-    """create_adam / adam_update / destroy_adam of DeepSpeed's compiled op, in torch."""
+    """create_adam / adam_update / destroy_adam of DeepSpeed's compiled op, in torch.
+
+    Operation for operation what torch.optim.Adam does, so that it is no difference to the last bit which of
+    the two steps a weight.
+    """
 
     def __init__(self) -> None:
         self.decoupled = {}
@@ -45,15 +49,15 @@ class TorchAdam:
         return 0
 
     def adam_update(self, number, step, lr, beta1, beta2, eps, decay, correct, weight, grad, first, second):
-        grad, value = grad.float(), weight.float()
-        if not self.decoupled[number]:
-            grad = grad + decay * value
-        first.copy_(first.float() * beta1 + grad * (1 - beta1))
-        second.copy_(second.float() * beta2 + grad * grad * (1 - beta2))
-        scale1, scale2 = (1 - beta1**step, 1 - beta2**step) if correct else (1.0, 1.0)
         if self.decoupled[number]:
-            value = value * (1 - lr * decay)
-        weight.copy_(value - lr * (first.float() / scale1) / ((second.float() / scale2).sqrt() + eps))
+            weight.mul_(1 - lr * decay)
+            grad = grad.float()
+        else:
+            grad = grad.float().add(weight, alpha=decay)
+        first.lerp_(grad, 1 - beta1)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        scale1, scale2 = (1 - beta1**step, 1 - beta2**step) if correct else (1.0, 1.0)
+        weight.addcdiv_(first, (second.sqrt() / scale2**0.5).add_(eps), value=-lr / scale1)
         return 0
 
 
