@@ -49,6 +49,7 @@ MUTATIONS: dict[str, tuple[str, str, Any]] = {
     "never_zero_after": (STEPS, "zero", _never_zero_after),
     "no_flush": (STEPS, "flush", lambda flush: lambda self, why: None),
     "no_gather": ("megatron_units.Chunk", "gathers", lambda gathers: property(lambda self: False)),
+    "one_bucket": ("megatron_units", "_runs", lambda runs: lambda params: [list(params)]),
     "no_copy_out": (HELD, "release", _hold_no_host_copy),
     "no_copy_in": ("host_copies.Streams", "copy", lambda copy: lambda self, side, target, source: None),
     "grads_stay_away": (

@@ -15,7 +15,19 @@ import pytest
 pytest.importorskip("megatron", reason="needs the test framework environment")
 from ranks import run_ranks
 from test_megatron_patches import Runs, assert_same, run_all
-from test_megatron_steps_and_states import ALL, BUSY, FULL, HALF, LAYOUT, SHARDED, STATES, STEPS, with_patches
+from test_megatron_steps_and_states import (
+    ALL,
+    BUSY,
+    FULL,
+    HALF,
+    LAYOUT,
+    SHARDED,
+    STATES,
+    STEPS,
+    assert_layout_is_essential,
+    one_bucket,
+    with_patches,
+)
 
 OLDER = Path(sys.prefix) / "megatron-0.16.1"
 pytestmark = pytest.mark.skipif(
@@ -28,6 +40,13 @@ ODD = replace(FULL, **SHARDED, **BUSY, hidden=40)
 
 def run(cases: dict, processes: int) -> Runs:
     return run_all(cases, processes, str(OLDER))
+
+
+MUTANTS = {
+    "no_hooks": {"patches": STEPS, "mutate": "no_hooks"},
+    "no_copy_in": {"patches": {"state_offload": [[0.5, 0.5]]}, "mutate": "no_copy_in"},
+    "empty_host": {"patches": {"activation_offload": [0.5]}, "mutate": "empty_host"},
+}
 
 
 @cache
@@ -44,6 +63,7 @@ def one_process() -> Runs:
             ("bf16", "all"): replace(base["bf16"], patches=ALL, twice=True),
             ("fp32 sharded", "all"): replace(ODD, patches=ALL),
             ("bf16", "plain again"): base["bf16"],
+            **{("mutant", name): replace(base["bf16"], **words) for name, words in MUTANTS.items()},
         },
         1,
     )
@@ -93,6 +113,18 @@ def test_all_together_and_undone():
     assert_same(found["host", "native"], found["host", "all"])
 
 
+@pytest.mark.parametrize("name", MUTANTS)
+def test_essential_lines(name):
+    """Without this line of the patch training differs, or fails."""
+    (plain,), (mutant,) = one_process()["bf16", "plain"], one_process()["mutant", name]
+    assert "failed" in mutant or mutant["digest"] != plain["digest"]
+
+
+def test_layout_by_layer_is_essential():
+    found = data_parallel()
+    assert_layout_is_essential(found["laid out", "steps"][0], found["one_bucket", "mutant"][0])
+
+
 def test_exact_optimizer_fraction():
     native, exact = (one_process()["host", name] for name in ("native", "exact"))
     assert_same(native, exact)
@@ -130,6 +162,7 @@ def data_parallel() -> Runs:
     cases = {"laid out": laid_out, "overlap": replace(laid_out, overlap=True)}
     every = with_patches(cases, steps=STEPS, both={**STEPS, **STATES})
     every["overlap", "both"] = replace(every["overlap", "both"], may_fail=True)
+    every["one_bucket", "mutant"] = one_bucket(laid_out)
     return run(every, 2)
 
 

@@ -295,7 +295,20 @@ def data_parallel() -> Runs:
     del every["host", "steps"]
     every["overlap", "both"] = replace(every["overlap", "both"], may_fail=True)
     every["no_gather", "mutant"] = replace(laid_out, patches=STEPS, mutate="no_gather")
+    every["one_bucket", "mutant"] = one_bucket(laid_out)
     return run_all(every, 2)
+
+
+def one_bucket(laid_out: Case) -> Case:
+    """Buckets that do not end where layers end, as long as it takes to see the steps."""
+    return replace(laid_out, patches=STEPS, mutate="one_bucket", steps=2, evaluate_at=[], resume_at=None)
+
+
+def assert_layout_is_essential(ran: dict, mutant: dict) -> None:
+    """Without it all layers are stepped and gathered before the first one runs."""
+    assert len(order(ran["events"][1], "gather")) == 7
+    assert order(mutant["events"][1], "gather") == ["embedding.word_embeddings"]
+    assert sorted(order(mutant["events"][1], "step")) == sorted(order(ran["events"][1], "step"))
 
 
 @pytest.mark.parametrize("patch", ["steps", "both"])
@@ -328,6 +341,11 @@ def test_other_layout_only_rounds_the_norm(patch):
 def test_gather_is_essential():
     plain, mutant = data_parallel()["laid out", "plain"][0], data_parallel()["no_gather", "mutant"][0]
     assert mutant.get("digest") != plain["digest"]
+
+
+def test_layout_by_layer_is_essential():
+    found = data_parallel()
+    assert_layout_is_essential(found["laid out", "steps"][0], found["one_bucket", "mutant"][0])
 
 
 def test_gathers_run_one_layer_ahead():
