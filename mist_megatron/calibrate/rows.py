@@ -137,7 +137,7 @@ class _Row:
             value = float(text)
         except ValueError:
             raise InputError(f"{self.where}: {name} is {text!r}; wanted a whole number") from None
-        if value != int(value) or value < least:
+        if not value.is_integer() or value < least:
             raise InputError(f"{self.where}: {name} is {text}; wanted a whole number from {least}")
         return int(value)
 
@@ -232,6 +232,8 @@ def _plan(row: _Row) -> Plan:
             ),
         )
     except InputError as error:
+        if error.message.startswith(f"{row.where}: "):  # a cell that cannot be read is a fault of the file
+            raise
         raise _Inexpressible(error.message) from None
 
 
@@ -245,6 +247,8 @@ def _training(row: _Row) -> TrainingSpec:
         rate = float(dropout)
     except ValueError:
         raise InputError(f"{row.where}: dropout is {dropout!r}; wanted a number") from None
+    if not 0.0 <= rate < 1.0:
+        raise InputError(f"{row.where}: dropout is {dropout}; wanted from 0 to below 1")
     return TrainingSpec(
         global_batch=row.count("global_batch"),
         seq_len=row.count("seq_len"),

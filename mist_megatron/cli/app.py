@@ -29,6 +29,9 @@ REPORT = "this is a bug of mist-megatron: please report it with the lines above"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a full disk, a full quota and a limit on the size of files answer to a write."""
 
+UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+"""What a name that was typed answers wherever it is first looked at."""
+
 
 class LazyGroup(PagedGroup):
     """Lists commands from the table and imports a command only when it runs.
@@ -154,9 +157,20 @@ def _disk_is_full(error: OSError) -> int:
     return failure.exit_code
 
 
+def check_words(arguments: list[str]) -> None:
+    """An empty word is a variable of the shell that is not set; as a path it would be the current folder, as
+    a GPU the default one."""
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        if word.strip() and not (word.startswith("--") and word.endswith("=")):
+            continue
+        option = word.strip().rstrip("=") or (before if before.startswith("-") else "an argument")
+        raise InputError(f"{option} is empty; wanted a value (is a variable of the shell not set?)")
+
+
 def run(arguments: list[str]) -> int:
     """Runs one command line and gives its exit code; never raises."""
     try:
+        check_words(arguments)
         code = typer.main.get_command(app).main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
         if code == INTERRUPTED:  # typer's answer to an interrupt
@@ -184,6 +198,10 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL:
             return _disk_is_full(error)
+        if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename is not None:
+            refused = InputError(f"{error.filename} cannot be used: {error.strerror}")
+            _show(refused.message)
+            return refused.exit_code
         traceback.print_exc()
         _show(REPORT)
         return 1

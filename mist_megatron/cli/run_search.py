@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -155,6 +156,10 @@ def _searched(taken: TakenJob, space: Space, settings: Settings, how: tuple[int,
     return Found(evaluator, result, about, time.monotonic() - started)
 
 
+QUIET = "ignore:resource_tracker:UserWarning"
+"""Semaphores that an interrupt leaves are cleared by their tracker, which would tell users of it."""
+
+
 @contextmanager
 def _pool(workers: int) -> Iterator[Any]:
     if workers == 1:
@@ -163,6 +168,8 @@ def _pool(workers: int) -> Iterator[Any]:
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import active_children, get_context
 
+    if QUIET not in sys.warnoptions:  # what the tracker's process inherits
+        sys.warnoptions.append(QUIET)
     # A terminal's interrupt reaches workers too: what ends the search is for this process to say.
     context = get_context("spawn")
     pool = ProcessPoolExecutor(

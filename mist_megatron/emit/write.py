@@ -32,7 +32,7 @@ def write_artifacts(out: Path, artifacts: Artifacts, *, force: bool = False) -> 
     if taken and not force:
         raise InputError(
             f"output folder {out} is not empty",
-            details=("nothing was written", "try: --force to replace the files in it, or another --out"),
+            details=("nothing was written", "try: --force to replace the files in it, or another folder"),
         )
     _make_parent(out)
     aside = _beside(out)
@@ -97,14 +97,19 @@ def _check_paths(artifacts: Artifacts) -> None:
 
 
 def _resolved(out: Path) -> Path:
-    if out.exists() and not out.is_dir():
-        raise InputError(f"cannot write the folder {out}: it is a file", details=("try: another --out",))
-    return out.resolve()
+    try:
+        if out.exists() and not out.is_dir():
+            raise InputError(f"cannot write the folder {out}: it is a file", details=("try: another folder",))
+        return out.resolve()
+    except (OSError, RuntimeError) as error:  # a name that is too long; links in a circle (RuntimeError)
+        raise InputError(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _make_parent(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise InputError(f"cannot make the folder {path.parent}: a part of it is a file") from None
     except OSError as error:
         raise InputError(f"cannot make the folder {path.parent}: {error.strerror or error}") from error
 

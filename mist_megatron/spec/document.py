@@ -195,6 +195,8 @@ def _first_fault(error: Any, kind: Any) -> str:
 
 _PLAIN_WORDS = {
     "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
     "a valid string": "text",
     "a valid array": "a list",
     "an object": "a mapping",

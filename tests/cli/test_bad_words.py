@@ -1,0 +1,98 @@
+"""Words on the command line that name nothing: one line, exit code 2, and nothing is written anywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mist_megatron.resources import data_folder
+
+RECIPE = "gpt3-7b-2x8-l4"
+LONG = "x" * 300
+"""No file system takes a name of more than 255 bytes."""
+
+
+def recipe() -> str:
+    return str(data_folder("recipes") / RECIPE / "plan.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["emit", "PLAN", "--out", ""], "--out is empty"),
+        (["emit", "PLAN", "--out="], "--out is empty"),
+        (["emit", "PLAN", "--out", "  "], "--out is empty"),
+        (["simulate", "PLAN", "--trace", ""], "--trace is empty"),
+        (["recipes", "copy", RECIPE, ""], "an argument is empty"),
+        (["calibrate", "show", "l4-24gb", "--plot", ""], "--plot is empty"),
+        (["tune", "--model", "gpt3-1.3b", "--gpus", "2", "--gpu", ""], "--gpu is empty"),
+        (["predict", ""], "an argument is empty"),
+    ],
+)
+def test_an_empty_word_is_no_current_folder_and_no_default(mist, tmp_path: Path, words, wanted: str) -> None:  # type: ignore[no-untyped-def]
+    ran = mist(*(recipe() if word == "PLAN" else word for word in words))
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == f"error: {wanted}; wanted a value (is a variable of the shell not set?)\n"
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["emit", "PLAN", "--out", LONG],
+        ["simulate", "PLAN", "--trace", LONG],
+        ["recipes", "copy", RECIPE, LONG],
+        ["calibrate", "show", "l4-24gb", "--plot", LONG],
+        ["tune", "--model", "gpt3-1.3b", "--gpus", "2", "--out", LONG],
+    ],
+)
+def test_a_name_that_is_too_long_is_one_line(mist, tmp_path: Path, words) -> None:  # type: ignore[no-untyped-def]
+    ran = mist(*(recipe() if word == "PLAN" else word for word in words))
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("error: ") and "File name too long" in ran.err
+    assert "Traceback" not in ran.err
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_below_a_file_is_told_as_that(mist, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "notes").write_text("mine", "utf-8")
+    ran = mist("recipes", "copy", RECIPE, "notes/run")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == f"error: cannot make the folder {tmp_path / 'notes'}: a part of it is a file\n"
+
+
+def test_a_trace_never_replaces_the_answer(mist, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """/dev/stdout stands for the file that the shell opened for the answer: it was replaced, and lost."""
+    words = ("simulate", recipe(), "--trace", "/dev/stdout", "--json")
+    command = [sys.executable, "-m", "mist_megatron", *words]
+    with (tmp_path / "answer.json").open("w") as answer:
+        done = subprocess.run(command, stdout=answer, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    said = "error: --trace /dev/stdout: the answer goes there; wanted a file, such as trace.json\n"
+    assert (done.stderr, (tmp_path / "answer.json").read_text("utf-8")) == (said, "")
+    ran = mist("simulate", recipe(), "--trace", "-")
+    assert (ran.code, ran.err) == (2, said.replace("/dev/stdout", "-"))
+
+
+def test_workers_that_an_interrupt_leaves_say_nothing(tmp_path: Path) -> None:
+    """The interpreter's tracker of semaphores warned after `error: interrupted`."""
+    program = """
+import os
+from mist_megatron.cli.run_search import _pool
+if __name__ == "__main__":
+    try:
+        with _pool(2) as pool:
+            assert pool.submit(abs, -1).result() == 1
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        os._exit(130)
+"""
+    script = tmp_path / "ended.py"
+    script.write_text(program, "utf-8")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
