@@ -378,3 +378,24 @@ def allow_activation_offload() -> None:
     offload.ChunkOffloadHandler._can_manage_tensor_for_offload = staticmethod(
         lambda t: not isinstance(t, torch.nn.Parameter)
     )
+
+
+def tiny_gpt_settings() -> dict[str, typing.Any]:
+    """What the configuration of each tiny GPT says: gated, no biases, no dropout, no kernel of a GPU."""
+    import torch
+
+    return {
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "batch_p2p_comm": True,
+        "overlap_p2p_comm": False,
+    }

@@ -96,8 +96,8 @@ def apply_patches(case: Case, stage: int) -> list[Any]:
 
 
 def build_config(case: Case, stage: int, dtype: Any) -> Any:
-    import torch
     from megatron.core.transformer import TransformerConfig
+    from megatron_cpu import tiny_gpt_settings
 
     recompute, native = case.recompute[stage], {}
     if case.fine_grained and case.fine_grained[stage]:
@@ -108,7 +108,6 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
         num_layers=sum(case.layers_per_stage),
         hidden_size=case.hidden,
         num_attention_heads=HEADS,
-        normalization="RMSNorm",
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
@@ -117,21 +116,10 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=case.bf16,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         recompute_granularity="full" if recompute else None,
         recompute_method="block" if recompute else None,
         recompute_num_layers=recompute or None,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        batch_p2p_comm=True,
-        overlap_p2p_comm=False,
+        **tiny_gpt_settings(),
         **({**native, "min_offloaded_tensor_size": 0} if native else {}),
     )
 

@@ -21,9 +21,6 @@ from typing import Any
 
 from staged_model import SEQ, Case, build_config, build_model, build_optimizer, named, precision, unwrapped
 
-warnings.simplefilter("ignore")
-logging.disable(logging.WARNING)
-
 
 def initialize(case: Case) -> int:
     """Process groups; returns this rank's stage."""
@@ -346,6 +343,8 @@ def of_rank(rank: int, folder: str, cases: list[Case]) -> None:
 
 def main() -> None:
     """`staged_grids.py FOLDER RANKS CASES`: imports once; ranks are forks, the first to fail ends all."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     folder, ranks, cases = sys.argv[1], int(sys.argv[2]), [Case(**entry) for entry in json.loads(sys.argv[3])]
     import megatron_cpu
 

@@ -110,8 +110,8 @@ def precision(case: Case) -> Iterator[Any]:
 
 
 def build_config(case: Case, stage: int, dtype: Any) -> Any:
-    import torch
     from megatron.core.transformer import TransformerConfig
+    from megatron_cpu import tiny_gpt_settings
 
     recompute = case.recompute[stage] if case.recompute else 0
     tp = case.stages[stage][2]
@@ -120,7 +120,6 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
         num_layers=sum(entry[0] for entry in case.stages),
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
-        normalization="RMSNorm",
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=len(case.stages),
         sequence_parallel=case.sequence_parallel and tp > 1,
@@ -131,22 +130,11 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
         params_dtype=dtype,
         bf16=case.dtype == "bfloat16",
         fp16=case.dtype == "float16",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         recompute_granularity="full" if recompute else None,
         recompute_method="block" if recompute else None,
         recompute_num_layers=recompute or None,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
         calculate_per_token_loss=case.per_token,
-        batch_p2p_comm=True,
-        overlap_p2p_comm=False,
+        **tiny_gpt_settings(),
     )
 
 
