@@ -31,6 +31,9 @@ from mist_patches.pinned_memory import Pool
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay: a copy has a fixed cost of some 10 microseconds, 0.25 MB at 25 GB/s."""
+OF_INPUT = 8
+"""Unless they are this part of a layer's input or more: a small model's tensors are small as a whole, and the
+fraction that was asked for would be none. Tables, masks and statistics of norms are smaller still."""
 
 
 _POOL = Pool()
@@ -194,6 +197,7 @@ class ActivationOffload:
             )
         self.counts = OffloadCounts()
         self._streams = _Streams()
+        self._least = min_bytes
         self._staying: set[int] = set()
         self._leaving: deque[weakref.ref[_Copy]] = deque()
         self._open: list[tuple[nn.Module, Any, _Tape]] = []
@@ -218,7 +222,9 @@ class ActivationOffload:
         self._seen = {}
         # Read anew for each layer: data-parallel wrappers move parameters into buffers of theirs after
         # this patch is in place, and the places they leave are given out again for activations.
-        others = [t for t in _tensors((*inputs, *named.values()))[1:] if not t.requires_grad]
+        given = _tensors((*inputs, *named.values()))
+        self._least = min([self.min_bytes, *(t.nbytes // OF_INPUT for t in given[:1])])
+        others = [t for t in given[1:] if not t.requires_grad]
         self._staying = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *others)}
         context = torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, tape), self._unpack)
         context.__enter__()
@@ -259,7 +265,7 @@ class ActivationOffload:
         counts.saved_bytes += size
         # Rounded to the nearer side: half a tensor is the most by which the share is ever off.
         wanted = self.fraction * counts.saved_bytes
-        if size < self.min_bytes or counts.offloaded_bytes + size / 2 > wanted:
+        if size < self._least or counts.offloaded_bytes + size / 2 > wanted:
             return None
         self._one_left()
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

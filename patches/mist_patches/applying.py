@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mist_patches.hooking import PatchRefused, _installed, all_or_nothing, log
@@ -211,25 +211,37 @@ def _require_nothing_built(framework: str) -> None:
     modules = ((sys.modules.get(module), name) for module, name in _BUILT[framework])
     classes = tuple(getattr(module, name) for module, name in modules if module is not None)
     built = _alive(classes)
-    if not all(_trained(one) for one in built):
+    if not all(_trained(built)):
         # Not what is only left to be collected, and held by nobody, this list included.
         built.clear()
         gc.collect()
         built = _alive(classes)
-    new = [one for one in built if not _trained(one)]
+    new = [one for one, trained in zip(built, _trained(built), strict=True) if not trained]
     if new:
         raise PatchRefused(
             f"applied too late: a {type(new[0]).__name__} is there already and would run without the "
             "patches; wanted mist_patches.apply before the model is built"
         )
     if built:
-        log.warning("patches: %d engines that were trained before stay without them", len(built))
+        log.warning("patches: %d models that were trained before stay without them", len(built))
 
 
 def _alive(classes: tuple[type, ...]) -> list[Any]:
     return [one for one in gc.get_objects() if issubclass(type(one), classes)]
 
 
-def _trained(built: Any) -> bool:
-    """Whether DeepSpeed's engine has run; Megatron's models do not count."""
-    return any(vars(built).get(count) for count in ("micro_steps", "global_steps"))
+def _trained(built: Iterable[Any]) -> list[bool]:
+    """Which of them ran before: DeepSpeed's engines count; Megatron's wrappers are left with gradients, and
+    its blocks are in such a wrapper."""
+    ran: set[int] = set()
+    for one in built:
+        if any(vars(one).get(count) for count in ("micro_steps", "global_steps")):
+            ran.add(id(one))
+        buffers = vars(one).get("buffers", ())
+        if any(_holds_some(bucket.grad_data) for buffer in buffers for bucket in buffer.buckets):
+            ran.update(map(id, one.modules()))
+    return [id(one) in ran for one in built]
+
+
+def _holds_some(gradients: Any) -> bool:
+    return bool(gradients.untyped_storage().nbytes() and gradients.any())

@@ -19,8 +19,16 @@ R = TypeVar("R")
 log = logging.getLogger("mist_patches")
 
 
-class PatchRefused(RuntimeError):
-    """The framework at hand is not what this patch was written for; training must not start."""
+class PatchRefused(SystemExit, RuntimeError):
+    """The framework at hand is not what this patch was written for; training must not start.
+
+    Nobody caught it: Python ends with this line alone, as it does for a stages.json that is refused, instead
+    of a traceback through the framework. `except RuntimeError` and `except Exception` see it as others.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.code = f"mist: {reason}"
 
 
 @dataclass

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mist_patches.hooking import all_or_nothing, check_fraction, log, replace
+from mist_patches.hooking import PatchRefused, all_or_nothing, check_fraction, log, replace
 
 _FP32_BYTES = 4
 _FACTORY_0_16 = (
@@ -74,7 +74,7 @@ def exact_optimizer_fraction(fraction: float | None = None) -> Callable[[], None
 
     if fraction is not None:
         fraction = check_fraction("optimizer offload fraction", fraction)
-    first = _FirstOptimizer()
+    first = _FirstOptimizer(fraction)
 
     def build(original: Callable[[Any, float], tuple[Any, ...]]) -> Any:
         def _get_sub_optimizer_param_groups(self: Any, offload_fraction: float) -> tuple[Any, ...]:
@@ -107,7 +107,8 @@ def exact_optimizer_fraction(fraction: float | None = None) -> Callable[[], None
 class _FirstOptimizer:
     """Whether the HybridDeviceOptimizer that is being built will be thrown away for one on shards."""
 
-    def __init__(self) -> None:
+    def __init__(self, fraction: float | None) -> None:
+        self.fraction = fraction
         self.is_built = False
 
     def watch(self) -> list[Callable[[], None]]:
@@ -119,7 +120,9 @@ class _FirstOptimizer:
 
             @functools.wraps(original)
             def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
-                self.is_built = _replaces_the_first(signature.bind(*args, **kwargs).arguments)
+                given = signature.bind(*args, **kwargs).arguments
+                _require_offload(given["config"], self.fraction)
+                self.is_built = _replaces_the_first(given)
                 try:
                     return original(*args, **kwargs)
                 finally:
@@ -139,6 +142,15 @@ class _FirstOptimizer:
             replace(optimizer, "_get_megatron_optimizer_based_on_param_groups", _FACTORY, making),
             replace(DistributedOptimizer, "__init__", DISTRIBUTED_PARAMETERS, on_shards),
         ]
+
+
+def _require_offload(config: Any, fraction: float | None) -> None:
+    """Megatron moves nothing unless its own switch is on."""
+    if fraction and not config.optimizer_cpu_offload:
+        raise PatchRefused(
+            f"optimizer offload of {fraction:g} asked, but Megatron is given no --optimizer-cpu-offload "
+            "(OptimizerConfig.optimizer_cpu_offload)"
+        )
 
 
 def _replaces_the_first(given: Mapping[str, Any]) -> bool:

@@ -30,7 +30,7 @@ import torch
 
 from mist_patches.hooking import PatchRefused, all_or_nothing, check_fraction, holds, log, replace
 from mist_patches.host_copies import Held, Meter, Streams
-from mist_patches.megatron_decoupled_step import before_reading, step_by_unit
+from mist_patches.megatron_decoupled_step import before_reading, flush_pending_steps, step_by_unit
 from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, unit_of, units_of, watch_chunks
 
 
@@ -104,6 +104,19 @@ class StateOffload:
         for unit in self._units():
             if unit.weights is not None:
                 unit.weights.write()
+
+    def settle(self) -> None:
+        """Everything on the device for good: models built under the patch can be trained on without it."""
+        flush_pending_steps()
+        for chunk in self.chunks:
+            for unit in chunk.units:
+                for held in (unit.weights, unit.grads):
+                    if held is not None:
+                        held.write()
+            for buffer in chunk.ddp.buffers:
+                _with_moved(buffer, _moved(buffer, "grads"))
+            for unit in chunk.units:
+                unit.weights = unit.grads = None
 
     def bring_back_grads(self, units: Iterable[Unit]) -> None:
         for unit in units:
@@ -208,8 +221,8 @@ _active: StateOffload | None = None
 def offload_states(weights: float, grads: float) -> Undo:
     """Keep these fractions of this rank's weights and gradients on the host.
 
-    Call it before the model is built. Returns the function that undoes it for models built afterwards; one
-    that was built under it has its weights back then, and must not be trained further.
+    Call it before the model is built. Returns the function that undoes it, also for models built under it:
+    they have everything on the device from then on.
     """
     global _active
     mover = StateOffload(
@@ -236,7 +249,7 @@ def offload_states(weights: float, grads: float) -> Undo:
 
     def undo() -> None:
         global _active
-        mover.bring_back()
+        mover.settle()
         before_reading.pop("state offload", None)
         for one in undone:
             one()
@@ -250,8 +263,17 @@ def offload_states(weights: float, grads: float) -> Undo:
 
 
 def _patch_gradients(mover: StateOffload) -> list[Undo]:
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
     from megatron.core.optimizer.optimizer import FP32Optimizer, MixedPrecisionOptimizer
+
+    def scaling(original: Callable[..., None]) -> Any:
+        def scale_gradients(self: Any, scaling_factor: float) -> None:
+            original(self, scaling_factor)
+            mover.bring_back_grads(units_of(self.params))
+            for bucket in _moved(self, "grads"):
+                bucket.grad_data *= scaling_factor
+
+        return scale_gradients
 
     def reducing(original: Callable[..., None]) -> Any:
         def start_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
@@ -268,6 +290,7 @@ def _patch_gradients(mover: StateOffload) -> list[Undo]:
         return prepare_grads
 
     return [
+        replace(_ParamAndGradBuffer, "scale_gradients", ("self", "scaling_factor"), scaling),
         replace(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), reducing),
         replace(MixedPrecisionOptimizer, "prepare_grads", ("self",), reading),
         replace(FP32Optimizer, "prepare_grads", ("self",), reading),
@@ -333,6 +356,31 @@ def _buckets(unit: Unit) -> list[Any]:
     ]
 
 
+def _moved(buffer: Any, kind: str) -> list[Any]:
+    """Buckets of Megatron's buffer that have storages of their own, outside of the buffer's."""
+    return [b for b in buffer.buckets if any(getattr(u, kind) is not None for u in units_of(b.params_list))]
+
+
+def _with_moved(buffer: Any, moved: list[Any]) -> None:
+    """What Megatron does to a whole gradient buffer is done to these buckets too, which lie outside of it."""
+    if not moved:
+        return
+    whole = type(buffer)
+
+    def reset() -> None:
+        flush_pending_steps()  # where steps are still decoupled: they read these gradients
+        whole.reset(buffer)
+        for bucket in moved:
+            bucket.grad_data.zero_()
+
+    def scale_gradients(scaling_factor: float) -> None:
+        whole.scale_gradients(buffer, scaling_factor)
+        for bucket in moved:
+            bucket.grad_data *= scaling_factor
+
+    buffer.reset, buffer.scale_gradients = reset, scale_gradients
+
+
 def _places(bucket: Any) -> dict[Any, tuple[int, int]]:
     """Where each parameter lies in its bucket; `param_to_index` of 0.16.1 leaves the padding out."""
     first = bucket.grad_data.storage_offset()
@@ -377,9 +425,10 @@ def _shrink(buffer: Any) -> None:
         whole = getattr(buffer, name)
         if whole is None:
             continue
-        stay = [b for b in buffer.buckets if all(getattr(u, kind) is None for u in units_of(b.params_list))]
-        if len(stay) == len(buffer.buckets):
+        moved = _moved(buffer, kind)
+        if not moved:
             continue
+        stay = [bucket for bucket in buffer.buckets if bucket not in moved]
         smaller = torch.zeros(
             sum(getattr(b, name).numel() for b in stay), dtype=whole.dtype, device=whole.device
         )

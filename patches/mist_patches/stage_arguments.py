@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mist_patches.stage_guards import SERIES, check
-from mist_patches.stage_shape import shape_problems
+from mist_patches.stage_shape import shape_problems, short
 
 SCHEMA = 1
 _MARK = "MIST_STAGE_ARGUMENTS"
@@ -36,7 +36,7 @@ def read_stages(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise SystemExit(f"mist: {path} is not JSON: {error}") from error
     if not isinstance(document, dict) or repr(document.get("schema")) != repr(SCHEMA):
-        got = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        got = short(document.get("schema")) if isinstance(document, dict) else type(document).__name__
         raise SystemExit(
             f"mist: {path}: got schema {got}, wanted {SCHEMA}; emit the plan again with this version"
         )

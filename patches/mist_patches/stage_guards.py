@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mist_patches.stage_shape import OFFLOAD
+from mist_patches.stage_shape import MOST, OFFLOAD, short
 
 CARRIED: Mapping[str, Mapping[str, str]] = {
     "megatron-core": {
@@ -109,13 +109,15 @@ def _rank_problems(document: Mapping[str, Any]) -> Iterator[str]:
 def _share(stage: Mapping[str, Any], kind: str) -> float:
     """The fraction of one kind of bytes; NaN, which equals nothing, where there is none."""
     share = stage["offload"].get(kind, 0.0)
-    return float("nan") if isinstance(share, bool) or not isinstance(share, (int, float)) else float(share)
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or abs(share) > MOST:
+        return float("nan")
+    return float(share)
 
 
 def _fraction_problems(stage: Mapping[str, Any]) -> Iterator[str]:
     for kind in OFFLOAD:
         if not 0.0 <= _share(stage, kind) <= 1.0:
-            yield f"offload.{kind} is {stage['offload'][kind]}; wanted a fraction from 0 to 1"
+            yield f"offload.{kind} is {short(stage['offload'][kind])}; wanted a fraction from 0 to 1"
 
 
 def _stage_problems(stage: Mapping[str, Any]) -> Iterator[str]:

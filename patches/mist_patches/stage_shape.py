@@ -83,7 +83,7 @@ def shape_problems(document: Mapping[str, Any]) -> Iterator[str]:
     stages = document.get("stages")
     for index, stage in enumerate(stages if isinstance(stages, list) else ()):
         if not isinstance(stage, dict):
-            yield f"stages[{index}] is {_short(stage)}; wanted a mapping"
+            yield f"stages[{index}] is {short(stage)}; wanted a mapping"
             continue
         yield from _unknown(stage, STAGE, f"stages[{index}].")
         yield from _wrong(stage, STAGE, f"stages[{index}].")
@@ -102,15 +102,15 @@ def _unknown(values: Mapping[str, Any], known: Collection[str], where: str) -> I
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             instead = f"; did you mean {near[0]!r}?" if near else ""
-            yield f"{_short(where + key)} is no key of this format{instead}"
+            yield f"{short(where + key)} is no key of this format{instead}"
 
 
 def _wrong(values: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> Iterator[str]:
     for key, (fits, wanted) in kinds.items():
         if key in values and not fits(values[key]):
-            yield f"{where}{key} is {_short(values[key])}; wanted {wanted}"
+            yield f"{where}{key} is {short(values[key])}; wanted {wanted}"
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
