@@ -50,8 +50,6 @@ class Linted:
     kind: str
     findings: tuple[Finding, ...]
     plan: Plan | None
-    priced: bool = True
-    """Not where the plan can be written, but its cost is not modelled."""
 
 
 def lint(
@@ -77,7 +75,7 @@ def lint(
         found = replace(found, findings=(*found.findings, *_arguments(text, found.plan, file)))
     else:
         found = _megatron(text, file, job)
-    priced = None if found.plan is None or not found.priced else _price(found.plan)
+    priced = None if found.plan is None else _price(found.plan)
     document = {
         "kind": found.kind,
         "findings": [asdict(finding) for finding in found.findings],
@@ -178,16 +176,15 @@ def _pipeline(file: Path, document: dict[str, Any], job: JobOptions) -> Linted:
     findings = stage_findings(read, document)
     emitted = _emitted(job, document["world_size"], file)
     if emitted is None:
-        return Linted(kind="deepspeed", findings=findings, plan=None, priced=False)
+        return Linted(kind="deepspeed", findings=findings, plan=None)
     about = About(model=emitted.model, cluster=emitted.cluster, training=emitted.training)
     plan = pipeline_plan(tuple(read.values()), document, about)
-    findings = (*findings, *_refused(plan, "stages.json", written=True))
-    return Linted(kind="deepspeed", findings=findings, plan=plan, priced=False)
+    findings = (*findings, *_refused(plan, "stages.json"))
+    return Linted(kind="deepspeed", findings=findings, plan=plan)
 
 
-def _refused(plan: Plan, key: str, *, written: bool = False) -> tuple[Finding, ...]:
-    broken = violations(plan, written=written)
-    return tuple(Finding(level="rejected", key=key, message=rule) for rule in broken)
+def _refused(plan: Plan, key: str) -> tuple[Finding, ...]:
+    return tuple(Finding(level="rejected", key=key, message=rule) for rule in violations(plan))
 
 
 def _megatron(text: str, file: Path, job: JobOptions) -> Linted:
@@ -272,9 +269,6 @@ def _show(found: Linted, priced: dict[str, Any] | None, output: OutputOptions) -
     people.print(
         table(("", "key", "what"), rows) if rows else f"nothing to say against this {found.kind} file"
     )
-    if not found.priced:
-        people.print("not priced: what a stage of a DeepSpeed pipeline costs is not modelled", soft_wrap=True)
-        return
     if priced is None:
         wanted = "--model and --gpus" if found.kind == "deepspeed" else "--gpus"
         people.print(f"not priced: {wanted} would tell whether it fits and what it costs", soft_wrap=True)

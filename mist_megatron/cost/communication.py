@@ -95,6 +95,14 @@ class Template:
     recompute_stops_early: bool = False
     """Recomputation of a layer ends once it has made all that was saved (torch.utils.checkpoint without
     re-entrance, from release 2.1), so that the layer's last matrix product is not run again."""
+    steps_while_waiting: bool = True
+    """Steps taken in the first forward pass are taken while a stage waits for its input. Otherwise they are
+    part of that pass, which all later stages wait for (a hook of the layer's forward pass takes them)."""
+    sends_in_turn: bool = False
+    """Neighbours stop for each other: when both are done with a pass, the gradient goes one way and then the
+    activation the other way (schedule.py of DeepSpeed's pipeline, whose sends wait for their receiver)."""
+    tied_before_reduction: bool = False
+    """Gradients of tied embeddings are summed over their stages before each stage reduces its own."""
     steps_by_place: bool = False
     """Gradients to step with go to where the states are, in 4 bytes, in the last backward pass; each group is
     updated there and its weights copied to where they belong, and nothing hides these copies."""
@@ -211,6 +219,9 @@ def _deepspeed(execution: Execution) -> Template:
         # transformers' gradient checkpointing (from release 5), llm-foundry's, and that of our patches.
         recompute_stops_early=True,
         zero3_network_share=ZERO3_NETWORK_SHARE,
+        steps_while_waiting=False,
+        sends_in_turn=True,
+        tied_before_reduction=True,
         steps_by_place=True,
     )
 

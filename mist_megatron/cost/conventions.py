@@ -41,6 +41,11 @@ class MemoryConventions:
     bucket_elements: float = 0.0
     """Elements of a gradient-reduction bucket that exists beside the gradients from ZeRO 2 on, or
     with them."""
+    pipe_buffers: bool = False
+    """In a pipeline a stage keeps, per micro-batch in flight, what it received beside the copy that its
+    layers are given, and what it sent off; the buffers that it receives in; of the last stage the logits of
+    two micro-batches; and the reduction's bucket from the first backward pass on, beside which the reduction
+    takes another one."""
     step_scratch_bytes: int = 0
     """Per optimizer-owned parameter, while the step runs (fp32 copy of the gradients)."""
     kept_step_grad_bytes: int = 0
@@ -74,6 +79,8 @@ DEEPSPEED = MemoryConventions(
     vocabulary_multiple=1,
     # reduce_bucket_size 5e8 elements is DeepSpeed's default and what the emitted configurations say.
     bucket_elements=5e8,
+    # runtime/pipe/engine.py; setup_buckets and reduce_gradients of stage_1_and_2.py.
+    pipe_buffers=True,
     # Stages 1 and 2 copy a partition's gradients to fp32 when they step (stage_1_and_2.py).
     step_scratch_bytes=4,
     framework_bytes=32 * MIB,

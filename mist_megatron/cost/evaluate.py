@@ -180,11 +180,15 @@ class StageEvaluator:
         pairs = self._priced(grid)
         role = grid.role
         embedding, head = pairs.load("embedding"), pairs.load("head") if role.has_head else None
+        block = pairs.load("block")
+        if role is not StageRole.ONLY and self._context.template.sends_in_turn:
+            # DeepSpeed's own recomputation in a pipeline (non_reentrant_checkpoint) runs layers to their end.
+            block = replace(block, unneeded_s=np.zeros(()), unneeded_collective_s=np.zeros(()))
         if head is not None and role is StageRole.ONLY:
             head = replace(head, parameters=pairs.size("head_parameters_alone"))
         tied = self.job.model.tied_embeddings and role in (StageRole.FIRST, StageRole.LAST)
         return StageLoads(
-            block=pairs.load("block"),
+            block=block,
             embedding=embedding if role.has_embedding else None,
             head=head,
             boundary_bytes=pairs.size("boundary_bytes"),

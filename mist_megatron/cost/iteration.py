@@ -84,6 +84,9 @@ class StageTiming:
     """Forward part of `stable_s`; a third of it where nobody says, backward costing twice as much."""
     first_s: float = 0.0
     """Part of `delta_s` for which the first forward pass stands still, and with it all later stages."""
+    in_turn_s: float = 0.0
+    """Part of `stable_s` that is not there while the pipeline fills and drains: transfers the other way, one
+    after the other with those that are."""
     step_s: float = 0.0
     """Part of `delta_s` that is the optimizer step, after everything that a stage does for itself."""
     weight_grad_s: float = 0.0
@@ -94,7 +97,7 @@ class StageTiming:
     def split_s(self) -> tuple[float, float]:
         """Forward and backward."""
         forward_s = self.stable_s / 3.0 if self.forward_s is None else self.forward_s
-        return forward_s, self.stable_s - forward_s
+        return forward_s, self.stable_s - self.in_turn_s - forward_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +127,7 @@ def ramp_of(stage: StageTiming, schedule: Schedule, vpp: int) -> float:
         return stage.stable_s / vpp
     if schedule == "zb-h1":
         return max(stage.stable_s - 2.0 * stage.weight_grad_s, 0.0)
-    return stage.stable_s
+    return stage.stable_s - stage.in_turn_s
 
 
 def iteration_time(
@@ -170,10 +173,10 @@ def _passes_1f1b(stages: Sequence[StageTiming], grad_accum: int) -> float:
     """Until the first stage's last backward pass: the longest of the paths that stand still at one stage."""
     longest_s, before_s = 0.0, 0.0
     slowest_before = [0.0, 0.0]
-    behind_s = sum(stage.stable_s for stage in stages)
+    behind_s = sum(sum(stage.split_s) for stage in stages)
     late_behind_s = sum(stage.first_s for stage in stages)
     for index, stage in enumerate(stages):
-        behind_s -= stage.stable_s
+        behind_s -= sum(stage.split_s)
         late_behind_s -= stage.first_s
         following = len(stages) - 1 - index
         skipped = min(following, grad_accum - 1)
@@ -189,7 +192,7 @@ def _passes_1f1b(stages: Sequence[StageTiming], grad_accum: int) -> float:
             waits_s = max(sum(handed), *round_trips)
         before_s += stage.first_s
         longest_s = max(longest_s, before_s + grad_accum * stage.stable_s + waits_s)
-        before_s += stage.stable_s
+        before_s += sum(stage.split_s)
         slowest_before = [max(pair) for pair in zip(slowest_before, stage.split_s, strict=True)]
     return longest_s
 

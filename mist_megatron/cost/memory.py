@@ -181,12 +181,15 @@ def stage_memory(
     """All terms and candidates of one stage."""
     layer = layer_memory(model, options, target)
     states = _states(model, options, conventions, role)
+    piped = conventions.pipe_buffers and role is not StageRole.ONLY
+    pipe = _pipe_buffers(conventions, role) if piped else NO_BUFFERS
+    states["buffers"] = states["buffers"] + pipe.held
     held = sum(states.values(), start=ZERO)
     resident = LAYERS - CKPT
     per_micro_batch = resident * layer.saved * (1 - AO) + CKPT * layer.kept_input
     # Offloaded tensors pass through the GPU: one layer's on the way out, one layer's on the way back.
     per_micro_batch_once = AO * layer.saved
-    edge = _edge_activations(model, options, target, role)
+    edge = _edge_activations(model, options, target, role) + pipe.per_micro_batch
     activations = IN_FLIGHT * (per_micro_batch + edge) + per_micro_batch_once
     others = (IN_FLIGHT - 1) * (per_micro_batch + edge)
     if conventions.recomputes_first_layers:
@@ -205,23 +208,49 @@ def stage_memory(
     else:
         peaks["recompute"] = held + again + layer.backward
     if role.has_head:
-        peaks["loss"] = held + activations + _head_transients(model, options, target)
+        peaks["loss"] = held + activations + _head_transients(model, options, target) - pipe.own_logits
     if role.has_embedding and target != "mist":
         # The token table's gradient is a half-precision table before it is added to the buffer.
         peaks["embedding"] = held + others + HALF * VOCAB_SHARE * HIDDEN + 2 * ACTIVATION
     if target == "megatron+patches":
         # Offloaded gradients come back for the reduction, when no activations are left.
         peaks["reduction"] = held + conventions.grad_bytes * _elements(model, options, role) * GO
+    if pipe.bucket != ZERO:
+        peaks["reduction"] = held + pipe.bucket
     if conventions.step_scratch_bytes:
         own = _elements(model, options, role) / _sharded(Z1, DP * CP) * (1 - OO)
         # Not where the gradients to step with are kept throughout: `held` has them.
         made = 1 - _any(OO) if conventions.kept_step_grad_bytes else ONE
-        peaks["step"] = held + conventions.step_scratch_bytes * own * made
+        peaks["step"] = held - pipe.bucket + conventions.step_scratch_bytes * own * made
         if conventions.layer_step_bytes:
             # The last is the head's, or a layer's, when the forward pass before it has been kept.
             widest = _widest(model, options, role) / _sharded(Z1, DP * CP)
             peaks["layer_step"] = held + activations + conventions.layer_step_bytes * widest * made
     return StageMemory({**states, "activations": activations}, peaks)
+
+
+@dataclass(frozen=True)
+class _PipeBuffers:
+    """What a stage of DeepSpeed's pipeline has beyond a model in one piece."""
+
+    per_micro_batch: Expr
+    held: Expr
+    bucket: Expr
+    """Part of `held`, until the step."""
+    own_logits: Expr
+    """Part of `held` that the loss's own moment counts too."""
+
+
+NO_BUFFERS = _PipeBuffers(ZERO, ZERO, ZERO, ZERO)
+
+
+def _pipe_buffers(conventions: MemoryConventions, role: StageRole) -> _PipeBuffers:
+    """What was received has a gradient of its own, so layers are given a copy (_exec_forward_pass). What the
+    last stage makes of a micro-batch, its logits, stays until the second one after it comes."""
+    bucket = HALF * Integer(int(conventions.bucket_elements))
+    sides = (not role.has_embedding) + (not role.has_head)
+    logits = HALF * TOKENS * VOCAB_SHARE if role.has_head else ZERO
+    return _PipeBuffers(sides * ACTIVATION, bucket + sides * ACTIVATION + 2 * logits, bucket, logits)
 
 
 def _elements(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from mist_megatron.cost.borders import exchanges_seconds
+from mist_megatron.cost.communication import Template
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
 from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.stage_time import Refinement, refinement
-from mist_megatron.cost.step_time import AT_STEP
+from mist_megatron.cost.step_time import first_terms, step_names
 from mist_megatron.cost.terms import Linear
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
@@ -46,6 +47,10 @@ class StagePrediction:
     stage that recomputes none, and borders to neighbours that differ."""
     forward_traffic_s: float = 0.0
     """What traffic makes forward passes longer."""
+    first_s: float = 0.0
+    """Part of `delta_s` for which the first forward pass stands still."""
+    in_turn_s: float = 0.0
+    """Part of `stable_s` that is not there while the pipeline fills and drains."""
     forward_exchange_s: float | None = None
     """What of `pipeline_p2p` is of forward passes, where neighbours differ; else its role tells."""
     late: Late = NEVER_LATE
@@ -166,8 +171,10 @@ def _with_exchanges(
     return (*stages[:position], changed, *stages[position + 1 :])
 
 
-FIRST_PASS = "first_gather"
-"""The term of d for which a first forward pass stands still."""
+def in_turn_share(template: Template) -> float:
+    """Of what a stage sends per micro-batch, the part that waits for what comes from the other side: there
+    while both do."""
+    return 0.5 if template.sends_in_turn else 0.0
 
 
 def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
@@ -180,13 +187,14 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
         forward_s += stage.forward_exchange_s
         del shares["pipeline_p2p"]
     for name, share in shares.items():
-        forward_s += share * terms.get(name, 0.0)
+        forward_s += share * (terms.get(name, 0.0) - (stage.in_turn_s if name == "pipeline_p2p" else 0.0))
     stable_s = stage.stable_s + stage.beyond_s[0]
     return StageTiming(
         stable_s=stable_s,
         delta_s=stage.delta_s + stage.beyond_s[1],
         forward_s=min(forward_s, stable_s),
-        first_s=stage.delta_terms_s.get(FIRST_PASS, 0.0),
+        first_s=stage.first_s,
+        in_turn_s=stage.in_turn_s,
         step_s=stage.step_s,
         weight_grad_s=stage.weight_grad_s,
         late=stage.late,
@@ -207,6 +215,7 @@ class FinerParts:
     """Of t and of d, what no search adds up."""
     forward_s: Array
     first_s: Array
+    in_turn_s: Array
     late: tuple[Array, Array, Array, Array]
     """Columns of `Late`."""
 
@@ -215,15 +224,23 @@ def finer_parts(evaluator: StageEvaluator, grid: StageGrid) -> FinerParts:
     """As `timing_of` has it of one configuration; t bounds `forward_s`."""
     terms, fine = evaluator.terms(grid), refined(evaluator, grid)
     forward_s = evaluator.passes(grid)["forward_s"] + fine.forward_s
+    template = evaluator.time_context.template
     for name, share in _forward_shares(grid.role).items():
+        part = 1.0 - in_turn_share(template) if name == "pipeline_p2p" else 1.0
         if name in terms.stable:
-            forward_s = forward_s + share * terms.stable[name].at(grid.layers, grid.ckpt)
+            forward_s = forward_s + share * part * terms.stable[name].at(grid.layers, grid.ckpt)
     return FinerParts(
         more_s=(fine.stable_s, fine.delta_s),
         forward_s=forward_s,
-        first_s=terms.delta.get(FIRST_PASS, Linear()).at(grid.layers, grid.ckpt),
+        first_s=_summed(terms.delta, first_terms(template), grid),
+        in_turn_s=in_turn_share(template) * _summed(terms.stable, ("pipeline_p2p",), grid),
         late=(fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share),
     )
+
+
+def _summed(terms: Mapping[str, Linear], names: Sequence[str], grid: StageGrid) -> Array:
+    found = (terms[name].at(grid.layers, grid.ckpt) for name in names if name in terms)
+    return np.asarray(sum(found, start=np.zeros(())))
 
 
 def refined(evaluator: StageEvaluator, grid: StageGrid) -> Refinement:
@@ -238,12 +255,18 @@ def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> Stag
     parts = evaluator.passes(grid)
     stable_terms_s = _at(terms.stable, plan.stages[position])
     delta_terms_s = _at(terms.delta, plan.stages[position])
-    fine = refined(evaluator, grid)
+    fine, template = refined(evaluator, grid), evaluator.time_context.template
+    steps = step_names(template)
+    if template.tied_before_reduction and "tied_embeddings" in delta_terms_s:
+        # What both ends of the pipeline reduce when they have summed those.
+        steps = (*steps, "gradient_reduction")
     return StagePrediction(
         stable_s=float(cost.stable_s),
         delta_s=float(cost.delta_s),
         forward_s=float(parts["forward_s"]),
-        step_s=sum(delta_terms_s.get(name, 0.0) for name in AT_STEP),
+        step_s=sum(delta_terms_s.get(name, 0.0) for name in steps),
+        first_s=sum(delta_terms_s.get(name, 0.0) for name in first_terms(template)),
+        in_turn_s=in_turn_share(template) * stable_terms_s.get("pipeline_p2p", 0.0),
         weight_grad_s=float(parts["weight_grad_s"]),
         peak_memory_bytes=float(cost.peak_bytes),
         limit_bytes=evaluator.limit_bytes,

@@ -377,7 +377,8 @@ def _run(
     last = passes.backward if reduces_by_chunk(grid, context.template) else passes.last
     departure = departure_s(last, factors)
     forward = phase(passes.forward, factors, ZERO, into_forward, followed=followed)
-    if context.template.step_in_first_forward and grid.role in (StageRole.MIDDLE, StageRole.LAST):
+    ahead = context.template.step_in_first_forward and context.template.steps_while_waiting
+    if ahead and grid.role in (StageRole.MIDDLE, StageRole.LAST):
         first = steps_ahead(passes, traffic.step_compute_s, forward, factors)
     else:
         into_first = between[0].exposed_s(passes.first, passes.backward, factors)

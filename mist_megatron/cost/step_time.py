@@ -24,6 +24,21 @@ from mist_megatron.cost.traffic import (
 AT_STEP = ("optimizer_compute", "host_adam", "host_adam_copies", "weight_gather", "host_step")
 """Terms of d that begin when a stage may step; the others are over by then."""
 
+ON_ARRIVAL = ("first_forward_traffic", "optimizer_compute", "host_adam", "weight_gather")
+"""Terms of d for which a first forward pass stands still where it takes the steps of its layers."""
+
+
+def first_terms(template: Template) -> tuple[str, ...]:
+    """Terms of d for which a first forward pass stands still, and with it all later stages."""
+    on_arrival = template.step_in_first_forward and not template.steps_while_waiting
+    return ON_ARRIVAL if on_arrival else ("first_gather",)
+
+
+def step_names(template: Template) -> tuple[str, ...]:
+    """Terms of d that begin when a stage may step."""
+    first = first_terms(template)
+    return tuple(name for name in AT_STEP if name not in first)
+
 
 def reduces_in_passes(grid: StageGrid, template: Template) -> bool:
     """Whether gradients of ZeRO 0 and 1 are reduced beside backward passes, not after the last of them."""
@@ -198,7 +213,8 @@ def boundary_terms(
         stable["pipeline_p2p"], delta["pipeline_p2p"] = _sent_beside_chunks(sends, loads.block, context)
         return
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
-    stable["pipeline_p2p"] = Linear(exchanges * grid.vpp * hop)
+    each = 2.0 if context.template.sends_in_turn else 1.0
+    stable["pipeline_p2p"] = Linear(each * exchanges * grid.vpp * hop)
 
 
 @dataclass(frozen=True)

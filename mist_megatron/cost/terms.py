@@ -104,7 +104,8 @@ class TimeContext:
     def step_hides(self) -> bool:
         """Whether a stage may step while those before it still drain: not where it needs the gradient norm
         of all stages first, unless steps are taken in the next forward pass."""
-        return self.template.step_in_first_forward or not self.template.grad_norm_pass
+        ahead = self.template.step_in_first_forward and self.template.steps_while_waiting
+        return ahead or not self.template.grad_norm_pass
 
 
 @dataclass(frozen=True)

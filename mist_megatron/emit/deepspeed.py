@@ -52,7 +52,7 @@ class OptimizerChoice:
 
 def require_emittable(plan: Plan) -> None:
     """Refuse what DeepSpeed would reject or silently ignore."""
-    require_runnable(plan, written=True)
+    require_runnable(plan)
     found = []
     if plan.training.precision == "fp8":
         found.append(

@@ -133,15 +133,16 @@ class _Climb:
     def _read(self, position: int, size: Size) -> list[StageTiming]:
         """All configurations of one slot."""
         configs = self._configs(position, size)
-        columns = np.empty((8, len(configs.t_s)))
+        columns = np.empty((9, len(configs.t_s)))
         for selective in (False, True):
             rows = np.flatnonzero(configs.columns["selective"] == selective)
             if len(rows):
                 grid = self._grid(position, size, {k: v[rows] for k, v in configs.columns.items()})
                 found = finer_parts(self.stages.evaluator, grid)
-                for row, column in enumerate((*found.more_s, found.forward_s, found.first_s, *found.late)):
+                parts = (*found.more_s, found.forward_s, found.first_s, found.in_turn_s, *found.late)
+                for row, column in enumerate(parts):
                     columns[row, rows] = column
-        more_t, more_d, forward_s, first_s, *late = columns
+        more_t, more_d, forward_s, first_s, in_turn_s, *late = columns
         late_in_d = late[0]
         return [
             StageTiming(
@@ -149,6 +150,7 @@ class _Climb:
                 delta_s=float(configs.d_s[row] + configs.step_s[row] + more_d[row]),
                 forward_s=float(min(forward_s[row], configs.t_s[row] + more_t[row])),
                 first_s=float(first_s[row]),
+                in_turn_s=float(in_turn_s[row]),
                 step_s=float(configs.step_s[row]),
                 late=Late(*(float(part[row]) for part in late)) if late_in_d[row] > 0.0 else NEVER_LATE,
             )

@@ -134,7 +134,7 @@ def _with_batches(
             continue
         for sequence_parallel in (False, True) if space.sequence_parallel and tp > 1 else (False,):
             for vpp in _chunks(job, space, limits, (stages, grad_accum)):
-                for zero in stage_levels(space, dp):
+                for zero in stage_levels(space, dp, stages):
                     yield Shape(
                         grad_accum=grad_accum,
                         stages=stages,
@@ -160,13 +160,16 @@ def _chunks(job: Job, space: Space, limits: Limits, schedule: tuple[int, int]) -
     return tuple(found)
 
 
-def stage_levels(space: Space, dp: int) -> tuple[tuple[int, ...], ...]:
+def stage_levels(space: Space, dp: int, stages: int) -> tuple[tuple[int, ...], ...]:
     """ZeRO levels: all at once where stages may differ, else one after the other. Without data
     parallelism every level holds the same bytes, so that the lowest stands for all - but where the level says
     what can leave the GPU."""
+    known = tuple(level for level in space.zero if stages == 1 or level in space.zero_with_pipeline)
+    if not known:
+        return ()
     if space.states_by_level:
-        return (space.zero,) if space.per_stage_zero else tuple((level,) for level in space.zero)
-    levels = space.zero if dp > 1 or space.optimizer_offload_least_zero else space.zero[:1]
+        return (known,) if space.per_stage_zero else tuple((level,) for level in known)
+    levels = known if dp > 1 or space.optimizer_offload_least_zero else known[:1]
     if dp == 1 and space.optimizer_offload_least_zero and len(levels) > 1:
         levels = tuple(sorted({levels[0], min(x for x in levels if x >= space.optimizer_offload_least_zero)}))
     return (levels,) if space.per_stage_zero else tuple((level,) for level in levels)

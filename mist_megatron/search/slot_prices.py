@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
-from mist_megatron.cost.step_time import AT_STEP
+from mist_megatron.cost.step_time import step_names
 from mist_megatron.cost.terms import Linear, totals
 from mist_megatron.search.shapes import Shape
 from mist_megatron.search.space import Space
@@ -173,7 +173,8 @@ class Times:
     def of(evaluator: StageEvaluator, grid: StageGrid, without: tuple[str, ...] = ()) -> Times:
         """Prices of a grid, some terms of d left out."""
         terms = evaluator.terms(grid)
-        waits = () if evaluator.time_context.step_hides else AT_STEP
+        context = evaluator.time_context
+        waits = () if context.step_hides else step_names(context.template)
         delta = {name: term for name, term in terms.delta.items() if name not in without}
         return Times(
             totals(terms.stable),

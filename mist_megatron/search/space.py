@@ -38,6 +38,8 @@ class Space:
     decoupled_step: bool = False
     """Whether steps are decoupled, where the target can and the job leaves it open."""
     zero: tuple[int, ...] = (1,)
+    zero_with_pipeline: tuple[int, ...] = (0, 1, 2, 3)
+    """Of these, what there may be with several stages."""
     offload: OffloadRanges = OffloadRanges()
     grads_follow_optimizer: bool = False
     states_by_level: bool = False
@@ -181,6 +183,7 @@ def cut_to_target(
             f"--space {space.name} needs ZeRO {'/'.join(map(str, space.zero))}, "
             f"which target {target} does not run (it runs {'/'.join(map(str, able.zero))})"
         )
+    piped = tuple(level for level in space.zero_with_pipeline if level in able.zero_with_pipeline)
     ckpt = space.ckpt if able.partial_ckpt or space.ckpt != "any" else "none_or_all"
     offload = OffloadRanges(
         **{k: _narrower(getattr(space.offload, k), getattr(able.offload, k)) for k in OFFLOAD_KINDS}
@@ -203,6 +206,7 @@ def cut_to_target(
         sequence_parallel=space.sequence_parallel and able.sequence_parallel,
         interleaved=space.interleaved and "interleaved" in able.schedules,
         zero=zero,
+        zero_with_pipeline=piped,
         offload=offload,
         grads_follow_optimizer=space.grads_follow_optimizer or able.grads_follow_optimizer,
         states_by_level=able.states_by_level,

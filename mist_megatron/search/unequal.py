@@ -135,7 +135,7 @@ def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator
                 micro_batch=together // dp,
                 sequence_parallel=False,
                 vpp=1,
-                zero=stage_levels(space, dp)[0],
+                zero=stage_levels(space, dp, stages=2)[0],
                 bridged=capability(job.target).bridged_grids,
             )
 

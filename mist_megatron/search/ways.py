@@ -29,7 +29,14 @@ def ways_of(job: Job, space: Space, limits: Limits) -> list[Way]:
     open_ = space.decoupled_step and able.decoupled_step and job.execution.decoupled_step is None
     if not open_ or "decoupled_step" in limits.forbidden:
         return [Way(job, limits)]
-    return [Way(job, limits), Way(_switched(job, decoupled_step=True), limits)]
+    decoupled = _switched(job, decoupled_step=True)
+    if able.pipeline:
+        # In a pipeline of DeepSpeed each stage would step when its first micro-batch has come, one after the
+        # other, what they else do all at once.
+        if not limits.allows("pp", 1):
+            return [Way(job, limits)]
+        return [Way(job, limits), Way(decoupled, replace(limits, fixed={**limits.fixed, "pp": 1}))]
+    return [Way(job, limits), Way(decoupled, limits)]
 
 
 def _of_megatron(job: Job, space: Space, limits: Limits) -> list[Way]:

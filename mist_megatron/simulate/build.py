@@ -29,6 +29,7 @@ import numpy as np
 from mist_megatron.simulate.engine import Deadlock, Program, Stream, Timeline
 from mist_megatron.simulate.schedules import SPLIT_BACKWARD, Order, Pass, PassKind
 from mist_megatron.simulate.stage_work import LayerWork, NamedLayer, PassWork, StageWork, Workload
+from mist_megatron.simulate.step_events import end_of_iteration, on_arrival, reduced
 from mist_megatron.spec.layout import hops_across
 
 KINDS = (
@@ -109,6 +110,11 @@ class _Builder:
         self.arrived: dict[tuple[PassKind, int, int], int] = {}
         # Micro-batch and layer -> the copy with which its activations have left; they come back after it.
         self.offloaded: dict[tuple[int, str], int] = {}
+        self.in_turn = work.sends_in_turn and schedule == "1f1b" and len(work.stages) > 1
+        # Where neighbours stop for each other: stage -> the pass whose result nobody has taken yet, and
+        # stage -> the transfer that its next pass is for.
+        self.outgoing: dict[int, Pass] = {}
+        self.came: dict[int, int] = {}
 
     def add(self, kind: str, name: str, rank: int, stream: Stream, work_s: float, after: list[int]) -> int:
         self.built.kind.append(kind)
@@ -154,7 +160,12 @@ class _Builder:
         """Append the events of a pass; False when its input is not built yet."""
         virtual = step.chunk * len(self.ranks) + number
         given: list[int] = []
-        if step.kind is not PassKind.WEIGHT:
+        if self.in_turn:
+            exchanged = self.exchange(number, step)
+            if exchanged is None:
+                return False
+            given = exchanged
+        elif step.kind is not PassKind.WEIGHT:
             source = self.source_of(step.kind, virtual)
             if source is not None:
                 found = self.arrived.get((*source, step.micro_batch))
@@ -193,9 +204,46 @@ class _Builder:
             return PassKind.FORWARD, virtual
         return kind, virtual + 1
 
+    def exchange(self, number: int, step: Pass) -> list[int] | None:
+        """What a pass waits for where neighbours stop for each other. What the pass before made leaves first;
+        but an activation, before a backward pass, goes to the next stage after the gradient has come from
+        there. None while a neighbour is not that far."""
+        forward = step.kind is PassKind.FORWARD
+        source = number - 1 if forward else number + 1
+        if number not in self.came and 0 <= source < len(self.ranks):
+            before = self.outgoing.get(number)
+            leaves_first = before is not None and (forward or before.kind is PassKind.BACKWARD)
+            if leaves_first or self.outgoing.get(source) != step:
+                return None
+            del self.outgoing[source]
+            giver, taker = self.ranks[source], self.ranks[number]
+            both = [*giver.end, *giver.holds, *taker.end, *taker.holds]
+            self.came[number] = self.send(step, (source, number), both)
+            giver.holds = taker.holds = [self.came[number]]
+        if number in self.outgoing:
+            return None
+        event = self.came.pop(number, None)
+        return [] if event is None else [event]
+
+    def hop_seconds(self, step: Pass, way: tuple[int, int]) -> float:
+        """What a pass's result takes from a stage to another."""
+        border = min(way), max(way)
+        if border in self.work.borders:
+            return self.work.borders[border][0 if step.kind is PassKind.FORWARD else 1]
+        both = [self.work.stages[stage] for stage in way]
+        return max(one.hop_across_s if self.hops[border] else one.hop_inside_s for one in both)
+
+    def send(self, step: Pass, way: tuple[int, int], after: list[int]) -> int:
+        """That transfer."""
+        seconds = self.hop_seconds(step, way)
+        sent = self.add("send", f"send {step}", way[0], Stream.SEND, seconds, after)
+        if self.hops[min(way), max(way)]:
+            self.built.program.between_nodes.add(sent)
+        return sent
+
     def hand_on(self, number: int, step: Pass, virtual: int) -> None:
         """Send a pass's result to the neighbour that waits for it."""
-        rank, stage = self.ranks[number], self.work.stages[number]
+        rank = self.ranks[number]
         key = (step.kind, virtual, step.micro_batch)
         forward = step.kind is PassKind.FORWARD
         rank.holds = []
@@ -204,18 +252,13 @@ class _Builder:
         if not goes or peer == number:
             self.arrived[key] = rank.end[0]
             return
-        border = min(number, peer), max(number, peer)
-        across = self.hops[border]
-        both = (stage, self.work.stages[peer])
-        hop_s = max(one.hop_across_s if across else one.hop_inside_s for one in both)
-        if border in self.work.borders:
-            hop_s = self.work.borders[border][0 if forward else 1]
-        if hop_s <= 0.0:
+        if self.in_turn:
+            self.outgoing[number] = step
+            return
+        if self.hop_seconds(step, (number, peer)) <= 0.0:
             self.arrived[key] = rank.end[0]
             return
-        send = self.add("send", f"send {step}", number, Stream.SEND, hop_s, rank.end)
-        if across:
-            self.built.program.between_nodes.add(send)
+        send = self.send(step, (number, peer), rank.end)
         self.arrived[key] = send
         if not self.built.sends_overlap:
             rank.holds = [send]
@@ -229,6 +272,8 @@ class _Builder:
         stepped = self.play_steps(number, step, layers) if self.steps_ahead(number, step) else None
         arriving = [] if stepped else self.fetch(number, step, layers[0], rank.end)
         begun = None
+        if self.work.steps_on_arrival and step.kind is PassKind.FORWARD and step.micro_batch == 0:
+            waits = self.add_chain(number, on_arrival(stage), waits)
         if host_s > 0.0:
             begun = len(self.built.kind)
             waits = [self.add("host work", f"host {step}", number, Stream.HOST, host_s, waits)]
@@ -373,24 +418,30 @@ class _Builder:
             end = [*rank.end, *rank.holds, *rank.unfinished.values()]
             begun.append(len(self.built.kind))
             copied = ("copy in", "offloaded states", Stream.HOST_TO_DEVICE, step.visits_s)
-            reduced = ("gradient reduction", "all gradients", Stream.GPU_TO_GPU, step.reduction_s)
-            ends.append(self.add_chain(number, (copied, reduced), end))
+            whole = reduced(stage, alone=not self.tied_first(stage))
+            ends.append(self.add_chain(number, (copied, *whole), end))
             if len(self.built.kind) == begun[-1]:
                 begun[-1] = -1
         both = [*ends[0], *ends[-1]]
         for number in {0, len(stages) - 1}:
-            tied = ("gradient reduction", "tied embeddings", Stream.GPU_TO_GPU, stages[number].step.tied_s)
-            ends[number] = self.add_chain(number, (tied,), both) if tied[3] > 0.0 else ends[number]
+            stage = stages[number]
+            tied = ("gradient reduction", "tied embeddings", Stream.GPU_TO_GPU, stage.step.tied_s)
+            then = reduced(stage, alone=self.tied_first(stage))
+            ends[number] = self.add_chain(number, (tied, *then), both) if tied[3] > 0.0 else ends[number]
         everything = [event for end in ends for event in end]
         for number, stage in enumerate(stages):
             first = len(self.built.kind)
             end = everything if self.work.step_waits_for_all else ends[number]
-            end = self.add_chain(number, _end_of_iteration(stage), end)
+            end = self.add_chain(number, end_of_iteration(stage, self.work.steps_on_arrival), end)
             first = first if begun[number] < 0 else begun[number]
             if first < len(self.built.kind) and self.built.program.device[end[-1]] == number:
                 self.built.steps.append((number, first, end[-1]))
             rank = self.ranks[number]
             rank.end, rank.holds, rank.leaving, rank.unfinished = end, [], [[], []], {}
+
+    def tied_first(self, stage: StageWork) -> bool:
+        """Whether a stage reduces its gradients when those of tied embeddings have been summed."""
+        return self.work.tied_before_reduction and stage.step.tied_s > 0.0
 
     def add_chain(
         self, number: int, chain: Sequence[tuple[str, str, Stream, float]], after: list[int]
@@ -400,17 +451,6 @@ class _Builder:
             if seconds > 0.0:
                 after = [self.add(kind, name, number, stream, seconds, after)]
         return after
-
-
-def _end_of_iteration(stage: StageWork) -> tuple[tuple[str, str, Stream, float], ...]:
-    step = stage.step
-    return (
-        ("optimizer step", "optimizer step", Stream.COMPUTE, step.optimizer_s),
-        ("host Adam", "host Adam", Stream.HOST, step.host_adam_s),
-        ("copy in", "updated weights", Stream.HOST_TO_DEVICE, step.host_copies_s),
-        ("weight gather", "all weights", Stream.GPU_TO_GPU, step.gather_s),
-        ("host work", "end of step", Stream.HOST, step.host_s),
-    )
 
 
 def build(work: Workload, orders: Sequence[Order], schedule: str) -> Built:

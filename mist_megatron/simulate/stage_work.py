@@ -167,11 +167,17 @@ class Workload:
     step_waits_for_all: bool
     """The step needs the gradient norm over all stages first."""
     steps_early: bool
-    """Each layer steps before its first forward, not at the end of the iteration."""
+    """Each layer steps before its first forward, not at the end of the iteration, as soon as the iteration
+    before has ended."""
     sends_overlap: bool
     """Stages compute on while a boundary tensor leaves."""
     reduces_by_chunk: bool = False
     """Reductions of a last backward pass begin when it has ended."""
+    steps_on_arrival: bool = False
+    """Each layer steps before its first forward, when its stage's input has come."""
+    sends_in_turn: bool = False
+    """Neighbours stop for each other, and send one after the other."""
+    tied_before_reduction: bool = False
     borders: Mapping[Border, tuple[float, float]] = field(default_factory=dict)
     """Transfers forward and backward between neighbours that differ."""
 
@@ -198,9 +204,12 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         prices=len(prices) + 2 * len(kinds),
         interference=context.interference,
         step_waits_for_all=template.grad_norm_pass,
-        steps_early=template.step_in_first_forward,
+        steps_early=template.step_in_first_forward and template.steps_while_waiting,
+        steps_on_arrival=template.step_in_first_forward and not template.steps_while_waiting,
         sends_overlap=plan.vpp > 1 and template.boundary_overlaps_when_interleaved,
         reduces_by_chunk=any(reduces_by_chunk(grid, template) for grid in grids),
+        sends_in_turn=template.sends_in_turn,
+        tied_before_reduction=template.tied_before_reduction,
         borders=border_seconds(plan, grids, evaluator),
     )
 

@@ -110,7 +110,6 @@ _DEEPSPEED = Capability(
     zero_with_pipeline=(0, 1),
     schedules=("1f1b",),
     # No pipeline but one regular grid of data-parallel ranks: what an engine without a PipelineModule runs.
-    # The patch pipeline_stages configures one, for which `emit` writes files; its cost is not modelled.
     parallel_block=True,
     offload=OffloadRanges(weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"),
     offload_needs_zero=1,
@@ -137,6 +136,14 @@ CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
         "deepspeed+patches": replace(
             _DEEPSPEED,
             target="deepspeed+patches",
+            # The patch pipeline_stages configures a PipelineModule stage by stage. Without ZeRO, DeepSpeed
+            # 0.19.8 clips each stage by a norm of its own in fp32, and its bf16 optimizer cannot load in a
+            # pipeline what it saved; 2 and 3 it refuses there.
+            pipeline=True,
+            zero_with_pipeline=(1,),
+            uneven_layers=True,
+            per_stage_ckpt=True,
+            per_stage_offload=True,
             partial_ckpt=True,
             offload=_ANY_FRACTION,
             grads_follow_optimizer=False,
@@ -177,42 +184,35 @@ def capability(
         levels = (able.zero, able.zero_with_pipeline)
         alone, piped = (tuple(level for level in known if level not in missing) for known in levels)
         able = replace(able, zero=alone, zero_with_pipeline=piped)
+    if target in DEEPSPEED and execution is not None and execution.overlap_grad_reduce:
+        # engine.py switches overlap_comm off for a PipelineModule: the plan would say what nobody does.
+        able = replace(able, pipeline=False)
     if precision == "fp8" and target == "megatron+patches":
         # Transformer Engine keeps 8-bit copies of weights that the patch does not see; nobody tried it.
         return replace(able, offload=replace(able.offload, weights="none", grads="none"))
     return able
 
 
-def violations(plan: Plan, *, written: bool = False) -> tuple[str, ...]:
-    """Every rule of its target that a plan breaks, in words that name stage, key and reason.
-
-    `written`: the plan is to be written as files, not priced. The patch pipeline_stages runs stages of a
-    DeepSpeed PipelineModule, each with layers, recomputation and fractions of its own; what such a stage
-    costs is not modelled, so that nothing searches or predicts one.
-    """
+def violations(plan: Plan) -> tuple[str, ...]:
+    """Every rule of its target that a plan breaks, in words that name stage, key and reason."""
     able = capability(plan.target, plan.training.precision, plan.execution)
-    if written and plan.target == "deepspeed+patches":
-        able = replace(able, pipeline=True, uneven_layers=True, per_stage_ckpt=True, per_stage_offload=True)
-        # Without ZeRO, DeepSpeed 0.19.8 clips each stage by a norm of its own in fp32, and its bf16 optimizer
-        # cannot load in a pipeline what it saved.
-        able = replace(able, zero_with_pipeline=tuple(z for z in able.zero_with_pipeline if z == 1))
     found = [*_pipeline_rules(plan, able), *_uniformity_rules(plan, able), *_bridge_rules(plan, able)]
     for index, stage in enumerate(plan.stages):
         found += _stage_rules(f"stages[{index}]", stage, plan, able)
     return tuple(found)
 
 
-def runnable_on(plan: Plan, *, written: bool = False) -> tuple[Target, ...]:
+def runnable_on(plan: Plan) -> tuple[Target, ...]:
     """Targets that can execute this plan as it is."""
     made = (replace(plan, target=target) for target in CAPABILITIES)
-    return tuple(other.target for other in made if not violations(other, written=written))
+    return tuple(other.target for other in made if not violations(other))
 
 
-def require_runnable(plan: Plan, *, written: bool = False) -> None:
+def require_runnable(plan: Plan) -> None:
     """Refuse a plan that its target cannot run: the rule, and the targets that could."""
-    broken = violations(plan, written=written)
+    broken = violations(plan)
     if broken:
-        others = runnable_on(plan, written=written)
+        others = runnable_on(plan)
         hint = f"targets that can: {', '.join(others)}" if others else "no target can run it as it is"
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
         raise EmitError(f"target {plan.target} cannot run this plan: {broken[0]}{more}; {hint}")
@@ -235,8 +235,8 @@ def require_model(model: ModelSpec, target: Target) -> None:
 def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
     found = list(model_rules(plan.model, plan.target))
     if plan.pipeline_size > 1 and not able.pipeline:
-        written = ", unless `emit` is to write a PipelineModule's files: its cost is not modelled"
-        more = written if plan.target == "deepspeed+patches" else ""
+        overlaps = ": execution.overlap_grad_reduce is on, which DeepSpeed switches off in one"
+        more = overlaps if CAPABILITIES[plan.target].pipeline else ""
         found.append(
             f"{plan.pipeline_size} stages: it has no pipeline parallelism here, wanted 1 stage{more}"
         )

@@ -34,12 +34,13 @@ DEEPSPEED_JOB = [
     *("--model", "gpt3-1.3b", "--gpus", "4", "--gpu", "a100-sxm-40gb", "--global-batch", "16"),
     *("--target", "deepspeed+patches", "--memory-limit", "8GiB"),
 ]
+IN_ONE_PIECE = [*DEEPSPEED_JOB, "--fix", "pp=1"]
 
 
 def test_emitted_deepspeed_files_are_priced_as_their_plan(mist, tmp_path):
     """A budget that asks for partial recomputation or fractions, found with and without decoupled steps."""
     out = tmp_path / "run"
-    tuned = mist("tune", *DEEPSPEED_JOB, "--grid", "0.25", "--out", str(out), "--json")
+    tuned = mist("tune", *IN_ONE_PIECE, "--grid", "0.25", "--out", str(out), "--json")
     assert tuned.code == 0, tuned.err
     told = json.loads(tuned.out)
     (stage,) = told["stages"]
@@ -59,9 +60,28 @@ def test_emitted_deepspeed_files_are_priced_as_their_plan(mist, tmp_path):
     assert refused.code == 5
 
 
+def test_a_pipeline_that_is_found_can_be_emitted_read_back_and_played(mist, tmp_path):
+    out = tmp_path / "run"
+    tuned = mist("tune", *DEEPSPEED_JOB, "--fix", "pp=2", "--grid", "0.25", "--out", str(out), "--json")
+    assert tuned.code == 0, tuned.err
+    told = json.loads(tuned.out)
+    assert len(told["stages"]) == 2 and {stage["zero"] for stage in told["stages"]} == {1}
+    assert len({stage["layers"] for stage in told["stages"]}) == 2 or told["stages"][0] != told["stages"][1]
+    written = {stage["config"] for stage in json.loads((out / "stages.json").read_text())["stages"]}
+    for name in written:
+        linted = mist("lint", str(out / name), "--json")
+        assert linted.code == 0, linted.err
+        found = json.loads(linted.out)
+        assert found["findings"] == [] and found["plan"]["stages"] == told["stages"]
+        iteration_s = told["prediction"]["iteration_s"]
+        assert found["prediction"]["iteration_s"] == pytest.approx(iteration_s, rel=1e-9)
+    played = mist("simulate", str(out / "plan.yaml"), "--json")
+    assert json.loads(played.out)["iteration_s"] == pytest.approx(iteration_s, rel=0.03)
+
+
 def test_a_change_that_a_patch_refuses_is_said(mist, tmp_path):
     out = tmp_path / "run"
-    assert mist("tune", *DEEPSPEED_JOB, "--grid", "0.25", "--out", str(out)).code == 0
+    assert mist("tune", *IN_ONE_PIECE, "--grid", "0.25", "--out", str(out)).code == 0
     document = json.loads((out / "stages.json").read_text())
     document["patches"] = ["optimizer_fraction"]
     document["stages"][0]["offload"]["optimizer"] = 0.5

@@ -73,8 +73,15 @@ def test_what_they_refuse_is_refused_with_the_reason(planned: Plan, reason: str)
     assert rule.startswith("stages[0]")
 
 
-def test_several_stages_are_not_priced() -> None:
+def test_several_stages_differ_in_what_the_patches_give_each() -> None:
     whole = plan(1, Offload())
     stage = replace(whole.stages[0], layers=12, gpus_per_node=4, dp=4, micro_batch=2)
-    rules = violations(replace(whole, stages=(stage, stage)))
-    assert any("it has no pipeline parallelism here" in rule for rule in rules)
+    offload = Offload(optimizer=0.25, weights=0.5, activations=0.25)
+    more = replace(stage, layers=stage.layers + 2, ckpt=1, offload=offload)
+    piped = replace(whole, stages=(more, replace(stage, layers=stage.layers - 2)))
+    assert violations(piped) == ()
+    for zero in (0, 2, 3):
+        both = tuple(replace(one, zero=zero, offload=Offload()) for one in piped.stages)
+        (one, other) = violations(replace(piped, stages=both))
+        assert one == f"stages[0].zero {zero}: it runs 1 with a pipeline" and other.startswith("stages[1]")
+    assert any("no pipeline parallelism" in rule for rule in violations(replace(piped, target="deepspeed")))
