@@ -41,6 +41,7 @@ OnEvent = Callable[[str, str], None]
 """Called with what happens (`step`, `gather`, `zero`, `flush`) and to which unit or why."""
 
 _MODEL_READERS = ("state_dict", "sharded_state_dict", "state_dict_for_save_checkpoint", "load_state_dict")
+_PARAMETERS = ("parameters", "named_parameters")
 _OPTIMIZER_READERS = (
     "state_dict",
     "sharded_state_dict",
@@ -72,6 +73,7 @@ class DecoupledSteps:
         self.handles: list[Any] = []
         self._stream: Any = None
         self._decided: Any = None
+        self._told = False
 
     def defer(self, optimizer: Any, step: Callable[[Any], bool]) -> bool:
         """Keep this step; every unit of the optimizer's chunks waits, also where this rank has no share."""
@@ -134,6 +136,21 @@ class DecoupledSteps:
             for unit in list(self.pending):
                 self.take(unit, runs_now=False)
 
+    def prepare_parameters(self, chunk: Chunk) -> None:
+        """Someone is about to read them, or only counts them, maybe on one rank: nothing is gathered here."""
+        if any(unit.chunk is chunk for unit in self.pending):
+            sizes = (group.intra_distributed_optimizer_instance_size for group in chunk.groups)
+            if not chunk.gathers or set(sizes) == {1}:
+                self.flush("parameters are read")
+            elif not self._told:
+                self._told = True
+                log.warning(
+                    "decoupled steps: parameters are read that wait for their step; wanted "
+                    "megatron_decoupled_step.flush_pending_steps() before, on all ranks"
+                )
+        for prepare in before_parameters.values():
+            prepare()
+
     def take_rest(self, chunk: Chunk) -> None:
         """Units that a forward pass of their chunk did not run: their gradients must not wait for the
         backward pass that adds to them."""
@@ -184,6 +201,8 @@ class DecoupledSteps:
 _active: DecoupledSteps | None = None
 before_reading: dict[str, Callable[[], None]] = {}
 """What else must happen before parameters are read or replaced: patch name -> what it does."""
+before_parameters: dict[str, Callable[[], None]] = {}
+"""The same, where the model is only asked for them."""
 
 
 def _fetch(units: Iterable[Unit]) -> None:
@@ -269,6 +288,7 @@ def _hook_chunk(engine: DecoupledSteps, chunk: Chunk) -> None:
     module = chunk.ddp
     while module is not None:
         _call_before(module, _MODEL_READERS, _settle)
+        _call_before(module, _PARAMETERS, lambda name: engine.prepare_parameters(chunk))
         module = getattr(module, "module", None)
 
 

@@ -30,7 +30,12 @@ import torch
 
 from mist_patches.hooking import PatchRefused, all_or_nothing, check_fraction, holds, log, replace
 from mist_patches.host_copies import Held, Meter, Streams
-from mist_patches.megatron_decoupled_step import before_reading, flush_pending_steps, step_by_unit
+from mist_patches.megatron_decoupled_step import (
+    before_parameters,
+    before_reading,
+    flush_pending_steps,
+    step_by_unit,
+)
 from mist_patches.megatron_units import Chunk, Undo, Unit, lay_out_by_unit, unit_of, units_of, watch_chunks
 
 
@@ -70,6 +75,8 @@ class StateOffload:
     undo: Undo = lambda: None
     total_bytes: dict[str, int] = field(default_factory=lambda: {"weights": 0, "grads": 0})
     _brought_back: bool = True
+    _between: bool = True
+    """Neither a training step's forward nor its backward passes run."""
     _waiting: weakref.WeakKeyDictionary[Unit, set[int]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def take_over(self, chunk: Chunk) -> None:
@@ -146,6 +153,7 @@ class StateOffload:
     def _hook(self, chunk: Chunk) -> None:
         keep = self.handles.append
         keep(chunk.ddp.register_forward_pre_hook(lambda m, a: self._start(), prepend=True))
+        keep(chunk.ddp.register_forward_hook(lambda m, a, out: self._end_without_backward()))
         visits = _visits(chunk)
         for at, visit in enumerate(visits):
             unit, module = visit.unit, visit.module
@@ -159,7 +167,16 @@ class StateOffload:
                     added = weakref.ref(p)  # as for `unit_of`
                     keep(node.register_hook(lambda *grads, p=added: self._grad_added(p())))
 
+    def _before_parameters(self) -> None:
+        """Within a step they stay where they are: the frameworks list names there, and read nothing."""
+        if self._between and not self._brought_back:
+            self.bring_back()
+
+    def _end_without_backward(self) -> None:
+        self._between = not torch.is_grad_enabled()
+
     def _start(self) -> None:
+        self._between = False
         if self._brought_back:
             self.send_away()
         for unit in [unit for unit, left in self._waiting.items() if left]:
@@ -246,11 +263,13 @@ def offload_states(weights: float, grads: float) -> Undo:
     ]
     _active = mover
     before_reading["state offload"] = mover.bring_back
+    before_parameters["state offload"] = mover._before_parameters
 
     def undo() -> None:
         global _active
         mover.settle()
-        before_reading.pop("state offload", None)
+        for readers in (before_reading, before_parameters):
+            readers.pop("state offload", None)
         for one in undone:
             one()
         for handle in mover.handles:
@@ -285,6 +304,7 @@ def _patch_gradients(mover: StateOffload) -> list[Undo]:
     def reading(original: Callable[[Any], bool]) -> Any:
         def prepare_grads(self: Any) -> bool:
             mover.bring_back_grads(mover._units())
+            mover._between = True
             return original(self)
 
         return prepare_grads

@@ -92,6 +92,11 @@ class Chunk:
     units: list[Unit] = field(default_factory=list)
 
     @property
+    def groups(self) -> list[Any]:
+        """Megatron's bucket groups."""
+        return list(dict.fromkeys(self.ddp.param_to_bucket_group.values()))
+
+    @property
     def gathers(self) -> bool:
         """Each rank updates its share of the parameters and gathers the others'."""
         return bool(self.ddp.ddp_config.use_distributed_optimizer)
