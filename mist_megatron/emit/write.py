@@ -22,9 +22,10 @@ EXECUTABLE_SUFFIXES = frozenset({".sh", ".sbatch"})
 def write_artifacts(out: Path, artifacts: Artifacts, *, force: bool = False) -> tuple[Path, ...]:
     """Write the folder `out`; returns the files written.
 
-    All files are written beside `out` first and put in place by renaming, so that an interrupt, a full
-    disk or a bad path leaves what was there before. A new folder appears in one step. With `force` each file
-    replaces its namesake in one step; other files (checkpoints, say) stay untouched.
+    All files are written aside first and put in place by renaming, so that an interrupt, a full disk or a
+    bad path leaves what was there before. A new folder appears in one step. One that is there stays the same
+    folder, which may be a shell's current one or where a disk is mounted: with `force` each file replaces its
+    namesake in one step; other files (checkpoints, say) stay untouched.
     """
     _check_paths(artifacts)
     out = _resolved(out)
@@ -35,11 +36,14 @@ def write_artifacts(out: Path, artifacts: Artifacts, *, force: bool = False) -> 
             details=("nothing was written", "try: --force to replace the files in it, or another folder"),
         )
     _make_parent(out)
-    aside = _beside(out)
+    aside = _aside(out)
     try:
         for name, text in artifacts.items():
             _write_one(aside / name, text)
-        _put_in_place(aside, out, artifacts)
+        if out.exists():
+            _put_in_place(aside, out, artifacts, empty=not taken)
+        else:
+            aside.rename(out)
     except OSError as error:
         raise InputError(
             f"cannot write {out}: {error.strerror or error}", details=("nothing was written",)
@@ -114,13 +118,15 @@ def _make_parent(path: Path) -> None:
         raise InputError(f"cannot make the folder {path.parent}: {error.strerror or error}") from error
 
 
-def _beside(out: Path) -> Path:
+def _aside(out: Path) -> Path:
+    """On the disk of the folder: inside it where it is there, beside it where it is not."""
+    parent = out if out.exists() else out.parent
     try:
-        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name[:200]}.", dir=parent))
         aside.chmod(0o777 & ~_umask())
         return aside
     except OSError as error:
-        raise InputError(f"cannot write in {out.parent}: {error.strerror or error}") from error
+        raise InputError(f"cannot write in {parent}: {error.strerror or error}") from error
 
 
 def _umask() -> int:
@@ -148,16 +154,20 @@ def _write_one(path: Path, text: str) -> None:
     path.chmod((0o777 if path.suffix in EXECUTABLE_SUFFIXES else 0o666) & ~_umask())
 
 
-def _put_in_place(aside: Path, out: Path, artifacts: Artifacts) -> None:
-    """A new or empty folder by one rename; files of an existing one by one rename each."""
-    if not out.exists() or not any(out.iterdir()):
-        if out.exists():
-            out.rmdir()
-        aside.rename(out)
-        return
+def _put_in_place(aside: Path, out: Path, artifacts: Artifacts, *, empty: bool) -> None:
+    """Files of a folder that is there, by one rename each; one that was empty is so again if that fails."""
     for name in artifacts:  # all that may be refused is refused before the first file is replaced
         if (out / name).is_dir():
             raise IsADirectoryError(f"{name} is a folder there")
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-    for name in artifacts:
-        (aside / name).replace(out / name)
+    try:
+        for name in artifacts:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+        for name in artifacts:
+            (aside / name).replace(out / name)
+    except BaseException:
+        if empty:
+            for name in {PurePosixPath(name).parts[0] for name in artifacts}:
+                shutil.rmtree(out / name, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    (out / name).unlink()
+        raise

@@ -37,6 +37,39 @@ def test_empty_folder_is_filled(tmp_path: Path) -> None:
     assert listing(out) == FILES
 
 
+def test_the_current_folder_is_filled_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renamed away, the shell would be in a folder that is gone; and a mount cannot be renamed at all."""
+    out = tmp_path / "out"
+    out.mkdir(mode=0o750)
+    monkeypatch.chdir(out)
+    before = out.stat()
+    write_artifacts(Path(), FILES)
+    assert listing(Path()) == listing(out) == FILES
+    assert (out.stat().st_ino, out.stat().st_mode) == (before.st_ino, before.st_mode)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_an_empty_folder_is_empty_again_after_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: int
+) -> None:
+    """It comes while the files are put in place."""
+    put: list[Path] = []
+    replace = Path.replace
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if len(put) == replaced:
+            raise KeyboardInterrupt
+        put.append(target)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_artifacts(tmp_path, FILES)
+    assert len(put) == replaced
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_with_something_in_it_needs_force(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "sub").mkdir(parents=True)
