@@ -88,7 +88,7 @@ def _interrupted(found: list[Found], refused: list[NoFeasiblePlan]) -> bool:
 def _to_beat(found: list[Found], settings: Settings, job: Job, asked: Job) -> float:
     """What other ways have to beat by eq. 1. Where several plans are asked for, they are of one way: the last
     one, which overlaps nothing, is left out where `predict` cannot put its best first either."""
-    from mist_megatron.search.tune import NEAR
+    from mist_megatron.search.near import NEAR
 
     best_s = min((each.result.objective_s for each in found), default=math.inf)
     if job.target not in MEGATRON or (settings.top > 1 and job is not asked):

@@ -145,6 +145,16 @@ def _even_bound(shape: Shape, stages: tuple[LeastTimes, LeastTimes, LeastTimes])
     return ShapeBound(((shape.grad_accum - 1) * max(t_s) + rest_s) * (1 - 1e-9), rest_s, stages)
 
 
+def least_passes_s(work_s: float, gpus: int, grad_accum: int, lengths: Sequence[int]) -> float:
+    """Of any pipeline of these numbers of stages, whatever their sizes, for so many GPU-seconds of a
+    micro-batch: some k stages are as slow as the slowest, and each other has one GPU at least."""
+    return min(
+        (grad_accum - 1 + slow) * work_s / (gpus - stages + slow)
+        for stages in lengths
+        for slow in range(1, stages + 1)
+    )
+
+
 def least_times(
     question: Question, meshes: Sequence[Shape], role: StageRole, counts: range | None = None
 ) -> list[LeastTimes]:

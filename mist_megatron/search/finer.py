@@ -20,6 +20,7 @@ from mist_megatron.cost.grid import StageGrid, role_of
 from mist_megatron.cost.iteration import NEVER_LATE, Late, StageTiming, iteration_time
 from mist_megatron.cost.predict import finer_parts
 from mist_megatron.search.assign import Assignment, Pipelines, Size, may_stand, value_of
+from mist_megatron.search.crossings import Crossings
 from mist_megatron.search.frontier import StageConfigs
 from mist_megatron.search.shapes import Shape
 from mist_megatron.search.slot_prices import AXES, Array, Slot, stage_grid
@@ -69,12 +70,22 @@ class _Climb:
     def __init__(self, stages: Stages) -> None:
         self.stages, self.left, self.best_s = stages, PASSES, np.inf
         self._timings: dict[tuple[int, Size], list[StageTiming]] = {}
+        self._crossings = Crossings(stages.evaluator, stages.meshes)
 
     def seconds(self, picks: Sequence[Pick]) -> float:
         self.left -= len(picks)
         timings = [self._timing(position, pick) for position, pick in enumerate(picks)]
+        if self._crossings.known:
+            timings = self._between_meshes(picks, timings)
         hides = self.stages.evaluator.time_context.step_hides
         return iteration_time(timings, self.stages.grad_accum, step_hides=hides).total_s
+
+    def _between_meshes(self, picks: Sequence[Pick], timings: Sequence[StageTiming]) -> list[StageTiming]:
+        """With what crosses the borders of these stages."""
+        columns = [self._configs(position, size).columns["mesh"] for position, (size, _) in enumerate(picks)]
+        which = tuple(int(column[row]) for column, (_, row) in zip(columns, picks, strict=True))
+        found = zip(timings, self._crossings.beyond(which), strict=True)
+        return [_longer(timing, *more) if more[0] else timing for timing, more in found]
 
     def eq1(self, picks: Sequence[Pick]) -> float:
         found = [(self._configs(position, size), row) for position, (size, row) in enumerate(picks)]
@@ -175,6 +186,11 @@ class _Climb:
             in_flight=np.ones(len(mine)),
             grad_accum=np.full(len(mine), float(self.stages.grad_accum)),
         )
+
+
+def _longer(timing: StageTiming, stable_s: float, forward_s: float) -> StageTiming:
+    whole_s = timing.stable_s + stable_s
+    return replace(timing, stable_s=whole_s, forward_s=min(timing.split_s[0] + forward_s, whole_s))
 
 
 def _a_layer_moved(one: Size, other: Size) -> tuple[Size, Size]:

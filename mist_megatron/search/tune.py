@@ -17,18 +17,14 @@ from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import Question, ShapeBound, Solver
 from mist_megatron.search.frontier import Tally
 from mist_megatron.search.known import Item, Known
+from mist_megatron.search.near import NEAR, farthest_s, worth_a_climb
 from mist_megatron.search.no_plan import no_plan
 from mist_megatron.search.order import Bound, Order, Pair, ordered
 from mist_megatron.search.shapes import Shape, UnequalShape, explain_no_shape, shapes
 from mist_megatron.search.slot_prices import fractions
 from mist_megatron.search.solve import Solution, StageChoice, solve_shape
 from mist_megatron.search.space import OFFLOAD_KINDS, Limits, Space, apply_limits, cut_to_target
-from mist_megatron.search.unequal import (
-    Mixture,
-    MixtureBound,
-    mixtures,
-    solve_mixture,
-)
+from mist_megatron.search.unequal import Mixture, MixtureBound, mixtures, solve_mixture
 from mist_megatron.spec.plan import Offload, Plan, Recompute, StagePlan, Zero
 from mist_megatron.spec.target import require_model
 
@@ -273,23 +269,39 @@ class _Run:
         return Status.OPTIMAL
 
     def climb(self, order: Order) -> None:
-        """Plans near eq. 1's best, of its own shape and of others that may be as near, which the closed form
-        of `predict` puts first. What ends the search ends this: the best by eq. 1 is proved."""
-        question = replace(self.question, climb=True)
-        worst_s = self.best[0].value_s * (1.0 + NEAR)
+        """Plans which the closed form of `predict` may put first (`near`). What ends the search ends this:
+        the best by eq. 1 is proved."""
+        best_s, gpus = self.best[0].value_s, self.question.evaluator.job.cluster.gpus
+        told_s = min(self._closed_form_s(solution) for solution in self.best)
+        far = told_s > best_s * (1.0 + NEAR)
         tally = Tally()
         try:
-            found = [pair for pair in order.below(worst_s) if _may_climb(self.question, pair[1])]
-            for bound, item in sorted(found, key=lambda pair: not self._has_best(pair[1])):
+            for bound, item in worth_a_climb(order, best_s, told_s, self._has_best, gpus):
                 if tally.priced > MOST_NEAR:
                     break
-                solution, more = solve(question, item, bound, worst_s)
-                tally.add(more)
-                if solution is not None and _is_its_own(solution):
-                    self.near.append(solution)
+                worst_s = farthest_s(item, best_s, told_s)
+                if bound.value_s >= worst_s:
+                    continue
+                for question in self._ways_to_climb(item, far):
+                    solution, more = solve(question, item, bound, worst_s)
+                    tally.add(more)
+                    if solution is not None and _is_its_own(solution):
+                        self.near.append(solution)
+                        told_s = min(told_s, self._closed_form_s(solution))
         except _Stopped:
             pass
         self.tally.add(tally)
+
+    def _ways_to_climb(self, item: Item, far: bool) -> Iterator[Question]:
+        """From the best of an item by eq. 1; where the best of all is far behind, that itself too."""
+        if far and isinstance(item, Shape):
+            yield self.question
+        if _may_climb(self.question, item):
+            yield replace(self.question, climb=True)
+
+    def _closed_form_s(self, solution: Solution) -> float:
+        evaluator = self.question.evaluator
+        return predict(plan_of(evaluator, solution), evaluator).iteration_s
 
     def _has_best(self, item: Item) -> bool:
         """Whether one of the best by eq. 1 is a plan of it."""
@@ -377,8 +389,6 @@ MOST_QUICK = 8
 WORST = 2.0
 """No plan is told that takes so many times what the fastest takes: who asks for 100,000 wants those that are
 worth a look, not every one that fits."""
-NEAR = 0.03
-"""How far behind eq. 1's best a plan may be, by eq. 1, from which a climb begins."""
 MOST_NEAR = 5_000_000
 """Configurations that climbs may ask to be priced: less than a second."""
 

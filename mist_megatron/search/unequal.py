@@ -27,7 +27,7 @@ from mist_megatron.search.assign import (
     improves,
     pareto,
 )
-from mist_megatron.search.bounds import LeastTimes, Question, least_times
+from mist_megatron.search.bounds import LeastTimes, Question, least_passes_s, least_times
 from mist_megatron.search.finer import Stages
 from mist_megatron.search.frontier import StageConfigs, StageTimes, Tally, joined, slot_configs, with_column
 from mist_megatron.search.least_memory import StageSizes, least_memory, sizes_of
@@ -74,6 +74,8 @@ class MixtureBound:
     least_both_s: float
     """Of t + d of a first stage, and the step."""
     least_step_s: float
+    work_s: float
+    """GPU-seconds of all layers of a micro-batch."""
     stages: tuple[tuple[LeastTimes, ...], ...]
     """By mesh: a first, middle and last stage."""
 
@@ -246,16 +248,13 @@ def _bound(job: Job, mixture: Mixture, priced: Mapping[Shape, tuple[LeastTimes, 
     # d of the first stage with the least t: one that is smaller comes with so much larger a t.
     first_d = min(float(first.d_s.min()) for first, *_ in stages)
     both_s = min(float(first.both_s.min()) for first, *_ in stages)
-    value_s = min(
-        (mixture.grad_accum - 1 + slow) * work / (gpus - stages + slow)
-        for stages in mixture.lengths
-        for slow in range(1, stages + 1)
-    )
     return MixtureBound(
-        value_s=(value_s + first_d + step_s) * (1 - 1e-9),
+        value_s=(least_passes_s(work, gpus, mixture.grad_accum, mixture.lengths) + first_d + step_s)
+        * (1 - 1e-9),
         rest_s=work / (gpus - 1) + first_d + step_s,
         least_both_s=both_s + step_s,
         least_step_s=step_s,
+        work_s=work,
         stages=stages,
     )
 

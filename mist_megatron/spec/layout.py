@@ -5,7 +5,7 @@ Ranks are numbered as Megatron numbers them: tensor parallel fastest, then conte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mist_megatron.spec.plan import Plan, Schedule
 
@@ -45,14 +45,21 @@ def hops_across(plan: Plan) -> dict[tuple[int, int], bool]:
     """Whether a border lies between nodes, by its two stages: a rank's neighbour is the rank at the same
     place of the other stage. A border that lies both ways is as slow as its slower transfers."""
     stages = len(plan.stages)
+    place, per_node = plan.rank_map or range(plan.gpus), plan.cluster.gpus_per_node
     found = {}
     for left in range(stages):
         right = (left + 1) % stages
-        few, many = sorted((stage_ranks(plan, left), stage_ranks(plan, right)), key=len)
-        found[min(left, right), max(left, right)] = any(
-            len(nodes_of(plan, (few[k * len(few) // len(many)], rank))) > 1 for k, rank in enumerate(many)
-        )
+        one, other = ([place[rank] for rank in stage_ranks(plan, stage)] for stage in (left, right))
+        found[min(left, right), max(left, right)] = lies_across(one, other, per_node)
     return found
+
+
+def lies_across(one: Sequence[int], other: Sequence[int], gpus_per_node: int) -> bool:
+    """Whether some of the neighbours in two stages on these GPUs are on different nodes."""
+    few, many = sorted((one, other), key=len)
+    return any(
+        few[k * len(few) // len(many)] // gpus_per_node != gpu // gpus_per_node for k, gpu in enumerate(many)
+    )
 
 
 def in_flight(schedule: Schedule, stage: int, stages: int, grad_accum: int, vpp: int = 1) -> float:
