@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mist_patches.deepspeed_groups import optimizer_classes, put
+from mist_patches.deepspeed_groups import expect_new_state, optimizer_classes, put
 from mist_patches.hooking import PatchRefused, holds, undo
 
 Undo = Callable[[], None]
@@ -261,8 +261,7 @@ def _one_group(self: Any, steps: Steps, index: int, grad: Any, original: Callabl
 
     master, group = self.single_partition_of_fp32_groups[index], self.real_dp_process_group[index]
     real = {name: steps.real.get(name) or getattr(self, name, None) for name in _WRITTEN}
-    if not self.optimizer.state.get(master):
-        self._hp_optimizer_states_linked = False  # it links all groups at once, at the first step of one
+    expect_new_state(self, index)
     master.grad = grad
     original(self, index)
     partitions = real[_PARTITIONS][index]

@@ -33,7 +33,7 @@ WEIGHTS_AWAY = "_mist_flat_weights"
 LOAD_STAGE3 = ("self", "state_dict", "load_optimizer_states")
 LOAD_STAGE12 = ("self", "state_dict_list", "load_optimizer_states", "load_from_fp32_weights")
 _STAGE3 = ("_create_fp16_sub_groups", "offload_states", "_rigid_load_state_dict")
-_STAGE12 = ("__init__", "offload_states", "_load_legacy_checkpoint")
+_STAGE12 = ("__init__", "offload_states", "_load_legacy_checkpoint", "_optimizer_step")
 _LAYER = re.compile(r"^((?:[^.\d]\w*\.)*\d+)\.")
 
 _wanted: dict[str, float | None] = {}
@@ -174,6 +174,7 @@ def _install() -> None:
     put(stage3, "offload_states", states, _refuse_offload_states)
     states = need_parameters(original_of(stage12, "offload_states"), ("include", "device"))
     put(stage12, "offload_states", states, _refuse_offload_states)
+    put(stage12, "_optimizer_step", ("self", "group_no"), _link_each_group)
     put(stage3, "_rigid_load_state_dict", LOAD_STAGE3, _check_load)
     put(stage12, "_load_legacy_checkpoint", LOAD_STAGE12, _check_load_list)
     engine = _engine_class()
@@ -300,6 +301,21 @@ def _local_while_summing(original: Callable[..., Any]) -> Any:
         return None if getattr(self, _LOCAL, False) else original(self, tensor, op)
 
     return _model_parallel_all_reduce
+
+
+def expect_new_state(optimizer: Any, index: int) -> None:
+    """Before a group of ZeRO 1 or 2 is stepped: DeepSpeed gives the parameters of all groups their moments to
+    read (`safe_get_full_optimizer_state`) when the first group has its own, and then never again."""
+    if not optimizer.optimizer.state.get(optimizer.single_partition_of_fp32_groups[index]):
+        optimizer._hp_optimizer_states_linked = False
+
+
+def _link_each_group(original: Callable[..., Any]) -> Any:
+    def _optimizer_step(self: Any, group_no: int) -> Any:
+        expect_new_state(self, group_no)
+        return original(self, group_no)
+
+    return _optimizer_step
 
 
 def _refuse_offload_states(original: Callable[..., None]) -> Any:

@@ -43,6 +43,7 @@ def mutated(name: str | None) -> Any:
         "no_host_weights": (weights, "hosted", lambda *_: frozenset()),
         "no_host_gradients": (gradients, "hosted", lambda *_: frozenset()),
         "no_cut": (groups, "host_starts", lambda sizes, fraction: [0] * len(sizes)),
+        "not_linked": (groups, "expect_new_state", lambda *_: None),
         "rates_of_today": (group_steps, "RATES", ()),
         "no_flush": (decoupled, "_flushed", lambda original: original),
         "no_flush_before_saving": (decoupled, "_flush_before", lambda *_: lambda module, *more: None),

@@ -354,6 +354,7 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
             if case.zero in {1, 2}:  # with ZeRO 3 a module has no weights of its own to save
                 pairs = ((w, finals[-1][n].to(w.dtype)) for n, w in saved.items() if n in finals[-1])
                 found["stale"] = max(float((a - b).abs().max()) for a, b in pairs)
+                found["unlinked"] = [n for n, p in engine.module.named_parameters() if without_moments(p)]
             found["placement"] = placement(engine)
             counts = getattr(getattr(engine, "mist_activation_offload", None), "counts", None)
             found["activations"] = vars(counts) if counts else {}
@@ -377,12 +378,43 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
     return found
 
 
+def without_moments(p: Any) -> bool:
+    """Whether DeepSpeed cannot tell the moments of what this rank steps of a parameter."""
+    mapping = getattr(p, "_hp_mapping", None)
+    return mapping is not None and "exp_avg" not in (mapping.optim_fragment or {})
+
+
 def apart(finals: list[Any], case: Case) -> float | None:
     if case.against is None:
         return None
     mine, theirs = finals[-1], finals[case.against]
     assert mine.keys() == theirs.keys()
     return max((float((mine[name] - theirs[name]).abs().max()) for name in mine), default=0.0)
+
+
+def clip_without_last_bits() -> None:
+    """In half precision, clip by norms of eight bits, with and without patches.
+
+    Patches cut groups, by which the squares of a norm are added up, so that its last bit may be another. Then
+    master weights differ in theirs, now and then one is rounded to another bf16, and every later loss shows
+    that. The norms themselves are compared as they are.
+    """
+    import torch
+    from mist_patches.deepspeed_groups import optimizer_classes
+
+    stage3, stage12 = optimizer_classes()
+    of_sub_group, of_groups = stage3.unscale_and_clip_grads, stage12.unscale_and_clip_grads
+
+    def few_bits(self: Any, norm: Any) -> Any:
+        return norm if self.dtype == torch.float32 else norm.bfloat16().to(norm.dtype)
+
+    def clip_sub_group(self: Any, sub_group_id: int, total_norm: Any) -> None:
+        of_sub_group(self, sub_group_id, few_bits(self, total_norm))
+
+    def clip_groups(self: Any, grad_groups_flat: Any, total_norm: Any) -> None:
+        of_groups(self, grad_groups_flat, few_bits(self, total_norm))
+
+    stage3.unscale_and_clip_grads, stage12.unscale_and_clip_grads = clip_sub_group, clip_groups
 
 
 def main() -> None:
@@ -401,6 +433,7 @@ def main() -> None:
 
     deepspeed.ops.adam.FusedAdam = FusedAdam
     deepspeed_cpu.quicker()
+    clip_without_last_bits()
     finals: list[Any] = []
     found = [run(case, finals) for case in cases]
     told = {"rank": torch.distributed.get_rank(), "deepspeed": deepspeed.__version__, "cases": found}
