@@ -25,6 +25,8 @@ SIZES = {
     "pipeline_model_parallel_size": "pipeline_parallel",
     "context_parallel_size": "context_parallel",
 }
+ALREADY_MET_S = 120.0
+"""The ranks have just made process groups together, so none is far behind."""
 
 
 def require_planned_groups(document: Mapping[str, Any]) -> Callable[[], None]:
@@ -57,7 +59,7 @@ def require_planned_groups(document: Mapping[str, Any]) -> Callable[[], None]:
             given.apply_defaults()
             _check(document, given.arguments)
             original(*sizes, **settings)
-            require_one_plan(document)
+            require_one_plan(document, wait_s=ALREADY_MET_S)
 
         return initialize_model_parallel
 

@@ -12,6 +12,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,30 +302,52 @@ def test_process_groups_of_another_plan_that_are_there_already(
     assert not hooked()
 
 
-@pytest.mark.parametrize(("second", "refused"), [(0.5, False), (0.25, True)])
-def test_ranks_with_an_older_copy_of_the_plan(
-    second: float, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each node reads its own file."""
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """What each of two ranks, a thread each, says of the copy it reads; nothing of one that has none."""
     import torch.distributed as dist
     from mist_patches.one_plan import require_one_plan
 
-    said: list[Any] = []
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: int(threading.current_thread().name))
 
-    def gather(found: list[Any], mine: Any, group: Any = None) -> None:
-        said.append(mine)
-        found[:] = [said[0], mine]
+    def ask(*documents: Any, wait_s: float = 60.0) -> list[str]:
+        said = ["", ""]
 
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    require_one_plan(document("deepspeed"))
-    if refused:
-        with pytest.raises(
-            PatchRefused, match=r"^rank 1 reads another stages\.json than rank 0; wanted the same"
-        ):
-            require_one_plan(changed("deepspeed", weights=second))
-    else:
-        require_one_plan(changed("deepspeed", weights=second))
+        def one(rank: int, read: Any) -> None:
+            try:
+                require_one_plan(read, wait_s=wait_s)
+            except PatchRefused as refused:
+                said[rank] = str(refused)
+
+        asking = enumerate(documents)
+        threads = [threading.Thread(target=one, args=each, name=str(each[0])) for each in asking if each[1]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return said
+
+    return ask
+
+
+def test_ranks_with_an_older_copy_of_the_plan(two_ranks: Callable[..., list[str]]) -> None:
+    """Each node reads its own file. The same ranks may ask again: a process may have several engines."""
+    plan, older = document("deepspeed"), changed("deepspeed", weights=0.25)
+    assert two_ranks(plan, dict(plan)) == ["", ""]
+    assert two_ranks(plan, plan) == ["", ""]
+    words = "rank 1 reads another stages.json than rank 0; wanted the same folder on every node"
+    assert two_ranks(plan, older) == [words, words]
+
+
+def test_a_rank_whose_copy_names_no_patches(two_ranks: Callable[..., list[str]]) -> None:
+    """It does not ask; the others do not wait for it as long as the framework would."""
+    plan = document("deepspeed")
+    assert two_ranks(plan, plan) == ["", ""]
+    said, _ = two_ranks(plan, None, wait_s=0.5)
+    assert said.startswith("rank 1 has not said within 0.5 s which stages.json it reads")
 
 
 def engine(zero: int, stages: int = 0) -> Any:
