@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mist_patches.hooking import PatchRefused, _installed, all_or_nothing, log
+from mist_patches.hooking import PatchRefused, _installed, all_or_nothing, log, show_lines
 from mist_patches.stage_arguments import apply_stage_arguments, read_stages
 from mist_patches.stage_guards import version_problem
 
@@ -165,7 +165,8 @@ def apply(path: str | os.PathLike[str]) -> list[Undo]:
         raise
     _applied.clear()
     _applied[asked] = undone
-    log.info("rank %s, stage %s: %s", os.environ["RANK"], stage["stage"], ", ".join(names) or "none")
+    show_lines()
+    log.info("stage %s: %s", stage["stage"], ", ".join(names) or "none")
     return list(undone)
 
 

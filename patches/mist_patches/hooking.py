@@ -7,9 +7,12 @@ Several patches may wrap the same attribute; each can be undone without the othe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +20,25 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 log = logging.getLogger("mist_patches")
+
+
+class _Lines(logging.Handler):
+    """What the patches say, on stderr, where nobody has set logging up: Python would drop it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not logging.getLogger().handlers
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a stream that is closed must not end a training
+            sys.stderr.write(f"mist, rank {os.environ.get('RANK', '0')}: {record.getMessage()}\n")
+
+
+def show_lines() -> None:
+    """Let every rank's lines be seen, unless somebody has chosen a level for them."""
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+    if not any(isinstance(handler, _Lines) for handler in log.handlers):
+        log.addHandler(_Lines())
 
 
 class PatchRefused(SystemExit, RuntimeError):
@@ -66,6 +88,7 @@ def replace(
     `parameters` are the parameter names the original must have, or several such lists, one for each
     version. Applying a patch again (the same module's `build`) takes the place of its earlier self.
     """
+    show_lines()
     name = f"{getattr(owner, '__name__', owner)}.{attribute}"
     patch = build.__module__
     entry = _installed.get((id(owner), attribute))

@@ -162,7 +162,6 @@ def train(loop: Loop, folder: Path) -> dict[str, Any]:
             if step == loop.undo_after:
                 for k in reversed(range(len(undone)) if loop.undone is None else loop.undone):
                     undone[k]()
-        wrapped.state_dict()  # takes what is pending
         offload = getattr(model.decoder, "mist_activation_offload", None)
         found["activations"] = 0.0 if offload is None else offload.counts.fraction
         found["sums"] = [float(p.detach().double().sum()) for p in model.parameters()]

@@ -65,6 +65,7 @@ def test_a_good_plan_has_no_problem():
     [
         (changed(1, recompute_layers=5), "stage 1: recompute_layers is 5, the stage has 4 layers"),
         (changed(0, offload={"optimizer": 1.7}), "stage 0: offload.optimizer is 1.7"),
+        (changed(0, offload={"grads": 10**400}), "offload.grads is 1000"),
         (changed(0, offload={"grads": "half"}), "offload.grads is 'half'"),
         (changed(0, recompute_layers=4), "nothing is left to offload"),
         (changed(1, arguments=["--recompute-num-layers", "9"]), "--recompute-num-layers 9"),
