@@ -45,7 +45,8 @@ def patched_plan(before: Plan, reading: Reading, question: Question, keep: tuple
     from mist_megatron.search.space import Limits, space_named
     from mist_megatron.search.tune import Settings
 
-    fixed: dict[str, int] = {}
+    # A script that trains with this file has the model in one piece: stages need another script.
+    fixed: dict[str, int] = {"pp": 1}
     if keep_covers(keep, "zero_optimization.stage"):
         fixed["zero"] = reading.stage
     if keep_covers(keep, BATCH_KEYS[1]):

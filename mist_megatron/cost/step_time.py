@@ -111,10 +111,11 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
 def _gradients_to_states(grid: StageGrid, count: Array, share: Array, context: TimeContext) -> Array:
     """In the last backward pass gradients go to the host's states in fp32. ZeRO 1 has added them up on the
     GPU by then; it still copies sums of nothing in, adds, and copies them out (stage_1_and_2.py,
-    copy_grads_in_partition), but where gradients are wider than weights."""
+    copy_grads_in_partition), but where gradients are wider than weights, and in a pipeline, whose engine
+    reduces once (there micro_step_id is 0 then)."""
     offloads = grid.optimizer_offload > 0.0
     seconds = host_copy(STEP_GRAD_BYTES * grid.optimizer_offload * share, "d2h", context)
-    if context.grad_bytes == STEP_GRAD_BYTES:
+    if context.grad_bytes == STEP_GRAD_BYTES or grid.stages > 1:
         return seconds
     summed = context.grad_bytes * touched_parameters(grid, count, context)
     summed = np.where(offloads & (grid.zero == 1) & (grid.grad_accum > 1), summed, 0.0)

@@ -211,6 +211,11 @@ def _conflict(job: Job, space: Space, limits: Limits) -> str | None:
             f"--fix pp={fixed['pp']}: space {space.name} on {job.target} splits layers evenly, wanted a "
             f"divisor of {job.model.layers} layers"
         )
+    if fixed.get("pp", 1) > 1 and space.pipeline and not {*space.zero} & {*space.zero_with_pipeline}:
+        return (
+            f"--fix pp={fixed['pp']}: with several stages target {job.target} runs ZeRO "
+            f"{_listed(space.zero_with_pipeline) or 'at no level'}, got ZeRO {_listed(space.zero)}"
+        )
     together = math.prod(fixed.get(key, 1) for key in sizes)
     if cluster.gpus % together or (len(sizes.keys() & fixed.keys()) == 3 and together != cluster.gpus):
         product = " x ".join(f"{key} {fixed[key]}" for key in sizes if key in fixed)

@@ -314,7 +314,9 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
         pipelined = " with a pipeline" if plan.pipeline_size > 1 else ""
         known = stage.zero in CAPABILITIES[plan.target].zero and not pipelined
         wide = f" with gradients of 4 bytes beside {plan.training.precision} weights" if known else ""
-        found.append(f"{where}.zero {stage.zero}: it runs {', '.join(map(str, levels))}{pipelined}{wide}")
+        found.append(
+            f"{where}.zero {stage.zero}: it runs {', '.join(map(str, levels)) or 'none'}{pipelined}{wide}"
+        )
     if stage.tp > 1 and not able.tensor_parallel:
         found.append(f"{where}.tp {stage.tp}: it has no tensor parallelism here")
     if stage.recompute == "selective" and not able.selective:

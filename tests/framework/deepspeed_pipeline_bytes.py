@@ -25,7 +25,8 @@ def watched(engine: Any) -> dict[str, list[int]]:
     from deepspeed.runtime.pipe import schedule
 
     zero = engine.optimizer
-    found: dict[str, list[int]] = {"pipe": [], "grads": [], "buckets": [], "buckets_at_reduction": []}
+    names = ("pipe", "grads", "buckets", "buckets_at_reduction", "sums_on_host")
+    found: dict[str, list[int]] = {name: [] for name in names}
     backward = engine._INSTRUCTION_MAP[schedule.BackwardPass]
     epilogue = zero.overlapping_partition_gradients_reduce_epilogue
 
@@ -41,6 +42,7 @@ def watched(engine: Any) -> dict[str, list[int]]:
 
     def reduce_epilogue() -> None:
         found["buckets_at_reduction"].append(buckets())
+        found["sums_on_host"].append(len(getattr(zero, "accumulated_grads_in_cpu", ())))
         epilogue()
 
     zero.overlapping_partition_gradients_reduce_epilogue = reduce_epilogue

@@ -70,7 +70,7 @@ def plan_with(job, shape, stages):
 def random_case(seed):
     rng = np.random.default_rng(seed)
     target = list(TARGETS)[seed % len(TARGETS)]
-    stages = 1 if target.startswith("deepspeed") else int(rng.choice([1, 2]))
+    stages = 1 if target == "deepspeed" else int(rng.choice([1, 2]))
     gpus = int(rng.choice([2, 4]))
     tp = 1 if target.startswith("deepspeed") else int(rng.choice([1, 2]))
     if gpus < stages * tp:
@@ -79,7 +79,8 @@ def random_case(seed):
     micro_batch = int(rng.choice([1, 2]))
     job = small_job(target, gpus=gpus, layers=4, batch=8 * dp * micro_batch)
     space = cut_to_target(space_named(TARGETS[target]), target)
-    zero = space.zero if space.per_stage_zero else (int(rng.choice(space.zero)),)
+    levels = [level for level in space.zero if stages == 1 or level in space.zero_with_pipeline]
+    zero = space.zero if space.per_stage_zero else (int(rng.choice(levels)),)
     shape = Shape(
         grad_accum=8,
         stages=stages,
