@@ -170,13 +170,17 @@ def _pool(workers: int) -> Iterator[Any]:
 
     if QUIET not in sys.warnoptions:  # what the tracker's process inherits
         sys.warnoptions.append(QUIET)
-    # A terminal's interrupt reaches workers too: what ends the search is for this process to say.
-    context = get_context("spawn")
-    pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
-    )
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
     before = active_children()
     try:
+        # A terminal's interrupt reaches workers too: what ends the search is for this process to say. They
+        # inherit the mask, which holds from before their first import on. A task begins a worker each.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for _ in range(workers):
+                pool.submit(int)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         yield pool
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

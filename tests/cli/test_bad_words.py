@@ -76,23 +76,3 @@ def test_a_trace_never_replaces_the_answer(mist, tmp_path: Path) -> None:  # typ
     assert (done.stderr, (tmp_path / "answer.json").read_text("utf-8")) == (said, "")
     ran = mist("simulate", recipe(), "--trace", "-")
     assert (ran.code, ran.err) == (2, said.replace("/dev/stdout", "-"))
-
-
-def test_workers_that_an_interrupt_leaves_say_nothing(tmp_path: Path) -> None:
-    """The interpreter's tracker of semaphores warned after `error: interrupted`."""
-    program = """
-import os
-from mist_megatron.cli.run_search import _pool
-if __name__ == "__main__":
-    try:
-        with _pool(2) as pool:
-            assert pool.submit(abs, -1).result() == 1
-            raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        os._exit(130)
-"""
-    script = tmp_path / "ended.py"
-    script.write_text(program, "utf-8")
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stderr) == (130, "")

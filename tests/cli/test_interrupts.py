@@ -59,3 +59,42 @@ app.main()
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert os.listdir(tmp_path) == []
+
+
+def test_workers_that_an_interrupt_leaves_say_nothing(tmp_path):
+    """The interpreter's tracker of semaphores warned after `error: interrupted`."""
+    program = """
+import os
+from mist_megatron.cli.run_search import _pool
+if __name__ == "__main__":
+    try:
+        with _pool(2) as pool:
+            assert pool.submit(abs, -1).result() == 1
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        os._exit(130)
+"""
+    script = tmp_path / "ended.py"
+    script.write_text(program, "utf-8")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_workers_do_not_hear_an_interrupt(tmp_path):
+    """Those of a terminal's Ctrl-C told their tracebacks when it came while they began."""
+    program = """
+import os, signal
+from multiprocessing import active_children
+from mist_megatron.cli.run_search import _pool
+if __name__ == "__main__":
+    with _pool(2) as pool:
+        for worker in active_children():
+            os.kill(worker.pid, signal.SIGINT)
+        print(len(active_children()), pool.submit(abs, -1).result())
+"""
+    script = tmp_path / "began.py"
+    script.write_text(program, "utf-8")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2 1\n", "")
