@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,6 +118,11 @@ def _check_out(out: Path | None, force: bool) -> None:
         raise InputError(f"--out {out} is a file; wanted a folder")
     if is_full and not force:
         raise InputError(f"output folder {out} is not empty", details=("try: --force, or another --out",))
+    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise InputError(f"--out {out} cannot be made: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"--out {out} cannot be written: no permission in {there}")
 
 
 def _write(plan: Plan, out: Path | None, force: bool) -> list[str]:

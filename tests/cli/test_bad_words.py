@@ -63,6 +63,9 @@ def test_a_folder_below_a_file_is_told_as_that(mist, tmp_path: Path) -> None:  #
     ran = mist("recipes", "copy", RECIPE, "notes/run")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == f"error: cannot make the folder {tmp_path / 'notes'}: a part of it is a file\n"
+    ran = mist("tune", "--model", "gpt3-175b", "--gpus", "1024", "--out", "notes/run/a")  # before the search
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == f"error: --out notes/run/a cannot be made: {tmp_path / 'notes'} is a file\n"
 
 
 def test_a_trace_never_replaces_the_answer(mist, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
