@@ -15,7 +15,8 @@ from mist_megatron.search.bounds import least_passes_s
 from mist_megatron.search.known import Item
 from mist_megatron.search.order import Order, Pair
 from mist_megatron.search.shapes import Shape
-from mist_megatron.search.unequal import Mixture, MixtureBound
+from mist_megatron.search.unequal import FEW_SLOTS, Mixture, MixtureBound
+from mist_megatron.spec.job import Job
 
 NEAR = 0.03
 """How far behind eq. 1's best a plan may be, by eq. 1, from which a climb begins."""
@@ -25,29 +26,39 @@ was up to 13 % behind by eq. 1."""
 
 
 def worth_a_climb(
-    order: Order, best_s: float, told_s: float, has_best: Callable[[Item], bool], gpus: int
+    order: Order, best_s: float, told_s: float, has_best: Callable[[Item], bool], job: Job
 ) -> list[Pair]:
     """What is near the best by eq. 1, or before what is told of that, its own items first; and what else has
-    few micro-batches."""
+    few micro-batches and is quick to solve."""
     near: list[Pair] = []
     far: list[Pair] = []
     near_s = max(best_s * (1.0 + NEAR), told_s)
-    for bound, item in order.below(max(near_s, best_s * (1.0 + FAR))):
+    # A pipeline has two stages at least.
+    small = 2 * job.model.layers <= FEW_SLOTS
+    for bound, item in order.below(max(near_s, best_s * (1.0 + FAR)) if small else near_s):
         if bound.value_s < near_s:
             near.append((bound, item))
+        elif not _is_quick(item, job):
+            continue
         elif isinstance(item, Mixture) and isinstance(bound, MixtureBound):
-            far += _long_ones(item, bound, gpus)
-        elif has_few(item):
+            far += _long_ones(item, bound, job.cluster.gpus)
+        elif _has_few(item):
             far.append((bound, item))
     return [*sorted(near, key=lambda pair: not has_best(pair[1])), *far]
 
 
-def farthest_s(item: Item, best_s: float, told_s: float) -> float:
+def farthest_s(item: Item, best_s: float, told_s: float, job: Job) -> float:
     """Where plans of an item may begin by eq. 1."""
-    return max(best_s * (1.0 + (FAR if has_few(item) else NEAR)), told_s)
+    return max(best_s * (1.0 + (FAR if _has_few(item) and _is_quick(item, job) else NEAR)), told_s)
 
 
-def has_few(item: Item) -> bool:
+def _is_quick(item: Item, job: Job) -> bool:
+    """Whether there is little to price."""
+    slots = item.stages if isinstance(item, Shape) else len(item.meshes)
+    return job.model.layers * slots <= FEW_SLOTS
+
+
+def _has_few(item: Item) -> bool:
     """Hardly more micro-batches than stages, of the shortest pipelines of a mixture."""
     stages = item.stages if isinstance(item, Shape) else item.lengths[0]
     return item.grad_accum <= stages + 1

@@ -271,15 +271,15 @@ class _Run:
     def climb(self, order: Order) -> None:
         """Plans which the closed form of `predict` may put first (`near`). What ends the search ends this:
         the best by eq. 1 is proved."""
-        best_s, gpus = self.best[0].value_s, self.question.evaluator.job.cluster.gpus
+        best_s, job = self.best[0].value_s, self.question.evaluator.job
         told_s = min(self._closed_form_s(solution) for solution in self.best)
         far = told_s > best_s * (1.0 + NEAR)
         tally = Tally()
         try:
-            for bound, item in worth_a_climb(order, best_s, told_s, self._has_best, gpus):
+            for bound, item in worth_a_climb(order, best_s, told_s, self._has_best, job):
                 if tally.priced > MOST_NEAR:
                     break
-                worst_s = farthest_s(item, best_s, told_s)
+                worst_s = farthest_s(item, best_s, told_s, job)
                 if bound.value_s >= worst_s:
                     continue
                 for question in self._ways_to_climb(item, far):
