@@ -7,6 +7,9 @@ What: `lay_out_by_unit` makes the bucket layout break at the borders of layers; 
 them (embedding, final norm, head) is a bucket of its own. Order, padding and alignment stay Megatron's: its
 own function lays out each run of parameters. `watch_chunks` lists the units of every wrapped model chunk.
 
+With more buckets than Megatron makes there is padding between them, which its `fully_reshardable` checkpoints
+do not stand: that is mended here too.
+
 0.16.1 has no layout function to wrap. There a buffer gets a bucket size that is reached exactly where a unit
 ends: it is compared once with every parameter, in the order of the buffer.
 
@@ -41,6 +44,7 @@ _BUFFER_PARAMETERS = (
     "param_to_name", "gradient_scaling_factor", "param_indices", "nccl_ub", "pg_collection",
 )  # fmt: skip
 """Of 0.16.1."""
+_RESHARDABLE = ("self", "model_sharded_state_dict", "is_loading", "metadata")
 _UNTESTED = (
     "nccl_ub",
     "fp8_param_gather",
@@ -192,12 +196,15 @@ def lay_out_by_unit() -> Undo:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    marked = replace(TransformerBlock, "__init__", BLOCK_PARAMETERS, _mark_layers)
+    undone = [
+        replace(TransformerBlock, "__init__", BLOCK_PARAMETERS, _mark_layers),
+        replace(DistributedOptimizer, "sharded_param_state_fully_reshardable", _RESHARDABLE, _as_laid_out),
+    ]
     if not hasattr(DistributedOptimizer, "_compute_per_buffer_param_layout"):
         buffer = param_and_grad_buffer._ParamAndGradBuffer
-        return _both(marked, replace(buffer, "__init__", _BUFFER_PARAMETERS, _cut_by_unit))
+        return _both(*undone, replace(buffer, "__init__", _BUFFER_PARAMETERS, _cut_by_unit))
     return _both(
-        marked,
+        *undone,
         replace(
             DistributedOptimizer,
             "_compute_per_buffer_param_layout",
@@ -249,6 +256,44 @@ def _by_unit(original: Callable[..., Any]) -> Any:
 def _runs(params: list[Any]) -> list[list[Any]]:
     """Neighbours of one unit."""
     return [list(run) for _, run in groupby(params, key=lambda p: getattr(p, "mist_layer", id(p)))]
+
+
+def _as_laid_out(original: Callable[..., Any]) -> Any:
+    """Megatron collects a buffer's states without the padding between buckets, and then looks each parameter
+    up where it lies with the padding: behind a padded bucket a checkpoint would get others' numbers."""
+
+    @functools.wraps(original)
+    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        collect, kept = self.get_parameter_state_dp_zero, vars(self).get("get_parameter_state_dp_zero")
+
+        def get_parameter_state_dp_zero(*how: Any, **options: Any) -> Any:
+            state = collect(*how, **options)
+            for k, buffer in enumerate(self.buffers if state is not None else ()):
+                for tensors in state[k].values():
+                    tensors.update({key: _padded(buffer, v) for key, v in tensors.items()})
+            return state
+
+        self.get_parameter_state_dp_zero = get_parameter_state_dp_zero
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            del self.get_parameter_state_dp_zero
+            if kept is not None:
+                self.get_parameter_state_dp_zero = kept
+
+    return sharded_param_state_fully_reshardable
+
+
+def _padded(buffer: Any, states: Any) -> Any:
+    """One number for each place of the buffer, given those of its buckets without their padding."""
+    if not hasattr(states, "new_zeros"):
+        return states
+    whole, start = states.new_zeros(max(b.offset + b.numel_unpadded for b in buffer.buckets)), 0
+    for bucket in buffer.buckets:
+        end = start + bucket.numel_unpadded
+        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = states[start:end]
+        start = end
+    return whole
 
 
 class _UnitEnds(int):

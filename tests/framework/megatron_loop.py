@@ -164,6 +164,8 @@ def train(loop: Loop, folder: Path) -> dict[str, Any]:
                     undone[k]()
         offload = getattr(model.decoder, "mist_activation_offload", None)
         found["activations"] = 0.0 if offload is None else offload.counts.fraction
+        if loop.distributed:
+            found["mixed_up"] = mixed_up_in_a_checkpoint(model, optimizer)
         found["sums"] = [float(p.detach().double().sum()) for p in model.parameters()]
     finally:
         for undo in reversed(undone):
@@ -172,13 +174,32 @@ def train(loop: Loop, folder: Path) -> dict[str, Any]:
     return found
 
 
+def mixed_up_in_a_checkpoint(model: Any, optimizer: Any) -> int:
+    """Parameters whose master weights (in fp32 they are one) would be saved with others' numbers."""
+    import torch
+
+    kind = {"distrib_optim_sharding_type": "fully_reshardable"}
+    state = optimizer.sharded_state_dict(model.sharded_state_dict(), metadata=kind)
+    (inner,) = optimizer.chained_optimizers
+    (buffer,) = inner.buffers
+    saved = state["param_state"]
+    assert len(saved) == len(buffer.param_index_map) > 1
+    return sum(
+        not torch.equal(saved[k]["param"].data.flatten(), p.detach().flatten())
+        for k, p in enumerate(buffer.param_index_map)
+    )
+
+
 def mutated(name: str) -> Any:
     from mist_patches import megatron_state_offload as states
+    from mist_patches import megatron_units as units
 
     if name == "no_settling":
         return mock.patch.object(states, "_with_moved", lambda buffer, moved: None)
     if name == "no_scaling":
         return mock.patch.object(states, "_moved", lambda buffer, kind: [])
+    if name == "no_padding":
+        return mock.patch.object(units, "_padded", lambda buffer, states: states)
     return mock.patch.dict({})
 
 

@@ -1,5 +1,5 @@
 """`mist_patches.apply` around a Megatron loop of one's own: losses per token, undone while training, frozen
-parameters, small activations. Equal to the loop without patches, bit for bit."""
+parameters, small activations, what a checkpoint gets. Equal to the loop without patches, bit for bit."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def runs() -> dict[str, dict]:
     }
     loops["unscaled"] = replace(BASES["per token"], **ALL, mutate="no_scaling")
     loops["unsettled"] = replace(BASES["per token"], **ALL, undo_after=3, mutate="no_settling")
+    loops["unpadded"] = replace(BASES["fp32 sharded"], **ALL, mutate="no_padding")
     asked = {"patches": ["exact_optimizer_fraction"], "offload": {"optimizer": 0.5}}
     loops["no switch"] = Loop(**asked)
     (found,) = run_ranks("megatron_loop.py", *(json.dumps(asdict(one)) for one in loops.values()), ranks=1)
@@ -67,6 +68,12 @@ def test_undone_in_the_middle_it_trains_on(name: str) -> None:
     found = runs()[f"undone {name}"]
     assert same(runs()[f"{UNDONE[name][0]}, plain"], found), found
     assert found["still_hooked"] == 0
+
+
+def test_a_checkpoint_for_any_layout_has_each_parameters_own_numbers() -> None:
+    """Of the tiny model's buckets those of norms are padded, where Megatron has one bucket."""
+    mixed_up = [runs()[name]["mixed_up"] for name in ("fp32 sharded, plain", "fp32 sharded", "unpadded")]
+    assert mixed_up[:2] == [0, 0] and mixed_up[2] > 0, mixed_up
 
 
 @pytest.mark.parametrize("mutant", ["unscaled", "unsettled"])
