@@ -173,10 +173,10 @@ def _passes_1f1b(stages: Sequence[StageTiming], grad_accum: int) -> float:
     """Until the first stage's last backward pass: the longest of the paths that stand still at one stage."""
     longest_s, before_s = 0.0, 0.0
     slowest_before = [0.0, 0.0]
-    behind_s = sum(sum(stage.split_s) for stage in stages)
+    behind_s = sum(stage.stable_s - stage.in_turn_s for stage in stages)
     late_behind_s = sum(stage.first_s for stage in stages)
     for index, stage in enumerate(stages):
-        behind_s -= sum(stage.split_s)
+        behind_s -= stage.stable_s - stage.in_turn_s
         late_behind_s -= stage.first_s
         following = len(stages) - 1 - index
         skipped = min(following, grad_accum - 1)
@@ -192,7 +192,7 @@ def _passes_1f1b(stages: Sequence[StageTiming], grad_accum: int) -> float:
             waits_s = max(sum(handed), *round_trips)
         before_s += stage.first_s
         longest_s = max(longest_s, before_s + grad_accum * stage.stable_s + waits_s)
-        before_s += sum(stage.split_s)
+        before_s += stage.stable_s - stage.in_turn_s
         slowest_before = [max(pair) for pair in zip(slowest_before, stage.split_s, strict=True)]
     return longest_s
 
