@@ -14,6 +14,7 @@ import numpy as np
 
 from mist_megatron.cost.pricing import Array
 from mist_megatron.spec.plan import Execution, Target
+from mist_megatron.spec.target import DEEPSPEED as DEEPSPEED_TARGETS
 
 MIB = float(1 << 20)
 
@@ -39,13 +40,13 @@ class MemoryConventions:
     """Rows of the token table are padded to this times the tensor-parallel size (Megatron's
     --make-vocab-size-divisible-by); 1 where nothing is padded."""
     bucket_elements: float = 0.0
-    """Elements of a gradient-reduction bucket that exists beside the gradients from ZeRO 2 on, or
-    with them."""
+    """Elements of a gradient-reduction bucket that exists beside the gradients from ZeRO 1 on."""
+    reductions_overlap: bool = False
+    """Of which ZeRO 1 and 2 have two then."""
     pipe_buffers: bool = False
     """In a pipeline a stage keeps, per micro-batch in flight, what it received beside the copy that its
     layers are given, and what it sent off; the buffers that it receives in; of the last stage the logits of
-    two micro-batches; and the reduction's bucket from the first backward pass on, beside which the reduction
-    takes another one."""
+    two micro-batches; and during the reduction another bucket."""
     step_scratch_bytes: int = 0
     """Per optimizer-owned parameter, while the step runs (fp32 copy of the gradients)."""
     kept_step_grad_bytes: int = 0
@@ -101,6 +102,8 @@ def conventions_of(target: Target, execution: Execution) -> MemoryConventions:
     found = _OF_TARGET.get(target, MEGATRON)
     if execution.grad_bytes is not None:
         found = replace(found, grad_bytes=execution.grad_bytes)
+    if target in DEEPSPEED_TARGETS and execution.overlap_grad_reduce:
+        found = replace(found, reductions_overlap=True)
     if target == "deepspeed+patches" and execution.decoupled_step:
         found = replace(found, layer_step_bytes=found.grad_bytes + 4)
     return found

@@ -215,13 +215,16 @@ def stage_memory(
     if target == "megatron+patches":
         # Offloaded gradients come back for the reduction, when no activations are left.
         peaks["reduction"] = held + conventions.grad_bytes * _elements(model, options, role) * GO
-    if pipe.bucket != ZERO:
-        peaks["reduction"] = held + pipe.bucket
+    if piped:
+        # Beside the bucket that the engine keeps, its reduction takes another one.
+        peaks["reduction"] = held + HALF * Integer(int(conventions.bucket_elements))
     if conventions.step_scratch_bytes:
         own = _elements(model, options, role) / _sharded(Z1, DP * CP) * (1 - OO)
         # Not where the gradients to step with are kept throughout: `held` has them.
         made = 1 - _any(OO) if conventions.kept_step_grad_bytes else ONE
-        peaks["step"] = held - pipe.bucket + conventions.step_scratch_bytes * own * made
+        # Levels 1 and 2 give their buckets back when all gradients are reduced; level 3 keeps its one.
+        released = (1 - Z3) * _buckets(conventions)
+        peaks["step"] = held - released + conventions.step_scratch_bytes * own * made
         if conventions.layer_step_bytes:
             # The last is the head's, or a layer's, when the forward pass before it has been kept.
             widest = _widest(model, options, role) / _sharded(Z1, DP * CP)
@@ -235,22 +238,28 @@ class _PipeBuffers:
 
     per_micro_batch: Expr
     held: Expr
-    bucket: Expr
-    """Part of `held`, until the step."""
     own_logits: Expr
     """Part of `held` that the loss's own moment counts too."""
 
 
-NO_BUFFERS = _PipeBuffers(ZERO, ZERO, ZERO, ZERO)
+NO_BUFFERS = _PipeBuffers(ZERO, ZERO, ZERO)
 
 
 def _pipe_buffers(conventions: MemoryConventions, role: StageRole) -> _PipeBuffers:
     """What was received has a gradient of its own, so layers are given a copy (_exec_forward_pass). What the
     last stage makes of a micro-batch, its logits, stays until the second one after it comes."""
-    bucket = HALF * Integer(int(conventions.bucket_elements))
     sides = (not role.has_embedding) + (not role.has_head)
     logits = HALF * TOKENS * VOCAB_SHARE if role.has_head else ZERO
-    return _PipeBuffers(sides * ACTIVATION, bucket + sides * ACTIVATION + 2 * logits, bucket, logits)
+    return _PipeBuffers(sides * ACTIVATION, sides * ACTIVATION + 2 * logits, logits)
+
+
+def _buckets(conventions: MemoryConventions) -> Expr:
+    """Of as many elements as configured however small the stage is, from ZeRO 1 on (setup_buckets of
+    stage_1_and_2.py, __init__ of stage3.py). ZeRO 1 reduces what it has added up, in that width, and levels
+    1 and 2 take two if reductions overlap."""
+    width = conventions.grad_bytes * (Z1 - Z2) + HALF * Z2
+    pair = 2 - Z3 if conventions.reductions_overlap else ONE
+    return Integer(int(conventions.bucket_elements)) * width * pair * Z1
 
 
 def _elements(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
@@ -283,10 +292,7 @@ def _states(
     widest = _widest(model, options, role)
     needs_weights, needs_grads = _either(Z3, WO), _either(Z2, GO)
     buffers = 2 * HALF * widest * needs_weights + 2 * Integer(grad) * widest * needs_grads
-    if conventions.bucket_elements:
-        bucket = Integer(int(conventions.bucket_elements))
-        smaller = -Max(-bucket, -(inner + first + last), evaluate=False)
-        buffers = buffers + HALF * smaller * Z2
+    buffers = buffers + _buckets(conventions)
     states = {
         "weights": term(2, Z3, WO, ZERO),
         "grads": term(grad, Z2, GO, ZERO),

@@ -17,7 +17,6 @@ from mist_megatron.cost.traffic import (
     layer_traffic,
     replicas,
     step_copies_s,
-    touched_parameters,
     whole_buckets,
 )
 
@@ -93,7 +92,7 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
     delta["optimizer_compute"] = Linear(compute)
     if template.steps_by_place:
         delta["host_adam"] = Linear(prices.host_adam(on_host).seconds)
-        gone_s = _gradients_to_states(grid, count, share, context)
+        gone_s = _gradients_to_states(grid, share, context)
         delta["host_adam_copies"] = Linear(gone_s + step_copies_s(grid, share, context))
         # Weights of ZeRO 1 and 2 that visited go back when they are new.
         visited = context.weight_bytes * count * np.where(zero >= 3, 0.0, grid.weights_offload)
@@ -108,18 +107,11 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         delta["host_adam_copies"] = Linear(copies)
 
 
-def _gradients_to_states(grid: StageGrid, count: Array, share: Array, context: TimeContext) -> Array:
-    """In the last backward pass gradients go to the host's states in fp32. ZeRO 1 has added them up on the
-    GPU by then; it still copies sums of nothing in, adds, and copies them out (stage_1_and_2.py,
-    copy_grads_in_partition), but where gradients are wider than weights, and in a pipeline, whose engine
-    reduces once (there micro_step_id is 0 then)."""
-    offloads = grid.optimizer_offload > 0.0
-    seconds = host_copy(STEP_GRAD_BYTES * grid.optimizer_offload * share, "d2h", context)
-    if context.grad_bytes == STEP_GRAD_BYTES or grid.stages > 1:
-        return seconds
-    summed = context.grad_bytes * touched_parameters(grid, count, context)
-    summed = np.where(offloads & (grid.zero == 1) & (grid.grad_accum > 1), summed, 0.0)
-    return seconds + host_copy(summed, "h2d", context) + host_copy(summed, "d2h", context)
+def _gradients_to_states(grid: StageGrid, share: Array, context: TimeContext) -> Array:
+    """In the last backward pass gradients go to the host's states in fp32. Nothing is added up on the host:
+    ZeRO 1 does that on the GPU (stage_1_and_2.py, copy_grads_in_partition: micro_step_id is 0 when it
+    reduces, with or without a pipeline)."""
+    return host_copy(STEP_GRAD_BYTES * grid.optimizer_offload * share, "d2h", context)
 
 
 def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext) -> Linear:
@@ -172,7 +164,7 @@ def _steps_in_first_forward(
         delta["host_adam"] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
         if template.steps_by_place:
             add_term(delta, "host_adam", _edges_on_host(grid, loads, divisor, context))
-            delta["host_adam_copies"] = Linear(_gradients_to_states(grid, count, share, context))
+            delta["host_adam_copies"] = Linear(_gradients_to_states(grid, share, context))
 
 
 def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: TimeContext) -> Linear:

@@ -98,10 +98,8 @@ def test_decoupled_steps_hide_the_host_but_not_its_copies() -> None:
     _, delta = terms_of(TARGET, grid(1, optimizer=1.0), decoupled_step=True)
     assert delta["host_adam"] == 0  # 125 s a layer, behind 1000 s of the layer before
     assert delta["optimizer_compute"] == pytest.approx(LAYERS * 2 * 2 * 25)
-    # fp32 gradients out, and before that sums of nothing in and out of the whole parameters that a rank's
-    # part of each layer lies in.
-    touched = PARAMETERS * (1 / 4 + 2 / 3)
-    assert delta["host_adam_copies"] == pytest.approx(2 * 4 * SHARE + LAYERS * 2 * 2 * 2 * touched)
+    # fp32 gradients out; nothing is added up on the host.
+    assert delta["host_adam_copies"] == pytest.approx(2 * 4 * SHARE)
     assert delta["weight_gather"] == 2 * LAYERS * PARAMETERS
 
 
@@ -157,9 +155,11 @@ def test_groups_of_the_device_keep_their_gradient_as_soon_as_others_are_offloade
     assert none == pytest.approx(12 * own)
     assert half == pytest.approx((12 + 4) * own / 2)
     assert whole == 0
-    # The step makes them where nothing is offloaded, and has them already where something is.
+    # The step makes them where nothing is offloaded, and has them already where something is. Levels 1 and 2
+    # have given their bucket of 5e8 elements back by then.
+    released = 0 if zero == 3 else 2 * 5e8
     for share, made in ((0.0, 4 * own), (0.5, 0.0)):
-        assert memory(zero, share)["beyond.step"] == pytest.approx(made, abs=1.0)
+        assert memory(zero, share)["beyond.step"] == pytest.approx(made - released, abs=1.0)
 
 
 def test_a_decoupled_step_has_its_layer_s_gradient_beside_the_activations() -> None:
