@@ -349,18 +349,24 @@ def run_unpatched(folder: Path) -> None:
         write_found(folder / "plain", train(folder / "like.json", groups=patched["groups"]))
 
 
-def main() -> None:
+def start() -> None:
+    """Lets ranks meet, on a CPU that DeepSpeed takes for a GPU."""
     logging.disable(logging.WARNING)
     import torch
 
     deepspeed = deepspeed_cpu.without_compiler()
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.utils import groups
 
     # A GPU by name, so that DeepSpeed tells its share from the host's; a CPU to torch.
     get_accelerator()._name = "cpu:0"
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed("gloo", verbose=False)
+
+
+def main() -> None:
+    start()
+    from deepspeed.utils import groups
+
     if sys.argv[1:2] == ["all"]:
         deepspeed_cpu.quicker()
         run_all(sys.argv[2:])

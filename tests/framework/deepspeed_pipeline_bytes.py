@@ -8,7 +8,6 @@ One more JSON file per folder and rank, held.RANK.json.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import runpy
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
-from deepspeed_by_plan import nbytes, train_pipeline
+from deepspeed_by_plan import nbytes, start, train_pipeline
 
 
 def watched(engine: Any) -> dict[str, list[int]]:
@@ -103,16 +102,7 @@ def run_all(folders: list[str]) -> None:
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)
-    import torch
-
-    deepspeed = deepspeed_cpu.without_compiler()
-    from deepspeed.accelerator import get_accelerator
-
-    # A GPU by name, so that DeepSpeed tells its share from the host's; a CPU to torch.
-    get_accelerator()._name = "cpu:0"
-    if not torch.distributed.is_initialized():
-        deepspeed.init_distributed("gloo", verbose=False)
+    start()
     if sys.argv[1:2] == ["all"]:
         deepspeed_cpu.quicker()
         run_all(sys.argv[2:])
