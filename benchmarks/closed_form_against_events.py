@@ -36,7 +36,7 @@ from functools import partial
 
 import numpy as np
 
-from mist_megatron.cli.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
 from mist_megatron.simulate.iteration import Simulation, simulate
 from mist_megatron.simulate.stage_work import Workload, workload_of

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mist_megatron.cli.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
+from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.simulate.iteration import simulate
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
-from mist_megatron.spec.model_document import model_from_mapping
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 import time
 import tracemalloc
 
-from mist_megatron.cli.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
+from mist_megatron.formats.plan_yaml import plan_from_text
 from mist_megatron.simulate.iteration import simulate
 from mist_megatron.spec.plan import Plan
-from mist_megatron.spec.plan_document import plan_from_text
 
 TEMPLATE = """
 schema: 1

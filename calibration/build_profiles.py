@@ -25,7 +25,7 @@ import numpy as np
 from profile_links import interference_rows, link_rows, nvlink_rows, simumax_links
 from profile_recipes import RECIPES, TYPICAL, Draft, Inputs, Recipe, read_inputs
 
-from mist_megatron.calibrate.profile_file import check_units, profile_to_files
+from mist_megatron.formats.profile_yaml import check_units, profile_to_files
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.profile import (
     HostLink,

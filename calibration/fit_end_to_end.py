@@ -31,17 +31,17 @@ from typing import Any
 import numpy as np
 from published_rows import converted, table
 
+from mist_megatron.ask.evaluators import cache_directory, profile_of
+from mist_megatron.ask.refitting import TURNS, Ratios, learnt_profile, predictor, with_layers
 from mist_megatron.calibrate.refit import FitLimits, Parameters, cross_validated, fit, layer_ratios, spread
 from mist_megatron.calibrate.rows import MeasuredRow, read_rows
 from mist_megatron.calibrate.validate import Outcome, Predicted, outcomes_of, summary
-from mist_megatron.cli.evaluators import cache_directory, profile_of
-from mist_megatron.cli.refitting import TURNS, Ratios, learnt_profile, predictor, with_layers
 from mist_megatron.cost import communication
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.grid import role_of
 from mist_megatron.cost.iteration import StageTiming, iteration_time
-from mist_megatron.cost.lookup import profile_prices
 from mist_megatron.cost.predict import grid_of, job_of
+from mist_megatron.price.profile_prices import profile_prices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Plan

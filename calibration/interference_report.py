@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mist_megatron.calibrate.interference import PublishedRows, fit_interference, published_coruns
-from mist_megatron.cost.overlap import overlapped_time
+from mist_megatron.price.overlap import overlapped_time
 
 BEGIN, END = "<!-- interference_report.py -->", "<!-- end of interference_report.py -->"
 HEAD = """\

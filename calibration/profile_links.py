@@ -10,7 +10,7 @@ import numpy as np
 from profile_recipes import Draft, Inputs, Recipe
 
 from mist_megatron.calibrate.interference import fit_interference, interference_sets, published_coruns
-from mist_megatron.cost.overlap import overlapped_time
+from mist_megatron.price.overlap import overlapped_time
 from mist_megatron.spec.profile import CollectiveCurve, Source
 
 GIB = float(1 << 30)

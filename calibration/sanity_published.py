@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from published_rows import converted, table
 
+from mist_megatron.ask.refitting import predictor
 from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.calibrate.validate import Outcome, outcomes_of
-from mist_megatron.cli.refitting import predictor
 
 HEAD = """\
 | source | GPU | runs | predicted | error | bias | without bias | further off than {far:.0%} |

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mist_megatron.cli.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.local_spec import local_differences
 from mist_megatron.cost.predict import Prediction, job_of, predict
 from mist_megatron.errors import MistError
+from mist_megatron.formats.files import load_mapping
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.load import load_mapping
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from mist_megatron.calibrate.fit_collectives import passes
 from mist_megatron.calibrate.imported import NO_DEVICE, UNKNOWN_DEVICE
 from mist_megatron.calibrate.measurements import Conditions, Measurement, Raw
-from mist_megatron.calibrate.profile_file import MOST_LINK_FACTOR
 from mist_megatron.errors import InputError
+from mist_megatron.formats.profile_yaml import MOST_LINK_FACTOR
 from mist_megatron.spec.cluster import GpuSpec
 
 MOST_CLOCK_SPREAD = 0.1

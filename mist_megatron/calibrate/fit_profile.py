@@ -37,8 +37,8 @@ from mist_megatron.calibrate.interference import (
     with_base,
 )
 from mist_megatron.calibrate.measurements import SIZES, Measurement, Raw
-from mist_megatron.calibrate.profile_file import check_units
 from mist_megatron.errors import InputError, ProfileError
+from mist_megatron.formats.profile_yaml import check_units
 from mist_megatron.spec.cluster import GpuSpec
 from mist_megatron.spec.profile import (
     TABLE_COLUMNS,

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from mist_megatron.errors import InputError, MistError
+from mist_megatron.formats.document import build
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
-from mist_megatron.spec.document import build
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, Recompute, Schedule, StagePlan, Target, Zero
 from mist_megatron.spec.training import Precision, TrainingSpec

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mist_megatron.cli.evaluators import load_profile
+from mist_megatron.ask.evaluators import load_profile
 from mist_megatron.errors import InputError, ProfileError
 from mist_megatron.resources import data_folder
 
@@ -26,7 +26,7 @@ GZIP = b"\x1f\x8b"
 
 def read_output_text(path: Path) -> str:
     """Text of a tool's output, unpacked when it is compressed."""
-    from mist_megatron.spec.load import read_text
+    from mist_megatron.formats.files import read_text
 
     try:
         if not path.is_file():
@@ -82,7 +82,7 @@ def base_profile(gpu: GpuSpec, named: str | None) -> Profile:
 
 def datasheet_profile(gpu: GpuSpec) -> Profile:
     """The cost model's own typical figures as a profile, for GPUs that none was made of."""
-    from mist_megatron.cost.datasheet import DatasheetCurves
+    from mist_megatron.price.datasheet import DatasheetCurves
     from mist_megatron.spec.profile import HostLink, KernelCurves, LinkCurves, Profile, Quantity, Source
 
     curves = DatasheetCurves()
@@ -130,7 +130,7 @@ def datasheet_profile(gpu: GpuSpec) -> Profile:
 
 def write_profile(profile: Profile, out: Path, *, force: bool) -> list[Path]:
     """The YAML and its tables beside it; tables first, so that no YAML names a table that is not there."""
-    from mist_megatron.calibrate.profile_file import profile_to_files
+    from mist_megatron.formats.profile_yaml import profile_to_files
 
     if out.suffix not in (".yaml", ".yml"):
         raise InputError(f"--out is {out}; wanted a name that ends in .yaml")

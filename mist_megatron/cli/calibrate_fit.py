@@ -38,12 +38,12 @@ def fit(
     output: OutputOptions,
 ) -> None:
     """Fits a hardware profile to raw measurements, with errors by cross-validation."""
+    from mist_megatron.ask.evaluators import load_profile
+    from mist_megatron.ask.profile_check import held_out_shapes
     from mist_megatron.calibrate.fit_profile import FitRequest, fit_profile
     from mist_megatron.calibrate.profile_view import document
-    from mist_megatron.cli.calibrate_check import held_out_shapes
     from mist_megatron.cli.calibrate_files import base_profile, write_profile
-    from mist_megatron.cli.evaluators import load_profile
-    from mist_megatron.cost.overlap import overlapped_time
+    from mist_megatron.price.overlap import overlapped_time
     from mist_megatron.spec import catalogue
 
     def told(text: str) -> None:
@@ -119,7 +119,7 @@ def show(
 
 def _plots(profile: Profile, device: GpuSpec | None, folder: Path) -> list[Path]:
     from mist_megatron.calibrate.profile_plots import profile_plots
-    from mist_megatron.emit.write import write_file
+    from mist_megatron.formats.write import write_file
 
     if device is None:
         raise InputError(f"profile {profile.name} is of {profile.gpu}, whose peak is not in the catalogue")
@@ -138,9 +138,9 @@ def _show_gaps(output: OutputOptions, gaps: list[str]) -> None:
 
 def list_profiles(*, output: OutputOptions) -> None:
     """Names the profiles that come with this package."""
+    from mist_megatron.ask.evaluators import load_profile
     from mist_megatron.calibrate.profile_view import measured_count
     from mist_megatron.cli.calibrate_files import shipped_profiles
-    from mist_megatron.cli.evaluators import load_profile
 
     found = []
     for path in shipped_profiles():

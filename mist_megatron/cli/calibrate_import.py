@@ -41,7 +41,7 @@ def import_outputs(
     from mist_megatron.calibrate.importing import read_output
     from mist_megatron.calibrate.measurements import write_measurements
     from mist_megatron.cli.calibrate_files import date_of, read_output_text
-    from mist_megatron.emit.write import write_file
+    from mist_megatron.formats.write import write_file
     from mist_megatron.spec import check
 
     if kind is not None:

@@ -142,7 +142,7 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
 def _needed(options: ShapeOptions) -> NeededShapes | None:
     """None without a model: then the programs take the list that lies beside them."""
     from mist_megatron.cost.needed_shapes import ShapeRange, needed_shapes
-    from mist_megatron.spec.load import load_model
+    from mist_megatron.formats.files import load_model
 
     wanted = ShapeRange(
         micro_batches=numbers("--micro-batch", options.micro_batch),
@@ -165,7 +165,7 @@ def _write_shapes(shapes: NeededShapes | None, path: Path, output: OutputOptions
 
 
 def _written(path: Path, document: dict[str, Any]) -> None:
-    from mist_megatron.emit.write import write_pieces
+    from mist_megatron.formats.write import write_pieces
 
     write_pieces(path, (_text(document),))
 

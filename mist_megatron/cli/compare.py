@@ -24,8 +24,8 @@ def compare(
 ) -> None:
     """Prices the same job under each named space: what the freedom of each is worth."""
     from mist_megatron.cli.run_search import check_numbers, run_search
+    from mist_megatron.search.search import Settings
     from mist_megatron.search.space import named_spaces, space_named
-    from mist_megatron.search.tune import Settings
 
     taken = read_job(job)
     check_numbers(grid, 1, 1, None)

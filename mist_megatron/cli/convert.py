@@ -20,20 +20,20 @@ from mist_megatron.cli.convert_patched import (
 from mist_megatron.cli.emit import deepspeed_schema
 from mist_megatron.cli.options import JobOptions, TakenJob, read_job
 from mist_megatron.cli.output import OutputOptions, table
-from mist_megatron.emit import convert as conversion
-from mist_megatron.emit.convert import Change, Price, Question
-from mist_megatron.emit.convert_patches import fit_to_patches, patch_changes
-from mist_megatron.emit.deepspeed import config_text, patches, provenance, recomputes, stages
-from mist_megatron.emit.deepspeed_read import BATCH_KEYS, Config, Reading, read_config
-from mist_megatron.emit.deepspeed_schema import DeepSpeedSchema
-from mist_megatron.emit.loose_json import read_loose
-from mist_megatron.emit.write import write_artifacts
 from mist_megatron.errors import InputError, NoFeasiblePlan
+from mist_megatron.formats.files import read_text
+from mist_megatron.formats.plan_yaml import plan_to_mapping
+from mist_megatron.formats.write import write_artifacts
+from mist_megatron.frameworks.deepspeed import convert as conversion
+from mist_megatron.frameworks.deepspeed.convert import Change, Price, Question
+from mist_megatron.frameworks.deepspeed.convert_patched import fit_to_patches, patch_changes
+from mist_megatron.frameworks.deepspeed.read import BATCH_KEYS, Config, Reading, read_config
+from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
+from mist_megatron.frameworks.deepspeed.write import config_text, patches, provenance, recomputes, stages
+from mist_megatron.frameworks.loose_json import read_loose
 from mist_megatron.spec import check
-from mist_megatron.spec.load import read_text
 from mist_megatron.spec.plan import Plan
-from mist_megatron.spec.plan_document import plan_to_mapping
-from mist_megatron.spec.target import DEEPSPEED, violations
+from mist_megatron.targets.rules import DEEPSPEED, violations
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
@@ -195,7 +195,7 @@ def _convert(
 
 def _pricing() -> Callable[[Plan], Price]:
     """Prices plans; an evaluator is built once for all that differ in their stages only."""
-    from mist_megatron.cli.evaluators import evaluator_for
+    from mist_megatron.ask.evaluators import evaluator_for
     from mist_megatron.cost.predict import job_of, predict
 
     built: dict[Job, StageEvaluator] = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mist_megatron.cli.emit import launch_sources
-from mist_megatron.emit import convert as conversion
-from mist_megatron.emit import deepspeed
-from mist_megatron.emit.artifacts import artifacts
-from mist_megatron.emit.convert import Question
-from mist_megatron.emit.convert_patches import patch_obstacles
-from mist_megatron.emit.deepspeed_read import (
+from mist_megatron.errors import InputError
+from mist_megatron.frameworks.deepspeed import convert as conversion
+from mist_megatron.frameworks.deepspeed import write as deepspeed
+from mist_megatron.frameworks.deepspeed.convert import Question
+from mist_megatron.frameworks.deepspeed.convert_patched import patch_obstacles
+from mist_megatron.frameworks.deepspeed.read import (
     BATCH_KEYS,
     Config,
     Reading,
@@ -18,8 +18,8 @@ from mist_megatron.emit.deepspeed_read import (
     read_config,
     with_patches,
 )
-from mist_megatron.emit.deepspeed_schema import DeepSpeedSchema
-from mist_megatron.errors import InputError
+from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
+from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.spec.plan import Plan
 
 REPLACED = frozenset({"README.md", "ds_config.json", "ds_config_auto.json"})
@@ -42,8 +42,8 @@ def patched_plan(before: Plan, reading: Reading, question: Question, keep: tuple
     from mist_megatron.cli.options import TakenJob
     from mist_megatron.cli.run_search import run_search
     from mist_megatron.cost.predict import job_of
+    from mist_megatron.search.search import Settings
     from mist_megatron.search.space import Limits, space_named
-    from mist_megatron.search.tune import Settings
 
     # A script that trains with this file has the model in one piece: stages need another script.
     fixed: dict[str, int] = {"pp": 1}

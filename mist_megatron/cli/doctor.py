@@ -140,7 +140,7 @@ def _solvers() -> list[Check]:
 
 def _profiles() -> list[Check]:
     """Every shipped profile is read as `tune` reads it."""
-    from mist_megatron.cli.evaluators import load_profile
+    from mist_megatron.ask.evaluators import load_profile
     from mist_megatron.resources import data_folder
 
     wrong: dict[str, str] = {}
@@ -173,7 +173,7 @@ def _cache() -> Check:
     """Written to as the cost model does; without it each start compiles anew."""
     import tempfile
 
-    from mist_megatron.cli.evaluators import CACHE_VARIABLE, cache_directory
+    from mist_megatron.ask.evaluators import CACHE_VARIABLE, cache_directory
 
     folder = cache_directory()
     needed = "quicker starts; everything works without"

@@ -12,8 +12,9 @@ from mist_megatron.cli.convert import Choices, Conversion, conversion_files, con
 from mist_megatron.cli.emit import deepspeed_schema
 from mist_megatron.cli.options import JobOptions
 from mist_megatron.cli.recipe_pages import plan_words, rounded
-from mist_megatron.spec.document import STRICT, build_versioned
-from mist_megatron.spec.load import load_mapping, read_text
+from mist_megatron.formats.document import build_versioned
+from mist_megatron.formats.files import load_mapping, read_text
+from mist_megatron.spec.check import STRICT
 
 CASES_FILE = "cases.yaml"
 BEFORE = "before.json"

@@ -12,15 +12,15 @@ from typing import Annotated, cast
 import typer
 
 from mist_megatron.cli.output import OutputOptions
-from mist_megatron.emit.artifacts import LaunchSources, artifacts
-from mist_megatron.emit.deepspeed_schema import DeepSpeedSchema, schema_from_text
-from mist_megatron.emit.write import write_artifacts
 from mist_megatron.errors import EmitError
+from mist_megatron.formats.files import load_plan, read_text
+from mist_megatron.formats.write import write_artifacts
+from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema, schema_from_text
+from mist_megatron.frameworks.folder import LaunchSources, artifacts
 from mist_megatron.resources import data_folder
 from mist_megatron.spec import check
-from mist_megatron.spec.load import load_plan, read_text
 from mist_megatron.spec.plan import Target
-from mist_megatron.spec.target import DEEPSPEED
+from mist_megatron.targets.rules import DEEPSPEED
 
 TARGETS = ("megatron", "megatron+patches", "deepspeed", "deepspeed+patches")
 PROBE_LIMIT_S = 120.0

@@ -21,7 +21,7 @@ def explain(
     output: OutputOptions,
 ) -> None:
     """The expressions behind `predict`: operators, memory terms and times in symbols."""
-    from mist_megatron.spec.load import load_plan
+    from mist_megatron.formats.files import load_plan
 
     show_expressions(load_plan(plan), output, stage=stage)
 

@@ -14,15 +14,24 @@ from mist_megatron.cli.convert import _with_batch
 from mist_megatron.cli.emit import deepspeed_schema
 from mist_megatron.cli.options import JobOptions, read_job
 from mist_megatron.cli.output import OutputOptions, table
-from mist_megatron.emit import convert as conversion
-from mist_megatron.emit.convert import Question
-from mist_megatron.emit.convert_patches import bare_findings
-from mist_megatron.emit.deepspeed_arguments import DEEPSPEED_ARRAYS, argument_findings, read_array
-from mist_megatron.emit.deepspeed_pipeline import About, config_files, pipeline_plan, stage_findings
-from mist_megatron.emit.deepspeed_read import Finding, filled_in, patch_findings, read_config, with_patches
-from mist_megatron.emit.loose_json import read_loose
-from mist_megatron.emit.megatron_lint import lint_megatron, version_notes
-from mist_megatron.emit.megatron_read import (
+from mist_megatron.errors import InputError
+from mist_megatron.formats.files import load_mapping, load_plan, read_text
+from mist_megatron.formats.plan_yaml import plan_to_mapping
+from mist_megatron.frameworks.deepspeed import convert as conversion
+from mist_megatron.frameworks.deepspeed.arguments import DEEPSPEED_ARRAYS, argument_findings, read_array
+from mist_megatron.frameworks.deepspeed.convert import Question
+from mist_megatron.frameworks.deepspeed.convert_patched import bare_findings
+from mist_megatron.frameworks.deepspeed.pipeline import About, config_files, pipeline_plan, stage_findings
+from mist_megatron.frameworks.deepspeed.read import (
+    Finding,
+    filled_in,
+    patch_findings,
+    read_config,
+    with_patches,
+)
+from mist_megatron.frameworks.loose_json import read_loose
+from mist_megatron.frameworks.megatron.lint import lint_megatron, version_notes
+from mist_megatron.frameworks.megatron.read import (
     Options,
     Reader,
     model_of,
@@ -32,15 +41,12 @@ from mist_megatron.emit.megatron_read import (
     training_of,
     with_stages,
 )
-from mist_megatron.emit.stages_json import check_stages
-from mist_megatron.errors import InputError
+from mist_megatron.frameworks.stages_json import check_stages
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.load import load_mapping, load_plan, read_text
 from mist_megatron.spec.plan import Plan
-from mist_megatron.spec.plan_document import plan_to_mapping
-from mist_megatron.spec.target import violations
+from mist_megatron.targets.rules import violations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +262,7 @@ def _once(findings: list[Finding]) -> tuple[Finding, ...]:
 
 
 def _price(plan: Plan) -> dict[str, Any]:
-    from mist_megatron.cli.evaluators import evaluator_for
+    from mist_megatron.ask.evaluators import evaluator_for
     from mist_megatron.cost.predict import job_of, predict, prediction_document
 
     evaluator, _ = evaluator_for(job_of(plan))

@@ -110,9 +110,9 @@ SEQ_LEN = 2048
 
 def read_job(options: JobOptions) -> TakenJob:
     """The job that the options name; missing ones are filled in and told, `--model` and `--gpus` are not."""
+    from mist_megatron.formats.files import load_model
     from mist_megatron.spec import check
     from mist_megatron.spec.job import PRECISIONS, TARGETS, Job
-    from mist_megatron.spec.load import load_model
 
     if options.model is None:
         raise InputError(
@@ -164,9 +164,9 @@ def _cluster(options: JobOptions, defaults: dict[str, str]) -> ClusterSpec:
 
 def _gpu(named: str) -> tuple[GpuSpec, str | None]:
     """A catalogue name, or a profile file, which names the GPU that it was measured on."""
-    from mist_megatron.cli.evaluators import read_profile_text
+    from mist_megatron.ask.evaluators import read_profile_text
+    from mist_megatron.formats.document import parse
     from mist_megatron.spec import catalogue
-    from mist_megatron.spec.document import parse
 
     if named in catalogue.CATALOGUE or not (named.endswith((".yaml", ".yml", ".json")) or "/" in named):
         return catalogue.gpu(named), None

@@ -37,11 +37,11 @@ def predict(
     output: OutputOptions,
 ) -> None:
     """Time and memory of a given plan, with every term, and what binds it."""
-    from mist_megatron.cli.evaluators import evaluator_for
+    from mist_megatron.ask.evaluators import evaluator_for
     from mist_megatron.cost.predict import job_of, prediction_document
     from mist_megatron.cost.predict import predict as predict_plan
-    from mist_megatron.spec.load import load_plan
-    from mist_megatron.spec.target import require_runnable, violations
+    from mist_megatron.formats.files import load_plan
+    from mist_megatron.targets.rules import require_runnable, violations
 
     read = load_plan(plan)
     if symbols:

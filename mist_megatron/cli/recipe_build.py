@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mist_megatron.cli.hand_made import HAND_MADE
-from mist_megatron.cli.recipe_jobs import RecipeJob
+from mist_megatron.ask.baselines import HAND_MADE
+from mist_megatron.ask.recipe_jobs import RecipeJob
 from mist_megatron.cli.recipe_pages import plan_words, readme_page, rounded, short_prediction, why_page
 from mist_megatron.errors import InputError, MistError, NoFeasiblePlan
 from mist_megatron.spec.plan import Plan, Target
-from mist_megatron.spec.target import DEEPSPEED
+from mist_megatron.targets.rules import DEEPSPEED
 
 if TYPE_CHECKING:
-    from mist_megatron.cli.found import Found
+    from mist_megatron.ask.found import Found
 
 FORBIDDEN = frozenset({"unequal"})
 """A recipe is copied by people who then change it: its stages all have the same grid and micro-batch."""
@@ -69,8 +69,8 @@ def _compared(other: Found | MistError) -> dict[str, Any]:
 def emitted(plan: Plan) -> dict[str, str]:
     """plan.yaml, and what is kept of the files that run it."""
     from mist_megatron.cli.emit import launch_sources
-    from mist_megatron.emit.artifacts import artifacts
-    from mist_megatron.spec.plan_document import plan_to_yaml
+    from mist_megatron.formats.plan_yaml import plan_to_yaml
+    from mist_megatron.frameworks.folder import artifacts
 
     texts = artifacts(plan, launch_sources(probe=False))
     kept = KEPT["deepspeed" if plan.target in DEEPSPEED else "megatron"]
@@ -89,8 +89,8 @@ def _best_deepspeed(found: Found) -> str:
 def _search(job: RecipeJob, space: str, target: Target) -> Found:
     from mist_megatron.cli.options import TakenJob
     from mist_megatron.cli.run_search import run_search
+    from mist_megatron.search.search import Settings
     from mist_megatron.search.space import Limits, space_named
-    from mist_megatron.search.tune import Settings
 
     settings = Settings(limits=Limits(forbidden=FORBIDDEN))
     return run_search(TakenJob(job.job(target), {}), space_named(space), settings, (1, None))
@@ -98,7 +98,7 @@ def _search(job: RecipeJob, space: str, target: Target) -> Found:
 
 def _baseline(job: RecipeJob, space: str, target: Target) -> Found | MistError:
     """The best plan of a hand-made space, or in a few words why there is none."""
-    from mist_megatron.spec.target import model_rules
+    from mist_megatron.targets.rules import model_rules
 
     try:
         return _search(job, space, target)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mist_megatron.cli.tune_report import offload_fractions, recompute_words, shape_words
 from mist_megatron.spec.plan import Plan, StagePlan
-from mist_megatron.spec.target import DEEPSPEED
+from mist_megatron.targets.rules import DEEPSPEED
 
 GIB = float(1 << 30)
 HAND_MADE = {

@@ -13,10 +13,10 @@ import typer
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.errors import InputError
 from mist_megatron.resources import data_folder
-from mist_megatron.spec.target import DEEPSPEED
+from mist_megatron.targets.rules import DEEPSPEED
 
 if TYPE_CHECKING:
-    from mist_megatron.cli.recipe_jobs import RecipeJob
+    from mist_megatron.ask.recipe_jobs import RecipeJob
     from mist_megatron.spec.plan import Plan
 
 PLAN_FILE = "plan.yaml"
@@ -51,7 +51,7 @@ def show(name: NAME, *, output: OutputOptions) -> None:
     output.finish({**_row_document(name, plan), "files": sorted(p.name for p in path.parent.iterdir())})
     if not output.json:
         from mist_megatron.cli.pages import Page
-        from mist_megatron.spec.load import read_text
+        from mist_megatron.formats.files import read_text
 
         for page in ("README.md", "WHY.md"):
             output.people.print(Page(read_text(path.parent / page)))
@@ -66,9 +66,9 @@ def copy(
 ) -> None:
     """Writes everything that runs a recipe: its plan, the target's files and launch scripts."""
     from mist_megatron.cli.emit import launch_sources
-    from mist_megatron.emit.artifacts import artifacts
-    from mist_megatron.emit.write import write_artifacts
-    from mist_megatron.spec.load import read_text
+    from mist_megatron.formats.files import read_text
+    from mist_megatron.formats.write import write_artifacts
+    from mist_megatron.frameworks.folder import artifacts
 
     path = _found(name)
     plan = _load(path)
@@ -96,7 +96,7 @@ def rebuild(
     output: OutputOptions,
 ) -> None:
     """Searches again for every recipe of jobs.yaml, and writes what it finds."""
-    from mist_megatron.cli.recipe_jobs import read_jobs
+    from mist_megatron.ask.recipe_jobs import read_jobs
     from mist_megatron.spec import check as checks
 
     if workers < 1:
@@ -164,7 +164,7 @@ def _left_over(folder: Path, texts: Mapping[str, str]) -> list[Path]:
 
 
 def _same(path: Path, text: str) -> bool:
-    from mist_megatron.spec.load import read_text
+    from mist_megatron.formats.files import read_text
 
     if not path.is_file():
         return False
@@ -174,7 +174,7 @@ def _same(path: Path, text: str) -> bool:
 
 def _meaning(text: str) -> dict[str, Any]:
     """A plan without the version that made it and the hash of its profile: neither changes what it says."""
-    from mist_megatron.spec.document import parse
+    from mist_megatron.formats.document import parse
 
     document = parse(text, PLAN_FILE)
     provenance = dict(document.get("provenance") or {})
@@ -184,7 +184,7 @@ def _meaning(text: str) -> dict[str, Any]:
 
 
 def _replace(folder: Path, texts: Mapping[str, str], *, left_over: bool) -> None:
-    from mist_megatron.emit.write import write_artifacts
+    from mist_megatron.formats.write import write_artifacts
 
     for path in _left_over(folder, texts) if left_over else ():
         path.unlink()
@@ -194,8 +194,8 @@ def _replace(folder: Path, texts: Mapping[str, str], *, left_over: bool) -> None
 def _finish_index(root: Path, jobs: Mapping[str, RecipeJob], *, write: bool) -> dict[str, list[str]]:
     """The table, from the plans on disk; and folders that no job makes."""
     from mist_megatron.cli.recipe_pages import index_page
-    from mist_megatron.emit.write import write_file
-    from mist_megatron.spec.load import read_text
+    from mist_megatron.formats.files import read_text
+    from mist_megatron.formats.write import write_file
 
     there = {name: root / name / PLAN_FILE for name in jobs if (root / name / PLAN_FILE).is_file()}
     text = index_page({name: _load(path) for name, path in there.items()})
@@ -221,7 +221,7 @@ def _found(name: str) -> Path:
 
 
 def _load(path: Path) -> Plan:
-    from mist_megatron.spec.load import load_plan
+    from mist_megatron.formats.files import load_plan
 
     return load_plan(path)
 
@@ -235,7 +235,7 @@ def _row(name: str, plan: Plan) -> tuple[str, ...]:
 
 def _row_document(name: str, plan: Plan) -> dict[str, Any]:
     from mist_megatron.cli.recipe_pages import HAND_MADE, speed_up
-    from mist_megatron.spec.plan_document import plan_to_mapping
+    from mist_megatron.formats.plan_yaml import plan_to_mapping
 
     return {
         "name": name,

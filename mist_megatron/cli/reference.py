@@ -42,10 +42,10 @@ def reference_page() -> str:
 
 
 def _sections() -> list[tuple[str, str, type[Any]]]:
+    from mist_megatron.formats.model_yaml import ModelDocument
+    from mist_megatron.formats.plan_yaml import ClusterDocument, PlanDocument
     from mist_megatron.spec.cluster import LinkOverrides
-    from mist_megatron.spec.model_document import ModelDocument
     from mist_megatron.spec.plan import Execution, Offload, StagePlan
-    from mist_megatron.spec.plan_document import ClusterDocument, PlanDocument
     from mist_megatron.spec.training import TrainingSpec
 
     return [
@@ -138,7 +138,7 @@ def _default_words(item: Field[Any]) -> str:
 
 
 def _targets_text() -> str:
-    from mist_megatron.spec.target import CAPABILITIES
+    from mist_megatron.targets.rules import CAPABILITIES
 
     names = list(CAPABILITIES)
     meanings = _meanings(type(CAPABILITIES[names[0]]))

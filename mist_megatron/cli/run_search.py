@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mist_megatron.cli.found import Found
+from mist_megatron.ask.found import Found
 from mist_megatron.cli.options import TakenJob
 from mist_megatron.cli.output import console
 from mist_megatron.errors import InputError, NoFeasiblePlan
-from mist_megatron.spec.target import MEGATRON
+from mist_megatron.targets.rules import MEGATRON
 
 if TYPE_CHECKING:
+    from mist_megatron.search.search import NoneFaster, SearchResult, Settings, Status, Watch
     from mist_megatron.search.space import Space
-    from mist_megatron.search.tune import NoneFaster, SearchResult, Settings, Status, Watch
     from mist_megatron.spec.job import Job
 
 
@@ -37,15 +37,15 @@ def check_numbers(grid: float, top: int, workers: int, time_limit: float | None)
 def run_search(taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]) -> Found:
     """Search with progress on a terminal, a time limit, and an interrupt that keeps the best so far, under
     each way of execution that the job leaves open."""
-    from mist_megatron.search.tune import NoneFaster
-    from mist_megatron.search.ways import ways_of
+    from mist_megatron.search.execution import execution_choices
+    from mist_megatron.search.search import NoneFaster
 
     workers, time_limit = how
     started = time.monotonic()
     found: list[Found] = []
     none_faster: list[NoneFaster] = []
     refused: list[NoFeasiblePlan] = []
-    ways = ways_of(taken.job, space, settings.limits)
+    ways = execution_choices(taken.job, space, settings.limits)
 
     def how_long() -> tuple[int, float | None]:
         left_s = None if time_limit is None else max(time_limit - (time.monotonic() - started), 0.0)
@@ -108,8 +108,8 @@ def _best_of(
     found: list[Found], none_faster: list[NoneFaster], seconds: float, stopped: list[Status]
 ) -> Found:
     """The fastest, which is proved as far as the least proved of them."""
-    from mist_megatron.search.frontier import Tally
-    from mist_megatron.search.tune import Status
+    from mist_megatron.search.search import Status
+    from mist_megatron.search.stage_fronts import Tally
 
     if len(found) == 1 and not none_faster and not stopped:
         return found[0]
@@ -134,8 +134,8 @@ def _best_of(
 
 def _searched(taken: TakenJob, space: Space, settings: Settings, how: tuple[int, float | None]) -> Found:
     import mist_megatron
-    from mist_megatron.cli.evaluators import evaluator_for, profile_hash
-    from mist_megatron.search.tune import StoppedEmpty, search
+    from mist_megatron.ask.evaluators import evaluator_for, profile_hash
+    from mist_megatron.search.search import StoppedEmpty, search
 
     workers, time_limit = how
     evaluator, origin = evaluator_for(taken.job)
@@ -193,7 +193,7 @@ def _pool(workers: int) -> Iterator[Any]:
 @contextmanager
 def _watch(started: float, time_limit: float | None) -> Iterator[Watch]:
     """Progress bar on a terminal; the first interrupt ends the search politely, the second at once."""
-    from mist_megatron.search.tune import Status, Watch
+    from mist_megatron.search.search import Status, Watch
 
     interrupted: list[int] = []
 

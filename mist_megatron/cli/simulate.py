@@ -15,8 +15,8 @@ from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
+    from mist_megatron.price.what_if import Scales
     from mist_megatron.simulate.iteration import Simulation
-    from mist_megatron.simulate.what_if import Scales
     from mist_megatron.spec.plan import Plan
 
 RANKS = ("representative", "all")
@@ -45,10 +45,10 @@ def simulate(
     """Plays one iteration event by event: time, bubble, who is busy, critical path, memory over time."""
     from mist_megatron.cli.simulate_report import show_simulation
     from mist_megatron.cli.simulate_trace import write_trace
+    from mist_megatron.formats.files import load_plan
+    from mist_megatron.price.what_if import parse_scales
     from mist_megatron.simulate.report import simulation_document
-    from mist_megatron.simulate.what_if import parse_scales
-    from mist_megatron.spec.load import load_plan
-    from mist_megatron.spec.target import violations
+    from mist_megatron.targets.rules import violations
 
     if ranks not in RANKS:
         raise InputError(f"--ranks: unknown choice {ranks!r}; known: {', '.join(RANKS)}")
@@ -111,10 +111,10 @@ def rescheduled(plan: Plan, schedule: str | None, vpp: int | None) -> Plan:
 
 def scaled_evaluator(plan: Plan, scales: Scales) -> tuple[StageEvaluator, str]:
     """The evaluator of a plan's job at scaled prices."""
-    from mist_megatron.cli.evaluators import cache_directory, prices_for
+    from mist_megatron.ask.evaluators import cache_directory, prices_for
     from mist_megatron.cost.evaluate import make_evaluator
     from mist_megatron.cost.predict import job_of
-    from mist_megatron.simulate.what_if import scaled_prices
+    from mist_megatron.price.what_if import scaled_prices
 
     job = job_of(plan)
     prices, origin = prices_for(job)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mist_megatron.cli.hand_made import best_by_hand
+from mist_megatron.ask.baselines import best_by_hand
 from mist_megatron.cli.options import JobOptions, TakenJob, read_job
 from mist_megatron.cli.output import OutputOptions
 from mist_megatron.cli.run_search import check_numbers, run_search
 from mist_megatron.errors import INTERRUPTED, InputError
-from mist_megatron.spec.target import DEEPSPEED
+from mist_megatron.targets.rules import DEEPSPEED
 
 if TYPE_CHECKING:
-    from mist_megatron.cli.found import Found
+    from mist_megatron.ask.found import Found
     from mist_megatron.spec.plan import Plan
 
 PANEL = "Search"
@@ -66,8 +66,8 @@ def tune(
 ) -> None:
     """Finds the fastest plan that fits, proves it, and with --out writes the files that run it."""
     from mist_megatron.cli.tune_verify import check_verify
+    from mist_megatron.search.search import Settings
     from mist_megatron.search.space import parse_limits, space_named
-    from mist_megatron.search.tune import Settings
 
     taken = read_job(job)
     chosen = space_named(space)
@@ -129,13 +129,13 @@ def _write(plan: Plan, out: Path | None, force: bool) -> list[str]:
     """plan.yaml and, where the target has files, those; all or nothing."""
     if out is None:
         return []
-    from mist_megatron.emit.write import write_artifacts
-    from mist_megatron.spec.plan_document import plan_to_yaml
+    from mist_megatron.formats.plan_yaml import plan_to_yaml
+    from mist_megatron.formats.write import write_artifacts
 
     texts = {"plan.yaml": plan_to_yaml(plan)}
     if plan.target != "mist":
         from mist_megatron.cli.emit import launch_sources
-        from mist_megatron.emit.artifacts import artifacts
+        from mist_megatron.frameworks.folder import artifacts
 
         texts = {**artifacts(plan, launch_sources(probe=plan.target in DEEPSPEED)), **texts}
     write_artifacts(out, texts, force=force)

@@ -14,7 +14,7 @@ from rich.table import Table
 from mist_megatron.cli.output import table
 
 if TYPE_CHECKING:
-    from mist_megatron.cli.found import Found
+    from mist_megatron.ask.found import Found
     from mist_megatron.cost.predict import Prediction, StagePrediction
     from mist_megatron.spec.plan import Plan, StagePlan
 

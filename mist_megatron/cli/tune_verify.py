@@ -11,7 +11,7 @@ from mist_megatron.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mist_megatron.cli.found import Found
+    from mist_megatron.ask.found import Found
     from mist_megatron.simulate.iteration import Simulation
 
 VERIFIERS = ("simulate",)

@@ -46,12 +46,12 @@ def validate(
     output: OutputOptions,
 ) -> None:
     """Predict every measured run and report errors, bias, ranking and pick regret."""
+    from mist_megatron.ask.refitting import learn_layers, predictor
     from mist_megatron.calibrate.refit import cross_validated
     from mist_megatron.calibrate.rows import read_rows
     from mist_megatron.calibrate.validate import document, outcomes_of
     from mist_megatron.cli.progress import progress_bar
-    from mist_megatron.cli.refitting import learn_layers, predictor
-    from mist_megatron.spec.load import read_text
+    from mist_megatron.formats.files import read_text
 
     if by not in ("closed-form", "simulate"):
         raise InputError(f"--by: unknown way {by!r}; known: closed-form, simulate")
@@ -101,7 +101,7 @@ def _counting(
 
 def _write_plot(path: Path, by_file: dict[str, tuple[Outcome, ...]]) -> None:
     from mist_megatron.calibrate.scatter import svg_scatter
-    from mist_megatron.emit.write import write_pieces
+    from mist_megatron.formats.write import write_pieces
 
     write_pieces(path, (svg_scatter(_points(by_file)),))
 

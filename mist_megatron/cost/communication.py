@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mist_megatron.cost.grid import StageRole
-from mist_megatron.cost.pricing import Array
+from mist_megatron.price.prices import Array
 from mist_megatron.spec.plan import Execution, Target
 
 HOST_S_PER_LAUNCH = 6.09e-05

@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mist_megatron.cost.pricing import Array
+from mist_megatron.price.prices import Array
 from mist_megatron.spec.plan import Execution, Target
-from mist_megatron.spec.target import DEEPSPEED as DEEPSPEED_TARGETS
+from mist_megatron.targets.rules import DEEPSPEED as DEEPSPEED_TARGETS
 
 MIB = float(1 << 20)
 

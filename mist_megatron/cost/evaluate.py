@@ -16,13 +16,13 @@ from mist_megatron.cost.conventions import (
     limit_of,
     padded_vocabulary,
 )
-from mist_megatron.cost.deterministic import DeterministicPrices
 from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
-from mist_megatron.cost.pricing import LayerRatios, Prices
 from mist_megatron.cost.program_cache import load_or_build
 from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passes, with_unfused_softmax
 from mist_megatron.cost.stage_time import stage_terms
 from mist_megatron.cost.terms import LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
+from mist_megatron.price.deterministic import DeterministicPrices
+from mist_megatron.price.prices import LayerRatios, Prices
 from mist_megatron.spec.job import Job
 
 __all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "StageRole", "make_evaluator"]

@@ -8,10 +8,10 @@ import numpy as np
 
 from mist_megatron.cost.communication import Template
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.step_time import gathers_on_arrival, reduces_in_passes
 from mist_megatron.cost.terms import ZERO, LayerLoad, LayerPasses, PassStreams, TimeContext
 from mist_megatron.cost.traffic import Traffic, host_copy
+from mist_megatron.price.prices import Array
 
 
 def layer_passes(

@@ -49,7 +49,7 @@ from mist_megatron.cost.symbols import (
 )
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Target
-from mist_megatron.spec.target import DEEPSPEED, MEGATRON
+from mist_megatron.targets.rules import DEEPSPEED, MEGATRON
 
 ONE = Integer(1)
 

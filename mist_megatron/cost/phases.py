@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mist_megatron.cost.overlap import (
+from mist_megatron.cost.terms import ZERO, LayerPasses, PassStreams
+from mist_megatron.price.overlap import (
     COMPUTE,
     DEVICE_TO_HOST,
     GPU_GPU,
@@ -22,8 +23,7 @@ from mist_megatron.cost.overlap import (
     until_done,
     until_first,
 )
-from mist_megatron.cost.pricing import Array
-from mist_megatron.cost.terms import ZERO, LayerPasses, PassStreams
+from mist_megatron.price.prices import Array
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from mist_megatron.cost.communication import Template
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
-from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.stage_time import Refinement, refinement
 from mist_megatron.cost.step_time import first_terms, step_names
 from mist_megatron.cost.terms import Linear
+from mist_megatron.price.prices import Array
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan, StagePlan
-from mist_megatron.spec.target import capability
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import capability
 
 
 @dataclass(frozen=True, kw_only=True)

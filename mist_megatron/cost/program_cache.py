@@ -20,12 +20,15 @@ from mist_megatron.cost.stage import StageProgram, stage_program_from_document
 _FORMAT = 1
 _LARGEST_BYTES = 8 * 1024 * 1024
 """A real program is some 60 kB; a file far beyond that is not ours."""
+SOURCES = ("cost", "spec", "targets")
+"""Rooms from whose sources a program follows."""
 
 
 def program_key(description: str) -> str:
     """Hash of a description of the model and target, and of the sources that turn it into a program."""
     digest = hashlib.sha256(f"{_FORMAT}\n{description}\n".encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    package = Path(__file__).parent.parent
+    for path in sorted(path for room in SOURCES for path in (package / room).rglob("*.py")):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

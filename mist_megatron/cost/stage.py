@@ -19,7 +19,7 @@ from mist_megatron.cost.compile import (
     program_from_document,
     program_to_document,
 )
-from mist_megatron.cost.pricing import Array, Collective, Priced, Prices
+from mist_megatron.price.prices import Array, Collective, Priced, Prices
 
 if TYPE_CHECKING:
     from sympy import Expr

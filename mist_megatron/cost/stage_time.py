@@ -24,7 +24,6 @@ import numpy as np
 
 from mist_megatron.cost.grid import StageGrid, StageRole
 from mist_megatron.cost.layer_passes import accumulation_seconds, edge_grid, layer_passes
-from mist_megatron.cost.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.cost.phases import (
     NOTHING_BETWEEN,
     Between,
@@ -34,7 +33,6 @@ from mist_megatron.cost.phases import (
     phase,
     steps_ahead,
 )
-from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.step_time import (
     boundary_terms,
     gathers_on_arrival,
@@ -56,6 +54,8 @@ from mist_megatron.cost.terms import (
     add_term,
 )
 from mist_megatron.cost.traffic import Traffic, layer_traffic
+from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
+from mist_megatron.price.prices import Array
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import numpy as np
 
 from mist_megatron.cost.communication import Template, boundary_crossing_share, nodes_spanned
 from mist_megatron.cost.grid import StageGrid, StageRole
-from mist_megatron.cost.pricing import Array
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term
 from mist_megatron.cost.traffic import (
     STEP_GRAD_BYTES,
@@ -19,6 +18,7 @@ from mist_megatron.cost.traffic import (
     step_copies_s,
     whole_buckets,
 )
+from mist_megatron.price.prices import Array
 
 AT_STEP = ("optimizer_compute", "host_adam", "host_adam_copies", "weight_gather", "host_step")
 """Terms of d that begin when a stage may step; the others are over by then."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mist_megatron.cost.communication import Template
-from mist_megatron.cost.pricing import Array, Prices
+from mist_megatron.price.prices import Array, Prices
 
 ZERO = np.zeros(())
 

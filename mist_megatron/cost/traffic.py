@@ -8,8 +8,8 @@ import numpy as np
 
 from mist_megatron.cost.communication import nodes_spanned
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.pricing import Array, Collective
 from mist_megatron.cost.terms import ZERO, LayerLoad, TimeContext
+from mist_megatron.price.prices import Array, Collective
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.search.assign import Front
-from mist_megatron.search.shapes import Shape
-from mist_megatron.search.slot_prices import Times, fractions
+from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
+from mist_megatron.search.stage_prices import Times, fractions
 
 Array = NDArray[np.float64]
 Solver = Literal["exact", "milp"]
@@ -31,7 +31,7 @@ def nothing() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class SearchProblem:
     """What does not change from shape to shape."""
 
     evaluator: StageEvaluator
@@ -66,7 +66,7 @@ class LeastTimes:
 
 
 @dataclass(frozen=True)
-class ShapeBound:
+class EqualBound:
     """The least times of one shape."""
 
     value_s: float
@@ -77,13 +77,13 @@ class ShapeBound:
     """A first, middle and last stage."""
 
 
-def shape_bounds(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound]:
+def shape_bounds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[EqualBound]:
     """Bounds of all shapes, priced in one batch per pipeline size and kind of schedule."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, shape in enumerate(shapes):
         key = (shape.stages, shape.nodes, shape.sequence_parallel, shape.vpp)
         groups.setdefault(key, []).append(index)
-    found: list[ShapeBound | None] = [None] * len(shapes)
+    found: list[EqualBound | None] = [None] * len(shapes)
     for members in groups.values():
         question.tick()
         for index, bound in zip(members, _group(question, [shapes[k] for k in members]), strict=True):
@@ -91,7 +91,7 @@ def shape_bounds(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound
     return [bound for bound in found if bound is not None]
 
 
-def _group(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound]:
+def _group(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[EqualBound]:
     stages, layers = shapes[0].stages, question.evaluator.job.model.layers
     counts = range(layers // stages, layers // stages + 1) if _is_even(question, shapes[0]) else None
     positions = (0, min(1, stages - 1), stages - 1)
@@ -102,12 +102,14 @@ def _group(question: Question, shapes: Sequence[Shape]) -> list[ShapeBound]:
     ]
 
 
-def _is_even(question: Question, shape: Shape) -> bool:
+def _is_even(question: SearchProblem, shape: EqualPipeline) -> bool:
     """Whether all stages of a shape have equally many layers."""
     return shape.stages == 1 or shape.vpp > 1 or not question.space.uneven_layers
 
 
-def _bound(question: Question, shape: Shape, stages: tuple[LeastTimes, LeastTimes, LeastTimes]) -> ShapeBound:
+def _bound(
+    question: SearchProblem, shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes]
+) -> EqualBound:
     layers, count = question.evaluator.job.model.layers, shape.stages
     if _is_even(question, shape):
         return _even_bound(shape, stages)
@@ -123,10 +125,10 @@ def _bound(question: Question, shape: Shape, stages: tuple[LeastTimes, LeastTime
     step_s = min(float(stage.step_s[share - 1 : most].min()) for stage in used)
     rest_s = sum_s + float(stages[0].d_s[:most].min()) + step_s
     value_s = (shape.grad_accum - 1) * sum_s / count + rest_s
-    return ShapeBound(value_s * (1 - 1e-9), rest_s, stages)
+    return EqualBound(value_s * (1 - 1e-9), rest_s, stages)
 
 
-def _even_bound(shape: Shape, stages: tuple[LeastTimes, LeastTimes, LeastTimes]) -> ShapeBound:
+def _even_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes]) -> EqualBound:
     """With the number of layers known.
 
     With v chunks the objective is (G v - 1) max t / v + sum t / v + d of some stage (less what hides it). A
@@ -142,7 +144,7 @@ def _even_bound(shape: Shape, stages: tuple[LeastTimes, LeastTimes, LeastTimes])
     rest_s = max(step_s) + max(
         sum_s - t / vpp + both - before for t, both, before in zip(t_s, both_s, hidden, strict=True)
     )
-    return ShapeBound(((shape.grad_accum - 1) * max(t_s) + rest_s) * (1 - 1e-9), rest_s, stages)
+    return EqualBound(((shape.grad_accum - 1) * max(t_s) + rest_s) * (1 - 1e-9), rest_s, stages)
 
 
 def least_passes_s(work_s: float, gpus: int, grad_accum: int, lengths: Sequence[int]) -> float:
@@ -156,7 +158,7 @@ def least_passes_s(work_s: float, gpus: int, grad_accum: int, lengths: Sequence[
 
 
 def least_times(
-    question: Question, meshes: Sequence[Shape], role: StageRole, counts: range | None = None
+    question: SearchProblem, meshes: Sequence[EqualPipeline], role: StageRole, counts: range | None = None
 ) -> list[LeastTimes]:
     """Of a role's stages on all these meshes, which are alike in nodes, sequence parallelism and chunks, with
     so many layers each; None is every number."""

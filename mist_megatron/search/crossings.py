@@ -16,8 +16,8 @@ import numpy as np
 from mist_megatron.cost.borders import alike, crossing_seconds, handed_on_seconds, sent_and_handed_on
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
-from mist_megatron.search.shapes import Shape
-from mist_megatron.search.slot_prices import AXES, Slot, stage_grid
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.stage_prices import AXES, StageSlot, stage_grid
 from mist_megatron.spec.layout import lies_across
 
 Seconds = tuple[float, float]
@@ -28,7 +28,7 @@ NOTHING = (0.0, 0.0)
 class Crossings:
     """Prices of borders, each asked for once."""
 
-    def __init__(self, evaluator: StageEvaluator, meshes: Sequence[Shape]) -> None:
+    def __init__(self, evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) -> None:
         self.evaluator, self.meshes = evaluator, meshes
         self.known = "pipeline_p2p" not in evaluator.time_context.without and len(meshes) > 1
         """Whether there is anything to know."""
@@ -78,7 +78,7 @@ class Crossings:
         """Some configuration on a mesh: what it sends does not depend on which."""
         shape, none = self.meshes[mesh], np.asarray(0.0)
         values = {**dict.fromkeys(AXES, none), "zero": np.asarray(float(shape.zero[0]))}
-        grid = stage_grid(shape, Slot(role=role, layers=1, held=1.0), values, selective=False)
+        grid = stage_grid(shape, StageSlot(role=role, layers=1, held=1.0), values, selective=False)
         return replace(
             grid,
             layers=np.asarray(1.0),

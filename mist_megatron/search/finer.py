@@ -21,9 +21,9 @@ from mist_megatron.cost.iteration import NEVER_LATE, Late, StageTiming, iteratio
 from mist_megatron.cost.predict import finer_parts
 from mist_megatron.search.assign import Assignment, Pipelines, Size, may_stand, value_of
 from mist_megatron.search.crossings import Crossings
-from mist_megatron.search.frontier import StageConfigs
-from mist_megatron.search.shapes import Shape
-from mist_megatron.search.slot_prices import AXES, Array, Slot, stage_grid
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.stage_fronts import StageConfigs
+from mist_megatron.search.stage_prices import AXES, Array, StageSlot, stage_grid
 
 PASSES = 6_000
 """Stages that are gone through per shape, of all plans together: some 30 ms."""
@@ -39,7 +39,7 @@ class Stages:
     evaluator: StageEvaluator
     grad_accum: int
     configs: Sequence[Mapping[Size, StageConfigs]]
-    meshes: Sequence[Shape]
+    meshes: Sequence[EqualPipeline]
     """Those that a column `mesh` counts; one where there is none."""
     pipelines: Pipelines
     """What may stand beside what."""
@@ -174,7 +174,7 @@ class _Climb:
         which = columns.get("mesh", np.zeros(len(columns["ckpt"]))).astype(np.intp)
         mine = [meshes[k] for k in which]
         values = {name: columns[name] for name in AXES}
-        slot = Slot(role=role_of(position, count), layers=size[0], held=1.0)
+        slot = StageSlot(role=role_of(position, count), layers=size[0], held=1.0)
         grid = stage_grid(mine[0], slot, values, selective=bool(columns["selective"][0]))
         return replace(
             grid,

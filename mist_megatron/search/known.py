@@ -16,15 +16,15 @@ import numpy as np
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole
 from mist_megatron.cost.traffic import bucketed
-from mist_megatron.search.bounds import Question
-from mist_megatron.search.shapes import Shape
-from mist_megatron.search.slot_prices import Array
+from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.mixed import MixedFamily
+from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
-from mist_megatron.search.unequal import Mixture
+from mist_megatron.search.stage_prices import Array
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.target import MEGATRON
+from mist_megatron.targets.rules import MEGATRON
 
-Item = Shape | Mixture
+Item = EqualPipeline | MixedFamily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Known:
     """Seconds that no plan of an item beats."""
 
 
-def floors(question: Question, items: Sequence[Item], known: Iterable[Known]) -> list[float]:
+def floors(question: SearchProblem, items: Sequence[Item], known: Iterable[Known]) -> list[float]:
     """What is known of each item without pricing its stages; 0 where nothing is."""
     found = np.zeros(len(items))
     for one in known:
@@ -56,7 +56,7 @@ def floors(question: Question, items: Sequence[Item], known: Iterable[Known]) ->
     return [float(value) for value in found]
 
 
-def _covers(known: Known, question: Question) -> bool:
+def _covers(known: Known, question: SearchProblem) -> bool:
     """Whether a bound of a shape there is one here: it assumes nothing recomputed and nothing offloaded but
     any fraction of the optimizer, and of the layers any split that the space has."""
     there, here = known.space, question.space
@@ -69,7 +69,7 @@ def _covers(known: Known, question: Question) -> bool:
 _Sizes = tuple[int, ...]
 
 
-def _sizes(shape: Shape) -> _Sizes:
+def _sizes(shape: EqualPipeline) -> _Sizes:
     """All but the levels of ZeRO."""
     pipeline = (shape.grad_accum, shape.stages, shape.nodes, shape.gpus_per_node, shape.vpp)
     return (*pipeline, shape.dp, shape.tp, shape.micro_batch, shape.sequence_parallel, shape.bridged)
@@ -78,7 +78,7 @@ def _sizes(shape: Shape) -> _Sizes:
 def _by_sizes(bounds: Mapping[Item, float]) -> dict[_Sizes, list[tuple[frozenset[int], float]]]:
     found: dict[_Sizes, list[tuple[frozenset[int], float]]] = {}
     for item, value_s in bounds.items():
-        if isinstance(item, Shape):
+        if isinstance(item, EqualPipeline):
             found.setdefault(_sizes(item), []).append((frozenset(item.zero), value_s))
     return found
 
@@ -89,7 +89,7 @@ def _looked_up(
     by_sizes: Mapping[_Sizes, list[tuple[frozenset[int], float]]],
 ) -> float:
     """Of the item itself, or of a shape that may choose from more levels."""
-    if isinstance(item, Mixture):
+    if isinstance(item, MixedFamily):
         return bounds.get(item, 0.0)
     return max(
         (s for levels, s in by_sizes.get(_sizes(item), ()) if levels.issuperset(item.zero)), default=0.0
@@ -113,20 +113,20 @@ def late_reduction_s(evaluator: StageEvaluator, items: Sequence[Item]) -> Array:
     """Of each item the reduction of one layer's gradients, of its slowest mesh: what a stage that reduces
     beside its last backward pass waits for at most when that has ended."""
     meshes = list(dict.fromkeys(mesh for item in items for mesh in _meshes(item)))
-    groups: dict[tuple[object, ...], list[Shape]] = {}
+    groups: dict[tuple[object, ...], list[EqualPipeline]] = {}
     for mesh in meshes:
         groups.setdefault((mesh.nodes, mesh.gpus_per_node, mesh.sequence_parallel), []).append(mesh)
-    seconds: dict[Shape, float] = {}
+    seconds: dict[EqualPipeline, float] = {}
     for members in groups.values():
         seconds.update(zip(members, _reductions_s(evaluator, members), strict=True))
     return np.array([max(mesh.vpp * seconds[mesh] for mesh in _meshes(item)) for item in items])
 
 
-def _meshes(item: Item) -> tuple[Shape, ...]:
-    return item.meshes if isinstance(item, Mixture) else (item,)
+def _meshes(item: Item) -> tuple[EqualPipeline, ...]:
+    return item.meshes if isinstance(item, MixedFamily) else (item,)
 
 
-def _reductions_s(evaluator: StageEvaluator, meshes: Sequence[Shape]) -> list[float]:
+def _reductions_s(evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) -> list[float]:
     """One layer's share of full buckets, whichever way the level reduces."""
 
     def column(values: list[int]) -> Array:

@@ -15,18 +15,18 @@ import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageRole
-from mist_megatron.search.shapes import Shape
-from mist_megatron.search.slot_prices import (
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.space import Space
+from mist_megatron.search.stage_prices import (
     AXES,
     Array,
     Choices,
-    Slot,
+    StageSlot,
     ends_of,
     slot_at,
     stage_grid,
     with_axes,
 )
-from mist_megatron.search.space import Space
 
 AT_ONCE = 500
 """Stages in one call; each has up to 128 corners, and arrays of that size fit a cache."""
@@ -67,13 +67,13 @@ class StageLines:
         return 1 + int(min(float(more.min()) * (1 + 1e-12) + 1e-9, 1e6))
 
 
-def stages_of(shape: Shape) -> list[StageSizes]:
+def stages_of(shape: EqualPipeline) -> list[StageSizes]:
     """The stages of a shape, first to last."""
     slots = [slot_at(shape, position, 1) for position in range(shape.stages)]
     return [sizes_of(shape, slot.role, slot.held) for slot in slots]
 
 
-def sizes_of(mesh: Shape, role: StageRole, held: float) -> StageSizes:
+def sizes_of(mesh: EqualPipeline, role: StageRole, held: float) -> StageSizes:
     """What a stage on this mesh asks for."""
     return StageSizes(
         role, mesh.sequence_parallel, mesh.zero, mesh.micro_batch, mesh.dp, mesh.tp, float(held)
@@ -117,7 +117,7 @@ def _moments(
     """Least bytes by stage, by (one layer, all layers) and by moment."""
     layers = evaluator.job.model.layers
     first = members[0]
-    mesh = Shape(
+    mesh = EqualPipeline(
         grad_accum=1,
         stages=1,
         nodes=1,
@@ -137,7 +137,7 @@ def _moments(
     def column(values: Sequence[float]) -> Array:
         return np.array(values, dtype=np.float64).reshape(-1, 1, 1, *one)
 
-    grid = stage_grid(mesh, Slot(role=first.role, layers=1, held=1.0), axes, selective=selective)
+    grid = stage_grid(mesh, StageSlot(role=first.role, layers=1, held=1.0), axes, selective=selective)
     held, beyond = evaluator.moments(
         replace(
             grid,
@@ -164,7 +164,7 @@ def _moments(
     )
 
 
-def may_fit(shape: Shape, most: Sequence[int], space: Space, layers: int) -> bool:
+def may_fit(shape: EqualPipeline, most: Sequence[int], space: Space, layers: int) -> bool:
     """False where no split of the layers over stages of at most so many each, and no configuration of the
     stages, fits."""
     if not space.uneven_layers or shape.vpp > 1:

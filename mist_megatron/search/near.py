@@ -1,4 +1,4 @@
-"""From which shapes and mixtures a climb by the closed form of `predict` may begin.
+"""From which shapes and mixed families a climb by the closed form of `predict` may begin.
 
 Eq. 1 is wrong both ways about what the closed form says. Borders between unequal stages cost more than a
 stage knows of them alone, so that the best by eq. 1 may be far behind by the closed form: all that is
@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from mist_megatron.search.bounds import least_passes_s
 from mist_megatron.search.known import Item
-from mist_megatron.search.order import Order, Pair
-from mist_megatron.search.shapes import Shape
-from mist_megatron.search.unequal import FEW_SLOTS, Mixture, MixtureBound
+from mist_megatron.search.mixed import FEW_SLOTS, MixedBound, MixedFamily
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.queue import Order, Pair
 from mist_megatron.spec.job import Job
 
 NEAR = 0.03
@@ -40,7 +40,7 @@ def worth_a_climb(
             near.append((bound, item))
         elif not _is_quick(item, job):
             continue
-        elif isinstance(item, Mixture) and isinstance(bound, MixtureBound):
+        elif isinstance(item, MixedFamily) and isinstance(bound, MixedBound):
             far += _long_ones(item, bound, job.cluster.gpus)
         elif _has_few(item):
             far.append((bound, item))
@@ -54,17 +54,17 @@ def farthest_s(item: Item, best_s: float, told_s: float, job: Job) -> float:
 
 def _is_quick(item: Item, job: Job) -> bool:
     """Whether there is little to price."""
-    slots = item.stages if isinstance(item, Shape) else len(item.meshes)
+    slots = item.stages if isinstance(item, EqualPipeline) else len(item.meshes)
     return job.model.layers * slots <= FEW_SLOTS
 
 
 def _has_few(item: Item) -> bool:
     """Hardly more micro-batches than stages, of the shortest pipelines of a mixture."""
-    stages = item.stages if isinstance(item, Shape) else item.lengths[0]
+    stages = item.stages if isinstance(item, EqualPipeline) else item.lengths[0]
     return item.grad_accum <= stages + 1
 
 
-def _long_ones(mixture: Mixture, bound: MixtureBound, gpus: int) -> list[Pair]:
+def _long_ones(mixture: MixedFamily, bound: MixedBound, gpus: int) -> list[Pair]:
     """The pipelines of a mixture that have few micro-batches."""
     lengths = tuple(count for count in mixture.lengths if count >= mixture.grad_accum - 1)
     if not lengths:

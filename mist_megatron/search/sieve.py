@@ -1,4 +1,4 @@
-"""Least times of stage slots, memory considered, without their fronts: what rules most mixtures out.
+"""Least times of stage slots, memory considered, without their fronts: what rules most mixed families out.
 
 t does not depend on layers but linearly, and of meshes of whole nodes not on how many nodes they are but by
 their sizes dp, tp and micro-batch. So all meshes of a search are priced in a few batched calls.
@@ -13,19 +13,19 @@ import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageRole
-from mist_megatron.search.shapes import Shape
-from mist_megatron.search.slot_prices import (
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.space import Space
+from mist_megatron.search.stage_prices import (
     AXES,
     Array,
     Choices,
     HeldMemory,
-    Slot,
+    StageSlot,
     corner_moments,
     ends_of,
     stage_grid,
     with_axes,
 )
-from mist_megatron.search.space import Space
 
 AT_ONCE = 200_000
 """Configurations priced in one call: the arrays of one fit a cache."""
@@ -46,10 +46,12 @@ class _Rows:
 class Sieve:
     """Least times of the stages of all meshes of a search, priced when first asked for."""
 
-    def __init__(self, evaluator: StageEvaluator, space: Space, step: float, meshes: Sequence[Shape]) -> None:
+    def __init__(
+        self, evaluator: StageEvaluator, space: Space, step: float, meshes: Sequence[EqualPipeline]
+    ) -> None:
         self.evaluator, self.space, self.step = evaluator, space, step
-        self._groups: dict[_Key, list[Shape]] = {}
-        self._place: dict[Shape, tuple[_Key, int]] = {}
+        self._groups: dict[_Key, list[EqualPipeline]] = {}
+        self._place: dict[EqualPipeline, tuple[_Key, int]] = {}
         for mesh in meshes:
             key = (mesh.gpus_per_node, mesh.sequence_parallel, mesh.zero)
             self._place[mesh] = key, len(self._groups.setdefault(key, []))
@@ -57,7 +59,7 @@ class Sieve:
         self._priced: dict[tuple[_Key, int, StageRole, bool], _Rows] = {}
 
     def least_times(
-        self, mesh: Shape, role: StageRole, window: range, held: Sequence[int], cap_s: float
+        self, mesh: EqualPipeline, role: StageRole, window: range, held: Sequence[int], cap_s: float
     ) -> Array:
         """By layers of the window and by micro-batches held: no configuration that fits is faster; infinite
         where none fits with t up to `cap_s`."""
@@ -93,7 +95,7 @@ class Sieve:
         t_s = part(rows.fixed) + layers * part(rows.per_layer) + ckpt * part(rows.per_ckpt)
         axes = choices.axes(longest)
         grid = stage_grid(
-            choices.shape, Slot(role=role, layers=window[-1], held=1.0), axes, selective=selective
+            choices.shape, StageSlot(role=role, layers=window[-1], held=1.0), axes, selective=selective
         )
         moments = corner_moments(self.evaluator, replace(grid, layers=layers, ckpt=ckpt))
         memory = HeldMemory(axes["optimizer"].reshape(-1), self.evaluator.limit_bytes, moments)
@@ -110,13 +112,15 @@ class Sieve:
             )
         return self._priced[key, chunk, role, selective], row
 
-    def _price(self, choices: Choices, meshes: Sequence[Shape], role: StageRole, *, selective: bool) -> _Rows:
+    def _price(
+        self, choices: Choices, meshes: Sequence[EqualPipeline], role: StageRole, *, selective: bool
+    ) -> _Rows:
         def column(values: Sequence[float]) -> Array:
             return np.array(values, dtype=np.float64).reshape(-1, 1, *_ONE)
 
         counts = choices.counts(1, selective=selective)
         grid = stage_grid(
-            choices.shape, Slot(role=role, layers=1, held=1.0), choices.axes(counts), selective=selective
+            choices.shape, StageSlot(role=role, layers=1, held=1.0), choices.axes(counts), selective=selective
         )
         grid = replace(
             grid,

@@ -10,8 +10,8 @@ from typing import Literal
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.plan import Execution, Target
-from mist_megatron.spec.target import AWAY, OffloadRanges, Range, capability
 from mist_megatron.spec.training import Precision
+from mist_megatron.targets.rules import AWAY, OffloadRanges, Range, capability
 
 CkptRange = Literal["none", "all", "none_or_all", "any"]
 OFFLOAD_KINDS = ("weights", "grads", "optimizer", "activations")

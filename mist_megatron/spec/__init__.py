@@ -1,1 +1,1 @@
-"""The nouns: frozen dataclasses for models, training jobs, clusters, profiles and plans."""
+"""The nouns: frozen dataclasses for models, training jobs, clusters, profiles and plans; no text, no file."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
-from mist_megatron.spec.document import STRICT
+from mist_megatron.spec.check import STRICT
 
 MOST_GPUS = 1_000_000
 """Ten times the largest single training cluster that is known (xAI's Colossus, 2024: 100,000 GPUs)."""

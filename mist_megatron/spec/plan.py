@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.check import STRICT
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.document import STRICT
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.training import TrainingSpec
 

@@ -1,7 +1,7 @@
 """What one GPU and its links can do: a calibrated profile, every number with where it comes from.
 
 A profile is read from `calibration/profiles/NAME.yaml`, its large tables from a compressed CSV beside it.
-Types only; `calibrate/profile_file.py` reads and writes them and `cost/lookup.py` answers from them.
+Types only; `formats/profile_yaml.py` reads and writes them and `price/profile_prices.py` answers from them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from mist_megatron.errors import ProfileError
-from mist_megatron.spec.document import STRICT
+from mist_megatron.spec.check import STRICT
 
 PROFILE_SCHEMA = 1
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
-from mist_megatron.spec.document import STRICT
+from mist_megatron.spec.check import STRICT
 
 Precision = Literal["fp16", "bf16", "fp8"]
 

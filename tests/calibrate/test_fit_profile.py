@@ -151,8 +151,8 @@ def test_fitted_profile_predicts_its_own_measurements(fitted):
     """Read back by the cost model: an exact shape is the measured time, a new one the true curve's."""
     import numpy as np
 
-    from mist_megatron.cli.evaluators import load_profile
-    from mist_megatron.cost.lookup import profile_prices
+    from mist_megatron.ask.evaluators import load_profile
+    from mist_megatron.price.profile_prices import profile_prices
     from mist_megatron.spec.cluster import cluster_of
 
     prices = profile_prices(load_profile(fitted[0]), cluster_of(gpu("h200-sxm-141gb"), 8, 8), "bf16")

@@ -16,8 +16,8 @@ from mist_megatron.calibrate.interference import (
     published_coruns,
     trusted,
 )
-from mist_megatron.cost.overlap import overlapped_time
 from mist_megatron.errors import InputError
+from mist_megatron.price.overlap import overlapped_time
 
 MACHINES = ("L4", "L4(orig,0430)", "A10G", "A100-SXM4-40GB", "V100-SXM2-16GB", "V100-SXM2-32GB")
 TARGET = 0.08

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mist_megatron.cli.evaluators import profile_of
-from mist_megatron.cost.lookup import profile_prices
+from mist_megatron.ask.evaluators import profile_of
 from mist_megatron.errors import ProfileError
+from mist_megatron.price.profile_prices import profile_prices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import LinkOverrides, cluster_of
 

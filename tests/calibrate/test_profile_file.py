@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mist_megatron.calibrate.profile_file import profile_from_text
-from mist_megatron.cli.evaluators import load_profile
+from mist_megatron.ask.evaluators import load_profile
 from mist_megatron.errors import ProfileError
+from mist_megatron.formats.profile_yaml import profile_from_text
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.catalogue import CATALOGUE
 

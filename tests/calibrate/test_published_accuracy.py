@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mist_megatron.ask.refitting import predictor
 from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.calibrate.validate import outcomes_of, summary
-from mist_megatron.cli.refitting import predictor
 
 DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "measured"
 FOLDER = Path(os.environ.get("MIST_MEASURED_DIR", DEFAULT)) / "end_to_end"

@@ -10,8 +10,8 @@ import pytest
 from mist_megatron.cli.app import run
 from mist_megatron.cli.reference import EXAMPLE, reference_page
 from mist_megatron.errors import InputError
-from mist_megatron.spec.document import parse
-from mist_megatron.spec.plan_document import plan_from_mapping, plan_from_text
+from mist_megatron.formats.document import parse
+from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_from_text
 
 PAGE = Path(__file__).resolve().parents[2] / "PLAN.md"
 
@@ -21,7 +21,7 @@ def test_the_page_is_what_the_code_says():
 
 
 def test_the_example_is_a_plan_that_its_target_runs():
-    from mist_megatron.spec.target import violations
+    from mist_megatron.targets.rules import violations
 
     assert violations(plan_from_text(EXAMPLE, "PLAN.md")) == ()
 

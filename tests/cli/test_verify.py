@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mist_megatron.cli.tune_report import told_apart
-from mist_megatron.spec.plan_document import plan_from_mapping
+from mist_megatron.formats.plan_yaml import plan_from_mapping
 
 JOB = (
     "--model",

@@ -49,7 +49,7 @@ def plan_of(second_tp: int, *, sequence_parallel: bool) -> Plan:
 
 
 def hop_s(plan: Plan, *, bridge: bool) -> float:
-    from mist_megatron.cost.datasheet import datasheet_prices
+    from mist_megatron.price.datasheet import datasheet_prices
 
     prices = Links(datasheet_prices(plan.cluster, "bf16"))
     evaluator = make_evaluator(job_of(plan), prices)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from test_evaluate_terms import GRID, PARAMETERS, array, terms_of
 
-from mist_megatron.cost.datasheet import datasheet_prices
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.grid import StageRole
+from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.job import Job

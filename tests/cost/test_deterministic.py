@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.calibrate.rows import read_rows
-from mist_megatron.cli.evaluators import evaluator_for
-from mist_megatron.cost.datasheet import datasheet_prices
-from mist_megatron.cost.deterministic import DeterministicPrices
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import EmitError
+from mist_megatron.price.datasheet import datasheet_prices
+from mist_megatron.price.deterministic import DeterministicPrices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
-from mist_megatron.spec.target import violations
+from mist_megatron.targets.rules import violations
 
 MEASURED = Path(
     os.environ.get("MIST_MEASURED_DIR", Path(__file__).resolve().parents[3] / "shared" / "measured")
@@ -71,7 +71,7 @@ def test_only_megatron_has_the_switch() -> None:
 
 
 def test_switches_that_exclude_each_other() -> None:
-    from mist_megatron.emit.megatron import require_emittable
+    from mist_megatron.frameworks.megatron.write import require_emittable
 
     plan = _row().plan
     clash = replace(plan, execution=replace(plan.execution, fused_cross_entropy=True))

@@ -11,8 +11,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from mist_megatron.cost.datasheet import datasheet_prices
 from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, StageRole, make_evaluator
+from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import LinkOverrides, cluster_of
 from mist_megatron.spec.job import TARGETS, Job
@@ -175,7 +175,7 @@ def test_compiled_program_comes_from_the_cache_without_sympy(tmp_path: Path) -> 
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
         "from mist_megatron.cost.evaluate import make_evaluator\n"
-        "from mist_megatron.cost.datasheet import datasheet_prices\n"
+        "from mist_megatron.price.datasheet import datasheet_prices\n"
         "from mist_megatron.spec import catalogue, presets\n"
         "from mist_megatron.spec.cluster import cluster_of\n"
         "from mist_megatron.spec.job import Job\n"

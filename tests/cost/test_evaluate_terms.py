@@ -12,10 +12,10 @@ import pytest
 from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned, template_of
 from mist_megatron.cost.conventions import conventions_of
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
-from mist_megatron.cost.overlap import no_interference
-from mist_megatron.cost.pricing import Priced
 from mist_megatron.cost.stage_time import stage_terms
 from mist_megatron.cost.terms import LayerLoad, StageLoads, TimeContext
+from mist_megatron.price.overlap import no_interference
+from mist_megatron.price.prices import Priced
 from mist_megatron.spec.plan import Execution
 
 PARAMETERS = 100.0

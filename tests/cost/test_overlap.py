@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mist_megatron.cost.overlap import (
+from mist_megatron.price.overlap import (
     COMPUTE,
     GPU_GPU,
     no_interference,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mist_megatron.cost.datasheet import DatasheetPrices, datasheet_prices
+from mist_megatron.price.datasheet import DatasheetPrices, datasheet_prices
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import cluster_of
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mist_megatron.cost.datasheet import datasheet_prices
 from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.predict import job_of, predict, prediction_document
+from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import TARGETS

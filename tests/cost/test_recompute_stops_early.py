@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mist_megatron.cli.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.communication import ZERO3_NETWORK_SHARE
 from mist_megatron.cost.predict import grid_of, job_of
+from mist_megatron.formats.files import load_model
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
-from mist_megatron.spec.load import load_model
 from mist_megatron.spec.plan import Plan, StagePlan, Target, Zero
 from mist_megatron.spec.training import TrainingSpec
 

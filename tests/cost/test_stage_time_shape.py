@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mist_megatron.cost.datasheet import datasheet_prices
 from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, StageRole, make_evaluator
-from mist_megatron.cost.overlap import Array
+from mist_megatron.price.datasheet import datasheet_prices
+from mist_megatron.price.overlap import Array
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job

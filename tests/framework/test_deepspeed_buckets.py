@@ -14,12 +14,12 @@ import warm_start_server
 from deepspeed_buckets import CASES
 
 from mist_megatron.cost.conventions import DEEPSPEED
-from mist_megatron.cost.datasheet import datasheet_prices
 from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.predict import grid_of, job_of
+from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.model_document import model_from_mapping
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 

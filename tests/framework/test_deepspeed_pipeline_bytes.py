@@ -15,15 +15,15 @@ pytest.importorskip("deepspeed", reason="needs the test framework environment")
 import deepspeed_by_plan
 import warm_start_server
 
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cli.emit import launch_sources
-from mist_megatron.cli.evaluators import evaluator_for
 from mist_megatron.cost.conventions import DEEPSPEED
 from mist_megatron.cost.predict import grid_of, job_of
-from mist_megatron.emit.artifacts import artifacts
-from mist_megatron.emit.write import write_artifacts
+from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.formats.write import write_artifacts
+from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.model_document import model_from_mapping
 from mist_megatron.spec.plan import Offload, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 

@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs the test framework environment")
 from deepspeed.runtime.pipe import schedule
 
-from mist_megatron.cli.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
+from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.simulate.build import Built, build
 from mist_megatron.simulate.engine import run_program
 from mist_megatron.simulate.schedules import PassKind, schedule_orders
@@ -19,7 +20,6 @@ from mist_megatron.simulate.stage_work import LayerWork, StageWork, Workload, wo
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.layout import in_flight
-from mist_megatron.spec.model_document import model_from_mapping
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mist_megatron.emit.deepspeed_schema import schema_from_text
-from mist_megatron.emit.deepspeed_values import wrong_values
+from mist_megatron.frameworks.deepspeed.schema import schema_from_text
+from mist_megatron.frameworks.deepspeed.values import wrong_values
 
 config = pytest.importorskip("deepspeed.runtime.zero.config")
 

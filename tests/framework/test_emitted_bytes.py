@@ -12,7 +12,7 @@ pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 from test_emitted_megatron_training import MODEL, TRAINING, plan, stage, train
 
-from mist_megatron.cli.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.local_spec import local_differences
 from mist_megatron.cost.predict import job_of, predict

@@ -19,11 +19,11 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 import warm_start_server
 
 from mist_megatron.cli.emit import deepspeed_schema
-from mist_megatron.emit import deepspeed
-from mist_megatron.emit.convert import replacement
-from mist_megatron.emit.deepspeed_read import read_config
-from mist_megatron.emit.flags import arguments
-from mist_megatron.emit.loose_json import read_loose
+from mist_megatron.frameworks.deepspeed import write as deepspeed
+from mist_megatron.frameworks.deepspeed.convert import replacement
+from mist_megatron.frameworks.deepspeed.read import read_config
+from mist_megatron.frameworks.flags import arguments
+from mist_megatron.frameworks.loose_json import read_loose
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan

@@ -24,19 +24,19 @@ from deepspeed_by_plan import FEW_STEPS, STEPS
 from ports import free_port
 from test_emitted_deepspeed import alone, explicit
 
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cli.emit import launch_sources
-from mist_megatron.cli.evaluators import evaluator_for
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import grid_of, job_of
-from mist_megatron.emit.artifacts import artifacts
-from mist_megatron.emit.deepspeed import config_names
-from mist_megatron.emit.write import write_artifacts
+from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.formats.write import write_artifacts
+from mist_megatron.frameworks.deepspeed.write import config_names
+from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.model_document import model_from_mapping
 from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
-from mist_megatron.spec.target import violations
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "deepspeed_by_plan.py"

@@ -17,14 +17,14 @@ pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 import megatron_parser
 
-from mist_megatron.emit import megatron
-from mist_megatron.emit.megatron_lint import lint_megatron
-from mist_megatron.emit.megatron_read import options_of
+from mist_megatron.frameworks.megatron import write as megatron
+from mist_megatron.frameworks.megatron.lint import lint_megatron
+from mist_megatron.frameworks.megatron.read import options_of
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
-from mist_megatron.spec.target import violations
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
 
 LAUNCH = Path(__file__).parent.parent.parent / "launch"
 USER_ARGS = """

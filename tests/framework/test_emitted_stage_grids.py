@@ -11,10 +11,10 @@ from test_emitted_megatron_training import STEPS, overlapped, plain, plan, stage
 
 from mist_megatron.cli.app import run
 from mist_megatron.cli.emit import launch_sources
-from mist_megatron.emit.artifacts import artifacts
-from mist_megatron.emit.megatron import patches
-from mist_megatron.emit.write import write_artifacts
 from mist_megatron.errors import EmitError
+from mist_megatron.formats.write import write_artifacts
+from mist_megatron.frameworks.folder import artifacts
+from mist_megatron.frameworks.megatron.write import patches
 from mist_megatron.spec.plan import Offload, Plan
 
 __all__ = ["plain"]

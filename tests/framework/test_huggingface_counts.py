@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from mist_megatron.errors import InputError  # noqa: E402
-from mist_megatron.spec.huggingface import model_from_huggingface  # noqa: E402
+from mist_megatron.formats.huggingface import model_from_huggingface  # noqa: E402
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

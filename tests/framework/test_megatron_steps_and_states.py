@@ -22,7 +22,7 @@ from mist_megatron.cost.conventions import MEGATRON
 from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
-from mist_megatron.spec.model_document import model_from_mapping
+from mist_megatron.formats.model_yaml import model_from_mapping
 
 STEPS = {"decoupled_steps": [1, 1]}
 STATES = {"state_offload": [[1.0, 0.75], [0.5, 0.25]]}

@@ -10,7 +10,7 @@ import pytest
 
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.layers import LayerOptions, block, parameters, saved_bytes
-from mist_megatron.spec.model_document import model_from_mapping
+from mist_megatron.formats.model_yaml import model_from_mapping
 
 torch = pytest.importorskip("torch", reason="needs the test framework environment")
 from torch import nn  # noqa: E402

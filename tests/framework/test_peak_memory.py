@@ -20,7 +20,7 @@ from mist_megatron.cost.conventions import DEEPSPEED
 from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
-from mist_megatron.spec.model_document import model_from_mapping
+from mist_megatron.formats.model_yaml import model_from_mapping
 
 SHAPES = [
     # hidden, ffn, heads, layers, vocab, batch, seq, and 1 for GPT-2's positions and activation

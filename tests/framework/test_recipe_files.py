@@ -17,8 +17,8 @@ pytest.importorskip("torch")
 import warm_start_server
 
 from mist_megatron.cli.drop_ins import read_cases
-from mist_megatron.emit import megatron
-from mist_megatron.spec.load import load_plan
+from mist_megatron.formats.files import load_plan
+from mist_megatron.frameworks.megatron import write as megatron
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PLANS = {path.parent.name: load_plan(path) for path in sorted(RECIPES.glob("*/plan.yaml"))}

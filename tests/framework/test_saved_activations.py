@@ -21,7 +21,7 @@ from mist_megatron.cost.layers import (
 )
 from mist_megatron.cost.local_spec import local_differences
 from mist_megatron.cost.shapes import ACTIVATION
-from mist_megatron.spec.model_document import model_from_mapping
+from mist_megatron.formats.model_yaml import model_from_mapping
 
 CASES = [
     (shape, tp, sp, recompute)

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mist_megatron.cli.evaluators import evaluator_for, profile_of
-from mist_megatron.cost.lookup import ProfilePrices, profile_prices
+from mist_megatron.ask.evaluators import evaluator_for, profile_of
 from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.formats.files import load_model
+from mist_megatron.price.profile_prices import ProfilePrices, profile_prices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import LinkOverrides, cluster_of
-from mist_megatron.spec.load import load_model
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "spec"))
 from plans import valid_plans
 
 from mist_megatron.errors import InputError, MistError
-from mist_megatron.spec.document import parse
-from mist_megatron.spec.load import load_mapping, load_model, load_plan, read_text
-from mist_megatron.spec.plan_document import plan_from_mapping, plan_from_text, plan_to_mapping, plan_to_yaml
+from mist_megatron.formats.document import parse
+from mist_megatron.formats.files import load_mapping, load_model, load_plan, read_text
+from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_from_text, plan_to_mapping, plan_to_yaml
 
 SLOW = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8))

@@ -11,8 +11,8 @@ import pytest
 
 from mist_megatron.cli.app import run
 from mist_megatron.cli.drop_ins import BEFORE, read_cases
-from mist_megatron.emit.convert import flat
-from mist_megatron.emit.loose_json import read_loose
+from mist_megatron.frameworks.deepspeed.convert import flat
+from mist_megatron.frameworks.loose_json import read_loose
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "deepspeed"
 CASES = read_cases(FOLDER)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.recipe_jobs import read_jobs
 from mist_megatron.cli.app import run
-from mist_megatron.cli.evaluators import evaluator_for
 from mist_megatron.cli.recipe_build import emitted
-from mist_megatron.cli.recipe_jobs import read_jobs
 from mist_megatron.cli.recipe_pages import index_page, readme_page, why_page
 from mist_megatron.cost.predict import job_of, predict
-from mist_megatron.spec.load import load_plan
-from mist_megatron.spec.target import violations
+from mist_megatron.formats.files import load_plan
+from mist_megatron.targets.rules import violations
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 JOBS = read_jobs(RECIPES)

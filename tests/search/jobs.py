@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from mist_megatron.cost.datasheet import datasheet_prices
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
+from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.model_document import model_from_mapping
 from mist_megatron.spec.plan import Target
 from mist_megatron.spec.training import TrainingSpec
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from jobs import small_job
 
+from mist_megatron.search.mixed import MixedFamily, mixed_families
 from mist_megatron.search.space import Limits, apply_limits, cut_to_target, space_named
-from mist_megatron.search.unequal import Mixture, mixtures
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.job import Job
 
 
-def mixed(job: Job) -> list[Mixture]:
+def mixed(job: Job) -> list[MixedFamily]:
     cut = apply_limits(cut_to_target(space_named("full"), job.target), Limits())
-    return list(mixtures(job, cut, Limits()))
+    return list(mixed_families(job, cut, Limits()))
 
 
 def six(target: str) -> Job:

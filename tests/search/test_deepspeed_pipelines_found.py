@@ -6,22 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from mist_megatron.cli.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cli.options import TakenJob
 from mist_megatron.cli.run_search import run_search
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import InputError
+from mist_megatron.formats.files import load_model
+from mist_megatron.search.execution import execution_choices
+from mist_megatron.search.search import Settings, search
 from mist_megatron.search.space import Limits, space_named
-from mist_megatron.search.tune import Settings, search
-from mist_megatron.search.ways import ways_of
 from mist_megatron.simulate.iteration import simulate
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.load import load_model
 from mist_megatron.spec.plan import Execution
-from mist_megatron.spec.target import violations
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
 
 FULL = space_named("full")
 PIPED = Settings(step=0.5, limits=Limits(fixed={"pp": 2}))
@@ -57,10 +57,10 @@ def test_stages_have_their_own_where_memory_is_short():
 
 
 def test_decoupled_steps_are_searched_for_in_one_piece_only():
-    usual, decoupled = ways_of(job(20.0), FULL, Limits())
+    usual, decoupled = execution_choices(job(20.0), FULL, Limits())
     assert not usual.job.execution.decoupled_step and "pp" not in usual.limits.fixed
     assert decoupled.job.execution.decoupled_step and decoupled.limits.fixed == {"pp": 1}
-    assert len(ways_of(job(20.0), FULL, PIPED.limits)) == 1
+    assert len(execution_choices(job(20.0), FULL, PIPED.limits)) == 1
 
 
 def test_what_has_no_pipeline_is_said():

@@ -13,13 +13,13 @@ from jobs import evaluator_of, small_job
 from mist_megatron.cost.predict import grid_of, predict
 from mist_megatron.cost.step_time import AT_STEP
 from mist_megatron.errors import NoFeasiblePlan
-from mist_megatron.search.frontier import StageTimes, slot_configs
-from mist_megatron.search.shapes import Shape
-from mist_megatron.search.slot_prices import Choices, ckpt_counts, fractions, slot_at
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.search import Settings, Status, Watch, plan_of, search
 from mist_megatron.search.space import Limits, apply_limits, cut_to_target, space_named
-from mist_megatron.search.tune import Settings, Status, Watch, plan_of, search
+from mist_megatron.search.stage_fronts import StageTimes, slot_configs
+from mist_megatron.search.stage_prices import Choices, ckpt_counts, fractions, slot_at
 from mist_megatron.spec.plan import Offload, Plan, StagePlan
-from mist_megatron.spec.target import violations
+from mist_megatron.targets.rules import violations
 
 TARGETS = {
     "mist": "mist",
@@ -81,7 +81,7 @@ def random_case(seed):
     space = cut_to_target(space_named(TARGETS[target]), target)
     levels = [level for level in space.zero if stages == 1 or level in space.zero_with_pipeline]
     zero = space.zero if space.per_stage_zero else (int(rng.choice(levels)),)
-    shape = Shape(
+    shape = EqualPipeline(
         grad_accum=8,
         stages=stages,
         nodes=1,
@@ -189,7 +189,7 @@ def test_search_finds_the_best_of_all_uniform_plans(target):
             continue
         if sp and (tp == 1 or not space.sequence_parallel):
             continue
-        shape = Shape(
+        shape = EqualPipeline(
             grad_accum=8 // dp // micro_batch,
             stages=1,
             nodes=1,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
 
-from mist_megatron.search import unequal
-from mist_megatron.search.bounds import Question, least_times, shape_bounds
-from mist_megatron.search.frontier import Tally
-from mist_megatron.search.shapes import shapes
-from mist_megatron.search.solve import ROLES, solve_shape
+from mist_megatron.search import mixed as unequal
+from mist_megatron.search.bounds import SearchProblem, least_times, shape_bounds
+from mist_megatron.search.equal import ROLES, solve_equal
+from mist_megatron.search.mixed import mixed_families, mixture_bounds, solve_mixed
+from mist_megatron.search.pipelines import shapes
 from mist_megatron.search.space import Limits, cut_to_target, space_named
-from mist_megatron.search.unequal import mixture_bounds, mixtures, solve_mixture
+from mist_megatron.search.stage_fronts import Tally
 
 TARGETS = {
     "mist": "mist",
@@ -37,18 +37,18 @@ def test_pruning_keeps_what_beats_the_incumbent(target, limit_gib):
     job = small_job(target, gpus=8, layers=4, batch=32, limit_gib=limit_gib + bucket_gib)
     evaluator = evaluator_of(job)
     space = cut_to_target(space_named(TARGETS[target]), target)
-    question = Question(evaluator=evaluator, space=space, step=1.0)
+    question = SearchProblem(evaluator=evaluator, space=space, step=1.0)
     found = list(shapes(evaluator.job, space, Limits()))
     solved = 0
     pairs = list(zip(shape_bounds(question, found), found, strict=True))
     for index in np.random.default_rng(0).permutation(len(pairs))[:14]:
         bound, shape = pairs[index]
-        alone, _ = solve_shape(question, shape, bound, np.inf)
+        alone, _ = solve_equal(question, shape, bound, np.inf)
         if alone is None:
             continue
         solved += 1
         assert bound.value_s <= alone.value_s
-        again, _ = solve_shape(question, shape, bound, alone.value_s * (1 + 1e-9))
+        again, _ = solve_equal(question, shape, bound, alone.value_s * (1 + 1e-9))
         assert again is not None
         assert again.value_s == pytest.approx(alone.value_s, rel=1e-12)
     assert solved > 2
@@ -60,16 +60,16 @@ def test_pruning_of_mixtures_keeps_what_beats_the_incumbent(target, limit_gib):
     """The same of pipelines with stages of different sizes, whose steps wait for all stages on Megatron."""
     evaluator = evaluator_of(small_job(target, gpus=4, layers=3, batch=8, limit_gib=limit_gib))
     space = cut_to_target(space_named(TARGETS[target]), target)
-    question = Question(evaluator=evaluator, space=space, step=1.0)
-    found = list(mixtures(evaluator.job, space, Limits()))
+    question = SearchProblem(evaluator=evaluator, space=space, step=1.0)
+    found = list(mixed_families(evaluator.job, space, Limits()))
     solved = 0
     for bound, mixture in list(zip(mixture_bounds(question, found), found, strict=True))[:3]:
-        alone, _ = solve_mixture(question, mixture, bound, np.inf)
+        alone, _ = solve_mixed(question, mixture, bound, np.inf)
         if alone is None:
             continue
         solved += 1
         assert bound.value_s <= alone.value_s
-        again, _ = solve_mixture(question, mixture, bound, alone.value_s * (1 + 1e-9))
+        again, _ = solve_mixed(question, mixture, bound, alone.value_s * (1 + 1e-9))
         assert again is not None
         assert again.value_s == pytest.approx(alone.value_s, rel=1e-12)
     assert solved
@@ -79,8 +79,8 @@ def test_meshes_priced_together_cost_what_they_cost_alone():
     """Parts of a node and whole nodes, of which a stage of one GPU is the odd one: True is 1 as a key."""
     evaluator = evaluator_of(small_job("mist", gpus=16, layers=3, batch=16))
     space = cut_to_target(space_named("mist"), "mist")
-    question = Question(evaluator=evaluator, space=space, step=1.0)
-    found = [m for m in mixtures(evaluator.job, space, Limits()) if m.grad_accum == 1]
+    question = SearchProblem(evaluator=evaluator, space=space, step=1.0)
+    found = [m for m in mixed_families(evaluator.job, space, Limits()) if m.grad_accum == 1]
     for bound, mixture in zip(mixture_bounds(question, found), found, strict=True):
         assert {mesh.gpus_per_node for mesh in mixture.meshes} == {1, 2, 4, 8}
         for mesh, stages in zip(mixture.meshes, bound.stages, strict=True):
@@ -97,9 +97,9 @@ def test_a_first_stage_is_credited_with_no_more_than_its_least_t_and_d_together(
     links = replace(job.cluster.links, host_to_device_bytes_per_s=1e8, device_to_host_bytes_per_s=1e8)
     evaluator = evaluator_of(replace(job, cluster=replace(job.cluster, links=links)))
     space = cut_to_target(space_named("mist"), "mist")
-    question = Question(evaluator=evaluator, space=space, step=1.0)
+    question = SearchProblem(evaluator=evaluator, space=space, step=1.0)
     slower = 0
-    for mixture in (m for m in mixtures(evaluator.job, space, Limits()) if m.grad_accum == 4):
+    for mixture in (m for m in mixed_families(evaluator.job, space, Limits()) if m.grad_accum == 4):
         (bound,) = mixture_bounds(question, [mixture])
         windows = [dict.fromkeys(ROLES, range(1, 4)) for _ in mixture.meshes]
         slots = unequal._Slots(question, mixture, windows, dict.fromkeys(ROLES, np.inf), Tally())

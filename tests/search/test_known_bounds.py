@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from jobs import small_job
 
-from mist_megatron.cli.evaluators import evaluator_for
-from mist_megatron.cost.datasheet import datasheet_prices
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
-from mist_megatron.search.bounds import Question, shape_bounds
+from mist_megatron.price.datasheet import datasheet_prices
+from mist_megatron.search.bounds import SearchProblem, shape_bounds
 from mist_megatron.search.known import Known, floors, late_reduction_s, reduces_beside
-from mist_megatron.search.order import Order, Queue
-from mist_megatron.search.shapes import shapes
+from mist_megatron.search.mixed import mixed_families, mixture_bounds
+from mist_megatron.search.pipelines import shapes
+from mist_megatron.search.queue import Order, Queue
+from mist_megatron.search.search import NoneFaster, Settings, plan_of, search
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target, space_named
-from mist_megatron.search.tune import NoneFaster, Settings, plan_of, search
-from mist_megatron.search.unequal import mixture_bounds, mixtures
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Execution
 
@@ -53,17 +53,17 @@ def random_job(rng: np.random.Generator) -> Job:
     )
 
 
-def asked(job: Job, evaluator: StageEvaluator, space: Space | None = None) -> Question:
+def asked(job: Job, evaluator: StageEvaluator, space: Space | None = None) -> SearchProblem:
     cut = cut_to_target(space or space_named("full"), job.target, job.training.precision, job.execution)
-    return Question(evaluator=evaluator, space=apply_limits(cut, Limits()), step=0.5)
+    return SearchProblem(evaluator=evaluator, space=apply_limits(cut, Limits()), step=0.5)
 
 
-def items_of(question: Question) -> tuple[list, list]:
+def items_of(question: SearchProblem) -> tuple[list, list]:
     job = question.evaluator.job
-    return list(shapes(job, question.space, Limits())), list(mixtures(job, question.space, Limits()))
+    return list(shapes(job, question.space, Limits())), list(mixed_families(job, question.space, Limits()))
 
 
-def bounds_of(question: Question) -> dict:
+def bounds_of(question: SearchProblem) -> dict:
     equal, mixed = items_of(question)
     found = [*shape_bounds(question, equal), *mixture_bounds(question, mixed)]
     return {item: bound.value_s for item, bound in zip([*equal, *mixed], found, strict=True)}

@@ -10,13 +10,13 @@ import pytest
 from jobs import evaluator_of, small_job
 
 from mist_megatron.errors import NoFeasiblePlan
-from mist_megatron.search.bounds import Question, shape_bounds
-from mist_megatron.search.no_plan import possible_shapes
-from mist_megatron.search.shapes import shapes
-from mist_megatron.search.solve import solve_shape
+from mist_megatron.search.bounds import SearchProblem, shape_bounds
+from mist_megatron.search.equal import solve_equal
+from mist_megatron.search.infeasible import possible_shapes
+from mist_megatron.search.mixed import mixed_families, mixture_bounds, possible_mixtures, solve_mixed
+from mist_megatron.search.pipelines import shapes
+from mist_megatron.search.search import Settings, search
 from mist_megatron.search.space import Limits, cut_to_target, space_named
-from mist_megatron.search.tune import Settings, search
-from mist_megatron.search.unequal import mixture_bounds, mixtures, possible_mixtures, solve_mixture
 
 TARGETS = {
     "mist": "mist",
@@ -33,17 +33,17 @@ def test_what_is_ruled_out_fits_with_nothing(target, limit_gib):
     """Every shape that its least memory rules out is solved over the grid, and gives nothing."""
     evaluator = evaluator_of(small_job(target, gpus=4, layers=4, batch=8, limit_gib=limit_gib))
     space = cut_to_target(space_named(TARGETS[target]), target)
-    question = Question(evaluator=evaluator, space=space, step=0.5)
+    question = SearchProblem(evaluator=evaluator, space=space, step=0.5)
     found = list(shapes(evaluator.job, space, Limits()))
     kept = possible_shapes(question, Limits())
     out = [shape for shape in found if shape not in kept]
     for bound, shape in list(zip(shape_bounds(question, out), out, strict=True))[::3]:
-        assert solve_shape(question, shape, bound, np.inf)[0] is None, shape
-    mixed = list(mixtures(evaluator.job, space, Limits()))
+        assert solve_equal(question, shape, bound, np.inf)[0] is None, shape
+    mixed = list(mixed_families(evaluator.job, space, Limits()))
     left = possible_mixtures(question, mixed)
     gone = [mixture for mixture in mixed if mixture not in left]
     for bound, mixture in zip(mixture_bounds(question, gone), gone, strict=True):
-        assert solve_mixture(question, mixture, bound, np.inf)[0] is None
+        assert solve_mixed(question, mixture, bound, np.inf)[0] is None
 
 
 def test_the_refusal_names_the_miss_its_part_and_what_helps():

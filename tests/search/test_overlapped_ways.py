@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from mist_megatron.cli.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cli.options import TakenJob
 from mist_megatron.cli.run_search import run_search
 from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.formats.files import load_model
+from mist_megatron.search.search import NoneFaster, Settings, search
 from mist_megatron.search.space import Limits, space_named
-from mist_megatron.search.tune import NoneFaster, Settings, search
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.load import load_model
 from mist_megatron.spec.plan import Execution, Target
 from mist_megatron.spec.training import TrainingSpec
 

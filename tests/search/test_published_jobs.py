@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.calibrate.rows import read_rows
-from mist_megatron.cli.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.search.search import Settings, search
 from mist_megatron.search.space import space_named
-from mist_megatron.search.tune import Settings, search
 
 
 def rows_of(measured_dir, name):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jobs import evaluator_of, small_job
 
-from mist_megatron.search.bounds import Question
+from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.space import space_named
 
 README = Path(__file__).resolve().parents[2] / "mist_megatron" / "search" / "README.md"
@@ -55,5 +55,5 @@ def test_a_dask_cluster_gives_the_same(tmp_path):
 
 
 def test_a_question_travels_light():
-    question = Question(evaluator=evaluator_of(small_job("mist")), space=space_named("mist"), step=0.125)
+    question = SearchProblem(evaluator=evaluator_of(small_job("mist")), space=space_named("mist"), step=0.125)
     assert len(pickle.dumps(question)) < 2_000_000

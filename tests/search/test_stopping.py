@@ -15,8 +15,8 @@ from jobs import evaluator_of, small_job
 
 from mist_megatron.cli.run_search import check_numbers
 from mist_megatron.errors import InputError
+from mist_megatron.search.search import Settings, Status, StoppedEmpty, Watch, search
 from mist_megatron.search.space import space_named
-from mist_megatron.search.tune import Settings, Status, StoppedEmpty, Watch, search
 
 JOB = ("--model", "gpt3-22b", "--gpus", "32", "--gpu", "l4-24gb", "--target", "mist")
 LONG = (*JOB, "--global-batch", "512")

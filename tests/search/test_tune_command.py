@@ -7,8 +7,8 @@ import json
 import pytest
 
 from mist_megatron.errors import InputError
+from mist_megatron.formats.files import load_plan
 from mist_megatron.search.space import named_spaces, parse_limits
-from mist_megatron.spec.load import load_plan
 
 JOB = ("--model", "gpt3-1.3b", "--gpus", "2", "--gpu", "l4-24gb", "--global-batch", "16")
 

@@ -11,12 +11,12 @@ from jobs import evaluator_of, small_job
 
 from mist_megatron.cost.predict import grid_of, predict, timing_of
 from mist_megatron.search.crossings import Crossings
-from mist_megatron.search.shapes import Shape
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.search import Settings, plan_of, search
 from mist_megatron.search.space import Limits, space_named
-from mist_megatron.search.tune import Settings, plan_of, search
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Offload, Plan, StagePlan
-from mist_megatron.spec.target import violations
+from mist_megatron.targets.rules import violations
 
 KINDS = ("weights", "grads", "optimizer", "activations")
 
@@ -204,7 +204,7 @@ def test_climbs_know_what_crosses_borders(target):
         stages = [stage_of((*sizes[k], 1), ckpt=1) for k in order]
         plan = plan_with(job, 2, stages)
         shapes = [
-            Shape(
+            EqualPipeline(
                 grad_accum=2,
                 stages=3,
                 nodes=stage.nodes,

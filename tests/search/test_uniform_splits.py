@@ -6,8 +6,8 @@ import pytest
 from jobs import evaluator_of, small_job
 
 from mist_megatron.errors import InputError
+from mist_megatron.search.search import Settings, plan_of, search
 from mist_megatron.search.space import Limits, space_named
-from mist_megatron.search.tune import Settings, plan_of, search
 
 UNEVEN = ("full", "mist", "aceso")
 

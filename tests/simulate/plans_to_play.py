@@ -9,12 +9,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mist_megatron.cost.datasheet import datasheet_prices
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.predict import job_of
+from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.model_document import model_from_mapping
 from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 

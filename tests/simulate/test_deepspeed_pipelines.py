@@ -10,7 +10,7 @@ from plans_to_play import evaluator_of, plan_of
 
 from mist_megatron.simulate.iteration import Simulation, simulate
 from mist_megatron.spec.plan import Execution, Offload, Plan
-from mist_megatron.spec.target import violations
+from mist_megatron.targets.rules import violations
 
 EACH = 4
 HIDDEN = 2048

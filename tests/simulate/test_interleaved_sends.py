@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from plans_to_play import benchmark_program
 
-from mist_megatron.cli.evaluators import evaluator_for
-from mist_megatron.cost.overlap import no_interference
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.price.overlap import no_interference
 from mist_megatron.simulate.engine import Program, Stream, run_program
 from mist_megatron.simulate.iteration import simulate
 from mist_megatron.simulate.schedules import PassKind, schedule_orders

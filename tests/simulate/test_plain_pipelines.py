@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from plans_to_play import evaluator_of, plan_of
 
-from mist_megatron.cost.overlap import no_interference
+from mist_megatron.price.overlap import no_interference
 from mist_megatron.simulate.build import build
 from mist_megatron.simulate.engine import run_program
 from mist_megatron.simulate.schedules import SCHEDULES, SPLIT_BACKWARD, Order, Pass, PassKind, schedule_orders

@@ -13,7 +13,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.simulate.iteration import simulate
 from mist_megatron.simulate.schedules import SCHEDULES
 from mist_megatron.spec.plan import Execution, Offload, Plan
-from mist_megatron.spec.target import violations
+from mist_megatron.targets.rules import violations
 
 TARGETS = ("mist", "megatron", "deepspeed", "megatron+patches", "deepspeed+patches")
 EACH = 2

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mist_megatron.cost.datasheet import datasheet_prices
-from mist_megatron.cost.pricing import Collective, LayerRatios, Prices
 from mist_megatron.errors import InputError
-from mist_megatron.simulate.what_if import LINKS, OPERATORS, parse_scales, scaled_prices
+from mist_megatron.price.datasheet import datasheet_prices
+from mist_megatron.price.prices import Collective, LayerRatios, Prices
+from mist_megatron.price.what_if import LINKS, OPERATORS, parse_scales, scaled_prices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 

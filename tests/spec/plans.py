@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.job import TARGETS
-from mist_megatron.spec.model_document import model_from_mapping
 from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.training import TrainingSpec

@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from mist_megatron.errors import InputError, MistError
+from mist_megatron.formats.document import parse
+from mist_megatron.formats.files import load_mapping, load_model, load_plan, read_text
+from mist_megatron.formats.huggingface import model_from_huggingface
+from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.formats.plan_yaml import plan_from_text
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import ClusterSpec, cluster_of
-from mist_megatron.spec.document import parse
-from mist_megatron.spec.huggingface import model_from_huggingface
-from mist_megatron.spec.load import load_mapping, load_model, load_plan, read_text
-from mist_megatron.spec.model_document import model_from_mapping
-from mist_megatron.spec.plan_document import plan_from_text
 
 PLAN = """
 schema: 1
@@ -68,7 +68,7 @@ def test_a_name_that_is_too_long_for_a_file_is_no_preset():
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
 def test_a_pipe_without_a_writer_does_not_hold_the_program(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    code = f"from mist_megatron.spec.load import load_plan; load_plan({str(tmp_path / 'pipe.yaml')!r})"
+    code = f"from mist_megatron.formats.files import load_plan; load_plan({str(tmp_path / 'pipe.yaml')!r})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
     )

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from mist_megatron.errors import InputError
-from mist_megatron.spec.huggingface import model_from_huggingface
-from mist_megatron.spec.load import load_model
-from mist_megatron.spec.model_document import model_from_mapping
+from mist_megatron.formats.files import load_model
+from mist_megatron.formats.huggingface import model_from_huggingface
+from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec.presets import PRESETS, PUBLISHED_PARAMETERS
 
 MIST = {"1.3b": (2048, 24, 16), "2.7b": (2560, 32, 32), "7b": (4096, 32, 32), "13b": (5120, 40, 40),

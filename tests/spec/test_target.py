@@ -8,8 +8,8 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Offload, Plan, StagePlan
 from mist_megatron.spec.presets import preset
-from mist_megatron.spec.target import violations
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
 
 
 def plan_with(offload: Offload, precision: str) -> Plan:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_to_mapping
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
-from mist_megatron.spec.plan_document import plan_from_mapping, plan_to_mapping
 from mist_megatron.spec.presets import preset
-from mist_megatron.spec.target import runnable_on, violations
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import runnable_on, violations
 
 EVERYTHING = Offload(weights=0.25, grads=0.5, optimizer=0.75, activations=0.125)
 

@@ -1,0 +1,58 @@
+"""How well a profile's tables predict shapes that they do not hold, through the cost model's own lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mist_megatron.spec.cluster import GpuSpec
+    from mist_megatron.spec.profile import OperatorTable, Profile
+
+FOLDS = 5
+LEAST_ROWS = 10
+"""Shapes of a table from which on holding a fifth of them out says something."""
+
+
+def held_out_shapes(profile: Profile, gpu: GpuSpec) -> Iterator[str]:
+    """One line for each large table: the error of its shapes, each predicted from the others."""
+    for table in profile.tables:
+        if table.operator.startswith(("gemm", "attention")) and len(table.rows) >= LEAST_ROWS:
+            by_table, by_curve = _errors(profile, gpu, table)
+            yield (
+                f"{table.operator} in {table.precision}: {len(table.rows)} shapes, each predicted from the "
+                f"others: {by_table:.1%} off; by the curve alone {by_curve:.1%}"
+            )
+
+
+def _errors(profile: Profile, gpu: GpuSpec, table: OperatorTable) -> tuple[float, float]:
+    """Mean relative error (interpolated among the other folds, from the fitted curve)."""
+    others = tuple(each for each in profile.tables if each.operator != table.operator)
+    bare = replace(profile, tables=others)
+    missed = []
+    for fold in range(min(FOLDS, len(table.rows))):
+        kept = tuple(row for at, row in enumerate(table.rows) if at % FOLDS != fold)
+        held = [row for at, row in enumerate(table.rows) if at % FOLDS == fold]
+        known = replace(profile, tables=(*others, replace(table, rows=kept)))
+        missed.append(_missed(known, gpu, table, held))
+    return float(np.concatenate(missed).mean()), float(_missed(bare, gpu, table, table.rows).mean())
+
+
+def _missed(profile: Profile, gpu: GpuSpec, table: OperatorTable, rows: Sequence[tuple[float, ...]]) -> Any:
+    from mist_megatron.price.profile_prices import profile_prices
+    from mist_megatron.spec.cluster import cluster_of
+
+    precision: Any = table.precision
+    # Tables are of short benchmarks, and so is what they are compared with here.
+    unlimited = replace(profile, kernels=replace(profile.kernels, sustained_fraction=None))
+    prices = profile_prices(unlimited, cluster_of(gpu, 1, 1), precision)
+    columns = [np.array([row[at] for row in rows]) for at in range(len(rows[0]))]
+    if table.operator == "gemm":
+        priced = prices.gemm(*columns[:4])
+    else:
+        backward = table.operator.endswith("backward")
+        priced = prices.attention(*columns[:5], backward=backward)
+    return np.abs(priced.seconds / columns[-1] - 1.0)

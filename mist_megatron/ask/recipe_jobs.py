@@ -1,0 +1,74 @@
+"""What is tuned for the recipes: recipes/jobs.yaml, read strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mist_megatron.errors import InputError
+from mist_megatron.formats.document import build_versioned
+from mist_megatron.formats.files import load_mapping
+from mist_megatron.spec.check import STRICT
+from mist_megatron.spec.plan import Target
+from mist_megatron.spec.training import Precision
+
+if TYPE_CHECKING:
+    from mist_megatron.spec.job import Job
+
+JOBS_FILE = "jobs.yaml"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeJob:
+    """One line of jobs.yaml: everything that a search needs to be told."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    model: str
+    gpu: str
+    nodes: int
+    global_batch: int
+    seq_len: int
+    gpus_per_node: int = 8
+    precision: Precision = "bf16"
+    target: Target = "megatron+patches"
+
+    def job(self, target: Target | None = None) -> Job:
+        """The question, for the recipe's own target or for another one."""
+        from mist_megatron.spec import catalogue, presets
+        from mist_megatron.spec.cluster import ClusterSpec
+        from mist_megatron.spec.job import Job
+        from mist_megatron.spec.training import TrainingSpec
+
+        return Job(
+            model=presets.preset(self.model),
+            training=TrainingSpec(
+                global_batch=self.global_batch, seq_len=self.seq_len, precision=self.precision
+            ),
+            cluster=ClusterSpec(
+                gpu=catalogue.gpu(self.gpu), nodes=self.nodes, gpus_per_node=self.gpus_per_node
+            ),
+            target=target or self.target,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _JobsDocument:
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    schema: int
+    recipes: dict[str, RecipeJob]
+
+
+def read_jobs(folder: Path) -> Mapping[str, RecipeJob]:
+    """Recipe name -> job, in the order of the file."""
+    path = folder / JOBS_FILE
+    found = build_versioned(_JobsDocument, load_mapping(path), str(path), SCHEMA).recipes
+    for name in found:
+        if not name or not all(c.isascii() and (c.isalnum() or c in ".-") for c in name):
+            raise InputError(
+                f"{path}: recipe name {name!r} is no folder name; wanted letters, digits, . and -"
+            )
+    return MappingProxyType(found)

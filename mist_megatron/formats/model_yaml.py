@@ -1,0 +1,104 @@
+"""A model written as a mapping (YAML or JSON)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from mist_megatron.errors import InputError
+from mist_megatron.formats.document import build
+from mist_megatron.spec.check import STRICT
+from mist_megatron.spec.model import Activation, Family, ModelSpec, Norm
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDocument:
+    """Keys of a model mapping; what may be left out follows from the family, as in that family's models."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    family: Family
+    """Closest framework implementation; gives the defaults below."""
+    layers: int
+    """Transformer layers."""
+    hidden: int
+    """Width of the residual stream."""
+    heads: int
+    """Query heads."""
+    vocab: int
+    """Rows of the token table, padding included."""
+    name: str = "custom"
+    """What it is called in messages and files."""
+    ffn_hidden: int | None = None
+    """Default: 4 * hidden."""
+    kv_heads: int | None = None
+    """Default: heads."""
+    head_dim: int | None = None
+    """Default: hidden / heads, which must then be whole."""
+    gated_mlp: bool | None = None
+    """Two input projections multiplied together (SwiGLU). Default: llama."""
+    activation: Activation | None = None
+    """Default: silu if gated, else gelu."""
+    norm: Norm | None = None
+    """Default: rmsnorm for llama, else layernorm."""
+    norm_bias: bool = True
+    """LayerNorm has a bias; RMSNorm never has one."""
+    parallel_block: bool | None = None
+    """Attention and MLP read the same input and are added once. Default: falcon."""
+    parallel_norms: int = 1
+    """Norms before a parallel block, 1 or 2."""
+    linear_bias: bool | None = None
+    """Biases on all linear layers of a block. Default: gpt."""
+    qkv_bias: bool = False
+    """A bias on query, key and value alone."""
+    rotary: bool | None = None
+    """Rotary positions. Default: not gpt."""
+    learned_positions: int = 0
+    """Rows of a learned position table."""
+    tied_embeddings: bool | None = None
+    """Token table and output projection are one. Default: gpt."""
+    final_norm: bool = True
+    """A norm before the output projection."""
+
+
+def model_from_mapping(value: Mapping[str, Any], where: str) -> ModelSpec:
+    """A model from DESIGN's keys: family, layers, hidden, ffn_hidden, heads, kv_heads, vocab and options."""
+    document = build(ModelDocument, dict(value), where)
+    llama, gpt = document.family == "llama", document.family == "gpt"
+    head_dim = document.head_dim
+    if head_dim is None:
+        if document.heads < 1 or document.hidden % document.heads:
+            raise InputError(
+                f"{where}: heads ({document.heads}) must divide hidden ({document.hidden}), or give head_dim"
+            )
+        head_dim = document.hidden // document.heads
+    gated = _or(document.gated_mlp, llama)
+    return ModelSpec(
+        name=document.name,
+        family=document.family,
+        layers=document.layers,
+        hidden=document.hidden,
+        ffn_hidden=_or(document.ffn_hidden, 4 * document.hidden),
+        heads=document.heads,
+        kv_heads=_or(document.kv_heads, document.heads),
+        vocab=document.vocab,
+        head_dim=head_dim,
+        gated_mlp=gated,
+        activation=document.activation or ("silu" if gated else "gelu"),
+        norm=document.norm or ("rmsnorm" if llama else "layernorm"),
+        norm_bias=document.norm_bias,
+        parallel_block=_or(document.parallel_block, document.family == "falcon"),
+        parallel_norms=document.parallel_norms,
+        linear_bias=_or(document.linear_bias, gpt),
+        qkv_bias=document.qkv_bias,
+        rotary=_or(document.rotary, not gpt and not document.learned_positions),
+        learned_positions=document.learned_positions,
+        tied_embeddings=_or(document.tied_embeddings, gpt),
+        final_norm=document.final_norm,
+    )
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value

@@ -1,0 +1,201 @@
+"""plan.yaml: the written form of a Plan, and back. The round trip is exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+from mist_megatron.errors import InputError
+from mist_megatron.formats.document import build_versioned, parse
+from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.spec import catalogue, check, presets
+from mist_megatron.spec.check import STRICT
+from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
+from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, Target
+from mist_megatron.spec.training import TrainingSpec
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterDocument:
+    """The cluster of a plan: a GPU by name, or a full mapping of its figures."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    gpu: str | GpuSpec
+    """Name, see `mist-megatron gpus`, or a mapping of all its figures, each `{value, source}`."""
+    nodes: int
+    """Number of equal nodes."""
+    gpus_per_node: int
+    """GPUs of one node."""
+    links: LinkOverrides = LinkOverrides()
+    """Bandwidths that replace the catalogue's or the profile's."""
+    memory_limit_bytes: float | None = None
+    """Budget per GPU; null takes its memory less what the framework needs."""
+    profile: str | None = None
+    """Hardware profile by name or path; null takes the one named after the GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanDocument:
+    """plan.yaml, key by key."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    schema: int
+    """Of this format: 1."""
+    model: str | dict[str, Any]
+    """Preset, see `mist-megatron models`, or a mapping of its shape."""
+    training: TrainingSpec
+    """What the user fixes."""
+    cluster: ClusterDocument
+    """Where it runs."""
+    target: Target
+    """Framework whose byte counts and overlaps hold, and whose rules the plan keeps."""
+    grad_accum: int
+    """Micro-batches per optimizer step; micro_batch * dp * grad_accum = global_batch on every stage."""
+    stages: tuple[StagePlan, ...]
+    """First to last; their layers sum to the model's, their GPUs to the cluster's."""
+    schedule: Schedule = "1f1b"
+    """Order of micro-batches in the pipeline; interleaved and vpp above 1 go together."""
+    vpp: int = 1
+    """Model chunks per pipeline rank."""
+    sequence_parallel: bool = False
+    """Norms and dropouts split over the tensor-parallel ranks as well."""
+    execution: Execution = Execution()
+    """Framework switches; what is not said is the target's default."""
+    rank_map: tuple[int, ...] | None = None
+    """Logical rank -> physical GPU; null for the same order. Ranks count tensor parallel
+    fastest, then context, data, pipeline."""
+    prediction: dict[str, Any] | None = None
+    """Written by `tune`: what `predict --json` prints. Times in seconds, sizes in bytes."""
+    provenance: dict[str, Any] | None = None
+    """Written by `tune`: version, profile, space, proof."""
+
+
+def plan_from_text(text: str, where: str = "plan") -> Plan:
+    """Read plan.yaml or its JSON form."""
+    return plan_from_mapping(parse(text, where), where)
+
+
+def plan_from_mapping(value: Mapping[str, Any], where: str = "plan") -> Plan:
+    """Read the parsed form of a plan."""
+    _refuse_boolean_levels(value, where)
+    document = build_versioned(PlanDocument, value, where, SCHEMA)
+    cluster = document.cluster
+    try:
+        return Plan(
+            model=_model(document.model),
+            training=document.training,
+            cluster=ClusterSpec(
+                gpu=_gpu(cluster.gpu) if isinstance(cluster.gpu, str) else cluster.gpu,
+                nodes=cluster.nodes,
+                gpus_per_node=cluster.gpus_per_node,
+                links=cluster.links,
+                memory_limit_bytes=cluster.memory_limit_bytes,
+                profile=cluster.profile,
+            ),
+            target=document.target,
+            grad_accum=document.grad_accum,
+            stages=document.stages,
+            schedule=document.schedule,
+            vpp=document.vpp,
+            sequence_parallel=document.sequence_parallel,
+            execution=document.execution,
+            rank_map=document.rank_map,
+            prediction=document.prediction,
+            provenance=document.provenance,
+        )
+    except InputError as error:
+        raise InputError(f"{where}: {error.message}", details=error.details) from None
+
+
+def _refuse_boolean_levels(value: Mapping[str, Any], where: str) -> None:
+    """`zero: true` is not a level, though Python (and so the validator) takes true for 1."""
+    stages = value.get("stages")
+    for index, stage in enumerate(stages if isinstance(stages, list) else ()):
+        if isinstance(stage, dict) and isinstance(stage.get("zero"), bool):
+            level = str(stage["zero"]).lower()
+            raise InputError(f"{where}: stages[{index}].zero is {level}; wanted 0, 1, 2 or 3")
+
+
+def _model(value: str | dict[str, Any]) -> ModelSpec:
+    if not isinstance(value, str):
+        return model_from_mapping(value, "model")
+    if value.endswith((".json", ".yaml", ".yml")):
+        raise InputError(f"model is {value!r}; wanted a preset's name, or the mapping that the file holds")
+    check.known("model", "model preset", value, presets.preset_names())
+    return presets.preset(value)
+
+
+def _gpu(name: str) -> GpuSpec:
+    check.known("cluster.gpu", "GPU", name, catalogue.gpu_names())
+    return catalogue.gpu(name)
+
+
+def plan_to_mapping(plan: Plan) -> dict[str, Any]:
+    """The written form; names instead of figures where a name says it all."""
+    cluster, gpu = plan.cluster, plan.cluster.gpu
+    written: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": plan.model.name
+        if presets.PRESETS.get(plan.model.name) == plan.model
+        else asdict(plan.model),
+        "training": asdict(plan.training),
+        "cluster": {
+            "gpu": gpu.name if catalogue.CATALOGUE.get(gpu.name) == gpu else asdict(gpu),
+            "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+        },
+        "target": plan.target,
+        "grad_accum": plan.grad_accum,
+        "schedule": plan.schedule,
+        "vpp": plan.vpp,
+        "sequence_parallel": plan.sequence_parallel,
+        "stages": [asdict(stage) for stage in plan.stages],
+        "rank_map": None if plan.rank_map is None else list(plan.rank_map),
+    }
+    if cluster.links != LinkOverrides():
+        written["cluster"]["links"] = _given(cluster.links)
+    for key in ("memory_limit_bytes", "profile"):
+        if getattr(cluster, key) is not None:
+            written["cluster"][key] = getattr(cluster, key)
+    if plan.execution != Execution():
+        written["execution"] = _given(plan.execution)
+    for key in ("prediction", "provenance"):
+        if getattr(plan, key) is not None:
+            written[key] = json.loads(json.dumps(getattr(plan, key), default=dict))
+    return written
+
+
+def _given(value: LinkOverrides | Execution) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) is not None}
+
+
+def plan_to_yaml(plan: Plan) -> str:
+    """YAML for people: stages one line each, as in the documentation."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Indents lists, and never writes the aliases that our reader refuses."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    class Inline(dict[str, Any]):
+        """A mapping that is written on one line."""
+
+    def inline(dumper: Any, data: Inline) -> Any:
+        return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
+
+    Dumper.add_representer(Inline, inline)
+    written = plan_to_mapping(plan)
+    written["stages"] = [Inline({**s, "offload": Inline(s["offload"])}) for s in written["stages"]]
+    for key in ("training", "cluster"):
+        if not any(isinstance(v, dict) for v in written[key].values()):
+            written[key] = Inline(written[key])
+    # Wide enough for a stage with all its keys.
+    text: str = yaml.dump(written, Dumper=Dumper, sort_keys=False, width=240, allow_unicode=True)
+    return text

@@ -1,0 +1,1 @@
+"""DeepSpeed: its JSON written, read, checked and replaced by a tuned one."""

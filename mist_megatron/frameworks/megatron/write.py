@@ -1,0 +1,209 @@
+"""Plan -> the argument list of Megatron's pretrain_gpt.py, common part and per stage.
+
+Flags of megatron-core 0.19; names and rules are held against its own parser by tests/framework.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Any
+
+from mist_megatron.frameworks.flags import Flags, arguments, flag, when
+from mist_megatron.frameworks.megatron.model import (
+    attention_flags,
+    model_flags,
+    precision_flags,
+    vocabulary_divisor,
+)
+from mist_megatron.frameworks.megatron.rules import refusals
+from mist_megatron.frameworks.refusal import refuse
+from mist_megatron.frameworks.stages_json import chunk_layers, stages_document
+from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.rules import require_runnable
+
+PATCH_OF = {
+    "optimizer": "exact_optimizer_fraction",
+    "activations": "activation_offload",
+    "weights": "state_offload",
+    "grads": "state_offload",
+}
+"""Kind of offloaded bytes -> the patch of mist_patches that carries out its fraction exactly."""
+
+
+def common_flags(plan: Plan) -> Flags:
+    """Arguments that every rank gets."""
+    return (
+        *model_flags(plan.model, plan.training),
+        *vocabulary_flags(plan, 0),
+        *precision_flags(plan.training),
+        *attention_flags(plan.training),
+        *batch_flags(plan),
+        *grid_flags(plan),
+        *pipeline_flags(plan),
+        *sharding_flags(plan),
+        *offload_flags(plan),
+        *execution_flags(plan),
+    )
+
+
+def batch_flags(plan: Plan) -> Flags:
+    """Megatron derives the micro-batches per step: global / (micro x DP)."""
+    return (
+        flag("--micro-batch-size", plan.stages[0].micro_batch),
+        flag("--global-batch-size", plan.training.global_batch),
+    )
+
+
+def grid_flags(plan: Plan) -> Flags:
+    """Tensor, context and pipeline size; sequence parallelism is rejected at TP 1 (MPC:502)."""
+    tp, cp = plan.stages[0].tp, plan.execution.context_parallel
+    sliced = plan.sequence_parallel and tp > 1 and not different_grids(plan)
+    return (
+        flag("--tensor-model-parallel-size", tp),
+        flag("--pipeline-model-parallel-size", len(plan.stages)),
+        *when(cp > 1, flag("--context-parallel-size", cp)),
+        *when(sliced, flag("--sequence-parallel")),
+    )
+
+
+def different_grids(plan: Plan) -> bool:
+    """Stages differ in dp, tp or micro-batch: the patch `stage_grids` runs them."""
+    return len({(stage.dp, stage.tp, stage.micro_batch) for stage in plan.stages}) > 1
+
+
+def vocabulary_flags(plan: Plan, index: int) -> Flags:
+    """Megatron pads to a multiple of (divisor x the rank's TP); all stages must come to the same size."""
+    together = lcm(*(stage.tp for stage in plan.stages))
+    multiple = vocabulary_divisor(plan.model.vocab, together) * together
+    return (flag("--make-vocab-size-divisible-by", multiple // plan.stages[index].tp),)
+
+
+def layout(plan: Plan) -> str:
+    """`Ett|ttL`: E embedding, t layer, L head, | between stages; virtual stages run over all stages first."""
+    parts = [
+        "t" * chunk_layers(plan, stage)[chunk]
+        for chunk in range(plan.vpp)
+        for stage in range(len(plan.stages))
+    ]
+    short = [part if len(part) < 4 else f"t*{len(part)}" for part in parts]
+    return "E" + "|".join(short) + "L"
+
+
+def pipeline_flags(plan: Plan) -> Flags:
+    """The layout says any split and, by its length, the interleaving: no other flag may say it (A:928)."""
+    return when(len(plan.stages) > 1, flag("--pipeline-model-parallel-layout", layout(plan)))
+
+
+def sharding_flags(plan: Plan) -> Flags:
+    """ZeRO 1 is the distributed optimizer."""
+    return when(distributed_optimizer(plan), flag("--use-distributed-optimizer"))
+
+
+def distributed_optimizer(plan: Plan) -> bool:
+    """Uniform over stages; optimizer offload needs it even where there is nothing to shard (A:1884)."""
+    sharded = any(stage.zero >= 1 and stage.dp > 1 for stage in plan.stages)
+    return sharded or offloads_optimizer(plan)
+
+
+def offloads_optimizer(plan: Plan) -> bool:
+    return any(stage.offload.optimizer > 0 for stage in plan.stages)
+
+
+def offload_flags(plan: Plan) -> Flags:
+    """What all stages share: the optimizer's class must not differ between them, only the fraction may."""
+    return when(
+        offloads_optimizer(plan),
+        flag("--optimizer-cpu-offload"),
+        flag("--use-precision-aware-optimizer"),
+        flag("--overlap-cpu-optimizer-d2h-h2d"),
+    )
+
+
+def execution_flags(plan: Plan) -> Flags:
+    """Gradient width, overlaps and fused loss.
+
+    None means what the prediction took it for: gradients in 4 bytes, no overlap that Megatron's own defaults
+    do not turn on. Overlaps only where there is something to overlap; the gather needs both
+    the reduction's overlap and the distributed optimizer (A:1023).
+    """
+    execution, half = plan.execution, plan.execution.grad_bytes == 2
+    spread = any(stage.dp * execution.context_parallel > 1 for stage in plan.stages)
+    reduce = spread and bool(execution.overlap_grad_reduce)
+    gather = reduce and distributed_optimizer(plan) and bool(execution.overlap_param_gather)
+    return (
+        *when(half and plan.training.precision != "fp16", flag("--grad-reduce-in-bf16")),
+        *when(not half, flag("--accumulate-allreduce-grads-in-fp32")),
+        *when(reduce, flag("--overlap-grad-reduce")),
+        *when(gather, flag("--overlap-param-gather")),
+        *when(bool(execution.tp_comm_overlap), flag("--tp-comm-overlap")),
+        *when(bool(execution.fused_cross_entropy), flag("--cross-entropy-loss-fusion")),
+        # Megatron sets the environment that goes with it (training/determinism.py).
+        *when(bool(execution.deterministic), flag("--deterministic-mode")),
+    )
+
+
+def stage_flags(plan: Plan, index: int) -> Flags:
+    """Arguments of one stage's ranks, put behind the common ones.
+
+    Recomputed layers are counted in each virtual stage (core/recompute.py:167). A fraction of 0 is said too:
+    the parser's own default is 1. A stage's own grid is said where grids differ.
+    """
+    stage = plan.stages[index]
+    return (
+        *when(
+            different_grids(plan),
+            flag("--tensor-model-parallel-size", stage.tp),
+            flag("--micro-batch-size", stage.micro_batch),
+            *vocabulary_flags(plan, index),
+            *when(plan.sequence_parallel and stage.tp > 1, flag("--sequence-parallel")),
+        ),
+        *when(
+            stage.recompute == "full" and stage.ckpt > 0,
+            flag("--recompute-granularity", "full"),
+            flag("--recompute-method", "block"),
+            flag("--recompute-num-layers", stage.ckpt // plan.vpp),
+        ),
+        *when(
+            stage.recompute == "selective",
+            flag("--recompute-granularity", "selective"),
+            flag("--recompute-modules", "core_attn"),
+        ),
+        *when(offloads_optimizer(plan), flag("--optimizer-offload-fraction", f"{stage.offload.optimizer:g}")),
+    )
+
+
+def environment() -> dict[str, str | None]:
+    """Variables that decide correctness, not taste; None would mean: must not be set."""
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # A:1477: TP and CP want it up to Hopper; harmless elsewhere
+
+
+def patches(plan: Plan) -> tuple[str, ...]:
+    """Names for mist_patches.apply: only what this plan needs."""
+    if plan.target != "megatron+patches":
+        return ()
+    used = [kind for kind in PATCH_OF if any(getattr(stage.offload, kind) > 0 for stage in plan.stages)]
+    grids = ("stage_grids",) if different_grids(plan) else ()
+    steps = ("decoupled_steps",) if plan.execution.decoupled_step else ()
+    return (*grids, *steps, *dict.fromkeys(PATCH_OF[kind] for kind in used))
+
+
+def require_emittable(plan: Plan) -> None:
+    """Refuse a plan that Megatron would reject, ignore in part, or hang on."""
+    require_runnable(plan)
+    refuse(plan.target, refusals(plan))
+
+
+def stages(plan: Plan) -> dict[str, Any]:
+    """The stages.json document of a plan."""
+    return stages_document(
+        plan,
+        framework="megatron-core",
+        arguments=[arguments(stage_flags(plan, index)) for index in range(len(plan.stages))],
+        environment=environment(),
+        patches=patches(plan),
+    )
+
+
+def rank_arguments(plan: Plan, index: int) -> list[str]:
+    """The whole argument list of a rank of one stage, without data, checkpoints and logging."""
+    return arguments((*common_flags(plan), *stage_flags(plan, index)))

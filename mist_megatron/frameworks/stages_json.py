@@ -1,0 +1,163 @@
+"""`stages.json`: what differs between pipeline stages, for the code that runs inside training.
+
+One file, read by `mist_patches` (standard library only) on every rank before the framework parses
+its arguments. The format, schema 1:
+
+    {
+      "schema": 1,
+      "framework": "megatron-core",          or "deepspeed"
+      "plan": "gpt3-7b, 2 stages",           for people and log lines
+      "world_size": 16,
+      "tensor_parallel": 2, "context_parallel": 1, "pipeline_parallel": 2, "virtual_pipeline": 1,
+      "micro_batches": 32,                   per optimizer step
+      "rank_of_gpu": null,                   or a list: position = GPU in launch order, value = its rank
+      "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "SOMETHING": null},
+                                             set before torch is imported; null: must not be set
+      "patches": ["exact_optimizer_fraction", ...],   names that mist_patches.apply knows; may be empty
+      "stages": [
+        {
+          "stage": 0, "first_rank": 0, "ranks": 8,
+          "layers": 16, "chunk_layers": [16],          chunk_layers: one entry per virtual stage
+          "dp": 4, "tp": 2, "micro_batch": 1, "zero": 1,
+          "recompute": "full", "recompute_layers": 4,  layers of the stage that are recomputed in full
+          "offload": {"weights": 0.0, "grads": 0.0, "optimizer": 0.5, "activations": 0.0},
+          "arguments": ["--recompute-granularity", "full", ...],
+          "config": "ds_config.stage0.json"            only in a DeepSpeed pipeline: its JSON beside this file
+        }
+      ]
+    }
+
+Ranks of a stage are contiguous: both frameworks let the pipeline vary slowest. `arguments` are put
+behind the command line's own on the ranks of the stage, so the last word is the stage's. `offload` holds
+the plan's fractions whether a framework flag or a patch carries them out; `patches` says which patches do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any, ClassVar
+
+from mist_megatron.errors import InputError
+from mist_megatron.formats.document import build_versioned
+from mist_megatron.spec.check import STRICT
+from mist_megatron.spec.plan import Offload, Plan, Zero
+
+SCHEMA = 1
+
+
+def chunk_layers(plan: Plan, stage: int) -> tuple[int, ...]:
+    """Layers of each virtual stage of a stage; what does not divide goes to the first chunks."""
+    whole, rest = divmod(plan.stages[stage].layers, plan.vpp)
+    return tuple(whole + (chunk < rest) for chunk in range(plan.vpp))
+
+
+def rank_of_gpu(plan: Plan) -> list[int] | None:
+    """The plan's map (rank -> GPU) turned round, as a process needs it that knows its GPU only."""
+    if plan.rank_map is None or plan.rank_map == tuple(range(len(plan.rank_map))):
+        return None
+    turned = [0] * len(plan.rank_map)
+    for rank, gpu in enumerate(plan.rank_map):
+        turned[gpu] = rank
+    return turned
+
+
+def stages_document(
+    plan: Plan,
+    *,
+    framework: str,
+    arguments: Sequence[Sequence[str]],
+    environment: Mapping[str, str | None],
+    patches: Sequence[str],
+    configs: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The document described above; `arguments` has one list per stage, `configs` one file name or none."""
+    sizes = [stage.nodes * stage.gpus_per_node for stage in plan.stages]
+    firsts = [0, *accumulate(sizes)]
+    return {
+        "schema": SCHEMA,
+        "framework": framework,
+        "plan": f"{plan.model.name}, {len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}",
+        "world_size": firsts[-1],
+        "tensor_parallel": plan.stages[0].tp,
+        "context_parallel": plan.execution.context_parallel,
+        "pipeline_parallel": len(plan.stages),
+        "virtual_pipeline": plan.vpp,
+        "micro_batches": plan.grad_accum,
+        "rank_of_gpu": rank_of_gpu(plan),
+        "environment": dict(environment),
+        "patches": list(patches),
+        "stages": [
+            {
+                "stage": index,
+                "first_rank": firsts[index],
+                "ranks": sizes[index],
+                "layers": stage.layers,
+                "chunk_layers": list(chunk_layers(plan, index)),
+                "dp": stage.dp,
+                "tp": stage.tp,
+                "micro_batch": stage.micro_batch,
+                "zero": stage.zero,
+                "recompute": stage.recompute,
+                "recompute_layers": stage.ckpt,
+                "offload": asdict(stage.offload),
+                "arguments": list(arguments[index]),
+                **({"config": configs[index]} if configs else {}),
+            }
+            for index, stage in enumerate(plan.stages)
+        ],
+    }
+
+
+def stages_text(document: Mapping[str, Any]) -> str:
+    """The document as the file's text."""
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    stage: int
+    first_rank: int
+    ranks: int
+    layers: int
+    chunk_layers: list[int]
+    dp: int
+    tp: int
+    micro_batch: int
+    zero: Zero
+    recompute: str
+    recompute_layers: int
+    offload: Offload
+    arguments: list[str]
+    config: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    schema: int
+    framework: str
+    plan: str
+    world_size: int
+    tensor_parallel: int
+    context_parallel: int
+    pipeline_parallel: int
+    virtual_pipeline: int
+    micro_batches: int
+    rank_of_gpu: list[int] | None
+    environment: dict[str, str | None]
+    patches: list[str]
+    stages: list[_Stage]
+
+
+def check_stages(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """The document itself, once it is known to be one: people edit these files."""
+    read = build_versioned(_Document, document, where, SCHEMA)
+    if not read.stages:
+        raise InputError(
+            f"{where}: it has no stages; wanted at least one", details=("try: emit the plan again",)
+        )
+    return document

@@ -1,0 +1,1 @@
+"""Seconds of one piece of work: measured tables and curves, datasheets, interference, what-if changes."""

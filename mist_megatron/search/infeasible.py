@@ -1,0 +1,173 @@
+"""Why no plan fits: the closest miss, its largest part, and what would help, each of them checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+
+from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.search.bounds import SearchProblem, shape_bounds
+from mist_megatron.search.equal import solve_equal
+from mist_megatron.search.least_memory import StageSizes, least_memory, may_fit, stages_of
+from mist_megatron.search.pipelines import EqualPipeline, shapes
+from mist_megatron.search.space import Limits, Space
+from mist_megatron.search.stage_prices import AXES, Choices, ends_of, slot_at, stage_grid
+from mist_megatron.spec.job import Job
+
+GIB = float(1 << 30)
+MOST_TIMES_GPUS = 256
+SHORTEST_SEQ = 256
+TRIED = 8
+"""Shapes that are solved, those with most room first, before a suggestion is given up."""
+
+
+def no_plan(evaluator: StageEvaluator, space: Space, limits: Limits) -> NoFeasiblePlan:
+    """The refusal, in words."""
+    job, cluster = evaluator.job, evaluator.job.cluster
+    found = list(shapes(job, space, limits))
+    details = list(_closest(evaluator, space, found)) if found else []
+    tries = [
+        text for text in (_more_gpus(evaluator, space, limits), _shorter(evaluator, space, limits)) if text
+    ]
+    details += (
+        [f"try: {', or '.join(tries)}"] if tries else ["try: a GPU with more memory, or a smaller model"]
+    )
+    return NoFeasiblePlan(
+        f"no plan fits {job.model.name} on {cluster.gpus} x {cluster.gpu.name} "
+        f"(target {job.target}, space {space.name})",
+        details=tuple(details),
+    )
+
+
+def _closest(evaluator: StageEvaluator, space: Space, found: Sequence[EqualPipeline]) -> Iterator[str]:
+    """The shape whose fullest stage holds least, layers split as evenly as they go."""
+    layers = evaluator.job.model.layers
+    lines = least_memory(evaluator, space, (sizes for shape in found for sizes in stages_of(shape)))
+
+    def fullest(shape: EqualPipeline) -> tuple[float, int, int]:
+        counts = _even(layers, shape.stages)
+        peaks = [lines[sizes].least_bytes(n) for sizes, n in zip(stages_of(shape), counts, strict=True)]
+        position = int(np.argmax(peaks))
+        return peaks[position], position, counts[position]
+
+    shape = min(found, key=lambda shape: fullest(shape)[0])
+    _, position, count = fullest(shape)
+    peak, words, terms = _least_configuration(evaluator, space, shape, position, count)
+    name = max(terms, key=lambda name: terms[name])
+    yield (
+        f"closest: {shape} {words} -> {peak / GIB:.1f} GiB per GPU, "
+        f"limit {evaluator.limit_bytes / GIB:.1f} GiB"
+    )
+    yield f"largest part: {PART_WORDS.get(name, name)} {terms[name] / GIB:.1f} GiB"
+
+
+PART_WORDS = {
+    "optimizer": "optimizer states",
+    "grads": "gradients",
+    "transient": "working memory of one layer",
+    "framework": "framework and communicators",
+}
+
+
+def _even(layers: int, stages: int) -> list[int]:
+    """The last stages, which hold fewest micro-batches, take what does not divide."""
+    share, rest = divmod(layers, stages)
+    return [share + (position >= stages - rest) for position in range(stages)]
+
+
+def _least_configuration(
+    evaluator: StageEvaluator, space: Space, shape: EqualPipeline, position: int, layers: int
+) -> tuple[float, str, dict[str, float]]:
+    """Peak of the configuration of a stage that holds least, in words, and its parts."""
+    best: tuple[float, str, dict[str, float]] = (np.inf, "", {})
+    choices = Choices(space=space, shape=shape, step=1.0)
+    for selective in (False, True) if space.selective else (False,):
+        axes = choices.axes(ends_of(choices.counts(layers, selective=selective)))
+        grid = stage_grid(shape, slot_at(shape, position, layers), axes, selective=selective)
+        size = tuple(axes[name].size for name in AXES)
+        peak = np.broadcast_to(evaluator.peak_bytes(grid), size)
+        peak = np.where(choices.valid(layers, axes), peak, np.inf)
+        place = np.unravel_index(int(np.argmin(peak)), size)
+        if float(peak[place]) < best[0]:
+            picked = {name: float(axes[name].reshape(-1)[k]) for name, k in zip(AXES, place, strict=True)}
+            terms = {
+                name: float(np.broadcast_to(value, size)[place])
+                for name, value in evaluator.memory_terms(grid).items()
+            }
+            best = (float(peak[place]), _words(picked, layers, selective=selective), terms)
+    return best
+
+
+def _words(picked: dict[str, float], layers: int, *, selective: bool) -> str:
+    recompute = "selective recompute" if selective else "full recompute" if picked["ckpt"] else ""
+    moved = [name for name in ("weights", "grads", "optimizer", "activations") if picked[name]]
+    offload = f"{'+'.join(moved)} in host memory" if moved else ""
+    return " ".join(filter(None, [f"zero={picked['zero']:.0f}", recompute, offload]))
+
+
+def _more_gpus(evaluator: StageEvaluator, space: Space, limits: Limits) -> str | None:
+    """The least multiple of the nodes, by doubling, on which a plan was found."""
+    job = evaluator.job
+    times = 2
+    while times <= MOST_TIMES_GPUS:
+        cluster = replace(job.cluster, nodes=job.cluster.nodes * times)
+        more = replace(job.training, global_batch=job.training.global_batch * times)
+        # The batch may have been typed, or grow with the GPUs: it has to fit either way.
+        jobs = [replace(job, cluster=cluster), replace(job, cluster=cluster, training=more)]
+        if all(_fits(evaluator, other, space, limits) for other in jobs):
+            return f"--gpus {cluster.gpus}"
+        times *= 2
+    return None
+
+
+def _shorter(evaluator: StageEvaluator, space: Space, limits: Limits) -> str | None:
+    """The longest sequence, by halving, with which a plan was found."""
+    job = evaluator.job
+    seq_len = job.training.seq_len // 2
+    while seq_len >= SHORTEST_SEQ:
+        if _fits(evaluator, replace(job, training=replace(job.training, seq_len=seq_len)), space, limits):
+            return f"--seq {seq_len}"
+        seq_len //= 2
+    return None
+
+
+def _fits(evaluator: StageEvaluator, job: Job, space: Space, limits: Limits) -> bool:
+    """Whether some plan of another job fits; its prices, which may be off, only order the search."""
+    other = StageEvaluator(job, evaluator.prices, evaluator.stage)
+    question = SearchProblem(evaluator=other, space=space, step=1.0)
+    left = possible_shapes(question, limits)
+    lines = least_memory(other, space, (sizes for shape in left for sizes in stages_of(shape)))
+
+    def room(shape: EqualPipeline) -> float:
+        counts = _even(job.model.layers, shape.stages)
+        return max(lines[sizes].least_bytes(n) for sizes, n in zip(stages_of(shape), counts, strict=True))
+
+    tried = sorted(left, key=room)[:TRIED]
+    return any(
+        solve_equal(question, shape, bound, np.inf)[0] is not None
+        for shape, bound in zip(tried, shape_bounds(question, tried), strict=True)
+    )
+
+
+def possible_shapes(question: SearchProblem, limits: Limits) -> list[EqualPipeline]:
+    """Shapes that are not ruled out by their least memory."""
+    return possible_of(question, shapes(question.evaluator.job, question.space, limits))
+
+
+def possible_of(question: SearchProblem, found: Iterable[EqualPipeline]) -> list[EqualPipeline]:
+    """Of these shapes."""
+    evaluator, space = question.evaluator, question.space
+    stages: dict[EqualPipeline, list[StageSizes]] = {}
+    for shape in found:
+        question.tick()
+        stages[shape] = stages_of(shape)
+    lines = least_memory(evaluator, space, chain.from_iterable(stages.values()), question.tick)
+    question.tick()
+    most = {sizes: line.most_layers(evaluator.limit_bytes) for sizes, line in lines.items()}
+    question.tick()
+    layers = evaluator.job.model.layers
+    return [shape for shape, here in stages.items() if may_fit(shape, [most[s] for s in here], space, layers)]

@@ -1,0 +1,243 @@
+"""Shapes: the choices that all stages of a plan share, and how many there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mist_megatron.errors import InputError
+from mist_megatron.search.space import Limits, Space
+from mist_megatron.spec.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualPipeline:
+    """Everything that is equal on all stages."""
+
+    grad_accum: int
+    stages: int
+    nodes: int
+    """Of one stage."""
+    gpus_per_node: int
+    dp: int
+    tp: int
+    micro_batch: int
+    sequence_parallel: bool
+    vpp: int
+    zero: tuple[int, ...]
+    """Levels that each stage may choose from; one where all stages must agree."""
+    bridged: bool = False
+    """Stands beside stages on other grids, on a target that bridges them."""
+
+    @property
+    def gpus(self) -> int:
+        """Of one stage."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def meshes(self) -> tuple[EqualPipeline, ...]:
+        """What each stage runs on."""
+        return (self,) * self.stages
+
+    def __str__(self) -> str:
+        parts = [f"pp={self.stages}", f"dp={self.dp}", f"tp={self.tp}", f"mbs={self.micro_batch}"]
+        parts += [f"G={self.grad_accum}"] + [f"vpp={self.vpp}"] * (self.vpp > 1)
+        return " ".join([*parts, *["sp"] * self.sequence_parallel])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPipeline:
+    """A pipeline whose stages have meshes of their own."""
+
+    grad_accum: int
+    meshes: tuple[EqualPipeline, ...]
+    """Of each only nodes, GPUs, dp, tp and micro-batch are meant."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.meshes)
+
+    @property
+    def vpp(self) -> int:
+        return 1
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return any(mesh.sequence_parallel for mesh in self.meshes)
+
+    def __str__(self) -> str:
+        def listed(name: str, values: list[int]) -> str:
+            return f"{name}={'/'.join(map(str, values)) if len(set(values)) > 1 else values[0]}"
+
+        parts = [f"pp={self.stages}", listed("gpus", [mesh.gpus for mesh in self.meshes])]
+        parts += [listed("dp", [mesh.dp for mesh in self.meshes])]
+        parts += [listed("tp", [mesh.tp for mesh in self.meshes])]
+        parts += [listed("mbs", [mesh.micro_batch for mesh in self.meshes]), f"G={self.grad_accum}"]
+        return " ".join([*parts, *["sp"] * self.sequence_parallel])
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    low = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
+    return tuple(low + [number // k for k in reversed(low) if k * k != number])
+
+
+def shapes(job: Job, space: Space, limits: Limits) -> Iterator[EqualPipeline]:
+    """All shapes of a space for a job."""
+    cluster, model = job.cluster, job.model
+    for stages in divisors(cluster.gpus):
+        if stages > model.layers or not limits.allows("pp", stages) or (stages > 1 and not space.pipeline):
+            continue
+        if not space.uneven_layers and model.layers % stages:
+            continue
+        mesh = _mesh(cluster.gpus // stages, cluster.gpus_per_node)
+        if mesh is None:
+            continue
+        for tp in tensor_sizes(job, space, limits, mesh[1]):
+            yield from _with_batches(job, space, limits, (stages, mesh, tp))
+
+
+def tensor_sizes(job: Job, space: Space, limits: Limits, gpus: int) -> tuple[int, ...]:
+    """Tensor-parallel sizes inside so many GPUs of a node."""
+    sizes = divisors(min(gpus, job.cluster.gpus_per_node))
+    return tuple(tp for tp in sizes if _tensor_parallel_allowed(job, space, limits, tp))
+
+
+def _mesh(gpus: int, gpus_per_node: int) -> tuple[int, int] | None:
+    """Nodes and GPUs per node of a stage: whole nodes, or a part of one that tiles it."""
+    if gpus >= gpus_per_node:
+        return (gpus // gpus_per_node, gpus_per_node) if gpus % gpus_per_node == 0 else None
+    return (1, gpus) if gpus_per_node % gpus == 0 else None
+
+
+def _tensor_parallel_allowed(job: Job, space: Space, limits: Limits, tp: int) -> bool:
+    model = job.model
+    if tp > 1 and not space.tensor_parallel:
+        return False
+    fits_heads = model.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
+    return fits_heads and model.ffn_hidden % tp == 0 and limits.allows("tp", tp)
+
+
+def _with_batches(
+    job: Job, space: Space, limits: Limits, grid: tuple[int, tuple[int, int], int]
+) -> Iterator[EqualPipeline]:
+    stages, (nodes, gpus_per_node), tp = grid
+    dp = nodes * gpus_per_node // (tp * job.execution.context_parallel)
+    if dp < 1 or nodes * gpus_per_node % (tp * job.execution.context_parallel):
+        return
+    batch = job.training.global_batch
+    if batch % dp or not limits.allows("dp", dp):
+        return
+    for micro_batch in divisors(batch // dp):
+        grad_accum = batch // dp // micro_batch
+        if not limits.allows("micro_batch", micro_batch) or not limits.allows("grad_accum", grad_accum):
+            continue
+        for sequence_parallel in (False, True) if space.sequence_parallel and tp > 1 else (False,):
+            for vpp in _chunks(job, space, limits, (stages, grad_accum)):
+                for zero in stage_levels(space, dp, stages):
+                    yield EqualPipeline(
+                        grad_accum=grad_accum,
+                        stages=stages,
+                        nodes=nodes,
+                        gpus_per_node=gpus_per_node,
+                        dp=dp,
+                        tp=tp,
+                        micro_batch=micro_batch,
+                        sequence_parallel=sequence_parallel,
+                        vpp=vpp,
+                        zero=zero,
+                    )
+
+
+def _chunks(job: Job, space: Space, limits: Limits, schedule: tuple[int, int]) -> tuple[int, ...]:
+    """Chunks per rank: 1, and where interleaving can run (Megatron wants whole groups of micro-batches
+    and equal chunks) the divisors of a stage's even share of the layers."""
+    stages, grad_accum = schedule
+    found = [1] if limits.allows("vpp", 1) else []
+    if space.interleaved and stages > 1 and grad_accum % stages == 0 and job.model.layers % stages == 0:
+        share = job.model.layers // stages
+        found += [v for v in divisors(share) if v > 1 and limits.allows("vpp", v)]
+    return tuple(found)
+
+
+def stage_levels(space: Space, dp: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """ZeRO levels: all at once where stages may differ, else one after the other. Without data
+    parallelism every level holds the same bytes, so that the lowest stands for all - but where the level says
+    what can leave the GPU."""
+    known = tuple(level for level in space.zero if stages == 1 or level in space.zero_with_pipeline)
+    if not known:
+        return ()
+    if space.states_by_level:
+        return (known,) if space.per_stage_zero else tuple((level,) for level in known)
+    levels = known if dp > 1 or space.optimizer_offload_least_zero else known[:1]
+    if dp == 1 and space.optimizer_offload_least_zero and len(levels) > 1:
+        levels = tuple(sorted({levels[0], min(x for x in levels if x >= space.optimizer_offload_least_zero)}))
+    return (levels,) if space.per_stage_zero else tuple((level,) for level in levels)
+
+
+def explain_no_pipeline(job: Job, space: Space, limits: Limits) -> InputError:
+    """Why not a single shape exists: the first thing that does not divide, with what would."""
+    cluster, training, model = job.cluster, job.training, job.model
+    fixed = limits.fixed
+    where = f"{model.name} on {cluster.nodes} x {cluster.gpus_per_node} GPUs"
+    details = [
+        f"pipeline sizes are divisors of {cluster.gpus} GPUs: {_listed(divisors(cluster.gpus))}",
+        f"tensor-parallel sizes divide {model.heads} heads and fit a node of {cluster.gpus_per_node}: "
+        f"{_listed(_every_tensor_size(job))}",
+        f"data-parallel sizes divide the global batch {training.global_batch}; "
+        f"dp x tp x pp is {cluster.gpus}",
+    ]
+    found = _conflict(job, space, limits)
+    if found is not None:
+        return InputError(found, details=tuple(details))
+    named = {**limits.most, **fixed}
+    limit = f" with {', '.join(f'{key}={value}' for key, value in named.items())}" if named else ""
+    return InputError(
+        f"no parallel configuration of {where} exists in space {space.name}{limit}; "
+        "try another --global-batch or --gpus",
+        details=tuple(details),
+    )
+
+
+def _conflict(job: Job, space: Space, limits: Limits) -> str | None:
+    """The one thing that was fixed to what cannot be."""
+    cluster, batch, fixed = job.cluster, job.training.global_batch, limits.fixed
+    sizes = {"pp": divisors(cluster.gpus), "tp": _every_tensor_size(job), "dp": divisors(cluster.gpus)}
+    for key, possible in sizes.items():
+        if key in fixed and fixed[key] not in possible:
+            return f"--fix {key}={fixed[key]}: wanted one of {_listed(possible)}"
+    if not space.uneven_layers and job.model.layers % fixed.get("pp", 1):
+        return (
+            f"--fix pp={fixed['pp']}: space {space.name} on {job.target} splits layers evenly, wanted a "
+            f"divisor of {job.model.layers} layers"
+        )
+    if fixed.get("pp", 1) > 1 and space.pipeline and not {*space.zero} & {*space.zero_with_pipeline}:
+        return (
+            f"--fix pp={fixed['pp']}: with several stages target {job.target} runs ZeRO "
+            f"{_listed(space.zero_with_pipeline) or 'at no level'}, got ZeRO {_listed(space.zero)}"
+        )
+    together = math.prod(fixed.get(key, 1) for key in sizes)
+    if cluster.gpus % together or (len(sizes.keys() & fixed.keys()) == 3 and together != cluster.gpus):
+        product = " x ".join(f"{key} {fixed[key]}" for key in sizes if key in fixed)
+        return f"--fix: {product} is {together}, which does not make {cluster.gpus} GPUs"
+    shares = [key for key in ("dp", "micro_batch", "grad_accum") if key in fixed]
+    share = math.prod(fixed[key] for key in shares)
+    if batch % share:
+        product = " x ".join(f"{key} {fixed[key]}" for key in shares)
+        below = batch - batch % share
+        works = " or ".join(str(count) for count in (below, below + share) if count)
+        return f"--global-batch {batch} is not a multiple of {product}; wanted {works}"
+    return None
+
+
+def _every_tensor_size(job: Job) -> tuple[int, ...]:
+    heads, groups, width = job.model.heads, job.model.kv_heads, job.model.ffn_hidden
+    return tuple(
+        tp
+        for tp in divisors(job.cluster.gpus_per_node)
+        if heads % tp == 0 and width % tp == 0 and (groups % tp == 0 or tp % groups == 0)
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

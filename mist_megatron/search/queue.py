@@ -1,0 +1,156 @@
+"""Shapes and mixed families in order of promise, bounded as far as they are asked for.
+
+Where a search before this one left bounds, an item is first at its place by these; only when its turn comes
+is it looked at: whether it may fit at all, and what its own bound is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from mist_megatron.search.bounds import EqualBound, SearchProblem, shape_bounds
+from mist_megatron.search.infeasible import possible_of
+from mist_megatron.search.known import Item, Known, floors
+from mist_megatron.search.mixed import MixedBound, MixedFamily, mixture_bounds, possible_mixtures
+from mist_megatron.search.pipelines import EqualPipeline
+
+Bound = EqualBound | MixedBound
+Pair = tuple[Bound, Item]
+Bounded = Callable[[Sequence[Item]], Sequence[Pair]]
+"""Items that may fit, with their bounds."""
+
+AT_ONCE = 1.02
+"""Items whose floors are so near the least are looked at in one batch."""
+
+
+class Queue:
+    """Items of one kind."""
+
+    def __init__(self, items: Sequence[Item], least_s: Sequence[float], bounded: Bounded) -> None:
+        self._bounded = bounded
+        self._floors = dict(zip(items, least_s, strict=True))
+        self._place = {item: index for index, item in enumerate(items)}
+        self._open = sorted(items, key=lambda item: -self._floors[item])
+        """Not looked at yet, the least floor last."""
+        self._ready: list[tuple[float, int, Pair]] = []
+        self.given = 0
+        self._look(0.0)
+
+    def __len__(self) -> int:
+        """Items that are not known not to fit."""
+        return len(self._open) + len(self._ready)
+
+    def _look(self, limit_s: float) -> None:
+        """At all items whose floors are no larger than that."""
+        count = 0
+        while count < len(self._open) and self._floors[self._open[-1 - count]] <= limit_s:
+            count += 1
+        if not count:
+            return
+        batch = sorted(self._open[-count:], key=self._place.__getitem__)
+        for bound, item in self._bounded(batch):
+            entry = bound.value_s, self._place[item], (bound, item)
+            insort(self._ready, entry, key=lambda entry: entry[:2])
+        # Not before: what ends the search in between leaves them open.
+        del self._open[-count:]
+
+    def at(self, position: int, limit_s: float = float("inf")) -> Pair | None:
+        """The item at a place of the order; None where it, or what might be there, is not below the limit."""
+        while self._open:
+            floor_s = self._floors[self._open[-1]]
+            known = position < len(self._ready) and self._ready[position][0] < floor_s
+            if known or floor_s >= limit_s:
+                break
+            self._look(min(floor_s * AT_ONCE, limit_s))
+        if position < len(self._ready) and self._ready[position][0] < limit_s:
+            return self._ready[position][2]
+        return None
+
+    def next(self, limit_s: float) -> Pair | None:
+        """The most promising item that was not given yet."""
+        pair = self.at(self.given, limit_s)
+        self.given += pair is not None
+        return pair
+
+    def below(self, limit_s: float) -> list[Pair]:
+        """All items below a limit, given or not."""
+        self._look(limit_s)
+        return [pair for _, _, pair in self._ready[: bisect_left(self._ready, limit_s, key=lambda e: e[0])]]
+
+    def left_s(self) -> list[float]:
+        """Bounds of what was not given yet."""
+        return [value_s for value_s, _, _ in self._ready[self.given :]] + [
+            self._floors[i] for i in self._open
+        ]
+
+    def known(self) -> Mapping[Item, float]:
+        """Seconds that no plan of an item beats."""
+        return {**self._floors, **{item: value_s for value_s, _, (_, item) in self._ready}}
+
+
+class Order:
+    """Equal stages go before unequal ones: they are the quicker to solve, and what they find prunes the
+    others."""
+
+    def __init__(self, *queues: Queue) -> None:
+        self._queues = queues
+        self.done = 0
+        """Items that were given or passed over."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues))
+
+    def next(self, limit_s: float) -> Pair | None:
+        """The next item whose bound is below a limit."""
+        self.done = 0
+        for queue in self._queues:
+            pair = queue.next(limit_s)
+            if pair is not None:
+                self.done += queue.given - 1
+                return pair
+            self.done += len(queue)
+        return None
+
+    def __iter__(self) -> Iterator[Pair]:
+        """All that may fit."""
+        for queue in self._queues:
+            position = 0
+            while (pair := queue.at(position)) is not None:
+                yield pair
+                position += 1
+
+    def below(self, limit_s: float) -> list[Pair]:
+        return [pair for queue in self._queues for pair in queue.below(limit_s)]
+
+    def left_s(self) -> list[float]:
+        return [value_s for queue in self._queues for value_s in queue.left_s()]
+
+    def known(self, question: SearchProblem) -> Known:
+        """For searches after this one."""
+        bounds: dict[Item, float] = {}
+        for queue in self._queues:
+            bounds.update(queue.known())
+        return Known(job=question.evaluator.job, space=question.space, step=question.step, bounds=bounds)
+
+
+def ordered(
+    question: SearchProblem,
+    found: Sequence[EqualPipeline],
+    mixed: Sequence[MixedFamily],
+    known: Sequence[Known],
+) -> Order:
+    """All of these that may fit."""
+
+    def of_shapes(items: Sequence[Item]) -> list[Pair]:
+        fit = possible_of(question, [item for item in items if isinstance(item, EqualPipeline)])
+        return list(zip(shape_bounds(question, fit), fit, strict=True))
+
+    def of_mixtures(items: Sequence[Item]) -> list[Pair]:
+        fit = [item for item in items if isinstance(item, MixedFamily)]
+        return list(zip(mixture_bounds(question, fit), fit, strict=True))
+
+    equal = Queue(found, floors(question, found, known), of_shapes)
+    if not len(equal):
+        mixed = possible_mixtures(question, mixed)
+    return Order(equal, Queue(mixed, floors(question, mixed, known), of_mixtures))

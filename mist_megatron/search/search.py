@@ -1,0 +1,469 @@
+"""The whole search: shapes in order of promise, the best plans, and the proof."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from bisect import insort
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import lru_cache
+
+from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.predict import predict
+from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.search.bounds import EqualBound, SearchProblem, Solver
+from mist_megatron.search.equal import Solution, StageChoice, solve_equal
+from mist_megatron.search.infeasible import no_plan
+from mist_megatron.search.known import Item, Known
+from mist_megatron.search.mixed import MixedBound, MixedFamily, mixed_families, solve_mixed
+from mist_megatron.search.near import NEAR, farthest_s, worth_a_climb
+from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline, explain_no_pipeline, shapes
+from mist_megatron.search.queue import Bound, Order, Pair, ordered
+from mist_megatron.search.space import OFFLOAD_KINDS, Limits, Space, apply_limits, cut_to_target
+from mist_megatron.search.stage_fronts import Tally
+from mist_megatron.search.stage_prices import fractions
+from mist_megatron.spec.plan import Offload, Plan, Recompute, StagePlan, Zero
+from mist_megatron.targets.rules import require_model
+
+
+class Status(Enum):
+    """How much is proved."""
+
+    OPTIMAL = "optimal"
+    """No plan of the space is faster."""
+    TIME_LIMIT = "time limit"
+    INTERRUPTED = "interrupted"
+
+
+class StoppedEmpty(NoFeasiblePlan):
+    """Stopped before any plan was found: whether one exists is not known."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(f"stopped by {status.value} before any plan was found")
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to search."""
+
+    below_s: float = math.inf
+    """Only where there is a plan that is faster than this by eq. 1 are any wanted."""
+    step: float = 0.125
+    """Grid of the offload fractions."""
+    top: int = 1
+    """Distinct plans to return."""
+    solver: Solver = "exact"
+    limits: Limits = field(default_factory=Limits)
+    known: tuple[Known, ...] = ()
+    """What searches before this one say of shapes; nothing that is found depends on it."""
+
+
+class NoneFaster(NoFeasiblePlan):
+    """No plan of the space is faster than what was asked for."""
+
+    def __init__(self, below_s: float, tally: Tally, shapes: int, shapes_solved: int) -> None:
+        super().__init__(f"no plan takes less than {below_s:g} s")
+        self.tally, self.shapes, self.shapes_solved = tally, shapes, shapes_solved
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The best plans found, best first, and what is proved about them."""
+
+    solutions: tuple[Solution, ...]
+    """The fastest by the closed form of `predict` first."""
+    status: Status
+    objective_s: float
+    """Eq. 1 of the plan found that is fastest by eq. 1."""
+    bound_s: float
+    """No plan of the space is faster than this by eq. 1."""
+    space: Space
+    shapes: int
+    shapes_solved: int
+    tally: Tally
+    known: tuple[Known, ...]
+    """Bounds for searches after this one."""
+
+    @property
+    def gap(self) -> float:
+        """Relative distance between the best plan by eq. 1 and the bound; 0 when proved."""
+        return max(0.0, (self.objective_s - self.bound_s) / self.objective_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """The edges of a search: what it may ask and tell while it works."""
+
+    progress: Callable[[int, int, float], None] = lambda done, total, best_s: None
+    stop: Callable[[], Status | None] = lambda: None
+    """Asked every few milliseconds of work: a status ends the search with what it has."""
+
+
+def search(
+    evaluator: StageEvaluator,
+    space: Space,
+    settings: Settings,
+    watch: Watch | None = None,
+    executor: Executor | None = None,
+    at_once: int = 8,
+) -> SearchResult:
+    """The best plans of a space for the evaluator's job.
+
+    `executor` is where shapes are solved - a pool of processes, or that of a cluster - with so many under way
+    `at_once`; None solves them here, one by one.
+    """
+    job = evaluator.job
+    require_model(job.model, job.target)
+    watch = watch or Watch()
+    runnable = cut_to_target(space, job.target, job.training.precision, job.execution)
+    cut = apply_limits(runnable, settings.limits)
+    question = SearchProblem(evaluator=evaluator, space=cut, step=settings.step, solver=settings.solver)
+    run = _Run(question, settings, watch, (executor, at_once) if executor else None)
+    try:
+        mixed = []
+        for mixture in mixed_families(job, cut, settings.limits):
+            run.tick()
+            mixed.append(mixture)
+        found = []
+        for shape in shapes(job, cut, settings.limits):
+            run.tick()
+            found.append(shape)
+        if not mixed and not found:
+            raise explain_no_pipeline(job, cut, settings.limits)
+        order = ordered(run.question, found, mixed, settings.known)
+    except _Stopped as stopped:
+        raise StoppedEmpty(stopped.status) from None
+    status = run.all_of(order)
+    if not run.best:
+        if status is not Status.OPTIMAL:
+            raise StoppedEmpty(status)
+        if settings.below_s < math.inf:
+            raise NoneFaster(settings.below_s, run.tally, len(order), run.solved)
+        raise no_plan(evaluator, cut, settings.limits)
+    objective_s = run.best[0].value_s
+    if status is Status.OPTIMAL:
+        run.climb(order)
+    return SearchResult(
+        solutions=tuple(_by_closed_form(evaluator, run)),
+        status=status,
+        objective_s=objective_s,
+        bound_s=min([objective_s, *run.open_bounds]),
+        space=cut,
+        shapes=len(order),
+        shapes_solved=run.solved,
+        tally=run.tally,
+        known=(order.known(question),),
+    )
+
+
+def _by_closed_form(evaluator: StageEvaluator, run: _Run) -> list[Solution]:
+    """One plan per shape, as many as asked for, by what `predict` says of them."""
+    seconds: dict[EqualPipeline | MixedPipeline, tuple[float, float, Solution]] = {}
+    for solution in [*run.best, *run.near]:
+        known = seconds.get(solution.shape)
+        found = predict(plan_of(evaluator, solution), evaluator).iteration_s, solution.value_s, solution
+        if known is None or found[:2] < known[:2]:
+            seconds[solution.shape] = found
+    ranked = sorted(seconds.values(), key=lambda found: found[:2])[: run.settings.top]
+    return [solution for time_s, _, solution in ranked if time_s < WORST * ranked[0][0]]
+
+
+FEW_POINTS = 128
+"""Below this many offload fractions per stage the whole grid costs hardly more than its corners: two kinds at
+the step of 1/8 are 81 points, and pricing a shape is then mostly the cost of the calls."""
+
+
+def _offload_points(question: SearchProblem) -> int:
+    allowed = question.space.offload
+    return math.prod(len(fractions(getattr(allowed, kind), question.step)) for kind in OFFLOAD_KINDS)
+
+
+class _Stopped(Exception):
+    """The watch wants the search to end."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class _Run:
+    """The state of one search: the best so far, and what was priced."""
+
+    def __init__(
+        self, question: SearchProblem, settings: Settings, watch: Watch, executor: tuple[Executor, int] | None
+    ) -> None:
+        self.question = replace(question, tick=self.tick)
+        self.shared = question
+        self.settings, self.watch, self.executor = settings, watch, executor
+        self.best: list[Solution] = []
+        """By eq. 1, one of each shape."""
+        self._of_shape: dict[EqualPipeline | MixedPipeline, Solution] = {}
+        self.near: list[Solution] = []
+        """Plans near the best by eq. 1 that a climb by the closed form led to."""
+        self.tally = Tally()
+        self.solved = 0
+        self._put_off: list[Pair] = []
+        self.under_way_s: list[float] = []
+        """Bounds of what is being solved."""
+        self.open_bounds: list[float] = []
+
+    def tick(self) -> None:
+        status = self.watch.stop()
+        if status is not None:
+            raise _Stopped(status)
+
+    @property
+    def threshold_s(self) -> float:
+        """What a new plan has to beat: the worst of the K best, and some multiple of the best."""
+        if not self.best:
+            return self.settings.below_s
+        worst_s = WORST * self.best[0].value_s
+        return min(self.best[-1].value_s, worst_s) if len(self.best) >= self.settings.top else worst_s
+
+    def keep(self, answer: tuple[Solution | None, Tally]) -> None:
+        solution, tally = answer
+        self.tally.add(tally)
+        if solution is None or not _is_its_own(solution):
+            return
+        same = self._of_shape.get(solution.shape)
+        if same is not None:
+            if same.value_s <= solution.value_s:
+                return
+            self.best = [found for found in self.best if found is not same]
+        self._of_shape[solution.shape] = solution
+        insort(self.best, solution, key=lambda found: found.value_s)
+        for dropped in self.best[self.settings.top :]:
+            del self._of_shape[dropped.shape]
+        del self.best[self.settings.top :]
+
+    def all_of(self, order: Order) -> Status:
+        """Every shape and mixture whose bound is below the best, the most promising first."""
+        slow: list[Solution] = []
+        try:
+            # What must be beaten is as good as an incumbent, but for plans that are wanted besides.
+            wanted = self._wants_more_than_below() or self.settings.below_s == math.inf
+            if _offload_points(self.question) > FEW_POINTS and wanted:
+                self.quick(order)
+            if self.best and self.best[0].value_s >= self.settings.below_s:
+                slow, self.best = self.best, []
+                self._of_shape.clear()
+            for answer in self._answers(order):
+                self.keep(answer)
+                self.solved += 1
+                if self.best:
+                    while slow:
+                        self.keep((slow.pop(), Tally()))
+                best_s = self.best[0].value_s if self.best else float("inf")
+                self.watch.progress(order.done, len(order), best_s)
+        except _Stopped as stopped:
+            bounds = [*self.under_way_s, *order.left_s()]
+            if self.best:
+                bounds += [bound.value_s for bound, _ in self._put_off]
+            self.open_bounds = [value_s for value_s in bounds if value_s < self.threshold_s]
+            return stopped.status if self.open_bounds else Status.OPTIMAL
+        self.watch.progress(len(order), len(order), self.best[0].value_s if self.best else float("inf"))
+        return Status.OPTIMAL
+
+    def climb(self, order: Order) -> None:
+        """Plans which the closed form of `predict` may put first (`near`). What ends the search ends this:
+        the best by eq. 1 is proved."""
+        best_s, job = self.best[0].value_s, self.question.evaluator.job
+        told_s = min(self._closed_form_s(solution) for solution in self.best)
+        far = told_s > best_s * (1.0 + NEAR)
+        tally = Tally()
+        try:
+            for bound, item in worth_a_climb(order, best_s, told_s, self._has_best, job):
+                if tally.priced > MOST_NEAR:
+                    break
+                worst_s = farthest_s(item, best_s, told_s, job)
+                if bound.value_s >= worst_s:
+                    continue
+                for question in self._ways_to_climb(item, far):
+                    solution, more = solve(question, item, bound, worst_s)
+                    tally.add(more)
+                    if solution is not None and _is_its_own(solution):
+                        self.near.append(solution)
+                        told_s = min(told_s, self._closed_form_s(solution))
+        except _Stopped:
+            pass
+        self.tally.add(tally)
+
+    def _ways_to_climb(self, item: Item, far: bool) -> Iterator[SearchProblem]:
+        """From the best of an item by eq. 1; where the best of all is far behind, that itself too."""
+        if far and isinstance(item, EqualPipeline):
+            yield self.question
+        if _may_climb(self.question, item):
+            yield replace(self.question, climb=True)
+
+    def _closed_form_s(self, solution: Solution) -> float:
+        evaluator = self.question.evaluator
+        return predict(plan_of(evaluator, solution), evaluator).iteration_s
+
+    def _has_best(self, item: Item) -> bool:
+        """Whether one of the best by eq. 1 is a plan of it."""
+        shapes = [solution.shape for solution in self.best]
+        if isinstance(item, EqualPipeline):
+            return item in shapes
+        return any(
+            shape.grad_accum == item.grad_accum and set(shape.meshes) <= set(item.meshes)
+            for shape in shapes
+            if isinstance(shape, MixedPipeline)
+        )
+
+    def quick(self, order: Order) -> None:
+        """First incumbents from the corners of the offload grid: without any, the whole grid of the most
+        promising shapes would have to be priced for all numbers of layers."""
+        corners = replace(self.question, step=1.0)
+        for bound, item in order:
+            if len(self.best) >= min(self.settings.top, MOST_QUICK):
+                break
+            self.tick()
+            self.keep(solve(corners, item, bound, math.inf))
+
+    def _answers(self, order: Order) -> Iterator[tuple[Solution | None, Tally]]:
+        """What each item gives that may be better than the best so far."""
+        if self.executor is not None:
+            yield from self._answers_of(*self.executor, order)
+            return
+        while (pair := self._due(order)) is not None:
+            bound, item = pair
+            self.under_way_s = [bound.value_s]
+            self.tick()
+            yield solve(self.question, item, bound, self._beat(item))
+            self.under_way_s = []
+            if self.best and self._put_off and self._put_off[-1] is pair:
+                self._put_off.pop()  # It gave the first plan.
+
+    def _wants_more_than_below(self) -> bool:
+        """Whether `below_s` only asks if there is any plan so fast, next to which others are wanted then."""
+        return self.settings.top > 1 and self.settings.below_s < math.inf
+
+    def _due(self, order: Order) -> Pair | None:
+        """What is to be solved next; once there is a plan, also what was not fast enough to be the first."""
+        while self.best and self._put_off:
+            again = self._put_off.pop()
+            if again[0].value_s < self.threshold_s:
+                return again
+        pair = order.next(self.threshold_s)
+        if pair is not None and not self.best and self._wants_more_than_below():
+            self._put_off.append(pair)
+        return pair
+
+    def _answers_of(
+        self, executor: Executor, workers: int, order: Order
+    ) -> Iterator[tuple[Solution | None, Tally]]:
+        """The same with so many items at a time in other processes."""
+        told = pickle.dumps(self.shared)
+        running: dict[Future[tuple[Solution | None, Tally]], float] = {}
+        try:
+            while True:
+                while len(running) < workers and (pair := self._due(order)) is not None:
+                    bound, item = pair
+                    future = executor.submit(solve_told, told, item, bound, self._beat(item))
+                    running[future] = bound.value_s
+                    self.under_way_s = list(running.values())
+                if not running:
+                    return
+                done, _ = wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+                    del running[future]
+                    self.under_way_s = list(running.values())
+                self.tick()
+        finally:
+            for future in running:
+                future.cancel()
+
+    def _beat(self, item: Item) -> float:
+        """A shape that has a plan among the best must find a better one of its own."""
+        own = self._of_shape.get(item) if isinstance(item, EqualPipeline) else None
+        return min([self.threshold_s, *([own.value_s] if own else [])])
+
+
+MOST_QUICK = 8
+"""First incumbents that are looked for, however many plans are asked for."""
+WORST = 2.0
+"""No plan is told that takes so many times what the fastest takes: who asks for 100,000 wants those that are
+worth a look, not every one that fits."""
+MOST_NEAR = 5_000_000
+"""Configurations that climbs may ask to be priced: less than a second."""
+
+
+def _is_its_own(solution: Solution) -> bool:
+    """A mixture whose best has equal meshes is a shape, which was solved before."""
+    return isinstance(solution.shape, EqualPipeline) or len(set(solution.shape.meshes)) > 1
+
+
+def _may_climb(question: SearchProblem, item: Item) -> bool:
+    """Whether eq. 1 and the closed form can differ, and stages too."""
+    return isinstance(item, MixedFamily) or (item.stages > 1 and item.vpp == 1 and question.space.per_stage)
+
+
+POLL_S = 0.1
+"""How often a search on other processes looks whether it should end."""
+
+
+def solve(question: SearchProblem, item: Item, bound: Bound, best_s: float) -> tuple[Solution | None, Tally]:
+    """The best plan of a shape or mixture if it beats `best_s`."""
+    if isinstance(item, MixedFamily) and isinstance(bound, MixedBound):
+        return solve_mixed(question, item, bound, best_s)
+    assert isinstance(item, EqualPipeline) and isinstance(bound, EqualBound)
+    return solve_equal(question, item, bound, best_s)
+
+
+def solve_told(told: bytes, item: Item, bound: Bound, best_s: float) -> tuple[Solution | None, Tally]:
+    """`solve` in another process, where the question is read once."""
+    return solve(_question(told), item, bound, best_s)
+
+
+@lru_cache(maxsize=2)
+def _question(told: bytes) -> SearchProblem:
+    question: SearchProblem = pickle.loads(told)
+    return question
+
+
+def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
+    """The plan that a solution stands for."""
+    job, shape = evaluator.job, solution.shape
+    return Plan(
+        model=job.model,
+        training=job.training,
+        cluster=job.cluster,
+        target=job.target,
+        grad_accum=shape.grad_accum,
+        stages=tuple(
+            _stage_plan(mesh, choice) for mesh, choice in zip(shape.meshes, solution.stages, strict=True)
+        ),
+        schedule="interleaved" if shape.vpp > 1 else "1f1b",
+        vpp=shape.vpp,
+        sequence_parallel=shape.sequence_parallel,
+        execution=job.execution,
+    )
+
+
+_LEVELS: dict[int, Zero] = {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def _stage_plan(shape: EqualPipeline, choice: StageChoice) -> StagePlan:
+    recompute: Recompute = "selective" if choice["selective"] else "full"
+    return StagePlan(
+        layers=int(choice["layers"]),
+        nodes=shape.nodes,
+        gpus_per_node=shape.gpus_per_node,
+        dp=shape.dp,
+        tp=shape.tp,
+        micro_batch=shape.micro_batch,
+        zero=_LEVELS[int(choice["zero"])],
+        ckpt=int(choice["ckpt"]),
+        recompute=recompute,
+        offload=Offload(
+            weights=choice["weights"],
+            grads=choice["grads"],
+            optimizer=choice["optimizer"],
+            activations=choice["activations"],
+        ),
+    )

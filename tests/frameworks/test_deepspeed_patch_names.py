@@ -1,0 +1,87 @@
+"""Which patches an emitted DeepSpeed plan asks for, and that the training side knows them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from mist_patches.applying import DEEPSPEED
+
+from mist_megatron.frameworks.deepspeed import write as deepspeed
+from mist_megatron.spec import catalogue, presets
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
+
+
+def plan(zero: int, offload: Offload, grad_bytes: int | None) -> Plan:
+    return Plan(
+        model=presets.PRESETS["llama2-7b"],
+        training=TrainingSpec(global_batch=8, seq_len=2048, precision="fp16"),
+        cluster=ClusterSpec(gpu=catalogue.gpu("a100-sxm-80gb"), nodes=1, gpus_per_node=2),
+        target="deepspeed",
+        grad_accum=2,
+        stages=(
+            StagePlan(
+                layers=32, nodes=1, gpus_per_node=2, dp=2, tp=1, micro_batch=2, zero=zero, offload=offload
+            ),
+        ),
+        execution=Execution(grad_bytes=grad_bytes),
+    )
+
+
+HOST = Offload(optimizer=1.0, grads=1.0)
+
+
+@pytest.mark.parametrize(
+    ("zero", "offload", "grad_bytes", "expected"),
+    [
+        (2, HOST, 4, ("forget_overflow",)),
+        (1, Offload(optimizer=1.0), 4, ("forget_overflow",)),
+        (2, HOST, None, ()),
+        (2, Offload(), 4, ()),
+        (3, HOST, 4, ()),
+    ],
+)
+def test_overflow_is_forgotten_where_deepspeed_keeps_it(zero, offload, grad_bytes, expected) -> None:
+    document = deepspeed.stages(plan(zero, offload, grad_bytes))
+    assert tuple(document["patches"]) == expected
+    assert set(expected) <= set(DEEPSPEED)
+
+
+def patched(zero: int, offload: Offload, ckpt: int = 0, grad_bytes: int | None = None, **more) -> Plan:
+    made = plan(zero, offload, grad_bytes)
+    (stage,) = made.stages
+    execution = Execution(grad_bytes=grad_bytes, **more)
+    stages = (replace(stage, ckpt=ckpt),)
+    return replace(made, target="deepspeed+patches", stages=stages, execution=execution)
+
+
+@pytest.mark.parametrize(
+    ("planned", "expected"),
+    [
+        (patched(3, Offload()), ()),
+        (patched(3, HOST), ()),
+        (patched(3, Offload(weights=1.0)), ()),
+        (patched(3, Offload(optimizer=1.0)), ("gradient_fraction",)),
+        (patched(3, Offload(grads=1.0)), ("gradient_fraction",)),
+        (patched(3, Offload(optimizer=0.5, grads=1.0)), ("optimizer_fraction",)),
+        (patched(2, Offload(optimizer=1.0, grads=1.0, weights=1.0)), ("weight_fraction",)),
+        (patched(2, Offload(optimizer=1.0), grad_bytes=4), ("forget_overflow",)),
+        (patched(1, Offload(optimizer=0.5)), ("optimizer_fraction",)),
+        (patched(3, Offload(), ckpt=32), ("layer_activations",)),
+        (patched(0, Offload(activations=0.5)), ("layer_activations",)),
+        (patched(3, Offload(), decoupled_step=True), ("decoupled_steps",)),
+    ],
+)
+def test_what_the_json_cannot_say_is_a_patch_and_nothing_else(planned, expected) -> None:
+    assert violations(planned) == ()
+    assert tuple(deepspeed.stages(planned)["patches"]) == expected
+    assert set(expected) <= {*DEEPSPEED, "layer_activations"}
+    # Where a patch recomputes, the trainer must not.
+    assert not deepspeed.recomputes(planned)
+    (stage,) = planned.stages
+    section = deepspeed.zero_section(planned)
+    assert ("offload_optimizer" in section) == (stage.offload.optimizer > 0.0)
+    assert ("offload_param" in section) == (stage.zero == 3 and stage.offload.weights == 1.0)

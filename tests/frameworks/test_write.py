@@ -1,0 +1,193 @@
+"""The writer: whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mist_megatron.errors import InputError
+from mist_megatron.formats import write
+from mist_megatron.formats.write import write_artifacts, write_file, write_pieces
+
+FILES = {"a.txt": "one\n", "sub/b.sh": "#!/bin/sh\n"}
+
+
+def listing(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_writes_a_new_folder(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    assert write_artifacts(out, FILES) == (out / "a.txt", out / "sub/b.sh")
+    assert listing(out) == FILES
+    assert os.access(out / "sub/b.sh", os.X_OK)
+    assert not os.access(out / "a.txt", os.X_OK)
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_empty_folder_is_filled(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    write_artifacts(out, FILES)
+    assert listing(out) == FILES
+
+
+def test_the_current_folder_is_filled_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renamed away, the shell would be in a folder that is gone; and a mount cannot be renamed at all."""
+    out = tmp_path / "out"
+    out.mkdir(mode=0o750)
+    monkeypatch.chdir(out)
+    before = out.stat()
+    write_artifacts(Path(), FILES)
+    assert listing(Path()) == listing(out) == FILES
+    assert (out.stat().st_ino, out.stat().st_mode) == (before.st_ino, before.st_mode)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_an_empty_folder_is_empty_again_after_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: int
+) -> None:
+    """It comes while the files are put in place."""
+    put: list[Path] = []
+    replace = Path.replace
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if len(put) == replaced:
+            raise KeyboardInterrupt
+        put.append(target)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_artifacts(tmp_path, FILES)
+    assert len(put) == replaced
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_something_in_it_needs_force(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "sub").mkdir(parents=True)
+    (out / "sub" / "b.sh").write_text("mine")
+    (out / "checkpoint.pt").write_text("weeks of work")
+    with pytest.raises(InputError, match="not empty") as told:
+        write_artifacts(out, FILES)
+    assert "--force" in str(told.value)
+    assert listing(out) == {"sub/b.sh": "mine", "checkpoint.pt": "weeks of work"}
+    write_artifacts(out, FILES, force=True)
+    assert listing(out) == {**FILES, "checkpoint.pt": "weeks of work"}
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+@pytest.mark.parametrize("there", [False, True])
+def test_an_interrupt_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int, there: bool
+) -> None:
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+        (out / "a.txt").write_text("before")
+    real, calls = write._write_one, []
+
+    def failing(path: Path, text: str) -> None:
+        calls.append(path)
+        if len(calls) > fails_at:
+            raise KeyboardInterrupt
+        real(path, text)
+
+    monkeypatch.setattr(write, "_write_one", failing)
+    with pytest.raises(KeyboardInterrupt):
+        write_artifacts(out, FILES, force=True)
+    assert [p.name for p in tmp_path.iterdir()] == (["out"] if there else [])
+    if there:
+        assert listing(out) == {"a.txt": "before"}
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write, "_write_one", full)
+    with pytest.raises(InputError, match="No space left"):
+        write_artifacts(tmp_path / "out", FILES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_out_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(InputError, match="is a file"):
+        write_artifacts(tmp_path / "out", FILES, force=True)
+    with pytest.raises(InputError):
+        write_artifacts(tmp_path / "out" / "inner", FILES)
+
+
+def test_a_folder_in_the_place_of_a_file_replaces_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "sub" / "b.sh").mkdir(parents=True)
+    (out / "a.txt").write_text("before")
+    with pytest.raises(InputError, match="folder"):
+        write_artifacts(out, FILES, force=True)
+    assert (out / "a.txt").read_text() == "before"
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", ""])
+def test_no_name_leaves_the_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="inside the output folder"):
+        write_artifacts(tmp_path / "out", {name: "x"})
+
+
+def test_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "f.json"
+    write_file(path, "1\n")
+    with pytest.raises(InputError, match="exists"):
+        write_file(path, "2\n")
+    write_file(path, "2\n", force=True)
+    assert path.read_text() == "2\n"
+    assert stat.S_IMODE(path.stat().st_mode) & 0o600 == 0o600
+    with pytest.raises(InputError, match="folder"):
+        write_file(tmp_path, "x", force=True)
+
+
+def test_pieces_are_whole_or_not_at_all(tmp_path: Path) -> None:
+    """An interrupt in the middle leaves what was there, and nothing beside it."""
+
+    def interrupted() -> Iterator[str]:
+        yield "half of "
+        raise KeyboardInterrupt
+
+    path = tmp_path / "trace.json"
+    path.write_text("before", "utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        write_pieces(path, interrupted())
+    assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
+    assert path.read_text("utf-8") == "before"
+    write_pieces(path, ["af", "ter"])
+    assert path.read_text("utf-8") == "after"
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    """A link's target is replaced, not the link; a pipe (or /dev/stdout) is written to, not replaced."""
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("before", "utf-8")
+    link.symlink_to(target)
+    write_pieces(link, ["after"])
+    assert link.is_symlink()
+    assert target.read_text("utf-8") == "after"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_pieces(pipe, ["through"])
+        assert os.read(reader, 100) == b"through"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_compressed_by_name(tmp_path: Path) -> None:
+    write_pieces(tmp_path / "trace.json.gz", ["{", "}\n"])
+    assert gzip.decompress((tmp_path / "trace.json.gz").read_bytes()) == b"{}\n"
