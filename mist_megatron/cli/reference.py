@@ -1,4 +1,4 @@
-"""`reference`: every key of plan.yaml, written from the code that reads it (PLAN.md is its output)."""
+"""`reference`: every key of plan.yaml, written from the code that reads it (docs/plan.md is its output)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def reference(*, output: OutputOptions) -> None:
     """Describes every key of plan.yaml: type, default, meaning, and what each target runs."""
     output.finish({"sections": [_section_document(*section) for section in _sections()]})
     if not output.json:
-        # As it is: `mist-megatron reference > PLAN.md` writes the page of the repository.
+        # As it is: `mist-megatron reference > docs/plan.md` writes the page of the repository.
         print(reference_page(), end="")  # noqa: T201
 
 

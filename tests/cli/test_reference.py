@@ -1,4 +1,4 @@
-"""PLAN.md: current, complete, and its example is a plan."""
+"""docs/plan.md: current, complete, and its example is a plan."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.document import parse
 from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_from_text
 
-PAGE = Path(__file__).resolve().parents[2] / "PLAN.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
 
 
 def test_the_page_is_what_the_code_says():
-    assert PAGE.read_text("utf-8") == reference_page(), "write it anew: mist-megatron reference > PLAN.md"
+    assert PAGE.read_text("utf-8") == reference_page(), "write it anew: mist-megatron reference > docs/plan.md"
 
 
 def test_the_example_is_a_plan_that_its_target_runs():
     from mist_megatron.targets.rules import violations
 
-    assert violations(plan_from_text(EXAMPLE, "PLAN.md")) == ()
+    assert violations(plan_from_text(EXAMPLE, "docs/plan.md")) == ()
 
 
 def sections(capsys):
