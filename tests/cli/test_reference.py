@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
 
 
 def test_the_page_is_what_the_code_says():
-    assert PAGE.read_text("utf-8") == reference_page(), "write it anew: mist-megatron reference > docs/plan.md"
+    assert PAGE.read_text("utf-8") == reference_page(), "mist-megatron reference > docs/plan.md"
 
 
 def test_the_example_is_a_plan_that_its_target_runs():
