@@ -160,11 +160,11 @@ def build_optimizer(case: Case, model: Any) -> Any:
 
 def apply_patches(case: Case, tiny: bool) -> list[Callable[[], None]]:
     """What stages.json would name for a plan with these fractions."""
-    from mist_patches.activation_offload import MIN_BYTES
-    from mist_patches.megatron_activation_offload import offload_block_activations
-    from mist_patches.megatron_decoupled_step import decoupled_steps
-    from mist_patches.megatron_optimizer_fraction import exact_optimizer_fraction
-    from mist_patches.megatron_state_offload import offload_states
+    from mist_patches.core.activation_offload import MIN_BYTES
+    from mist_patches.megatron.activation_offload import offload_block_activations
+    from mist_patches.megatron.decoupled_step import decoupled_steps
+    from mist_patches.megatron.optimizer_fraction import exact_optimizer_fraction
+    from mist_patches.megatron.state_offload import offload_states
 
     undone: list[Callable[[], None]] = []
     if case.optimizer:
@@ -236,7 +236,7 @@ def shares(model: Any, optimizer: Any) -> dict[str, float]:
 def measured(case: Case, tiny: bool, steps: int) -> dict[str, Any]:
     """Times and peak of a step after two others, and the overlap of one more under the profiler."""
     import torch
-    from mist_patches.megatron_decoupled_step import flush_pending_steps
+    from mist_patches.megatron.decoupled_step import flush_pending_steps
 
     before = torch.cuda.memory_allocated()
     undone = apply_patches(case, tiny)

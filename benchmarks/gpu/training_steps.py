@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches"))
-from mist_patches.activation_offload import MIN_BYTES, ActivationOffload
+from mist_patches.core.activation_offload import MIN_BYTES, ActivationOffload
 
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 

@@ -1,22 +1,26 @@
 """Runtime patches for Megatron-core and DeepSpeed: what a tuned plan needs and the frameworks lack.
 
-Runs inside the training process; needs torch and the framework, nothing of the tuner.
+They run inside the training process, and need torch and the framework, but nothing of the tuner. `core` holds
+what both frameworks share, `megatron` and `deepspeed` hold the patches of each, and `entry` starts a script.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 __version__ = "0.1.0"
 
 
-def apply(path):  # type: ignore[no-untyped-def]
-    """Apply on this rank what stages.json asks for; see mist_patches.applying."""
-    from mist_patches.applying import apply as apply_patches
+def apply(path: str | os.PathLike[str]) -> list[Callable[[], None]]:
+    """Apply on this rank what stages.json asks for; see mist_patches.core.applying."""
+    from mist_patches.core.applying import apply as apply_patches
 
     return apply_patches(path)
 
 
-def stage_config(path):  # type: ignore[no-untyped-def]
-    """The DeepSpeed JSON of this rank's pipeline stage; see mist_patches.deepspeed_stage_files."""
-    from mist_patches.deepspeed_stage_files import stage_config as find_config
+def stage_config(path: str | os.PathLike[str]) -> str:
+    """The DeepSpeed JSON of this rank's pipeline stage; see mist_patches.deepspeed.stage_files."""
+    from mist_patches.deepspeed.stage_files import stage_config as find_config
 
     return find_config(path)

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import mist_patches
-from mist_patches.deepspeed_stage_files import add_config, config_of_stage
-from mist_patches.hooking import PatchRefused
-from mist_patches.stage_arguments import apply_stage_arguments, read_stages
+from mist_patches.core.hooking import PatchRefused
+from mist_patches.core.stage_arguments import apply_stage_arguments, read_stages
+from mist_patches.deepspeed.stage_files import add_config, config_of_stage
 
 
 def start(program: str, wanted: str) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
+from unhook import undo_all
 
 STEPS, FEW_STEPS = 8, 2
 BUCKET = 20_000
@@ -272,7 +273,7 @@ def group_names(engine: Any) -> list[list[str]]:
 
 def states_hash(engine: Any) -> str:
     """Of every bit of the rank's master weights and moments, once no step is put off any more."""
-    from mist_patches.deepspeed_group_steps import flush
+    from mist_patches.deepspeed.group_steps import flush
 
     flush(engine.optimizer)
     found = hashlib.sha256()
@@ -308,17 +309,17 @@ def run_all(folders: list[str]) -> None:
     """Each folder as its own entry starts it, and then what it must equal."""
     import torch
     from deepspeed.utils import groups
-    from mist_patches import deepspeed_activations, hooking
+    from mist_patches.deepspeed import activations
 
     # Tensors of so small a network are all below what is worth a copy.
-    deepspeed_activations.recompute_and_offload.__kwdefaults__["min_bytes"] = 0
+    activations.recompute_and_offload.__kwdefaults__["min_bytes"] = 0
     linear = torch.nn.functional.linear
     for folder in map(Path, folders):
         sys.argv = ["train_deepspeed.py", "--mist-stages", f"{folder}/stages.json", "--mist-script", __file__]
         if not (folder / "plain.json").is_file():
             sys.argv += ["--deepspeed_config", f"{folder}/ds_config.json"]
         runpy.run_path(f"{folder}/train_deepspeed.py", run_name="__main__")
-        hooking.undo_all()
+        undo_all()
         groups.mpu = None
         os.environ.pop("MIST_STAGE_ARGUMENTS", None)
         run_unpatched(folder)

@@ -25,16 +25,18 @@ def mutated(name: str | None) -> Any:
     """With one essential line of a patch neutralised."""
     from unittest import mock
 
-    from mist_patches import deepspeed_activations as activations
-    from mist_patches import deepspeed_decoupled_step as decoupled
-    from mist_patches import deepspeed_gradient_fraction as gradients
-    from mist_patches import deepspeed_group_steps as group_steps
-    from mist_patches import deepspeed_groups as groups
-    from mist_patches import deepspeed_optimizer_fraction as optimizer_fraction
-    from mist_patches import deepspeed_overflow as overflow
-    from mist_patches import deepspeed_pipeline_stages as pipeline_stages
-    from mist_patches import deepspeed_weight_fraction as weights
-    from mist_patches import host_copies
+    from mist_patches.core import host_copies
+    from mist_patches.deepspeed import (
+        activations,
+        group_steps,
+        groups,
+        optimizer_fraction,
+        overflow,
+        pipeline_stages,
+    )
+    from mist_patches.deepspeed import decoupled_step as decoupled
+    from mist_patches.deepspeed import gradient_fraction as gradients
+    from mist_patches.deepspeed import weight_fraction as weights
 
     own_state = property(lambda s: s.__dict__.setdefault("own", defaultdict(dict)), lambda s, value: None)
     places: dict[str, Any] = {

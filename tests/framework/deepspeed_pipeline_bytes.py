@@ -16,6 +16,7 @@ from typing import Any
 
 import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
 from deepspeed_by_plan import nbytes, start, train_pipeline
+from unhook import undo_all
 
 
 def watched(engine: Any) -> dict[str, list[int]]:
@@ -91,12 +92,11 @@ def train(path: Path) -> None:
 
 def run_all(folders: list[str]) -> None:
     from deepspeed.utils import groups
-    from mist_patches import hooking
 
     for folder in folders:
         sys.argv = ["train_deepspeed.py", "--mist-stages", f"{folder}/stages.json", "--mist-script", __file__]
         runpy.run_path(f"{folder}/train_deepspeed.py", run_name="__main__")
-        hooking.undo_all()
+        undo_all()
         groups.mpu = None
         os.environ.pop("MIST_STAGE_ARGUMENTS", None)
 

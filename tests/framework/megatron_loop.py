@@ -142,7 +142,7 @@ def train(loop: Loop, folder: Path) -> dict[str, Any]:
     import mist_patches
     import torch
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from mist_patches import hooking
+    from mist_patches.core import hooking
 
     torch.manual_seed(3)
     model_parallel_cuda_manual_seed(3)
@@ -191,8 +191,8 @@ def mixed_up_in_a_checkpoint(model: Any, optimizer: Any) -> int:
 
 
 def mutated(name: str) -> Any:
-    from mist_patches import megatron_state_offload as states
-    from mist_patches import megatron_units as units
+    from mist_patches.megatron import state_offload as states
+    from mist_patches.megatron import units
 
     if name == "no_settling":
         return mock.patch.object(states, "_with_moved", lambda buffer, moved: None)

@@ -22,28 +22,29 @@ import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
 from deepspeed_case import MICRO_BATCH, Case, configuration, stage_json, stages_document
 from deepspeed_mutations import mutated
 from tiny_gpt_layers import SEQ, tiny_gpt, tiny_pipeline
+from unhook import undo_all
 
 
 def apply_named(name: str, value: Any) -> Any:
     """Apply one patch; returns the function that undoes it."""
-    from mist_patches import (
-        deepspeed_activations,
-        deepspeed_decoupled_step,
-        deepspeed_gradient_fraction,
-        deepspeed_optimizer_fraction,
-        deepspeed_overflow,
-        deepspeed_pipeline_stages,
-        deepspeed_weight_fraction,
+    from mist_patches.deepspeed import (
+        activations,
+        decoupled_step,
+        gradient_fraction,
+        optimizer_fraction,
+        overflow,
+        pipeline_stages,
+        weight_fraction,
     )
 
     known = {
-        "weight_fraction": deepspeed_weight_fraction.exact_weight_fraction,
-        "gradient_fraction": deepspeed_gradient_fraction.exact_gradient_fraction,
-        "optimizer_fraction": deepspeed_optimizer_fraction.exact_optimizer_fraction,
-        "forget_overflow": lambda _: deepspeed_overflow.forget_overflowed_gradients(),
-        "activations": lambda words: deepspeed_activations.recompute_and_offload(**words, min_bytes=0),
-        "pipeline_stages": deepspeed_pipeline_stages.configure_pipeline_stages,
-        "decoupled_step": lambda _: deepspeed_decoupled_step.decouple_optimizer_steps(),
+        "weight_fraction": weight_fraction.exact_weight_fraction,
+        "gradient_fraction": gradient_fraction.exact_gradient_fraction,
+        "optimizer_fraction": optimizer_fraction.exact_optimizer_fraction,
+        "forget_overflow": lambda _: overflow.forget_overflowed_gradients(),
+        "activations": lambda words: activations.recompute_and_offload(**words, min_bytes=0),
+        "pipeline_stages": pipeline_stages.configure_pipeline_stages,
+        "decoupled_step": lambda _: decoupled_step.decouple_optimizer_steps(),
     }
     return known[name](value)
 
@@ -212,8 +213,8 @@ def train(case: Case) -> tuple[Any, dict[str, Any]]:
 
 def visits(engine: Any) -> Any:
     """What counts the bytes of weights that come and go."""
-    from mist_patches.deepspeed_flat_weights import flat_weights
-    from mist_patches.host_copies import Meter
+    from mist_patches.core.host_copies import Meter
+    from mist_patches.deepspeed.flat_weights import flat_weights
 
     weights = flat_weights(engine.optimizer) if engine.zero_optimization() else None
     return Meter() if weights is None else weights.meter
@@ -285,7 +286,7 @@ def buffers(engine: Any) -> dict[str, Any]:
             host = sum(t.numel() * t.element_size() for t in elsewhere)
             found[kind] = {"host": host, "device": storage.nbytes(), "largest_shard": shard}
         return found
-    from mist_patches.deepspeed_flat_weights import flat_weights
+    from mist_patches.deepspeed.flat_weights import flat_weights
 
     flats, weights = zero.bit16_groups_flat, flat_weights(zero)
     units = [] if weights is None else weights.units
@@ -301,7 +302,7 @@ def buffers(engine: Any) -> dict[str, Any]:
 
 def watch(engine: Any, events: list[str]) -> None:
     """Note when each layer runs forward and when its group is stepped."""
-    from mist_patches.deepspeed_groups import layer_of
+    from mist_patches.deepspeed.groups import layer_of
 
     blocks = [module for module in engine.module.modules() if type(module).__name__ == "Block"]
     for index, layer in enumerate(blocks):
@@ -327,7 +328,7 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
     import torch
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import groups
-    from mist_patches import hooking
+    from mist_patches.core import hooking
 
     # A GPU by name, so that DeepSpeed tells its share from the host's; a CPU to torch.
     accelerator, name = get_accelerator(), get_accelerator()._name
@@ -371,7 +372,7 @@ def run(case: Case, finals: list[Any]) -> dict[str, Any]:
         accelerator._name = name
         for undo in undone:
             undo()
-        hooking.undo_all()
+        undo_all()
         groups.mpu = None  # a pipeline leaves its own behind
     found["difference"] = apart(finals, case)
     engine.destroy()
@@ -400,7 +401,7 @@ def clip_without_last_bits() -> None:
     that. The norms themselves are compared as they are.
     """
     import torch
-    from mist_patches.deepspeed_groups import optimizer_classes
+    from mist_patches.deepspeed.groups import optimizer_classes
 
     stage3, stage12 = optimizer_classes()
     of_sub_group, of_groups = stage3.unscale_and_clip_grads, stage12.unscale_and_clip_grads

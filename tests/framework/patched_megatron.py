@@ -72,17 +72,17 @@ LOG: list[str] = []
 
 
 def listen() -> None:
-    from mist_patches import hooking
+    from mist_patches.core import hooking
 
     hooking.log.info = lambda text, *values: LOG.append((text % values).partition(":")[0])
 
 
 def apply_patches(case: Case, stage: int) -> list[Any]:
-    from mist_patches.megatron_activation_offload import offload_block_activations
-    from mist_patches.megatron_decoupled_step import decoupled_steps
-    from mist_patches.megatron_optimizer_fraction import exact_optimizer_fraction
-    from mist_patches.megatron_state_offload import offload_states
-    from mist_patches.megatron_units import lay_out_by_unit
+    from mist_patches.megatron.activation_offload import offload_block_activations
+    from mist_patches.megatron.decoupled_step import decoupled_steps
+    from mist_patches.megatron.optimizer_fraction import exact_optimizer_fraction
+    from mist_patches.megatron.state_offload import offload_states
+    from mist_patches.megatron.units import lay_out_by_unit
 
     known = {
         "activation_offload": lambda fraction: offload_block_activations(fraction, min_bytes=0),
@@ -375,7 +375,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
     import hashlib
 
     import torch
-    from mist_patches.megatron_decoupled_step import flush_pending_steps
+    from mist_patches.megatron.decoupled_step import flush_pending_steps
 
     flush_pending_steps()
     gc.collect()
@@ -420,7 +420,7 @@ def run_case(case: Case) -> dict[str, Any]:
     import torch
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from mist_patches import hooking
+    from mist_patches.core import hooking
 
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234)
@@ -446,7 +446,7 @@ def import_all() -> None:
     from megatron.core.models.gpt import GPTModel  # noqa: F401
     from megatron.core.optimizer import cpu_offloading, get_megatron_optimizer  # noqa: F401
     from megatron.core.pipeline_parallel import schedules  # noqa: F401
-    from mist_patches import megatron_state_offload  # noqa: F401
+    from mist_patches.megatron import state_offload  # noqa: F401
 
     gc.collect()
     gc.freeze()

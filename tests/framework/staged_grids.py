@@ -20,6 +20,7 @@ import warnings
 from typing import Any
 
 from staged_model import SEQ, Case, build_config, build_model, build_optimizer, named, precision, unwrapped
+from unhook import undo_all
 
 
 def initialize(case: Case) -> int:
@@ -30,7 +31,7 @@ def initialize(case: Case) -> int:
     if case.native or len(case.stages) == 1:
         ps.initialize_model_parallel(case.stages[0][2], len(case.stages))
         return int(ps.get_pipeline_model_parallel_rank())
-    from mist_patches import megatron_stage_grids as patch
+    from mist_patches.megatron import stage_grids as patch
 
     document = case.document()
     if "share" in case.without:
@@ -138,7 +139,7 @@ def train(case: Case, stage: int, model: Any, optimizer: Any) -> dict[str, list[
         if case.native or len(case.stages) == 1:
             done = native_step(case, stage, model, optimizer, data)
         else:
-            from mist_patches.megatron_grids_training import Batch, train_step
+            from mist_patches.megatron.grids_training import Batch, train_step
 
             taken = train_step(forward_step, data, model, optimizer, Batch(case.micro_batches, size, SEQ))
             done = (taken.loss, taken.grad_norm, taken.updated)
@@ -184,7 +185,7 @@ def keep_parameters(case: Case, stage: int, model: Any) -> None:
 
 def checkpoint(case: Case, model: Any, optimizer: Any, *, loading: bool) -> dict[str, Any]:
     from megatron.core import parallel_state as ps
-    from mist_patches.megatron_grids_training import checkpoint_metadata
+    from mist_patches.megatron.grids_training import checkpoint_metadata
 
     metadata = checkpoint_metadata() | {
         "singleton_local_shards": False,
@@ -250,7 +251,7 @@ def run(case: Case, store: str) -> dict[str, Any]:
     """One case from process groups to the last step; refusals are results too."""
     import torch
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from mist_patches.hooking import PatchRefused
+    from mist_patches.core.hooking import PatchRefused
 
     rank = int(os.environ["RANK"])
     torch.distributed.init_process_group(
@@ -291,9 +292,9 @@ def forget(before: dict[str, Any]) -> None:
     import torch
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
-    from mist_patches import hooking, stage_grids
+    from mist_patches.megatron import grids as stage_grids
 
-    hooking.undo_all()
+    undo_all()
     stage_grids.BUILT.clear()
     BridgeCommunicator._broadcast_pg_cache.clear()
     BridgeCommunicator._bridge_pg_cache.clear()
@@ -324,7 +325,7 @@ def hooked() -> list[Any]:
 def of_rank(rank: int, folder: str, cases: list[Case]) -> None:
     """The cases one after another, each on as many processes as it needs; what they say goes into a file."""
     from megatron.core import parallel_state as ps
-    from mist_patches import megatron_stage_grids as patch
+    from mist_patches.megatron import stage_grids as patch
 
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     before, plain = patch._groups(ps), hooked()
@@ -350,8 +351,8 @@ def main() -> None:
 
     megatron_cpu.install(share_groups=True)
     hooked()
-    import mist_patches.megatron_grids_training
-    import mist_patches.megatron_stage_grids  # noqa: F401
+    import mist_patches.megatron.grids_training
+    import mist_patches.megatron.stage_grids  # noqa: F401
 
     gc.collect()
     gc.freeze()  # what was imported is nothing to look through between cases

@@ -14,19 +14,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from unhook import undo_all
 
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
 import megatron_cpu
 import mist_patches
-from mist_patches import applying, hooking
-from mist_patches.hooking import PatchRefused
+from mist_patches.core import applying, hooking, registry
+from mist_patches.core.hooking import PatchRefused
 
 megatron_cpu.import_megatron()
 deepspeed_cpu.without_compiler()
@@ -90,7 +92,7 @@ def applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         return mist_patches.apply(path)
 
     yield write_and_apply
-    hooking.undo_all()
+    undo_all()
 
 
 def hooked() -> dict[str, list[str]]:
@@ -117,7 +119,7 @@ def test_twice_undone_and_again(framework: str, applied: Callable[[Any], Any]) -
     assert hooked() == everything
     applied(changed(framework, weights=0.25))  # nothing is built yet: another plan may take its place
     assert hooked() == everything
-    hooking.undo_all()
+    undo_all()
     applied(changed(framework, weights=0.25))
     assert hooked() == everything, "taken away behind the patches' backs, and not put back"
 
@@ -128,15 +130,16 @@ def test_what_is_refused_half_way_leaves_nothing(
 ) -> None:
     applied(document(framework))
     everything = hooked()
-    hooking.undo_all()
+    undo_all()
     last = PATCHES[framework][-1]
     for error in (PatchRefused("no"), KeyError("weights"), KeyboardInterrupt()):
         with monkeypatch.context() as broken:
 
-            def fails(stage: Any, error: BaseException = error) -> Any:
+            def fails(document: Any, stage: Any, error: BaseException = error) -> Any:
                 raise error
 
-            broken.setitem(applying.PATCHES[framework], last, fails)
+            failing = replace(registry.PATCHES[framework][last], arguments=fails)
+            broken.setitem(registry.PATCHES[framework], last, failing)
             with pytest.raises(type(error)):
                 applied(document(framework))
         assert not hooked()
@@ -158,7 +161,7 @@ def test_a_changed_signature_leaves_nothing_and_can_be_mended(
 ) -> None:
     applied(document(framework))
     everything = hooked()
-    hooking.undo_all()
+    undo_all()
     module, _, owner = place.rpartition(".")
     with monkeypatch.context() as changing:
         changing.setattr(
@@ -184,7 +187,7 @@ def test_every_function_that_is_hooked_is_checked(
     plan = document(framework, patches=[*PATCHES[framework], *more])
     applied(plan)
     taken = [(entry.owner, entry.attribute) for entry in hooking._installed.values()]
-    hooking.undo_all()
+    undo_all()
     assert len(taken) >= (18 if framework == "megatron-core" else 45)
     for owner, attribute in taken:
         with monkeypatch.context() as changing:
@@ -197,7 +200,13 @@ def test_every_function_that_is_hooked_is_checked(
 
 @pytest.mark.parametrize(
     ("framework", "version"),
-    [("megatron-core", "0.20.0"), ("megatron-core", "0.15.3"), ("deepspeed", "0.19.3"), ("deepspeed", "1.0")],
+    [
+        ("megatron-core", "0.20.0"),
+        ("megatron-core", "0.17.1"),
+        ("megatron-core", "0.15.3"),
+        ("deepspeed", "0.19.3"),
+        ("deepspeed", "1.0"),
+    ],
 )
 def test_another_version_is_refused(
     framework: str, version: str, applied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
@@ -306,7 +315,7 @@ def test_process_groups_of_another_plan_that_are_there_already(
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """What each of two ranks, a thread each, says of the copy it reads; nothing of one that has none."""
     import torch.distributed as dist
-    from mist_patches.one_plan import require_one_plan
+    from mist_patches.core.one_plan import require_one_plan
 
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
@@ -398,7 +407,7 @@ def still() -> dict[str, Any]:
 def test_entries_refuse_in_one_line(entry: str, framework: str, tmp_path: Path) -> None:
     """Without a traceback, before the framework is imported or in the middle of the script."""
     script, stages = tmp_path / "train.py", tmp_path / "stages.json"
-    script.write_text("import mist_patches.hooking as h\nraise h.PatchRefused('weights are away')\n")
+    script.write_text("import mist_patches.core.hooking as h\nraise h.PatchRefused('weights are away')\n")
     asked = {"an unknown name": ["teleport"], "weights are away": []}
     for said, patches in asked.items():
         stages.write_text(json.dumps({**document(framework), **still(), "patches": patches}))

@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs the test framework environment")
 from deepspeed_cases import (
     FULL,
-    PIPELINE,
     Z1_HOST,
     Z2_HOST,
     Z3_HOST,
@@ -77,11 +76,10 @@ def test_patched_run_equals_the_plain_one(name: str) -> None:
     require_shares(CASES[name], [run for run, _ in ran(name)])
 
 
-def test_its_pipelines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import deepspeed
-    from mist_patches.deepspeed_pipeline_stages import configure_pipeline_stages
-    from mist_patches.hooking import PatchRefused
+def test_its_pipelines_are_refused() -> None:
+    from mist_patches.core.stage_guards import version_problem
 
-    monkeypatch.setattr(deepspeed, "__version__", "0.19.0")
-    with pytest.raises(PatchRefused, match=r"norms are wrong on DeepSpeed 0\.19\.0"):
-        configure_pipeline_stages(PIPELINE)
+    assert version_problem("deepspeed", "0.19.0", {}, ["optimizer_fraction", "decoupled_steps"]) is None
+    problem = version_problem("deepspeed", "0.19.0", {}, ["pipeline_stages"])
+    assert problem is not None and "pipeline_stages was not run on deepspeed 0.19.0" in problem
+    assert "wanted 0.19.7 and 0.19.8" in problem

@@ -11,6 +11,7 @@ import importlib
 from dataclasses import replace
 
 import pytest
+from unhook import undo_all
 
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -162,7 +163,7 @@ HOOKED = {
 
 @pytest.mark.parametrize("patch", HOOKED)
 def test_another_signature_is_refused(patch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mist_patches import hooking
+    from mist_patches.core import hooking
 
     where, attribute, value = HOOKED[patch]
     module, _, name = where.rpartition(".")
@@ -172,4 +173,4 @@ def test_another_signature_is_refused(patch: str, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(hooking.PatchRefused, match=f"{attribute} takes .*unheard_of.* written for"):
             apply_named(patch, value)
     finally:
-        hooking.undo_all()
+        undo_all()

@@ -330,7 +330,7 @@ def test_what_cannot_be_done_is_refused_in_one_line() -> None:
 
 
 def test_applied_twice_and_undone_every_hook_is_as_it_was() -> None:
-    from mist_patches import hooking
+    from mist_patches.core import hooking
     from patched_deepspeed import apply_named
 
     arguments = {"optimizer_fraction": 0.5, "weight_fraction": 0.5, "gradient_fraction": 0.5}

@@ -74,7 +74,8 @@ import json
 import megatron_cpu, staged_model
 megatron_cpu.import_megatron()
 import megatron.core
-from mist_patches import hooking, megatron_stage_grids as patch
+from mist_patches.core import hooking
+from mist_patches.megatron import stage_grids as patch
 case = staged_model.Case([[3, 2, 1, 1, 0], [1, 1, 2, 2, 0]])
 try:
     patch.hook_stage_grids(case.document())

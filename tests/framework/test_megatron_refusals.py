@@ -19,15 +19,15 @@ import megatron_cpu
 
 megatron_cpu.import_megatron()
 
-from mist_patches import hooking  # noqa: E402
-from mist_patches.hooking import PatchRefused  # noqa: E402
+from mist_patches.core import hooking  # noqa: E402
+from mist_patches.core.hooking import PatchRefused  # noqa: E402
 
 # Megatron's own imports warn.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def stage_grids() -> Callable[[], None]:
-    from mist_patches.megatron_stage_grids import apply_stage_grids
+    from mist_patches.megatron.stage_grids import apply_stage_grids
 
     stages = [
         {
@@ -47,31 +47,31 @@ def stage_grids() -> Callable[[], None]:
 
 
 def activation_offload() -> Callable[[], None]:
-    from mist_patches.megatron_activation_offload import offload_block_activations
+    from mist_patches.megatron.activation_offload import offload_block_activations
 
     return offload_block_activations(0.5)
 
 
 def groups() -> Callable[[], None]:
-    from mist_patches.megatron_fine_grained_offload import offload_by_groups
+    from mist_patches.megatron.fine_grained_offload import offload_by_groups
 
     return offload_by_groups(0.5).undo
 
 
 def optimizer_fraction() -> Callable[[], None]:
-    from mist_patches.megatron_optimizer_fraction import exact_optimizer_fraction
+    from mist_patches.megatron.optimizer_fraction import exact_optimizer_fraction
 
     return exact_optimizer_fraction(0.5)
 
 
 def decoupled_steps() -> Callable[[], None]:
-    from mist_patches.megatron_decoupled_step import decoupled_steps as patch
+    from mist_patches.megatron.decoupled_step import decoupled_steps as patch
 
     return patch()
 
 
 def state_offload() -> Callable[[], None]:
-    from mist_patches.megatron_state_offload import offload_states
+    from mist_patches.megatron.state_offload import offload_states
 
     return offload_states(0.5, 0.5)
 

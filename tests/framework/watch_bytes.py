@@ -65,10 +65,11 @@ def start(folder: str) -> None:
 
 
 def _watch_activations(device: Live, host: Live) -> None:
-    from mist_patches import activation_offload, megatron_activation_offload
+    from mist_patches.core import activation_offload
+    from mist_patches.megatron.activation_offload import offload_block_activations
 
     # The tensors of a tiny model are all below the size that is worth a copy.
-    megatron_activation_offload.offload_block_activations.__defaults__ = (0,)
+    offload_block_activations.__defaults__ = (0,)
     offload = activation_offload.ActivationOffload
     pack, unpack, decide = offload._pack, offload._unpack, offload._decide
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from mist_patches.applying import DEEPSPEED
+from mist_patches.core.registry import PATCHES
 
 from mist_megatron.frameworks.deepspeed import write as deepspeed
 from mist_megatron.spec import catalogue, presets
@@ -47,7 +47,7 @@ HOST = Offload(optimizer=1.0, grads=1.0)
 def test_overflow_is_forgotten_where_deepspeed_keeps_it(zero, offload, grad_bytes, expected) -> None:
     document = deepspeed.stages(plan(zero, offload, grad_bytes))
     assert tuple(document["patches"]) == expected
-    assert set(expected) <= set(DEEPSPEED)
+    assert set(expected) <= set(PATCHES["deepspeed"])
 
 
 def patched(zero: int, offload: Offload, ckpt: int = 0, grad_bytes: int | None = None, **more) -> Plan:
@@ -78,7 +78,7 @@ def patched(zero: int, offload: Offload, ckpt: int = 0, grad_bytes: int | None =
 def test_what_the_json_cannot_say_is_a_patch_and_nothing_else(planned, expected) -> None:
     assert violations(planned) == ()
     assert tuple(deepspeed.stages(planned)["patches"]) == expected
-    assert set(expected) <= {*DEEPSPEED, "layer_activations"}
+    assert set(expected) <= set(PATCHES["deepspeed"])
     # Where a patch recomputes, the trainer must not.
     assert not deepspeed.recomputes(planned)
     (stage,) = planned.stages

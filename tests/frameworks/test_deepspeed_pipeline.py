@@ -9,9 +9,10 @@ from pathlib import Path
 
 import mist_patches
 import pytest
-from mist_patches import deepspeed_stage_files, entry, stage_config
-from mist_patches.applying import DEEPSPEED, _whole_plan_patches
-from mist_patches.stage_arguments import _MARK
+from mist_patches import entry, stage_config
+from mist_patches.core.registry import PATCHES
+from mist_patches.core.stage_arguments import _MARK
+from mist_patches.deepspeed import stage_files
 
 from mist_megatron.cli.app import run
 from mist_megatron.cli.emit import launch_sources
@@ -103,7 +104,7 @@ def test_without_a_pipeline_nothing_is_said_of_one() -> None:
 def test_patches_know_what_is_asked(name: str) -> None:
     assert violations(PLANS[name]) == ()
     document = deepspeed.stages(PLANS[name])
-    assert set(document["patches"]) <= {*DEEPSPEED, *_whole_plan_patches(document)}
+    assert set(document["patches"]) <= set(PATCHES["deepspeed"])
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_lint_and_the_patches_find_the_same(
 
 
 def test_the_two_rules_have_the_same_keys() -> None:
-    assert deepspeed_stage_files.OWN == deepspeed_pipeline.OWN
+    assert stage_files.OWN == deepspeed_pipeline.OWN
 
 
 @pytest.mark.usefixtures("shipped")
@@ -280,9 +281,9 @@ def test_only_a_plan_with_a_pipeline_has_them(tmp_path: Path, monkeypatch: pytes
 def test_a_json_on_the_command_line_is_not_overruled_in_silence() -> None:
     argv = ["train.py", "--deepspeed_config", "mine.json"]
     with pytest.raises(SystemExit, match=r"--deepspeed_config mine\.json"):
-        deepspeed_stage_files.add_config(argv, "/x/ds_config.stage0.json")
+        stage_files.add_config(argv, "/x/ds_config.stage0.json")
     argv = ["train.py"]
-    deepspeed_stage_files.add_config(argv, "/x/ds_config.stage0.json")
+    stage_files.add_config(argv, "/x/ds_config.stage0.json")
     assert argv[1:] == ["--deepspeed_config", "/x/ds_config.stage0.json"]
 
 
@@ -314,8 +315,8 @@ def test_the_json_of_another_stage_is_refused() -> None:
     """A script that reads a file of its own choice."""
     document = deepspeed.stages(DIFFERENT)
     texts = files(DIFFERENT)
-    stage_configuration = pytest.importorskip("mist_patches.deepspeed_pipeline_stages").stage_configuration
-    PatchRefused = pytest.importorskip("mist_patches.hooking").PatchRefused
+    stage_configuration = pytest.importorskip("mist_patches.deepspeed.pipeline_stages").stage_configuration
+    PatchRefused = pytest.importorskip("mist_patches.core.hooking").PatchRefused
     for index, own in enumerate(document["stages"]):
         config = json.loads(texts[f"ds_config.stage{index}.json"])
         made = stage_configuration(config, own)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mist_patches.stage_arguments import (
+from mist_patches.core.stage_arguments import (
     apply_stage_arguments,
     rank_of_process,
     read_stages,

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from mist_patches import stage_guards, stage_shape
-from mist_patches.stage_arguments import SCHEMA as READ_SCHEMA
+from mist_patches.core import stage_guards, stage_shape
+from mist_patches.core.stage_arguments import SCHEMA as READ_SCHEMA
 
 from mist_megatron.frameworks import stages_json
 from mist_megatron.frameworks.deepspeed import write as deepspeed

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the patches run inside a torch process")
 
-from mist_patches import activation_offload as offload  # noqa: E402
-from mist_patches.hooking import PatchRefused  # noqa: E402
+from mist_patches.core import activation_offload as offload  # noqa: E402
+from mist_patches.core.hooking import PatchRefused  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 

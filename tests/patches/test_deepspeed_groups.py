@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from mist_patches.deepspeed_groups import host_starts, layer_edges, layer_of, pieces
+from mist_patches.deepspeed.groups import host_starts, layer_edges, layer_of, pieces
 
 
 @given(

@@ -7,9 +7,9 @@ import types
 import pytest
 
 torch = pytest.importorskip("torch")
-from mist_patches.deepspeed_flat_weights import _chosen, _Missing, _tensors, _units  # noqa: E402
-from mist_patches.hooking import PatchRefused  # noqa: E402
-from mist_patches.host_copies import Held, Meter, Streams  # noqa: E402
+from mist_patches.core.hooking import PatchRefused  # noqa: E402
+from mist_patches.core.host_copies import Held, Meter, Streams  # noqa: E402
+from mist_patches.deepspeed.flat_weights import _chosen, _Missing, _tensors, _units  # noqa: E402
 from torch import nn  # noqa: E402
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch")
-from mist_patches.host_copies import Held, Meter, Streams  # noqa: E402
-from mist_patches.megatron_state_offload import choose_evenly  # noqa: E402
+from mist_patches.core.host_copies import Held, Meter, Streams  # noqa: E402
+from mist_patches.megatron.state_offload import choose_evenly  # noqa: E402
 
 
 def held(count: int = 4) -> tuple[Held, Meter, torch.Tensor]:

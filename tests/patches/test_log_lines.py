@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from mist_patches import hooking
-from mist_patches.hooking import PatchRefused
+from mist_patches.core import hooking
+from mist_patches.core.hooking import PatchRefused
 
 PATCHES = Path(__file__).parents[2] / "patches"
 
@@ -61,7 +61,7 @@ def test_a_level_that_somebody_chose_stays(fresh: None, caplog: pytest.LogCaptur
 
 
 def test_a_refusal_that_nobody_catches_is_one_line() -> None:
-    program = "from mist_patches.hooking import check_fraction as c; c('weight offload fraction', 1.5)"
+    program = "from mist_patches.core.hooking import check_fraction as c; c('weight offload fraction', 1.5)"
     done = subprocess.run(
         [sys.executable, "-c", program], env={"PYTHONPATH": str(PATCHES)}, capture_output=True, text=True
     )

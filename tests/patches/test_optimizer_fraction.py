@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mist_patches.hooking import PatchRefused, replace, undo_all
-from mist_patches.megatron_optimizer_fraction import _wait_for_wide_gradients, choose_shards
+from mist_patches.core.hooking import PatchRefused, replace
+from mist_patches.megatron.optimizer_fraction import _wait_for_wide_gradients, choose_shards
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.floats(0, 1))
@@ -56,9 +56,9 @@ def test_replace_checks_the_signature_and_undoes_itself():
     with pytest.raises(PatchRefused, match="does not exist"):
         replace(Owner, "missing", ("self",), lambda f: f)
     for _ in range(2):
-        replace(Owner, "method", ("self", "a", "b"), lambda f: lambda self, a, b: 2 * f(self, a, b))
+        undo = replace(Owner, "method", ("self", "a", "b"), lambda f: lambda self, a, b: 2 * f(self, a, b))
     assert Owner().method(1, 2) == 6
-    undo_all()
+    undo()
     assert Owner.method is original
 
 

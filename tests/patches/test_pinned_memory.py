@@ -6,12 +6,12 @@ import os
 import types
 
 import pytest
-from mist_patches.hooking import log
+from mist_patches.core.hooking import log
 
 torch = pytest.importorskip("torch", reason="the patches run inside a torch process")
 
-from mist_patches import pinned_memory  # noqa: E402
-from mist_patches.pinned_memory import Pool, pinned  # noqa: E402
+from mist_patches.core import pinned_memory  # noqa: E402
+from mist_patches.core.pinned_memory import Pool, pinned  # noqa: E402
 
 PAGE = 4096
 

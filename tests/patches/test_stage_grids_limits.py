@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mist_patches.hooking import PatchRefused
-from mist_patches.stage_grids import read_grids
+from mist_patches.core.hooking import PatchRefused
+from mist_patches.megatron.grids import read_grids
 
 
 def document(*stages: tuple[int, int, int], **more: Any) -> dict[str, Any]:

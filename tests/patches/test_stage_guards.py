@@ -10,8 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from mist_patches.stage_arguments import apply_stage_arguments, read_stages
-from mist_patches.stage_guards import OVERRIDE, RELEASES, problems, version_problem
+from mist_patches.core.registry import RELEASES
+from mist_patches.core.stage_arguments import apply_stage_arguments, read_stages
+from mist_patches.core.stage_guards import OVERRIDE, problems, version_problem
 
 
 def stage(index: int, **more: object) -> dict:
@@ -198,15 +199,15 @@ def test_arguments_that_megatron_has_read_already(monkeypatch: pytest.MonkeyPatc
     assert argv == ["x"]
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.19.2", "0.19.0rc1"])
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2", "0.19.2+cu130"])
 def test_known_versions(version):
     assert version_problem("megatron-core", version, {}) is None
 
 
-@pytest.mark.parametrize("version", ["0.15.2", "0.21.0", "1.0", "unknown"])
+@pytest.mark.parametrize("version", ["0.15.2", "0.16.0", "0.17.1", "0.19.0rc1", "0.21.0", "1.0", "unknown"])
 def test_unknown_versions(version):
     problem = version_problem("megatron-core", version, {})
-    assert problem is not None and version in problem and "0.16 to 0.19" in problem
+    assert problem is not None and version in problem and "0.16.1 and 0.19.2" in problem
     assert version_problem("megatron-core", version, {OVERRIDE: version}) is None
 
 

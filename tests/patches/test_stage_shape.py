@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from mist_patches.hooking import PatchRefused
-from mist_patches.stage_arguments import apply_stage_arguments, read_stages
+from mist_patches.core.hooking import PatchRefused
+from mist_patches.core.stage_arguments import apply_stage_arguments, read_stages
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 WHOLE = json.loads((RECIPES / "gpt3-7b-2x8-l4" / "stages.json").read_text("utf-8"))

@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the patches run inside a torch process")
 
-from mist_patches import activation_offload as offload  # noqa: E402
-from mist_patches import host_copies, pinned_memory  # noqa: E402
-from mist_patches.host_copies import Held, Meter, Streams  # noqa: E402
-from mist_patches.megatron_decoupled_step import DecoupledSteps  # noqa: E402
+from mist_patches.core import activation_offload as offload  # noqa: E402
+from mist_patches.core import host_copies, pinned_memory  # noqa: E402
+from mist_patches.core.host_copies import Held, Meter, Streams  # noqa: E402
+from mist_patches.megatron.decoupled_step import DecoupledSteps  # noqa: E402
 from stream_order import Machine, Race, stand_in  # noqa: E402
 from torch import nn  # noqa: E402
 
