@@ -38,8 +38,8 @@ import numpy as np
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
-from mist_megatron.simulate.iteration import Simulation, simulate
-from mist_megatron.simulate.stage_work import Workload, workload_of
+from mist_megatron.events.iteration import Simulation, simulate
+from mist_megatron.events.stage_work import Workload, workload_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.model import ModelSpec

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
+from mist_megatron.events.iteration import simulate
 from mist_megatron.formats.model_yaml import model_from_mapping
-from mist_megatron.simulate.iteration import simulate
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.plan import Plan, StagePlan

@@ -20,8 +20,8 @@ import tracemalloc
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
+from mist_megatron.events.iteration import simulate
 from mist_megatron.formats.plan_yaml import plan_from_text
-from mist_megatron.simulate.iteration import simulate
 from mist_megatron.spec.plan import Plan
 
 TEMPLATE = """

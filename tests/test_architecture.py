@@ -25,10 +25,10 @@ MAY_IMPORT = {
     "calibrate": {"spec", "formats", "price"},
     "frameworks": {"spec", "formats", "targets"},
     "search": {"spec", "targets", "price", "cost"},
-    "simulate": {"spec", "targets", "price", "cost"},
-    "ask": {"spec", "formats", "targets", "price", "cost", "calibrate", "frameworks", "search", "simulate"},
+    "events": {"spec", "targets", "price", "cost"},
+    "ask": {"spec", "formats", "targets", "price", "cost", "calibrate", "frameworks", "search", "events"},
     "cli": {
-        *("spec", "formats", "targets", "price", "cost", "calibrate", "frameworks", "search", "simulate"),
+        *("spec", "formats", "targets", "price", "cost", "calibrate", "frameworks", "search", "events"),
         "ask",
     },
 }

@@ -43,7 +43,7 @@ def predictor(
                 evaluators[job] = make_evaluator(job, prices, cache=cache_directory())
         prediction, iteration_s = predict_plan(row.plan, evaluators[job]), None
         if by_events:
-            from mist_megatron.simulate.iteration import simulate
+            from mist_megatron.events.iteration import simulate
 
             iteration_s = simulate(row.plan, evaluators[job]).iteration_s
         return Predicted(

@@ -15,8 +15,8 @@ from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
+    from mist_megatron.events.iteration import Simulation
     from mist_megatron.price.what_if import Scales
-    from mist_megatron.simulate.iteration import Simulation
     from mist_megatron.spec.plan import Plan
 
 RANKS = ("representative", "all")
@@ -45,9 +45,9 @@ def simulate(
     """Plays one iteration event by event: time, bubble, who is busy, critical path, memory over time."""
     from mist_megatron.cli.simulate_report import show_simulation
     from mist_megatron.cli.simulate_trace import write_trace
+    from mist_megatron.events.report import simulation_document
     from mist_megatron.formats.files import load_plan
     from mist_megatron.price.what_if import parse_scales
-    from mist_megatron.simulate.report import simulation_document
     from mist_megatron.targets.rules import violations
 
     if ranks not in RANKS:
@@ -90,7 +90,7 @@ def played(plan: Plan, scales: Scales, how: tuple[str | None, int | None]) -> tu
 
 def rescheduled(plan: Plan, schedule: str | None, vpp: int | None) -> Plan:
     """What cannot be is told of the options, which are wrong, not of the plan, which is right as it is."""
-    from mist_megatron.simulate.iteration import with_schedule
+    from mist_megatron.events.iteration import with_schedule
 
     if schedule is None:
         if vpp is not None:
@@ -123,8 +123,8 @@ def scaled_evaluator(plan: Plan, scales: Scales) -> tuple[StageEvaluator, str]:
 
 def simulated(plan: Plan, evaluator: StageEvaluator, schedule: str | None = None) -> Simulation:
     """With a progress bar on a terminal; a schedule that cannot complete is told as wrong input."""
-    from mist_megatron.simulate.engine import Deadlock
-    from mist_megatron.simulate.iteration import simulate as play
+    from mist_megatron.events.engine import Deadlock
+    from mist_megatron.events.iteration import simulate as play
 
     with progress_bar("simulating") as progress:
         try:

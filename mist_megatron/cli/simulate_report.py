@@ -13,8 +13,8 @@ from rich.text import Text
 from mist_megatron.cli.output import table
 
 if TYPE_CHECKING:
-    from mist_megatron.simulate.iteration import Simulation
-    from mist_megatron.simulate.memory_curve import MemoryCurve
+    from mist_megatron.events.iteration import Simulation
+    from mist_megatron.events.memory_curve import MemoryCurve
 
 GIB = float(1 << 30)
 BARS = "▁▂▃▄▅▆▇█"
@@ -64,7 +64,7 @@ def show_simulation(people: Console, found: Simulation, before: Simulation | Non
 
 def closed_form_words(found: Simulation) -> str:
     """Eq. 1 beside the events, and where they part."""
-    from mist_megatron.simulate.disagreement import disagreement
+    from mist_megatron.events.disagreement import disagreement
 
     apart = disagreement(found)
     if apart is None or found.closed_form_s is None:

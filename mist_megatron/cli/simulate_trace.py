@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
-    from mist_megatron.simulate.chrome_trace import Arrow, Counter, Slice
-    from mist_megatron.simulate.engine import Progress as Report
-    from mist_megatron.simulate.iteration import Simulation
+    from mist_megatron.events.chrome_trace import Arrow, Counter, Slice
+    from mist_megatron.events.engine import Progress as Report
+    from mist_megatron.events.iteration import Simulation
 
 MOST_SLICES = 4_000_000
 """About the most that is known to open: 3.7 million slices of 1,024 GPUs (560 MB, 30 CPU-seconds to write)
@@ -21,8 +21,8 @@ GIB = float(1 << 30)
 
 def write_trace(path: Path, simulation: Simulation, *, every_rank: bool, progress: Report) -> None:
     """One process per stage, or per GPU; all of the file or nothing."""
+    from mist_megatron.events.chrome_trace import EVENTS_PER_PIECE
     from mist_megatron.formats.write import write_pieces
-    from mist_megatron.simulate.chrome_trace import EVENTS_PER_PIECE
 
     total = slice_count(simulation, processes(simulation, every_rank=every_rank))
 
@@ -36,8 +36,8 @@ def write_trace(path: Path, simulation: Simulation, *, every_rank: bool, progres
 
 def trace_pieces(simulation: Simulation, *, every_rank: bool) -> Iterator[str]:
     """The text of the file, piece by piece."""
-    from mist_megatron.simulate.analysis import STREAM_NAMES
-    from mist_megatron.simulate.chrome_trace import Names, chrome_trace
+    from mist_megatron.events.analysis import STREAM_NAMES
+    from mist_megatron.events.chrome_trace import Names, chrome_trace
 
     members = processes(simulation, every_rank=every_rank)
     count = slice_count(simulation, members)
@@ -87,7 +87,7 @@ def title_of(simulation: Simulation, stage: int, process: int, *, every_rank: bo
 
 
 def _slices(simulation: Simulation, members: list[list[int]]) -> Iterator[Slice]:
-    from mist_megatron.simulate.chrome_trace import Slice
+    from mist_megatron.events.chrome_trace import Slice
 
     timeline, kinds = simulation.timeline, simulation.built.kind
     program = timeline.program
@@ -101,7 +101,7 @@ def _slices(simulation: Simulation, members: list[list[int]]) -> Iterator[Slice]
 def _arrows(simulation: Simulation, members: list[list[int]]) -> Iterator[Arrow]:
     """From the middle of a transfer to the first event of the pass that it is for; between stages of
     different sizes a rank's partner is the one at the same place."""
-    from mist_megatron.simulate.chrome_trace import Arrow
+    from mist_megatron.events.chrome_trace import Arrow
 
     timeline, program = simulation.timeline, simulation.timeline.program
     for send, target in simulation.built.sends:
@@ -121,7 +121,7 @@ def _arrows(simulation: Simulation, members: list[list[int]]) -> Iterator[Arrow]
 
 
 def _counters(simulation: Simulation, members: list[list[int]]) -> Iterator[Counter]:
-    from mist_megatron.simulate.chrome_trace import Counter
+    from mist_megatron.events.chrome_trace import Counter
 
     for stage, curve in enumerate(simulation.memory):
         for at_s, live_bytes in zip(curve.at_s.tolist(), curve.live_bytes.tolist(), strict=True):

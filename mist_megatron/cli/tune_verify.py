@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mist_megatron.ask.found import Found
-    from mist_megatron.simulate.iteration import Simulation
+    from mist_megatron.events.iteration import Simulation
 
 VERIFIERS = ("simulate",)
 
@@ -35,7 +35,7 @@ class Verified:
         return list(self.ranks) != sorted(self.ranks)
 
     def document(self) -> dict[str, Any]:
-        from mist_megatron.simulate.disagreement import disagreement
+        from mist_megatron.events.disagreement import disagreement
 
         plans = []
         for rank, found in zip(self.ranks, self.simulations, strict=True):
@@ -66,7 +66,7 @@ def verified(found: Found) -> Verified:
 
 def show_verified(people: Console, checked: Verified) -> None:
     from mist_megatron.cli.tune_report import told_apart
-    from mist_megatron.simulate.disagreement import disagreement
+    from mist_megatron.events.disagreement import disagreement
 
     people.print()
     rows = []

@@ -10,8 +10,8 @@ from mist_megatron.cost.borders import border_seconds, exchanges_seconds, parts_
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.predict import grid_of, job_of, predict, prediction_document
 from mist_megatron.cost.step_time import hop_seconds
+from mist_megatron.events.iteration import simulate
 from mist_megatron.price.datasheet import datasheet_prices
-from mist_megatron.simulate.iteration import simulate
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.plan import Plan, StagePlan

@@ -12,11 +12,11 @@ from deepspeed.runtime.pipe import schedule
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
+from mist_megatron.events.build import Built, build
+from mist_megatron.events.engine import run_program
+from mist_megatron.events.schedules import PassKind, schedule_orders
+from mist_megatron.events.stage_work import LayerWork, StageWork, Workload, workload_of
 from mist_megatron.formats.model_yaml import model_from_mapping
-from mist_megatron.simulate.build import Built, build
-from mist_megatron.simulate.engine import run_program
-from mist_megatron.simulate.schedules import PassKind, schedule_orders
-from mist_megatron.simulate.stage_work import LayerWork, StageWork, Workload, workload_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.layout import in_flight

@@ -8,8 +8,8 @@ import pytest
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
+from mist_megatron.events.iteration import simulate
 from mist_megatron.formats.files import load_plan
-from mist_megatron.simulate.iteration import simulate
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PLAYED = (

@@ -11,11 +11,11 @@ from mist_megatron.cli.options import TakenJob
 from mist_megatron.cli.run_search import run_search
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import InputError
+from mist_megatron.events.iteration import simulate
 from mist_megatron.formats.files import load_model
 from mist_megatron.search.execution import execution_choices
 from mist_megatron.search.search import Settings, search
 from mist_megatron.search.space import Limits, space_named
-from mist_megatron.simulate.iteration import simulate
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from plans_to_play import MODEL, benchmark_program, evaluator_of, plan_of
 
+from mist_megatron.events.disagreement import Disagreement, disagreement
+from mist_megatron.events.iteration import Simulation, simulate
 from mist_megatron.formats.model_yaml import model_from_mapping
-from mist_megatron.simulate.disagreement import Disagreement, disagreement
-from mist_megatron.simulate.iteration import Simulation, simulate
 from mist_megatron.spec.plan import Execution, Offload, Plan
 
 LARGE = {"hidden": 4096, "heads": 32}

@@ -8,18 +8,18 @@ from typing import cast, get_args
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import Prediction, predict
 from mist_megatron.errors import InputError
-from mist_megatron.simulate.analysis import (
+from mist_megatron.events.analysis import (
     DeviceUsage,
     PathShare,
     bubble_fraction,
     device_usage,
     path_shares,
 )
-from mist_megatron.simulate.build import Built, build, last_iteration
-from mist_megatron.simulate.engine import Progress, Timeline, critical_path, run_program
-from mist_megatron.simulate.memory_curve import MemoryCurve, memory_curves
-from mist_megatron.simulate.schedules import SCHEDULES, PassCosts, schedule_orders
-from mist_megatron.simulate.stage_work import StageWork, workload_of
+from mist_megatron.events.build import Built, build, last_iteration
+from mist_megatron.events.engine import Progress, Timeline, critical_path, run_program
+from mist_megatron.events.memory_curve import MemoryCurve, memory_curves
+from mist_megatron.events.schedules import SCHEDULES, PassCosts, schedule_orders
+from mist_megatron.events.stage_work import StageWork, workload_of
 from mist_megatron.spec.plan import Plan, Schedule
 
 MOST_LAYER_PASSES = 1_000_000

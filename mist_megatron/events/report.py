@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mist_megatron.simulate.analysis import STREAM_NAMES, DeviceUsage
-from mist_megatron.simulate.disagreement import disagreement
-from mist_megatron.simulate.iteration import Simulation
+from mist_megatron.events.analysis import STREAM_NAMES, DeviceUsage
+from mist_megatron.events.disagreement import disagreement
+from mist_megatron.events.iteration import Simulation
 from mist_megatron.spec.layout import stage_ranks
 
 POINTS = 96

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mist_megatron.simulate.engine import Stream
-from mist_megatron.simulate.stage_work import StageWork
+from mist_megatron.events.engine import Stream
+from mist_megatron.events.stage_work import StageWork
 
 Chain = tuple[tuple[str, str, Stream, float], ...]
 """Kind, name, stream and seconds of each."""

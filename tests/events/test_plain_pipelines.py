@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from plans_to_play import evaluator_of, plan_of
 
+from mist_megatron.events.build import build
+from mist_megatron.events.engine import run_program
+from mist_megatron.events.schedules import SCHEDULES, SPLIT_BACKWARD, Order, Pass, PassKind, schedule_orders
+from mist_megatron.events.stage_work import StageWork, Workload, workload_of
 from mist_megatron.price.overlap import no_interference
-from mist_megatron.simulate.build import build
-from mist_megatron.simulate.engine import run_program
-from mist_megatron.simulate.schedules import SCHEDULES, SPLIT_BACKWARD, Order, Pass, PassKind, schedule_orders
-from mist_megatron.simulate.stage_work import StageWork, Workload, workload_of
 from mist_megatron.spec.layout import hops_across
 from mist_megatron.spec.plan import Plan
 

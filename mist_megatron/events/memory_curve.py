@@ -14,9 +14,9 @@ import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import grid_of
-from mist_megatron.simulate.build import Built, PassSpan
-from mist_megatron.simulate.engine import Array, Timeline
-from mist_megatron.simulate.schedules import SPLIT_BACKWARD, PassKind
+from mist_megatron.events.build import Built, PassSpan
+from mist_megatron.events.engine import Array, Timeline
+from mist_megatron.events.schedules import SPLIT_BACKWARD, PassKind
 from mist_megatron.spec.plan import Plan
 
 FORWARD_MOMENTS = frozenset({"forward"})

@@ -9,10 +9,10 @@ import pytest
 from pipelines import ALONE
 from plans_to_play import plan_of
 
-from mist_megatron.simulate.build import build
-from mist_megatron.simulate.engine import Deadlock, Stream, Timeline, run_program
-from mist_megatron.simulate.schedules import Pass, PassKind, schedule_orders
-from mist_megatron.simulate.stage_work import (
+from mist_megatron.events.build import build
+from mist_megatron.events.engine import Deadlock, Stream, Timeline, run_program
+from mist_megatron.events.schedules import Pass, PassKind, schedule_orders
+from mist_megatron.events.stage_work import (
     LayerWork,
     NamedLayer,
     PassWork,

@@ -12,11 +12,11 @@ import pytest
 from plans_to_play import FULL_OFFLOAD, MODEL, benchmark_program, evaluator_of, plan_of
 
 from mist_megatron.errors import InputError
+from mist_megatron.events.engine import Stream
+from mist_megatron.events.iteration import Simulation, simulate, with_schedule
+from mist_megatron.events.schedules import SCHEDULES
+from mist_megatron.events.stage_work import DELTA_TERMS, STABLE_TERMS
 from mist_megatron.formats.model_yaml import model_from_mapping
-from mist_megatron.simulate.engine import Stream
-from mist_megatron.simulate.iteration import Simulation, simulate, with_schedule
-from mist_megatron.simulate.schedules import SCHEDULES
-from mist_megatron.simulate.stage_work import DELTA_TERMS, STABLE_TERMS
 from mist_megatron.spec.plan import Execution, Plan
 
 

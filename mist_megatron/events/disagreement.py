@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from mist_megatron.cost.iteration import StageTiming, iteration_time
 from mist_megatron.cost.predict import timing_of
-from mist_megatron.simulate.iteration import Simulation
+from mist_megatron.events.iteration import Simulation
 
 
 @dataclass(frozen=True)

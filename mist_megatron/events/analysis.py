@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.simulate.engine import Array, Stream, Timeline, critical_path
+from mist_megatron.events.engine import Array, Stream, Timeline, critical_path
 
 STREAM_NAMES = ("compute", "gpu_gpu", "host_to_device", "device_to_host", "host", "send")
 

@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mist_megatron.simulate.engine import Deadlock, Program, Stream, Timeline
-from mist_megatron.simulate.schedules import SPLIT_BACKWARD, Order, Pass, PassKind
-from mist_megatron.simulate.stage_work import LayerWork, NamedLayer, PassWork, StageWork, Workload
-from mist_megatron.simulate.step_events import end_of_iteration, on_arrival, reduced
+from mist_megatron.events.engine import Deadlock, Program, Stream, Timeline
+from mist_megatron.events.schedules import SPLIT_BACKWARD, Order, Pass, PassKind
+from mist_megatron.events.stage_work import LayerWork, NamedLayer, PassWork, StageWork, Workload
+from mist_megatron.events.step_events import end_of_iteration, on_arrival, reduced
 from mist_megatron.spec.layout import hops_across
 
 KINDS = (

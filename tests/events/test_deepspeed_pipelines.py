@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from plans_to_play import evaluator_of, plan_of
 
-from mist_megatron.simulate.iteration import Simulation, simulate
+from mist_megatron.events.iteration import Simulation, simulate
 from mist_megatron.spec.plan import Execution, Offload, Plan
 from mist_megatron.targets.rules import violations
 

@@ -10,8 +10,8 @@ import pytest
 from plans_to_play import evaluator_of, plan_of
 
 from mist_megatron.errors import InputError
-from mist_megatron.simulate.iteration import simulate
-from mist_megatron.simulate.schedules import SCHEDULES
+from mist_megatron.events.iteration import simulate
+from mist_megatron.events.schedules import SCHEDULES
 from mist_megatron.spec.plan import Execution, Offload, Plan
 from mist_megatron.targets.rules import violations
 

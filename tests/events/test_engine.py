@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import ALONE, bare_program, run_bare
 
-from mist_megatron.simulate.engine import Deadlock, Program, Stream, critical_path, run_program
-from mist_megatron.simulate.schedules import Pass, PassCosts, PassKind
+from mist_megatron.events.engine import Deadlock, Program, Stream, critical_path, run_program
+from mist_megatron.events.schedules import Pass, PassCosts, PassKind
 
 
 def table(**slowdown: float) -> np.ndarray:

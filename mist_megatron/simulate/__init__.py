@@ -1,1 +1,0 @@
-"""Events on streams: schedules, the event engine, and what a timeline tells."""
