@@ -11,7 +11,7 @@ The last writes nothing: it fits to the rows of two thirds of the models, predic
 error by source, once with the figures alone and once with layer ratios learnt from the same rows. The others
 write their part of calibration/fitted.json (kernel and link figures, whole-layer ratios), which
 build_profiles.py puts into the profiles, and prints the host constants of Megatron's eager execution, which
-stand in mist_megatron/cost/communication.py: put them there and run again with --layers-only. Physical
+stand in mist_megatron/targets/facts.py: put them there and run again with --layers-only. Physical
 figures come first, on rows spread evenly over the sources,
 so that no source with many rows decides; matrix products start from, and are held near, what operator timings
 say of the chip. Then, where a source has runs without fused attention on one node, the ratio of measured to
@@ -36,7 +36,6 @@ from mist_megatron.ask.refitting import TURNS, Ratios, learnt_profile, predictor
 from mist_megatron.calibrate.refit import FitLimits, Parameters, cross_validated, fit, layer_ratios, spread
 from mist_megatron.calibrate.rows import MeasuredRow, read_rows
 from mist_megatron.calibrate.validate import Outcome, Predicted, outcomes_of, summary
-from mist_megatron.cost import communication
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.grid import role_of
 from mist_megatron.cost.iteration import StageTiming, iteration_time
@@ -46,15 +45,16 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.profile import KernelCurves, LinkCurves, Profile, Quantity
+from mist_megatron.targets import deepspeed, facts
 
 HERE = Path(__file__).resolve().parent
 HOST = {
-    "host_s_per_launch": communication.HOST_S_PER_LAUNCH,
-    "host_s_per_peer": communication.HOST_S_PER_PEER,
-    "host_s_per_micro_batch": communication.HOST_S_PER_MICRO_BATCH,
-    "host_s_per_exchange": communication.HOST_S_PER_EXCHANGE,
-    "host_s_per_step": communication.HOST_S_PER_STEP,
-    "zero3_network_share": communication.ZERO3_NETWORK_SHARE,
+    "host_s_per_launch": facts.HOST_S_PER_LAUNCH,
+    "host_s_per_peer": facts.HOST_S_PER_PEER,
+    "host_s_per_micro_batch": facts.HOST_S_PER_MICRO_BATCH,
+    "host_s_per_exchange": facts.HOST_S_PER_EXCHANGE,
+    "host_s_per_step": facts.HOST_S_PER_STEP,
+    "zero3_network_share": deepspeed.ZERO3_NETWORK_SHARE,
 }
 COLLECTIVE_RATE = "collective_rate"
 """Bandwidth of a profile's collectives over what its curves say."""
@@ -190,7 +190,7 @@ class Modeller:
                 if job not in self._compiled:
                     self._compiled[job] = make_evaluator(job, prices, cache=cache_directory())
                 made = StageEvaluator(job, prices, self._compiled[job].stage)
-                made._context = replace(made._context, template=replace(made._context.template, **host))
+                made._context = replace(made._context, facts=replace(made._context.facts, **host))
                 evaluators[job] = made
             return Predicted(
                 iteration_s=seconds_of(row.plan, evaluators[job]), stage_peak_bytes=(), extrapolated_share=0.0

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mist_megatron.errors import InputError, NoFeasiblePlan
-from mist_megatron.spec.plan import Target
-from mist_megatron.targets.rules import DEEPSPEED, model_rules
+from mist_megatron.spec.plan import TargetName
+from mist_megatron.targets.rules import model_rules
+from mist_megatron.targets.table import TARGETS
 
 if TYPE_CHECKING:
     from mist_megatron.ask.found import Found
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from mist_megatron.search.space import Space
     from mist_megatron.spec.job import Job
 
-HAND_MADE: Mapping[Target, tuple[str, ...]] = {
+HAND_MADE: Mapping[TargetName, tuple[str, ...]] = {
     "megatron": ("megatron", "megatron-expert"),
     "deepspeed": ("deepspeed",),
 }
@@ -26,7 +27,7 @@ HAND_MADE: Mapping[Target, tuple[str, ...]] = {
 def hand_made_spaces(job: Job) -> tuple[str, ...]:
     """Of the framework that a target is or patches; of target mist those of Megatron, or of DeepSpeed where
     Megatron cannot run the model: a gain over what does not run is none."""
-    if job.target in DEEPSPEED:
+    if TARGETS[job.target].framework == "deepspeed":
         return HAND_MADE["deepspeed"]
     runs = [framework for framework in HAND_MADE if not model_rules(job.model, framework)]
     return HAND_MADE[runs[0]] if runs else ()

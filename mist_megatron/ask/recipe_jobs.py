@@ -12,7 +12,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build_versioned
 from mist_megatron.formats.files import load_mapping
 from mist_megatron.spec.check import STRICT
-from mist_megatron.spec.plan import Target
+from mist_megatron.spec.plan import TargetName
 from mist_megatron.spec.training import Precision
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class RecipeJob:
     seq_len: int
     gpus_per_node: int = 8
     precision: Precision = "bf16"
-    target: Target = "megatron+patches"
+    target: TargetName = "megatron+patches"
 
-    def job(self, target: Target | None = None) -> Job:
+    def job(self, target: TargetName | None = None) -> Job:
         """The question, for the recipe's own target or for another one."""
         from mist_megatron.spec import catalogue, presets
         from mist_megatron.spec.cluster import ClusterSpec

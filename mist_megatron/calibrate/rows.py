@@ -20,7 +20,7 @@ from mist_megatron.formats.document import build
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Plan, Recompute, Schedule, StagePlan, Target, Zero
+from mist_megatron.spec.plan import Execution, Plan, Recompute, Schedule, StagePlan, TargetName, Zero
 from mist_megatron.spec.training import Precision, TrainingSpec
 
 MIB = float(1 << 20)
@@ -31,7 +31,7 @@ NEEDED = (
 )  # fmt: skip
 """Columns without which nothing can be predicted or compared; others may be absent."""
 
-TARGET_OF_FRAMEWORK: Mapping[str, Target] = {
+TARGET_OF_FRAMEWORK: Mapping[str, TargetName] = {
     "mist": "mist",
     "megatron-core": "megatron",
     "megatron-lm": "megatron",

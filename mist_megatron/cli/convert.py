@@ -33,7 +33,8 @@ from mist_megatron.frameworks.deepspeed.write import config_text, patches, prove
 from mist_megatron.frameworks.loose_json import read_loose
 from mist_megatron.spec import check
 from mist_megatron.spec.plan import Plan
-from mist_megatron.targets.rules import DEEPSPEED, violations
+from mist_megatron.targets.rules import violations
+from mist_megatron.targets.table import targets_of
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
@@ -136,9 +137,9 @@ def convert_text(
 
 def _with_batch(job: JobOptions, reading: Reading) -> JobOptions:
     """The job that the file describes, where the options leave it open."""
-    target = job.target or "deepspeed"
-    if target not in DEEPSPEED:
-        raise InputError(f"--target is {target}; a DeepSpeed JSON is for {' or '.join(sorted(DEEPSPEED))}")
+    asked_for, possible = job.target or "deepspeed", targets_of("deepspeed")
+    if asked_for not in possible:
+        raise InputError(f"--target is {asked_for}; a DeepSpeed JSON is for {' or '.join(possible)}")
     if job.gpus is None:
         asked = "--gpus is" if job.model is not None else "--model and --gpus are"
         try_ = "--gpus 8" if job.model is not None else "--model llama2-7b --gpus 8"
@@ -151,7 +152,7 @@ def _with_batch(job: JobOptions, reading: Reading) -> JobOptions:
             details=("try: without --global-batch, or change the file's batch keys",),
         )
     precision = job.precision or conversion.precision_of(reading)
-    return replace(job, target=target, global_batch=written, precision=precision)
+    return replace(job, target=asked_for, global_batch=written, precision=precision)
 
 
 def _convert(

@@ -19,10 +19,9 @@ from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema, schema_fr
 from mist_megatron.frameworks.folder import LaunchSources, artifacts
 from mist_megatron.resources import data_folder
 from mist_megatron.spec import check
-from mist_megatron.spec.plan import Target
-from mist_megatron.targets.rules import DEEPSPEED
+from mist_megatron.spec.plan import TargetName
+from mist_megatron.targets.table import TARGETS
 
-TARGETS = ("megatron", "megatron+patches", "deepspeed", "deepspeed+patches")
 PROBE_LIMIT_S = 120.0
 """Importing DeepSpeed and torch from a slow network disk takes up to a minute."""
 
@@ -45,9 +44,9 @@ def emit(
     """Writes files that Megatron-core or DeepSpeed run as they are."""
     loaded = load_plan(plan)
     if target is not None:
-        check.known("--target", "target", target, TARGETS)
-        loaded = replace(loaded, target=cast(Target, target))
-    texts = artifacts(loaded, launch_sources(probe=loaded.target in DEEPSPEED))
+        check.known("--target", "target", target, tuple(name for name in TARGETS if TARGETS[name].framework))
+        loaded = replace(loaded, target=cast(TargetName, target))
+    texts = artifacts(loaded, launch_sources(probe=TARGETS[loaded.target].framework == "deepspeed"))
     write_artifacts(out, texts, force=force)
     output.finish({"target": loaded.target, "out": str(out), "files": sorted(texts)})
     output.people.print(

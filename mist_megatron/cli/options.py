@@ -11,12 +11,13 @@ import typer
 
 from mist_megatron.cli.expand import OptionGroup
 from mist_megatron.errors import InputError, ProfileError
+from mist_megatron.spec.plan import TARGET_NAMES
 
 if TYPE_CHECKING:  # read when a job is read: --help and completion need none of it
     from mist_megatron.spec.cluster import ClusterSpec, GpuSpec
     from mist_megatron.spec.job import Job
     from mist_megatron.spec.model import ModelSpec
-    from mist_megatron.spec.plan import Target
+    from mist_megatron.spec.plan import TargetName
     from mist_megatron.spec.training import Precision, TrainingSpec
 
 PANEL = "Job"
@@ -112,7 +113,7 @@ def read_job(options: JobOptions) -> TakenJob:
     """The job that the options name; missing ones are filled in and told, `--model` and `--gpus` are not."""
     from mist_megatron.formats.files import load_model
     from mist_megatron.spec import check
-    from mist_megatron.spec.job import PRECISIONS, TARGETS, Job
+    from mist_megatron.spec.job import PRECISIONS, Job
 
     if options.model is None:
         raise InputError(
@@ -121,14 +122,14 @@ def read_job(options: JobOptions) -> TakenJob:
     if options.precision is not None:
         check.known("--precision", "precision", options.precision, PRECISIONS)
     if options.target is not None:
-        check.known("--target", "target", options.target, TARGETS)
+        check.known("--target", "target", options.target, TARGET_NAMES)
     model = load_model(options.model)
     defaults: dict[str, str] = {}
     cluster = _cluster(options, defaults)
     training = _training(options, model, cluster, defaults)
     target = options.target or _taken(defaults, "--target", Job.target, "")
     return TakenJob(
-        Job(model=model, training=training, cluster=cluster, target=cast("Target", target)),
+        Job(model=model, training=training, cluster=cluster, target=cast("TargetName", target)),
         MappingProxyType(defaults),
     )
 

@@ -11,8 +11,8 @@ from mist_megatron.ask.baselines import HAND_MADE
 from mist_megatron.ask.recipe_jobs import RecipeJob
 from mist_megatron.cli.recipe_pages import plan_words, readme_page, rounded, short_prediction, why_page
 from mist_megatron.errors import InputError, MistError, NoFeasiblePlan
-from mist_megatron.spec.plan import Plan, Target
-from mist_megatron.targets.rules import DEEPSPEED
+from mist_megatron.spec.plan import Plan, TargetName
+from mist_megatron.targets.table import TARGETS
 
 if TYPE_CHECKING:
     from mist_megatron.ask.found import Found
@@ -37,7 +37,7 @@ def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
     plan = recipe_plan(found, spaces)
     files = emitted(plan)
     other = spaces["deepspeed"]
-    if job.target not in DEEPSPEED and not isinstance(other, MistError):
+    if TARGETS[job.target].framework != "deepspeed" and not isinstance(other, MistError):
         files["ds_config.json"] = _best_deepspeed(other)
     files["WHY.md"] = why_page(plan)
     files["README.md"] = readme_page(name, plan, list(files))
@@ -73,7 +73,7 @@ def emitted(plan: Plan) -> dict[str, str]:
     from mist_megatron.frameworks.folder import artifacts
 
     texts = artifacts(plan, launch_sources(probe=False))
-    kept = KEPT["deepspeed" if plan.target in DEEPSPEED else "megatron"]
+    kept = KEPT["deepspeed" if TARGETS[plan.target].framework == "deepspeed" else "megatron"]
     return {"plan.yaml": plan_to_yaml(plan), **{name: texts[name] for name in kept}}
 
 
@@ -86,7 +86,7 @@ def _best_deepspeed(found: Found) -> str:
     return json.dumps(json.loads(text), indent=2) + "\n"
 
 
-def _search(job: RecipeJob, space: str, target: Target) -> Found:
+def _search(job: RecipeJob, space: str, target: TargetName) -> Found:
     from mist_megatron.cli.options import TakenJob
     from mist_megatron.cli.run_search import run_search
     from mist_megatron.search.search import Settings
@@ -96,7 +96,7 @@ def _search(job: RecipeJob, space: str, target: Target) -> Found:
     return run_search(TakenJob(job.job(target), {}), space_named(space), settings, (1, None))
 
 
-def _baseline(job: RecipeJob, space: str, target: Target) -> Found | MistError:
+def _baseline(job: RecipeJob, space: str, target: TargetName) -> Found | MistError:
     """The best plan of a hand-made space, or in a few words why there is none."""
     from mist_megatron.targets.rules import model_rules
 

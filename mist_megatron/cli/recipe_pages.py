@@ -7,7 +7,7 @@ from typing import Any
 
 from mist_megatron.cli.tune_report import offload_fractions, recompute_words, shape_words
 from mist_megatron.spec.plan import Plan, StagePlan
-from mist_megatron.targets.rules import DEEPSPEED
+from mist_megatron.targets.table import TARGETS
 
 GIB = float(1 << 30)
 HAND_MADE = {
@@ -130,7 +130,7 @@ def readme_page(name: str, plan: Plan, files: Sequence[str]) -> str:
 
 
 def _deepspeed_words(plan: Plan, files: Sequence[str]) -> str:
-    if plan.target in DEEPSPEED or "ds_config.json" not in files:
+    if TARGETS[plan.target].framework == "deepspeed" or "ds_config.json" not in files:
         return ""
     return " `ds_config.json` is the best DeepSpeed plan of the same job; its time is in WHY.md."
 

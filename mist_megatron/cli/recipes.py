@@ -13,7 +13,7 @@ import typer
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.errors import InputError
 from mist_megatron.resources import data_folder
-from mist_megatron.targets.rules import DEEPSPEED
+from mist_megatron.targets.table import TARGETS
 
 if TYPE_CHECKING:
     from mist_megatron.ask.recipe_jobs import RecipeJob
@@ -72,7 +72,7 @@ def copy(
 
     path = _found(name)
     plan = _load(path)
-    texts = artifacts(plan, launch_sources(probe=plan.target in DEEPSPEED))
+    texts = artifacts(plan, launch_sources(probe=TARGETS[plan.target].framework == "deepspeed"))
     for extra in ("WHY.md", "ds_config.json"):
         if extra not in texts and (path.parent / extra).is_file():
             texts[extra] = read_text(path.parent / extra)

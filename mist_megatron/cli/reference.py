@@ -138,18 +138,17 @@ def _default_words(item: Field[Any]) -> str:
 
 
 def _targets_text() -> str:
-    from mist_megatron.targets.rules import CAPABILITIES
+    from mist_megatron.targets.facts import Capability
+    from mist_megatron.targets.table import TARGETS
 
-    names = list(CAPABILITIES)
-    meanings = _meanings(type(CAPABILITIES[names[0]]))
+    names = list(TARGETS)
+    meanings = _meanings(Capability)
     rows = []
-    for item in fields(CAPABILITIES[names[0]]):
-        if item.name == "target":
-            continue
+    for item in fields(Capability):
         label = item.name.replace("_", " ")
         if item.name in meanings:
             label += f": {meanings[item.name]}"
-        cells = [_capability_words(getattr(CAPABILITIES[name], item.name)) for name in names]
+        cells = [_capability_words(getattr(TARGETS[name].capability, item.name)) for name in names]
         rows.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(
         [

@@ -17,7 +17,7 @@ from mist_megatron.ask.found import Found
 from mist_megatron.cli.options import TakenJob
 from mist_megatron.cli.output import console
 from mist_megatron.errors import InputError, NoFeasiblePlan
-from mist_megatron.targets.rules import MEGATRON
+from mist_megatron.targets.table import TARGETS
 
 if TYPE_CHECKING:
     from mist_megatron.search.search import NoneFaster, SearchResult, Settings, Status, Watch
@@ -91,7 +91,7 @@ def _to_beat(found: list[Found], settings: Settings, job: Job, asked: Job) -> fl
     from mist_megatron.search.near import NEAR
 
     best_s = min((each.result.objective_s for each in found), default=math.inf)
-    if job.target not in MEGATRON or (settings.top > 1 and job is not asked):
+    if TARGETS[job.target].framework != "megatron" or (settings.top > 1 and job is not asked):
         return math.inf
     return best_s if settings.top == 1 else best_s * (1.0 + NEAR)
 

@@ -13,7 +13,7 @@ from mist_megatron.cli.options import JobOptions, TakenJob, read_job
 from mist_megatron.cli.output import OutputOptions
 from mist_megatron.cli.run_search import check_numbers, run_search
 from mist_megatron.errors import INTERRUPTED, InputError
-from mist_megatron.targets.rules import DEEPSPEED
+from mist_megatron.targets.table import TARGETS
 
 if TYPE_CHECKING:
     from mist_megatron.ask.found import Found
@@ -137,6 +137,7 @@ def _write(plan: Plan, out: Path | None, force: bool) -> list[str]:
         from mist_megatron.cli.emit import launch_sources
         from mist_megatron.frameworks.folder import artifacts
 
-        texts = {**artifacts(plan, launch_sources(probe=plan.target in DEEPSPEED)), **texts}
+        probe = TARGETS[plan.target].framework == "deepspeed"
+        texts = {**artifacts(plan, launch_sources(probe=probe)), **texts}
     write_artifacts(out, texts, force=force)
     return sorted(texts)

@@ -9,21 +9,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.cost.communication import nodes_spanned, template_of
-from mist_megatron.cost.conventions import (
-    MemoryConventions,
-    conventions_of,
-    limit_of,
-    padded_vocabulary,
-)
+from mist_megatron.cost.communication import nodes_spanned
 from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
 from mist_megatron.cost.program_cache import load_or_build
+from mist_megatron.cost.sizes import limit_of, padded_vocabulary
 from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passes, with_unfused_softmax
 from mist_megatron.cost.stage_time import stage_terms
 from mist_megatron.cost.terms import LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
 from mist_megatron.price.deterministic import DeterministicPrices
 from mist_megatron.price.prices import LayerRatios, Prices
 from mist_megatron.spec.job import Job
+from mist_megatron.targets.facts import MemoryFacts
+from mist_megatron.targets.table import TARGETS
 
 __all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "StageRole", "make_evaluator"]
 
@@ -64,8 +61,8 @@ class StageEvaluator:
         self.prices = prices
         self.stage = stage
         self.limit_bytes = job.cluster.memory_limit_bytes or limit_of(job.cluster.gpu.memory_bytes.value)
-        self._conventions = conventions_of(job.target, job.execution)
-        self._context = _time_context(job, prices, self._conventions, without)
+        self._memory_facts = TARGETS[job.target].memory(job.execution)
+        self._context = _time_context(job, prices, self._memory_facts, without)
         self._fixed = _model_values(job)
         self._memo: dict[tuple[object, ...], tuple[dict[complex, int], _Pairs]] = {}
 
@@ -132,7 +129,7 @@ class StageEvaluator:
             **self._fixed,
             "b": grid.micro_batch,
             "tp": grid.tp,
-            "v": padded_vocabulary(self.job.model.vocab, grid.tp, self._conventions),
+            "v": padded_vocabulary(self.job.model.vocab, grid.tp, self._memory_facts),
             "dp": grid.dp,
             "sp": float(grid.sequence_parallel),
             "sel": float(grid.selective),
@@ -181,7 +178,7 @@ class StageEvaluator:
         role = grid.role
         embedding, head = pairs.load("embedding"), pairs.load("head") if role.has_head else None
         block = pairs.load("block")
-        if role is not StageRole.ONLY and self._context.template.sends_in_turn:
+        if role is not StageRole.ONLY and self._context.facts.sends_in_turn:
             # DeepSpeed's own recomputation in a pipeline (non_reentrant_checkpoint) runs layers to their end.
             block = replace(block, unneeded_s=np.zeros(()), unneeded_collective_s=np.zeros(()))
         if head is not None and role is StageRole.ONLY:
@@ -218,7 +215,7 @@ class StageEvaluator:
             **self._fixed,
             "b": pairs[0],
             "tp": pairs[1],
-            "v": padded_vocabulary(self.job.model.vocab, pairs[1], self._conventions),
+            "v": padded_vocabulary(self.job.model.vocab, pairs[1], self._memory_facts),
             "sp": float(grid.sequence_parallel),
             "sel": float(grid.selective),
         }
@@ -229,8 +226,8 @@ class StageEvaluator:
             scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
             passes = with_unfused_softmax(passes, matrices, scores_bytes, self.prices)
             passes = self._with_layer_ratio(passes, pairs)
-        template = self._context.template
-        return _Pairs(passes, sizes, (template.host_s_per_launch, template.host_s_per_peer))
+        facts = self._context.facts
+        return _Pairs(passes, sizes, (facts.host_s_per_launch, facts.host_s_per_peer))
 
     def _with_layer_ratio(
         self, passes: dict[tuple[str, str], PassTime], pairs: Array
@@ -347,22 +344,20 @@ def _model_values(job: Job) -> dict[str, float]:
     }
 
 
-def _time_context(
-    job: Job, prices: Prices, conventions: MemoryConventions, without: frozenset[str]
-) -> TimeContext:
+def _time_context(job: Job, prices: Prices, facts: MemoryFacts, without: frozenset[str]) -> TimeContext:
     execution = job.execution
     return TimeContext(
         prices=prices,
-        template=template_of(job.target, execution),
+        facts=TARGETS[job.target].traffic(execution),
         interference=prices.interference(),
         weight_bytes=2.0,
-        grad_bytes=float(conventions.grad_bytes),
-        optimizer_bytes=float(conventions.optimizer_bytes),
+        grad_bytes=float(facts.grad_bytes),
+        optimizer_bytes=float(facts.optimizer_bytes),
         tensor_collectives_overlap=bool(execution.tp_comm_overlap),
         cluster_gpus=job.cluster.gpus,
         cluster_gpus_per_node=job.cluster.gpus_per_node,
         context_parallel=execution.context_parallel,
         model_layers=job.model.layers,
         without=without,
-        recomputes_first_layers=conventions.recomputes_first_layers,
+        recomputes_first_layers=facts.recomputes_first_layers,
     )

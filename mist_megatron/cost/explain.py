@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from sympy import Expr, factor_terms
 
 from mist_megatron.cost import symbols
-from mist_megatron.cost.communication import template_of
-from mist_megatron.cost.conventions import conventions_of
 from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import backward_flops, forward_flops
 from mist_megatron.cost.memory import stage_memory
 from mist_megatron.cost.operators import Operator, Work, WorkKind
 from mist_megatron.cost.symbolic import layer_graphs, layer_options, size_expressions
 from mist_megatron.spec.job import Job
+from mist_megatron.targets.table import TARGETS
 
 ITERATION = "(G - 1) * max_i t_i + sum_i t_i + max_i (d_i - sum_{j<i} t_j)"
 
@@ -47,8 +46,8 @@ def symbol_table() -> tuple[Line, ...]:
 def explain(job: Job, role: StageRole) -> tuple[Section, ...]:
     """All expressions of one stage of the job's model on its target."""
     graphs = layer_graphs(job)
-    conventions = conventions_of(job.target, job.execution)
-    memory = stage_memory(job.model, layer_options(job), job.target, conventions, role)
+    facts = TARGETS[job.target].memory(job.execution)
+    memory = stage_memory(job.model, layer_options(job), job.target, facts, role)
     block = graphs["block"]
     sizes = size_expressions(job)
     return (
@@ -70,7 +69,7 @@ def explain(job: Job, role: StageRole) -> tuple[Section, ...]:
 
 
 def _time_lines(job: Job) -> tuple[Line, ...]:
-    host_s = template_of(job.target, job.execution).host_s_per_launch
+    host_s = TARGETS[job.target].traffic(job.execution).host_s_per_launch
     return (
         Line("iteration", ITERATION),
         Line("t", "l * (forward + backward) + c * forward again + exposed traffic + p2p + ends"),

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from mist_megatron.cost.communication import Template
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.step_time import gathers_on_arrival, reduces_in_passes
 from mist_megatron.cost.terms import ZERO, LayerLoad, LayerPasses, PassStreams, TimeContext
 from mist_megatron.cost.traffic import Traffic, host_copy
 from mist_megatron.price.prices import Array
+from mist_megatron.targets.facts import TrafficFacts
 
 
 def layer_passes(
@@ -25,11 +25,11 @@ def layer_passes(
 ) -> LayerPasses:
     """What the four passes of one kind of layer put on each stream: the closed form overlaps these, the
     event simulator plays them."""
-    template, zero = context.template, grid.zero
+    facts, zero = context.facts, grid.zero
     saved = grid.activations_offload * saved_bytes
     saved_out, saved_in = host_copy(saved, "d2h", context), host_copy(saved, "h2d", context)
     forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
-    gathers_again = _gathers_again(load, template, again[0])
+    gathers_again = _gathers_again(load, facts, again[0])
     beside_forward, beside_backward = ZERO, ZERO
     if context.tensor_collectives_overlap:
         beside_forward, beside_backward = forward_tp, backward_tp
@@ -38,12 +38,12 @@ def layer_passes(
     gather3 = np.where(zero >= 3, traffic.gather_s, 0.0)
     reduce2 = np.where(zero == 2, traffic.reduce_s, 0.0)
     reduce3 = np.where(zero >= 3, traffic.reduce_s, 0.0)
-    reduce1 = np.where(zero <= 1, traffic.reduce_s, 0.0) * reduces_in_passes(grid, template)
-    gather1 = np.where((zero == 1) | (zero == 2), traffic.gather_s, 0.0) * template.first_gather_overlaps
-    in_one = gathers_on_arrival(grid, template) and not grid.role.has_embedding
+    reduce1 = np.where(zero <= 1, traffic.reduce_s, 0.0) * reduces_in_passes(grid, facts)
+    gather1 = np.where((zero == 1) | (zero == 2), traffic.gather_s, 0.0) * facts.first_gather_overlaps
+    in_one = gathers_on_arrival(grid, facts) and not grid.role.has_embedding
     gather_before = gather1 * in_one
-    gather_beside = gather3 * template.zero3_gather_overlaps
-    reduce_beside = reduce2 * template.zero2_reduce_overlaps + reduce3 * template.zero3_reduce_overlaps
+    gather_beside = gather3 * facts.zero3_gather_overlaps
+    reduce_beside = reduce2 * facts.zero2_reduce_overlaps + reduce3 * facts.zero3_reduce_overlaps
 
     forward = PassStreams(
         compute_s=load.forward_s,
@@ -69,32 +69,32 @@ def layer_passes(
         gather_s=gather_beside + gather1 - gather_before + beside_forward,
         blocking_gather_s=forward.blocking_gather_s + gather_before,
         # With a swapped step the new weights are made here, so old ones need not come in.
-        copy_in_s=traffic.step_in_s if template.step_in_first_forward else traffic.weights_in_s,
+        copy_in_s=traffic.step_in_s if facts.step_in_first_forward else traffic.weights_in_s,
         copy_out_s=saved_out + traffic.step_out_s,
     )
     last = replace(backward, reduce_s=reduce_beside + reduce1) if np.any(reduce1) else backward
     return LayerPasses(forward, backward, first, last)
 
 
-def _gathers_again(load: LayerLoad, template: Template, recomputed_s: Array) -> Array:
+def _gathers_again(load: LayerLoad, facts: TrafficFacts, recomputed_s: Array) -> Array:
     """1 where ZeRO 3 lets go of a recomputed layer's weights before its backward pass, else 0."""
-    if template.zero3_reuse_elements is None or not np.any(recomputed_s):
+    if facts.zero3_reuse_elements is None or not np.any(recomputed_s):
         return ZERO
-    return np.asarray(load.parameters > template.zero3_reuse_elements, dtype=np.float64)
+    return np.asarray(load.parameters > facts.zero3_reuse_elements, dtype=np.float64)
 
 
 def accumulation_seconds(parameters: Array, context: TimeContext) -> Array:
     """Adding a layer's new gradients to its old ones, where that is a pass of its own."""
-    if not context.template.accumulation_pass:
+    if not context.facts.accumulation_pass:
         return ZERO
     return context.prices.memory_bound(3.0 * context.grad_bytes * parameters).seconds
 
 
-def edge_grid(grid: StageGrid, template: Template) -> StageGrid:
+def edge_grid(grid: StageGrid, facts: TrafficFacts) -> StageGrid:
     """The stage as embedding and head see it."""
     changed = grid
-    if template.edges_zero is not None:
-        changed = replace(changed, zero=np.asarray(float(template.edges_zero)))
-    if not template.edges_offload:
+    if facts.edges_zero is not None:
+        changed = replace(changed, zero=np.asarray(float(facts.edges_zero)))
+    if not facts.edges_offload:
         changed = replace(changed, weights_offload=ZERO, grads_offload=ZERO, optimizer_offload=ZERO)
     return changed

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from sympy import Expr, Integer, Max
 
-from mist_megatron.cost.conventions import MemoryConventions
 from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions, block, embedding, head, parameters, saved_bytes
 from mist_megatron.cost.operators import ZERO
@@ -48,8 +47,9 @@ from mist_megatron.cost.symbols import (
     S,
 )
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Target
-from mist_megatron.targets.rules import DEEPSPEED, MEGATRON
+from mist_megatron.spec.plan import TargetName
+from mist_megatron.targets.facts import MemoryFacts
+from mist_megatron.targets.table import TARGETS
 
 ONE = Integer(1)
 
@@ -85,12 +85,12 @@ class LayerMemory:
     """Allocated by its first backward pass and kept."""
 
 
-def layer_memory(model: ModelSpec, options: LayerOptions, target: Target) -> LayerMemory:
+def layer_memory(model: ModelSpec, options: LayerOptions, target: TargetName) -> LayerMemory:
     """Saved and transient bytes of a transformer layer."""
     operators = block(model, options)
     kept = saved_bytes(operators)
     light = saved_bytes(operators, selective=True)
-    if target in DEEPSPEED:
+    if TARGETS[target].framework == "deepspeed":
         kept, light = kept + _plain_modules(model), light + _plain_modules(model)
     saved = kept + SELECTIVE * (light - kept) if kept != light else kept
     weights = parameters(operators) - _norm_parameters(model)
@@ -101,12 +101,12 @@ def layer_memory(model: ModelSpec, options: LayerOptions, target: Target) -> Lay
     hidden, activated = HALF * TOKENS * gates * INNER, HALF * TOKENS * INNER
     # Backward of the activation: the gradients of both sides of it live, its output is gone.
     at_activation = 2 * ACTIVATION + hidden
-    if target in DEEPSPEED and _composite_gelu(model):
+    if TARGETS[target].framework == "deepspeed" and _composite_gelu(model):
         at_activation = at_activation + activated  # the gradients of both factors of its last product
     # Backward of the matrix before it: the gathered input and its gradient, activation tensors gone.
     at_input = ACTIVATION + GATHERED * (1 + SP) - activated
     candidates = [at_activation, at_input]
-    if target in DEEPSPEED:
+    if TARGETS[target].framework == "deepspeed":
         # Plain autograd makes the weight gradient first and adds it to the kept one afterwards: the MLP's
         # output matrix beside the gradients on either side of it.
         candidates.append(ACTIVATION + activated + HALF * INNER * HIDDEN)
@@ -119,7 +119,7 @@ def layer_memory(model: ModelSpec, options: LayerOptions, target: Target) -> Lay
         candidates.append(SELECTIVE * (kept - light) + 4 * HALF * TOKENS * QUERY - hidden - activated)
     backward = Max(*candidates, evaluate=False)
     forward = hidden + activated + GATHERED
-    scratch = HALF * weights if target in MEGATRON else ZERO
+    scratch = HALF * weights if TARGETS[target].framework == "megatron" else ZERO
     return LayerMemory(saved, ACTIVATION, forward, backward, scratch)
 
 
@@ -174,15 +174,15 @@ def edge_parameters(model: ModelSpec, options: LayerOptions, role: StageRole) ->
 def stage_memory(
     model: ModelSpec,
     options: LayerOptions,
-    target: Target,
-    conventions: MemoryConventions,
+    target: TargetName,
+    facts: MemoryFacts,
     role: StageRole,
 ) -> StageMemory:
     """All terms and candidates of one stage."""
     layer = layer_memory(model, options, target)
-    states = _states(model, options, conventions, role)
-    piped = conventions.pipe_buffers and role is not StageRole.ONLY
-    pipe = _pipe_buffers(conventions, role) if piped else NO_BUFFERS
+    states = _states(model, options, facts, role)
+    piped = facts.pipe_buffers and role is not StageRole.ONLY
+    pipe = _pipe_buffers(facts, role) if piped else NO_BUFFERS
     states["buffers"] = states["buffers"] + pipe.held
     held = sum(states.values(), start=ZERO)
     resident = LAYERS - CKPT
@@ -192,7 +192,7 @@ def stage_memory(
     edge = _edge_activations(model, options, target, role) + pipe.per_micro_batch
     activations = IN_FLIGHT * (per_micro_batch + edge) + per_micro_batch_once
     others = (IN_FLIGHT - 1) * (per_micro_batch + edge)
-    if conventions.recomputes_first_layers:
+    if facts.recomputes_first_layers:
         again = others + edge + CKPT * layer.kept_input + layer.saved
     else:
         again = activations + layer.saved
@@ -214,21 +214,21 @@ def stage_memory(
         peaks["embedding"] = held + others + HALF * VOCAB_SHARE * HIDDEN + 2 * ACTIVATION
     if target == "megatron+patches":
         # Offloaded gradients come back for the reduction, when no activations are left.
-        peaks["reduction"] = held + conventions.grad_bytes * _elements(model, options, role) * GO
+        peaks["reduction"] = held + facts.grad_bytes * _elements(model, options, role) * GO
     if piped:
         # Beside the bucket that the engine keeps, its reduction takes another one.
-        peaks["reduction"] = held + HALF * Integer(int(conventions.bucket_elements))
-    if conventions.step_scratch_bytes:
+        peaks["reduction"] = held + HALF * Integer(int(facts.bucket_elements))
+    if facts.step_scratch_bytes:
         own = _elements(model, options, role) / _sharded(Z1, DP * CP) * (1 - OO)
         # Not where the gradients to step with are kept throughout: `held` has them.
-        made = 1 - _any(OO) if conventions.kept_step_grad_bytes else ONE
+        made = 1 - _any(OO) if facts.kept_step_grad_bytes else ONE
         # Levels 1 and 2 give their buckets back when all gradients are reduced; level 3 keeps its one.
-        released = (1 - Z3) * _buckets(conventions)
-        peaks["step"] = held - released + conventions.step_scratch_bytes * own * made
-        if conventions.layer_step_bytes:
+        released = (1 - Z3) * _buckets(facts)
+        peaks["step"] = held - released + facts.step_scratch_bytes * own * made
+        if facts.layer_step_bytes:
             # The last is the head's, or a layer's, when the forward pass before it has been kept.
             widest = _widest(model, options, role) / _sharded(Z1, DP * CP)
-            peaks["layer_step"] = held + activations + conventions.layer_step_bytes * widest * made
+            peaks["layer_step"] = held + activations + facts.layer_step_bytes * widest * made
     return StageMemory({**states, "activations": activations}, peaks)
 
 
@@ -245,7 +245,7 @@ class _PipeBuffers:
 NO_BUFFERS = _PipeBuffers(ZERO, ZERO, ZERO)
 
 
-def _pipe_buffers(conventions: MemoryConventions, role: StageRole) -> _PipeBuffers:
+def _pipe_buffers(facts: MemoryFacts, role: StageRole) -> _PipeBuffers:
     """What was received has a gradient of its own, so layers are given a copy (_exec_forward_pass). What the
     last stage makes of a micro-batch, its logits, stays until the second one after it comes."""
     sides = (not role.has_embedding) + (not role.has_head)
@@ -253,13 +253,13 @@ def _pipe_buffers(conventions: MemoryConventions, role: StageRole) -> _PipeBuffe
     return _PipeBuffers(sides * ACTIVATION, sides * ACTIVATION + 2 * logits, logits)
 
 
-def _buckets(conventions: MemoryConventions) -> Expr:
+def _buckets(facts: MemoryFacts) -> Expr:
     """Of as many elements as configured however small the stage is, from ZeRO 1 on (setup_buckets of
     stage_1_and_2.py, __init__ of stage3.py). ZeRO 1 reduces what it has added up, in that width, and levels
     1 and 2 take two if reductions overlap."""
-    width = conventions.grad_bytes * (Z1 - Z2) + HALF * Z2
-    pair = 2 - Z3 if conventions.reductions_overlap else ONE
-    return Integer(int(conventions.bucket_elements)) * width * pair * Z1
+    width = facts.grad_bytes * (Z1 - Z2) + HALF * Z2
+    pair = 2 - Z3 if facts.reductions_overlap else ONE
+    return Integer(int(facts.bucket_elements)) * width * pair * Z1
 
 
 def _elements(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
@@ -272,16 +272,14 @@ def _sharded(switch: Expr, ranks: Expr) -> Expr:
     return 1 + switch * (ranks - 1)
 
 
-def _states(
-    model: ModelSpec, options: LayerOptions, conventions: MemoryConventions, role: StageRole
-) -> dict[str, Expr]:
+def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: StageRole) -> dict[str, Expr]:
     """Weights, gradients and optimizer states by ZeRO level and offload, and the buffers they need."""
     each = parameters(block(model, options))
     inner = LAYERS * each
     first, last = edge_parameters(model, options, role)
     ranks = DP * CP
-    follow = conventions.edges_follow
-    grad, optimizer = conventions.grad_bytes, conventions.optimizer_bytes
+    follow = facts.edges_follow
+    grad, optimizer = facts.grad_bytes, facts.optimizer_bytes
 
     def term(size: int, switch: Expr, offloaded: Expr, edge_switch: Expr) -> Expr:
         if follow:
@@ -292,18 +290,18 @@ def _states(
     widest = _widest(model, options, role)
     needs_weights, needs_grads = _either(Z3, WO), _either(Z2, GO)
     buffers = 2 * HALF * widest * needs_weights + 2 * Integer(grad) * widest * needs_grads
-    buffers = buffers + _buckets(conventions)
+    buffers = buffers + _buckets(facts)
     states = {
         "weights": term(2, Z3, WO, ZERO),
         "grads": term(grad, Z2, GO, ZERO),
         "optimizer": term(optimizer, Z1, OO, ONE),
         "buffers": buffers,
-        "framework": Integer(int(conventions.framework_bytes)),
+        "framework": Integer(int(facts.framework_bytes)),
     }
-    if conventions.kept_step_grad_bytes:
-        kept = term(conventions.kept_step_grad_bytes, Z1, OO, ONE) * _any(OO)
+    if facts.kept_step_grad_bytes:
+        kept = term(facts.kept_step_grad_bytes, Z1, OO, ONE) * _any(OO)
         states["optimizer"] = states["optimizer"] + kept
-    if conventions.weight_grad_scratch:
+    if facts.weight_grad_scratch:
         states["buffers"] = states["buffers"] + HALF * (each - _norm_parameters(model))
     return states
 
@@ -324,7 +322,7 @@ def _either(switch: Expr, fraction: Expr) -> Expr:
     return Max(switch, _any(fraction), evaluate=False)
 
 
-def _edge_activations(model: ModelSpec, options: LayerOptions, target: Target, role: StageRole) -> Expr:
+def _edge_activations(model: ModelSpec, options: LayerOptions, target: TargetName, role: StageRole) -> Expr:
     """Kept per micro-batch outside of the layers: token ids, masks, boundary tensors."""
     kept: Expr = ZERO
     if role.has_embedding:
@@ -335,14 +333,14 @@ def _edge_activations(model: ModelSpec, options: LayerOptions, target: Target, r
     return kept
 
 
-def _head_transients(model: ModelSpec, options: LayerOptions, target: Target) -> Expr:
+def _head_transients(model: ModelSpec, options: LayerOptions, target: TargetName) -> Expr:
     """From the last layer's output to the loss and back to its gradient."""
     logits = TOKENS * VOCAB_SHARE
     if target == "mist":
         # The buffer of scores that stands in for a fused core lives as long as the stage.
         scores = ZERO if options.flash_attention else SCORES
         return ACTIVATION + 2 * HALF * logits + 16 * B * S + scores
-    if target in DEEPSPEED:
+    if TARGETS[target].framework == "deepspeed":
         # Hugging Face and plain torch: the model's output keeps the half-precision logits; their fp32 copy,
         # the logarithm of the softmax and its gradient are live together.
         return (HALF + 3 * FULL) * logits + 3 * ACTIVATION

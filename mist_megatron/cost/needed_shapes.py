@@ -13,12 +13,13 @@ from typing import Any, Literal
 import numpy as np
 
 from mist_megatron.cost.compile import compile_expressions
-from mist_megatron.cost.conventions import conventions_of, padded_vocabulary
 from mist_megatron.cost.layers import LayerOptions, block, embedding, head
 from mist_megatron.cost.operators import Operator, Work, WorkKind
+from mist_megatron.cost.sizes import padded_vocabulary
 from mist_megatron.errors import InputError
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Target
+from mist_megatron.spec.plan import Execution, TargetName
+from mist_megatron.targets.table import TARGETS
 
 Layout = Literal["nt", "nn", "tn"]
 """Which operand of a product lies transposed in memory, rows first: forward multiplies by transposed weights,
@@ -44,7 +45,7 @@ class ShapeRange:
     tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
     seq_lens: tuple[int, ...] = (2048,)
     flash_attention: bool = True
-    target: Target = "megatron+patches"
+    target: TargetName = "megatron+patches"
     """Decides how the vocabulary is padded."""
 
 
@@ -160,7 +161,7 @@ def _values(model: ModelSpec, wanted: ShapeRange, splits: Sequence[int]) -> dict
     """Of every symbol that an operator's size may hold; both with and without sequence parallelism."""
     grid = np.meshgrid(wanted.micro_batches, wanted.seq_lens, splits, (0, 1), indexing="ij")
     batch, seq, tp, sp = (axis.reshape(-1).astype(np.float64) for axis in grid)
-    vocab = padded_vocabulary(model.vocab, tp, conventions_of(wanted.target, Execution()))
+    vocab = padded_vocabulary(model.vocab, tp, TARGETS[wanted.target].memory(Execution()))
     return {
         "b": batch, "s": seq, "tp": tp, "sp": sp, "cp": 1.0, "h": model.hidden, "f": model.ffn_hidden,
         "a": model.heads, "k": model.kv_heads, "e": model.head_dim, "v": vocab,

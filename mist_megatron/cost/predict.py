@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from mist_megatron.cost.borders import exchanges_seconds
-from mist_megatron.cost.communication import Template
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
@@ -23,7 +22,8 @@ from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
-from mist_megatron.targets.rules import capability
+from mist_megatron.targets.facts import TrafficFacts
+from mist_megatron.targets.table import TARGETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def job_of(plan: Plan) -> Job:
 def bridged(plan: Plan) -> bool:
     """Whether a bridge carries activations between stages on different grids."""
     grids = {(stage.dp, stage.tp, stage.micro_batch) for stage in plan.stages}
-    return len(grids) > 1 and capability(plan.target).bridged_grids
+    return len(grids) > 1 and TARGETS[plan.target].capability.bridged_grids
 
 
 def grid_of(plan: Plan, position: int) -> StageGrid:
@@ -171,10 +171,10 @@ def _with_exchanges(
     return (*stages[:position], changed, *stages[position + 1 :])
 
 
-def in_turn_share(template: Template) -> float:
+def in_turn_share(facts: TrafficFacts) -> float:
     """Of what a stage sends per micro-batch, the part that waits for what comes from the other side: there
     while both do."""
-    return 0.5 if template.sends_in_turn else 0.0
+    return 0.5 if facts.sends_in_turn else 0.0
 
 
 def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
@@ -224,16 +224,16 @@ def finer_parts(evaluator: StageEvaluator, grid: StageGrid) -> FinerParts:
     """As `timing_of` has it of one configuration; t bounds `forward_s`."""
     terms, fine = evaluator.terms(grid), refined(evaluator, grid)
     forward_s = evaluator.passes(grid)["forward_s"] + fine.forward_s
-    template = evaluator.time_context.template
+    facts = evaluator.time_context.facts
     for name, share in _forward_shares(grid.role).items():
-        part = 1.0 - in_turn_share(template) if name == "pipeline_p2p" else 1.0
+        part = 1.0 - in_turn_share(facts) if name == "pipeline_p2p" else 1.0
         if name in terms.stable:
             forward_s = forward_s + share * part * terms.stable[name].at(grid.layers, grid.ckpt)
     return FinerParts(
         more_s=(fine.stable_s, fine.delta_s),
         forward_s=forward_s,
-        first_s=_summed(terms.delta, first_terms(template), grid),
-        in_turn_s=in_turn_share(template) * _summed(terms.stable, ("pipeline_p2p",), grid),
+        first_s=_summed(terms.delta, first_terms(facts), grid),
+        in_turn_s=in_turn_share(facts) * _summed(terms.stable, ("pipeline_p2p",), grid),
         late=(fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share),
     )
 
@@ -255,9 +255,9 @@ def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> Stag
     parts = evaluator.passes(grid)
     stable_terms_s = _at(terms.stable, plan.stages[position])
     delta_terms_s = _at(terms.delta, plan.stages[position])
-    fine, template = refined(evaluator, grid), evaluator.time_context.template
-    steps = step_names(template)
-    if template.tied_before_reduction and "tied_embeddings" in delta_terms_s:
+    fine, facts = refined(evaluator, grid), evaluator.time_context.facts
+    steps = step_names(facts)
+    if facts.tied_before_reduction and "tied_embeddings" in delta_terms_s:
         # What both ends of the pipeline reduce when they have summed those.
         steps = (*steps, "gradient_reduction")
     return StagePrediction(
@@ -265,8 +265,8 @@ def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> Stag
         delta_s=float(cost.delta_s),
         forward_s=float(parts["forward_s"]),
         step_s=sum(delta_terms_s.get(name, 0.0) for name in steps),
-        first_s=sum(delta_terms_s.get(name, 0.0) for name in first_terms(template)),
-        in_turn_s=in_turn_share(template) * stable_terms_s.get("pipeline_p2p", 0.0),
+        first_s=sum(delta_terms_s.get(name, 0.0) for name in first_terms(facts)),
+        in_turn_s=in_turn_share(facts) * stable_terms_s.get("pipeline_p2p", 0.0),
         weight_grad_s=float(parts["weight_grad_s"]),
         peak_memory_bytes=float(cost.peak_bytes),
         limit_bytes=evaluator.limit_bytes,

@@ -28,6 +28,6 @@ KEY: Expr = HEAD_DIM * Max(KV_HEADS / TP, 1, evaluate=False)
 """Columns of this rank's key heads; as many for the values."""
 INNER: Expr = FFN / TP
 VOCAB_SHARE: Expr = VOCAB / TP
-"""Rows of the vocabulary on this rank; `v` is padded by the target (`conventions.py`)."""
+"""Rows of the vocabulary on this rank; `v` is padded by the target (`sizes.py`)."""
 SCORES: Expr = HALF * B * (HEADS / TP) * S * S / CP
 """One matrix of attention scores in half precision."""

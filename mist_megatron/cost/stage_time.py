@@ -98,9 +98,9 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
     _block_terms(grid, loads, context, between, (stable, delta))
     for name, load in (("embedding", loads.embedding), ("head", loads.head)):
         if load is not None:
-            _edge_layer_terms(name, edge_grid(grid, context.template), load, context, stable, delta)
+            _edge_layer_terms(name, edge_grid(grid, context.facts), load, context, stable, delta)
     stable["host_work"] = Linear(host_seconds(grid, context))
-    delta["host_step"] = Linear(np.asarray(context.template.host_s_per_step))
+    delta["host_step"] = Linear(np.asarray(context.facts.host_s_per_step))
     step_terms(grid, loads, context, delta)
     reduction = delta.get("gradient_reduction", Linear()).fixed
     slowed_s = slowed_by_reduction(grid, loads, reduction, context)
@@ -153,10 +153,10 @@ def _block_terms(
     )
     delta["first_forward_traffic"] = _beyond(grid, (kept.first, kept.forward), (whole.first, whole.forward))
     delta["last_backward_traffic"] = _beyond(grid, (kept.last, kept.backward), (whole.last, whole.backward))
-    if gathers_on_arrival(grid, context.template):
+    if gathers_on_arrival(grid, context.facts):
         first = delta.pop("first_forward_traffic")
         delta["first_gather"] = first + Linear(per_layer=kept.gather_before_s)
-    if reduces_by_chunk(grid, context.template):
+    if reduces_by_chunk(grid, context.facts):
         sent_s = sent_beside_reductions(grid, loads, context)
         each = [_by_chunk_s(grid, run.passes.last, sent_s, context.interference) for run in (kept, whole)]
         delta["chunk_reductions"] = _mixed(*each)
@@ -326,15 +326,15 @@ def _edge_layer_terms(
         + run.backward.inside_s
     )
     first_s = run.first.inside_s - run.forward.inside_s
-    if gathers_on_arrival(grid, context.template):
+    if gathers_on_arrival(grid, context.facts):
         add_term(delta, "first_gather", Linear(first_s + run.gather_before_s))
         first_s = ZERO
     delta[f"{name}_traffic"] = Linear(first_s + run.last.inside_s - run.backward.inside_s)
-    if reduces_by_chunk(grid, context.template) and name == "embedding":
+    if reduces_by_chunk(grid, context.facts) and name == "embedding":
         # Of the chunk that ends the iteration; the head is of the first whose passes end.
         reduced_s = np.where(grid.zero <= 1, traffic.reduce_s, 0.0)
         add_term(delta, "chunk_reductions", Linear(reduced_s))
-    if context.template.step_in_first_forward:
+    if context.facts.step_in_first_forward:
         add_term(delta, "optimizer_compute", Linear(traffic.step_compute_s))
     _accumulation_terms(Linear(load.parameters), context, stable, delta)
 
@@ -343,7 +343,7 @@ def _accumulation_terms(
     parameters: Linear, context: TimeContext, stable: dict[str, Linear], delta: dict[str, Linear]
 ) -> None:
     """Adding new gradients to old ones: read two, write one; the first micro-batch has nothing to add to."""
-    if not context.template.accumulation_pass:
+    if not context.facts.accumulation_pass:
         return
     share = accumulation_seconds(parameters.fixed + parameters.per_layer, context)
     on_layers = bool(np.any(parameters.per_layer))
@@ -374,10 +374,10 @@ def _run(
         quiet = replace(grid, activations_offload=ZERO)
         ends = layer_passes(quiet, load, traffic, context, again=again, saved_bytes=ZERO)
     into_backward = between[1].exposed_s(ends.backward, ends.forward, factors)
-    last = passes.backward if reduces_by_chunk(grid, context.template) else passes.last
+    last = passes.backward if reduces_by_chunk(grid, context.facts) else passes.last
     departure = departure_s(last, factors)
     forward = phase(passes.forward, factors, ZERO, into_forward, followed=followed)
-    ahead = context.template.step_in_first_forward and context.template.steps_while_waiting
+    ahead = context.facts.step_in_first_forward and context.facts.steps_while_waiting
     if ahead and grid.role in (StageRole.MIDDLE, StageRole.LAST):
         first = steps_ahead(passes, traffic.step_compute_s, forward, factors)
     else:
@@ -390,7 +390,7 @@ def _run(
             first = replace(first, last_s=np.where(traffic.step_out_s > 0.0, ends_pass.last_s, first.last_s))
     backward = phase(passes.backward, factors, added, into_backward)
     last_backward = phase(last, factors, added, into_backward + departure)
-    if last is not passes.backward and context.template.later_stages_at_once:
+    if last is not passes.backward and context.facts.later_stages_at_once:
         last_backward = _begun_alone(last_backward, passes)
     return _Run(
         forward,

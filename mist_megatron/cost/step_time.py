@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mist_megatron.cost.communication import Template, boundary_crossing_share, nodes_spanned
+from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned
 from mist_megatron.cost.grid import StageGrid, StageRole
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term
 from mist_megatron.cost.traffic import (
@@ -19,6 +19,7 @@ from mist_megatron.cost.traffic import (
     whole_buckets,
 )
 from mist_megatron.price.prices import Array
+from mist_megatron.targets.facts import TrafficFacts
 
 AT_STEP = ("optimizer_compute", "host_adam", "host_adam_copies", "weight_gather", "host_step")
 """Terms of d that begin when a stage may step; the others are over by then."""
@@ -27,51 +28,51 @@ ON_ARRIVAL = ("first_forward_traffic", "optimizer_compute", "host_adam", "weight
 """Terms of d for which a first forward pass stands still where it takes the steps of its layers."""
 
 
-def first_terms(template: Template) -> tuple[str, ...]:
+def first_terms(facts: TrafficFacts) -> tuple[str, ...]:
     """Terms of d for which a first forward pass stands still, and with it all later stages."""
-    on_arrival = template.step_in_first_forward and not template.steps_while_waiting
+    on_arrival = facts.step_in_first_forward and not facts.steps_while_waiting
     return ON_ARRIVAL if on_arrival else ("first_gather",)
 
 
-def step_names(template: Template) -> tuple[str, ...]:
+def step_names(facts: TrafficFacts) -> tuple[str, ...]:
     """Terms of d that begin when a stage may step."""
-    first = first_terms(template)
+    first = first_terms(facts)
     return tuple(name for name in AT_STEP if name not in first)
 
 
-def reduces_in_passes(grid: StageGrid, template: Template) -> bool:
+def reduces_in_passes(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether gradients of ZeRO 0 and 1 are reduced beside backward passes, not after the last of them."""
-    later = template.later_stages_at_once and grid.vpp == 1 and not grid.role.has_embedding
-    return template.last_reduce_overlaps and not later
+    later = facts.later_stages_at_once and grid.vpp == 1 and not grid.role.has_embedding
+    return facts.last_reduce_overlaps and not later
 
 
-def gathers_on_arrival(grid: StageGrid, template: Template) -> bool:
+def gathers_on_arrival(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether weights of ZeRO 1 and 2 are gathered when the first micro-batch has come, which holds up all
     later stages."""
-    alone = template.first_gather_overlaps and not template.step_in_first_forward
-    return alone and template.later_stages_at_once and grid.vpp == 1
+    alone = facts.first_gather_overlaps and not facts.step_in_first_forward
+    return alone and facts.later_stages_at_once and grid.vpp == 1
 
 
-def reduces_by_chunk(grid: StageGrid, template: Template) -> bool:
+def reduces_by_chunk(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether a chunk's gradients of ZeRO 0 and 1 are reduced when all of them are made."""
-    return template.last_reduce_overlaps and template.later_stages_at_once and grid.vpp > 1
+    return facts.last_reduce_overlaps and facts.later_stages_at_once and grid.vpp > 1
 
 
 def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: dict[str, Linear]) -> None:
     """What happens once per step and stops compute: reductions and gathers that nothing hides, the
     optimizer at the end of the step, and updates on the host."""
-    template, prices, zero = context.template, context.prices, grid.zero
+    facts, prices, zero = context.facts, context.prices, grid.zero
     count = grid.layers * loads.block.parameters
     for load in (loads.embedding, loads.head):
         if load is not None:
             count = count + load.parameters
-    if not reduces_in_passes(grid, template):
+    if not reduces_in_passes(grid, facts):
         whole = context.grad_bytes * count
         scatter = whole_buckets("reduce_scatter", whole, context.grad_bytes, grid, context)
         reduce = whole_buckets("all_reduce", whole, context.grad_bytes, grid, context)
         once = np.where(zero == 1, scatter, np.where(zero == 0, reduce, 0.0))
         delta["gradient_reduction"] = Linear(once)
-    if not template.first_gather_overlaps:
+    if not facts.first_gather_overlaps:
         delta["weight_gather"] = _weight_gather(grid, loads, count, context)
     if loads.tied_parameters is not None:
         message = context.grad_bytes * loads.tied_parameters
@@ -79,18 +80,18 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         nodes = np.asarray(2.0 if context.cluster_gpus > context.cluster_gpus_per_node else 1.0)
         delta["tied_embeddings"] = Linear(prices.collective("all_reduce", message, pair, nodes).seconds)
     share = count / np.where(zero >= 1, replicas(grid, context), 1.0)
-    if template.states_visit:
+    if facts.states_visit:
         _visits(grid, count, context, delta)
-    if template.step_in_first_forward:
+    if facts.step_in_first_forward:
         _steps_in_first_forward(grid, loads, count, context, delta)
         return
     on_host = share * grid.optimizer_offload
     compute = prices.device_adam(share - on_host).seconds
-    if template.grad_norm_pass:
+    if facts.grad_norm_pass:
         # The norm reads every gradient, scaling reads and writes it.
         compute = compute + prices.memory_bound(3.0 * context.grad_bytes * share).seconds
     delta["optimizer_compute"] = Linear(compute)
-    if template.steps_by_place:
+    if facts.steps_by_place:
         delta["host_adam"] = Linear(prices.host_adam(on_host).seconds)
         gone_s = _gradients_to_states(grid, share, context)
         delta["host_adam_copies"] = Linear(gone_s + step_copies_s(grid, share, context))
@@ -98,11 +99,11 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         visited = context.weight_bytes * count * np.where(zero >= 3, 0.0, grid.weights_offload)
         delta["states_at_step"] = Linear(host_copy(visited, "d2h", context))
     elif np.any(grid.optimizer_offload):
-        still_on_device = 1.0 if template.states_visit else 1.0 - grid.grads_offload
+        still_on_device = 1.0 if facts.states_visit else 1.0 - grid.grads_offload
         update = prices.host_adam(on_host).seconds
         out = host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
         back = host_copy(context.weight_bytes * on_host, "h2d", context)
-        copies = np.maximum(out + back - update, 0.0) if template.host_adam_copies_overlap else out + back
+        copies = np.maximum(out + back - update, 0.0) if facts.host_adam_copies_overlap else out + back
         delta["host_adam"] = Linear(update)
         delta["host_adam_copies"] = Linear(copies)
 
@@ -117,13 +118,13 @@ def _gradients_to_states(grid: StageGrid, share: Array, context: TimeContext) ->
 def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext) -> Linear:
     """Updated weights of ZeRO 1 and 2, when nothing hides it: in full buckets, or, where groups are stepped
     by layer, one after the other."""
-    template = context.template
+    facts = context.facts
     sharded = (grid.zero == 1) | (grid.zero == 2)
     whole = context.weight_bytes * count
     gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context)
-    if not template.steps_by_place:
+    if not facts.steps_by_place:
         return Linear(np.where(sharded, gather, 0.0))
-    by_layer = sharded & ((grid.weights_offload > 0.0) | template.step_in_first_forward)
+    by_layer = sharded & ((grid.weights_offload > 0.0) | facts.step_in_first_forward)
 
     def one(parameters: Array) -> Array:
         each = collective("all_gather", context.weight_bytes * parameters, grid, context)
@@ -140,7 +141,7 @@ def _visits(grid: StageGrid, count: Array, context: TimeContext, delta: dict[str
     if not (np.any(grid.grads_offload) or np.any(grid.weights_offload)):
         return
     seconds = host_copy(grid.grads_offload * context.grad_bytes * count, "h2d", context)
-    if not context.template.step_in_first_forward:
+    if not context.facts.step_in_first_forward:
         weights = grid.weights_offload * context.weight_bytes * count
         seconds = seconds + host_copy(weights, "h2d", context) + host_copy(weights, "d2h", context)
     delta["states_at_step"] = Linear(seconds)
@@ -150,19 +151,19 @@ def _steps_in_first_forward(
     grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext, delta: dict[str, Linear]
 ) -> None:
     """Updates between the layers of the first forward pass; the copies are part of its traffic."""
-    template, prices = context.template, context.prices
+    facts, prices = context.facts, context.prices
     share = count / np.where(grid.zero >= 1, replicas(grid, context), 1.0)
     steps = layer_traffic(grid, loads.block, context).step_compute_s
     add_term(delta, "optimizer_compute", Linear(per_layer=steps))
-    if template.grad_norm_pass:
+    if facts.grad_norm_pass:
         norm = prices.memory_bound(3.0 * context.grad_bytes * share).seconds
         add_term(delta, "optimizer_compute", Linear(norm))
-    if template.adam_on_host and np.any(grid.optimizer_offload):
+    if facts.adam_on_host and np.any(grid.optimizer_offload):
         # The thread that updates a layer launches nothing: the device has the layer before it to run.
         divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)
         update = prices.host_adam(grid.optimizer_offload * loads.block.parameters / divisor).seconds
         delta["host_adam"] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
-        if template.steps_by_place:
+        if facts.steps_by_place:
             add_term(delta, "host_adam", _edges_on_host(grid, loads, divisor, context))
             delta["host_adam_copies"] = Linear(_gradients_to_states(grid, share, context))
 
@@ -193,7 +194,7 @@ def boundary_terms(
         return
     gpus = grid.nodes * grid.gpus_per_node
     alike = max(context.cluster_gpus // gpus, 2)
-    overlaps = grid.vpp > 1 and context.template.boundary_overlaps_when_interleaved
+    overlaps = grid.vpp > 1 and context.facts.boundary_overlaps_when_interleaved
     # Chunks pass every boundary on their way, wherever their stage stands.
     role = None if overlaps else grid.role
     share = boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node, role)
@@ -206,7 +207,7 @@ def boundary_terms(
         stable["pipeline_p2p"], delta["pipeline_p2p"] = _sent_beside_chunks(sends, loads.block, context)
         return
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
-    each = 2.0 if context.template.sends_in_turn else 1.0
+    each = 2.0 if context.facts.sends_in_turn else 1.0
     stable["pipeline_p2p"] = Linear(each * exchanges * grid.vpp * hop)
 
 
@@ -313,7 +314,7 @@ def _beside(sent: Array, parts: tuple[Array, Array, Array], context: TimeContext
 def slowed_by_reduction(grid: StageGrid, loads: StageLoads, reduction: Array, context: TimeContext) -> Array:
     """Interleaved stages reduce when their last backward pass has ended; its gradients still leave then, and
     where both go over the same links, have half of them."""
-    sends_beside = grid.vpp > 1 and context.template.boundary_overlaps_when_interleaved
+    sends_beside = grid.vpp > 1 and context.facts.boundary_overlaps_when_interleaved
     if not sends_beside or not np.any(reduction):
         return ZERO
     each_s = sent_beside_reductions(grid, loads, context) * context.model_layers / (grid.vpp * grid.stages)
@@ -335,8 +336,8 @@ def host_seconds(grid: StageGrid, context: TimeContext) -> Array:
     """Host work per micro-batch. Every chunk of an interleaved stage meets its neighbours for itself."""
     if "host_work" in context.without:
         return ZERO
-    exchange_s = grid.vpp * context.template.host_s_per_exchange if grid.stages > 1 else 0.0
-    return np.asarray(context.template.host_s_per_micro_batch + exchange_s)
+    exchange_s = grid.vpp * context.facts.host_s_per_exchange if grid.stages > 1 else 0.0
+    return np.asarray(context.facts.host_s_per_micro_batch + exchange_s)
 
 
 def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:

@@ -10,9 +10,7 @@ from dataclasses import replace
 from sympy import Expr, Integer
 
 from mist_megatron.cost import layers
-from mist_megatron.cost.communication import template_of
 from mist_megatron.cost.compile import compile_expressions
-from mist_megatron.cost.conventions import conventions_of
 from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import edge_parameters, layer_memory, stage_memory
@@ -20,6 +18,7 @@ from mist_megatron.cost.operators import Operator
 from mist_megatron.cost.shapes import ACTIVATION
 from mist_megatron.cost.stage import StageProgram, build_stage_program
 from mist_megatron.spec.job import Job
+from mist_megatron.targets.table import TARGETS
 
 
 def layer_options(job: Job) -> LayerOptions:
@@ -28,7 +27,7 @@ def layer_options(job: Job) -> LayerOptions:
     return LayerOptions(
         flash_attention=job.training.flash_attention,
         dropout=job.training.dropout > 0.0,
-        norm_statistics_bytes=conventions_of(job.target, job.execution).norm_statistics_bytes,
+        norm_statistics_bytes=TARGETS[job.target].memory(job.execution).norm_statistics_bytes,
         # Off by default in Megatron (--cross-entropy-loss-fusion) and in plain torch models.
         fused_cross_entropy=job.target == "mist" if fused is None else fused,
     )
@@ -66,8 +65,8 @@ def size_expressions(job: Job) -> dict[str, Expr]:
 def memory_expressions(job: Job, role: StageRole) -> dict[str, Expr]:
     """`term.*` held throughout and `term.activations`; `beyond.*` what each candidate for the peak adds to
     what is held. All candidates share what is held, so a grid touches its full size only once."""
-    conventions = conventions_of(job.target, job.execution)
-    memory = stage_memory(job.model, layer_options(job), job.target, conventions, role)
+    facts = TARGETS[job.target].memory(job.execution)
+    memory = stage_memory(job.model, layer_options(job), job.target, facts, role)
     states = [size for name, size in memory.terms.items() if name != "activations"]
     held = sum(states, start=Integer(0))
     return {
@@ -80,7 +79,7 @@ def memory_expressions(job: Job, role: StageRole) -> dict[str, Expr]:
 def stage_program_of(job: Job) -> StageProgram:
     """Everything about the job's stages that does not depend on numbers."""
     graphs = layer_graphs(job)
-    stops_early = template_of(job.target, job.execution).recompute_stops_early
+    stops_early = TARGETS[job.target].traffic(job.execution).recompute_stops_early
     unneeded = layers.unneeded_again(graphs["block"]) if stops_early else ()
     program = build_stage_program(graphs, size_expressions(job), unneeded)
     memory = {role.value: compile_expressions(memory_expressions(job, role)) for role in StageRole}

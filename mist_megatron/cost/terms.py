@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mist_megatron.cost.communication import Template
 from mist_megatron.price.prices import Array, Prices
+from mist_megatron.targets.facts import TrafficFacts
 
 ZERO = np.zeros(())
 
@@ -84,7 +84,7 @@ class TimeContext:
     """What one evaluator's stages have in common."""
 
     prices: Prices
-    template: Template
+    facts: TrafficFacts
     interference: Array
     weight_bytes: float
     grad_bytes: float
@@ -104,8 +104,8 @@ class TimeContext:
     def step_hides(self) -> bool:
         """Whether a stage may step while those before it still drain: not where it needs the gradient norm
         of all stages first, unless steps are taken in the next forward pass."""
-        ahead = self.template.step_in_first_forward and self.template.steps_while_waiting
-        return ahead or not self.template.grad_norm_pass
+        ahead = self.facts.step_in_first_forward and self.facts.steps_while_waiting
+        return ahead or not self.facts.grad_norm_pass
 
 
 @dataclass(frozen=True)

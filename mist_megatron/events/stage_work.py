@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from mist_megatron.cost.borders import Border, border_seconds
-from mist_megatron.cost.conventions import conventions_of
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.layer_passes import accumulation_seconds, edge_grid, layer_passes
@@ -24,6 +23,7 @@ from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, PassStreams, TimeC
 from mist_megatron.cost.traffic import layer_traffic
 from mist_megatron.spec.layout import nodes_of, replica_groups, tensor_groups
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.targets.table import TARGETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,19 +197,19 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         stages.append(replace(work, chunks=chunks, between_nodes=crossing))
         layer += stage.layers
     prices = {work for found, _ in kinds.values() for work in found.passes()}
-    template = context.template
+    facts = context.facts
     return Workload(
         plan=plan,
         stages=tuple(stages),
         prices=len(prices) + 2 * len(kinds),
         interference=context.interference,
-        step_waits_for_all=template.grad_norm_pass,
-        steps_early=template.step_in_first_forward and template.steps_while_waiting,
-        steps_on_arrival=template.step_in_first_forward and not template.steps_while_waiting,
-        sends_overlap=plan.vpp > 1 and template.boundary_overlaps_when_interleaved,
-        reduces_by_chunk=any(reduces_by_chunk(grid, template) for grid in grids),
-        sends_in_turn=template.sends_in_turn,
-        tied_before_reduction=template.tied_before_reduction,
+        step_waits_for_all=facts.grad_norm_pass,
+        steps_early=facts.step_in_first_forward and facts.steps_while_waiting,
+        steps_on_arrival=facts.step_in_first_forward and not facts.steps_while_waiting,
+        sends_overlap=plan.vpp > 1 and facts.boundary_overlaps_when_interleaved,
+        reduces_by_chunk=any(reduces_by_chunk(grid, facts) for grid in grids),
+        sends_in_turn=facts.sends_in_turn,
+        tied_before_reduction=facts.tied_before_reduction,
         borders=border_seconds(plan, grids, evaluator),
     )
 
@@ -256,7 +256,7 @@ def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kind
     recomputed = (
         _layer(grid, block, context, again=block.again, saved=False) if plan.stages[position].ckpt else kept
     )
-    edge = replace(edge_grid(grid, context.template), activations_offload=ZERO)
+    edge = replace(edge_grid(grid, context.facts), activations_offload=ZERO)
     embedding, head = (
         None if load is None else _layer(edge, load, context, again=(ZERO, ZERO), saved=False)
         for load in (loads.embedding, loads.head)
@@ -347,7 +347,7 @@ def _chunks(plan: Plan, position: int, kinds: _Kinds, first_layer: int) -> tuple
     """Layers of every chunk; which ones are recomputed follows the target (Megatron's block method takes a
     chunk's first ones, Mist's runtime a stage's last)."""
     stage, vpp, last = plan.stages[position], plan.vpp, len(plan.stages) - 1
-    first = conventions_of(plan.target, plan.execution).recomputes_first_layers
+    first = TARGETS[plan.target].memory(plan.execution).recomputes_first_layers
     per_chunk = stage.layers // vpp
     chunks = []
     for chunk in range(vpp):

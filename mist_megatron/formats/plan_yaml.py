@@ -14,7 +14,7 @@ from mist_megatron.spec import catalogue, check, presets
 from mist_megatron.spec.check import STRICT
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, Target
+from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, TargetName
 from mist_megatron.spec.training import TrainingSpec
 
 SCHEMA = 1
@@ -52,7 +52,7 @@ class PlanDocument:
     """What the user fixes."""
     cluster: ClusterDocument
     """Where it runs."""
-    target: Target
+    target: TargetName
     """Framework whose byte counts and overlaps hold, and whose rules the plan keeps."""
     grad_accum: int
     """Micro-batches per optimizer step; micro_batch * dp * grad_accum = global_batch on every stage."""

@@ -22,7 +22,7 @@ from mist_megatron.frameworks.megatron.model import VERSION
 from mist_megatron.frameworks.readme import readme_text
 from mist_megatron.frameworks.stages_json import stages_text
 from mist_megatron.spec.plan import Plan
-from mist_megatron.targets.rules import DEEPSPEED, MEGATRON
+from mist_megatron.targets.table import TARGETS
 
 LAUNCHERS = {
     "train.sh": "train.sh.j2",
@@ -53,9 +53,9 @@ class LaunchSources:
 
 def artifacts(plan: Plan, sources: LaunchSources) -> dict[str, str]:
     """Everything needed to start the plan on its target; refuses what the target cannot run."""
-    if plan.target in DEEPSPEED:
+    if TARGETS[plan.target].framework == "deepspeed":
         return _deepspeed_files(plan, sources)
-    if plan.target in MEGATRON:
+    if TARGETS[plan.target].framework == "megatron":
         return _megatron_files(plan, sources)
     raise InputError(
         f"target {plan.target} is a model of costs, no framework: nothing can be written for it",

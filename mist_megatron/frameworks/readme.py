@@ -5,12 +5,12 @@ from __future__ import annotations
 from mist_megatron.frameworks.deepspeed import write as deepspeed
 from mist_megatron.frameworks.megatron.write import different_grids, patches
 from mist_megatron.spec.plan import Plan, StagePlan
-from mist_megatron.targets.rules import DEEPSPEED
+from mist_megatron.targets.table import TARGETS
 
 
 def readme_text(plan: Plan) -> str:
     """Markdown, a page."""
-    by_deepspeed = plan.target in DEEPSPEED
+    by_deepspeed = TARGETS[plan.target].framework == "deepspeed"
     framework = "DeepSpeed" if by_deepspeed else "Megatron-core"
     script = "TRAIN_SCRIPT" if by_deepspeed else "MEGATRON_LM"
     lines = [
@@ -50,7 +50,7 @@ def _row(index: int, stage: StagePlan) -> str:
 
 
 def _notes(plan: Plan) -> list[str]:
-    if plan.target not in DEEPSPEED:
+    if TARGETS[plan.target].framework != "deepspeed":
         return _megatron_notes(plan)
     return _pipeline_notes(plan) if plan.pipeline_size > 1 else _deepspeed_notes(plan)
 

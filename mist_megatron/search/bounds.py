@@ -198,8 +198,8 @@ def least_times(
     stable, extra, step = (
         part.at(grid.layers, grid.ckpt) for part in (times.stable, times.delta, times.step)
     )
-    template = evaluator.time_context.template
-    if template.step_in_first_forward and template.steps_by_place:
+    facts = evaluator.time_context.facts
+    if facts.step_in_first_forward and facts.steps_by_place:
         # Offloaded weights save copies of a step between forward passes.
         extra = np.minimum(extra, 0.0)
     size = (len(meshes), len(layers), len(levels))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.job import Job
-from mist_megatron.targets.rules import AWAY, MEGATRON, capability
+from mist_megatron.targets.rules import AWAY
+from mist_megatron.targets.table import TARGETS
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class ExecutionChoice:
 
 def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
     """The job under each way of execution to be searched, the usual one first."""
-    if job.target in MEGATRON:
+    if TARGETS[job.target].framework == "megatron":
         return _of_megatron(job, space, limits)
-    able = capability(job.target)
+    able = TARGETS[job.target].capability
     open_ = space.decoupled_step and able.decoupled_step and job.execution.decoupled_step is None
     if not open_ or "decoupled_step" in limits.forbidden:
         return [ExecutionChoice(job, limits)]

@@ -22,7 +22,7 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_prices import Array
 from mist_megatron.spec.job import Job
-from mist_megatron.targets.rules import MEGATRON
+from mist_megatron.targets.table import TARGETS
 
 Item = EqualPipeline | MixedFamily
 
@@ -101,7 +101,7 @@ def reduces_beside(job: Job, after: StageEvaluator) -> bool:
     and after it here, and running together gains: of two streams that are slowed down by f and g each gets
     1/f and 1/g of the time."""
     execution = after.job.execution
-    if job.target not in MEGATRON or execution.overlap_grad_reduce:
+    if TARGETS[job.target].framework != "megatron" or execution.overlap_grad_reduce:
         return False
     switched = replace(execution, overlap_grad_reduce=True)
     slow_compute, slow_traffic = (float(factor) for factor in after.time_context.interference[0b0011, :2])

@@ -45,7 +45,8 @@ from mist_megatron.search.stage_fronts import (
 )
 from mist_megatron.search.stage_prices import Choices, StageSlot
 from mist_megatron.spec.job import Job
-from mist_megatron.targets.rules import bridge_job_rules, capability
+from mist_megatron.targets.rules import bridge_job_rules
+from mist_megatron.targets.table import TARGETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ def mixed_families(job: Job, space: Space, limits: Limits) -> Iterator[MixedFami
     lengths = tuple(k for k in range(2, longest + 1) if limits.allows("pp", k))
     if not (space.unequal and space.pipeline and lengths and limits.allows("vpp", 1)):
         return
-    bridged = capability(job.target).bridged_grids
+    bridged = TARGETS[job.target].capability.bridged_grids
     if bridged and bridge_job_rules(job.model, job.training, job.execution):
         return
     for grad_accum in divisors(job.training.global_batch):
@@ -146,7 +147,7 @@ def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator
                 sequence_parallel=False,
                 vpp=1,
                 zero=stage_levels(space, dp, stages=2)[0],
-                bridged=capability(job.target).bridged_grids,
+                bridged=TARGETS[job.target].capability.bridged_grids,
             )
 
 

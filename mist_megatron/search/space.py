@@ -9,9 +9,11 @@ from typing import Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
-from mist_megatron.spec.plan import Execution, Target
+from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.spec.training import Precision
-from mist_megatron.targets.rules import AWAY, OffloadRanges, Range, capability
+from mist_megatron.targets.facts import OffloadRanges, Range
+from mist_megatron.targets.rules import AWAY
+from mist_megatron.targets.table import TARGETS
 
 CkptRange = Literal["none", "all", "none_or_all", "any"]
 OFFLOAD_KINDS = ("weights", "grads", "optimizer", "activations")
@@ -171,10 +173,10 @@ def _narrower(left: Range, right: Range) -> Range:
 
 
 def cut_to_target(
-    space: Space, target: Target, precision: Precision | None = None, execution: Execution | None = None
+    space: Space, target: TargetName, precision: Precision | None = None, execution: Execution | None = None
 ) -> Space:
     """The part of a space that a target can run. Refuses where nothing of it is left."""
-    able = capability(target, precision, execution)
+    able = TARGETS[target].can(precision, execution)
     decoupled = able.decoupled_step and execution is not None and bool(execution.decoupled_step)
     least = able.decoupled_least_zero if decoupled else 0
     zero = tuple(level for level in space.zero if level in able.zero and level >= least)

@@ -25,7 +25,8 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.plan import Schedule
-from mist_megatron.targets.rules import WEIGHTS_LEAST_ZERO, GradientCase, Range, gradient_range
+from mist_megatron.targets.facts import Range
+from mist_megatron.targets.rules import WEIGHTS_LEAST_ZERO, GradientCase, gradient_range
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -176,7 +177,7 @@ class Times:
         """Prices of a grid, some terms of d left out."""
         terms = evaluator.terms(grid)
         context = evaluator.time_context
-        waits = () if context.step_hides else step_names(context.template)
+        waits = () if context.step_hides else step_names(context.facts)
         delta = {name: term for name, term in terms.delta.items() if name not in without}
         return Times(
             totals(terms.stable),

@@ -9,10 +9,9 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Target
+from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.spec.training import TrainingSpec
 
-TARGETS: tuple[Target, ...] = ("mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches")
 PRECISIONS = ("fp16", "bf16", "fp8")
 
 
@@ -23,7 +22,7 @@ class Job:
     model: ModelSpec
     training: TrainingSpec
     cluster: ClusterSpec
-    target: Target = "megatron+patches"
+    target: TargetName = "megatron+patches"
     execution: Execution = Execution()
 
 

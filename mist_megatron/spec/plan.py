@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
@@ -13,7 +13,9 @@ from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.training import TrainingSpec
 
-Target = Literal["mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches"]
+TargetName = Literal["mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches"]
+TARGET_NAMES: tuple[TargetName, ...] = get_args(TargetName)
+"""What is known of each stands in `targets/`."""
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1"]
 Recompute = Literal["none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]
@@ -102,7 +104,7 @@ class Plan:
     model: ModelSpec
     training: TrainingSpec
     cluster: ClusterSpec
-    target: Target
+    target: TargetName
     grad_accum: int
     """Micro-batches per optimizer step (G)."""
     stages: tuple[StagePlan, ...]

@@ -1,7 +1,5 @@
-"""What each target can execute, as data: search cuts its space to it, predict and emit refuse the rest.
-
-Facts are those of megatron-core 0.16-0.19, Megatron-LM's parser, DeepSpeed 0.19 and the Mist artifact; each
-rule names its reason where it refuses.
+"""What a target cannot run of a plan, from its facts: search cuts its space to them, predict and emit refuse
+the rest, and each rule names its reason.
 """
 
 from __future__ import annotations
@@ -10,201 +8,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Literal
 
 from mist_megatron.errors import EmitError, InputError
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, Target, Zero
-from mist_megatron.spec.training import Precision, TrainingSpec
-
-Range = Literal["none", "all_or_nothing", "any"]
-"""Which fractions of a kind of bytes a target can keep in host memory."""
-
-DEEPSPEED: frozenset[Target] = frozenset({"deepspeed", "deepspeed+patches"})
-"""Targets that DeepSpeed trains: its files, its layout of bytes, its streams."""
-MEGATRON: frozenset[Target] = frozenset({"megatron", "megatron+patches"})
-"""Those of Megatron-core."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadRanges:
-    """Fractions per kind of bytes."""
-
-    weights: Range = "none"
-    grads: Range = "none"
-    optimizer: Range = "none"
-    activations: Range = "none"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capability:
-    """Everything a target can run; what is not said it cannot."""
-
-    target: Target
-    zero: tuple[Zero, ...]
-    """Levels it knows."""
-    zero_with_pipeline: tuple[Zero, ...]
-    """Levels it knows when there is more than one stage."""
-    schedules: tuple[Schedule, ...]
-    pipeline: bool = False
-    tensor_parallel: bool = False
-    context_parallel: bool = False
-    sequence_parallel: bool = False
-    selective: bool = False
-    """Recomputation of the attention core alone."""
-    partial_ckpt: bool = False
-    """Any number of a stage's layers recomputed in full, not only none or all."""
-    parallel_block: bool = False
-    """Layers in which attention and MLP stand side by side (Falcon, GPT-NeoX)."""
-    uneven_layers: bool = False
-    per_stage_ckpt: bool = False
-    """Each stage its own number of recomputed layers and kind of recomputation."""
-    per_stage_offload: bool = False
-    per_stage_zero: bool = False
-    per_stage_grid: bool = False
-    """Each stage its own dp, tp and micro-batch."""
-    bridged_grids: bool = False
-    """Stages of different grids pass activations over megatron-core's bridge, within its limits."""
-    offload: OffloadRanges
-    offload_needs_zero: int = 0
-    """Least ZeRO level with which optimizer states can be offloaded."""
-    grads_follow_optimizer: bool = False
-    """Gradients go to the host exactly when optimizer states do and gradients are sharded (DeepSpeed)."""
-    states_by_level: bool = False
-    """The ZeRO level and the optimizer's fraction say what of weights and gradients can leave the GPU
-    (DeepSpeed's patches: `gradient_range`)."""
-    decoupled_step: bool = False
-    """Each layer can be stepped right before its next forward pass where the plan asks for it."""
-    decoupled_least_zero: int = 0
-    """Least ZeRO level with which it can."""
-    states_visit: bool = False
-    """Offloaded weights and gradients visit the GPU layer by layer, which asynchronous collectives on them
-    cannot wait for (patch state_offload)."""
-
-
-_MEGATRON = Capability(
-    target="megatron",
-    zero=(0, 1),
-    zero_with_pipeline=(0, 1),
-    schedules=("1f1b", "interleaved"),
-    pipeline=True,
-    tensor_parallel=True,
-    context_parallel=True,
-    sequence_parallel=True,
-    selective=True,
-    partial_ckpt=True,
-    # No parallel_block: TransformerLayer of megatron-core 0.19 always adds attention before the MLP reads its
-    # input.
-    uneven_layers=True,
-    # --optimizer-offload-fraction; the fine-grained activation offload counts groups, not bytes.
-    offload=OffloadRanges(optimizer="any"),
-    # Offload needs the precision-aware optimizer, which needs the distributed optimizer.
-    offload_needs_zero=1,
-)
-
-_ANY_FRACTION = OffloadRanges(weights="any", grads="any", optimizer="any", activations="any")
-
-_DEEPSPEED = Capability(
-    target="deepspeed",
-    zero=(0, 1, 2, 3),
-    zero_with_pipeline=(0, 1),
-    schedules=("1f1b",),
-    # No pipeline but one regular grid of data-parallel ranks: what an engine without a PipelineModule runs.
-    parallel_block=True,
-    offload=OffloadRanges(weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"),
-    offload_needs_zero=1,
-    grads_follow_optimizer=True,
-)
-
-CAPABILITIES: Mapping[Target, Capability] = MappingProxyType(
-    {
-        "megatron": _MEGATRON,
-        # What patches add to what they patch. ZeRO stays one for all stages: a distributed optimizer on
-        # some of them only hangs, since the norm groups differ.
-        "megatron+patches": replace(
-            _MEGATRON,
-            target="megatron+patches",
-            per_stage_ckpt=True,
-            per_stage_offload=True,
-            per_stage_grid=True,
-            bridged_grids=True,
-            offload=_ANY_FRACTION,
-            decoupled_step=True,
-            states_visit=True,
-        ),
-        "deepspeed": _DEEPSPEED,
-        "deepspeed+patches": replace(
-            _DEEPSPEED,
-            target="deepspeed+patches",
-            # The patch pipeline_stages configures a PipelineModule stage by stage. Without ZeRO, DeepSpeed
-            # 0.19.8 clips each stage by a norm of its own in fp32, and its bf16 optimizer cannot load in a
-            # pipeline what it saved; 2 and 3 it refuses there.
-            pipeline=True,
-            zero_with_pipeline=(1,),
-            uneven_layers=True,
-            per_stage_ckpt=True,
-            per_stage_offload=True,
-            partial_ckpt=True,
-            offload=_ANY_FRACTION,
-            grads_follow_optimizer=False,
-            states_by_level=True,
-            decoupled_step=True,
-            # DeepSpeed's ZeRO optimizers are what the patch knows.
-            decoupled_least_zero=1,
-        ),
-        "mist": Capability(
-            target="mist",
-            zero=(0, 1, 2, 3),
-            zero_with_pipeline=(0, 1, 2, 3),
-            schedules=("1f1b",),
-            pipeline=True,
-            tensor_parallel=True,
-            partial_ckpt=True,
-            parallel_block=True,
-            uneven_layers=True,
-            per_stage_ckpt=True,
-            per_stage_offload=True,
-            per_stage_zero=True,
-            per_stage_grid=True,
-            offload=_ANY_FRACTION,
-        ),
-    }
-)
-
-
-def capability(
-    target: Target, precision: Precision | None = None, execution: Execution | None = None
-) -> Capability:
-    """What a target runs, in this precision and under these switches if they are given."""
-    able = CAPABILITIES[target]
-    if target in DEEPSPEED and execution is not None and execution.grad_bytes == 4:
-        # Without ZeRO gradients are as wide as weights; ZeRO 1 beside bf16 weights is another optimizer,
-        # BF16_Optimizer, which no patch knows (engine.py, _do_optimizer_sanity_check).
-        missing = {0, 1} if target == "deepspeed+patches" and precision == "bf16" else {0}
-        levels = (able.zero, able.zero_with_pipeline)
-        alone, piped = (tuple(level for level in known if level not in missing) for known in levels)
-        able = replace(able, zero=alone, zero_with_pipeline=piped)
-    if target in DEEPSPEED and execution is not None and execution.overlap_grad_reduce:
-        # engine.py switches overlap_comm off for a PipelineModule: the plan would say what nobody does.
-        able = replace(able, pipeline=False)
-    if precision == "fp8" and target == "megatron+patches":
-        # Transformer Engine keeps 8-bit copies of weights that the patch does not see; nobody tried it.
-        return replace(able, offload=replace(able.offload, weights="none", grads="none"))
-    return able
+from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName
+from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.facts import Capability
+from mist_megatron.targets.table import TARGETS
 
 
 def violations(plan: Plan) -> tuple[str, ...]:
     """Every rule of its target that a plan breaks, in words that name stage, key and reason."""
-    able = capability(plan.target, plan.training.precision, plan.execution)
+    able = TARGETS[plan.target].can(plan.training.precision, plan.execution)
     found = [*_pipeline_rules(plan, able), *_uniformity_rules(plan, able), *_bridge_rules(plan, able)]
     for index, stage in enumerate(plan.stages):
         found += _stage_rules(f"stages[{index}]", stage, plan, able)
     return tuple(found)
 
 
-def runnable_on(plan: Plan) -> tuple[Target, ...]:
+def runnable_on(plan: Plan) -> tuple[TargetName, ...]:
     """Targets that can execute this plan as it is."""
-    made = (replace(plan, target=target) for target in CAPABILITIES)
+    made = (replace(plan, target=target) for target in TARGETS)
     return tuple(other.target for other in made if not violations(other))
 
 
@@ -218,17 +42,17 @@ def require_runnable(plan: Plan) -> None:
         raise EmitError(f"target {plan.target} cannot run this plan: {broken[0]}{more}; {hint}")
 
 
-def model_rules(model: ModelSpec, target: Target) -> tuple[str, ...]:
+def model_rules(model: ModelSpec, target: TargetName) -> tuple[str, ...]:
     """What of a model its target cannot run, whatever the plan."""
-    if model.parallel_block and not CAPABILITIES[target].parallel_block:
+    if model.parallel_block and not TARGETS[target].capability.parallel_block:
         return (f"model {model.name}: it has no parallel blocks (attention beside MLP)",)
     return ()
 
 
-def require_model(model: ModelSpec, target: Target) -> None:
+def require_model(model: ModelSpec, target: TargetName) -> None:
     """Refuse a model that a target cannot run, before anything is searched."""
     for rule in model_rules(model, target):
-        others = ", ".join(other for other in CAPABILITIES if not model_rules(model, other))
+        others = ", ".join(other for other in TARGETS if not model_rules(model, other))
         raise InputError(f"target {target} cannot run {rule}; try --target with one of: {others}")
 
 
@@ -236,7 +60,7 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
     found = list(model_rules(plan.model, plan.target))
     if plan.pipeline_size > 1 and not able.pipeline:
         overlaps = ": execution.overlap_grad_reduce is on, which DeepSpeed switches off in one"
-        more = overlaps if CAPABILITIES[plan.target].pipeline else ""
+        more = overlaps if TARGETS[plan.target].capability.pipeline else ""
         found.append(
             f"{plan.pipeline_size} stages: it has no pipeline parallelism here, wanted 1 stage{more}"
         )
@@ -246,7 +70,7 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
         found.append("sequence_parallel: it has none")
     if plan.sequence_parallel and all(stage.tp == 1 for stage in plan.stages):
         found.append("sequence_parallel: needs tp above 1")
-    if plan.execution.deterministic and plan.target not in MEGATRON:
+    if plan.execution.deterministic and TARGETS[plan.target].framework != "megatron":
         found.append("execution.deterministic: it has no such switch")
     if plan.execution.decoupled_step and not able.decoupled_step:
         found.append("execution.decoupled_step: it has no such switch")
@@ -312,7 +136,7 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
     levels = able.zero_with_pipeline if plan.pipeline_size > 1 else able.zero
     if stage.zero not in levels:
         pipelined = " with a pipeline" if plan.pipeline_size > 1 else ""
-        known = stage.zero in CAPABILITIES[plan.target].zero and not pipelined
+        known = stage.zero in TARGETS[plan.target].capability.zero and not pipelined
         wide = f" with gradients of 4 bytes beside {plan.training.precision} weights" if known else ""
         found.append(
             f"{where}.zero {stage.zero}: it runs {', '.join(map(str, levels)) or 'none'}{pipelined}{wide}"

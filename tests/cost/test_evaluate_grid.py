@@ -15,7 +15,8 @@ from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, StageRole, ma
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import LinkOverrides, cluster_of
-from mist_megatron.spec.job import TARGETS, Job
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.plan import TARGET_NAMES
 from mist_megatron.spec.training import TrainingSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +80,7 @@ def test_agrees_with_a_plain_function_written_apart(benchmark: ModuleType, mist:
     benchmark.check_equal(benchmark.price(mist, sample), [plainly(grid) for grid in singles])
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", TARGET_NAMES)
 def test_open_grid_equals_single_configurations(benchmark: ModuleType, target: str) -> None:
     found = evaluator(target, "llama2-7b")
     values = {name: v[:3] for name, v in benchmark.values_of_axes(2).items()}

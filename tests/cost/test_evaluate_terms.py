@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned, template_of
-from mist_megatron.cost.conventions import conventions_of
+from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.stage_time import stage_terms
 from mist_megatron.cost.terms import LayerLoad, StageLoads, TimeContext
 from mist_megatron.price.overlap import no_interference
 from mist_megatron.price.prices import Priced
 from mist_megatron.spec.plan import Execution
+from mist_megatron.targets.table import TARGETS
 
 PARAMETERS = 100.0
 HOST_S = 0.01
@@ -104,7 +104,7 @@ def terms_of(
     switches = Execution(**execution)
     context = TimeContext(
         prices=OneSecondPerByte(),
-        template=template_of(target, switches),  # type: ignore[arg-type]
+        facts=TARGETS[target].traffic(switches),  # type: ignore[arg-type]
         interference=no_interference(),
         weight_bytes=2.0,
         grad_bytes=2.0,
@@ -115,7 +115,7 @@ def terms_of(
         context_parallel=1,
         model_layers=8,
         without=frozenset(),
-        recomputes_first_layers=conventions_of(target, switches).recomputes_first_layers,  # type: ignore[arg-type]
+        recomputes_first_layers=TARGETS[target].memory(switches).recomputes_first_layers,  # type: ignore[arg-type]
     )
     loads = StageLoads(block=block, embedding=None, head=head, boundary_bytes=array(HOP_S))
     result = stage_terms(grid, loads, context)

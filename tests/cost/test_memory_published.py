@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from mist_megatron.cost import symbols as s
-from mist_megatron.cost.conventions import MIST
 from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
 from mist_megatron.spec.presets import preset
+from mist_megatron.targets.mist import MEMORY
 
 MIB = 1 << 20
 
@@ -25,8 +25,8 @@ def test_the_artifacts_own_numbers():
     its model counts neither learned positions nor a final norm.
     """
     model = replace(preset("gpt3-1.3b"), learned_positions=0, final_norm=False)
-    options = LayerOptions(flash_attention=False, norm_statistics_bytes=MIST.norm_statistics_bytes)
-    memory = stage_memory(model, options, "mist", MIST, StageRole.ONLY)
+    options = LayerOptions(flash_attention=False, norm_statistics_bytes=MEMORY.norm_statistics_bytes)
+    memory = stage_memory(model, options, "mist", MEMORY, StageRole.ONLY)
     numbers = {
         s.B: 8, s.S: 2048, s.TP: 1, s.CP: 1, s.DP: 2, s.SP: 0, s.SELECTIVE: 0, s.LAYERS: 24, s.CKPT: 24,
         s.IN_FLIGHT: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, s.WO: 0, s.GO: 0, s.OO: 0, s.AO: 0, s.HIDDEN: 2048,

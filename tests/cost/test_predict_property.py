@@ -13,8 +13,7 @@ from mist_megatron.cost.predict import job_of, predict, prediction_document
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.job import TARGETS
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.plan import TARGET_NAMES, Execution, Offload, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 
 MODELS = (
@@ -60,7 +59,7 @@ def plans(draw: st.DrawFn) -> Plan:
             nodes=stages,
             gpus_per_node=gpus,
         ),
-        target=draw(st.sampled_from(TARGETS)),
+        target=draw(st.sampled_from(TARGET_NAMES)),
         grad_accum=grad_accum,
         schedule=schedule,  # type: ignore[arg-type]
         vpp=vpp,

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from mist_megatron.ask.evaluators import evaluator_for
-from mist_megatron.cost.communication import ZERO3_NETWORK_SHARE
 from mist_megatron.cost.predict import grid_of, job_of
 from mist_megatron.formats.files import load_model
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
-from mist_megatron.spec.plan import Plan, StagePlan, Target, Zero
+from mist_megatron.spec.plan import Plan, StagePlan, TargetName, Zero
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.deepspeed import ZERO3_NETWORK_SHARE
 
 
-def plan_of(target: Target, *, dropout: float = 0.0, gpus: int = 8, zero: Zero = 3) -> Plan:
+def plan_of(target: TargetName, *, dropout: float = 0.0, gpus: int = 8, zero: Zero = 3) -> Plan:
     model = load_model("gpt3-7b")
     stage = StagePlan(layers=model.layers, nodes=gpus // 8, gpus_per_node=8, dp=gpus, tp=1, micro_batch=4,
                       zero=zero, ckpt=model.layers)  # fmt: skip
@@ -35,7 +35,7 @@ def plan_of(target: Target, *, dropout: float = 0.0, gpus: int = 8, zero: Zero =
     ("target", "dropout", "left_out"),
     [("deepspeed", 0.0, True), ("deepspeed", 0.1, False), ("megatron", 0.0, False), ("mist", 0.0, False)],
 )
-def test_the_last_product_is_not_run_again(target: Target, dropout: float, left_out: bool) -> None:
+def test_the_last_product_is_not_run_again(target: TargetName, dropout: float, left_out: bool) -> None:
     """torch.utils.checkpoint without re-entrance: counted in `framework/test_checkpoint_stops_early.py`."""
     zero: Zero = 1 if target == "megatron" else 3
     plan = plan_of(target, dropout=dropout, zero=zero)
@@ -59,7 +59,7 @@ def test_layer_wise_collectives_reach_a_share_of_the_network() -> None:
         evaluator = evaluator_for(job_of(plan))[0]
         quick = evaluator_for(job_of(plan))[0]
         context = evaluator.time_context
-        quick._context = replace(context, template=replace(context.template, zero3_network_share=1.0))
+        quick._context = replace(context, facts=replace(context.facts, zero3_network_share=1.0))
         grid = grid_of(replace(plan, stages=(replace(plan.stages[0], ckpt=0),)), 0)
         from mist_megatron.cost.traffic import layer_traffic
 

@@ -13,7 +13,6 @@ pytest.importorskip("deepspeed", reason="needs the test framework environment")
 import warm_start_server
 from deepspeed_buckets import CASES
 
-from mist_megatron.cost.conventions import DEEPSPEED
 from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.predict import grid_of, job_of
 from mist_megatron.formats.model_yaml import model_from_mapping
@@ -22,6 +21,7 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.deepspeed import MEMORY
 
 ELEMENTS = 1000
 PROGRAM = Path(__file__).with_name("deepspeed_buckets.py")
@@ -59,7 +59,7 @@ def test_buckets_are_as_many_and_as_long_as_deepspeed_s(level: int, overlaps: bo
     evaluator, grid = make_evaluator(job_of(plan), datasheet_prices(CLUSTER, "bf16")), grid_of(plan, 0)
     buffers = float(evaluator.memory_terms(grid)["buffers"])
     at_step = buffers + float(evaluator.memory_moments(grid)["beyond.step"])
-    larger = DEEPSPEED.bucket_elements / ELEMENTS
+    larger = MEMORY.bucket_elements / ELEMENTS
     # Also while micro-batches are only added up, also where the model has fewer elements; at the step those
     # of level 3 alone. Other buffers, and what the step makes, are a megabyte here.
     assert [seen * larger for seen in found["passes"]] == pytest.approx([buffers] * 3, abs=1e6)

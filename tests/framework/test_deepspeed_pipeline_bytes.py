@@ -17,7 +17,6 @@ import warm_start_server
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cli.emit import launch_sources
-from mist_megatron.cost.conventions import DEEPSPEED
 from mist_megatron.cost.predict import grid_of, job_of
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.formats.write import write_artifacts
@@ -26,6 +25,7 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Offload, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.deepspeed import MEMORY
 
 HERE = Path(__file__).parent
 MODEL = model_from_mapping(
@@ -116,7 +116,7 @@ def test_pipe_buffers_and_buckets_are_the_predicted_ones(
     activation = 2.0 * MICRO_BATCH * SEQ * MODEL.hidden
     # Of the buffers that `predict` counts some visit the device with offloaded weights.
     buffers = predicted(on_device(planned), stage)["buffers"]
-    bucket = 2.0 * DEEPSPEED.bucket_elements
+    bucket = 2.0 * MEMORY.bucket_elements
     one, two = (
         float(evaluator.memory_moments(replace(grid, in_flight=grid.in_flight * k))["activations"])
         for k in (1, 2)

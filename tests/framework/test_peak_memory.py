@@ -16,11 +16,11 @@ pytest.importorskip("transformers", reason="needs the test framework environment
 import warm_start_server
 
 from mist_megatron.cost import symbols as s
-from mist_megatron.cost.conventions import DEEPSPEED
 from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
 from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.targets.deepspeed import MEMORY
 
 SHAPES = [
     # hidden, ffn, heads, layers, vocab, batch, seq, and 1 for GPT-2's positions and activation
@@ -64,9 +64,7 @@ def test_peak_within_two_percent(shape, tracked):
         "model",
     )  # fmt: skip
     # LayerNorm on CPU keeps its statistics in the precision of its input.
-    memory = stage_memory(
-        model, LayerOptions(norm_statistics_bytes=4), "deepspeed", DEEPSPEED, StageRole.ONLY
-    )
+    memory = stage_memory(model, LayerOptions(norm_statistics_bytes=4), "deepspeed", MEMORY, StageRole.ONLY)
     numbers = {
         s.B: batch, s.S: seq, s.TP: 1, s.CP: 1, s.DP: 1, s.SP: 0, s.SELECTIVE: 0, s.LAYERS: layers,
         s.CKPT: 0, s.IN_FLIGHT: 1, s.Z1: 0, s.Z2: 0, s.Z3: 0, s.WO: 0, s.GO: 0, s.OO: 0, s.AO: 0,

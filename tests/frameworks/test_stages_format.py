@@ -13,11 +13,11 @@ from mist_megatron.frameworks.deepspeed import write as deepspeed
 from mist_megatron.frameworks.megatron import write as megatron
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.plan import Offload, Plan, StagePlan, Target
+from mist_megatron.spec.plan import Offload, Plan, StagePlan, TargetName
 from mist_megatron.spec.training import TrainingSpec
 
 
-def plan(target: Target, stages: int) -> Plan:
+def plan(target: TargetName, stages: int) -> Plan:
     stage = StagePlan(
         layers=32 // stages, nodes=1, gpus_per_node=4 // stages, dp=4 // stages, tp=1, micro_batch=1, zero=1
     )

@@ -8,12 +8,12 @@ from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.plan import Target
+from mist_megatron.spec.plan import TargetName
 from mist_megatron.spec.training import TrainingSpec
 
 
 def small_job(
-    target: Target, gpus: int = 4, layers: int = 4, batch: int = 16, limit_gib: float | None = None
+    target: TargetName, gpus: int = 4, layers: int = 4, batch: int = 16, limit_gib: float | None = None
 ) -> Job:
     """A model of a few layers that needs several gigabytes."""
     model = model_from_mapping(

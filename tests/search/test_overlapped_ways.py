@@ -16,14 +16,14 @@ from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.plan import Execution, Target
+from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.spec.training import TrainingSpec
 
 OVERLAPPED = Execution(overlap_grad_reduce=True, overlap_param_gather=True)
 COARSE = Settings(step=0.5)
 
 
-def job(target: Target, *, gpus: int = 2, limit_gib: float | None = None) -> Job:
+def job(target: TargetName, *, gpus: int = 2, limit_gib: float | None = None) -> Job:
     limit = None if limit_gib is None else int(limit_gib * 2**30)
     return Job(
         model=load_model("gpt3-1.3b"),

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
-from mist_megatron.spec.job import TARGETS
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.plan import TARGET_NAMES, Execution, Offload, Plan, StagePlan
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.training import TrainingSpec
 
@@ -68,7 +67,7 @@ def valid_plans(draw) -> Plan:
             links=draw(st.sampled_from([LinkOverrides(), LinkOverrides(inter_bytes_per_s=1.25e10)])),
             memory_limit_bytes=draw(st.one_of(st.none(), st.floats(1e9, 1e11))),
         ),
-        target=draw(st.sampled_from(list(TARGETS))),
+        target=draw(st.sampled_from(list(TARGET_NAMES))),
         grad_accum=grad_accum,
         stages=made,
         sequence_parallel=draw(st.booleans()),

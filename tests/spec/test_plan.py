@@ -11,7 +11,8 @@ from plans import valid_plans
 from mist_megatron.errors import EmitError, InputError
 from mist_megatron.formats.plan_yaml import plan_from_text, plan_to_mapping, plan_to_yaml
 from mist_megatron.spec.layout import in_flight, nodes_of, replica_groups, stage_ranks, tensor_groups
-from mist_megatron.targets.rules import CAPABILITIES, require_runnable, runnable_on, violations
+from mist_megatron.targets.rules import require_runnable, runnable_on, violations
+from mist_megatron.targets.table import TARGETS
 
 TEXT = """
 schema: 1
@@ -114,4 +115,4 @@ def test_violations_name_the_rule_and_who_could():
 def test_a_plan_is_runnable_exactly_where_it_breaks_no_rule(plan):
     able = runnable_on(plan)
     assert (plan.target in able) == (violations(plan) == ())
-    assert set(able) <= set(CAPABILITIES)
+    assert set(able) <= set(TARGETS)

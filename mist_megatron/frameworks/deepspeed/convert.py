@@ -17,7 +17,7 @@ from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.deepspeed.write import zero_section
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan, Target, Zero
+from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan, TargetName, Zero
 from mist_megatron.spec.training import Precision, TrainingSpec
 from mist_megatron.targets.rules import violations
 
@@ -81,7 +81,7 @@ class Question:
     """Whether the script recomputes activations now."""
     may_checkpoint: bool
     """Whether the answer may switch recomputation."""
-    target: Target = "deepspeed"
+    target: TargetName = "deepspeed"
 
 
 def batch_of(reading: Reading, gpus: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from mist_megatron.errors import InputError
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.model import Activation, ModelSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, Recompute, StagePlan, Target, Zero
+from mist_megatron.spec.plan import Execution, Offload, Plan, Recompute, StagePlan, TargetName, Zero
 from mist_megatron.spec.training import TrainingSpec
 
 Options = Mapping[str, tuple[str, ...]]
@@ -303,7 +303,7 @@ def _vocab(read: Reader) -> int | None:
     return None
 
 
-def _target(stages: tuple[StagePlan, ...]) -> Target:
+def _target(stages: tuple[StagePlan, ...]) -> TargetName:
     first = stages[0]
     return "megatron" if all(_kind(stage) == _kind(first) for stage in stages) else "megatron+patches"
 
@@ -376,7 +376,7 @@ def with_stages(plan: Plan, document: Mapping[str, Any], where: str) -> Plan:
             )
         stages.append(replace(stage, offload=Offload(**item["offload"]), zero=item["zero"]))
     patched = bool(document.get("patches")) or plan.target == "megatron+patches"
-    target: Target = "megatron+patches" if patched else "megatron"
+    target: TargetName = "megatron+patches" if patched else "megatron"
     steps = True if "decoupled_steps" in document.get("patches", ()) else None
     execution = replace(plan.execution, decoupled_step=steps)
     return replace(plan, stages=tuple(stages), target=target, execution=execution)

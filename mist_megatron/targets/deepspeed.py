@@ -1,0 +1,177 @@
+"""The targets `deepspeed` and `deepspeed+patches`: DeepSpeed 0.19, read in its sources."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mist_megatron.spec.plan import Execution
+from mist_megatron.spec.training import Precision
+from mist_megatron.targets.facts import (
+    HOST_S_PER_EXCHANGE,
+    HOST_S_PER_LAUNCH,
+    HOST_S_PER_MICRO_BATCH,
+    HOST_S_PER_PEER,
+    HOST_S_PER_STEP,
+    MIB,
+    Capability,
+    MemoryFacts,
+    OffloadRanges,
+    Target,
+    TrafficFacts,
+)
+
+ZERO3_NETWORK_SHARE = 0.62
+"""Of the bandwidth between nodes that bucketed reductions reach, what gathers and reductions by layer do: 0.7
+by Azure's 54 runs of 2022, 0.4 by three of 2021 (SC'21); llm-foundry's runs fit with either."""
+
+CAPABILITY = Capability(
+    zero=(0, 1, 2, 3),
+    zero_with_pipeline=(0, 1),
+    schedules=("1f1b",),
+    # No pipeline but one regular grid of data-parallel ranks: what an engine without a PipelineModule runs.
+    parallel_block=True,
+    offload=OffloadRanges(weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"),
+    offload_needs_zero=1,
+    grads_follow_optimizer=True,
+)
+
+PATCHED_CAPABILITY = replace(
+    CAPABILITY,
+    # The patch pipeline_stages configures a PipelineModule stage by stage. Without ZeRO, DeepSpeed 0.19.8
+    # clips each stage by a norm of its own in fp32, and its bf16 optimizer cannot load in a pipeline what it
+    # saved; 2 and 3 it refuses there.
+    pipeline=True,
+    zero_with_pipeline=(1,),
+    uneven_layers=True,
+    per_stage_ckpt=True,
+    per_stage_offload=True,
+    partial_ckpt=True,
+    offload=OffloadRanges(weights="any", grads="any", optimizer="any", activations="any"),
+    grads_follow_optimizer=False,
+    states_by_level=True,
+    decoupled_step=True,
+    # DeepSpeed's ZeRO optimizers are what the patch knows.
+    decoupled_least_zero=1,
+)
+
+MEMORY = MemoryFacts(
+    grad_bytes=2,
+    vocabulary_multiple=1,
+    # reduce_bucket_size 5e8 elements is DeepSpeed's default and what the emitted configurations say.
+    bucket_elements=5e8,
+    # runtime/pipe/engine.py; setup_buckets and reduce_gradients of stage_1_and_2.py.
+    pipe_buffers=True,
+    # Stages 1 and 2 copy a partition's gradients to fp32 when they step (stage_1_and_2.py).
+    step_scratch_bytes=4,
+    framework_bytes=32 * MIB,
+)
+
+PATCHED_MEMORY = replace(MEMORY, kept_step_grad_bytes=4)
+"""The patch optimizer_fraction gives the groups that it keeps on the GPU what DeepSpeed gives its host groups
+(stage_1_and_2.py, initialize_optimizer_states; stage3.py, the same)."""
+
+
+def capability(precision: Precision | None, execution: Execution | None) -> Capability:
+    """Without ZeRO gradients are as wide as weights."""
+    return _under_switches(CAPABILITY, execution, without={0})
+
+
+def patched_capability(precision: Precision | None, execution: Execution | None) -> Capability:
+    """ZeRO 1 with gradients of 4 bytes beside bf16 weights is another optimizer, BF16_Optimizer, which no
+    patch knows (engine.py, _do_optimizer_sanity_check)."""
+    return _under_switches(PATCHED_CAPABILITY, execution, without={0, 1} if precision == "bf16" else {0})
+
+
+def _under_switches(able: Capability, execution: Execution | None, *, without: set[int]) -> Capability:
+    """Without the levels that are missing when gradients have 4 bytes."""
+    if execution is None:
+        return able
+    if execution.grad_bytes == 4:
+        levels = (able.zero, able.zero_with_pipeline)
+        alone, piped = (tuple(level for level in known if level not in without) for known in levels)
+        able = replace(able, zero=alone, zero_with_pipeline=piped)
+    # engine.py switches overlap_comm off for a PipelineModule: the plan would say what nobody does.
+    return replace(able, pipeline=False) if execution.overlap_grad_reduce else able
+
+
+def memory_facts(execution: Execution) -> MemoryFacts:
+    """The gradient buffer is as wide as asked for; overlapped reductions have another bucket."""
+    return _memory_under(MEMORY, execution)
+
+
+def patched_memory_facts(execution: Execution) -> MemoryFacts:
+    """The same of the patches, whose decoupled steps make gradients layer by layer."""
+    facts = _memory_under(PATCHED_MEMORY, execution)
+    return replace(facts, layer_step_bytes=facts.grad_bytes + 4) if execution.decoupled_step else facts
+
+
+def _memory_under(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
+    if execution.grad_bytes is not None:
+        facts = replace(facts, grad_bytes=execution.grad_bytes)
+    return replace(facts, reductions_overlap=bool(execution.overlap_grad_reduce))
+
+
+def traffic_facts(execution: Execution) -> TrafficFacts:
+    """DeepSpeed: `overlap_comm` defaults to stage 3 only (runtime/zero/config.py), the step is taken at
+    the end, offloaded states by DeepSpeedCPUAdam; reduce_bucket_size is 5e8 elements. all_gather_params
+    brings host shards to the GPU by synchronous copies on the gather's stream. Gradients on the host are
+    copied in, added to and copied out on the stream that reduces (partition_grads of stage3.py,
+    async_accumulate_grad_in_cpu_via_gpu of stage_1_and_2.py), and in the last backward pass go to the
+    optimizer's in fp32 (async_inplace_copy_grad_to_fp32_buffer_from_gpu)."""
+    overlap = execution.overlap_grad_reduce
+    return TrafficFacts(
+        # Without overlap_comm stage 3 gathers on the compute stream too.
+        zero3_gather_overlaps=overlap is not False,
+        # stage3_prefetch_bucket_size and stage3_max_reuse_distance of runtime/zero/config.py.
+        zero3_gather_elements=5e7,
+        zero3_reuse_elements=1e9,
+        zero3_reduce_overlaps=overlap is not False,
+        zero2_reduce_overlaps=bool(overlap),
+        last_reduce_overlaps=bool(overlap),
+        first_gather_overlaps=False,
+        step_in_first_forward=False,
+        adam_on_host=True,
+        # Weights are copied back after the update.
+        host_adam_copies_overlap=False,
+        accumulation_pass=True,
+        grad_norm_pass=True,
+        boundary_overlaps_when_interleaved=False,
+        host_s_per_launch=HOST_S_PER_LAUNCH,
+        host_s_per_peer=HOST_S_PER_PEER,
+        host_s_per_micro_batch=HOST_S_PER_MICRO_BATCH,
+        host_s_per_exchange=HOST_S_PER_EXCHANGE,
+        host_s_per_step=HOST_S_PER_STEP,
+        bucket_elements=5e8,
+        copies_in_collectives=True,
+        # transformers' gradient checkpointing (from release 5), llm-foundry's, and that of our patches.
+        recompute_stops_early=True,
+        zero3_network_share=ZERO3_NETWORK_SHARE,
+        steps_while_waiting=False,
+        sends_in_turn=True,
+        tied_before_reduction=True,
+        steps_by_place=True,
+    )
+
+
+def patched_traffic_facts(execution: Execution) -> TrafficFacts:
+    """DeepSpeed with fractions, its streams as they are. With decoupled steps the update, its copies and the
+    gather of a group stop the forward pass before which they are made. Weights of ZeRO 1 and 2 visit the GPU
+    by layer on side streams."""
+    return replace(traffic_facts(execution), step_in_first_forward=bool(execution.decoupled_step))
+
+
+DEEPSPEED = Target(
+    name="deepspeed",
+    framework="deepspeed",
+    can=capability,
+    memory=memory_facts,
+    traffic=traffic_facts,
+)
+DEEPSPEED_PATCHES = Target(
+    name="deepspeed+patches",
+    framework="deepspeed",
+    patched=True,
+    can=patched_capability,
+    memory=patched_memory_facts,
+    traffic=patched_traffic_facts,
+)
