@@ -24,6 +24,7 @@ from mist_megatron.cost.compile import Program  # noqa: E402
 from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, StageRole, make_evaluator  # noqa: E402
 from mist_megatron.price.datasheet import datasheet_prices  # noqa: E402
 from mist_megatron.price.overlap import overlapped_time_of_row  # noqa: E402
+from mist_megatron.price.prices import Collective, DeviceAdam  # noqa: E402
 from mist_megatron.spec import catalogue, presets  # noqa: E402
 from mist_megatron.spec.cluster import cluster_of  # noqa: E402
 from mist_megatron.spec.job import Job  # noqa: E402
@@ -153,10 +154,12 @@ class PlainPython:
                 "grads": 2 * count / (dp if grid.zero >= 2 else 1.0),
                 "states": 12 * count / dp,
                 "saved": float(load.saved_bytes),
-                "step": float(self.prices.device_adam(np.asarray(count / dp)).seconds),
-                "gather": float(self.prices.collective("all_gather", np.asarray(2 * count), *ring).seconds),
+                "step": float(self.prices.of(DeviceAdam(np.asarray(count / dp))).seconds),
+                "gather": float(
+                    self.prices.of(Collective("all_gather", np.asarray(2 * count), *ring)).seconds
+                ),
                 "reduce": float(
-                    self.prices.collective("reduce_scatter", np.asarray(2 * count), *ring).seconds
+                    self.prices.of(Collective("reduce_scatter", np.asarray(2 * count), *ring)).seconds
                 ),
             }
         return self.tables[key]

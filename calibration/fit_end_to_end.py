@@ -40,7 +40,7 @@ from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.grid import role_of
 from mist_megatron.cost.iteration import StageTiming, iteration_time
 from mist_megatron.cost.predict import grid_of, job_of
-from mist_megatron.price.profile_prices import profile_prices
+from mist_megatron.price.profile_prices import prices_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Plan
@@ -186,7 +186,7 @@ class Modeller:
             job = job_of(row.plan)
             if job not in evaluators:
                 profile = profiles[job.cluster.gpu.name]
-                prices = profile_prices(profile, job.cluster, job.training.precision)
+                prices = prices_of(profile, job.cluster, job.training.precision)
                 if job not in self._compiled:
                     self._compiled[job] = make_evaluator(job, prices, cache=cache_directory())
                 made = StageEvaluator(job, prices, self._compiled[job].stage)

@@ -42,14 +42,14 @@ def cache_directory() -> Path | None:
 def prices_for(job: Job) -> tuple[Prices, str]:
     """The calibrated profile of the job's cluster, or its datasheet; and in words which."""
     from mist_megatron.price.datasheet import datasheet_prices
-    from mist_megatron.price.profile_prices import profile_prices
+    from mist_megatron.price.profile_prices import prices_of
 
     precision = job.training.precision
     profile = profile_of(job.cluster)
     if profile is None:
         return datasheet_prices(job.cluster, precision), f"datasheet of {job.cluster.gpu.name}"
     described = f"profile {profile.name} ({profile.content_hash})"
-    return profile_prices(profile, job.cluster, precision), described
+    return prices_of(profile, job.cluster, precision), described
 
 
 def profile_hash(job: Job) -> str | None:

@@ -42,17 +42,13 @@ def _errors(profile: Profile, gpu: GpuSpec, table: OperatorTable) -> tuple[float
 
 
 def _missed(profile: Profile, gpu: GpuSpec, table: OperatorTable, rows: Sequence[tuple[float, ...]]) -> Any:
-    from mist_megatron.price.profile_prices import profile_prices
+    from mist_megatron.price.profile_prices import prices_of, table_work
     from mist_megatron.spec.cluster import cluster_of
 
     precision: Any = table.precision
     # Tables are of short benchmarks, and so is what they are compared with here.
     unlimited = replace(profile, kernels=replace(profile.kernels, sustained_fraction=None))
-    prices = profile_prices(unlimited, cluster_of(gpu, 1, 1), precision)
-    columns = [np.array([row[at] for row in rows]) for at in range(len(rows[0]))]
-    if table.operator == "gemm":
-        priced = prices.gemm(*columns[:4])
-    else:
-        backward = table.operator.endswith("backward")
-        priced = prices.attention(*columns[:5], backward=backward)
-    return np.abs(priced.seconds / columns[-1] - 1.0)
+    prices = prices_of(unlimited, cluster_of(gpu, 1, 1), precision)
+    measured = np.array(rows)
+    priced = prices.of(table_work(table.operator, measured))
+    return np.abs(priced.seconds / measured[:, -1] - 1.0)

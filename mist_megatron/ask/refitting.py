@@ -27,7 +27,7 @@ def predictor(
     from mist_megatron.cost.evaluate import make_evaluator
     from mist_megatron.cost.predict import job_of
     from mist_megatron.cost.predict import predict as predict_plan
-    from mist_megatron.price.profile_prices import profile_prices
+    from mist_megatron.price.profile_prices import prices_of
 
     evaluators: dict[Any, Any] = {}
 
@@ -39,7 +39,7 @@ def predictor(
             if profile is None:
                 evaluators[job] = evaluator_for(job)[0]
             else:
-                prices = profile_prices(profile, job.cluster, job.training.precision)
+                prices = prices_of(profile, job.cluster, job.training.precision)
                 evaluators[job] = make_evaluator(job, prices, cache=cache_directory())
         prediction, iteration_s = predict_plan(row.plan, evaluators[job]), None
         if by_events:

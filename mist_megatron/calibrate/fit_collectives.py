@@ -151,7 +151,7 @@ class LinkFigures:
 
 
 def link_figures(curves: Sequence[CollectiveCurve], gpu: GpuSpec, *, across: bool) -> LinkFigures | None:
-    """Over curves inside a node or between nodes, as `cost.lookup` turns figures back into curves."""
+    """Over curves inside a node or between nodes, as the price engine turns them back into curves."""
     used = [curve for curve in curves if (curve.nodes > 1) == across and not curve.strided and curve.points]
     if not used:
         return None

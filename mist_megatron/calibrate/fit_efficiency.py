@@ -94,7 +94,7 @@ def fit_attention(points: Sequence[Measurement], peak_flops_per_s: float, launch
         flops = 2.0 * batch * heads * seq * seq * head_dim * np.where(backward > 0.0, 2.5, 1.0)
         share = np.where(backward > 0.0, backward_share, forward_share)
         busy = flops / (peak_flops_per_s * share) * (1.0 + half_seq / seq)
-        # Backward launches three kernels: `cost.lookup` floors it so.
+        # Backward launches three kernels: `price.profile_prices` floors it so.
         return np.asarray(np.maximum(busy, launch_s * np.where(backward > 0.0, 3.0, 1.0)))
 
     share, half_seq = ATTENTION_START

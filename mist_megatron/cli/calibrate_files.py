@@ -74,58 +74,12 @@ def profile_named(named: str) -> Profile:
 
 def base_profile(gpu: GpuSpec, named: str | None) -> Profile:
     """The profile that fills what was not measured: the one named, the GPU's own, or typical figures."""
+    from mist_megatron.price.datasheet import datasheet_profile
+
     if named is not None:
         return profile_named(named)
     shipped = {path.stem: path for path in shipped_profiles()}
     return load_profile(shipped[gpu.name]) if gpu.name in shipped else datasheet_profile(gpu)
-
-
-def datasheet_profile(gpu: GpuSpec) -> Profile:
-    """The cost model's own typical figures as a profile, for GPUs that none was made of."""
-    from mist_megatron.price.datasheet import DatasheetCurves
-    from mist_megatron.spec.profile import HostLink, KernelCurves, LinkCurves, Profile, Quantity, Source
-
-    curves = DatasheetCurves()
-
-    def typical(value: float) -> Quantity:
-        return Quantity(value=value, source="assumed")
-
-    inside = curves.pcie_intra_fraction if gpu.intra_link == "PCIe" else curves.intra_fraction
-    copies = typical(curves.host_copy_fraction * gpu.pcie_bytes_per_s.value)
-    return Profile(
-        name=f"datasheet of {gpu.name}",
-        gpu=gpu.name,
-        sources={
-            "assumed": Source(
-                origin="assumed", text="typical of measured devices of this kind", uncertainty=0.2
-            )
-        },
-        kernels=KernelCurves(
-            gemm_peak_fraction=typical(curves.gemm_peak_fraction),
-            gemm_half_area=typical(curves.gemm_half_area),
-            gemm_half_depth=typical(curves.gemm_half_depth),
-            attention_forward_fraction=typical(curves.attention_peak_fraction),
-            attention_backward_fraction=typical(curves.attention_backward_fraction),
-            attention_half_seq=typical(512.0),
-            memory_fraction=typical(curves.memory_fraction),
-            launch_s=typical(curves.launch_s),
-        ),
-        links=LinkCurves(
-            intra_fraction=typical(inside),
-            inter_fraction=typical(curves.inter_fraction),
-            intra_latency_s=typical(curves.intra_latency_s),
-            inter_latency_s=typical(curves.inter_latency_s),
-            intra_hop_latency_s=typical(curves.hop_latency_s),
-            inter_hop_latency_s=typical(10.0 * curves.hop_latency_s),
-        ),
-        host=HostLink(
-            h2d_bytes_per_s=copies,
-            d2h_bytes_per_s=copies,
-            latency_s=typical(curves.host_copy_latency_s),
-            host_adam_parameters_per_s=typical(curves.host_adam_parameters_per_s),
-        ),
-        adam_bytes_per_parameter=typical(curves.adam_bytes_per_parameter),
-    )
 
 
 def write_profile(profile: Profile, out: Path, *, force: bool) -> list[Path]:

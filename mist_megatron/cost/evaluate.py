@@ -17,7 +17,7 @@ from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passe
 from mist_megatron.cost.stage_time import stage_terms
 from mist_megatron.cost.terms import LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
 from mist_megatron.price.deterministic import DeterministicPrices
-from mist_megatron.price.prices import LayerRatios, Prices
+from mist_megatron.price.prices import LayerShape, Prices
 from mist_megatron.spec.job import Job
 from mist_megatron.targets.facts import MemoryFacts
 from mist_megatron.targets.table import TARGETS
@@ -233,11 +233,9 @@ class StageEvaluator:
         self, passes: dict[tuple[str, str], PassTime], pairs: Array
     ) -> dict[tuple[str, str], PassTime]:
         """Whole layers as measured, where the profile knows them."""
-        if not isinstance(self.prices, LayerRatios):
-            return passes
         model, seq = self.job.model, np.asarray(float(self.job.training.seq_len))
         hidden, heads = np.asarray(float(model.hidden)), np.asarray(float(model.heads))
-        ratio = self.prices.layer_ratio(pairs[0], seq, hidden, heads, pairs[1])
+        ratio = self.prices.layer_ratio(LayerShape(pairs[0], seq, hidden, heads, pairs[1]))
         return {key: found.scaled(ratio) if key[0] == "block" else found for key, found in passes.items()}
 
     def _groups(self, tp: Array, grid: StageGrid) -> Groups:

@@ -10,7 +10,7 @@ from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.step_time import gathers_on_arrival, reduces_in_passes
 from mist_megatron.cost.terms import ZERO, LayerLoad, LayerPasses, PassStreams, TimeContext
 from mist_megatron.cost.traffic import Traffic, host_copy
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, MemoryPass
 from mist_megatron.targets.facts import TrafficFacts
 
 
@@ -87,7 +87,7 @@ def accumulation_seconds(parameters: Array, context: TimeContext) -> Array:
     """Adding a layer's new gradients to its old ones, where that is a pass of its own."""
     if not context.facts.accumulation_pass:
         return ZERO
-    return context.prices.memory_bound(3.0 * context.grad_bytes * parameters).seconds
+    return context.prices.of(MemoryPass(3.0 * context.grad_bytes * parameters)).seconds
 
 
 def edge_grid(grid: StageGrid, facts: TrafficFacts) -> StageGrid:

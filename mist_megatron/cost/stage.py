@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mist_megatron.cost.compile import (
     Program,
@@ -19,7 +18,16 @@ from mist_megatron.cost.compile import (
     program_from_document,
     program_to_document,
 )
-from mist_megatron.price.prices import Array, Collective, Priced, Prices
+from mist_megatron.price.prices import (
+    Array,
+    Attention,
+    Collective,
+    Gemm,
+    MemoryPass,
+    Priced,
+    Prices,
+)
+from mist_megatron.spec.profile import CollectiveKind
 
 if TYPE_CHECKING:
     from sympy import Expr
@@ -228,7 +236,7 @@ def with_unfused_softmax(
     # backward undoes them: 6 + 8 + 8 + 6. `scores_bytes` has 2 bytes an element.
     for run, passed_bytes, kernels in (("forward", 14.5, 5), ("selective", 14.5, 5), ("backward", 14.0, 4)):
         found = passes["block", run]
-        seconds = prices.memory_bound(passed_bytes * scores_bytes, kernels=kernels).seconds * falls_back
+        seconds = prices.of(MemoryPass(passed_bytes * scores_bytes, kernels)).seconds * falls_back
         result["block", run] = replace(
             found, compute_s=found.compute_s + seconds, launches=found.launches + kernels * falls_back
         )
@@ -293,29 +301,14 @@ def _price(
 ) -> Priced:
     if item.kind == "gemm":
         m, n, k, batch = (sizes[f"w{index}.{name}"] for name in _FIELDS["gemm"])
-        return prices.gemm(m, n, k, batch, kernels=item.kernels)
+        return prices.of(Gemm(m, n, k, batch, item.kernels))
     if item.kind == "attention":
         b, s, a, kv, e = (sizes[f"w{index}.{name}"] for name in _FIELDS["attention"])
-        return prices.attention(b, s, a, kv, e, backward=item.backward)
+        return prices.of(Attention(b, s, a, kv, e, item.backward))
     moved = sizes[f"w{index}.bytes"]
     if item.kind == "memory":
-        return prices.memory_bound(moved, kernels=item.kernels)
+        return prices.of(MemoryPass(moved, item.kernels))
     ranks = groups.context_ranks if item.context else groups.tensor_ranks
     nodes = groups.context_nodes if item.context else groups.tensor_nodes
-    kind: Collective = item.kind  # type: ignore[assignment]
-    return _only_where(prices.collective(kind, moved, ranks, nodes), (ranks > 1.0) & (moved > 0.0))
-
-
-def _only_where(priced: Priced, happens: NDArray[np.bool_]) -> Priced:
-    """A collective of one rank, or of no bytes (sequence parallelism chooses by a factor 0), is not run."""
-    return Priced(
-        *(
-            np.where(happens, seconds, 0.0)
-            for seconds in (
-                priced.seconds,
-                priced.exact_s,
-                priced.interpolated_s,
-                priced.extrapolated_s,
-            )
-        )
-    )
+    kind: CollectiveKind = item.kind  # type: ignore[assignment]
+    return prices.of(Collective(kind, moved, ranks, nodes))

@@ -18,7 +18,7 @@ from mist_megatron.cost.traffic import (
     step_copies_s,
     whole_buckets,
 )
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostAdam, MemoryPass
 from mist_megatron.targets.facts import TrafficFacts
 
 AT_STEP = ("optimizer_compute", "host_adam", "host_adam_copies", "weight_gather", "host_step")
@@ -78,7 +78,7 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         message = context.grad_bytes * loads.tied_parameters
         pair = np.asarray(2.0)
         nodes = np.asarray(2.0 if context.cluster_gpus > context.cluster_gpus_per_node else 1.0)
-        delta["tied_embeddings"] = Linear(prices.collective("all_reduce", message, pair, nodes).seconds)
+        delta["tied_embeddings"] = Linear(prices.of(Collective("all_reduce", message, pair, nodes)).seconds)
     share = count / np.where(zero >= 1, replicas(grid, context), 1.0)
     if facts.states_visit:
         _visits(grid, count, context, delta)
@@ -86,13 +86,13 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         _steps_in_first_forward(grid, loads, count, context, delta)
         return
     on_host = share * grid.optimizer_offload
-    compute = prices.device_adam(share - on_host).seconds
+    compute = prices.of(DeviceAdam(share - on_host)).seconds
     if facts.grad_norm_pass:
         # The norm reads every gradient, scaling reads and writes it.
-        compute = compute + prices.memory_bound(3.0 * context.grad_bytes * share).seconds
+        compute = compute + prices.of(MemoryPass(3.0 * context.grad_bytes * share)).seconds
     delta["optimizer_compute"] = Linear(compute)
     if facts.steps_by_place:
-        delta["host_adam"] = Linear(prices.host_adam(on_host).seconds)
+        delta["host_adam"] = Linear(prices.of(HostAdam(on_host)).seconds)
         gone_s = _gradients_to_states(grid, share, context)
         delta["host_adam_copies"] = Linear(gone_s + step_copies_s(grid, share, context))
         # Weights of ZeRO 1 and 2 that visited go back when they are new.
@@ -100,7 +100,7 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         delta["states_at_step"] = Linear(host_copy(visited, "d2h", context))
     elif np.any(grid.optimizer_offload):
         still_on_device = 1.0 if facts.states_visit else 1.0 - grid.grads_offload
-        update = prices.host_adam(on_host).seconds
+        update = prices.of(HostAdam(on_host)).seconds
         out = host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
         back = host_copy(context.weight_bytes * on_host, "h2d", context)
         copies = np.maximum(out + back - update, 0.0) if facts.host_adam_copies_overlap else out + back
@@ -156,12 +156,12 @@ def _steps_in_first_forward(
     steps = layer_traffic(grid, loads.block, context).step_compute_s
     add_term(delta, "optimizer_compute", Linear(per_layer=steps))
     if facts.grad_norm_pass:
-        norm = prices.memory_bound(3.0 * context.grad_bytes * share).seconds
+        norm = prices.of(MemoryPass(3.0 * context.grad_bytes * share)).seconds
         add_term(delta, "optimizer_compute", Linear(norm))
     if facts.adam_on_host and np.any(grid.optimizer_offload):
         # The thread that updates a layer launches nothing: the device has the layer before it to run.
         divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)
-        update = prices.host_adam(grid.optimizer_offload * loads.block.parameters / divisor).seconds
+        update = prices.of(HostAdam(grid.optimizer_offload * loads.block.parameters / divisor)).seconds
         delta["host_adam"] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
         if facts.steps_by_place:
             add_term(delta, "host_adam", _edges_on_host(grid, loads, divisor, context))
@@ -173,7 +173,7 @@ def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: 
     exposed: Array = ZERO
     for load, before_s in ((loads.embedding, ZERO), (loads.head, loads.block.forward_s)):
         if load is not None:
-            update = context.prices.host_adam(grid.optimizer_offload * load.parameters / divisor).seconds
+            update = context.prices.of(HostAdam(grid.optimizer_offload * load.parameters / divisor)).seconds
             exposed = exposed + np.maximum(update - before_s, 0.0)
     return Linear(exposed)
 
@@ -343,7 +343,7 @@ def host_seconds(grid: StageGrid, context: TimeContext) -> Array:
 def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
     """A broadcast in a tensor-parallel group: a ring passes every byte once, as a gather does."""
     nodes = np.ceil(grid.tp / context.cluster_gpus_per_node)
-    seconds = context.prices.collective("all_gather", whole_bytes, grid.tp, nodes).seconds
+    seconds = context.prices.of(Collective("all_gather", whole_bytes, grid.tp, nodes)).seconds
     return np.where(grid.tp > 1.0, seconds, 0.0)
 
 
@@ -361,7 +361,7 @@ def boundary_seconds(
 def hop_seconds(boundary_bytes: Array, context: TimeContext) -> tuple[Array, Array]:
     """One transfer to a neighbouring stage, inside a node and between nodes."""
     inside, across = (
-        context.prices.collective("send_recv", boundary_bytes, np.asarray(2.0), np.asarray(nodes)).seconds
+        context.prices.of(Collective("send_recv", boundary_bytes, np.asarray(2.0), np.asarray(nodes))).seconds
         for nodes in (1.0, 2.0)
     )
     return inside, across

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from mist_megatron.cost.communication import nodes_spanned
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.terms import ZERO, LayerLoad, TimeContext
-from mist_megatron.price.prices import Array, Collective
+from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostCopy
+from mist_megatron.spec.profile import CollectiveKind
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     compute: Array = ZERO
     if facts.step_in_first_forward and "optimizer_compute" not in context.without:
         on_device = 1.0 - (0.0 if swaps else 1.0) * grid.optimizer_offload
-        compute = prices.device_adam(step_share * on_device).seconds
+        compute = prices.of(DeviceAdam(step_share * on_device)).seconds
         if facts.steps_by_place:
             compute = compute + step_copies_s(grid, step_share, context)
     reduce_bytes = context.grad_bytes * count
@@ -136,7 +138,7 @@ def _weight_gather(weights: Array, grid: StageGrid, context: TimeContext) -> Arr
     return np.where(grid.zero >= 3, pieces * collective("all_gather", piece, grid, context), whole)
 
 
-def collective(kind: Collective, message_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
+def collective(kind: CollectiveKind, message_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
     """Over the data-parallel group of the stage; nothing for a group of one."""
     ranks = replicas(grid, context)
     if not np.any(ranks > 1.0):
@@ -145,9 +147,8 @@ def collective(kind: Collective, message_bytes: Array, grid: StageGrid, context:
     share = context.facts.zero3_network_share
     if share < 1.0:
         message_bytes = message_bytes / np.where((grid.zero >= 3) & (nodes > 1.0), share, 1.0)
-    seconds = context.prices.collective(
-        kind, message_bytes, ranks, nodes, strided=np.asarray(grid.tp > 1.0)
-    ).seconds
+    work = Collective(kind, message_bytes, ranks, nodes, strided=np.asarray(grid.tp > 1.0))
+    seconds = context.prices.of(work).seconds
     return np.where(ranks > 1.0, seconds, 0.0)
 
 
@@ -156,7 +157,7 @@ def replicas(grid: StageGrid, context: TimeContext) -> Array:
     return grid.dp * context.context_parallel
 
 
-def bucketed(kind: Collective, layer_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
+def bucketed(kind: CollectiveKind, layer_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
     """A layer's share of full buckets: keeps overlapped traffic linear in layers."""
     if context.facts.bucket_elements is None:
         return collective(kind, layer_bytes, grid, context)
@@ -165,7 +166,7 @@ def bucketed(kind: Collective, layer_bytes: Array, grid: StageGrid, context: Tim
 
 
 def whole_buckets(
-    kind: Collective,
+    kind: CollectiveKind,
     whole_bytes: Array,
     bytes_per_element: float,
     grid: StageGrid,
@@ -185,10 +186,8 @@ def _bucket_bytes(bytes_per_element: float, grid: StageGrid, context: TimeContex
     return np.asarray(bytes_per_element * elements, dtype=np.float64)
 
 
-def host_copy(copied_bytes: Array, direction: str, context: TimeContext) -> Array:
+def host_copy(copied_bytes: Array, direction: Literal["h2d", "d2h"], context: TimeContext) -> Array:
     """One copy per layer, `h2d` or `d2h`; nothing when nothing is offloaded."""
     if not np.any(copied_bytes):
         return ZERO
-    if direction == "h2d":
-        return context.prices.host_copy(copied_bytes, "h2d").seconds
-    return context.prices.host_copy(copied_bytes, "d2h").seconds
+    return context.prices.of(HostCopy(copied_bytes, direction)).seconds

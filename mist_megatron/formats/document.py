@@ -1,6 +1,6 @@
 """Text -> mapping -> dataclass, strictly: no unknown key, no duplicate key, no guessed type.
 
-Pure functions on text; `load.py` is what reads files.
+Pure functions on text; `files.py` is what reads files.
 """
 
 from __future__ import annotations

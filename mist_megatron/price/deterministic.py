@@ -7,13 +7,11 @@ attention kernel that adds gradients in any order, which leaves FlashAttention-2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mist_megatron.price.prices import Array, Collective, Priced, Prices
+from mist_megatron.price.prices import Array, Attention, Gemm, LayerShape, MemoryPass, Priced, Prices, Work
 
 FLASH_2_FLOPS_PER_S = 3.5e14
 """FlashAttention-2 has the matrix instructions of Ampere only: 35 % of an H100's 989 TFLOP/s in 16 bits, as
@@ -25,50 +23,28 @@ to 37.9 % on H800 (DASH, 2026, abstract), which is taken for every chip."""
 
 @dataclass(frozen=True)
 class DeterministicPrices:
-    """Implements `cost.pricing.Prices` on top of others."""
+    """Other prices with what determinism adds to products and attention; that rests on no measurement."""
 
-    of: Prices
+    usual: Prices
 
-    def gemm(self, m: Array, n: Array, k: Array, batch: Array, *, kernels: int = 1) -> Priced:
-        filled = self.of.memory_bound(2.0 * np.asarray(batch, dtype=np.float64) * m * n).seconds
-        return _longer(self.of.gemm(m, n, k, batch, kernels=kernels), filled)
+    def of(self, work: Work) -> Priced:
+        priced = self.usual.of(work)
+        if isinstance(work, Gemm):
+            output_bytes = 2.0 * np.asarray(work.batch, dtype=np.float64) * work.m * work.n
+            return replace(priced, added_s=self.usual.of(MemoryPass(output_bytes)).seconds)
+        if isinstance(work, Attention):
+            return replace(priced, added_s=_ordered_attention_s(work, priced.seconds) - priced.seconds)
+        return priced
 
-    def attention(
-        self, batch: Array, seq: Array, heads: Array, kv_heads: Array, head_dim: Array, *, backward: bool
-    ) -> Priced:
-        usual = self.of.attention(batch, seq, heads, kv_heads, head_dim, backward=backward)
-        flops = 2.0 * np.asarray(batch, dtype=np.float64) * heads * seq * seq * head_dim
-        least = flops * (2.5 if backward else 1.0) / FLASH_2_FLOPS_PER_S
-        seconds = np.maximum(usual.seconds, least) / (ORDERED_BACKWARD if backward else 1.0)
-        return _longer(usual, seconds - usual.seconds)
-
-    def memory_bound(self, moved_bytes: Array, *, kernels: int = 1) -> Priced:
-        return self.of.memory_bound(moved_bytes, kernels=kernels)
-
-    def collective(
-        self,
-        kind: Collective,
-        message_bytes: Array,
-        ranks: Array,
-        nodes: Array,
-        *,
-        strided: bool | NDArray[np.bool_] = False,
-    ) -> Priced:
-        return self.of.collective(kind, message_bytes, ranks, nodes, strided=strided)
-
-    def host_copy(self, copied_bytes: Array, direction: Literal["h2d", "d2h"]) -> Priced:
-        return self.of.host_copy(copied_bytes, direction)
-
-    def host_adam(self, parameters: Array) -> Priced:
-        return self.of.host_adam(parameters)
-
-    def device_adam(self, parameters: Array) -> Priced:
-        return self.of.device_adam(parameters)
+    def layer_ratio(self, layer: LayerShape) -> Array:
+        """Whole layers were measured without determinism: nothing is known."""
+        return np.ones(np.broadcast_shapes(np.shape(layer.micro_batch), np.shape(layer.tp)))
 
     def interference(self) -> Array:
-        return self.of.interference()
+        return self.usual.interference()
 
 
-def _longer(priced: Priced, more: Array) -> Priced:
-    """What is added rests on no measurement."""
-    return Priced(priced.seconds + more, priced.exact_s, priced.interpolated_s, priced.extrapolated_s + more)
+def _ordered_attention_s(work: Attention, usual_s: Array) -> Array:
+    flops = 2.0 * np.asarray(work.batch, dtype=np.float64) * work.heads * work.seq * work.seq * work.head_dim
+    least_s = flops * (2.5 if work.backward else 1.0) / FLASH_2_FLOPS_PER_S
+    return np.asarray(np.maximum(usual_s, least_s) / (ORDERED_BACKWARD if work.backward else 1.0))

@@ -1,79 +1,162 @@
-"""The one interface through which the cost model asks a hardware profile for times.
+"""Pieces of work, and the one interface through which the cost model asks what they take.
 
-Every function takes numpy arrays (broadcast together) and answers with seconds and, for the
-report, how far the answer rests on measurement.
+Sizes are numpy arrays that are broadcast together; the answer is seconds and, for the report, how far they
+rest on measurement. A new kind of work is a class here, a branch in `profile_prices.ProfilePrices.of`, and
+whatever a wrapper (`deterministic`, `what_if`) wants to change about it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mist_megatron.spec.profile import CollectiveKind
+
 Array = NDArray[np.float64]
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
+Kinds = NDArray[np.int8] | np.int8
+"""How far seconds rest on measurement: one mark for all of an array, or each its own."""
+EXACT, INTERPOLATED, EXTRAPOLATED = (np.int8(mark) for mark in range(3))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """`batch` independent products of (m x k)(k x n)."""
+
+    m: Array
+    n: Array
+    k: Array
+    batch: Array
+    kernels: int = 1
+
+    @property
+    def sizes(self) -> tuple[Array, ...]:
+        """In the order of a profile's table."""
+        return self.m, self.n, self.k, self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A fused causal attention core; sizes of one rank."""
+
+    batch: Array
+    seq: Array
+    heads: Array
+    kv_heads: Array
+    head_dim: Array
+    backward: bool
+
+    @property
+    def sizes(self) -> tuple[Array, ...]:
+        """In the order of a profile's table."""
+        return self.batch, self.seq, self.heads, self.kv_heads, self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPass:
+    """Reads and writes of device memory with negligible arithmetic."""
+
+    moved_bytes: Array
+    kernels: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective, with every GPU of its nodes in some such group at the same time."""
+
+    kind: CollectiveKind
+    moved_bytes: Array
+    """The full message of one rank."""
+    ranks: Array
+    nodes: Array
+    """How many nodes the group spans."""
+    strided: bool | NDArray[np.bool_] = False
+    """Its ranks are not neighbours."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A pinned copy between host and device."""
+
+    moved_bytes: Array
+    direction: Literal["h2d", "d2h"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAdam:
+    """A fused optimizer step on the GPU."""
+
+    parameters: Array
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdam:
+    """CPU Adam over one GPU's share of parameters, all GPUs of the node at once."""
+
+    parameters: Array
+
+
+Work = Gemm | Attention | MemoryPass | Collective | HostCopy | DeviceAdam | HostAdam
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """A whole transformer layer without fused attention on one rank."""
+
+    micro_batch: Array
+    seq: Array
+    hidden: Array
+    heads: Array
+    tp: Array
+
+
+@dataclass(frozen=True, slots=True)
 class Priced:
-    """Seconds, with the share of them that was read off exactly, interpolated, or extrapolated."""
+    """What a piece of work takes."""
 
-    seconds: Array
-    exact_s: Array
-    interpolated_s: Array
-    extrapolated_s: Array
+    known_s: Array
+    marks: Kinds = EXTRAPOLATED
+    added_s: Array | None = None
+    """Further seconds, which rest on no measurement."""
 
+    @property
+    def seconds(self) -> Array:
+        return self.known_s if self.added_s is None else self.known_s + self.added_s
 
-@runtime_checkable
-class LayerRatios(Protocol):
-    """What a profile that knows whole layers answers besides."""
+    @property
+    def exact_s(self) -> Array:
+        return self._marked(EXACT)
 
-    def layer_ratio(self, micro_batch: Array, seq: Array, hidden: Array, heads: Array, tp: Array) -> Array:
-        """Measured over modelled time of a layer without fused attention; 1 where nothing is known."""
-        ...
+    @property
+    def interpolated_s(self) -> Array:
+        return self._marked(INTERPOLATED)
+
+    @property
+    def extrapolated_s(self) -> Array:
+        known_s = self._marked(EXTRAPOLATED)
+        return known_s if self.added_s is None else known_s + self.added_s
+
+    def _marked(self, mark: np.int8) -> Array:
+        return np.where(self.marks == mark, self.known_s, 0.0)
+
+    def times(self, factor: Array | float) -> Priced:
+        """So many times as long."""
+        added_s = None if self.added_s is None else np.asarray(self.added_s * factor)
+        return Priced(np.asarray(self.known_s * factor), self.marks, added_s)
 
 
 class Prices(Protocol):
-    """What a calibrated profile must answer."""
+    """What a calibrated profile answers, and what wraps one."""
 
-    def gemm(self, m: Array, n: Array, k: Array, batch: Array, *, kernels: int = 1) -> Priced: ...
-
-    def attention(
-        self,
-        batch: Array,
-        seq: Array,
-        heads: Array,
-        kv_heads: Array,
-        head_dim: Array,
-        *,
-        backward: bool,
-    ) -> Priced: ...
-
-    def memory_bound(self, moved_bytes: Array, *, kernels: int = 1) -> Priced: ...
-
-    def collective(
-        self,
-        kind: Collective,
-        message_bytes: Array,
-        ranks: Array,
-        nodes: Array,
-        *,
-        strided: bool | NDArray[np.bool_] = False,
-    ) -> Priced:
-        """`message_bytes` is the full message of one rank; `nodes` how many nodes the group spans,
-        with every GPU of those nodes in some such group at the same time (contended); `strided` where
-        its ranks are not neighbours."""
+    def of(self, work: Work) -> Priced:
+        """What a piece of work takes with the device for itself."""
         ...
 
-    def host_copy(self, copied_bytes: Array, direction: Literal["h2d", "d2h"]) -> Priced: ...
-
-    def host_adam(self, parameters: Array) -> Priced:
-        """CPU Adam over this many parameters of one GPU's share, all GPUs of the node at once."""
+    def layer_ratio(self, layer: LayerShape) -> Array:
+        """Measured over modelled time of a whole layer; 1 where nothing is known."""
         ...
-
-    def device_adam(self, parameters: Array) -> Priced: ...
 
     def interference(self) -> Array:
         """28 slowdown factors as a (16, 4) table: row = bit set of active streams

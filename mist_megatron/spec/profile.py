@@ -21,7 +21,7 @@ Origin = Literal["measured", "published", "fitted", "datasheet", "assumed"]
 `datasheet` of a vendor; `assumed` from a similar device, always with an uncertainty."""
 Stream = Literal["C", "G2G", "H2D", "D2H"]
 STREAMS: tuple[Stream, ...] = ("C", "G2G", "H2D", "D2H")
-"""In the order of bits in `cost.pricing.Prices.interference`: compute 1, GPU-GPU 2, H2D 4, D2H 8."""
+"""In the order of bits in `price.prices.Prices.interference`: compute 1, GPU-GPU 2, H2D 4, D2H 8."""
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
 
 TABLE_COLUMNS: Mapping[str, tuple[str, ...]] = {

@@ -152,16 +152,17 @@ def test_fitted_profile_predicts_its_own_measurements(fitted):
     import numpy as np
 
     from mist_megatron.ask.evaluators import load_profile
-    from mist_megatron.price.profile_prices import profile_prices
+    from mist_megatron.price.prices import Gemm
+    from mist_megatron.price.profile_prices import prices_of
     from mist_megatron.spec.cluster import cluster_of
 
-    prices = profile_prices(load_profile(fitted[0]), cluster_of(gpu("h200-sxm-141gb"), 8, 8), "bf16")
+    prices = prices_of(load_profile(fitted[0]), cluster_of(gpu("h200-sxm-141gb"), 8, 8), "bf16")
     one, sizes = np.ones(1), [np.array([value]) for value in (3000.0, 6000.0, 3000.0)]
-    priced = prices.gemm(*sizes, one)
+    priced = prices.of(Gemm(*sizes, one))
     m, n, k = 3000, 6000, 3000
     truth = 2 * m * n * k / (PEAK * 0.7) * (1 + 9e5 / (m * n)) * (1 + 120 / k)
     assert priced.seconds[0] == pytest.approx(truth, rel=0.04)
-    exact = prices.gemm(4096 * one, 4096 * one, 2048 * one, one)
+    exact = prices.of(Gemm(4096 * one, 4096 * one, 2048 * one, one))
     assert exact.exact_s[0] == exact.seconds[0]
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from mist_megatron.ask.evaluators import profile_of
 from mist_megatron.errors import ProfileError
-from mist_megatron.price.profile_prices import profile_prices
+from mist_megatron.price.prices import Collective, Gemm
+from mist_megatron.price.profile_prices import prices_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import LinkOverrides, cluster_of
 
@@ -23,7 +24,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def prices(cluster):
-    return profile_prices(profile_of(cluster), cluster, "bf16")
+    return prices_of(profile_of(cluster), cluster, "bf16")
 
 
 def gemm_rows(cluster) -> np.ndarray:
@@ -33,7 +34,7 @@ def gemm_rows(cluster) -> np.ndarray:
 
 def test_measured_shapes_come_back_exactly(prices, cluster) -> None:
     rows = gemm_rows(cluster)
-    found = prices.gemm(*(rows[:, index] for index in range(4)))
+    found = prices.of(Gemm(*(rows[:, index] for index in range(4))))
     sustained = profile_of(cluster).kernels.sustained_fraction.value
     assert 0.85 < sustained < 1.0
     np.testing.assert_allclose(found.seconds, rows[:, 4] / sustained, rtol=1e-12)
@@ -48,9 +49,9 @@ def test_left_out_shapes_are_interpolated_well(cluster) -> None:
     tables = tuple(
         replace(table, rows=kept) if table.operator == "gemm" else table for table in profile.tables
     )
-    prices = profile_prices(replace(profile, tables=tables), cluster, "bf16")
+    prices = prices_of(replace(profile, tables=tables), cluster, "bf16")
     asked = rows[held]
-    found = prices.gemm(*(asked[:, index] for index in range(4)))
+    found = prices.of(Gemm(*(asked[:, index] for index in range(4))))
     near = found.interpolated_s > 0.0
     assert near.mean() > 0.8
     errors = np.abs(profile.kernels.sustained_fraction.value * found.seconds / asked[:, 4] - 1.0)
@@ -58,23 +59,23 @@ def test_left_out_shapes_are_interpolated_well(cluster) -> None:
 
 
 def test_far_shapes_are_told_as_extrapolated(prices) -> None:
-    found = prices.gemm(array(7.0), array(11.0), array(3.0), array(1.0))
+    found = prices.of(Gemm(array(7.0), array(11.0), array(3.0), array(1.0)))
     assert found.extrapolated_s[0] == found.seconds[0] > 0.0
     assert found.exact_s[0] == found.interpolated_s[0] == 0.0
 
 
 def test_time_never_beats_the_datasheet_peak_far_from_tables(prices) -> None:
     size = array(2.0**17)
-    found = prices.gemm(size, size, size, array(1.0))
+    found = prices.of(Gemm(size, size, size, array(1.0)))
     assert found.seconds[0] > 2.0 * (2.0**17) ** 3 / 2250e12
 
 
 def test_strided_groups_over_pcie_are_slower() -> None:
     cluster = cluster_of(CATALOGUE["a100-pcie-80gb"], 8)
-    prices = profile_prices(profile_of(cluster), cluster, "bf16")
+    prices = prices_of(profile_of(cluster), cluster, "bf16")
     ask = (array(1e9), array(4.0), array(1.0))
-    near = prices.collective("all_gather", *ask).seconds[0]
-    apart = prices.collective("all_gather", *ask, strided=np.array([True])).seconds[0]
+    near = prices.of(Collective("all_gather", *ask)).seconds[0]
+    apart = prices.of(Collective("all_gather", *ask, strided=np.array([True]))).seconds[0]
     # SimuMax measured 7.65 GB/s for the four ranks of two switches: 0.75 GB take 98 ms. Its iterations show
     # collectives a tenth faster than its sweeps.
     assert 0.85 * 0.75 / 7.65 < apart <= 0.75 / 7.65
@@ -83,20 +84,19 @@ def test_strided_groups_over_pcie_are_slower() -> None:
 
 def test_the_users_bandwidth_replaces_the_curve(cluster) -> None:
     slow = replace(cluster, links=LinkOverrides(intra_bytes_per_s=10e9))
-    found = profile_prices(profile_of(slow), slow, "bf16").collective(
-        "all_reduce", array(8e9), array(8.0), array(1.0)
-    )
+    work = Collective("all_reduce", array(8e9), array(8.0), array(1.0))
+    found = prices_of(profile_of(slow), slow, "bf16").of(work)
     assert found.seconds[0] > 2.0 * 7.0 / 8.0 * 8e9 / 10e9
 
 
 def test_a_group_of_one_costs_nothing(prices) -> None:
-    assert prices.collective("all_gather", array(1e9), array(1.0), array(1.0)).seconds[0] == 0.0
+    assert prices.of(Collective("all_gather", array(1e9), array(1.0), array(1.0))).seconds[0] == 0.0
 
 
 def test_another_gpus_profile_is_refused(cluster) -> None:
     other = cluster_of(CATALOGUE["l4-24gb"], 8)
     with pytest.raises(ProfileError, match=r"b200-sxm-180gb.*l4-24gb"):
-        profile_prices(profile_of(cluster), other, "bf16")
+        prices_of(profile_of(cluster), other, "bf16")
 
 
 def test_interference_has_a_factor_for_every_stream_of_every_set(prices) -> None:

@@ -9,6 +9,9 @@ import pytest
 
 from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.predict import bridged, grid_of, job_of
+from mist_megatron.price.datasheet import datasheet_profile
+from mist_megatron.price.prices import Collective, Priced, Work
+from mist_megatron.price.profile_prices import ProfilePrices, rates_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Plan, StagePlan
@@ -16,19 +19,14 @@ from mist_megatron.spec.presets import preset
 from mist_megatron.spec.training import TrainingSpec
 
 
-class Links:
-    """A byte a second, nothing else."""
+class Links(ProfilePrices):
+    """Collectives at a byte a second."""
 
-    def __init__(self, prices: object) -> None:
-        self.prices = prices
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.prices, name)
-
-    def collective(self, kind, message_bytes, ranks, nodes, *, strided=False):  # type: ignore[no-untyped-def]
-        usual = self.prices.collective(kind, message_bytes, ranks, nodes, strided=strided)
-        passes = 1.0 if kind == "send_recv" else (np.asarray(ranks) - 1.0) / np.asarray(ranks)
-        return replace(usual, seconds=passes * np.asarray(message_bytes))
+    def of(self, work: Work) -> Priced:
+        if not isinstance(work, Collective):
+            return super().of(work)
+        passes = 1.0 if work.kind == "send_recv" else (np.asarray(work.ranks) - 1.0) / np.asarray(work.ranks)
+        return Priced(passes * np.asarray(work.moved_bytes))
 
 
 def plan_of(second_tp: int, *, sequence_parallel: bool) -> Plan:
@@ -49,9 +47,8 @@ def plan_of(second_tp: int, *, sequence_parallel: bool) -> Plan:
 
 
 def hop_s(plan: Plan, *, bridge: bool) -> float:
-    from mist_megatron.price.datasheet import datasheet_prices
-
-    prices = Links(datasheet_prices(plan.cluster, "bf16"))
+    profile, rates = datasheet_profile(plan.cluster.gpu), rates_of(plan.cluster, "bf16")
+    prices = Links(profile=profile, rates=rates)
     evaluator = make_evaluator(job_of(plan), prices)
     grid = replace(grid_of(plan, 0), bridged=bridge)
     return float(evaluator.terms(grid).stable["pipeline_p2p"].fixed)

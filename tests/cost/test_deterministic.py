@@ -15,6 +15,7 @@ from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import EmitError
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.price.deterministic import DeterministicPrices
+from mist_megatron.price.prices import Attention, Gemm, MemoryPass, Prices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.targets.rules import violations
@@ -24,7 +25,7 @@ MEASURED = Path(
 )
 
 
-def _prices(gpu: str) -> tuple[object, DeterministicPrices]:
+def _prices(gpu: str) -> tuple[Prices, DeterministicPrices]:
     plain = datasheet_prices(cluster_of(CATALOGUE[gpu], 8), "bf16")
     return plain, DeterministicPrices(plain)
 
@@ -32,18 +33,18 @@ def _prices(gpu: str) -> tuple[object, DeterministicPrices]:
 def test_products_pay_one_pass_over_their_output() -> None:
     plain, ordered = _prices("a100-sxm-80gb")
     m, n, k, one = (np.asarray(value) for value in (4096.0, 8192.0, 1024.0, 1.0))
-    more = ordered.gemm(m, n, k, one).seconds - plain.gemm(m, n, k, one).seconds
-    assert more == pytest.approx(plain.memory_bound(2.0 * m * n).seconds)
+    more = ordered.of(Gemm(m, n, k, one)).seconds - plain.of(Gemm(m, n, k, one)).seconds
+    assert more == pytest.approx(plain.of(MemoryPass(2.0 * m * n)).seconds)
 
 
 def test_attention_is_no_faster_than_its_ordered_kernel() -> None:
     plain, ordered = _prices("b200-sxm-180gb")
     sizes = tuple(np.asarray(value) for value in (2.0, 8192.0, 32.0, 8.0, 128.0))
-    forward, backward = (ordered.attention(*sizes, backward=b).seconds for b in (False, True))
+    forward, backward = (ordered.of(Attention(*sizes, backward=b)).seconds for b in (False, True))
     flops = 2.0 * 2 * 32 * 8192**2 * 128
     assert forward >= flops / 3.5e14
     assert backward >= 2.5 * flops / 3.5e14 / 0.62
-    assert backward > 2.0 * plain.attention(*sizes, backward=True).seconds
+    assert backward > 2.0 * plain.of(Attention(*sizes, backward=True)).seconds
 
 
 def _row() -> object:

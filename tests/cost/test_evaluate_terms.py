@@ -14,7 +14,19 @@ from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.stage_time import stage_terms
 from mist_megatron.cost.terms import LayerLoad, StageLoads, TimeContext
 from mist_megatron.price.overlap import no_interference
-from mist_megatron.price.prices import Priced
+from mist_megatron.price.prices import (
+    EXACT,
+    Attention,
+    Collective,
+    DeviceAdam,
+    Gemm,
+    HostAdam,
+    HostCopy,
+    LayerShape,
+    MemoryPass,
+    Priced,
+    Work,
+)
 from mist_megatron.spec.plan import Execution
 from mist_megatron.targets.table import TARGETS
 
@@ -25,36 +37,32 @@ HOP_S = 7.0
 """... as does the send of a middle stage's result of the pass before."""
 
 
-def priced(seconds: Any) -> Priced:
-    value = np.asarray(seconds, dtype=np.float64)
-    return Priced(value, value, 0.0 * value, 0.0 * value)
-
-
 class OneSecondPerByte:
     """Memory is free, a collective takes a second per message byte, copies two seconds per byte."""
 
-    def gemm(self, m, n, k, batch, *, kernels=1):  # type: ignore[no-untyped-def]
-        return priced(m * n * k * batch)
+    def of(self, work: Work) -> Priced:
+        match work:
+            case Gemm():
+                seconds = work.m * work.n * work.k * work.batch
+            case Attention():
+                seconds = work.batch * work.seq
+            case MemoryPass():
+                seconds = 0.0 * np.asarray(work.moved_bytes)
+            case Collective():
+                passes = 2.0 if work.kind == "all_reduce" else 1.0
+                seconds = np.broadcast_arrays(work.moved_bytes, work.ranks)[0] * passes
+            case HostCopy():
+                seconds = 2.0 * np.asarray(work.moved_bytes)
+            case HostAdam():
+                seconds = 5.0 * np.asarray(work.parameters)
+            case DeviceAdam():
+                seconds = 0.5 * np.asarray(work.parameters)
+        return Priced(np.asarray(seconds, dtype=np.float64), EXACT)
 
-    def attention(self, batch, seq, heads, kv_heads, head_dim, *, backward):  # type: ignore[no-untyped-def]
-        return priced(batch * seq)
+    def layer_ratio(self, layer: LayerShape) -> np.ndarray:
+        return np.ones(())
 
-    def memory_bound(self, moved_bytes, *, kernels=1):  # type: ignore[no-untyped-def]
-        return priced(0.0 * np.asarray(moved_bytes))
-
-    def collective(self, kind, message_bytes, ranks, nodes, *, strided=False):  # type: ignore[no-untyped-def]
-        return priced(np.broadcast_arrays(message_bytes, ranks)[0] * (2.0 if kind == "all_reduce" else 1.0))
-
-    def host_copy(self, copied_bytes, direction):  # type: ignore[no-untyped-def]
-        return priced(2.0 * np.asarray(copied_bytes))
-
-    def host_adam(self, parameters):  # type: ignore[no-untyped-def]
-        return priced(5.0 * np.asarray(parameters))
-
-    def device_adam(self, parameters):  # type: ignore[no-untyped-def]
-        return priced(0.5 * np.asarray(parameters))
-
-    def interference(self):  # type: ignore[no-untyped-def]
+    def interference(self) -> np.ndarray:
         return no_interference()
 
 

@@ -10,6 +10,7 @@ import pytest
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import grid_of, job_of
 from mist_megatron.formats.files import load_model
+from mist_megatron.price.prices import Gemm
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Plan, StagePlan, TargetName, Zero
@@ -43,7 +44,7 @@ def test_the_last_product_is_not_run_again(target: TargetName, dropout: float, l
     block = evaluator.loads(grid_of(plan, 0)).block
     tokens, hidden = 4 * 2048.0, float(plan.model.hidden)
     sizes = (np.asarray(size) for size in (tokens, hidden, 4.0 * hidden, 1.0))
-    product_s = float(evaluator.prices.gemm(*sizes).seconds)
+    product_s = float(evaluator.prices.of(Gemm(*sizes)).seconds)
     less_s = float(block.forward_s - block.again[0])
     if left_out:
         # And the addition after it, a tenth of it.

@@ -9,10 +9,23 @@ import pytest
 
 from mist_megatron.errors import InputError
 from mist_megatron.price.datasheet import datasheet_prices
-from mist_megatron.price.prices import Collective, LayerRatios, Prices
+from mist_megatron.price.prices import (
+    Attention,
+    Collective,
+    DeviceAdam,
+    Gemm,
+    HostAdam,
+    HostCopy,
+    LayerShape,
+    MemoryPass,
+    Prices,
+    Work,
+)
+from mist_megatron.price.profile_prices import ProfilePrices
 from mist_megatron.price.what_if import LINKS, OPERATORS, parse_scales, scaled_prices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.profile import CollectiveKind
 
 PRICES = datasheet_prices(ClusterSpec(gpu=CATALOGUE["a100-sxm-80gb"], nodes=2, gpus_per_node=8), "bf16")
 
@@ -24,18 +37,18 @@ def one(value: float) -> np.ndarray:
 def answers(prices: Prices) -> dict[str, float]:
     """Seconds of one large piece of every kind of work."""
     big = one(1e9)
-    found = {
-        "matmul": prices.gemm(one(4096), one(4096), one(4096), one(1)),
-        "attention": prices.attention(one(2), one(4096), one(32), one(32), one(128), backward=False),
-        "memory": prices.memory_bound(big),
-        "adam": prices.device_adam(big),
-        "host_adam": prices.host_adam(big),
-        "intra": prices.collective("all_reduce", big, one(8), one(1)),
-        "inter": prices.collective("all_gather", big, one(2), one(2)),
-        "h2d": prices.host_copy(big, "h2d"),
-        "d2h": prices.host_copy(big, "d2h"),
+    works: dict[str, Work] = {
+        "matmul": Gemm(one(4096), one(4096), one(4096), one(1)),
+        "attention": Attention(one(2), one(4096), one(32), one(32), one(128), backward=False),
+        "memory": MemoryPass(big),
+        "adam": DeviceAdam(big),
+        "host_adam": HostAdam(big),
+        "intra": Collective("all_reduce", big, one(8), one(1)),
+        "inter": Collective("all_gather", big, one(2), one(2)),
+        "h2d": HostCopy(big, "h2d"),
+        "d2h": HostCopy(big, "d2h"),
     }
-    return {name: float(priced.seconds) for name, priced in found.items()}
+    return {name: float(prices.of(work).seconds) for name, work in works.items()}
 
 
 @pytest.mark.parametrize("kind", [*OPERATORS, *LINKS])
@@ -52,7 +65,8 @@ def test_latency_stays() -> None:
     """A message of one byte takes as long over a link of ten times the bandwidth."""
     scaled = scaled_prices(PRICES, parse_scales(["link=intra:10"]))
     for message, speedup in ((1.0, 1.0), (1e10, 10.0)):
-        before, after = (p.collective("send_recv", one(message), one(2), one(1)) for p in (PRICES, scaled))
+        work = Collective("send_recv", one(message), one(2), one(1))
+        before, after = (prices.of(work) for prices in (PRICES, scaled))
         assert float(before.seconds / after.seconds) == pytest.approx(speedup, rel=0.01)
 
 
@@ -66,27 +80,31 @@ CLUSTERS = {
 @pytest.mark.parametrize(("intra", "inter"), [(1, 2), (1, 1e3), (2, 1), (0.01, 1), (0.5, 0.5), (3, 0.2)])
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "send_recv"])
 def test_faster_links_are_those_of_a_cluster_that_has_them(
-    cluster: ClusterSpec, intra: float, inter: float, kind: Collective
+    cluster: ClusterSpec, intra: float, inter: float, kind: CollectiveKind
 ) -> None:
     """A ring through nodes is no faster than its links inside them, however quick the network."""
     plain = datasheet_prices(cluster, "bf16")
     scaled = scaled_prices(plain, parse_scales([f"link=intra:{intra}", f"link=inter:{inter}"]))
-    built = replace(
-        plain,
-        intra_bytes_per_s=plain.intra_bytes_per_s * intra,
-        inter_bytes_per_s_per_gpu=plain.inter_bytes_per_s_per_gpu * inter,
+    rates = replace(
+        plain.rates,
+        intra_bytes_per_s=plain.rates.intra_bytes_per_s * intra,
+        inter_bytes_per_s_per_gpu=plain.rates.inter_bytes_per_s_per_gpu * inter,
     )
+    built = replace(plain, rates=rates)
     groups = [(2, 1), (8, 1), (16, 2), (32, 4), (8, 4)] if kind != "send_recv" else [(2, 1)]
     ranks, nodes = np.array(groups, dtype=np.float64).T
     for message in (1.0, 1e5, 1e9):
-        asked, wanted = (p.collective(kind, one(message), ranks, nodes).seconds for p in (scaled, built))
+        work = Collective(kind, one(message), ranks, nodes)
+        asked, wanted = (prices.of(work).seconds for prices in (scaled, built))
         assert asked == pytest.approx(wanted, rel=2e-3)
 
 
 def test_a_rank_in_each_node_uses_the_network_only() -> None:
     scaled = scaled_prices(PRICES, parse_scales(["link=intra:0.01", "link=inter:2"]))
-    for kind in ("all_reduce", "send_recv"):
-        before, after = (p.collective(kind, one(1e9), one(2), one(2)) for p in (PRICES, scaled))
+    kinds: tuple[CollectiveKind, ...] = ("all_reduce", "send_recv")
+    for kind in kinds:
+        work = Collective(kind, one(1e9), one(2), one(2))
+        before, after = (prices.of(work) for prices in (PRICES, scaled))
         assert float(before.seconds / after.seconds) == pytest.approx(2.0, rel=0.01)
 
 
@@ -95,18 +113,17 @@ def test_nothing_scaled_is_the_same_object() -> None:
 
 
 def test_whole_layer_ratios_stay_known() -> None:
-    """The wrapper answers for layers exactly when what it wraps does."""
+    """The wrapper answers for layers what it wraps does."""
 
-    class Knowing(type(PRICES)):  # type: ignore[misc]
-        def layer_ratio(self, *sizes: np.ndarray) -> np.ndarray:
+    class Knowing(ProfilePrices):
+        def layer_ratio(self, layer: LayerShape) -> np.ndarray:
             return one(1.5)
 
     scales = parse_scales(["op=matmul:2"])
-    knowing = Knowing(**{name: getattr(PRICES, name) for name in type(PRICES).__dataclass_fields__})
-    wrapped = scaled_prices(knowing, scales)
-    assert isinstance(wrapped, LayerRatios)
-    assert float(wrapped.layer_ratio(*[one(1.0)] * 5)) == 1.5
-    assert not isinstance(scaled_prices(PRICES, scales), LayerRatios)
+    shape = LayerShape(*[one(1.0)] * 5)
+    knowing = Knowing(profile=PRICES.profile, rates=PRICES.rates)
+    assert float(scaled_prices(knowing, scales).layer_ratio(shape)) == 1.5
+    assert float(scaled_prices(PRICES, scales).layer_ratio(shape)) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 from mist_megatron.ask.evaluators import evaluator_for, profile_of
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.formats.files import load_model
-from mist_megatron.price.profile_prices import ProfilePrices, profile_prices
+from mist_megatron.price.prices import Attention, Collective, Gemm
+from mist_megatron.price.profile_prices import ProfilePrices, prices_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import LinkOverrides, cluster_of
 from mist_megatron.spec.plan import Plan, StagePlan
@@ -30,11 +31,11 @@ UTILISED = {"a100-sxm-80gb": 0.78, "h100-sxm-80gb": 0.65, "b200-sxm-180gb": 0.60
 kernels compute half: 3 % here."""
 
 
-def prices_of(gpu: str) -> ProfilePrices:
+def shipped_prices(gpu: str) -> ProfilePrices:
     cluster = cluster_of(CATALOGUE[gpu], 8)
     profile = profile_of(cluster)
     assert profile is not None
-    return profile_prices(profile, cluster, "fp16")
+    return prices_of(profile, cluster, "fp16")
 
 
 def layer_shapes() -> np.ndarray:
@@ -49,28 +50,28 @@ def layer_shapes() -> np.ndarray:
 
 @pytest.mark.parametrize("gpu", PROFILES)
 def test_products_are_possible_and_cost_more_when_twice_as_large(gpu: str) -> None:
-    prices, shapes = prices_of(gpu), layer_shapes()
+    prices, shapes = shipped_prices(gpu), layer_shapes()
     n, k, m = shapes[:, :1], shapes[:, 1:], TOKENS[None, :]
     one = np.ones(())
-    seconds = prices.gemm(m, n, k, one).seconds
-    assert (2.0 * m * n * k / seconds / prices.matrix_flops_per_s).max() <= CREDIBLE.get(gpu, 0.9)
+    seconds = prices.of(Gemm(m, n, k, one)).seconds
+    assert (2.0 * m * n * k / seconds / prices.rates.matrix_flops_per_s).max() <= CREDIBLE.get(gpu, 0.9)
     # Where only the launch is paid, the average over neighbours may fall by less than a part in a thousand.
-    assert (prices.gemm(2.0 * m, n, k, one).seconds / seconds).min() >= 0.999
+    assert (prices.of(Gemm(2.0 * m, n, k, one)).seconds / seconds).min() >= 0.999
 
 
 @pytest.mark.parametrize("gpu", PROFILES)
 def test_no_step_beside_a_measured_product(gpu: str) -> None:
     """One part in a hundred more in any size costs about the same. B200's table has shapes a tile apart of
     which one takes half as long again as the other, so some step there is real."""
-    prices = prices_of(gpu)
+    prices = shipped_prices(gpu)
     if "gemm" not in prices.tables:
         pytest.skip("no measured products")
     sizes = np.exp(prices.tables["gemm"].shapes)
-    there = prices.gemm(*sizes.T).seconds
+    there = prices.of(Gemm(*sizes.T)).seconds
     for axis in range(3):
         beside = sizes.copy()
         beside[:, axis] *= 1.01
-        ratio = prices.gemm(*beside.T).seconds / there
+        ratio = prices.of(Gemm(*beside.T)).seconds / there
         assert ratio.min() > 0.85
         assert ratio.max() < 1.2
 
@@ -78,13 +79,13 @@ def test_no_step_beside_a_measured_product(gpu: str) -> None:
 @pytest.mark.parametrize("gpu", PROFILES)
 @pytest.mark.parametrize("backward", [False, True])
 def test_longer_sequences_cost_more(gpu: str, backward: bool) -> None:
-    prices = prices_of(gpu)
+    prices = shipped_prices(gpu)
     heads = np.array([8.0, 16.0, 32.0, 64.0, 96.0])[:, None]
     for kv_share in (1.0, 0.125):
 
         def seconds(seq: np.ndarray, kv: np.ndarray) -> np.ndarray:
             one, dim = np.ones(()), np.asarray(128.0)
-            return prices.attention(one, seq, heads, kv, dim, backward=backward).seconds
+            return prices.of(Attention(one, seq, heads, kv, dim, backward)).seconds
 
         kv = np.maximum(heads * kv_share, 1.0)
         now = seconds(TOKENS[None, :], kv)
@@ -103,8 +104,9 @@ def test_more_bandwidth_never_costs_time(gpu: str) -> None:
             before = np.full(sizes.shape, np.inf)
             for rate in (1e9, 1e10, 1e11, 1e12):
                 links = LinkOverrides(inter_bytes_per_s=rate, intra_bytes_per_s=rate)
-                prices = profile_prices(profile, replace(cluster, links=links), "fp16")
-                now = prices.collective(kind, sizes, np.asarray(ranks), np.asarray(nodes)).seconds  # type: ignore[arg-type]
+                prices = prices_of(profile, replace(cluster, links=links), "fp16")
+                work = Collective(kind, sizes, np.asarray(ranks), np.asarray(nodes))  # type: ignore[arg-type]
+                now = prices.of(work).seconds
                 assert (now <= before).all()
                 assert (np.diff(now) > 0.0).all()
                 before = now
