@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mist_megatron.errors import InputError, ProfileError
 from mist_megatron.formats.files import is_there
 from mist_megatron.resources import data_folder
+from mist_megatron.spec.term import SWITCHABLE
 
 if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
@@ -109,10 +110,10 @@ def _load_profile(path: Path, _changed: int) -> Profile:
 def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> tuple[StageEvaluator, str]:
     """The evaluator of a job, and where its prices come from."""
     from mist_megatron.cost.evaluate import make_evaluator
-    from mist_megatron.cost.terms import SWITCHABLE_TERMS
 
-    unknown = sorted(without - SWITCHABLE_TERMS)
+    unknown = sorted(without - SWITCHABLE)
     if unknown:
-        raise InputError(f"--without: no term {unknown[0]!r}; known: {', '.join(sorted(SWITCHABLE_TERMS))}")
+        raise InputError(f"--without: no term {unknown[0]!r}; known: {', '.join(sorted(SWITCHABLE))}")
     prices, origin = prices_for(job)
-    return make_evaluator(job, prices, cache=cache_directory(), without=without), origin
+    left_out = frozenset(term for term in SWITCHABLE if term in without)
+    return make_evaluator(job, prices, cache=cache_directory(), without=left_out), origin

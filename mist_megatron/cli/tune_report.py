@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mist_megatron.cli.output import table
+from mist_megatron.spec.term import Busy
 
 if TYPE_CHECKING:
     from mist_megatron.ask.found import Found
@@ -191,21 +192,15 @@ def reasons(prediction: Prediction) -> list[str]:
     ]
 
 
-STREAMS = {
-    "compute": ("forward", "backward", "recompute", "embedding", "head", "gradient_accumulation"),
-    "tensor-parallel traffic": ("tensor_parallel",),
-    "data-parallel traffic": ("blocking_data_parallel",),
-    "gathers and copies that compute does not hide": ("exposed_traffic", "pipeline_fill_of_layers"),
-    "transfers between stages": ("pipeline_p2p",),
-}
-"""What of a micro-batch's time goes where; the rest is the host's."""
-
-
 def stream_shares(stage: StagePrediction) -> dict[str, float]:
-    """Parts of a stage's stable micro-batch by what is busy."""
+    """Parts of a stage's stable micro-batch by what is busy; what is not counted elsewhere is the host's."""
     terms, total = stage.stable_terms_s, stage.stable_s
-    shares = {name: sum(terms.get(t, 0.0) for t in parts) / total for name, parts in STREAMS.items()}
-    return {**shares, "host": 1.0 - sum(shares.values())}
+    shares = {
+        busy.value: sum(seconds for term, seconds in terms.items() if term.busy is busy) / total
+        for busy in Busy
+        if busy is not Busy.HOST
+    }
+    return {**shares, Busy.HOST.value: 1.0 - sum(shares.values())}
 
 
 def hand_made_line(found: Found, others: Mapping[str, float]) -> str | None:

@@ -19,6 +19,7 @@ from mist_megatron.cost.terms import LayerLoad, Linear, StageLoads, StageTerms, 
 from mist_megatron.price.deterministic import DeterministicPrices
 from mist_megatron.price.prices import LayerShape, Prices
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.term import Term
 from mist_megatron.targets.facts import MemoryFacts
 from mist_megatron.targets.table import TARGETS
 
@@ -34,7 +35,7 @@ class StageFactors:
 
 
 def make_evaluator(
-    job: Job, prices: Prices, *, cache: Path | None = None, without: frozenset[str] = frozenset()
+    job: Job, prices: Prices, *, cache: Path | None = None, without: frozenset[Term] = frozenset()
 ) -> StageEvaluator:
     """The evaluator of a job; `cache` is a folder for compiled programs, None compiles anew."""
 
@@ -55,7 +56,7 @@ class StageEvaluator:
     """Callable on a StageGrid. Holds no state but a memo of layer passes already priced."""
 
     def __init__(
-        self, job: Job, prices: Prices, stage: StageProgram, *, without: frozenset[str] = frozenset()
+        self, job: Job, prices: Prices, stage: StageProgram, *, without: frozenset[Term] = frozenset()
     ) -> None:
         self.job = job
         self.prices = prices
@@ -342,7 +343,7 @@ def _model_values(job: Job) -> dict[str, float]:
     }
 
 
-def _time_context(job: Job, prices: Prices, facts: MemoryFacts, without: frozenset[str]) -> TimeContext:
+def _time_context(job: Job, prices: Prices, facts: MemoryFacts, without: frozenset[Term]) -> TimeContext:
     execution = job.execution
     return TimeContext(
         prices=prices,

@@ -21,6 +21,7 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.term import Term
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.facts import TrafficFacts
 from mist_megatron.targets.table import TARGETS
@@ -39,8 +40,8 @@ class StagePrediction:
     weight_grad_s: float
     peak_memory_bytes: float
     limit_bytes: float
-    stable_terms_s: Mapping[str, float]
-    delta_terms_s: Mapping[str, float]
+    stable_terms_s: Mapping[Term, float]
+    delta_terms_s: Mapping[Term, float]
     memory_terms_bytes: Mapping[str, float]
     beyond_s: tuple[float, float] = (0.0, 0.0)
     """What the iteration counts of this stage beyond t and d, which are what a search adds up: layers of a
@@ -134,7 +135,7 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
 def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
     """Price every stage and put them together; `evaluator` is of `job_of(plan)`."""
     stages = tuple(_predict_stage(plan, position, evaluator) for position in range(len(plan.stages)))
-    if plan.vpp == 1 and "pipeline_p2p" not in evaluator.time_context.without:
+    if plan.vpp == 1 and Term.PIPELINE_P2P not in evaluator.time_context.without:
         grids = [grid_of(plan, position) for position in range(len(plan.stages))]
         for position, (there_s, back_s) in exchanges_seconds(plan, grids, evaluator).items():
             stages = _with_exchanges(stages, position, there_s, back_s)
@@ -165,7 +166,7 @@ def _with_exchanges(
 ) -> tuple[StagePrediction, ...]:
     """A stage that differs from a neighbour, with what really crosses its borders."""
     stage = stages[position]
-    more_s = there_s + back_s - stage.stable_terms_s.get("pipeline_p2p", 0.0)
+    more_s = there_s + back_s - stage.stable_terms_s.get(Term.PIPELINE_P2P, 0.0)
     beyond_s = stage.beyond_s[0] + more_s, stage.beyond_s[1]
     changed = replace(stage, beyond_s=beyond_s, forward_exchange_s=there_s)
     return (*stages[:position], changed, *stages[position + 1 :])
@@ -185,9 +186,9 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
     shares = _forward_shares(role_of(position, len(stages)))
     if stage.forward_exchange_s is not None:
         forward_s += stage.forward_exchange_s
-        del shares["pipeline_p2p"]
+        del shares[Term.PIPELINE_P2P]
     for name, share in shares.items():
-        forward_s += share * (terms.get(name, 0.0) - (stage.in_turn_s if name == "pipeline_p2p" else 0.0))
+        forward_s += share * (terms.get(name, 0.0) - (stage.in_turn_s if name is Term.PIPELINE_P2P else 0.0))
     stable_s = stage.stable_s + stage.beyond_s[0]
     return StageTiming(
         stable_s=stable_s,
@@ -201,10 +202,10 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
     )
 
 
-def _forward_shares(role: StageRole) -> dict[str, float]:
+def _forward_shares(role: StageRole) -> dict[Term, float]:
     """What forward passes have of the terms of t that are not layers'."""
     sent = 0.0 if role.has_head else 1.0 if role is StageRole.FIRST else 0.5
-    return {"pipeline_p2p": sent, "host_work": 0.5}
+    return {Term.PIPELINE_P2P: sent, Term.HOST_WORK: 0.5}
 
 
 @dataclass(frozen=True)
@@ -226,19 +227,19 @@ def finer_parts(evaluator: StageEvaluator, grid: StageGrid) -> FinerParts:
     forward_s = evaluator.passes(grid)["forward_s"] + fine.forward_s
     facts = evaluator.time_context.facts
     for name, share in _forward_shares(grid.role).items():
-        part = 1.0 - in_turn_share(facts) if name == "pipeline_p2p" else 1.0
+        part = 1.0 - in_turn_share(facts) if name is Term.PIPELINE_P2P else 1.0
         if name in terms.stable:
             forward_s = forward_s + share * part * terms.stable[name].at(grid.layers, grid.ckpt)
     return FinerParts(
         more_s=(fine.stable_s, fine.delta_s),
         forward_s=forward_s,
         first_s=_summed(terms.delta, first_terms(facts), grid),
-        in_turn_s=in_turn_share(facts) * _summed(terms.stable, ("pipeline_p2p",), grid),
+        in_turn_s=in_turn_share(facts) * _summed(terms.stable, (Term.PIPELINE_P2P,), grid),
         late=(fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share),
     )
 
 
-def _summed(terms: Mapping[str, Linear], names: Sequence[str], grid: StageGrid) -> Array:
+def _summed(terms: Mapping[Term, Linear], names: Sequence[Term], grid: StageGrid) -> Array:
     found = (terms[name].at(grid.layers, grid.ckpt) for name in names if name in terms)
     return np.asarray(sum(found, start=np.zeros(())))
 
@@ -257,16 +258,16 @@ def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> Stag
     delta_terms_s = _at(terms.delta, plan.stages[position])
     fine, facts = refined(evaluator, grid), evaluator.time_context.facts
     steps = step_names(facts)
-    if facts.tied_before_reduction and "tied_embeddings" in delta_terms_s:
+    if facts.tied_before_reduction and Term.TIED_EMBEDDINGS in delta_terms_s:
         # What both ends of the pipeline reduce when they have summed those.
-        steps = (*steps, "gradient_reduction")
+        steps = (*steps, Term.GRADIENT_REDUCTION)
     return StagePrediction(
         stable_s=float(cost.stable_s),
         delta_s=float(cost.delta_s),
         forward_s=float(parts["forward_s"]),
         step_s=sum(delta_terms_s.get(name, 0.0) for name in steps),
         first_s=sum(delta_terms_s.get(name, 0.0) for name in first_terms(facts)),
-        in_turn_s=in_turn_share(facts) * stable_terms_s.get("pipeline_p2p", 0.0),
+        in_turn_s=in_turn_share(facts) * stable_terms_s.get(Term.PIPELINE_P2P, 0.0),
         weight_grad_s=float(parts["weight_grad_s"]),
         peak_memory_bytes=float(cost.peak_bytes),
         limit_bytes=evaluator.limit_bytes,
@@ -279,7 +280,7 @@ def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> Stag
     )
 
 
-def _at(terms: Mapping[str, Linear], stage: StagePlan) -> dict[str, float]:
+def _at(terms: Mapping[Term, Linear], stage: StagePlan) -> dict[Term, float]:
     layers, ckpt = _one(stage.layers), _one(stage.ckpt)
     return {name: float(term.at(layers, ckpt)) for name, term in terms.items()}
 
@@ -326,7 +327,7 @@ def binding(prediction: Prediction) -> dict[str, Any]:
     stage = prediction.stages[fullest]
     return {
         "slowest_stage": slowest,
-        "largest_time_term": max(time_terms, key=lambda name: time_terms[name]),
+        "largest_time_term": max(time_terms, key=lambda name: time_terms[name]).value,
         "fullest_stage": fullest,
         "memory_used_fraction": stage.peak_memory_bytes / stage.limit_bytes,
         "largest_memory_term": max(memory_terms, key=lambda name: memory_terms[name]),
@@ -366,8 +367,8 @@ def _stage_document(stage: StagePrediction) -> dict[str, Any]:
         "limit_bytes": stage.limit_bytes,
         "fits": stage.fits,
         "memory": dict(stage.memory_terms_bytes),
-        "stable_terms_s": dict(stage.stable_terms_s),
-        "delta_terms_s": dict(stage.delta_terms_s),
+        "stable_terms_s": {term.value: seconds for term, seconds in stage.stable_terms_s.items()},
+        "delta_terms_s": {term.value: seconds for term, seconds in stage.delta_terms_s.items()},
         **(
             {"beyond_s": dict(zip(("stable", "delta"), stage.beyond_s, strict=True))}
             if any(stage.beyond_s)

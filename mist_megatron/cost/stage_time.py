@@ -56,6 +56,7 @@ from mist_megatron.cost.terms import (
 from mist_megatron.cost.traffic import Traffic, layer_traffic
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.price.prices import Array
+from mist_megatron.spec.term import Term
 
 
 @dataclass(frozen=True)
@@ -89,23 +90,23 @@ class _Run:
 
 def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> StageTerms:
     """All terms of t and d over a grid."""
-    stable: dict[str, Linear] = {}
-    delta: dict[str, Linear] = {}
-    hops: dict[str, Linear] = {}
-    last_hops: dict[str, Linear] = {}
+    stable: dict[Term, Linear] = {}
+    delta: dict[Term, Linear] = {}
+    hops: dict[Term, Linear] = {}
+    last_hops: dict[Term, Linear] = {}
     boundary_terms(grid, loads, context, hops, last_hops)
-    between = _between_passes(grid, loads, context, hops.get("pipeline_p2p", Linear()))
+    between = _between_passes(grid, loads, context, hops.get(Term.PIPELINE_P2P, Linear()))
     _block_terms(grid, loads, context, between, (stable, delta))
-    for name, load in (("embedding", loads.embedding), ("head", loads.head)):
+    for name, load in ((Term.EMBEDDING, loads.embedding), (Term.HEAD, loads.head)):
         if load is not None:
             _edge_layer_terms(name, edge_grid(grid, context.facts), load, context, stable, delta)
-    stable["host_work"] = Linear(host_seconds(grid, context))
-    delta["host_step"] = Linear(np.asarray(context.facts.host_s_per_step))
+    stable[Term.HOST_WORK] = Linear(host_seconds(grid, context))
+    delta[Term.HOST_STEP] = Linear(np.asarray(context.facts.host_s_per_step))
     step_terms(grid, loads, context, delta)
-    reduction = delta.get("gradient_reduction", Linear()).fixed
+    reduction = delta.get(Term.GRADIENT_REDUCTION, Linear()).fixed
     slowed_s = slowed_by_reduction(grid, loads, reduction, context)
     if slowed_s is not ZERO:
-        add_term(last_hops, "pipeline_p2p", Linear(slowed_s))
+        add_term(last_hops, Term.PIPELINE_P2P, Linear(slowed_s))
     stable.update(hops)
     delta.update(last_hops)
     for name in context.without:
@@ -122,7 +123,7 @@ def _between_passes(
     stage has sent nothing then, the pass before having ended the pipeline."""
     host_s = host_seconds(grid, context) / (2 * grid.vpp)
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
-    send_s = ZERO if "pipeline_p2p" in context.without else hops.fixed / (exchanges * grid.vpp)
+    send_s = ZERO if Term.PIPELINE_P2P in context.without else hops.fixed / (exchanges * grid.vpp)
     usual = Between(send_s, host_s, ZERO)
     forward = usual if loads.embedding is None else Between(ZERO, ZERO, loads.embedding.forward_s)
     backward = usual if loads.head is None else Between(ZERO, ZERO, loads.head.backward_s)
@@ -134,32 +135,36 @@ def _block_terms(
     loads: StageLoads,
     context: TimeContext,
     between: tuple[Between, Between],
-    terms: tuple[dict[str, Linear], dict[str, Linear]],
+    terms: tuple[dict[Term, Linear], dict[Term, Linear]],
 ) -> None:
     (stable, delta), load = terms, loads.block
     traffic = layer_traffic(grid, load, context)
     again = _again(grid, load)
     kept, whole = _runs(grid, load, traffic, context, between)
-    stable["forward"] = Linear(per_layer=load.forward_s)
-    stable["backward"] = Linear(per_layer=load.backward_s)
-    stable["recompute"] = Linear(per_layer=again[0], per_ckpt=load.again[0] - again[0])
-    stable["tensor_parallel"] = _mixed(kept.tensor_s, whole.tensor_s)
-    stable["blocking_data_parallel"] = _mixed(kept.blocking_s, whole.blocking_s)
-    stable["exposed_traffic"] = _exposed(grid, kept.forward, whole.forward) + _exposed(
+    stable[Term.FORWARD] = Linear(per_layer=load.forward_s)
+    stable[Term.BACKWARD] = Linear(per_layer=load.backward_s)
+    stable[Term.RECOMPUTE] = Linear(per_layer=again[0], per_ckpt=load.again[0] - again[0])
+    stable[Term.TENSOR_PARALLEL] = _mixed(kept.tensor_s, whole.tensor_s)
+    stable[Term.BLOCKING_DATA_PARALLEL] = _mixed(kept.blocking_s, whole.blocking_s)
+    stable[Term.EXPOSED_TRAFFIC] = _exposed(grid, kept.forward, whole.forward) + _exposed(
         grid, kept.backward, whole.backward
     )
-    stable["pipeline_fill_of_layers"] = _once(
+    stable[Term.PIPELINE_FILL_OF_LAYERS] = _once(
         grid, kept.forward.alone_s + kept.backward.alone_s, whole.forward.alone_s + whole.backward.alone_s
     )
-    delta["first_forward_traffic"] = _beyond(grid, (kept.first, kept.forward), (whole.first, whole.forward))
-    delta["last_backward_traffic"] = _beyond(grid, (kept.last, kept.backward), (whole.last, whole.backward))
+    delta[Term.FIRST_FORWARD_TRAFFIC] = _beyond(
+        grid, (kept.first, kept.forward), (whole.first, whole.forward)
+    )
+    delta[Term.LAST_BACKWARD_TRAFFIC] = _beyond(
+        grid, (kept.last, kept.backward), (whole.last, whole.backward)
+    )
     if gathers_on_arrival(grid, context.facts):
-        first = delta.pop("first_forward_traffic")
-        delta["first_gather"] = first + Linear(per_layer=kept.gather_before_s)
+        first = delta.pop(Term.FIRST_FORWARD_TRAFFIC)
+        delta[Term.FIRST_GATHER] = first + Linear(per_layer=kept.gather_before_s)
     if reduces_by_chunk(grid, context.facts):
         sent_s = sent_beside_reductions(grid, loads, context)
         each = [_by_chunk_s(grid, run.passes.last, sent_s, context.interference) for run in (kept, whole)]
-        delta["chunk_reductions"] = _mixed(*each)
+        delta[Term.CHUNK_REDUCTIONS] = _mixed(*each)
     _accumulation_terms(Linear(per_layer=load.parameters), context, stable, delta)
 
 
@@ -208,16 +213,16 @@ class Refinement:
 
 def refinement(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Refinement:
     """What `stage_terms` has to leave out."""
-    load, hops = loads.block, dict[str, Linear]()
+    load, hops = loads.block, dict[Term, Linear]()
     traffic = layer_traffic(grid, load, context)
     boundary_terms(grid, loads, context, hops, {})
-    between = _between_passes(grid, loads, context, hops.get("pipeline_p2p", Linear()))
+    between = _between_passes(grid, loads, context, hops.get(Term.PIPELINE_P2P, Linear()))
     said, whole = _runs(grid, load, traffic, context, between)
     kept, none = said, grid.ckpt == 0.0
     if not context.recomputes_first_layers and np.any(none & (grid.activations_offload > 0.0)):
         kind = _Kind(_again(grid, load), load.saved_bytes, followed=False)
         kept = _chosen(none, _run(grid, load, traffic, context, kind, between), said)
-    alone = 0.0 if "pipeline_fill_of_layers" in context.without else 1.0
+    alone = 0.0 if Term.PIPELINE_FILL_OF_LAYERS in context.without else 1.0
 
     def seconds(one: Phase, other: Phase) -> Array:
         term = _exposed(grid, one, other) + _once(grid, alone * one.alone_s, alone * other.alone_s)
@@ -304,12 +309,12 @@ def _beyond(grid: StageGrid, kept: tuple[Phase, Phase], whole: tuple[Phase, Phas
 
 
 def _edge_layer_terms(
-    name: str,
+    name: Term,
     grid: StageGrid,
     load: LayerLoad,
     context: TimeContext,
-    stable: dict[str, Linear],
-    delta: dict[str, Linear],
+    stable: dict[Term, Linear],
+    delta: dict[Term, Linear],
 ) -> None:
     """Embedding and head: one layer each, never recomputed, its activations never offloaded."""
     quiet = replace(grid, activations_offload=ZERO)
@@ -327,20 +332,21 @@ def _edge_layer_terms(
     )
     first_s = run.first.inside_s - run.forward.inside_s
     if gathers_on_arrival(grid, context.facts):
-        add_term(delta, "first_gather", Linear(first_s + run.gather_before_s))
+        add_term(delta, Term.FIRST_GATHER, Linear(first_s + run.gather_before_s))
         first_s = ZERO
-    delta[f"{name}_traffic"] = Linear(first_s + run.last.inside_s - run.backward.inside_s)
-    if reduces_by_chunk(grid, context.facts) and name == "embedding":
+    traffic_of = {Term.EMBEDDING: Term.EMBEDDING_TRAFFIC, Term.HEAD: Term.HEAD_TRAFFIC}
+    delta[traffic_of[name]] = Linear(first_s + run.last.inside_s - run.backward.inside_s)
+    if reduces_by_chunk(grid, context.facts) and name is Term.EMBEDDING:
         # Of the chunk that ends the iteration; the head is of the first whose passes end.
         reduced_s = np.where(grid.zero <= 1, traffic.reduce_s, 0.0)
-        add_term(delta, "chunk_reductions", Linear(reduced_s))
+        add_term(delta, Term.CHUNK_REDUCTIONS, Linear(reduced_s))
     if context.facts.step_in_first_forward:
-        add_term(delta, "optimizer_compute", Linear(traffic.step_compute_s))
+        add_term(delta, Term.OPTIMIZER_COMPUTE, Linear(traffic.step_compute_s))
     _accumulation_terms(Linear(load.parameters), context, stable, delta)
 
 
 def _accumulation_terms(
-    parameters: Linear, context: TimeContext, stable: dict[str, Linear], delta: dict[str, Linear]
+    parameters: Linear, context: TimeContext, stable: dict[Term, Linear], delta: dict[Term, Linear]
 ) -> None:
     """Adding new gradients to old ones: read two, write one; the first micro-batch has nothing to add to."""
     if not context.facts.accumulation_pass:
@@ -349,8 +355,8 @@ def _accumulation_terms(
     on_layers = bool(np.any(parameters.per_layer))
     term = Linear(per_layer=share) if on_layers else Linear(share)
     back = Linear(per_layer=-share) if on_layers else Linear(-share)
-    add_term(stable, "gradient_accumulation", term)
-    add_term(delta, "gradient_accumulation", back)
+    add_term(stable, Term.GRADIENT_ACCUMULATION, term)
+    add_term(delta, Term.GRADIENT_ACCUMULATION, back)
 
 
 def _run(

@@ -19,22 +19,17 @@ from mist_megatron.cost.traffic import (
     whole_buckets,
 )
 from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostAdam, MemoryPass
+from mist_megatron.spec.term import AT_STEP, IN_STEPPING_PASS, Term
 from mist_megatron.targets.facts import TrafficFacts
 
-AT_STEP = ("optimizer_compute", "host_adam", "host_adam_copies", "weight_gather", "host_step")
-"""Terms of d that begin when a stage may step; the others are over by then."""
 
-ON_ARRIVAL = ("first_forward_traffic", "optimizer_compute", "host_adam", "weight_gather")
-"""Terms of d for which a first forward pass stands still where it takes the steps of its layers."""
-
-
-def first_terms(facts: TrafficFacts) -> tuple[str, ...]:
+def first_terms(facts: TrafficFacts) -> tuple[Term, ...]:
     """Terms of d for which a first forward pass stands still, and with it all later stages."""
     on_arrival = facts.step_in_first_forward and not facts.steps_while_waiting
-    return ON_ARRIVAL if on_arrival else ("first_gather",)
+    return IN_STEPPING_PASS if on_arrival else (Term.FIRST_GATHER,)
 
 
-def step_names(facts: TrafficFacts) -> tuple[str, ...]:
+def step_names(facts: TrafficFacts) -> tuple[Term, ...]:
     """Terms of d that begin when a stage may step."""
     first = first_terms(facts)
     return tuple(name for name in AT_STEP if name not in first)
@@ -58,7 +53,7 @@ def reduces_by_chunk(grid: StageGrid, facts: TrafficFacts) -> bool:
     return facts.last_reduce_overlaps and facts.later_stages_at_once and grid.vpp > 1
 
 
-def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: dict[str, Linear]) -> None:
+def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: dict[Term, Linear]) -> None:
     """What happens once per step and stops compute: reductions and gathers that nothing hides, the
     optimizer at the end of the step, and updates on the host."""
     facts, prices, zero = context.facts, context.prices, grid.zero
@@ -71,14 +66,16 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         scatter = whole_buckets("reduce_scatter", whole, context.grad_bytes, grid, context)
         reduce = whole_buckets("all_reduce", whole, context.grad_bytes, grid, context)
         once = np.where(zero == 1, scatter, np.where(zero == 0, reduce, 0.0))
-        delta["gradient_reduction"] = Linear(once)
+        delta[Term.GRADIENT_REDUCTION] = Linear(once)
     if not facts.first_gather_overlaps:
-        delta["weight_gather"] = _weight_gather(grid, loads, count, context)
+        delta[Term.WEIGHT_GATHER] = _weight_gather(grid, loads, count, context)
     if loads.tied_parameters is not None:
         message = context.grad_bytes * loads.tied_parameters
         pair = np.asarray(2.0)
         nodes = np.asarray(2.0 if context.cluster_gpus > context.cluster_gpus_per_node else 1.0)
-        delta["tied_embeddings"] = Linear(prices.of(Collective("all_reduce", message, pair, nodes)).seconds)
+        delta[Term.TIED_EMBEDDINGS] = Linear(
+            prices.of(Collective("all_reduce", message, pair, nodes)).seconds
+        )
     share = count / np.where(zero >= 1, replicas(grid, context), 1.0)
     if facts.states_visit:
         _visits(grid, count, context, delta)
@@ -90,22 +87,22 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
     if facts.grad_norm_pass:
         # The norm reads every gradient, scaling reads and writes it.
         compute = compute + prices.of(MemoryPass(3.0 * context.grad_bytes * share)).seconds
-    delta["optimizer_compute"] = Linear(compute)
+    delta[Term.OPTIMIZER_COMPUTE] = Linear(compute)
     if facts.steps_by_place:
-        delta["host_adam"] = Linear(prices.of(HostAdam(on_host)).seconds)
+        delta[Term.HOST_ADAM] = Linear(prices.of(HostAdam(on_host)).seconds)
         gone_s = _gradients_to_states(grid, share, context)
-        delta["host_adam_copies"] = Linear(gone_s + step_copies_s(grid, share, context))
+        delta[Term.HOST_ADAM_COPIES] = Linear(gone_s + step_copies_s(grid, share, context))
         # Weights of ZeRO 1 and 2 that visited go back when they are new.
         visited = context.weight_bytes * count * np.where(zero >= 3, 0.0, grid.weights_offload)
-        delta["states_at_step"] = Linear(host_copy(visited, "d2h", context))
+        delta[Term.STATES_AT_STEP] = Linear(host_copy(visited, "d2h", context))
     elif np.any(grid.optimizer_offload):
         still_on_device = 1.0 if facts.states_visit else 1.0 - grid.grads_offload
         update = prices.of(HostAdam(on_host)).seconds
         out = host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
         back = host_copy(context.weight_bytes * on_host, "h2d", context)
         copies = np.maximum(out + back - update, 0.0) if facts.host_adam_copies_overlap else out + back
-        delta["host_adam"] = Linear(update)
-        delta["host_adam_copies"] = Linear(copies)
+        delta[Term.HOST_ADAM] = Linear(update)
+        delta[Term.HOST_ADAM_COPIES] = Linear(copies)
 
 
 def _gradients_to_states(grid: StageGrid, share: Array, context: TimeContext) -> Array:
@@ -135,7 +132,7 @@ def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: Ti
     return Linear(sum(edges, start=at_once), one(loads.block.parameters))
 
 
-def _visits(grid: StageGrid, count: Array, context: TimeContext, delta: dict[str, Linear]) -> None:
+def _visits(grid: StageGrid, count: Array, context: TimeContext, delta: dict[Term, Linear]) -> None:
     """Offloaded gradients come back before the reduction, when nothing else runs; offloaded weights
     come and go for an update that is not part of a forward pass."""
     if not (np.any(grid.grads_offload) or np.any(grid.weights_offload)):
@@ -144,28 +141,28 @@ def _visits(grid: StageGrid, count: Array, context: TimeContext, delta: dict[str
     if not context.facts.step_in_first_forward:
         weights = grid.weights_offload * context.weight_bytes * count
         seconds = seconds + host_copy(weights, "h2d", context) + host_copy(weights, "d2h", context)
-    delta["states_at_step"] = Linear(seconds)
+    delta[Term.STATES_AT_STEP] = Linear(seconds)
 
 
 def _steps_in_first_forward(
-    grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext, delta: dict[str, Linear]
+    grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext, delta: dict[Term, Linear]
 ) -> None:
     """Updates between the layers of the first forward pass; the copies are part of its traffic."""
     facts, prices = context.facts, context.prices
     share = count / np.where(grid.zero >= 1, replicas(grid, context), 1.0)
     steps = layer_traffic(grid, loads.block, context).step_compute_s
-    add_term(delta, "optimizer_compute", Linear(per_layer=steps))
+    add_term(delta, Term.OPTIMIZER_COMPUTE, Linear(per_layer=steps))
     if facts.grad_norm_pass:
         norm = prices.of(MemoryPass(3.0 * context.grad_bytes * share)).seconds
-        add_term(delta, "optimizer_compute", Linear(norm))
+        add_term(delta, Term.OPTIMIZER_COMPUTE, Linear(norm))
     if facts.adam_on_host and np.any(grid.optimizer_offload):
         # The thread that updates a layer launches nothing: the device has the layer before it to run.
         divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)
         update = prices.of(HostAdam(grid.optimizer_offload * loads.block.parameters / divisor)).seconds
-        delta["host_adam"] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
+        delta[Term.HOST_ADAM] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
         if facts.steps_by_place:
-            add_term(delta, "host_adam", _edges_on_host(grid, loads, divisor, context))
-            delta["host_adam_copies"] = Linear(_gradients_to_states(grid, share, context))
+            add_term(delta, Term.HOST_ADAM, _edges_on_host(grid, loads, divisor, context))
+            delta[Term.HOST_ADAM_COPIES] = Linear(_gradients_to_states(grid, share, context))
 
 
 def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: TimeContext) -> Linear:
@@ -182,8 +179,8 @@ def boundary_terms(
     grid: StageGrid,
     loads: StageLoads,
     context: TimeContext,
-    stable: dict[str, Linear],
-    delta: dict[str, Linear],
+    stable: dict[Term, Linear],
+    delta: dict[Term, Linear],
 ) -> None:
     """Activations to the next stage and their gradients back. A stage with two neighbours meets two
     exchanges per micro-batch, one at an end of the pipeline meets one, so that their sum over the stages
@@ -204,11 +201,11 @@ def boundary_terms(
         # At a border of nodes a stage has one neighbour on each side of it.
         own = (inside, across) if 0.0 < share < 1.0 else (hop, hop)
         sends = _Sends(grid, hop, own, host_seconds(grid, context), _edge_seconds(loads))
-        stable["pipeline_p2p"], delta["pipeline_p2p"] = _sent_beside_chunks(sends, loads.block, context)
+        stable[Term.PIPELINE_P2P], delta[Term.PIPELINE_P2P] = _sent_beside_chunks(sends, loads.block, context)
         return
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     each = 2.0 if context.facts.sends_in_turn else 1.0
-    stable["pipeline_p2p"] = Linear(each * exchanges * grid.vpp * hop)
+    stable[Term.PIPELINE_P2P] = Linear(each * exchanges * grid.vpp * hop)
 
 
 @dataclass(frozen=True)
@@ -334,7 +331,7 @@ def sent_beside_reductions(grid: StageGrid, loads: StageLoads, context: TimeCont
 
 def host_seconds(grid: StageGrid, context: TimeContext) -> Array:
     """Host work per micro-batch. Every chunk of an interleaved stage meets its neighbours for itself."""
-    if "host_work" in context.without:
+    if Term.HOST_WORK in context.without:
         return ZERO
     exchange_s = grid.vpp * context.facts.host_s_per_exchange if grid.stages > 1 else 0.0
     return np.asarray(context.facts.host_s_per_micro_batch + exchange_s)

@@ -8,26 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mist_megatron.price.prices import Array, Prices
+from mist_megatron.spec.term import Term
 from mist_megatron.targets.facts import TrafficFacts
 
 ZERO = np.zeros(())
-
-SWITCHABLE_TERMS = frozenset(
-    {
-        "pipeline_p2p",
-        "optimizer_compute",
-        "host_adam",
-        "host_adam_copies",
-        "host_work",
-        "host_step",
-        "gradient_accumulation",
-        "tied_embeddings",
-        "pipeline_fill_of_layers",
-        "embedding",
-        "head",
-    }
-)
-"""Terms that some published models leave out; each can be left out here too, to compare with them."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +79,8 @@ class TimeContext:
     cluster_gpus_per_node: int
     context_parallel: int
     model_layers: int
-    without: frozenset[str]
-    """Names of terms that are left out, for comparison with models that leave them out."""
+    without: frozenset[Term]
+    """Terms that are left out, for comparison with models that leave them out."""
     recomputes_first_layers: bool = True
     """Of a stage's layers the first are the recomputed ones; its last ones otherwise."""
 
@@ -156,11 +140,11 @@ class LayerPasses:
 class StageTerms:
     """Named parts of t and d; each dictionary sums to its total."""
 
-    stable: dict[str, Linear]
-    delta: dict[str, Linear]
+    stable: dict[Term, Linear]
+    delta: dict[Term, Linear]
 
 
-def totals(terms: Mapping[str, Linear]) -> Linear:
+def totals(terms: Mapping[Term, Linear]) -> Linear:
     """The sum of all terms, still linear; smallest arrays first, so that only the last additions touch the
     full size of an open grid."""
 
@@ -178,6 +162,6 @@ def totals(terms: Mapping[str, Linear]) -> Linear:
     )
 
 
-def add_term(terms: dict[str, Linear], name: str, term: Linear) -> None:
+def add_term(terms: dict[Term, Linear], name: Term, term: Linear) -> None:
     """Add to the term of that name, or begin it."""
     terms[name] = terms[name] + term if name in terms else term

@@ -12,6 +12,7 @@ from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.terms import ZERO, LayerLoad, TimeContext
 from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostCopy
 from mist_megatron.spec.profile import CollectiveKind
+from mist_megatron.spec.term import Term
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
         step_out = weights_out + grads_out + context.grad_bytes * on_host
     added_on_device = facts.states_visit or not facts.adam_on_host
     compute: Array = ZERO
-    if facts.step_in_first_forward and "optimizer_compute" not in context.without:
+    if facts.step_in_first_forward and Term.OPTIMIZER_COMPUTE not in context.without:
         on_device = 1.0 - (0.0 if swaps else 1.0) * grid.optimizer_offload
         compute = prices.of(DeviceAdam(step_share * on_device)).seconds
         if facts.steps_by_place:

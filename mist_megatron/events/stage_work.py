@@ -23,6 +23,7 @@ from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, PassStreams, TimeC
 from mist_megatron.cost.traffic import layer_traffic
 from mist_megatron.spec.layout import nodes_of, replica_groups, tensor_groups
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.term import Term
 from mist_megatron.targets.table import TARGETS
 
 
@@ -113,46 +114,6 @@ class StageWork:
         backward_s = sum(work.backward.serial_s for work in layers)
         weight_s = sum(work.backward.weight_s for work in layers)
         return forward_s, backward_s - weight_s, weight_s
-
-
-STABLE_TERMS = frozenset(
-    {
-        "forward",
-        "backward",
-        "recompute",
-        "tensor_parallel",
-        "blocking_data_parallel",
-        "exposed_traffic",
-        "pipeline_fill_of_layers",
-        "gradient_accumulation",
-        "embedding",
-        "head",
-        "host_work",
-        "pipeline_p2p",
-    }
-)
-DELTA_TERMS = frozenset(
-    {
-        "first_forward_traffic",
-        "first_gather",
-        "last_backward_traffic",
-        "chunk_reductions",
-        "gradient_accumulation",
-        "embedding_traffic",
-        "head_traffic",
-        "optimizer_compute",
-        "host_step",
-        "gradient_reduction",
-        "weight_gather",
-        "tied_embeddings",
-        "host_adam",
-        "host_adam_copies",
-        "states_at_step",
-        "pipeline_p2p",
-    }
-)
-"""The closed form's terms that are played, as passes, transfers or ends of iterations. A term that is added
-there has to be played here too: a test compares the names."""
 
 
 @dataclass(frozen=True)
@@ -267,18 +228,18 @@ def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kind
     stable, delta = _values(terms.stable, grid), _values(terms.delta, grid)
     inside_s = sum(layer.first.step_s * count for layer, count in kinds.counted(plan.stages[position]))
     step = StepWork(
-        visits_s=delta.get("states_at_step", 0.0),
-        reduction_s=delta.get("gradient_reduction", 0.0),
-        tied_s=delta.get("tied_embeddings", 0.0),
-        optimizer_s=_beyond(delta.get("optimizer_compute", 0.0), inside_s),
-        host_adam_s=delta.get("host_adam", 0.0),
-        host_copies_s=delta.get("host_adam_copies", 0.0),
-        gather_s=delta.get("weight_gather", 0.0),
-        host_s=delta.get("host_step", 0.0),
+        visits_s=delta.get(Term.STATES_AT_STEP, 0.0),
+        reduction_s=delta.get(Term.GRADIENT_REDUCTION, 0.0),
+        tied_s=delta.get(Term.TIED_EMBEDDINGS, 0.0),
+        optimizer_s=_beyond(delta.get(Term.OPTIMIZER_COMPUTE, 0.0), inside_s),
+        host_adam_s=delta.get(Term.HOST_ADAM, 0.0),
+        host_copies_s=delta.get(Term.HOST_ADAM_COPIES, 0.0),
+        gather_s=delta.get(Term.WEIGHT_GATHER, 0.0),
+        host_s=delta.get(Term.HOST_STEP, 0.0),
     )
     work = StageWork(
         chunks=(),
-        host_s=stable.get("host_work", 0.0),
+        host_s=stable.get(Term.HOST_WORK, 0.0),
         hop_inside_s=float(inside),
         hop_across_s=float(across),
         step=step,
@@ -292,7 +253,7 @@ def _beyond(whole_s: float, inside_s: float) -> float:
     return whole_s - inside_s if whole_s - inside_s > 1e-9 * whole_s else 0.0
 
 
-def _values(terms: Mapping[str, Linear], grid: StageGrid) -> dict[str, float]:
+def _values(terms: Mapping[Term, Linear], grid: StageGrid) -> dict[Term, float]:
     return {name: float(term.at(grid.layers, grid.ckpt)) for name, term in terms.items()}
 
 

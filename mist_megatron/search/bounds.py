@@ -21,6 +21,7 @@ from mist_megatron.search.assign import Front
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_prices import Times, fractions
+from mist_megatron.spec.term import Term
 
 Array = NDArray[np.float64]
 Solver = Literal["exact", "milp"]
@@ -194,7 +195,7 @@ def least_times(
         bridged=first.bridged,
     )
     # Gradients that are on the host already need not be copied there for the update.
-    times = Times.of(evaluator, grid, without=("host_adam_copies",))
+    times = Times.of(evaluator, grid, without=(Term.HOST_ADAM_COPIES,))
     stable, extra, step = (
         part.at(grid.layers, grid.ckpt) for part in (times.stable, times.delta, times.step)
     )

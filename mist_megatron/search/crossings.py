@@ -19,6 +19,7 @@ from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.stage_prices import AXES, StageSlot, stage_grid
 from mist_megatron.spec.layout import lies_across
+from mist_megatron.spec.term import Term
 
 Seconds = tuple[float, float]
 """Of a stable micro-batch, and of its forward pass."""
@@ -30,7 +31,7 @@ class Crossings:
 
     def __init__(self, evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) -> None:
         self.evaluator, self.meshes = evaluator, meshes
-        self.known = "pipeline_p2p" not in evaluator.time_context.without and len(meshes) > 1
+        self.known = Term.PIPELINE_P2P not in evaluator.time_context.without and len(meshes) > 1
         """Whether there is anything to know."""
         self.beyond = cache(self._beyond)
         self._border, self._own = cache(self._border_s), cache(self._own_s)
@@ -70,7 +71,7 @@ class Crossings:
     def _own_s(self, mesh: int, role: StageRole) -> Seconds:
         """A first stage hands on forward passes only, a last one backward passes only."""
         grid = self._grid(mesh, role)
-        own_s = float(self.evaluator.terms(grid).stable["pipeline_p2p"].at(grid.layers, grid.ckpt))
+        own_s = float(self.evaluator.terms(grid).stable[Term.PIPELINE_P2P].at(grid.layers, grid.ckpt))
         share = 0.0 if role is StageRole.LAST else 1.0 if role is StageRole.FIRST else 0.5
         return own_s, share * own_s
 

@@ -25,6 +25,7 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.plan import Schedule
+from mist_megatron.spec.term import Term
 from mist_megatron.targets.facts import Range
 from mist_megatron.targets.rules import WEIGHTS_LEAST_ZERO, GradientCase, gradient_range
 
@@ -173,7 +174,7 @@ class Times:
     step: Linear
 
     @staticmethod
-    def of(evaluator: StageEvaluator, grid: StageGrid, without: tuple[str, ...] = ()) -> Times:
+    def of(evaluator: StageEvaluator, grid: StageGrid, without: tuple[Term, ...] = ()) -> Times:
         """Prices of a grid, some terms of d left out."""
         terms = evaluator.terms(grid)
         context = evaluator.time_context

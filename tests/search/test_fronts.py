@@ -11,7 +11,6 @@ import pytest
 from jobs import evaluator_of, small_job
 
 from mist_megatron.cost.predict import grid_of, predict
-from mist_megatron.cost.step_time import AT_STEP
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.search import Settings, Status, Watch, plan_of, search
@@ -19,6 +18,7 @@ from mist_megatron.search.space import Limits, apply_limits, cut_to_target, spac
 from mist_megatron.search.stage_fronts import StageTimes, slot_configs
 from mist_megatron.search.stage_prices import Choices, ckpt_counts, fractions, slot_at
 from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.term import AT_STEP
 from mist_megatron.targets.rules import violations
 
 TARGETS = {
