@@ -32,6 +32,8 @@ class Case:
     overlap: bool = False
     bf16: bool = False
     optimizer_fraction: list[float] | None = None
+    fused: bool = False
+    """With an Adam that counts by group; the device's share of a hybrid optimizer always has one."""
     steps: int = 8
     micro_batches: int = 4
     patches: dict[str, list[float]] = field(default_factory=dict)
@@ -223,7 +225,8 @@ class Trainer:
                 # Without Transformer Engine Megatron hands one step counter to all parameters, and each of
                 # them would count it up (distrib_optimizer.py:1035).
                 for moments in one.optimizer.state.values():
-                    moments["step"] = moments["step"].clone()
+                    if "step" in moments:
+                        moments["step"] = moments["step"].clone()
                 with torch.no_grad():  # Megatron forgets it where shards are views of fp32 parameters
                     one.load_parameter_state_from_dp_reshardable(state)
 
@@ -265,7 +268,10 @@ class Trainer:
 
 def state_bytes(chunks: list[Any]) -> dict[str, int]:
     """Where weights and gradients are now, by the storages that exist, and the most that ever visited."""
-    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    import torch
+
+    # Not `chunk.parameters()`, before which the patches take every step that is pending.
+    parameters = [p for chunk in chunks for _, p in torch.nn.Module.named_parameters(chunk)]
     units = [unit for chunk in chunks for unit in getattr(chunk, "mist_chunk", NO_CHUNK).units]
     found = {}
     for kind, tensors in (("weights", parameters), ("grads", [p.main_grad for p in parameters])):
@@ -418,6 +424,7 @@ def report(trainer: Trainer) -> dict[str, Any]:
 def run_case(case: Case) -> dict[str, Any]:
     """One run from fresh weights, with its patches put on and taken off again."""
     import torch
+    from fused_adam import in_place_of_torchs
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from mist_patches.core import hooking
@@ -429,8 +436,9 @@ def run_case(case: Case) -> dict[str, Any]:
     LOG.clear()
     undone = apply_patches(case, stage)
     line: dict[str, Any] = {"rank": torch.distributed.get_rank(), "stage": stage}
+    counts_by_group = case.fused or case.optimizer_fraction is not None
     try:
-        with mutated(case.mutate):
+        with mutated(case.mutate), in_place_of_torchs(counts_by_group):
             trainer, found = train(case, build_config(case, stage, dtype), stage, dtype)
             line |= {**found, **report(trainer), "log": list(LOG)}
     finally:

@@ -53,13 +53,15 @@ HOST = replace(HALF, distributed_optimizer=True, optimizer_fraction=[0.75, 0.25]
 
 @cache
 def two_stages() -> Runs:
-    both = {"activation_offload": [1.0, 0.5], "optimizer_fraction": [0.75, 0.25]}
+    exact = {"optimizer_fraction": [0.75, 0.25]}
+    both = {"activation_offload": [1.0, 0.5], **exact}
     cases = {
         "fp32": UNEVEN,
         "fp32 patched": replace(UNEVEN, **OFFLOADED),
         "bf16": HALF,
         "bf16 patched": replace(HALF, **OFFLOADED),
-        "host": HOST,
+        # With the same shards on the host: see test_exact_fraction_alone_and_all_together.
+        "host": replace(HOST, patches=exact),
         "host patched": replace(HOST, recompute=[2, 0], patches=both),
     }
     return run_all(cases, 2)

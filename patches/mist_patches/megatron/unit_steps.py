@@ -11,12 +11,13 @@ back, and calls Megatron's own step; Adam works element by element, so the parts
 bit for bit.
 
 Tested with megatron-core 0.16.1 and 0.19.2: FP32Optimizer, Float16OptimizerWithFloat16Params,
-DistributedOptimizer, HybridDeviceOptimizer; torch's Adam and SGD.
+DistributedOptimizer, HybridDeviceOptimizer; torch's Adam and SGD, and an Adam that counts its steps by group
+as Transformer Engine's and Apex's do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +42,11 @@ class PendingStep:
         inner = optimizer.optimizer
         self._hybrid = hasattr(inner, "sub_optimizers")
         self._settings = [_settings(group) for group in inner.param_groups]
+        # Fused optimizers count steps by group, and each unit's part would count one more from where the last
+        # part left it: every part begins from the count at the decision, and leaves the same count behind.
+        self._sub_settings = [
+            [_settings(group) for group in one.param_groups] for one in getattr(inner, "sub_optimizers", ())
+        ]
         self._unit_of = _units_of(optimizer)
         self._grads = {
             id(p): (p.grad, getattr(p, "decoupled_grad", None))
@@ -73,7 +79,7 @@ class PendingStep:
                 if decoupled is not None:
                     p.decoupled_grad = decoupled
             if self._hybrid:
-                with _narrowed_hybrid(inner, kept):
+                with _narrowed_hybrid(inner, kept, self._sub_settings):
                     self._step(self.optimizer)
             else:
                 self._step(self.optimizer)
@@ -89,7 +95,7 @@ class PendingStep:
         for k, group in enumerate(whole):
             mine = [p for p in group["params"] if id(p) in kept]
             if mine:
-                parts.append((k, {**self._settings[k], "params": mine}))
+                parts.append((k, {**_settings(self._settings[k]), "params": mine}))
         try:
             inner.param_groups = [group for _, group in parts]
             yield [p for _, group in parts for p in group["params"]]
@@ -101,7 +107,12 @@ class PendingStep:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    """All but the parameters; tensors are copied, since a step may change them in place."""
+    return {
+        key: value.clone() if hasattr(value, "clone") else value
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 def _units_of(optimizer: Any) -> dict[int, Unit]:
@@ -159,19 +170,24 @@ def _send_gradients(hybrid: Any) -> None:
 
 
 @contextmanager
-def _narrowed_hybrid(hybrid: Any, kept: set[int]) -> Iterator[None]:
-    """Only the optimizers on host and device, and of them only the groups, that hold these parameters."""
+def _narrowed_hybrid(
+    hybrid: Any, kept: set[int], settings: Sequence[Sequence[dict[str, Any]]]
+) -> Iterator[None]:
+    """Only the optimizers on host and device, and of them only the groups, that hold these parameters.
+
+    `settings` are those of each group of each of these optimizers when the step was decided on.
+    """
     inner = {id(hybrid.param_to_inner_param[p]) for g in hybrid.param_groups for p in g["params"]}
     every = list(hybrid.sub_optimizers)
     saved = (hybrid.cpu_optimizers, hybrid.gpu_optimizer, hybrid.param_to_fp32_param)
     wholes = [optimizer.param_groups for optimizer in every]
     parts: list[list[int]] = []
-    for optimizer, groups in zip(every, wholes, strict=True):
+    for optimizer, groups, decided in zip(every, wholes, settings, strict=True):
         narrow, at = [], []
         for k, group in enumerate(groups):
             mine = [p for p in group["params"] if id(p) in inner]
             if mine:
-                narrow.append({**group, "params": mine})
+                narrow.append({**_settings(decided[k]), "params": mine})
                 at.append(k)
         optimizer.param_groups = narrow
         parts.append(at)
