@@ -165,8 +165,7 @@ class PlainPython:
         return self.tables[key]
 
     def copy(self, copied: float, rate: float) -> float:
-        curves = self.prices.curves
-        return copied / (rate * curves.host_copy_fraction) + curves.host_copy_latency_s if copied else 0.0
+        return copied / rate + self.prices.profile.host.latency_s.value if copied else 0.0
 
     def run(
         self, compute: float, then: float, arriving: tuple[float, float], leaving: tuple[float, float]
@@ -212,7 +211,8 @@ class PlainPython:
     def passes(self, grid: StageGrid, table: dict[str, float], again: float, offloaded: float) -> list[float]:
         """Of forward, backward, first forward, last backward: exposed in a layer inside, in the last one, and
         once."""
-        down, up = self.prices.host_to_device_bytes_per_s, self.prices.device_to_host_bytes_per_s
+        host = self.prices.profile.host
+        down, up = host.h2d_bytes_per_s.value, host.d2h_bytes_per_s.value
         wo, go, oo = (float(getattr(grid, AXES[i])) for i in (5, 6, 7))
         gather3 = table["gather"] if grid.zero >= 3 else 0.0
         reduce2 = table["reduce"] if grid.zero >= 2 else 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,9 +134,9 @@ class ProfilePrices:
     profile: Profile
     rates: Rates
     links: LinkOverrides = LinkOverrides()
-    tables: Mapping[str, RatioTable] = field(default_factory=lambda: MappingProxyType({}))
+    tables: Mapping[str, RatioTable] = field(default_factory=dict)
     """By operator."""
-    curves: Mapping[str, tuple[CollectiveCurve, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    curves: Mapping[str, tuple[CollectiveCurve, ...]] = field(default_factory=dict)
     """By kind; strided ones last, so that they replace the plain ones where both fit."""
 
     def of(self, work: Work) -> Priced:
@@ -304,8 +303,8 @@ def prices_of(profile: Profile, cluster: ClusterSpec, precision: Precision) -> P
     curves = ProfilePrices(profile=profile, rates=rates_of(cluster, precision), links=cluster.links)
     return replace(
         curves,
-        tables=MappingProxyType(_ratio_tables(curves, precision)),
-        curves=MappingProxyType(_curves_by_kind(profile, cluster.links)),
+        tables=_ratio_tables(curves, precision),
+        curves=_curves_by_kind(profile, cluster.links),
     )
 
 
