@@ -24,7 +24,7 @@ import argparse
 import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,12 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.profile import KernelCurves, LinkCurves, Profile, Quantity
-from mist_megatron.targets import deepspeed, facts
+from mist_megatron.targets.deepspeed import ZERO3_NETWORK_SHARE
+from mist_megatron.targets.facts import EAGER_PYTORCH, HostWork, TrafficFacts
 
 HERE = Path(__file__).resolve().parent
-HOST = {
-    "host_s_per_launch": facts.HOST_S_PER_LAUNCH,
-    "host_s_per_peer": facts.HOST_S_PER_PEER,
-    "host_s_per_micro_batch": facts.HOST_S_PER_MICRO_BATCH,
-    "host_s_per_exchange": facts.HOST_S_PER_EXCHANGE,
-    "host_s_per_step": facts.HOST_S_PER_STEP,
-    "zero3_network_share": deepspeed.ZERO3_NETWORK_SHARE,
-}
+ZERO3_SHARE = "zero3_network_share"
+HOST = {**asdict(EAGER_PYTORCH), ZERO3_SHARE: ZERO3_NETWORK_SHARE}
 COLLECTIVE_RATE = "collective_rate"
 """Bandwidth of a profile's collectives over what its curves say."""
 SINGLE_GEMM = frozenset({"gemm_peak_fraction", "gemm_half_area", "gemm_half_depth"})
@@ -178,7 +173,6 @@ class Modeller:
         profiles = {gpu: changed(base, values) for gpu, base in self._bases.items()}
         for gpu, ratios in (layers or {}).items():
             profiles[gpu] = with_layers(profiles[gpu], ratios, "fitted")
-        host = {name: value for name, value in values.items() if name in HOST}
         evaluators: dict[Any, StageEvaluator] = {}
 
         def predict(row: MeasuredRow) -> Predicted:
@@ -190,13 +184,20 @@ class Modeller:
                 if job not in self._compiled:
                     self._compiled[job] = make_evaluator(job, prices, cache=cache_directory())
                 made = StageEvaluator(job, prices, self._compiled[job].stage)
-                made._context = replace(made._context, facts=replace(made._context.facts, **host))
+                made._context = replace(made._context, facts=_under(made._context.facts, values))
                 evaluators[job] = made
             return Predicted(
                 iteration_s=seconds_of(row.plan, evaluators[job]), stage_peak_bytes=(), extrapolated_share=0.0
             )
 
         return predict
+
+
+def _under(facts: TrafficFacts, values: Parameters) -> TrafficFacts:
+    """Facts with what is being fitted of them."""
+    host = {name: values.get(name, value) for name, value in asdict(facts.host).items()}
+    share = values.get(ZERO3_SHARE, facts.zero3.network_share)
+    return replace(facts, host=HostWork(**host), zero3=replace(facts.zero3, network_share=share))
 
 
 def rows_by_source(paths: Sequence[Path], chip: Chip) -> dict[str, list[MeasuredRow]]:

@@ -179,8 +179,7 @@ class StageEvaluator:
         role = grid.role
         embedding, head = pairs.load("embedding"), pairs.load("head") if role.has_head else None
         block = pairs.load("block")
-        if role is not StageRole.ONLY and self._context.facts.sends_in_turn:
-            # DeepSpeed's own recomputation in a pipeline (non_reentrant_checkpoint) runs layers to their end.
+        if role is not StageRole.ONLY and self._context.facts.pipeline.recomputes_to_end:
             block = replace(block, unneeded_s=np.zeros(()), unneeded_collective_s=np.zeros(()))
         if head is not None and role is StageRole.ONLY:
             head = replace(head, parameters=pairs.size("head_parameters_alone"))
@@ -222,13 +221,13 @@ class StageEvaluator:
         }
         sizes = self.stage.program.run(values)
         passes = price_passes(self.stage, sizes, self.prices, self._groups(pairs[1], grid))
-        if self.job.target != "mist" and not self.job.training.flash_attention:
+        if self._context.facts.softmax_falls_back and not self.job.training.flash_attention:
             matrices = pairs[0] * self.job.model.heads / pairs[1]
             scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
             passes = with_unfused_softmax(passes, matrices, scores_bytes, self.prices)
             passes = self._with_layer_ratio(passes, pairs)
         facts = self._context.facts
-        return _Pairs(passes, sizes, (facts.host_s_per_launch, facts.host_s_per_peer))
+        return _Pairs(passes, sizes, (facts.host.per_launch_s, facts.host.per_peer_s))
 
     def _with_layer_ratio(
         self, passes: dict[tuple[str, str], PassTime], pairs: Array

@@ -47,7 +47,7 @@ def explain(job: Job, role: StageRole) -> tuple[Section, ...]:
     """All expressions of one stage of the job's model on its target."""
     graphs = layer_graphs(job)
     facts = TARGETS[job.target].memory(job.execution)
-    memory = stage_memory(job.model, layer_options(job), job.target, facts, role)
+    memory = stage_memory(job.model, layer_options(job), facts, role)
     block = graphs["block"]
     sizes = size_expressions(job)
     return (
@@ -69,7 +69,7 @@ def explain(job: Job, role: StageRole) -> tuple[Section, ...]:
 
 
 def _time_lines(job: Job) -> tuple[Line, ...]:
-    host_s = TARGETS[job.target].traffic(job.execution).host_s_per_launch
+    host_s = TARGETS[job.target].traffic(job.execution).host.per_launch_s
     return (
         Line("iteration", ITERATION),
         Line("t", "l * (forward + backward) + c * forward again + exposed traffic + p2p + ends"),

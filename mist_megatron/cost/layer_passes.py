@@ -39,11 +39,11 @@ def layer_passes(
     reduce2 = np.where(zero == 2, traffic.reduce_s, 0.0)
     reduce3 = np.where(zero >= 3, traffic.reduce_s, 0.0)
     reduce1 = np.where(zero <= 1, traffic.reduce_s, 0.0) * reduces_in_passes(grid, facts)
-    gather1 = np.where((zero == 1) | (zero == 2), traffic.gather_s, 0.0) * facts.first_gather_overlaps
+    gather1 = np.where((zero == 1) | (zero == 2), traffic.gather_s, 0.0) * facts.step.gather_overlaps
     in_one = gathers_on_arrival(grid, facts) and not grid.role.has_embedding
     gather_before = gather1 * in_one
-    gather_beside = gather3 * facts.zero3_gather_overlaps
-    reduce_beside = reduce2 * facts.zero2_reduce_overlaps + reduce3 * facts.zero3_reduce_overlaps
+    gather_beside = gather3 * facts.zero3.gather_overlaps
+    reduce_beside = reduce2 * facts.reduction.zero2_overlaps + reduce3 * facts.zero3.reduce_overlaps
 
     forward = PassStreams(
         compute_s=load.forward_s,
@@ -69,7 +69,7 @@ def layer_passes(
         gather_s=gather_beside + gather1 - gather_before + beside_forward,
         blocking_gather_s=forward.blocking_gather_s + gather_before,
         # With a swapped step the new weights are made here, so old ones need not come in.
-        copy_in_s=traffic.step_in_s if facts.step_in_first_forward else traffic.weights_in_s,
+        copy_in_s=traffic.step_in_s if facts.step.in_first_forward else traffic.weights_in_s,
         copy_out_s=saved_out + traffic.step_out_s,
     )
     last = replace(backward, reduce_s=reduce_beside + reduce1) if np.any(reduce1) else backward
@@ -78,23 +78,21 @@ def layer_passes(
 
 def _gathers_again(load: LayerLoad, facts: TrafficFacts, recomputed_s: Array) -> Array:
     """1 where ZeRO 3 lets go of a recomputed layer's weights before its backward pass, else 0."""
-    if facts.zero3_reuse_elements is None or not np.any(recomputed_s):
+    if facts.zero3.reuse_elements is None or not np.any(recomputed_s):
         return ZERO
-    return np.asarray(load.parameters > facts.zero3_reuse_elements, dtype=np.float64)
+    return np.asarray(load.parameters > facts.zero3.reuse_elements, dtype=np.float64)
 
 
 def accumulation_seconds(parameters: Array, context: TimeContext) -> Array:
     """Adding a layer's new gradients to its old ones, where that is a pass of its own."""
-    if not context.facts.accumulation_pass:
+    if not context.facts.reduction.accumulation_pass:
         return ZERO
     return context.prices.of(MemoryPass(3.0 * context.grad_bytes * parameters)).seconds
 
 
 def edge_grid(grid: StageGrid, facts: TrafficFacts) -> StageGrid:
     """The stage as embedding and head see it."""
-    changed = grid
-    if facts.edges_zero is not None:
-        changed = replace(changed, zero=np.asarray(float(facts.edges_zero)))
-    if not facts.edges_offload:
-        changed = replace(changed, weights_offload=ZERO, grads_offload=ZERO, optimizer_offload=ZERO)
-    return changed
+    if facts.edges_follow:
+        return grid
+    on_device = replace(grid, weights_offload=ZERO, grads_offload=ZERO, optimizer_offload=ZERO)
+    return replace(on_device, zero=np.ones(()))

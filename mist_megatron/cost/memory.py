@@ -47,9 +47,7 @@ from mist_megatron.cost.symbols import (
     S,
 )
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import TargetName
-from mist_megatron.targets.facts import MemoryFacts
-from mist_megatron.targets.table import TARGETS
+from mist_megatron.targets.facts import MemoryFacts, Modules
 
 ONE = Integer(1)
 
@@ -81,32 +79,29 @@ class LayerMemory:
     """Live beyond saved tensors at the worst moment of its forward pass."""
     backward: Expr
     """The same of its backward pass, where its saved tensors go one by one."""
-    scratch: Expr
-    """Allocated by its first backward pass and kept."""
 
 
-def layer_memory(model: ModelSpec, options: LayerOptions, target: TargetName) -> LayerMemory:
+def layer_memory(model: ModelSpec, options: LayerOptions, modules: Modules) -> LayerMemory:
     """Saved and transient bytes of a transformer layer."""
     operators = block(model, options)
     kept = saved_bytes(operators)
     light = saved_bytes(operators, selective=True)
-    if TARGETS[target].framework == "deepspeed":
+    if modules == "plain_torch":
         kept, light = kept + _plain_modules(model), light + _plain_modules(model)
     saved = kept + SELECTIVE * (light - kept) if kept != light else kept
-    weights = parameters(operators) - _norm_parameters(model)
-    if target == "mist":
+    if modules == "mist":
         forward, backward = _mist_transients(model, options, saved)
-        return LayerMemory(saved, ACTIVATION, forward, backward, ZERO)
+        return LayerMemory(saved, ACTIVATION, forward, backward)
     gates = 2 if model.gated_mlp else 1
     hidden, activated = HALF * TOKENS * gates * INNER, HALF * TOKENS * INNER
     # Backward of the activation: the gradients of both sides of it live, its output is gone.
     at_activation = 2 * ACTIVATION + hidden
-    if TARGETS[target].framework == "deepspeed" and _composite_gelu(model):
+    if modules == "plain_torch" and _composite_gelu(model):
         at_activation = at_activation + activated  # the gradients of both factors of its last product
     # Backward of the matrix before it: the gathered input and its gradient, activation tensors gone.
     at_input = ACTIVATION + GATHERED * (1 + SP) - activated
     candidates = [at_activation, at_input]
-    if TARGETS[target].framework == "deepspeed":
+    if modules == "plain_torch":
         # Plain autograd makes the weight gradient first and adds it to the kept one afterwards: the MLP's
         # output matrix beside the gradients on either side of it.
         candidates.append(ACTIVATION + activated + HALF * INNER * HIDDEN)
@@ -119,8 +114,7 @@ def layer_memory(model: ModelSpec, options: LayerOptions, target: TargetName) ->
         candidates.append(SELECTIVE * (kept - light) + 4 * HALF * TOKENS * QUERY - hidden - activated)
     backward = Max(*candidates, evaluate=False)
     forward = hidden + activated + GATHERED
-    scratch = HALF * weights if TARGETS[target].framework == "megatron" else ZERO
-    return LayerMemory(saved, ACTIVATION, forward, backward, scratch)
+    return LayerMemory(saved, ACTIVATION, forward, backward)
 
 
 def _plain_modules(model: ModelSpec) -> Expr:
@@ -174,12 +168,11 @@ def edge_parameters(model: ModelSpec, options: LayerOptions, role: StageRole) ->
 def stage_memory(
     model: ModelSpec,
     options: LayerOptions,
-    target: TargetName,
     facts: MemoryFacts,
     role: StageRole,
 ) -> StageMemory:
     """All terms and candidates of one stage."""
-    layer = layer_memory(model, options, target)
+    layer = layer_memory(model, options, facts.modules)
     states = _states(model, options, facts, role)
     piped = facts.pipe_buffers and role is not StageRole.ONLY
     pipe = _pipe_buffers(facts, role) if piped else NO_BUFFERS
@@ -189,46 +182,41 @@ def stage_memory(
     per_micro_batch = resident * layer.saved * (1 - AO) + CKPT * layer.kept_input
     # Offloaded tensors pass through the GPU: one layer's on the way out, one layer's on the way back.
     per_micro_batch_once = AO * layer.saved
-    edge = _edge_activations(model, options, target, role) + pipe.per_micro_batch
+    edge = _edge_activations(model, options, facts, role) + pipe.per_micro_batch
     activations = IN_FLIGHT * (per_micro_batch + edge) + per_micro_batch_once
     others = (IN_FLIGHT - 1) * (per_micro_batch + edge)
-    if facts.recomputes_first_layers:
-        again = others + edge + CKPT * layer.kept_input + layer.saved
-    else:
-        again = activations + layer.saved
     peaks = {
         "backward": held + activations + layer.backward,
         "forward": held + activations + layer.forward,
     }
-    if target == "mist":
-        # Recomputation meets everything kept; without recomputed layers nothing is made again. The
-        # live layer's tensors are counted once: in `again` when recomputed, else in activations.
+    if facts.recomputes_first_layers:
+        again = others + edge + CKPT * layer.kept_input + layer.saved
+        peaks["recompute"] = held + again + layer.backward
+    else:
+        # Recomputation meets everything kept; without recomputed layers nothing is made again. The live
+        # layer's tensors are counted once: as made again when it is recomputed, else in activations.
         recomputing = CKPT / Max(CKPT, 1, evaluate=False)
         peaks["backward"] = held + activations + recomputing * layer.saved + layer.backward
-    else:
-        peaks["recompute"] = held + again + layer.backward
     if role.has_head:
-        peaks["loss"] = held + activations + _head_transients(model, options, target) - pipe.own_logits
-    if role.has_embedding and target != "mist":
-        # The token table's gradient is a half-precision table before it is added to the buffer.
+        peaks["loss"] = held + activations + _head_transients(options, facts.modules) - pipe.own_logits
+    if role.has_embedding and facts.table_gradient:
         peaks["embedding"] = held + others + HALF * VOCAB_SHARE * HIDDEN + 2 * ACTIVATION
-    if target == "megatron+patches":
-        # Offloaded gradients come back for the reduction, when no activations are left.
+    if facts.gradients_return:
         peaks["reduction"] = held + facts.grad_bytes * _elements(model, options, role) * GO
     if piped:
         # Beside the bucket that the engine keeps, its reduction takes another one.
         peaks["reduction"] = held + HALF * Integer(int(facts.bucket_elements))
-    if facts.step_scratch_bytes:
+    if facts.step.scratch:
         own = _elements(model, options, role) / _sharded(Z1, DP * CP) * (1 - OO)
         # Not where the gradients to step with are kept throughout: `held` has them.
-        made = 1 - _any(OO) if facts.kept_step_grad_bytes else ONE
+        made = 1 - _any(OO) if facts.step.kept_gradient else ONE
         # Levels 1 and 2 give their buckets back when all gradients are reduced; level 3 keeps its one.
         released = (1 - Z3) * _buckets(facts)
-        peaks["step"] = held - released + facts.step_scratch_bytes * own * made
-        if facts.layer_step_bytes:
+        peaks["step"] = held - released + facts.step.scratch * own * made
+        if facts.step.of_layer:
             # The last is the head's, or a layer's, when the forward pass before it has been kept.
             widest = _widest(model, options, role) / _sharded(Z1, DP * CP)
-            peaks["layer_step"] = held + activations + facts.layer_step_bytes * widest * made
+            peaks["layer_step"] = held + activations + facts.step.of_layer * widest * made
     return StageMemory({**states, "activations": activations}, peaks)
 
 
@@ -298,10 +286,12 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
         "buffers": buffers,
         "framework": Integer(int(facts.framework_bytes)),
     }
-    if facts.kept_step_grad_bytes:
-        kept = term(facts.kept_step_grad_bytes, Z1, OO, ONE) * _any(OO)
+    if facts.step.kept_gradient:
+        kept = term(facts.step.kept_gradient, Z1, OO, ONE) * _any(OO)
         states["optimizer"] = states["optimizer"] + kept
-    if facts.weight_grad_scratch:
+    if facts.modules == "transformer_engine":
+        # One unused half-precision weight gradient is kept per distinct weight shape: the real one is added
+        # to the fp32 buffer inside the GEMM, and autograd is handed this instead.
         states["buffers"] = states["buffers"] + HALF * (each - _norm_parameters(model))
     return states
 
@@ -322,25 +312,24 @@ def _either(switch: Expr, fraction: Expr) -> Expr:
     return Max(switch, _any(fraction), evaluate=False)
 
 
-def _edge_activations(model: ModelSpec, options: LayerOptions, target: TargetName, role: StageRole) -> Expr:
+def _edge_activations(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: StageRole) -> Expr:
     """Kept per micro-batch outside of the layers: token ids, masks, boundary tensors."""
     kept: Expr = ZERO
     if role.has_embedding:
         kept = kept + saved_bytes(embedding(model, options))
-    if role is not StageRole.ONLY and target == "mist":
-        # Boundary tensors of other micro-batches stay referenced on either side.
+    if role is not StageRole.ONLY and facts.boundary_tensors_stay:
         kept = kept + 2 * ACTIVATION
     return kept
 
 
-def _head_transients(model: ModelSpec, options: LayerOptions, target: TargetName) -> Expr:
+def _head_transients(options: LayerOptions, modules: Modules) -> Expr:
     """From the last layer's output to the loss and back to its gradient."""
     logits = TOKENS * VOCAB_SHARE
-    if target == "mist":
+    if modules == "mist":
         # The buffer of scores that stands in for a fused core lives as long as the stage.
         scores = ZERO if options.flash_attention else SCORES
         return ACTIVATION + 2 * HALF * logits + 16 * B * S + scores
-    if TARGETS[target].framework == "deepspeed":
+    if modules == "plain_torch":
         # Hugging Face and plain torch: the model's output keeps the half-precision logits; their fp32 copy,
         # the logarithm of the softmax and its gradient are live together.
         return (HALF + 3 * FULL) * logits + 3 * ACTIVATION

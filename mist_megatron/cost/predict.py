@@ -144,7 +144,7 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
         plan.grad_accum,
         plan.schedule,
         plan.vpp,
-        step_hides=evaluator.time_context.step_hides,
+        step_hides=evaluator.time_context.facts.step.hides,
     )
     training = plan.training
     tokens = training.global_batch * training.seq_len
@@ -157,7 +157,7 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
         tflops_per_gpu=flops / 1e12,
         mfu=flops / peak_flops_per_s(plan.cluster, training),
         measured_share=_measured_share(plan, evaluator),
-        step_hides=evaluator.time_context.step_hides,
+        step_hides=evaluator.time_context.facts.step.hides,
     )
 
 
@@ -175,7 +175,7 @@ def _with_exchanges(
 def in_turn_share(facts: TrafficFacts) -> float:
     """Of what a stage sends per micro-batch, the part that waits for what comes from the other side: there
     while both do."""
-    return 0.5 if facts.sends_in_turn else 0.0
+    return 0.5 if facts.pipeline.sends_in_turn else 0.0
 
 
 def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
@@ -258,7 +258,7 @@ def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> Stag
     delta_terms_s = _at(terms.delta, plan.stages[position])
     fine, facts = refined(evaluator, grid), evaluator.time_context.facts
     steps = step_names(facts)
-    if facts.tied_before_reduction and Term.TIED_EMBEDDINGS in delta_terms_s:
+    if facts.reduction.tied_first and Term.TIED_EMBEDDINGS in delta_terms_s:
         # What both ends of the pipeline reduce when they have summed those.
         steps = (*steps, Term.GRADIENT_REDUCTION)
     return StagePrediction(

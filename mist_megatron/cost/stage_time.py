@@ -101,7 +101,7 @@ def stage_terms(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Sta
         if load is not None:
             _edge_layer_terms(name, edge_grid(grid, context.facts), load, context, stable, delta)
     stable[Term.HOST_WORK] = Linear(host_seconds(grid, context))
-    delta[Term.HOST_STEP] = Linear(np.asarray(context.facts.host_s_per_step))
+    delta[Term.HOST_STEP] = Linear(np.asarray(context.facts.host.per_step_s))
     step_terms(grid, loads, context, delta)
     reduction = delta.get(Term.GRADIENT_REDUCTION, Linear()).fixed
     slowed_s = slowed_by_reduction(grid, loads, reduction, context)
@@ -340,7 +340,7 @@ def _edge_layer_terms(
         # Of the chunk that ends the iteration; the head is of the first whose passes end.
         reduced_s = np.where(grid.zero <= 1, traffic.reduce_s, 0.0)
         add_term(delta, Term.CHUNK_REDUCTIONS, Linear(reduced_s))
-    if context.facts.step_in_first_forward:
+    if context.facts.step.in_first_forward:
         add_term(delta, Term.OPTIMIZER_COMPUTE, Linear(traffic.step_compute_s))
     _accumulation_terms(Linear(load.parameters), context, stable, delta)
 
@@ -349,7 +349,7 @@ def _accumulation_terms(
     parameters: Linear, context: TimeContext, stable: dict[Term, Linear], delta: dict[Term, Linear]
 ) -> None:
     """Adding new gradients to old ones: read two, write one; the first micro-batch has nothing to add to."""
-    if not context.facts.accumulation_pass:
+    if not context.facts.reduction.accumulation_pass:
         return
     share = accumulation_seconds(parameters.fixed + parameters.per_layer, context)
     on_layers = bool(np.any(parameters.per_layer))
@@ -383,7 +383,7 @@ def _run(
     last = passes.backward if reduces_by_chunk(grid, context.facts) else passes.last
     departure = departure_s(last, factors)
     forward = phase(passes.forward, factors, ZERO, into_forward, followed=followed)
-    ahead = context.facts.step_in_first_forward and context.facts.steps_while_waiting
+    ahead = context.facts.step.taken == "while_waiting"
     if ahead and grid.role in (StageRole.MIDDLE, StageRole.LAST):
         first = steps_ahead(passes, traffic.step_compute_s, forward, factors)
     else:
@@ -396,7 +396,7 @@ def _run(
             first = replace(first, last_s=np.where(traffic.step_out_s > 0.0, ends_pass.last_s, first.last_s))
     backward = phase(passes.backward, factors, added, into_backward)
     last_backward = phase(last, factors, added, into_backward + departure)
-    if last is not passes.backward and context.facts.later_stages_at_once:
+    if last is not passes.backward and context.facts.pipeline.later_stages_at_once:
         last_backward = _begun_alone(last_backward, passes)
     return _Run(
         forward,

@@ -25,7 +25,7 @@ from mist_megatron.targets.facts import TrafficFacts
 
 def first_terms(facts: TrafficFacts) -> tuple[Term, ...]:
     """Terms of d for which a first forward pass stands still, and with it all later stages."""
-    on_arrival = facts.step_in_first_forward and not facts.steps_while_waiting
+    on_arrival = facts.step.taken == "on_arrival"
     return IN_STEPPING_PASS if on_arrival else (Term.FIRST_GATHER,)
 
 
@@ -37,20 +37,20 @@ def step_names(facts: TrafficFacts) -> tuple[Term, ...]:
 
 def reduces_in_passes(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether gradients of ZeRO 0 and 1 are reduced beside backward passes, not after the last of them."""
-    later = facts.later_stages_at_once and grid.vpp == 1 and not grid.role.has_embedding
-    return facts.last_reduce_overlaps and not later
+    later = facts.pipeline.later_stages_at_once and grid.vpp == 1 and not grid.role.has_embedding
+    return facts.reduction.last_overlaps and not later
 
 
 def gathers_on_arrival(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether weights of ZeRO 1 and 2 are gathered when the first micro-batch has come, which holds up all
     later stages."""
-    alone = facts.first_gather_overlaps and not facts.step_in_first_forward
-    return alone and facts.later_stages_at_once and grid.vpp == 1
+    alone = facts.step.gather_overlaps and not facts.step.in_first_forward
+    return alone and facts.pipeline.later_stages_at_once and grid.vpp == 1
 
 
 def reduces_by_chunk(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether a chunk's gradients of ZeRO 0 and 1 are reduced when all of them are made."""
-    return facts.last_reduce_overlaps and facts.later_stages_at_once and grid.vpp > 1
+    return facts.reduction.last_overlaps and facts.pipeline.later_stages_at_once and grid.vpp > 1
 
 
 def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: dict[Term, Linear]) -> None:
@@ -67,7 +67,7 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         reduce = whole_buckets("all_reduce", whole, context.grad_bytes, grid, context)
         once = np.where(zero == 1, scatter, np.where(zero == 0, reduce, 0.0))
         delta[Term.GRADIENT_REDUCTION] = Linear(once)
-    if not facts.first_gather_overlaps:
+    if not facts.step.gather_overlaps:
         delta[Term.WEIGHT_GATHER] = _weight_gather(grid, loads, count, context)
     if loads.tied_parameters is not None:
         message = context.grad_bytes * loads.tied_parameters
@@ -77,18 +77,18 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
             prices.of(Collective("all_reduce", message, pair, nodes)).seconds
         )
     share = count / np.where(zero >= 1, replicas(grid, context), 1.0)
-    if facts.states_visit:
+    if facts.host_copies.states_visit:
         _visits(grid, count, context, delta)
-    if facts.step_in_first_forward:
+    if facts.step.in_first_forward:
         _steps_in_first_forward(grid, loads, count, context, delta)
         return
     on_host = share * grid.optimizer_offload
     compute = prices.of(DeviceAdam(share - on_host)).seconds
-    if facts.grad_norm_pass:
+    if facts.step.norm_pass:
         # The norm reads every gradient, scaling reads and writes it.
         compute = compute + prices.of(MemoryPass(3.0 * context.grad_bytes * share)).seconds
     delta[Term.OPTIMIZER_COMPUTE] = Linear(compute)
-    if facts.steps_by_place:
+    if facts.step.by_place:
         delta[Term.HOST_ADAM] = Linear(prices.of(HostAdam(on_host)).seconds)
         gone_s = _gradients_to_states(grid, share, context)
         delta[Term.HOST_ADAM_COPIES] = Linear(gone_s + step_copies_s(grid, share, context))
@@ -96,11 +96,11 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         visited = context.weight_bytes * count * np.where(zero >= 3, 0.0, grid.weights_offload)
         delta[Term.STATES_AT_STEP] = Linear(host_copy(visited, "d2h", context))
     elif np.any(grid.optimizer_offload):
-        still_on_device = 1.0 if facts.states_visit else 1.0 - grid.grads_offload
+        still_on_device = 1.0 if facts.host_copies.states_visit else 1.0 - grid.grads_offload
         update = prices.of(HostAdam(on_host)).seconds
         out = host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
         back = host_copy(context.weight_bytes * on_host, "h2d", context)
-        copies = np.maximum(out + back - update, 0.0) if facts.host_adam_copies_overlap else out + back
+        copies = np.maximum(out + back - update, 0.0) if facts.step.host_copies_overlap else out + back
         delta[Term.HOST_ADAM] = Linear(update)
         delta[Term.HOST_ADAM_COPIES] = Linear(copies)
 
@@ -119,9 +119,9 @@ def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: Ti
     sharded = (grid.zero == 1) | (grid.zero == 2)
     whole = context.weight_bytes * count
     gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context)
-    if not facts.steps_by_place:
+    if not facts.step.by_place:
         return Linear(np.where(sharded, gather, 0.0))
-    by_layer = sharded & ((grid.weights_offload > 0.0) | facts.step_in_first_forward)
+    by_layer = sharded & ((grid.weights_offload > 0.0) | facts.step.in_first_forward)
 
     def one(parameters: Array) -> Array:
         each = collective("all_gather", context.weight_bytes * parameters, grid, context)
@@ -138,7 +138,7 @@ def _visits(grid: StageGrid, count: Array, context: TimeContext, delta: dict[Ter
     if not (np.any(grid.grads_offload) or np.any(grid.weights_offload)):
         return
     seconds = host_copy(grid.grads_offload * context.grad_bytes * count, "h2d", context)
-    if not context.facts.step_in_first_forward:
+    if not context.facts.step.in_first_forward:
         weights = grid.weights_offload * context.weight_bytes * count
         seconds = seconds + host_copy(weights, "h2d", context) + host_copy(weights, "d2h", context)
     delta[Term.STATES_AT_STEP] = Linear(seconds)
@@ -152,15 +152,15 @@ def _steps_in_first_forward(
     share = count / np.where(grid.zero >= 1, replicas(grid, context), 1.0)
     steps = layer_traffic(grid, loads.block, context).step_compute_s
     add_term(delta, Term.OPTIMIZER_COMPUTE, Linear(per_layer=steps))
-    if facts.grad_norm_pass:
+    if facts.step.norm_pass:
         norm = prices.of(MemoryPass(3.0 * context.grad_bytes * share)).seconds
         add_term(delta, Term.OPTIMIZER_COMPUTE, Linear(norm))
-    if facts.adam_on_host and np.any(grid.optimizer_offload):
+    if facts.step.adam_on_host and np.any(grid.optimizer_offload):
         # The thread that updates a layer launches nothing: the device has the layer before it to run.
         divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)
         update = prices.of(HostAdam(grid.optimizer_offload * loads.block.parameters / divisor)).seconds
         delta[Term.HOST_ADAM] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
-        if facts.steps_by_place:
+        if facts.step.by_place:
             add_term(delta, Term.HOST_ADAM, _edges_on_host(grid, loads, divisor, context))
             delta[Term.HOST_ADAM_COPIES] = Linear(_gradients_to_states(grid, share, context))
 
@@ -191,7 +191,7 @@ def boundary_terms(
         return
     gpus = grid.nodes * grid.gpus_per_node
     alike = max(context.cluster_gpus // gpus, 2)
-    overlaps = grid.vpp > 1 and context.facts.boundary_overlaps_when_interleaved
+    overlaps = grid.vpp > 1 and context.facts.pipeline.sends_overlap_when_interleaved
     # Chunks pass every boundary on their way, wherever their stage stands.
     role = None if overlaps else grid.role
     share = boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node, role)
@@ -204,7 +204,7 @@ def boundary_terms(
         stable[Term.PIPELINE_P2P], delta[Term.PIPELINE_P2P] = _sent_beside_chunks(sends, loads.block, context)
         return
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
-    each = 2.0 if context.facts.sends_in_turn else 1.0
+    each = 2.0 if context.facts.pipeline.sends_in_turn else 1.0
     stable[Term.PIPELINE_P2P] = Linear(each * exchanges * grid.vpp * hop)
 
 
@@ -311,7 +311,7 @@ def _beside(sent: Array, parts: tuple[Array, Array, Array], context: TimeContext
 def slowed_by_reduction(grid: StageGrid, loads: StageLoads, reduction: Array, context: TimeContext) -> Array:
     """Interleaved stages reduce when their last backward pass has ended; its gradients still leave then, and
     where both go over the same links, have half of them."""
-    sends_beside = grid.vpp > 1 and context.facts.boundary_overlaps_when_interleaved
+    sends_beside = grid.vpp > 1 and context.facts.pipeline.sends_overlap_when_interleaved
     if not sends_beside or not np.any(reduction):
         return ZERO
     each_s = sent_beside_reductions(grid, loads, context) * context.model_layers / (grid.vpp * grid.stages)
@@ -333,8 +333,8 @@ def host_seconds(grid: StageGrid, context: TimeContext) -> Array:
     """Host work per micro-batch. Every chunk of an interleaved stage meets its neighbours for itself."""
     if Term.HOST_WORK in context.without:
         return ZERO
-    exchange_s = grid.vpp * context.facts.host_s_per_exchange if grid.stages > 1 else 0.0
-    return np.asarray(context.facts.host_s_per_micro_batch + exchange_s)
+    exchange_s = grid.vpp * context.facts.host.per_exchange_s if grid.stages > 1 else 0.0
+    return np.asarray(context.facts.host.per_micro_batch_s + exchange_s)
 
 
 def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:

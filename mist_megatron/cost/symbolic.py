@@ -23,13 +23,13 @@ from mist_megatron.targets.table import TARGETS
 
 def layer_options(job: Job) -> LayerOptions:
     """What the job's framework keeps and launches."""
-    fused = job.execution.fused_cross_entropy
+    facts, fused = TARGETS[job.target].memory(job.execution), job.execution.fused_cross_entropy
     return LayerOptions(
         flash_attention=job.training.flash_attention,
         dropout=job.training.dropout > 0.0,
-        norm_statistics_bytes=TARGETS[job.target].memory(job.execution).norm_statistics_bytes,
+        norm_statistics_bytes=facts.norm_statistics_bytes,
         # Off by default in Megatron (--cross-entropy-loss-fusion) and in plain torch models.
-        fused_cross_entropy=job.target == "mist" if fused is None else fused,
+        fused_cross_entropy=facts.fused_cross_entropy if fused is None else fused,
     )
 
 
@@ -46,7 +46,7 @@ def layer_graphs(job: Job) -> dict[str, tuple[Operator, ...]]:
 def size_expressions(job: Job) -> dict[str, Expr]:
     """Named sizes that the time of a stage needs besides its work."""
     options = layer_options(job)
-    layer = layer_memory(job.model, options, job.target)
+    layer = layer_memory(job.model, options, TARGETS[job.target].memory(job.execution).modules)
     first, last = (
         edge_parameters(job.model, options, StageRole.FIRST),
         edge_parameters(job.model, options, StageRole.LAST),
@@ -66,7 +66,7 @@ def memory_expressions(job: Job, role: StageRole) -> dict[str, Expr]:
     """`term.*` held throughout and `term.activations`; `beyond.*` what each candidate for the peak adds to
     what is held. All candidates share what is held, so a grid touches its full size only once."""
     facts = TARGETS[job.target].memory(job.execution)
-    memory = stage_memory(job.model, layer_options(job), job.target, facts, role)
+    memory = stage_memory(job.model, layer_options(job), facts, role)
     states = [size for name, size in memory.terms.items() if name != "activations"]
     held = sum(states, start=Integer(0))
     return {

@@ -84,13 +84,6 @@ class TimeContext:
     recomputes_first_layers: bool = True
     """Of a stage's layers the first are the recomputed ones; its last ones otherwise."""
 
-    @property
-    def step_hides(self) -> bool:
-        """Whether a stage may step while those before it still drain: not where it needs the gradient norm
-        of all stages first, unless steps are taken in the next forward pass."""
-        ahead = self.facts.step_in_first_forward and self.facts.steps_while_waiting
-        return ahead or not self.facts.grad_norm_pass
-
 
 @dataclass(frozen=True)
 class StageLoads:

@@ -40,28 +40,28 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     weights_out = grid.weights_offload * weight_shard
     grads_out = grid.grads_offload * grad_shard
     states_out = grid.optimizer_offload * context.optimizer_bytes * step_share
-    swaps = facts.step_in_first_forward and not facts.adam_on_host
+    swaps = facts.step.in_first_forward and not facts.step.adam_on_host
     step_in, step_out = ZERO, ZERO
     if swaps:
         step_in, step_out = states_out + grads_out, states_out + weights_out
-    elif facts.step_in_first_forward and not facts.steps_by_place:
+    elif facts.step.in_first_forward and not facts.step.by_place:
         # The host keeps its states: gradients go to it, new weights come back.
         on_host = grid.optimizer_offload * step_share
         step_in = weights_out + grads_out + context.weight_bytes * on_host
         step_out = weights_out + grads_out + context.grad_bytes * on_host
-    added_on_device = facts.states_visit or not facts.adam_on_host
+    added_on_device = facts.host_copies.states_visit or not facts.step.adam_on_host
     compute: Array = ZERO
-    if facts.step_in_first_forward and Term.OPTIMIZER_COMPUTE not in context.without:
+    if facts.step.in_first_forward and Term.OPTIMIZER_COMPUTE not in context.without:
         on_device = 1.0 - (0.0 if swaps else 1.0) * grid.optimizer_offload
         compute = prices.of(DeviceAdam(step_share * on_device)).seconds
-        if facts.steps_by_place:
+        if facts.step.by_place:
             compute = compute + step_copies_s(grid, step_share, context)
     reduce_bytes = context.grad_bytes * count
     gather = _weight_gather(weights, grid, context)
     reduce_scatter = bucketed("reduce_scatter", reduce_bytes, grid, context)
     all_reduce = bucketed("all_reduce", reduce_bytes, grid, context)
     reduce = np.where(zero >= 1, reduce_scatter, all_reduce)
-    if facts.copies_in_collectives:
+    if facts.host_copies.in_collectives:
         added = _added_gradients(grid, count, grads_out, context)
         shards, visiting = np.where(zero >= 3, weights_out, 0.0), np.where(zero >= 3, 0.0, weights_out)
         return Traffic(
@@ -71,7 +71,7 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
             grads_in_s=ZERO,
             grads_out_s=ZERO,
             step_in_s=ZERO,
-            step_out_s=host_copy(visiting, "d2h", context) if facts.step_in_first_forward else ZERO,
+            step_out_s=host_copy(visiting, "d2h", context) if facts.step.in_first_forward else ZERO,
             step_compute_s=compute,
         )
     return Traffic(
@@ -103,7 +103,7 @@ def _added_gradients(grid: StageGrid, count: Array, shards: Array, context: Time
 
 def touched_parameters(grid: StageGrid, count: Array, context: TimeContext) -> Array:
     """Of so many, those that a rank's part of ZeRO 1 and 2 lies in."""
-    cut = (grid.weights_offload > 0.0) | context.facts.step_in_first_forward
+    cut = (grid.weights_offload > 0.0) | context.facts.step.in_first_forward
     part = count / replicas(grid, context)
     return np.where(cut, np.minimum(part + 2.0 * LARGEST_SHARE * count, count), part)
 
@@ -130,7 +130,7 @@ LARGEST_SHARE = 1.0 / 3.0
 
 def _weight_gather(weights: Array, grid: StageGrid, context: TimeContext) -> Array:
     """A layer's weights, at once or matrix by matrix where that is more than the least that is fetched."""
-    least = context.facts.zero3_gather_elements
+    least = context.facts.zero3.gather_elements
     whole = collective("all_gather", weights, grid, context)
     if least is None or not np.any(grid.zero >= 3):
         return whole
@@ -145,7 +145,7 @@ def collective(kind: CollectiveKind, message_bytes: Array, grid: StageGrid, cont
     if not np.any(ranks > 1.0):
         return ZERO
     nodes = np.minimum(nodes_spanned(ranks, grid.tp, grid.gpus_per_node), grid.nodes)
-    share = context.facts.zero3_network_share
+    share = context.facts.zero3.network_share
     if share < 1.0:
         message_bytes = message_bytes / np.where((grid.zero >= 3) & (nodes > 1.0), share, 1.0)
     work = Collective(kind, message_bytes, ranks, nodes, strided=np.asarray(grid.tp > 1.0))
@@ -160,7 +160,7 @@ def replicas(grid: StageGrid, context: TimeContext) -> Array:
 
 def bucketed(kind: CollectiveKind, layer_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
     """A layer's share of full buckets: keeps overlapped traffic linear in layers."""
-    if context.facts.bucket_elements is None:
+    if context.facts.reduction.bucket_elements is None:
         return collective(kind, layer_bytes, grid, context)
     bucket = _bucket_bytes(context.grad_bytes, grid, context)
     return collective(kind, bucket, grid, context) * (layer_bytes / bucket)
@@ -174,7 +174,7 @@ def whole_buckets(
     context: TimeContext,
 ) -> Array:
     """A whole stage at once, in full buckets or one smaller message."""
-    if context.facts.bucket_elements is None:
+    if context.facts.reduction.bucket_elements is None:
         return collective(kind, whole_bytes, grid, context)
     bucket = np.minimum(_bucket_bytes(bytes_per_element, grid, context), whole_bytes)
     return collective(kind, bucket, grid, context) * (whole_bytes / np.maximum(bucket, 1.0))
@@ -182,8 +182,8 @@ def whole_buckets(
 
 def _bucket_bytes(bytes_per_element: float, grid: StageGrid, context: TimeContext) -> Array:
     facts = context.facts
-    by_ranks = facts.bucket_elements_per_rank * replicas(grid, context)
-    elements = np.maximum(facts.bucket_elements or 0.0, by_ranks)
+    by_ranks = facts.reduction.bucket_elements_per_rank * replicas(grid, context)
+    elements = np.maximum(facts.reduction.bucket_elements or 0.0, by_ranks)
     return np.asarray(bytes_per_element * elements, dtype=np.float64)
 
 

@@ -200,7 +200,7 @@ def least_times(
         part.at(grid.layers, grid.ckpt) for part in (times.stable, times.delta, times.step)
     )
     facts = evaluator.time_context.facts
-    if facts.step_in_first_forward and facts.steps_by_place:
+    if facts.step.in_first_forward and facts.step.by_place:
         # Offloaded weights save copies of a step between forward passes.
         extra = np.minimum(extra, 0.0)
     size = (len(meshes), len(layers), len(levels))

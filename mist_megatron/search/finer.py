@@ -77,7 +77,7 @@ class _Climb:
         timings = [self._timing(position, pick) for position, pick in enumerate(picks)]
         if self._crossings.known:
             timings = self._between_meshes(picks, timings)
-        hides = self.stages.evaluator.time_context.step_hides
+        hides = self.stages.evaluator.time_context.facts.step.hides
         return iteration_time(timings, self.stages.grad_accum, step_hides=hides).total_s
 
     def _between_meshes(self, picks: Sequence[Pick], timings: Sequence[StageTiming]) -> list[StageTiming]:

@@ -178,7 +178,7 @@ class Times:
         """Prices of a grid, some terms of d left out."""
         terms = evaluator.terms(grid)
         context = evaluator.time_context
-        waits = () if context.step_hides else step_names(context.facts)
+        waits = () if context.facts.step.hides else step_names(context.facts)
         delta = {name: term for name, term in terms.delta.items() if name not in without}
         return Times(
             totals(terms.stable),

@@ -7,19 +7,26 @@ from dataclasses import replace
 from mist_megatron.spec.plan import Execution
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import (
-    HOST_S_PER_EXCHANGE,
-    HOST_S_PER_LAUNCH,
-    HOST_S_PER_MICRO_BATCH,
-    HOST_S_PER_PEER,
-    HOST_S_PER_STEP,
     MIB,
     Capability,
+    HostCopyFacts,
     MemoryFacts,
     OffloadRanges,
+    PipelineFacts,
+    ReductionFacts,
+    StepBytes,
+    StepFacts,
     Target,
     TrafficFacts,
+    Zero3Facts,
 )
 
+BUCKET_ELEMENTS = 500_000_000
+"""reduce_bucket_size: DeepSpeed's own default (runtime/zero/config.py), which emitted configurations say."""
+PREFETCH_ELEMENTS = 50_000_000
+"""stage3_prefetch_bucket_size, and ..."""
+REUSE_ELEMENTS = 1_000_000_000
+"""... stage3_max_reuse_distance, the same."""
 ZERO3_NETWORK_SHARE = 0.62
 """Of the bandwidth between nodes that bucketed reductions reach, what gathers and reductions by layer do: 0.7
 by Azure's 54 runs of 2022, 0.4 by three of 2021 (SC'21); llm-foundry's runs fit with either."""
@@ -55,18 +62,18 @@ PATCHED_CAPABILITY = replace(
 )
 
 MEMORY = MemoryFacts(
+    modules="plain_torch",
     grad_bytes=2,
     vocabulary_multiple=1,
-    # reduce_bucket_size 5e8 elements is DeepSpeed's default and what the emitted configurations say.
-    bucket_elements=5e8,
+    bucket_elements=BUCKET_ELEMENTS,
     # runtime/pipe/engine.py; setup_buckets and reduce_gradients of stage_1_and_2.py.
     pipe_buffers=True,
     # Stages 1 and 2 copy a partition's gradients to fp32 when they step (stage_1_and_2.py).
-    step_scratch_bytes=4,
+    step=StepBytes(scratch=4),
     framework_bytes=32 * MIB,
 )
 
-PATCHED_MEMORY = replace(MEMORY, kept_step_grad_bytes=4)
+PATCHED_MEMORY = replace(MEMORY, step=replace(MEMORY.step, kept_gradient=4))
 """The patch optimizer_fraction gives the groups that it keeps on the GPU what DeepSpeed gives its host groups
 (stage_1_and_2.py, initialize_optimizer_states; stage3.py, the same)."""
 
@@ -102,13 +109,13 @@ def memory_facts(execution: Execution) -> MemoryFacts:
 def patched_memory_facts(execution: Execution) -> MemoryFacts:
     """The same of the patches, whose decoupled steps make gradients layer by layer."""
     facts = _memory_under(PATCHED_MEMORY, execution)
-    return replace(facts, layer_step_bytes=facts.grad_bytes + 4) if execution.decoupled_step else facts
+    if not execution.decoupled_step:
+        return facts
+    return replace(facts, step=replace(facts.step, of_layer=facts.grad_bytes + 4))
 
 
 def _memory_under(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
-    if execution.grad_bytes is not None:
-        facts = replace(facts, grad_bytes=execution.grad_bytes)
-    return replace(facts, reductions_overlap=bool(execution.overlap_grad_reduce))
+    return replace(facts.with_grad_bytes(execution), reductions_overlap=bool(execution.overlap_grad_reduce))
 
 
 def traffic_facts(execution: Execution) -> TrafficFacts:
@@ -120,36 +127,36 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
     optimizer's in fp32 (async_inplace_copy_grad_to_fp32_buffer_from_gpu)."""
     overlap = execution.overlap_grad_reduce
     return TrafficFacts(
-        # Without overlap_comm stage 3 gathers on the compute stream too.
-        zero3_gather_overlaps=overlap is not False,
-        # stage3_prefetch_bucket_size and stage3_max_reuse_distance of runtime/zero/config.py.
-        zero3_gather_elements=5e7,
-        zero3_reuse_elements=1e9,
-        zero3_reduce_overlaps=overlap is not False,
-        zero2_reduce_overlaps=bool(overlap),
-        last_reduce_overlaps=bool(overlap),
-        first_gather_overlaps=False,
-        step_in_first_forward=False,
-        adam_on_host=True,
-        # Weights are copied back after the update.
-        host_adam_copies_overlap=False,
-        accumulation_pass=True,
-        grad_norm_pass=True,
-        boundary_overlaps_when_interleaved=False,
-        host_s_per_launch=HOST_S_PER_LAUNCH,
-        host_s_per_peer=HOST_S_PER_PEER,
-        host_s_per_micro_batch=HOST_S_PER_MICRO_BATCH,
-        host_s_per_exchange=HOST_S_PER_EXCHANGE,
-        host_s_per_step=HOST_S_PER_STEP,
-        bucket_elements=5e8,
-        copies_in_collectives=True,
+        zero3=Zero3Facts(
+            # Without overlap_comm stage 3 gathers on the compute stream too.
+            gather_overlaps=overlap is not False,
+            gather_elements=PREFETCH_ELEMENTS,
+            reuse_elements=REUSE_ELEMENTS,
+            reduce_overlaps=overlap is not False,
+            network_share=ZERO3_NETWORK_SHARE,
+        ),
+        reduction=ReductionFacts(
+            zero2_overlaps=bool(overlap),
+            last_overlaps=bool(overlap),
+            bucket_elements=BUCKET_ELEMENTS,
+            accumulation_pass=True,
+            tied_first=True,
+        ),
+        step=StepFacts(
+            taken="at_end",
+            norm_pass=True,
+            gather_overlaps=False,
+            adam_on_host=True,
+            # Weights are copied back after the update.
+            host_copies_overlap=False,
+            by_place=True,
+        ),
+        # schedule.py of the pipeline, whose sends wait for their receiver; its own recomputation
+        # (non_reentrant_checkpoint) runs layers to their end.
+        pipeline=PipelineFacts(sends_in_turn=True, recomputes_to_end=True),
+        host_copies=HostCopyFacts(in_collectives=True),
         # transformers' gradient checkpointing (from release 5), llm-foundry's, and that of our patches.
         recompute_stops_early=True,
-        zero3_network_share=ZERO3_NETWORK_SHARE,
-        steps_while_waiting=False,
-        sends_in_turn=True,
-        tied_before_reduction=True,
-        steps_by_place=True,
     )
 
 
@@ -157,7 +164,10 @@ def patched_traffic_facts(execution: Execution) -> TrafficFacts:
     """DeepSpeed with fractions, its streams as they are. With decoupled steps the update, its copies and the
     gather of a group stop the forward pass before which they are made. Weights of ZeRO 1 and 2 visit the GPU
     by layer on side streams."""
-    return replace(traffic_facts(execution), step_in_first_forward=bool(execution.decoupled_step))
+    facts = traffic_facts(execution)
+    if not execution.decoupled_step:
+        return facts
+    return replace(facts, step=replace(facts.step, taken="on_arrival"))
 
 
 DEEPSPEED = Target(

@@ -6,7 +6,7 @@ Each framework has one file in this folder that fills them in; nothing outside a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mist_megatron.spec.plan import Execution, Schedule, TargetName, Zero
@@ -15,18 +15,6 @@ from mist_megatron.spec.training import Precision
 FrameworkName = Literal["megatron", "deepspeed"]
 """Who trains: the folder of `frameworks/` that writes and reads its files."""
 MIB = float(1 << 20)
-
-HOST_S_PER_LAUNCH = 6.09e-05
-"""Eager PyTorch under Megatron: on 2 to 8 A100 the published runs of vTrain (MICRO 2024) with hidden 1024
-and one or two sequences take 3.6 ms per layer and micro-batch whatever the tensor-parallel size, for the
-46 kernels of forward, recomputation and backward in our graph."""
-
-
-HOST_S_PER_PEER = 1.81e-05
-HOST_S_PER_MICRO_BATCH = 0.00111
-HOST_S_PER_EXCHANGE = 0.000598
-HOST_S_PER_STEP = 0.00161
-"""Fitted with the above to the same runs by calibration/fit_end_to_end.py."""
 
 Range = Literal["none", "all_or_nothing", "any"]
 """Which fractions of a kind of bytes a target can keep in host memory."""
@@ -87,120 +75,211 @@ class Capability:
     cannot wait for (patch state_offload)."""
 
 
+Modules = Literal["transformer_engine", "plain_torch", "mist"]
+"""What layers are made of, which decides what they keep and what lives beside it for a moment: the fused
+modules of Transformer Engine, modules written in plain PyTorch as those of Hugging Face's transformers, or
+Mist's runtime, whose transients were measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """Bytes that updates need beside the states, per parameter whose states a rank has on its GPU."""
+
+    scratch: int = 0
+    """While the step runs: an fp32 copy of the gradients."""
+    kept_gradient: int = 0
+    """Where other states are offloaded: the gradient that it is stepped with is then kept for good, instead
+    of made by the step."""
+    of_layer: int = 0
+    """Of the layer that is stepped right before its forward pass: its gradient, laid flat and in fp32."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """Bytes of one target."""
+    """What is allocated when, beyond what the layer graph itself says."""
 
+    modules: Modules
     grad_bytes: int
     """Per parameter of the gradient buffer."""
     optimizer_bytes: int = 12
     """fp32 master weight and two Adam moments."""
-    weight_grad_scratch: bool = False
-    """Transformer Engine keeps one unused half-precision weight gradient per distinct weight shape: the real
-    one is added to the fp32 buffer inside the GEMM, and autograd is handed this instead."""
     recomputes_first_layers: bool = True
     """Megatron's block method recomputes a stage's first layers; Mist its last, whose recomputation then
     meets all kept activations."""
     edges_follow: bool = True
     """Embedding and head follow the stage's ZeRO level and offload; Mist keeps them at ZeRO 1 on the GPU."""
     norm_statistics_bytes: int | None = None
+    fused_cross_entropy: bool = False
+    """The loss makes no copy of the logits in 32 bits, where the plan does not say."""
     vocabulary_multiple: int = 128
     """Rows of the token table are padded to this times the tensor-parallel size (Megatron's
     --make-vocab-size-divisible-by); 1 where nothing is padded."""
-    bucket_elements: float = 0.0
-    """Elements of a gradient-reduction bucket that exists beside the gradients from ZeRO 1 on."""
-    reductions_overlap: bool = False
-    """Of which ZeRO 1 and 2 have two then."""
+    table_gradient: bool = True
+    """The token table's gradient is a half-precision table of its own before it is added to the buffer."""
+    boundary_tensors_stay: bool = False
+    """In a pipeline, those of other micro-batches stay referenced on either side."""
     pipe_buffers: bool = False
     """In a pipeline a stage keeps, per micro-batch in flight, what it received beside the copy that its
     layers are given, and what it sent off; the buffers that it receives in; of the last stage the logits of
     two micro-batches; and during the reduction another bucket."""
-    step_scratch_bytes: int = 0
-    """Per optimizer-owned parameter, while the step runs (fp32 copy of the gradients)."""
-    kept_step_grad_bytes: int = 0
-    """Per optimizer-owned parameter that stays on the GPU while others are offloaded: the gradient that it is
-    stepped with is then kept for good, instead of made by the step."""
-    layer_step_bytes: int = 0
-    """Per parameter of the layer that is stepped right before its forward pass: its gradient, laid flat and
-    in fp32."""
+    bucket_elements: float = 0.0
+    """Elements of a gradient-reduction bucket that exists beside the gradients from ZeRO 1 on."""
+    reductions_overlap: bool = False
+    """Of which ZeRO 1 and 2 have two then."""
+    gradients_return: bool = False
+    """Offloaded gradients come back for the reduction, when no activations are left."""
+    step: StepBytes = StepBytes()
     framework_bytes: float = 0.0
     """Allocated once: matrix-library workspaces, small buffers."""
 
+    def with_grad_bytes(self, execution: Execution) -> MemoryFacts:
+        """The gradient buffer as wide as the plan asks for."""
+        return self if execution.grad_bytes is None else replace(self, grad_bytes=execution.grad_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
-class TrafficFacts:
-    """The schedule of traffic around compute that one target really runs."""
+class Zero3Facts:
+    """Collectives of weights that are shared out, layer by layer."""
 
-    zero3_gather_overlaps: bool
+    gather_overlaps: bool = True
     """Weights of the next layer are gathered while this one computes."""
-    zero3_gather_elements: float | None
+    gather_elements: float | None = None
     """Least elements that are gathered at once; None gathers layer by layer."""
-    zero3_reuse_elements: float | None
+    reuse_elements: float | None = None
     """A recomputed layer up to this many elements keeps its weights for its backward pass; None always."""
-    zero3_reduce_overlaps: bool
-    zero2_reduce_overlaps: bool
+    reduce_overlaps: bool = True
+    network_share: float = 1.0
+    """Of the bandwidth between nodes that other collectives reach, what these do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReductionFacts:
+    """How gradients are added up and averaged."""
+
+    zero2_overlaps: bool
     """Gradients of the last layer are reduced while this one computes, every micro-batch."""
-    last_reduce_overlaps: bool
+    last_overlaps: bool
     """ZeRO 0 and 1 reduce once per step: inside the last backward pass, or after it."""
-    first_gather_overlaps: bool
-    """ZeRO 1 and 2 gather updated weights inside the first forward pass, or before it."""
-    step_in_first_forward: bool
-    """Each layer's optimizer step is taken just before its first forward (Mist), or all at the end."""
-    adam_on_host: bool
-    """Offloaded optimizer states are updated by the host (DeepSpeed, Megatron), not swapped in (Mist)."""
-    host_adam_copies_overlap: bool
-    """Gradients leave and weights come back while the host updates others."""
-    accumulation_pass: bool
-    """Gradients are added in a pass of their own; fused into the weight-gradient GEMM otherwise."""
-    grad_norm_pass: bool
-    """The step first reads all gradients for the global norm and scales them."""
-    boundary_overlaps_when_interleaved: bool
-    host_s_per_launch: float
-    """Host time per kernel of the layer graph, with all the small operators around it: what
-    bounds a layer when its kernels are short."""
-    host_s_per_peer: float
-    """Added to the host's time for each other rank of a tensor-parallel collective: any may be late."""
-    host_s_per_micro_batch: float
-    """Data, loss and bookkeeping of one micro-batch on one stage."""
-    host_s_per_exchange: float
-    """Added where the stage exchanges activations with neighbours: shapes, stream synchronisation."""
-    host_s_per_step: float
-    """Overflow check, clipping, logging."""
     bucket_elements: float | None
     """Least elements per reduction; None reduces layer by layer."""
     bucket_elements_per_rank: float = 0.0
+    accumulation_pass: bool
+    """Gradients are added in a pass of their own; fused into the weight-gradient GEMM otherwise."""
+    tied_first: bool = False
+    """Gradients of tied embeddings are summed over their stages before each stage reduces its own."""
+
+
+StepMoment = Literal["at_end", "while_waiting", "on_arrival"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """When and where optimizer states are updated, and what comes with it."""
+
+    taken: StepMoment
+    """All layers at the end of the step; or each just before its first forward pass, either while its stage
+    waits for input, or as part of that pass, which all later stages wait for (a hook of the layer's forward
+    pass takes the step then)."""
+    norm_pass: bool
+    """The step first reads all gradients for the global norm and scales them."""
+    gather_overlaps: bool
+    """ZeRO 1 and 2 gather updated weights inside the first forward pass, or before it."""
+    adam_on_host: bool
+    """Offloaded optimizer states are updated by the host (DeepSpeed, Megatron), not swapped in (Mist)."""
+    host_copies_overlap: bool
+    """Gradients leave and weights come back while the host updates others."""
+    by_place: bool = False
+    """Gradients to step with go to where the states are, in 4 bytes, in the last backward pass; each group is
+    updated there and its weights copied to where they belong, and nothing hides these copies."""
+
+    @property
+    def in_first_forward(self) -> bool:
+        return self.taken != "at_end"
+
+    @property
+    def hides(self) -> bool:
+        """Whether a stage may step while those before it still drain: not where it needs the gradient norm
+        of all stages first, unless steps are taken in the next forward pass."""
+        return self.taken == "while_waiting" or not self.norm_pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFacts:
+    """What neighbouring stages wait for."""
+
+    sends_overlap_when_interleaved: bool = False
     later_stages_at_once: bool = False
     """Only the first stage of a pipeline overlaps what it moves once per step with a pass, bucket by bucket.
     Later ones reduce when their last backward pass has ended, while those before them drain, and gather all
     of their weights when the first micro-batch is there, which those behind them wait for. Interleaved
     stages reduce a chunk when its last backward pass has ended, beside those of other chunks."""
-    edges_zero: int | None = None
-    """ZeRO level that embedding and head always have, whatever the stage's; None for the stage's."""
-    edges_offload: bool = True
-    """Embedding and head follow the stage's offload ratios."""
+    sends_in_turn: bool = False
+    """Neighbours stop for each other: when both are done with a pass, the gradient goes one way and then the
+    activation the other way."""
+    recomputes_to_end: bool = False
+    """In a pipeline recomputation runs a layer to its end, whatever it does outside of one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCopyFacts:
+    """How offloaded weights and gradients travel."""
+
     states_visit: bool = False
     """Offloaded gradients are added up on the device, which they visit in every backward pass, and come back
     for the reduction and the norm; offloaded weights visit for their update (patch state_offload)."""
-    copies_in_collectives: bool = False
+    in_collectives: bool = False
     """Host copies are made on the streams of the collectives: weights of ZeRO 3 right before their gather,
     the gradients so far, to be added to, right before and after their reduction. Weights below ZeRO 3 visit
     the device on streams of their own."""
-    zero3_network_share: float = 1.0
-    """Of the bandwidth between nodes that other collectives reach, what those of ZeRO 3 do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostWork:
+    """Seconds of the CPU that launches everything."""
+
+    per_launch_s: float
+    """Per kernel of the layer graph, with all the small operators around it: what bounds a layer when its
+    kernels are short."""
+    per_peer_s: float
+    """Added for each other rank of a tensor-parallel collective: any may be late."""
+    per_micro_batch_s: float
+    """Data, loss and bookkeeping of one micro-batch on one stage."""
+    per_exchange_s: float
+    """Added where the stage exchanges activations with neighbours: shapes, stream synchronisation."""
+    per_step_s: float
+    """Overflow check, clipping, logging."""
+
+
+EAGER_PYTORCH = HostWork(
+    per_launch_s=6.09e-05,
+    per_peer_s=1.81e-05,
+    per_micro_batch_s=0.00111,
+    per_exchange_s=0.000598,
+    per_step_s=0.00161,
+)
+"""Eager PyTorch under Megatron: on 2 to 8 A100 the published runs of vTrain (MICRO 2024) with hidden 1024
+and one or two sequences take 3.6 ms per layer and micro-batch whatever the tensor-parallel size, for the
+46 kernels of forward, recomputation and backward in our graph. All five are fitted to those runs together, by
+calibration/fit_end_to_end.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficFacts:
+    """Which traffic runs beside compute and which stops it."""
+
+    zero3: Zero3Facts
+    reduction: ReductionFacts
+    step: StepFacts
+    pipeline: PipelineFacts
+    host_copies: HostCopyFacts
+    host: HostWork = EAGER_PYTORCH
+    edges_follow: bool = True
+    """Embedding and head follow the stage's ZeRO level and offload; Mist keeps them at ZeRO 1 on the GPU."""
     recompute_stops_early: bool = False
     """Recomputation of a layer ends once it has made all that was saved (torch.utils.checkpoint without
     re-entrance, from release 2.1), so that the layer's last matrix product is not run again."""
-    steps_while_waiting: bool = True
-    """Steps taken in the first forward pass are taken while a stage waits for its input. Otherwise they are
-    part of that pass, which all later stages wait for (a hook of the layer's forward pass takes them)."""
-    sends_in_turn: bool = False
-    """Neighbours stop for each other: when both are done with a pass, the gradient goes one way and then the
-    activation the other way (schedule.py of DeepSpeed's pipeline, whose sends wait for their receiver)."""
-    tied_before_reduction: bool = False
-    """Gradients of tied embeddings are summed over their stages before each stage reduces its own."""
-    steps_by_place: bool = False
-    """Gradients to step with go to where the states are, in 4 bytes, in the last backward pass; each group is
-    updated there and its weights copied to where they belong, and nothing hides these copies."""
+    softmax_falls_back: bool = True
+    """Without flash attention, the fused softmax is left for separate kernels where it cannot run."""
 
 
 @dataclass(frozen=True, kw_only=True)

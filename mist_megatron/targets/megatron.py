@@ -10,17 +10,17 @@ from dataclasses import replace
 from mist_megatron.spec.plan import Execution
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import (
-    HOST_S_PER_EXCHANGE,
-    HOST_S_PER_LAUNCH,
-    HOST_S_PER_MICRO_BATCH,
-    HOST_S_PER_PEER,
-    HOST_S_PER_STEP,
     MIB,
     Capability,
+    HostCopyFacts,
     MemoryFacts,
     OffloadRanges,
+    PipelineFacts,
+    ReductionFacts,
+    StepFacts,
     Target,
     TrafficFacts,
+    Zero3Facts,
 )
 
 CAPABILITY = Capability(
@@ -56,11 +56,12 @@ PATCHED_CAPABILITY = replace(
 )
 
 MEMORY = MemoryFacts(
+    modules="transformer_engine",
     grad_bytes=4,
-    weight_grad_scratch=True,
     # cuBLAS workspace of 32 MiB on sm_90 and newer (8 MiB before) through the caching allocator.
     framework_bytes=32 * MIB,
 )
+PATCHED_MEMORY = replace(MEMORY, gradients_return=True)
 
 
 def patched_capability(precision: Precision | None, execution: Execution | None) -> Capability:
@@ -69,11 +70,6 @@ def patched_capability(precision: Precision | None, execution: Execution | None)
     if precision == "fp8":
         return replace(able, offload=replace(able.offload, weights="none", grads="none"))
     return able
-
-
-def memory_facts(execution: Execution) -> MemoryFacts:
-    """The gradient buffer is as wide as asked for."""
-    return MEMORY if execution.grad_bytes is None else replace(MEMORY, grad_bytes=execution.grad_bytes)
 
 
 def traffic_facts(execution: Execution) -> TrafficFacts:
@@ -86,32 +82,25 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
     last backward pass on in the first stage only and has the others reduce after it, those of interleaved
     ones chunk by chunk, and distributed_data_parallel.py makes one bucket of a later stage's weights, which
     is gathered by the first forward pass that needs it."""
-    reduce_overlaps = bool(execution.overlap_grad_reduce)
-    gather_overlaps = bool(execution.overlap_param_gather) or bool(execution.decoupled_step)
     return TrafficFacts(
-        zero3_gather_overlaps=True,
-        zero3_gather_elements=None,
-        zero3_reuse_elements=None,
-        zero3_reduce_overlaps=True,
-        zero2_reduce_overlaps=True,
-        last_reduce_overlaps=reduce_overlaps,
-        first_gather_overlaps=gather_overlaps,
-        step_in_first_forward=bool(execution.decoupled_step),
-        adam_on_host=True,
-        # --overlap-cpu-optimizer-d2h-h2d, which the emitted arguments always set.
-        host_adam_copies_overlap=True,
-        accumulation_pass=False,
-        grad_norm_pass=True,
-        boundary_overlaps_when_interleaved=True,
-        host_s_per_launch=HOST_S_PER_LAUNCH,
-        host_s_per_peer=HOST_S_PER_PEER,
-        host_s_per_micro_batch=HOST_S_PER_MICRO_BATCH,
-        host_s_per_exchange=HOST_S_PER_EXCHANGE,
-        host_s_per_step=HOST_S_PER_STEP,
-        bucket_elements=40e6,
-        bucket_elements_per_rank=1e6,
-        later_stages_at_once=True,
-        states_visit=True,
+        zero3=Zero3Facts(),
+        reduction=ReductionFacts(
+            zero2_overlaps=True,
+            last_overlaps=bool(execution.overlap_grad_reduce),
+            bucket_elements=40e6,
+            bucket_elements_per_rank=1e6,
+            accumulation_pass=False,
+        ),
+        step=StepFacts(
+            taken="while_waiting" if execution.decoupled_step else "at_end",
+            norm_pass=True,
+            gather_overlaps=bool(execution.overlap_param_gather) or bool(execution.decoupled_step),
+            adam_on_host=True,
+            # --overlap-cpu-optimizer-d2h-h2d, which the emitted arguments always set.
+            host_copies_overlap=True,
+        ),
+        pipeline=PipelineFacts(sends_overlap_when_interleaved=True, later_stages_at_once=True),
+        host_copies=HostCopyFacts(states_visit=True),
     )
 
 
@@ -119,7 +108,7 @@ MEGATRON = Target(
     name="megatron",
     framework="megatron",
     can=lambda precision, execution: CAPABILITY,
-    memory=memory_facts,
+    memory=MEMORY.with_grad_bytes,
     traffic=traffic_facts,
 )
 MEGATRON_PATCHES = Target(
@@ -127,6 +116,6 @@ MEGATRON_PATCHES = Target(
     framework="megatron",
     patched=True,
     can=patched_capability,
-    memory=memory_facts,
+    memory=PATCHED_MEMORY.with_grad_bytes,
     traffic=traffic_facts,
 )

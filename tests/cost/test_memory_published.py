@@ -26,7 +26,7 @@ def test_the_artifacts_own_numbers():
     """
     model = replace(preset("gpt3-1.3b"), learned_positions=0, final_norm=False)
     options = LayerOptions(flash_attention=False, norm_statistics_bytes=MEMORY.norm_statistics_bytes)
-    memory = stage_memory(model, options, "mist", MEMORY, StageRole.ONLY)
+    memory = stage_memory(model, options, MEMORY, StageRole.ONLY)
     numbers = {
         s.B: 8, s.S: 2048, s.TP: 1, s.CP: 1, s.DP: 2, s.SP: 0, s.SELECTIVE: 0, s.LAYERS: 24, s.CKPT: 24,
         s.IN_FLIGHT: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, s.WO: 0, s.GO: 0, s.OO: 0, s.AO: 0, s.HIDDEN: 2048,

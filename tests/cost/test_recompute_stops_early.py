@@ -16,6 +16,7 @@ from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Plan, StagePlan, TargetName, Zero
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.deepspeed import ZERO3_NETWORK_SHARE
+from mist_megatron.targets.facts import Zero3Facts
 
 
 def plan_of(target: TargetName, *, dropout: float = 0.0, gpus: int = 8, zero: Zero = 3) -> Plan:
@@ -60,7 +61,7 @@ def test_layer_wise_collectives_reach_a_share_of_the_network() -> None:
         evaluator = evaluator_for(job_of(plan))[0]
         quick = evaluator_for(job_of(plan))[0]
         context = evaluator.time_context
-        quick._context = replace(context, facts=replace(context.facts, zero3_network_share=1.0))
+        quick._context = replace(context, facts=replace(context.facts, zero3=Zero3Facts()))
         grid = grid_of(replace(plan, stages=(replace(plan.stages[0], ckpt=0),)), 0)
         from mist_megatron.cost.traffic import layer_traffic
 

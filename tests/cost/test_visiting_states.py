@@ -16,7 +16,7 @@ from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
 from mist_megatron.spec.presets import PRESETS
-from mist_megatron.targets.megatron import MEMORY
+from mist_megatron.targets.megatron import PATCHED_MEMORY
 
 TARGET = "megatron+patches"
 LAYERS, RANKS = 6, 4
@@ -70,7 +70,7 @@ def test_host_adam_hides_behind_the_layer_before():
 def test_offloaded_gradients_are_all_there_for_the_reduction():
     """Without activations to speak of the peak is when gradients have come back, not in backward."""
     model = PRESETS["gpt3-1.3b"]
-    memory = stage_memory(model, LayerOptions(), TARGET, MEMORY, StageRole.MIDDLE)
+    memory = stage_memory(model, LayerOptions(), PATCHED_MEMORY, StageRole.MIDDLE)
     numbers = {
         s.LAYERS: 24, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
         s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,

@@ -22,7 +22,7 @@ from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
 from mist_megatron.formats.model_yaml import model_from_mapping
-from mist_megatron.targets.megatron import MEMORY
+from mist_megatron.targets.megatron import PATCHED_MEMORY
 
 STEPS = {"decoupled_steps": [1, 1]}
 STATES = {"state_offload": [[1.0, 0.75], [0.5, 0.25]]}
@@ -250,7 +250,7 @@ def predicted(role: StageRole, layers: int, weights: float, grads: float) -> dic
     model = model_from_mapping(
         {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "vocab": 128, "ffn_hidden": 256}, "model"
     )
-    memory = stage_memory(model, LayerOptions(), "megatron+patches", MEMORY, role)
+    memory = stage_memory(model, LayerOptions(), PATCHED_MEMORY, role)
     numbers = {
         s.LAYERS: layers, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
         s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,

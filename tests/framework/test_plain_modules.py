@@ -17,6 +17,7 @@ from mist_megatron.cost import symbols as s
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import layer_memory
 from mist_megatron.spec.presets import PRESETS
+from mist_megatron.targets.facts import Modules
 
 
 def saved_bytes(layer: torch.nn.Module, hidden_states: torch.Tensor, **given: Any) -> int:
@@ -70,7 +71,7 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
-def predicted(preset: str, sizes: tuple[int, ...], target: str, options: LayerOptions) -> float:
+def predicted(preset: str, sizes: tuple[int, ...], modules: Modules, options: LayerOptions) -> float:
     hidden, ffn, heads, seq, batch = sizes
     shape = {"hidden": hidden, "ffn_hidden": ffn, "heads": heads, "kv_heads": heads, "layers": 2}
     model = replace(PRESETS[preset], **shape)
@@ -78,7 +79,7 @@ def predicted(preset: str, sizes: tuple[int, ...], target: str, options: LayerOp
         s.B: batch, s.S: seq, s.TP: 1, s.CP: 1, s.SP: 0, s.SELECTIVE: 0, s.HIDDEN: hidden, s.FFN: ffn,
         s.HEADS: heads, s.KV_HEADS: heads, s.HEAD_DIM: hidden // heads,
     }  # fmt: skip
-    return float(layer_memory(model, options, target).saved.subs(values))
+    return float(layer_memory(model, options, modules).saved.subs(values))
 
 
 @SHAPES
@@ -86,8 +87,8 @@ def test_llama_layer(hidden: int, ffn: int, heads: int, seq: int, batch: int) ->
     sizes = (hidden, ffn, heads, seq, batch)
     measured = saved_by_llama(*sizes)
     # A CPU's attention keeps its statistics, the fused core's too, in fp32 per head and row; norms theirs.
-    assert predicted("llama-7b", sizes, "deepspeed", LayerOptions()) == pytest.approx(measured, rel=0.005)
-    assert predicted("llama-7b", sizes, "megatron", LayerOptions()) < 0.75 * measured
+    assert predicted("llama-7b", sizes, "plain_torch", LayerOptions()) == pytest.approx(measured, rel=0.005)
+    assert predicted("llama-7b", sizes, "transformer_engine", LayerOptions()) < 0.75 * measured
 
 
 @SHAPES
@@ -96,5 +97,5 @@ def test_gpt2_layer(hidden: int, ffn: int, heads: int, seq: int, batch: int) -> 
     measured = saved_by_gpt2(*sizes)
     # A CPU's LayerNorm keeps its statistics in the precision of its input.
     options = LayerOptions(norm_statistics_bytes=4)
-    assert predicted("gpt2-xl", sizes, "deepspeed", options) == pytest.approx(measured, rel=0.005)
-    assert predicted("gpt2-xl", sizes, "megatron", options) < 0.75 * measured
+    assert predicted("gpt2-xl", sizes, "plain_torch", options) == pytest.approx(measured, rel=0.005)
+    assert predicted("gpt2-xl", sizes, "transformer_engine", options) < 0.75 * measured

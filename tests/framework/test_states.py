@@ -25,8 +25,8 @@ def allocated(framework: str, ranks: int) -> list[dict[str, int]]:
     return first
 
 
-def terms(model, target, facts, ranks, zero):
-    memory = stage_memory(model, LayerOptions(), target, facts, StageRole.ONLY)
+def terms(model, facts, ranks, zero):
+    memory = stage_memory(model, LayerOptions(), facts, StageRole.ONLY)
     numbers = {
         s.LAYERS: model.layers, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
         s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,
@@ -46,7 +46,7 @@ def test_deepspeed_optimizer_bytes(zero, ranks):
     model = model_from_mapping(
         {"family": "gpt", "layers": 2, "hidden": 64, "heads": 4, "vocab": 128}, "model"
     )
-    expected = terms(model, "deepspeed", deepspeed.MEMORY, ranks, zero)["optimizer"] / model.parameters
+    expected = terms(model, deepspeed.MEMORY, ranks, zero)["optimizer"] / model.parameters
     assert found["optimizer"] / found["parameters"] == pytest.approx(expected, rel=1e-12)
 
 
@@ -58,7 +58,7 @@ def test_megatron_distributed_optimizer(ranks):
         {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "ffn_hidden": 256}, "model"
     )
     assert model.parameters == found["parameters"]
-    expected = terms(model, "megatron", megatron.MEMORY, ranks, 1)
+    expected = terms(model, megatron.MEMORY, ranks, 1)
     padding = 64 * ranks  # elements: each rank's share of a bucket starts on a 128-byte line of bf16
     assert 0 <= found["weights"] - expected["weights"] <= 2 * padding
     assert 0 <= found["grads"] - expected["grads"] <= 4 * padding

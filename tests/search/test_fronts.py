@@ -130,7 +130,7 @@ def price_one_by_one(evaluator, job, shape, position, options):
         cost = evaluator(grid)
         d_s = step_s = np.zeros(())
         for name, term in evaluator.terms(grid).delta.items():
-            if name in AT_STEP and not evaluator.time_context.step_hides:
+            if name in AT_STEP and not evaluator.time_context.facts.step.hides:
                 step_s = step_s + term.at(grid.layers, grid.ckpt)
             else:
                 d_s = d_s + term.at(grid.layers, grid.ckpt)
@@ -234,7 +234,7 @@ def equation_1(plan, prediction, evaluator):
     """From what `predict` says of each stage; a step that waits for all stages hides behind nothing."""
     stages = prediction.stages
     t_s = [stage.stable_s / plan.vpp for stage in stages]
-    steps = [0.0 if evaluator.time_context.step_hides else stage.step_s for stage in stages]
+    steps = [0.0 if evaluator.time_context.facts.step.hides else stage.step_s for stage in stages]
     late = max(
         stage.delta_s - step - sum(t_s[:k]) for k, (stage, step) in enumerate(zip(stages, steps, strict=True))
     )

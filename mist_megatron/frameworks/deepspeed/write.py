@@ -13,19 +13,18 @@ from mist_megatron.frameworks.flags import Flags, flag, when
 from mist_megatron.frameworks.refusal import Refusal, refuse
 from mist_megatron.frameworks.stages_json import stages_document
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.targets.deepspeed import BUCKET_ELEMENTS, PREFETCH_ELEMENTS, REUSE_ELEMENTS
 from mist_megatron.targets.rules import require_runnable
 
 Config = dict[str, Any]
 
-BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's own default (runtime/zero/config.py), which the cost model's DeepSpeed template counts with."""
 STAGE3_ONLY: Mapping[str, int | bool] = {
     # Defaults of runtime/zero/config.py, written out because they have changed between versions.
     "sub_group_size": 1_000_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_prefetch_bucket_size": PREFETCH_ELEMENTS,
     "stage3_param_persistence_threshold": 100_000,
     "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_max_reuse_distance": REUSE_ELEMENTS,
     "stage3_gather_16bit_weights_on_model_save": True,
 }
 DYNAMIC_LOSS_SCALE: Mapping[str, int] = {
