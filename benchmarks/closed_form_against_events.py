@@ -42,8 +42,9 @@ from mist_megatron.events.iteration import Simulation, simulate
 from mist_megatron.events.stage_work import Workload, workload_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.training import TrainingSpec
 

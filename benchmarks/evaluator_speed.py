@@ -28,6 +28,7 @@ from mist_megatron.price.prices import Collective, DeviceAdam  # noqa: E402
 from mist_megatron.spec import catalogue, presets  # noqa: E402
 from mist_megatron.spec.cluster import cluster_of  # noqa: E402
 from mist_megatron.spec.job import Job  # noqa: E402
+from mist_megatron.spec.kinds import KINDS, alike, per_kind  # noqa: E402
 from mist_megatron.spec.training import TrainingSpec  # noqa: E402
 
 AXES = (
@@ -36,10 +37,7 @@ AXES = (
     "in_flight",
     "micro_batch",
     "zero",
-    "weights_offload",
-    "grads_offload",
-    "optimizer_offload",
-    "activations_offload",
+    *KINDS,
 )
 
 
@@ -52,10 +50,7 @@ def values_of_axes(steps: int) -> dict[str, np.ndarray]:
         "in_flight": np.arange(1.0, 5.0),
         "micro_batch": np.array([1.0, 2.0]),
         "zero": np.array([1.0, 2.0, 3.0]),
-        "weights_offload": ratios,
-        "grads_offload": ratios,
-        "optimizer_offload": ratios,
-        "activations_offload": ratios,
+        **dict.fromkeys(KINDS, ratios),
     }
 
 
@@ -72,14 +67,21 @@ def open_grid(values: Mapping[str, np.ndarray]) -> StageGrid:
         tp=np.asarray(2.0),
         grad_accum=np.asarray(16.0),
         stages=4,
+        offload=per_kind(shaped.pop),
         **shaped,
     )
+
+
+def with_values(grid: StageGrid, values: Mapping[str, np.ndarray]) -> StageGrid:
+    """The same grid with other values along the axes."""
+    others = {name: value for name, value in values.items() if name not in KINDS}
+    return replace(grid, **others, offload=per_kind(values.__getitem__))
 
 
 def flat_grid(values: Mapping[str, np.ndarray], count: int) -> StageGrid:
     """Random configurations of the same axes, one after the other."""
     rng = np.random.default_rng(0)
-    return replace(open_grid(values), **{name: rng.choice(values[name], count) for name in AXES})
+    return with_values(open_grid(values), {name: rng.choice(values[name], count) for name in AXES})
 
 
 def price(evaluator: StageEvaluator, grid: StageGrid) -> tuple[np.ndarray, ...]:
@@ -125,7 +127,7 @@ class PlainPython:
         """Seconds that depend on micro-batch and ZeRO level alone."""
         key = (float(grid.micro_batch), float(grid.zero))
         if key not in self.tables:
-            quiet = replace(grid, **dict.fromkeys(AXES[5:], np.asarray(0.0)), ckpt=np.asarray(0.0))
+            quiet = replace(grid, offload=alike(np.asarray(0.0)), ckpt=np.asarray(0.0))
             loads = self.evaluator.loads(grid)
             load = loads.block
             terms = self.evaluator.terms(quiet)
@@ -213,7 +215,7 @@ class PlainPython:
         once."""
         host = self.prices.profile.host
         down, up = host.h2d_bytes_per_s.value, host.d2h_bytes_per_s.value
-        wo, go, oo = (float(getattr(grid, AXES[i])) for i in (5, 6, 7))
+        wo, go, oo = (float(value) for value in grid.offload.values()[:3])
         gather3 = table["gather"] if grid.zero >= 3 else 0.0
         reduce2 = table["reduce"] if grid.zero >= 2 else 0.0
         kept = offloaded * table["saved"]
@@ -253,7 +255,7 @@ class PlainPython:
     def __call__(self, grid: StageGrid) -> tuple[float, float, float, bool]:
         table = self.table(grid)
         layers, ckpt = float(grid.layers), float(grid.ckpt)
-        kept = self.passes(grid, table, 0.0, float(grid.activations_offload))
+        kept = self.passes(grid, table, 0.0, float(grid.offload.activations))
         whole = self.passes(grid, table, table["forward"], 0.0)
         ends = kept if ckpt < layers else whole
 
@@ -321,7 +323,8 @@ def sympy_substitution(evaluator: StageEvaluator, grids: list[StageGrid]) -> Cal
 
 def single(grid: StageGrid, index: int) -> StageGrid:
     """One configuration of a flat list."""
-    return replace(grid, **{name: np.asarray(getattr(grid, name)[index]) for name in AXES})
+    values = {**vars(grid), **dict(grid.offload.items())}
+    return with_values(grid, {name: np.asarray(values[name][index]) for name in AXES})
 
 
 def check_equal(fast: tuple[np.ndarray, ...], slow: list[tuple[float, float, float, bool]]) -> None:

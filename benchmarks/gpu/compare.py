@@ -21,8 +21,9 @@ from mist_megatron.errors import MistError
 from mist_megatron.formats.files import load_mapping
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 
 GIB = float(1 << 30)

@@ -59,6 +59,7 @@ def _shown(value: float | None) -> str:
 
 def _values(plan: Plan, position: int) -> dict[str, float]:
     """What the symbols stand for in this stage."""
+    from mist_megatron.cost.grid import OFFLOAD_SYMBOLS
     from mist_megatron.spec.layout import in_flight
 
     stage, model = plan.stages[position], plan.model
@@ -78,10 +79,7 @@ def _values(plan: Plan, position: int) -> dict[str, float]:
         "z1": float(stage.zero >= 1),
         "z2": float(stage.zero >= 2),
         "z3": float(stage.zero >= 3),
-        "wo": stage.offload.weights,
-        "go": stage.offload.grads,
-        "oo": stage.offload.optimizer,
-        "ao": stage.offload.activations,
+        **{OFFLOAD_SYMBOLS[kind]: fraction for kind, fraction in stage.offload.items()},
         "h": model.hidden,
         "f": model.ffn_hidden,
         "a": model.heads,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mist_megatron.cli.tune_report import offload_fractions, recompute_words, shape_words
+from mist_megatron.cli.tune_report import recompute_words, shape_words
+from mist_megatron.spec.kinds import IN_WORDS
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.table import TARGETS
 
@@ -46,15 +47,12 @@ def plan_words(plan: Plan) -> str:
     if stage.ckpt or stage.recompute == "selective":
         words.append(again[stage.recompute])
     moved = [
-        name if share == 1.0 else f"{share:.0%} of {name}"
-        for name, share in zip(_KINDS, offload_fractions(stage), strict=True)
+        IN_WORDS[kind] if share == 1.0 else f"{share:.0%} of {IN_WORDS[kind]}"
+        for kind, share in stage.offload.items()
         if share
     ]
     words += [f"{' + '.join(moved)} in host memory"] if moved else []
     return ", ".join(words)
-
-
-_KINDS = ("weights", "gradients", "optimizer", "activations")
 
 
 def speed_up(plan: Plan, space: str) -> float | None:
@@ -136,7 +134,7 @@ def _deepspeed_words(plan: Plan, files: Sequence[str]) -> str:
 
 
 def _stage_cells(stage: StagePlan) -> tuple[str, ...]:
-    moved = "/".join(f"{round(100 * part):d}" for part in offload_fractions(stage))
+    moved = "/".join(f"{round(100 * part):d}" for part in stage.offload.values())
     sizes = (str(stage.layers), str(stage.gpus), f"{stage.dp} x {stage.tp}", str(stage.zero))
     return (*sizes, recompute_words(stage), moved)
 

@@ -45,7 +45,8 @@ def _sections() -> list[tuple[str, str, type[Any]]]:
     from mist_megatron.formats.model_yaml import ModelDocument
     from mist_megatron.formats.plan_yaml import ClusterDocument, PlanDocument
     from mist_megatron.spec.cluster import LinkOverrides
-    from mist_megatron.spec.plan import Execution, Offload, StagePlan
+    from mist_megatron.spec.kinds import Offload
+    from mist_megatron.spec.plan import Execution, StagePlan
     from mist_megatron.spec.training import TrainingSpec
 
     return [

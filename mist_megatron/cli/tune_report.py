@@ -122,7 +122,7 @@ def stage_table(plan: Plan, prediction: Prediction) -> Table:
             str(stage.micro_batch),
             str(stage.zero),
             recompute_words(stage),
-            "/".join(f"{round(100 * f):d}" for f in offload_fractions(stage)),
+            "/".join(f"{round(100 * f):d}" for f in stage.offload.values()),
             bar(cost.peak_memory_bytes / cost.limit_bytes),
             f"{cost.peak_memory_bytes / GIB:.1f}/{cost.limit_bytes / GIB:.0f}",
             f"{cost.stable_s * 1e3:.1f}",
@@ -145,17 +145,12 @@ def recompute_words(stage: StagePlan) -> str:
     return f"{stage.ckpt} full" if stage.ckpt else "none"
 
 
-def offload_fractions(stage: StagePlan) -> tuple[float, float, float, float]:
-    offload = stage.offload
-    return offload.weights, offload.grads, offload.optimizer, offload.activations
-
-
 _DETAILS: Mapping[str, Callable[[StagePlan], str]] = MappingProxyType(
     {
         "layers": lambda stage: str(stage.layers),
         "ZeRO": lambda stage: str(stage.zero),
         "recomputed": recompute_words,
-        "off% WGOA": lambda stage: "-".join(f"{100 * part:.0f}" for part in offload_fractions(stage)),
+        "off% WGOA": lambda stage: "-".join(f"{100 * part:.0f}" for part in stage.offload.values()),
     }
 )
 """What plans of one shape may differ in, stage by stage."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.communication import nodes_spanned
-from mist_megatron.cost.grid import Array, StageCost, StageGrid, StageRole
+from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, Array, StageCost, StageGrid, StageRole
 from mist_megatron.cost.program_cache import load_or_build
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
 from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passes, with_unfused_softmax
@@ -140,10 +140,7 @@ class StageEvaluator:
             "z1": np.where(grid.zero >= 1, 1.0, 0.0),
             "z2": np.where(grid.zero >= 2, 1.0, 0.0),
             "z3": np.where(grid.zero >= 3, 1.0, 0.0),
-            "wo": grid.weights_offload,
-            "go": grid.grads_offload,
-            "oo": grid.optimizer_offload,
-            "ao": grid.activations_offload,
+            **{OFFLOAD_SYMBOLS[kind]: fraction for kind, fraction in grid.offload.items()},
         }
 
     def passes(self, grid: StageGrid) -> dict[str, Array]:

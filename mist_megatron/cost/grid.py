@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mist_megatron.spec.kinds import PerKind, per_kind
+
 Array = NDArray[np.float64]
+
+OFFLOAD_SYMBOLS = per_kind(lambda kind: f"{kind[0]}o")
+"""Names of the offloaded fractions in the expressions of the cost model."""
 
 
 class StageRole(Enum):
@@ -56,15 +61,16 @@ class StageGrid:
     tp: Array
     zero: Array
     grad_accum: Array
-    weights_offload: Array
-    grads_offload: Array
-    optimizer_offload: Array
-    activations_offload: Array
+    offload: PerKind[Array]
     stages: int = 1
     vpp: int = 1
     bridged: bool = False
     """Neighbours may be on other grids: one rank of each tensor-parallel group sends and receives whole
     activations, and hands them on inside its group."""
+
+    def offloading(self, **fractions: Array) -> StageGrid:
+        """The same with other fractions of these kinds of bytes in host memory."""
+        return replace(self, offload=replace(self.offload, **fractions))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ def layer_passes(
     """What the four passes of one kind of layer put on each stream: the closed form overlaps these, the
     event simulator plays them."""
     facts, zero = context.facts, grid.zero
-    saved = grid.activations_offload * saved_bytes
+    saved = grid.offload.activations * saved_bytes
     saved_out, saved_in = host_copy(saved, "d2h", context), host_copy(saved, "h2d", context)
     forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
     gathers_again = _gathers_again(load, facts, again[0])
@@ -94,5 +94,5 @@ def edge_grid(grid: StageGrid, facts: TrafficFacts) -> StageGrid:
     """The stage as embedding and head see it."""
     if facts.edges_follow:
         return grid
-    on_device = replace(grid, weights_offload=ZERO, grads_offload=ZERO, optimizer_offload=ZERO)
+    on_device = grid.offloading(weights=ZERO, grads=ZERO, optimizer=ZERO)
     return replace(on_device, zero=np.ones(()))

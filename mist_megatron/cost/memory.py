@@ -27,19 +27,16 @@ from mist_megatron.cost.shapes import (
     VOCAB_SHARE,
 )
 from mist_megatron.cost.symbols import (
-    AO,
     CKPT,
     CP,
     DP,
-    GO,
     HIDDEN,
     IN_FLIGHT,
     LAYERS,
-    OO,
+    OFFLOAD,
     SELECTIVE,
     SP,
     TP,
-    WO,
     Z1,
     Z2,
     Z3,
@@ -179,9 +176,9 @@ def stage_memory(
     states["buffers"] = states["buffers"] + pipe.held
     held = sum(states.values(), start=ZERO)
     resident = LAYERS - CKPT
-    per_micro_batch = resident * layer.saved * (1 - AO) + CKPT * layer.kept_input
+    per_micro_batch = resident * layer.saved * (1 - OFFLOAD.activations) + CKPT * layer.kept_input
     # Offloaded tensors pass through the GPU: one layer's on the way out, one layer's on the way back.
-    per_micro_batch_once = AO * layer.saved
+    per_micro_batch_once = OFFLOAD.activations * layer.saved
     edge = _edge_activations(model, options, facts, role) + pipe.per_micro_batch
     activations = IN_FLIGHT * (per_micro_batch + edge) + per_micro_batch_once
     others = (IN_FLIGHT - 1) * (per_micro_batch + edge)
@@ -202,14 +199,14 @@ def stage_memory(
     if role.has_embedding and facts.table_gradient:
         peaks["embedding"] = held + others + HALF * VOCAB_SHARE * HIDDEN + 2 * ACTIVATION
     if facts.gradients_return:
-        peaks["reduction"] = held + facts.grad_bytes * _elements(model, options, role) * GO
+        peaks["reduction"] = held + facts.grad_bytes * _elements(model, options, role) * OFFLOAD.grads
     if piped:
         # Beside the bucket that the engine keeps, its reduction takes another one.
         peaks["reduction"] = held + HALF * Integer(int(facts.bucket_elements))
     if facts.step.scratch:
-        own = _elements(model, options, role) / _sharded(Z1, DP * CP) * (1 - OO)
+        own = _elements(model, options, role) / _sharded(Z1, DP * CP) * (1 - OFFLOAD.optimizer)
         # Not where the gradients to step with are kept throughout: `held` has them.
-        made = 1 - _any(OO) if facts.step.kept_gradient else ONE
+        made = 1 - _any(OFFLOAD.optimizer) if facts.step.kept_gradient else ONE
         # Levels 1 and 2 give their buckets back when all gradients are reduced; level 3 keeps its one.
         released = (1 - Z3) * _buckets(facts)
         peaks["step"] = held - released + facts.step.scratch * own * made
@@ -276,18 +273,18 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
         return size * (inner / _sharded(switch, ranks) * (1 - offloaded) + edges)
 
     widest = _widest(model, options, role)
-    needs_weights, needs_grads = _either(Z3, WO), _either(Z2, GO)
+    needs_weights, needs_grads = _either(Z3, OFFLOAD.weights), _either(Z2, OFFLOAD.grads)
     buffers = 2 * HALF * widest * needs_weights + 2 * Integer(grad) * widest * needs_grads
     buffers = buffers + _buckets(facts)
     states = {
-        "weights": term(2, Z3, WO, ZERO),
-        "grads": term(grad, Z2, GO, ZERO),
-        "optimizer": term(optimizer, Z1, OO, ONE),
+        "weights": term(2, Z3, OFFLOAD.weights, ZERO),
+        "grads": term(grad, Z2, OFFLOAD.grads, ZERO),
+        "optimizer": term(optimizer, Z1, OFFLOAD.optimizer, ONE),
         "buffers": buffers,
         "framework": Integer(int(facts.framework_bytes)),
     }
     if facts.step.kept_gradient:
-        kept = term(facts.step.kept_gradient, Z1, OO, ONE) * _any(OO)
+        kept = term(facts.step.kept_gradient, Z1, OFFLOAD.optimizer, ONE) * _any(OFFLOAD.optimizer)
         states["optimizer"] = states["optimizer"] + kept
     if facts.modules == "transformer_engine":
         # One unused half-precision weight gradient is kept per distinct weight shape: the real one is added

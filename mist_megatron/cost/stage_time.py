@@ -219,7 +219,7 @@ def refinement(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Refi
     between = _between_passes(grid, loads, context, hops.get(Term.PIPELINE_P2P, Linear()))
     said, whole = _runs(grid, load, traffic, context, between)
     kept, none = said, grid.ckpt == 0.0
-    if not context.recomputes_first_layers and np.any(none & (grid.activations_offload > 0.0)):
+    if not context.recomputes_first_layers and np.any(none & (grid.offload.activations > 0.0)):
         kind = _Kind(_again(grid, load), load.saved_bytes, followed=False)
         kept = _chosen(none, _run(grid, load, traffic, context, kind, between), said)
     alone = 0.0 if Term.PIPELINE_FILL_OF_LAYERS in context.without else 1.0
@@ -317,7 +317,7 @@ def _edge_layer_terms(
     delta: dict[Term, Linear],
 ) -> None:
     """Embedding and head: one layer each, never recomputed, its activations never offloaded."""
-    quiet = replace(grid, activations_offload=ZERO)
+    quiet = grid.offloading(activations=ZERO)
     traffic = layer_traffic(quiet, load, context)
     alone = (NOTHING_BETWEEN, NOTHING_BETWEEN)
     kind = _Kind((ZERO, ZERO), ZERO, followed=not context.recomputes_first_layers)
@@ -377,7 +377,7 @@ def _run(
     # pass comes first: nothing that they saved has to come in before it.
     ends, followed = passes, kind.followed
     if followed and np.any(saved_bytes):
-        quiet = replace(grid, activations_offload=ZERO)
+        quiet = grid.offloading(activations=ZERO)
         ends = layer_passes(quiet, load, traffic, context, again=again, saved_bytes=ZERO)
     into_backward = between[1].exposed_s(ends.backward, ends.forward, factors)
     last = passes.backward if reduces_by_chunk(grid, context.facts) else passes.last

@@ -82,7 +82,7 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
     if facts.step.in_first_forward:
         _steps_in_first_forward(grid, loads, count, context, delta)
         return
-    on_host = share * grid.optimizer_offload
+    on_host = share * grid.offload.optimizer
     compute = prices.of(DeviceAdam(share - on_host)).seconds
     if facts.step.norm_pass:
         # The norm reads every gradient, scaling reads and writes it.
@@ -93,10 +93,10 @@ def step_terms(grid: StageGrid, loads: StageLoads, context: TimeContext, delta: 
         gone_s = _gradients_to_states(grid, share, context)
         delta[Term.HOST_ADAM_COPIES] = Linear(gone_s + step_copies_s(grid, share, context))
         # Weights of ZeRO 1 and 2 that visited go back when they are new.
-        visited = context.weight_bytes * count * np.where(zero >= 3, 0.0, grid.weights_offload)
+        visited = context.weight_bytes * count * np.where(zero >= 3, 0.0, grid.offload.weights)
         delta[Term.STATES_AT_STEP] = Linear(host_copy(visited, "d2h", context))
-    elif np.any(grid.optimizer_offload):
-        still_on_device = 1.0 if facts.host_copies.states_visit else 1.0 - grid.grads_offload
+    elif np.any(grid.offload.optimizer):
+        still_on_device = 1.0 if facts.host_copies.states_visit else 1.0 - grid.offload.grads
         update = prices.of(HostAdam(on_host)).seconds
         out = host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
         back = host_copy(context.weight_bytes * on_host, "h2d", context)
@@ -109,7 +109,7 @@ def _gradients_to_states(grid: StageGrid, share: Array, context: TimeContext) ->
     """In the last backward pass gradients go to the host's states in fp32. Nothing is added up on the host:
     ZeRO 1 does that on the GPU (stage_1_and_2.py, copy_grads_in_partition: micro_step_id is 0 when it
     reduces, with or without a pipeline)."""
-    return host_copy(STEP_GRAD_BYTES * grid.optimizer_offload * share, "d2h", context)
+    return host_copy(STEP_GRAD_BYTES * grid.offload.optimizer * share, "d2h", context)
 
 
 def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext) -> Linear:
@@ -121,7 +121,7 @@ def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: Ti
     gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context)
     if not facts.step.by_place:
         return Linear(np.where(sharded, gather, 0.0))
-    by_layer = sharded & ((grid.weights_offload > 0.0) | facts.step.in_first_forward)
+    by_layer = sharded & ((grid.offload.weights > 0.0) | facts.step.in_first_forward)
 
     def one(parameters: Array) -> Array:
         each = collective("all_gather", context.weight_bytes * parameters, grid, context)
@@ -135,11 +135,11 @@ def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: Ti
 def _visits(grid: StageGrid, count: Array, context: TimeContext, delta: dict[Term, Linear]) -> None:
     """Offloaded gradients come back before the reduction, when nothing else runs; offloaded weights
     come and go for an update that is not part of a forward pass."""
-    if not (np.any(grid.grads_offload) or np.any(grid.weights_offload)):
+    if not (np.any(grid.offload.grads) or np.any(grid.offload.weights)):
         return
-    seconds = host_copy(grid.grads_offload * context.grad_bytes * count, "h2d", context)
+    seconds = host_copy(grid.offload.grads * context.grad_bytes * count, "h2d", context)
     if not context.facts.step.in_first_forward:
-        weights = grid.weights_offload * context.weight_bytes * count
+        weights = grid.offload.weights * context.weight_bytes * count
         seconds = seconds + host_copy(weights, "h2d", context) + host_copy(weights, "d2h", context)
     delta[Term.STATES_AT_STEP] = Linear(seconds)
 
@@ -155,10 +155,10 @@ def _steps_in_first_forward(
     if facts.step.norm_pass:
         norm = prices.of(MemoryPass(3.0 * context.grad_bytes * share)).seconds
         add_term(delta, Term.OPTIMIZER_COMPUTE, Linear(norm))
-    if facts.step.adam_on_host and np.any(grid.optimizer_offload):
+    if facts.step.adam_on_host and np.any(grid.offload.optimizer):
         # The thread that updates a layer launches nothing: the device has the layer before it to run.
         divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)
-        update = prices.of(HostAdam(grid.optimizer_offload * loads.block.parameters / divisor)).seconds
+        update = prices.of(HostAdam(grid.offload.optimizer * loads.block.parameters / divisor)).seconds
         delta[Term.HOST_ADAM] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
         if facts.step.by_place:
             add_term(delta, Term.HOST_ADAM, _edges_on_host(grid, loads, divisor, context))
@@ -170,7 +170,7 @@ def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: 
     exposed: Array = ZERO
     for load, before_s in ((loads.embedding, ZERO), (loads.head, loads.block.forward_s)):
         if load is not None:
-            update = context.prices.of(HostAdam(grid.optimizer_offload * load.parameters / divisor)).seconds
+            update = context.prices.of(HostAdam(grid.offload.optimizer * load.parameters / divisor)).seconds
             exposed = exposed + np.maximum(update - before_s, 0.0)
     return Linear(exposed)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from sympy import Symbol
 
+from mist_megatron.cost.grid import OFFLOAD_SYMBOLS
+
 
 def _symbol(name: str) -> Symbol:
     return Symbol(name, nonnegative=True)
@@ -26,10 +28,7 @@ GRAD_ACCUM = _symbol("G")
 Z1 = _symbol("z1")
 Z2 = _symbol("z2")
 Z3 = _symbol("z3")
-WO = _symbol("wo")
-GO = _symbol("go")
-OO = _symbol("oo")
-AO = _symbol("ao")
+OFFLOAD = OFFLOAD_SYMBOLS.map(_symbol)
 HIDDEN = _symbol("h")
 FFN = _symbol("f")
 HEADS = _symbol("a")
@@ -52,10 +51,10 @@ MEANINGS: dict[Symbol, str] = {
     Z1: "1 when optimizer states are sharded over data-parallel ranks (ZeRO >= 1), else 0",
     Z2: "1 when gradients are sharded (ZeRO >= 2), else 0",
     Z3: "1 when weights are sharded (ZeRO 3), else 0",
-    WO: "fraction of weights kept in host memory",
-    GO: "fraction of gradients kept in host memory",
-    OO: "fraction of optimizer states kept in host memory",
-    AO: "fraction of saved activations kept in host memory",
+    OFFLOAD.weights: "fraction of weights kept in host memory",
+    OFFLOAD.grads: "fraction of gradients kept in host memory",
+    OFFLOAD.optimizer: "fraction of optimizer states kept in host memory",
+    OFFLOAD.activations: "fraction of saved activations kept in host memory",
     HIDDEN: "hidden size",
     FFN: "inner size of the MLP",
     HEADS: "query heads",

@@ -37,22 +37,22 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     weight_shard = weights / np.where(zero >= 3, dp, 1.0)
     grad_shard = context.grad_bytes * count / np.where(zero >= 2, dp, 1.0)
     step_share = count / np.where(zero >= 1, dp, 1.0)
-    weights_out = grid.weights_offload * weight_shard
-    grads_out = grid.grads_offload * grad_shard
-    states_out = grid.optimizer_offload * context.optimizer_bytes * step_share
+    weights_out = grid.offload.weights * weight_shard
+    grads_out = grid.offload.grads * grad_shard
+    states_out = grid.offload.optimizer * context.optimizer_bytes * step_share
     swaps = facts.step.in_first_forward and not facts.step.adam_on_host
     step_in, step_out = ZERO, ZERO
     if swaps:
         step_in, step_out = states_out + grads_out, states_out + weights_out
     elif facts.step.in_first_forward and not facts.step.by_place:
         # The host keeps its states: gradients go to it, new weights come back.
-        on_host = grid.optimizer_offload * step_share
+        on_host = grid.offload.optimizer * step_share
         step_in = weights_out + grads_out + context.weight_bytes * on_host
         step_out = weights_out + grads_out + context.grad_bytes * on_host
     added_on_device = facts.host_copies.states_visit or not facts.step.adam_on_host
     compute: Array = ZERO
     if facts.step.in_first_forward and Term.OPTIMIZER_COMPUTE not in context.without:
-        on_device = 1.0 - (0.0 if swaps else 1.0) * grid.optimizer_offload
+        on_device = 1.0 - (0.0 if swaps else 1.0) * grid.offload.optimizer
         compute = prices.of(DeviceAdam(step_share * on_device)).seconds
         if facts.step.by_place:
             compute = compute + step_copies_s(grid, step_share, context)
@@ -96,14 +96,14 @@ def _added_gradients(grid: StageGrid, count: Array, shards: Array, context: Time
     weights ZeRO 2 adds up on the GPU (_use_compact_grad_partition_buffer)."""
     if context.grad_bytes == STEP_GRAD_BYTES:
         return np.where(grid.zero >= 3, shards, 0.0)
-    whole = grid.grads_offload * context.grad_bytes * touched_parameters(grid, count, context)
+    whole = grid.offload.grads * context.grad_bytes * touched_parameters(grid, count, context)
     zero2 = np.where((grid.zero == 2) & (grid.grad_accum > 1), whole, 0.0)
     return np.where(grid.zero >= 3, shards, zero2)
 
 
 def touched_parameters(grid: StageGrid, count: Array, context: TimeContext) -> Array:
     """Of so many, those that a rank's part of ZeRO 1 and 2 lies in."""
-    cut = (grid.weights_offload > 0.0) | context.facts.step.in_first_forward
+    cut = (grid.offload.weights > 0.0) | context.facts.step.in_first_forward
     part = count / replicas(grid, context)
     return np.where(cut, np.minimum(part + 2.0 * LARGEST_SHARE * count, count), part)
 
@@ -113,11 +113,11 @@ def step_copies_s(grid: StageGrid, share: Array, context: TimeContext) -> Array:
     where they belong. The fraction of each kind that is on the host is the same end of the model, so that
     weights of ZeRO 3 that are on the host mostly meet their states there. Where no states are on the host,
     gradients that are come to the GPU."""
-    on_host = grid.optimizer_offload
-    away = np.where(grid.zero >= 3, grid.weights_offload, 0.0)
+    on_host = grid.offload.optimizer
+    away = np.where(grid.zero >= 3, grid.offload.weights, 0.0)
     back = context.weight_bytes * share * np.maximum(on_host - away, 0.0)
     out = context.weight_bytes * share * np.maximum(away - on_host, 0.0)
-    grads = context.grad_bytes * share * np.where(on_host > 0.0, 0.0, grid.grads_offload)
+    grads = context.grad_bytes * share * np.where(on_host > 0.0, 0.0, grid.offload.grads)
     return host_copy(back + grads, "h2d", context) + host_copy(out, "d2h", context)
 
 

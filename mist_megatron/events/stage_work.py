@@ -217,7 +217,7 @@ def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kind
     recomputed = (
         _layer(grid, block, context, again=block.again, saved=False) if plan.stages[position].ckpt else kept
     )
-    edge = replace(edge_grid(grid, context.facts), activations_offload=ZERO)
+    edge = edge_grid(grid, context.facts).offloading(activations=ZERO)
     embedding, head = (
         None if load is None else _layer(edge, load, context, again=(ZERO, ZERO), saved=False)
         for load in (loads.embedding, loads.head)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mist_megatron.frameworks.deepspeed import write as deepspeed
 from mist_megatron.frameworks.megatron.write import different_grids, patches
+from mist_megatron.spec.kinds import IN_WORDS
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.table import TARGETS
 
@@ -36,16 +37,10 @@ def readme_text(plan: Plan) -> str:
 
 
 def _row(index: int, stage: StagePlan) -> str:
-    offload = stage.offload
-    parts = {
-        "weights": offload.weights,
-        "gradients": offload.grads,
-        "optimizer": offload.optimizer,
-        "activations": offload.activations,
-    }
-    moved = ", ".join(f"{name} {share:.3g}" for name, share in parts.items() if share) or "-"
+    away = [f"{IN_WORDS[kind]} {share:.3g}" for kind, share in stage.offload.items() if share]
     again = "attention" if stage.recompute == "selective" else f"{stage.ckpt} of {stage.layers} layers"
-    cells = (index, stage.layers, stage.dp, stage.tp, stage.micro_batch, stage.zero, again, moved)
+    sizes = (index, stage.layers, stage.dp, stage.tp, stage.micro_batch, stage.zero)
+    cells = (*sizes, again, ", ".join(away) or "-")
     return "| " + " | ".join(map(str, cells)) + " |"
 
 

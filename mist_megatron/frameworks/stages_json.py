@@ -43,7 +43,8 @@ from typing import Any, ClassVar
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build_versioned
 from mist_megatron.spec.check import STRICT
-from mist_megatron.spec.plan import Offload, Plan, Zero
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Plan, Zero
 
 SCHEMA = 1
 

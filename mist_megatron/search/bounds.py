@@ -9,7 +9,7 @@ the least t, and the least t + d, its first forward and last backward pass and a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from mist_megatron.search.assign import Front
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_prices import Times, fractions
+from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.term import Term
 
 Array = NDArray[np.float64]
@@ -171,6 +172,7 @@ def least_times(
         return np.array(values, dtype=np.float64).reshape(-1, 1, 1, 1)
 
     zero = np.zeros((1, 1, 1, 1))
+    shares = fractions(question.space.offload.optimizer, question.step)
     grid = StageGrid(
         role=role,
         nodes=max(mesh.nodes for mesh in meshes),
@@ -185,11 +187,8 @@ def least_times(
         tp=column([mesh.tp for mesh in meshes]),
         zero=np.array(levels, dtype=np.float64).reshape(1, 1, -1, 1),
         grad_accum=column([mesh.grad_accum for mesh in meshes]),
-        weights_offload=zero,
-        grads_offload=zero,
         # The optimizer's share may make d smaller.
-        optimizer_offload=fractions(question.space.offload.optimizer, question.step).reshape(1, 1, 1, -1),
-        activations_offload=zero,
+        offload=replace(alike(zero), optimizer=shares.reshape(1, 1, 1, -1)),
         stages=first.stages,
         vpp=first.vpp,
         bridged=first.bridged,

@@ -17,6 +17,7 @@ from mist_megatron.search.pipelines import EqualPipeline, shapes
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.stage_prices import AXES, Choices, ends_of, slot_at, stage_grid
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.kinds import KINDS
 
 GIB = float(1 << 30)
 MOST_TIMES_GPUS = 256
@@ -104,7 +105,7 @@ def _least_configuration(
 
 def _words(picked: dict[str, float], layers: int, *, selective: bool) -> str:
     recompute = "selective recompute" if selective else "full recompute" if picked["ckpt"] else ""
-    moved = [name for name in ("weights", "grads", "optimizer", "activations") if picked[name]]
+    moved = [name for name in KINDS if picked[name]]
     offload = f"{'+'.join(moved)} in host memory" if moved else ""
     return " ".join(filter(None, [f"zero={picked['zero']:.0f}", recompute, offload]))
 

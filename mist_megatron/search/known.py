@@ -22,6 +22,7 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_prices import Array
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.kinds import alike, narrower
 from mist_megatron.targets.table import TARGETS
 
 Item = EqualPipeline | MixedFamily
@@ -60,10 +61,9 @@ def _covers(known: Known, question: SearchProblem) -> bool:
     """Whether a bound of a shape there is one here: it assumes nothing recomputed and nothing offloaded but
     any fraction of the optimizer, and of the layers any split that the space has."""
     there, here = known.space, question.space
-    order = ("none", "all_or_nothing", "any")
-    wider, narrower = order.index(there.offload.optimizer), order.index(here.offload.optimizer)
-    same_grid = narrower < order.index("any") or known.step == question.step
-    return wider >= narrower and same_grid and (there.uneven_layers or not here.uneven_layers)
+    shared = narrower(there.offload, here.offload).optimizer
+    same_grid = shared != "any" or known.step == question.step
+    return shared == here.offload.optimizer and same_grid and (there.uneven_layers or not here.uneven_layers)
 
 
 _Sizes = tuple[int, ...]
@@ -147,10 +147,7 @@ def _reductions_s(evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) ->
         tp=column([mesh.tp for mesh in meshes]),
         zero=zero,
         grad_accum=zero + 1.0,
-        weights_offload=zero,
-        grads_offload=zero,
-        optimizer_offload=zero,
-        activations_offload=zero,
+        offload=alike(zero),
     )
     context = evaluator.time_context
     layer_bytes = context.grad_bytes * evaluator.loads(grid).block.parameters

@@ -22,10 +22,11 @@ from mist_megatron.search.mixed import MixedBound, MixedFamily, mixed_families, 
 from mist_megatron.search.near import NEAR, farthest_s, worth_a_climb
 from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline, explain_no_pipeline, shapes
 from mist_megatron.search.queue import Bound, Order, Pair, ordered
-from mist_megatron.search.space import OFFLOAD_KINDS, Limits, Space, apply_limits, cut_to_target
+from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.stage_prices import fractions
-from mist_megatron.spec.plan import Offload, Plan, Recompute, StagePlan, Zero
+from mist_megatron.spec.kinds import KINDS, Offload
+from mist_megatron.spec.plan import Plan, Recompute, StagePlan, Zero
 from mist_megatron.targets.rules import require_model
 
 
@@ -178,8 +179,7 @@ the step of 1/8 are 81 points, and pricing a shape is then mostly the cost of th
 
 
 def _offload_points(question: SearchProblem) -> int:
-    allowed = question.space.offload
-    return math.prod(len(fractions(getattr(allowed, kind), question.step)) for kind in OFFLOAD_KINDS)
+    return math.prod(len(fractions(allowed, question.step)) for allowed in question.space.offload.values())
 
 
 class _Stopped(Exception):
@@ -460,10 +460,5 @@ def _stage_plan(shape: EqualPipeline, choice: StageChoice) -> StagePlan:
         zero=_LEVELS[int(choice["zero"])],
         ckpt=int(choice["ckpt"]),
         recompute=recompute,
-        offload=Offload(
-            weights=choice["weights"],
-            grads=choice["grads"],
-            optimizer=choice["optimizer"],
-            activations=choice["activations"],
-        ),
+        offload=Offload(**{kind: choice[kind] for kind in KINDS}),
     )

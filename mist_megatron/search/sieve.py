@@ -129,9 +129,9 @@ class Sieve:
             dp=column([mesh.dp for mesh in meshes]),
             tp=column([mesh.tp for mesh in meshes]),
             grad_accum=column([mesh.grad_accum for mesh in meshes]),
-            # t hardly ever depends on the optimizer's fraction: its ends tell.
-            optimizer_offload=ends_of(grid.optimizer_offload),
         )
+        # t hardly ever depends on the optimizer's fraction: its ends tell.
+        grid = grid.offloading(optimizer=ends_of(grid.offload.optimizer))
         stable = self.evaluator.factors(grid).stable
         axes = len(AXES) + 1
         return _Rows(

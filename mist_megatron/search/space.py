@@ -9,14 +9,13 @@ from typing import Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.kinds import ANY_FRACTION, KINDS, STATES_WHOLE, STAYS, PerKind, Range, narrower
 from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.spec.training import Precision
-from mist_megatron.targets.facts import OffloadRanges, Range
 from mist_megatron.targets.rules import AWAY
 from mist_megatron.targets.table import TARGETS
 
 CkptRange = Literal["none", "all", "none_or_all", "any"]
-OFFLOAD_KINDS = ("weights", "grads", "optimizer", "activations")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class Space:
     zero: tuple[int, ...] = (1,)
     zero_with_pipeline: tuple[int, ...] = (0, 1, 2, 3)
     """Of these, what there may be with several stages."""
-    offload: OffloadRanges = OffloadRanges()
+    offload: PerKind[Range] = STAYS
     grads_follow_optimizer: bool = False
     states_by_level: bool = False
     """Weights leave the GPU from ZeRO 1 on, gradients as `gradient_range` says."""
@@ -65,12 +64,10 @@ class Space:
         found += ["selective recompute"] * self.selective + ["sequence_parallel"] * self.sequence_parallel
         found += ["interleaving"] * self.interleaved + ["decoupled steps"] * self.decoupled_step
         found += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
-        found += [f"offload.{k}" for k in OFFLOAD_KINDS if getattr(self.offload, k) != "none"]
+        found += [f"offload.{kind}" for kind, allowed in self.offload.items() if allowed != "none"]
         found += ["GPUs, dp, tp and micro-batch per stage"] * self.unequal
         return (*found, *(["all per stage"] if self.per_stage else []))
 
-
-_ALL_ANY = OffloadRanges(weights="any", grads="any", optimizer="any", activations="any")
 
 _SPACES = (
     Space(
@@ -90,7 +87,7 @@ _SPACES = (
         pipeline=False,
         tensor_parallel=False,
         zero=(0, 1, 2, 3),
-        offload=OffloadRanges(weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"),
+        offload=STATES_WHOLE,
         grads_follow_optimizer=True,
         optimizer_offload_least_zero=1,
     ),
@@ -124,7 +121,7 @@ _SPACES = (
         summary="mist with offload fractions per stage, no ZeRO choice, recompute none or full",
         uneven_layers=True,
         per_stage=True,
-        offload=_ALL_ANY,
+        offload=ANY_FRACTION,
     ),
     Space(
         name="mist",
@@ -135,7 +132,7 @@ _SPACES = (
         unequal=True,
         ckpt="any",
         zero=(1, 2, 3),
-        offload=_ALL_ANY,
+        offload=ANY_FRACTION,
     ),
     Space(
         name="full",
@@ -150,7 +147,7 @@ _SPACES = (
         interleaved=True,
         decoupled_step=True,
         zero=(0, 1, 2, 3),
-        offload=_ALL_ANY,
+        offload=ANY_FRACTION,
     ),
 )
 _BY_NAME: Mapping[str, Space] = MappingProxyType({space.name: space for space in _SPACES})
@@ -163,13 +160,6 @@ def named_spaces() -> tuple[Space, ...]:
 def space_named(name: str) -> Space:
     check.known("--space", "space", name, tuple(_BY_NAME))
     return _BY_NAME[name]
-
-
-_ORDER: dict[Range, int] = {"none": 0, "all_or_nothing": 1, "any": 2}
-
-
-def _narrower(left: Range, right: Range) -> Range:
-    return left if _ORDER[left] <= _ORDER[right] else right
 
 
 def cut_to_target(
@@ -187,9 +177,7 @@ def cut_to_target(
         )
     piped = tuple(level for level in space.zero_with_pipeline if level in able.zero_with_pipeline)
     ckpt = space.ckpt if able.partial_ckpt or space.ckpt != "any" else "none_or_all"
-    offload = OffloadRanges(
-        **{k: _narrower(getattr(space.offload, k), getattr(able.offload, k)) for k in OFFLOAD_KINDS}
-    )
+    offload = narrower(space.offload, able.offload)
     if able.states_visit and execution is not None:
         stay: dict[str, Range] = {kind: "none" for kind, switch in AWAY.items() if getattr(execution, switch)}
         offload = replace(offload, **stay)
@@ -226,7 +214,7 @@ SWITCH_KEYS = (
     "decoupled_step",
     "recompute.full",
     "recompute.selective",
-    *(f"offload.{kind}" for kind in OFFLOAD_KINDS),
+    *(f"offload.{kind}" for kind in KINDS),
 )
 
 
@@ -282,13 +270,11 @@ def apply_limits(space: Space, limits: Limits) -> Space:
             f"space {space.name} on this target has ZeRO {'/'.join(map(str, space.zero))}"
         )
     banned = limits.forbidden
-    offload = OffloadRanges(
-        **{k: "none" if f"offload.{k}" in banned else getattr(space.offload, k) for k in OFFLOAD_KINDS}
-    )
+    stay: dict[str, Range] = {kind: "none" for kind in KINDS if f"offload.{kind}" in banned}
     return replace(
         space,
         zero=zero,
-        offload=offload,
+        offload=replace(space.offload, **stay),
         ckpt="none" if "recompute.full" in banned else space.ckpt,
         selective=space.selective and "recompute.selective" not in banned,
         sequence_parallel=space.sequence_parallel and "sequence_parallel" not in banned,

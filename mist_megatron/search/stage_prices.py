@@ -23,17 +23,19 @@ from mist_megatron.cost.step_time import step_names
 from mist_megatron.cost.terms import Linear, totals
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
+from mist_megatron.spec.kinds import KINDS, Range, per_kind
 from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.plan import Schedule
 from mist_megatron.spec.term import Term
-from mist_megatron.targets.facts import Range
 from mist_megatron.targets.rules import WEIGHTS_LEAST_ZERO, GradientCase, gradient_range
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.intp]
 Rows = tuple[Ints, ...]
 """One position per axis of AXES: which configurations."""
-AXES = ("ckpt", "zero", "weights", "grads", "activations", "optimizer")
+LINEAR = "optimizer"
+"""The kind of bytes in whose fraction peaks are linear; it comes last."""
+AXES = ("ckpt", "zero", *(kind for kind in KINDS if kind != LINEAR), LINEAR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +97,7 @@ def stage_grid(
         tp=one(shape.tp),
         zero=values["zero"],
         grad_accum=one(shape.grad_accum),
-        weights_offload=values["weights"],
-        grads_offload=values["grads"],
-        optimizer_offload=values["optimizer"],
-        activations_offload=values["activations"],
+        offload=per_kind(values.__getitem__),
         stages=shape.stages,
         vpp=shape.vpp,
         bridged=shape.bridged,
@@ -121,7 +120,7 @@ class Choices:
         flat = {
             "ckpt": counts,
             "zero": np.array(self.shape.zero, dtype=np.float64),
-            **{kind: fractions(getattr(self.space.offload, kind), self.step) for kind in AXES[2:]},
+            **{kind: fractions(allowed, self.step) for kind, allowed in self.space.offload.items()},
         }
         return {
             name: flat[name].reshape([-1 if k == axis else 1 for k in range(len(AXES))])
@@ -210,7 +209,7 @@ class RolePrices:
         self._ends = replace(self.grid, layers=layers, ckpt=np.stack(ends).reshape(len(window), -1, *one))
         # t hardly ever depends on the optimizer's fraction, and d is not always asked for: the ends tell.
         offloads = ends_of(self.axes["optimizer"])
-        times = Times.of(evaluator, replace(self._ends, optimizer_offload=offloads))
+        times = Times.of(evaluator, self._ends.offloading(optimizer=offloads))
         self._all_times = times if self.axes["optimizer"].size <= offloads.size else None
         self.stable = _padded(times.stable)
         if any(np.shape(part)[-1] > 1 for part in _parts(self.stable)):
@@ -254,10 +253,8 @@ def corner_moments(evaluator: StageEvaluator, grid: StageGrid) -> list[list[Arra
     axes = len(AXES) + 2
     corner = (3,) + (1,) * (axes - 1)
     held, beyond = evaluator.moments(
-        replace(
-            grid,
-            in_flight=np.array([0.0, 1.0, 0.0]).reshape(corner),
-            optimizer_offload=np.array([0.0, 0.0, 1.0]).reshape(corner),
+        replace(grid, in_flight=np.array([0.0, 1.0, 0.0]).reshape(corner)).offloading(
+            optimizer=np.array([0.0, 0.0, 1.0]).reshape(corner)
         )
     )
     padded = [with_axes(array, axes) for array in (held, *beyond)]

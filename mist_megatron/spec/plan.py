@@ -10,6 +10,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.check import STRICT
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.training import TrainingSpec
 
@@ -19,25 +20,6 @@ TARGET_NAMES: tuple[TargetName, ...] = get_args(TargetName)
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1"]
 Recompute = Literal["none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offload:
-    """Fractions (0..1) of a stage's bytes kept in host memory."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-    weights: float = 0.0
-    """Of the 16-bit weights."""
-    grads: float = 0.0
-    """Of the gradients."""
-    optimizer: float = 0.0
-    """Of master weights and Adam moments; their step runs on the CPU."""
-    activations: float = 0.0
-    """Of what the forward pass saves for the backward pass."""
-
-    @property
-    def any(self) -> bool:
-        return bool(self.weights or self.grads or self.optimizer or self.activations)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,14 +176,7 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
         raise InputError(
             f"{where}.ckpt is {stage.ckpt} but recompute is none; wanted ckpt 0 or recompute full"
         )
-    offload = stage.offload
-    check.fraction(
-        f"{where}.offload",
-        weights=offload.weights,
-        grads=offload.grads,
-        optimizer=offload.optimizer,
-        activations=offload.activations,
-    )
+    check.fraction(f"{where}.offload", **dict(stage.offload.items()))
     cp = plan.execution.context_parallel
     if stage.dp * stage.tp * cp != stage.gpus:
         raise InputError(

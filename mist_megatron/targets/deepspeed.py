@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mist_megatron.spec.kinds import ANY_FRACTION, STATES_WHOLE
 from mist_megatron.spec.plan import Execution
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import (
@@ -11,7 +12,6 @@ from mist_megatron.targets.facts import (
     Capability,
     HostCopyFacts,
     MemoryFacts,
-    OffloadRanges,
     PipelineFacts,
     ReductionFacts,
     StepBytes,
@@ -37,7 +37,7 @@ CAPABILITY = Capability(
     schedules=("1f1b",),
     # No pipeline but one regular grid of data-parallel ranks: what an engine without a PipelineModule runs.
     parallel_block=True,
-    offload=OffloadRanges(weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing"),
+    offload=STATES_WHOLE,
     offload_needs_zero=1,
     grads_follow_optimizer=True,
 )
@@ -53,7 +53,7 @@ PATCHED_CAPABILITY = replace(
     per_stage_ckpt=True,
     per_stage_offload=True,
     partial_ckpt=True,
-    offload=OffloadRanges(weights="any", grads="any", optimizer="any", activations="any"),
+    offload=ANY_FRACTION,
     grads_follow_optimizer=False,
     states_by_level=True,
     decoupled_step=True,

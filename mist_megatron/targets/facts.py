@@ -9,25 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mist_megatron.spec.kinds import PerKind, Range
 from mist_megatron.spec.plan import Execution, Schedule, TargetName, Zero
 from mist_megatron.spec.training import Precision
 
 FrameworkName = Literal["megatron", "deepspeed"]
 """Who trains: the folder of `frameworks/` that writes and reads its files."""
 MIB = float(1 << 20)
-
-Range = Literal["none", "all_or_nothing", "any"]
-"""Which fractions of a kind of bytes a target can keep in host memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadRanges:
-    """Fractions per kind of bytes."""
-
-    weights: Range = "none"
-    grads: Range = "none"
-    optimizer: Range = "none"
-    activations: Range = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +46,7 @@ class Capability:
     """Each stage its own dp, tp and micro-batch."""
     bridged_grids: bool = False
     """Stages of different grids pass activations over megatron-core's bridge, within its limits."""
-    offload: OffloadRanges
+    offload: PerKind[Range]
     offload_needs_zero: int = 0
     """Least ZeRO level with which optimizer states can be offloaded."""
     grads_follow_optimizer: bool = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mist_megatron.spec.kinds import ANY_FRACTION, STAYS
 from mist_megatron.spec.plan import Execution
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import (
@@ -14,7 +15,6 @@ from mist_megatron.targets.facts import (
     Capability,
     HostCopyFacts,
     MemoryFacts,
-    OffloadRanges,
     PipelineFacts,
     ReductionFacts,
     StepFacts,
@@ -37,7 +37,7 @@ CAPABILITY = Capability(
     # input.
     uneven_layers=True,
     # --optimizer-offload-fraction; the fine-grained activation offload counts groups, not bytes.
-    offload=OffloadRanges(optimizer="any"),
+    offload=replace(STAYS, optimizer="any"),
     # Offload needs the precision-aware optimizer, which needs the distributed optimizer.
     offload_needs_zero=1,
 )
@@ -50,7 +50,7 @@ PATCHED_CAPABILITY = replace(
     per_stage_offload=True,
     per_stage_grid=True,
     bridged_grids=True,
-    offload=OffloadRanges(weights="any", grads="any", optimizer="any", activations="any"),
+    offload=ANY_FRACTION,
     decoupled_step=True,
     states_visit=True,
 )

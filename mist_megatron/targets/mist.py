@@ -5,11 +5,11 @@ Bytes are those of the paper's artifact, whose own numbers these facts reproduce
 
 from __future__ import annotations
 
+from mist_megatron.spec.kinds import ANY_FRACTION
 from mist_megatron.targets.facts import (
     Capability,
     HostCopyFacts,
     MemoryFacts,
-    OffloadRanges,
     PipelineFacts,
     ReductionFacts,
     StepFacts,
@@ -31,7 +31,7 @@ CAPABILITY = Capability(
     per_stage_offload=True,
     per_stage_zero=True,
     per_stage_grid=True,
-    offload=OffloadRanges(weights="any", grads="any", optimizer="any", activations="any"),
+    offload=ANY_FRACTION,
 )
 
 MEMORY = MemoryFacts(

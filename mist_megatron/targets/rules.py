@@ -246,8 +246,8 @@ def _visit_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
 def _offload_rules(where: str, stage: StagePlan, able: Capability) -> list[str]:
     found = []
     offload = stage.offload
-    for kind in ("weights", "grads", "optimizer", "activations"):
-        share, allowed = getattr(offload, kind), getattr(able.offload, kind)
+    for kind, share in offload.items():
+        allowed = able.offload[kind]
         if share and allowed == "none":
             found.append(f"{where}.offload.{kind} {share:g}: it keeps {kind} on the GPU")
         elif allowed == "all_or_nothing" and share not in (0.0, 1.0):

@@ -29,8 +29,8 @@ SHARE = LAYERS * PARAMETERS / RANKS
 
 
 def grid(zero: int, **offload: float) -> Any:
-    fractions = {f"{kind}_offload": array(share) for kind, share in offload.items()}
-    return replace(GRID, stages=1, zero=array(zero), grad_accum=array(4), **fractions)
+    plain = replace(GRID, stages=1, zero=array(zero), grad_accum=array(4))
+    return plain.offloading(**{kind: array(share) for kind, share in offload.items()})
 
 
 def test_gradients_of_zero_2_are_copied_where_they_are_reduced() -> None:

@@ -16,6 +16,7 @@ from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import LinkOverrides, cluster_of
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.kinds import KINDS, per_kind
 from mist_megatron.spec.plan import TARGET_NAMES
 from mist_megatron.spec.training import TrainingSpec
 
@@ -54,8 +55,7 @@ def mist() -> StageEvaluator:
 def one(**changes: float | str) -> StageGrid:
     numbers = {
         "layers": 8.0, "ckpt": 0.0, "in_flight": 2.0, "micro_batch": 1.0, "dp": 4.0, "tp": 2.0, "zero": 1.0,
-        "grad_accum": 16.0, "weights_offload": 0.0, "grads_offload": 0.0, "optimizer_offload": 0.0,
-        "activations_offload": 0.0,
+        "grad_accum": 16.0, **dict.fromkeys(KINDS, 0.0),
     }  # fmt: skip
     numbers.update({k: v for k, v in changes.items() if k in numbers})  # type: ignore[misc]
     rest = {k: v for k, v in changes.items() if k not in numbers}
@@ -64,7 +64,8 @@ def one(**changes: float | str) -> StageGrid:
         "selective": False, "stages": 4,
     }  # fmt: skip
     arrays = {name: np.asarray(value) for name, value in numbers.items()}
-    return StageGrid(**{**base, **rest}, **arrays)  # type: ignore[arg-type]
+    offload = per_kind(arrays.pop)
+    return StageGrid(**{**base, **rest}, **arrays, offload=offload)  # type: ignore[arg-type]
 
 
 def costs(found: StageEvaluator, grid: StageGrid) -> tuple[float, float, float]:
@@ -91,21 +92,21 @@ def test_open_grid_equals_single_configurations(benchmark: ModuleType, target: s
     for _ in range(40):
         at = tuple(int(rng.integers(size)) for size in shape)
         chosen = {n: np.asarray(values[n][i]) for n, i in zip(benchmark.AXES, at, strict=True)}
-        alone = found(replace(grid, **chosen))
+        alone = found(benchmark.with_values(grid, chosen))
         for name in ("stable_s", "delta_s", "peak_bytes"):
             whole = np.broadcast_to(getattr(cost, name), shape)
             assert whole[at] == pytest.approx(float(getattr(alone, name)), rel=1e-12), name
 
 
 def test_factors_are_the_cost(mist: StageEvaluator) -> None:
-    grid = one(ckpt=3.0, activations_offload=0.5, optimizer_offload=0.25, zero=2.0)
+    grid = one(ckpt=3.0, activations=0.5, optimizer=0.25, zero=2.0)
     factors, cost = mist.factors(grid), mist(grid)
     assert float(factors.stable.at(grid.layers, grid.ckpt)) == pytest.approx(float(cost.stable_s))
     assert float(factors.delta.at(grid.layers, grid.ckpt)) == pytest.approx(float(cost.delta_s))
 
 
 def test_terms_add_up(mist: StageEvaluator) -> None:
-    grid = one(ckpt=3.0, activations_offload=0.5, weights_offload=0.5, role=StageRole.LAST)
+    grid = one(ckpt=3.0, activations=0.5, weights=0.5, role=StageRole.LAST)
     terms, cost = mist.terms(grid), mist(grid)
     stable = sum(float(t.at(grid.layers, grid.ckpt)) for t in terms.stable.values())
     delta = sum(float(t.at(grid.layers, grid.ckpt)) for t in terms.delta.values())
@@ -126,7 +127,7 @@ def test_more_of_a_saving_never_needs_more_memory(target: str) -> None:
     found = evaluator(target)
     for name, steps in {
         "ckpt": [0.0, 2.0, 4.0, 6.0, 8.0],
-        "optimizer_offload": [0.0, 0.25, 1.0],
+        "optimizer": [0.0, 0.25, 1.0],
         "zero": [0.0, 1.0],
     }.items():
         peaks = [costs(found, one(**{name: step}))[2] for step in steps]

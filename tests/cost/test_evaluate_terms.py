@@ -27,6 +27,7 @@ from mist_megatron.price.prices import (
     Priced,
     Work,
 )
+from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.plan import Execution
 from mist_megatron.targets.table import TARGETS
 
@@ -94,10 +95,7 @@ GRID = StageGrid(
     tp=array(1),
     zero=array(1),
     grad_accum=array(8),
-    weights_offload=array(0),
-    grads_offload=array(0),
-    optimizer_offload=array(0),
-    activations_offload=array(0),
+    offload=alike(array(0)),
     stages=3,
 )
 
@@ -226,19 +224,19 @@ def test_zero2_of_deepspeed_stops_for_its_reductions_unless_told_to_overlap() ->
 
 
 def test_host_adam_of_an_offloaded_optimizer() -> None:
-    _, delta = terms_of("megatron+patches", replace(GRID, optimizer_offload=array(0.5)))
+    _, delta = terms_of("megatron+patches", GRID.offloading(optimizer=array(0.5)))
     share = 6 * PARAMETERS / 4 * 0.5
     assert delta["optimizer_compute"] == 0.5 * share
     assert delta["host_adam"] == 5.0 * share
     # 2 s a byte out and back, 8 s a parameter, of which 5 s pass while the host updates others.
     assert delta["host_adam_copies"] == pytest.approx((8.0 - 5.0) * share)
-    _, delta = terms_of("deepspeed", replace(GRID, stages=1, optimizer_offload=array(1.0), zero=array(2)))
+    _, delta = terms_of("deepspeed", replace(GRID, stages=1, zero=array(2)).offloading(optimizer=array(1.0)))
     # DeepSpeed sums in fp32 out, half-precision weights back: six bytes.
     assert delta["host_adam_copies"] == pytest.approx(12.0 * 6 * PARAMETERS / 4)
 
 
 def test_mist_swaps_optimizer_states_behind_the_first_forward() -> None:
-    swapped = replace(GRID, optimizer_offload=array(1.0))
+    swapped = GRID.offloading(optimizer=array(1.0))
     stable, delta = terms_of("mist", replace(swapped, role=StageRole.FIRST))
     assert stable["exposed_traffic"] == 0
     # Per layer in (and out): 2 s * 12 B * 25 parameters = 600 s, hidden behind 1012.5 s of forward and step,
@@ -256,7 +254,7 @@ def test_mist_swaps_optimizer_states_behind_the_first_forward() -> None:
 
 
 def test_activation_offload_copies_out_and_in() -> None:
-    grid = replace(GRID, activations_offload=array(1.0))
+    grid = GRID.offloading(activations=array(1.0))
     stable, _ = terms_of("megatron+patches", grid)
     # 2 s * 50 B each way, hidden behind compute, but for the way back of the first layer of a backward pass.
     assert stable["exposed_traffic"] == 0
@@ -271,7 +269,7 @@ def test_activation_offload_copies_out_and_in() -> None:
 def test_copies_go_on_beside_tensor_collectives() -> None:
     """500 s of copies each way beside 310 s forward (10 of them collectives) and 620 s backward."""
     block = replace(BLOCK, forward_s=array(300), backward_s=array(600), saved_bytes=array(250))
-    grid = replace(GRID, activations_offload=array(1.0))
+    grid = GRID.offloading(activations=array(1.0))
     stable, _ = terms_of("megatron+patches", grid, block=block)
     # What the last layer saves leaves beside the backward pass.
     assert stable["exposed_traffic"] == pytest.approx(5 * (500 - 310))

@@ -29,7 +29,7 @@ def test_the_artifacts_own_numbers():
     memory = stage_memory(model, options, MEMORY, StageRole.ONLY)
     numbers = {
         s.B: 8, s.S: 2048, s.TP: 1, s.CP: 1, s.DP: 2, s.SP: 0, s.SELECTIVE: 0, s.LAYERS: 24, s.CKPT: 24,
-        s.IN_FLIGHT: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, s.WO: 0, s.GO: 0, s.OO: 0, s.AO: 0, s.HIDDEN: 2048,
+        s.IN_FLIGHT: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, **dict.fromkeys(s.OFFLOAD.values(), 0), s.HIDDEN: 2048,
         s.FFN: 8192, s.HEADS: 16, s.KV_HEADS: 16, s.HEAD_DIM: 128, s.VOCAB: 50304,
     }  # fmt: skip
     peaks = {name: float(e.subs(numbers).doit()) / MIB for name, e in memory.peaks.items()}

@@ -14,7 +14,8 @@ from mist_megatron.cost.predict import grid_of, job_of, model_flops, predict, pr
 from mist_megatron.formats.plan_yaml import plan_from_text
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import presets
-from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 
 PLAN = """
@@ -61,9 +62,7 @@ def test_one_cost_path(plan: Plan, evaluator: StageEvaluator) -> None:
             grid_of(plan, position),
             ckpt=np.arange(0.0, 8.0).reshape(-1, 1, 1, 1),
             zero=np.arange(0.0, 4.0).reshape(1, -1, 1, 1),
-            optimizer_offload=ratios.reshape(1, 1, -1, 1),
-            activations_offload=ratios.reshape(1, 1, 1, -1),
-        )
+        ).offloading(optimizer=ratios.reshape(1, 1, -1, 1), activations=ratios.reshape(1, 1, 1, -1))
         cost = evaluator(grid)
         at = (
             stage.ckpt,

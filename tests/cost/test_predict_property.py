@@ -13,7 +13,8 @@ from mist_megatron.cost.predict import job_of, predict, prediction_document
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.plan import TARGET_NAMES, Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import TARGET_NAMES, Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 
 MODELS = (

@@ -18,6 +18,7 @@ from mist_megatron.price.overlap import Array
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.kinds import alike, per_kind
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.training import TrainingSpec
 
@@ -87,10 +88,7 @@ def grids(draw: st.DrawFn) -> tuple[str, StageGrid]:
         tp=np.asarray(1.0 if alone else draw(number)),
         zero=np.asarray(float(draw(st.integers(0, 3)))),
         grad_accum=np.asarray(8.0),
-        weights_offload=np.asarray(draw(RATIOS)),
-        grads_offload=np.asarray(draw(RATIOS)),
-        optimizer_offload=np.asarray(draw(RATIOS)),
-        activations_offload=np.asarray(draw(RATIOS)),
+        offload=per_kind(lambda kind: np.asarray(draw(RATIOS))),
         stages=1 if alone else 4,
     )
 
@@ -124,14 +122,7 @@ def test_never_faster_than_with_nothing_recomputed_or_offloaded(
     stage's, with its t."""
     target, grid = drawn
     evaluator, nothing = evaluators[target, slow], np.asarray(0.0)
-    plain = replace(
-        grid,
-        ckpt=nothing,
-        weights_offload=nothing,
-        grads_offload=nothing,
-        optimizer_offload=nothing,
-        activations_offload=nothing,
-    )
+    plain = replace(grid, ckpt=nothing, offload=alike(nothing))
     allowed = grid.ckpt <= grid.layers
     stable, delta = times(evaluator, grid)
     least, least_delta = times(evaluator, plain)
@@ -150,7 +141,7 @@ def test_offloading_more_never_makes_a_stage_faster(
     allowed = grid.ckpt <= grid.layers
     before = None
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        at = replace(grid, **{f"{kind}_offload": np.asarray(share)})
+        at = grid.offloading(**{kind: np.asarray(share)})
         found, _ = times(evaluators[target, False], at)
         if before is not None:
             assert np.all((found >= before * (1.0 - 1e-9)) | ~allowed)

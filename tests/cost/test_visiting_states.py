@@ -23,7 +23,7 @@ LAYERS, RANKS = 6, 4
 
 
 def test_gradients_visit_every_backward_pass_and_come_back_once():
-    stable, delta = terms_of(TARGET, replace(GRID, grads_offload=array(0.5)))
+    stable, delta = terms_of(TARGET, GRID.offloading(grads=array(0.5)))
     each = 2 * 2 * PARAMETERS * 0.5
     # Hidden behind 2000 s of backward, but for the first layer's way in; the last one's way out is beside the
     # next pass, or at the end beside nothing.
@@ -34,7 +34,7 @@ def test_gradients_visit_every_backward_pass_and_come_back_once():
 
 
 def test_weights_come_and_go_for_their_update():
-    stable, delta = terms_of(TARGET, replace(GRID, weights_offload=array(0.25)))
+    stable, delta = terms_of(TARGET, GRID.offloading(weights=array(0.25)))
     each = 2 * 2 * PARAMETERS * 0.25
     assert stable["pipeline_fill_of_layers"] == pytest.approx(2 * (each - HOP_S), abs=HOST_S), (
         "in before forward and backward"
@@ -57,7 +57,7 @@ def test_decoupled_steps_hide_the_gather():
 
 
 def test_host_adam_hides_behind_the_layer_before():
-    slow = replace(GRID, optimizer_offload=array(1.0), role=StageRole.FIRST)
+    slow = replace(GRID, role=StageRole.FIRST).offloading(optimizer=array(1.0))
     _, plain = terms_of(TARGET, slow)
     _, delta = terms_of(TARGET, slow, decoupled_step=True)
     assert plain["host_adam"] == 5.0 * LAYERS * PARAMETERS / RANKS
@@ -74,12 +74,12 @@ def test_offloaded_gradients_are_all_there_for_the_reduction():
     numbers = {
         s.LAYERS: 24, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
         s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,
-        s.DP: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, s.WO: 0, s.OO: 0, s.AO: 0, s.CKPT: 24, s.B: 1, s.S: 128, s.SP: 0,
-        s.SELECTIVE: 0, s.IN_FLIGHT: 1,
+        s.DP: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, s.CKPT: 24, s.B: 1, s.S: 128, s.SP: 0,
+        s.SELECTIVE: 0, s.IN_FLIGHT: 1, **dict.fromkeys(s.OFFLOAD.values(), 0),
     }  # fmt: skip
 
     def at(expression, share):
-        return float(expression.subs({**numbers, s.GO: share}).doit())
+        return float(expression.subs({**numbers, s.OFFLOAD.grads: share}).doit())
 
     on_device, away = at(memory.terms["grads"], 0.0), at(memory.terms["grads"], 1.0)
     assert away == 0

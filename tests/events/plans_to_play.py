@@ -15,7 +15,8 @@ from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,8 @@ import pytest
 from plans_to_play import evaluator_of, plan_of
 
 from mist_megatron.events.iteration import Simulation, simulate
-from mist_megatron.spec.plan import Execution, Offload, Plan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Execution, Plan
 from mist_megatron.targets.rules import violations
 
 EACH = 4

@@ -12,7 +12,8 @@ from plans_to_play import evaluator_of, plan_of
 from mist_megatron.errors import InputError
 from mist_megatron.events.iteration import simulate
 from mist_megatron.events.schedules import SCHEDULES
-from mist_megatron.spec.plan import Execution, Offload, Plan
+from mist_megatron.spec.kinds import KINDS, Offload
+from mist_megatron.spec.plan import Execution, Plan
 from mist_megatron.targets.rules import violations
 
 TARGETS = ("mist", "megatron", "deepspeed", "megatron+patches", "deepspeed+patches")
@@ -28,8 +29,7 @@ def random_plan(rng: random.Random, target: str, schedule: str) -> Plan:
     if schedule != "interleaved" and rng.random() < 0.5:
         layers = [rng.randint(2, 5) for _ in layers]
     selective = rng.random() < 0.4
-    names = ("weights", "grads", "optimizer", "activations")
-    offload = Offload(**{name: rng.choice((0.25, 0.5, 1.0)) for name in names if rng.random() < 0.3})
+    offload = Offload(**{name: rng.choice((0.25, 0.5, 1.0)) for name in KINDS if rng.random() < 0.3})
     return plan_of(
         *layers,
         target=target,

@@ -15,7 +15,8 @@ from plans_to_play import MODEL, benchmark_program, evaluator_of, plan_of
 from mist_megatron.events.disagreement import Disagreement, disagreement
 from mist_megatron.events.iteration import Simulation, simulate
 from mist_megatron.formats.model_yaml import model_from_mapping
-from mist_megatron.spec.plan import Execution, Offload, Plan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Execution, Plan
 
 LARGE = {"hidden": 4096, "heads": 32}
 """Layers that take longer than their host's work, so that traffic is what is seen."""

@@ -17,8 +17,9 @@ from mist_megatron.cost import symbols as s
 from mist_megatron.cost.local_spec import local_differences
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.cost.shapes import ACTIVATION
+from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.layout import in_flight
-from mist_megatron.spec.plan import Offload, Plan
+from mist_megatron.spec.plan import Plan
 
 
 def shares(weights: float, grads: float, optimizer: float, activations: float) -> Offload:

@@ -26,7 +26,8 @@ from mist_megatron.frameworks.flags import arguments
 from mist_megatron.frameworks.loose_json import read_loose
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.deepspeed import BUCKET_ELEMENTS
 

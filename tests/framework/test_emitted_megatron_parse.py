@@ -22,7 +22,8 @@ from mist_megatron.frameworks.megatron.lint import lint_megatron
 from mist_megatron.frameworks.megatron.read import options_of
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
 

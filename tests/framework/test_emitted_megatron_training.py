@@ -22,8 +22,9 @@ from mist_megatron.formats.write import write_artifacts
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 
 HERE = Path(__file__).parent

@@ -15,7 +15,8 @@ from mist_megatron.errors import EmitError
 from mist_megatron.formats.write import write_artifacts
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.frameworks.megatron.write import patches
-from mist_megatron.spec.plan import Offload, Plan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Plan
 
 __all__ = ["plain"]
 

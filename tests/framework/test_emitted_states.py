@@ -13,7 +13,7 @@ pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 from test_emitted_megatron_training import plan, stage, train
 
-from mist_megatron.spec.plan import Offload
+from mist_megatron.spec.kinds import Offload
 
 
 def test_trains_as_plain_megatron(tmp_path: Path) -> None:

@@ -254,7 +254,8 @@ def predicted(role: StageRole, layers: int, weights: float, grads: float) -> dic
     numbers = {
         s.LAYERS: layers, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
         s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,
-        s.DP: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, s.WO: weights, s.GO: grads, s.OO: 0, s.AO: 0, s.CKPT: 0,
+        s.DP: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, s.CKPT: 0,
+        **dict.fromkeys(s.OFFLOAD.values(), 0), s.OFFLOAD.weights: weights, s.OFFLOAD.grads: grads,
     }  # fmt: skip
     return {
         name: float(term.subs(numbers).doit()) for name, term in memory.terms.items() if name != "activations"

@@ -24,7 +24,8 @@ from mist_megatron.frameworks.deepspeed import write as deepspeed
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
 

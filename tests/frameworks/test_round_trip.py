@@ -23,7 +23,8 @@ from mist_megatron.frameworks.megatron.read import (
 )
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 
 SOURCES = launch_sources(probe=False)

@@ -13,7 +13,8 @@ from mist_megatron.frameworks.deepspeed import write as deepspeed
 from mist_megatron.frameworks.megatron import write as megatron
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.plan import Offload, Plan, StagePlan, TargetName
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Plan, StagePlan, TargetName
 from mist_megatron.spec.training import TrainingSpec
 
 

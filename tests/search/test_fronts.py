@@ -17,7 +17,8 @@ from mist_megatron.search.search import Settings, Status, Watch, plan_of, search
 from mist_megatron.search.space import Limits, apply_limits, cut_to_target, space_named
 from mist_megatron.search.stage_fronts import StageTimes, slot_configs
 from mist_megatron.search.stage_prices import Choices, ckpt_counts, fractions, slot_at
-from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import KINDS, Offload, PerKind
+from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.term import AT_STEP
 from mist_megatron.targets.rules import violations
 
@@ -32,8 +33,7 @@ TARGETS = {
 
 def stage_plans(space, shape, layers, step):
     """Every configuration of one stage, from the meaning of the space, not from the search's arrays."""
-    kinds = ("weights", "grads", "optimizer", "activations")
-    ratios = [fractions(getattr(space.offload, kind), step) for kind in kinds]
+    ratios = [fractions(allowed, step) for allowed in space.offload.values()]
     options = []
     for zero, *shares in itertools.product(shape.zero, *ratios):
         for recompute in ("full", "selective") if space.selective else ("full",):
@@ -49,7 +49,7 @@ def stage_plans(space, shape, layers, step):
                         zero=zero,
                         ckpt=int(ckpt),
                         recompute=recompute,
-                        offload=Offload(**dict(zip(kinds, map(float, shares), strict=True))),
+                        offload=Offload(**dict(zip(KINDS, map(float, shares), strict=True))),
                     )
                 )
     return options
@@ -122,10 +122,7 @@ def price_one_by_one(evaluator, job, shape, position, options):
             grid,
             ckpt=column(s.ckpt for s in stages),
             zero=column(s.zero for s in stages),
-            weights_offload=column(s.offload.weights for s in stages),
-            grads_offload=column(s.offload.grads for s in stages),
-            optimizer_offload=column(s.offload.optimizer for s in stages),
-            activations_offload=column(s.offload.activations for s in stages),
+            offload=PerKind(**{kind: column(s.offload[kind] for s in stages) for kind in KINDS}),
         )
         cost = evaluator(grid)
         d_s = step_s = np.zeros(())

@@ -15,10 +15,9 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.search import Settings, plan_of, search
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.cluster import cluster_of
-from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import KINDS, Offload
+from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.rules import violations
-
-KINDS = ("weights", "grads", "optimizer", "activations")
 
 
 def job_on(nodes, per_node, layers, batch, limit_gib):
@@ -100,8 +99,8 @@ def priced(evaluator, plan, position, mesh):
         if not (offload[3] and ckpt == layers)
     ]
     zero, ckpt, *offloads = np.array(rows, dtype=float).T
-    names = dict(zip([f"{kind}_offload" for kind in KINDS], offloads, strict=True))
-    cost = evaluator(replace(grid_of(plan, position), zero=zero, ckpt=ckpt, **names))
+    fractions = dict(zip(KINDS, offloads, strict=True))
+    cost = evaluator(replace(grid_of(plan, position), zero=zero, ckpt=ckpt).offloading(**fractions))
     table = np.broadcast_arrays(cost.stable_s, cost.delta_s, cost.peak_bytes <= evaluator.limit_bytes)
     points = sorted({(t, d) for t, d, fits in zip(*(c.tolist() for c in table), strict=True) if fits})
     best, kept = np.inf, []

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
-from mist_megatron.spec.plan import TARGET_NAMES, Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import TARGET_NAMES, Execution, Plan, StagePlan
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.training import TrainingSpec
 

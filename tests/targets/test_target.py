@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
-from mist_megatron.spec.plan import Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations

@@ -9,7 +9,8 @@ import pytest
 from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_to_mapping
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import runnable_on, violations

@@ -16,8 +16,9 @@ from mist_megatron.frameworks.deepspeed.read import BATCH_KEYS, Config, Reading
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.deepspeed.write import zero_section
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan, TargetName, Zero
+from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
 from mist_megatron.spec.training import Precision, TrainingSpec
 from mist_megatron.targets.rules import violations
 

@@ -14,8 +14,9 @@ from mist_megatron.errors import InputError
 from mist_megatron.frameworks.deepspeed.convert import batch_of, flat
 from mist_megatron.frameworks.deepspeed.read import PATCH_OF, Config, Finding, Reading, patch_findings
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, StagePlan, Zero
+from mist_megatron.spec.plan import Execution, Plan, StagePlan, Zero
 from mist_megatron.spec.training import TrainingSpec
 
 OWN = (

@@ -12,8 +12,9 @@ from typing import Any, cast
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import Activation, ModelSpec
-from mist_megatron.spec.plan import Execution, Offload, Plan, Recompute, StagePlan, TargetName, Zero
+from mist_megatron.spec.plan import Execution, Plan, Recompute, StagePlan, TargetName, Zero
 from mist_megatron.spec.training import TrainingSpec
 
 Options = Mapping[str, tuple[str, ...]]

@@ -27,7 +27,8 @@ PATCH_OF = {
     "weights": "state_offload",
     "grads": "state_offload",
 }
-"""Kind of offloaded bytes -> the patch of mist_patches that carries out its fraction exactly."""
+"""Kind of offloaded bytes -> the patch of mist_patches that carries out its fraction exactly, in the order in
+which they are applied."""
 
 
 def common_flags(plan: Plan) -> Flags:
@@ -181,7 +182,7 @@ def patches(plan: Plan) -> tuple[str, ...]:
     """Names for mist_patches.apply: only what this plan needs."""
     if plan.target != "megatron+patches":
         return ()
-    used = [kind for kind in PATCH_OF if any(getattr(stage.offload, kind) > 0 for stage in plan.stages)]
+    used = [kind for kind in PATCH_OF if any(stage.offload[kind] > 0 for stage in plan.stages)]
     grids = ("stage_grids",) if different_grids(plan) else ()
     steps = ("decoupled_steps",) if plan.execution.decoupled_step else ()
     return (*grids, *steps, *dict.fromkeys(PATCH_OF[kind] for kind in used))

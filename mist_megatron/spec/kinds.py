@@ -1,0 +1,93 @@
+"""The kinds of bytes that a stage holds and may keep in host memory. No other file lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from mist_megatron.spec.check import STRICT
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerKind(Generic[T]):
+    """One value for each kind of bytes."""
+
+    weights: T
+    grads: T
+    optimizer: T
+    activations: T
+
+    def __getitem__(self, kind: str) -> T:
+        value: T = getattr(self, kind)
+        return value
+
+    def values(self) -> tuple[T, ...]:
+        """In the order of KINDS."""
+        return tuple(self[kind] for kind in KINDS)
+
+    def items(self) -> tuple[tuple[str, T], ...]:
+        """Each kind's name with its value."""
+        return tuple((kind, self[kind]) for kind in KINDS)
+
+    def map(self, change: Callable[[T], U]) -> PerKind[U]:
+        """The same kinds with changed values."""
+        return per_kind(lambda kind: change(self[kind]))
+
+
+KINDS = tuple(field.name for field in fields(PerKind))
+
+
+def per_kind(value: Callable[[str], T]) -> PerKind[T]:
+    """What a function says of each kind's name."""
+    return PerKind(**{kind: value(kind) for kind in KINDS})
+
+
+def alike(value: T) -> PerKind[T]:
+    """The same for every kind."""
+    return per_kind(lambda kind: value)
+
+
+IN_WORDS = PerKind(weights="weights", grads="gradients", optimizer="optimizer", activations="activations")
+"""Names of the kinds for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload(PerKind[float]):
+    """Fractions (0..1) of a stage's bytes kept in host memory."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    weights: float = 0.0
+    """Of the 16-bit weights."""
+    grads: float = 0.0
+    """Of the gradients."""
+    optimizer: float = 0.0
+    """Of master weights and Adam moments; their step runs on the CPU."""
+    activations: float = 0.0
+    """Of what the forward pass saves for the backward pass."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is in host memory."""
+        return any(self.values())
+
+
+Range = Literal["none", "all_or_nothing", "any"]
+"""Which fractions of a kind of bytes can be kept in host memory."""
+_NARROW_TO_WIDE: tuple[Range, ...] = ("none", "all_or_nothing", "any")
+
+STAYS: PerKind[Range] = alike("none")
+"""Nothing leaves the GPU."""
+ANY_FRACTION: PerKind[Range] = alike("any")
+STATES_WHOLE: PerKind[Range] = PerKind(
+    weights="all_or_nothing", grads="all_or_nothing", optimizer="all_or_nothing", activations="none"
+)
+"""Weights, gradients and optimizer states all on one side."""
+
+
+def narrower(left: PerKind[Range], right: PerKind[Range]) -> PerKind[Range]:
+    """What both allow of each kind."""
+    return per_kind(lambda kind: min(left[kind], right[kind], key=_NARROW_TO_WIDE.index))
