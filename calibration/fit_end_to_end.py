@@ -31,9 +31,23 @@ from typing import Any
 import numpy as np
 from published_rows import converted, table
 
-from mist_megatron.ask.evaluators import cache_directory, profile_of
-from mist_megatron.ask.refitting import TURNS, Ratios, learnt_profile, predictor, with_layers
-from mist_megatron.calibrate.refit import FitLimits, Parameters, cross_validated, fit, layer_ratios, spread
+from mist_megatron.ask.evaluators import kept_programs
+from mist_megatron.ask.refitting import predictor
+from mist_megatron.calibrate.profiles import profile_of
+from mist_megatron.calibrate.refit import (
+    TURNS,
+    FitLimits,
+    LayerRatio,
+    LayerRatios,
+    Parameters,
+    cross_validated,
+    fit,
+    layer_ratios,
+    learnt_profile,
+    spread,
+    turned,
+    with_layers,
+)
 from mist_megatron.calibrate.rows import MeasuredRow, read_rows
 from mist_megatron.calibrate.validate import Outcome, Predicted, outcomes_of, summary
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
@@ -167,7 +181,7 @@ class Modeller:
         self._compiled: dict[Any, StageEvaluator] = {}
 
     def __call__(
-        self, values: Parameters, layers: Mapping[str, Ratios] | None = None
+        self, values: Parameters, layers: Mapping[str, LayerRatios] | None = None
     ) -> Callable[[MeasuredRow], Predicted]:
         """`layers`: by GPU, ratios of whole layers that go with the figures."""
         profiles = {gpu: changed(base, values) for gpu, base in self._bases.items()}
@@ -182,7 +196,7 @@ class Modeller:
                 profile = profiles[job.cluster.gpu.name]
                 prices = prices_of(profile, job.cluster, job.training.precision)
                 if job not in self._compiled:
-                    self._compiled[job] = make_evaluator(job, prices, cache=cache_directory())
+                    self._compiled[job] = make_evaluator(job, prices, cache=kept_programs())
                 made = StageEvaluator(job, prices, self._compiled[job].stage)
                 made._context = replace(made._context, facts=_under(made._context.facts, values))
                 evaluators[job] = made
@@ -233,12 +247,12 @@ def told_by_source(
 
 def layer_part(base: Profile, rows: Sequence[MeasuredRow]) -> tuple[list[list[float]], float]:
     """Whole-layer ratios of a profile's own rows, and their error on groups that they have not seen."""
-    marked = with_layers(base, {(1.0,) * 5: (1.0, 0)}, "assumed")
+    marked = with_layers(base, {(1.0,) * 5: LayerRatio(1.0, 0)}, "assumed")
     own = [row for row in rows if row.plan is not None and row.plan.target == "megatron"]
-    learnt, ratios = learnt_profile(marked, own)
+    learnt, ratios = learnt_profile(marked, own, predictor)
     outcomes: tuple[Outcome, ...] = outcomes_of(own, "all", predictor({base.gpu: learnt}))
     unseen = cross_validated(
-        outcomes, lambda seen: predictor({base.gpu: learnt_profile(marked, seen)[0]}), print
+        outcomes, lambda seen: predictor({base.gpu: learnt_profile(marked, seen, predictor)[0]}), print
     )
     found, honest = summary(outcomes), summary(unseen)
     print(f"layers: error {found['time_mape']:.2%}, on unseen groups {honest['time_mape']:.2%}")
@@ -282,13 +296,14 @@ def _model_of(row: MeasuredRow) -> tuple[int, int]:
     return row.plan.model.hidden, row.plan.model.layers
 
 
-def _ratios_of(modeller: Modeller, values: Parameters, chip: Chip, rows: Sequence[MeasuredRow]) -> Ratios:
+def _ratios_of(
+    modeller: Modeller, values: Parameters, chip: Chip, rows: Sequence[MeasuredRow]
+) -> LayerRatios:
     """As `learnt_profile`, under figures and host constants of one fold."""
-    gpu, ratios = chip.gpus[0], Ratios()
+    gpu, ratios = chip.gpus[0], LayerRatios()
     own = [r for r in rows if _is_first(r, chip) and r.plan is not None and r.plan.target == "megatron"]
     for _ in range(TURNS):
-        for shape, (ratio, count) in layer_ratios(own, modeller(values, {gpu: ratios})).items():
-            ratios[shape] = (ratios.get(shape, (1.0, 0))[0] * ratio, count)
+        ratios = turned(ratios, layer_ratios(own, modeller(values, {gpu: ratios})))
     return ratios
 
 

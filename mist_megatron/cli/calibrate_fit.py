@@ -38,11 +38,10 @@ def fit(
     output: OutputOptions,
 ) -> None:
     """Fits a hardware profile to raw measurements, with errors by cross-validation."""
-    from mist_megatron.ask.evaluators import load_profile
-    from mist_megatron.ask.profile_check import held_out_shapes
     from mist_megatron.calibrate.fit_profile import FitRequest, fit_profile
+    from mist_megatron.calibrate.held_out import held_out_shapes
     from mist_megatron.calibrate.profile_view import document
-    from mist_megatron.cli.calibrate_files import base_profile, write_profile
+    from mist_megatron.calibrate.profiles import base_profile, load_profile, write_profile
     from mist_megatron.price.overlap import overlapped_time
     from mist_megatron.spec import catalogue
 
@@ -76,13 +75,13 @@ def fit(
 
 def _raws(files: list[Path]) -> list[Raw]:
     from mist_megatron.calibrate.measurements import read_measurements
-    from mist_megatron.cli.calibrate_files import read_output_text
+    from mist_megatron.formats.files import read_packed_text
 
     names = [str(path) for path in files]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise InputError(f"{twice} is given twice")
-    return [read_measurements(read_output_text(path), str(path)) for path in files]
+    return [read_measurements(read_packed_text(path), str(path)) for path in files]
 
 
 def _profile_name(text: str) -> str:
@@ -101,7 +100,7 @@ def show(
 ) -> None:
     """Every figure of a profile with its origin, what its tables cover, and its gaps."""
     from mist_megatron.calibrate.profile_view import document
-    from mist_megatron.cli.calibrate_files import profile_named
+    from mist_megatron.calibrate.profiles import profile_named
     from mist_megatron.cli.calibrate_show import show_profile
     from mist_megatron.spec.catalogue import CATALOGUE
 
@@ -119,7 +118,7 @@ def show(
 
 def _plots(profile: Profile, device: GpuSpec | None, folder: Path) -> list[Path]:
     from mist_megatron.calibrate.profile_plots import profile_plots
-    from mist_megatron.formats.write import write_file
+    from mist_megatron.formats.files import write_file
 
     if device is None:
         raise InputError(f"profile {profile.name} is of {profile.gpu}, whose peak is not in the catalogue")
@@ -138,12 +137,11 @@ def _show_gaps(output: OutputOptions, gaps: list[str]) -> None:
 
 def list_profiles(*, output: OutputOptions) -> None:
     """Names the profiles that come with this package."""
-    from mist_megatron.ask.evaluators import load_profile
     from mist_megatron.calibrate.profile_view import measured_count
-    from mist_megatron.cli.calibrate_files import shipped_profiles
+    from mist_megatron.calibrate.profiles import load_profile, shipped_profiles
 
     found = []
-    for path in shipped_profiles():
+    for path in shipped_profiles().values():
         profile = load_profile(path)
         measured, total = measured_count(profile)
         found.append(

@@ -40,8 +40,7 @@ def import_outputs(
     from mist_megatron.calibrate.imported import KINDS, Hints
     from mist_megatron.calibrate.importing import read_output
     from mist_megatron.calibrate.measurements import write_measurements
-    from mist_megatron.cli.calibrate_files import date_of, read_output_text
-    from mist_megatron.formats.write import write_file
+    from mist_megatron.formats.files import read_packed_text, write_file, written_on
     from mist_megatron.spec import check
 
     if kind is not None:
@@ -54,8 +53,10 @@ def import_outputs(
     for path in files:
         if str(path) in found:
             raise InputError(f"{path} is given twice")
-        text = read_output_text(path)
-        hints = Hints(date=date_of(path), device=device, collective=collective, gpus_per_node=gpus_per_node)
+        text = read_packed_text(path)
+        hints = Hints(
+            date=written_on(path), device=device, collective=collective, gpus_per_node=gpus_per_node
+        )
         found[str(path)] = read_output(text, str(path), hints, cast("Kind | None", kind))
     conditions = [item for one in found.values() for item in one.conditions]
     points = [point for one in found.values() for point in one.points]

@@ -165,7 +165,7 @@ def _write_shapes(shapes: NeededShapes | None, path: Path, output: OutputOptions
 
 
 def _written(path: Path, document: dict[str, Any]) -> None:
-    from mist_megatron.formats.write import write_pieces
+    from mist_megatron.formats.files import write_pieces
 
     write_pieces(path, (_text(document),))
 

@@ -21,9 +21,8 @@ from mist_megatron.cli.emit import deepspeed_schema
 from mist_megatron.cli.options import JobOptions, TakenJob, read_job
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.errors import InputError, NoFeasiblePlan
-from mist_megatron.formats.files import read_text
+from mist_megatron.formats.files import read_text, write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_mapping
-from mist_megatron.formats.write import write_artifacts
 from mist_megatron.frameworks.deepspeed import convert as conversion
 from mist_megatron.frameworks.deepspeed.convert import Change, Price, Question
 from mist_megatron.frameworks.deepspeed.convert_patched import fit_to_patches, patch_changes

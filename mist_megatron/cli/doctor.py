@@ -140,7 +140,7 @@ def _solvers() -> list[Check]:
 
 def _profiles() -> list[Check]:
     """Every shipped profile is read as `tune` reads it."""
-    from mist_megatron.ask.evaluators import load_profile
+    from mist_megatron.calibrate.profiles import load_profile
     from mist_megatron.resources import data_folder
 
     wrong: dict[str, str] = {}

@@ -13,8 +13,7 @@ import typer
 
 from mist_megatron.cli.output import OutputOptions
 from mist_megatron.errors import EmitError
-from mist_megatron.formats.files import load_plan, read_text
-from mist_megatron.formats.write import write_artifacts
+from mist_megatron.formats.files import load_plan, read_text, write_artifacts
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema, schema_from_text
 from mist_megatron.frameworks.folder import LaunchSources, artifacts
 from mist_megatron.resources import data_folder

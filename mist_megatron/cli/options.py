@@ -165,7 +165,7 @@ def _cluster(options: JobOptions, defaults: dict[str, str]) -> ClusterSpec:
 
 def _gpu(named: str) -> tuple[GpuSpec, str | None]:
     """A catalogue name, or a profile file, which names the GPU that it was measured on."""
-    from mist_megatron.ask.evaluators import read_profile_text
+    from mist_megatron.calibrate.profiles import read_profile_text
     from mist_megatron.formats.document import parse
     from mist_megatron.spec import catalogue
 

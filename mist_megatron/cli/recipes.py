@@ -66,8 +66,7 @@ def copy(
 ) -> None:
     """Writes everything that runs a recipe: its plan, the target's files and launch scripts."""
     from mist_megatron.cli.emit import launch_sources
-    from mist_megatron.formats.files import read_text
-    from mist_megatron.formats.write import write_artifacts
+    from mist_megatron.formats.files import read_text, write_artifacts
     from mist_megatron.frameworks.folder import artifacts
 
     path = _found(name)
@@ -184,7 +183,7 @@ def _meaning(text: str) -> dict[str, Any]:
 
 
 def _replace(folder: Path, texts: Mapping[str, str], *, left_over: bool) -> None:
-    from mist_megatron.formats.write import write_artifacts
+    from mist_megatron.formats.files import write_artifacts
 
     for path in _left_over(folder, texts) if left_over else ():
         path.unlink()
@@ -194,8 +193,7 @@ def _replace(folder: Path, texts: Mapping[str, str], *, left_over: bool) -> None
 def _finish_index(root: Path, jobs: Mapping[str, RecipeJob], *, write: bool) -> dict[str, list[str]]:
     """The table, from the plans on disk; and folders that no job makes."""
     from mist_megatron.cli.recipe_pages import index_page
-    from mist_megatron.formats.files import read_text
-    from mist_megatron.formats.write import write_file
+    from mist_megatron.formats.files import read_text, write_file
 
     there = {name: root / name / PLAN_FILE for name in jobs if (root / name / PLAN_FILE).is_file()}
     text = index_page({name: _load(path) for name, path in there.items()})

@@ -111,14 +111,14 @@ def rescheduled(plan: Plan, schedule: str | None, vpp: int | None) -> Plan:
 
 def scaled_evaluator(plan: Plan, scales: Scales) -> tuple[StageEvaluator, str]:
     """The evaluator of a plan's job at scaled prices."""
-    from mist_megatron.ask.evaluators import cache_directory, prices_for
+    from mist_megatron.ask.evaluators import kept_programs, prices_for
     from mist_megatron.cost.evaluate import make_evaluator
     from mist_megatron.cost.predict import job_of
     from mist_megatron.price.what_if import scaled_prices
 
     job = job_of(plan)
     prices, origin = prices_for(job)
-    return make_evaluator(job, scaled_prices(prices, scales), cache=cache_directory()), origin
+    return make_evaluator(job, scaled_prices(prices, scales), cache=kept_programs()), origin
 
 
 def simulated(plan: Plan, evaluator: StageEvaluator, schedule: str | None = None) -> Simulation:

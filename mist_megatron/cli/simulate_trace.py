@@ -22,7 +22,7 @@ GIB = float(1 << 30)
 def write_trace(path: Path, simulation: Simulation, *, every_rank: bool, progress: Report) -> None:
     """One process per stage, or per GPU; all of the file or nothing."""
     from mist_megatron.events.chrome_trace import EVENTS_PER_PIECE
-    from mist_megatron.formats.write import write_pieces
+    from mist_megatron.formats.files import write_pieces
 
     total = slice_count(simulation, processes(simulation, every_rank=every_rank))
 

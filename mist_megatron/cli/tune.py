@@ -129,8 +129,8 @@ def _write(plan: Plan, out: Path | None, force: bool) -> list[str]:
     """plan.yaml and, where the target has files, those; all or nothing."""
     if out is None:
         return []
+    from mist_megatron.formats.files import write_artifacts
     from mist_megatron.formats.plan_yaml import plan_to_yaml
-    from mist_megatron.formats.write import write_artifacts
 
     texts = {"plan.yaml": plan_to_yaml(plan)}
     if plan.target != "mist":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,8 +47,8 @@ def validate(
     output: OutputOptions,
 ) -> None:
     """Predict every measured run and report errors, bias, ranking and pick regret."""
-    from mist_megatron.ask.refitting import learn_layers, predictor
-    from mist_megatron.calibrate.refit import cross_validated
+    from mist_megatron.ask.refitting import predictor
+    from mist_megatron.calibrate.refit import cross_validated, learn_layers
     from mist_megatron.calibrate.rows import read_rows
     from mist_megatron.calibrate.validate import document, outcomes_of
     from mist_megatron.cli.progress import progress_bar
@@ -74,7 +75,8 @@ def validate(
             name = path.name if path.name not in by_file else str(path)
             by_file[name] = outcomes_of(rows, name, counted)
     if cross_validate:
-        by_file = {name: cross_validated(found, learn_layers, told) for name, found in by_file.items()}
+        learn = partial(learn_layers, predictor=predictor)
+        by_file = {name: cross_validated(found, learn, told) for name, found in by_file.items()}
     found = document(by_file)
     if plot is not None:
         _write_plot(plot, by_file)
@@ -101,7 +103,7 @@ def _counting(
 
 def _write_plot(path: Path, by_file: dict[str, tuple[Outcome, ...]]) -> None:
     from mist_megatron.calibrate.scatter import svg_scatter
-    from mist_megatron.formats.write import write_pieces
+    from mist_megatron.formats.files import write_pieces
 
     write_pieces(path, (svg_scatter(_points(by_file)),))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.communication import nodes_spanned
 from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, Array, StageCost, StageGrid, StageRole
-from mist_megatron.cost.program_cache import load_or_build
+from mist_megatron.cost.program_cache import Store, load_or_build
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
 from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passes, with_unfused_softmax
 from mist_megatron.cost.stage_time import stage_terms
@@ -35,9 +34,9 @@ class StageFactors:
 
 
 def make_evaluator(
-    job: Job, prices: Prices, *, cache: Path | None = None, without: frozenset[Term] = frozenset()
+    job: Job, prices: Prices, *, cache: Store | None = None, without: frozenset[Term] = frozenset()
 ) -> StageEvaluator:
-    """The evaluator of a job; `cache` is a folder for compiled programs, None compiles anew."""
+    """The evaluator of a job; `cache` keeps compiled programs, None compiles anew."""
 
     def build() -> StageProgram:
         # Imported late: sympy takes 0.3 s, which a cached program saves.

@@ -1,19 +1,16 @@
-"""Keeps compiled stage programs on disk, by the hash of all that they were made from.
+"""Keeps compiled stage programs, by the hash of all that they were made from.
 
-A cache file is data, never code (see `compile`), and is only believed when its name, its inner key, its
-checksum and its owner are right; anything else is treated as absent and written anew. This is an edge of the
-house: it is the only module of the cost model that touches files.
+What is kept is data, never code (see `compile`), and is only believed when its name, its inner key and its
+checksum are right; anything else is treated as absent and made anew.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from mist_megatron.cost.stage import StageProgram, stage_program_from_document
 
@@ -22,6 +19,18 @@ _LARGEST_BYTES = 8 * 1024 * 1024
 """A real program is some 60 kB; a file far beyond that is not ours."""
 SOURCES = ("cost", "spec", "targets")
 """Rooms from whose sources a program follows."""
+
+
+class Store(Protocol):
+    """Where programs are kept, such as `formats.files.CacheFolder`."""
+
+    def read(self, name: str, most_bytes: int) -> bytes | None:
+        """What is kept under a name; None where nothing sound is."""
+        ...
+
+    def write(self, name: str, data: bytes) -> None:
+        """Keeps it, if that is possible."""
+        ...
 
 
 def program_key(description: str) -> str:
@@ -34,51 +43,32 @@ def program_key(description: str) -> str:
     return digest.hexdigest()
 
 
-def load_or_build(
-    directory: Path | None, description: str, build: Callable[[], StageProgram]
-) -> StageProgram:
-    """The program of `description`, from `directory` when a sound copy is there; None caches nothing."""
-    if directory is None:
+def load_or_build(store: Store | None, description: str, build: Callable[[], StageProgram]) -> StageProgram:
+    """The program of `description`, from the store when a sound copy is there; None keeps nothing."""
+    if store is None:
         return build()
     key = program_key(description)
-    path = directory / f"stage-{key[:32]}.json"
-    found = _read(path, key)
-    if found is None:
-        found = build()
-        _write(path, key, found)
-    return found
+    name = f"stage-{key[:32]}.json"
+    program = _sound(store.read(name, _LARGEST_BYTES), key)
+    if program is None:
+        program = build()
+        body = program.to_document()
+        text = json.dumps({"key": key, "checksum": _checksum(key, body), "stage": body})
+        store.write(name, text.encode())
+    return program
 
 
-def _read(path: Path, key: str) -> StageProgram | None:
+def _sound(data: bytes | None, key: str) -> StageProgram | None:
+    if data is None:
+        return None
     try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if hasattr(os, "getuid") and status.st_uid != os.getuid():
-                return None
-            if status.st_size > _LARGEST_BYTES:
-                return None
-            document = json.loads(file.read())
+        document = json.loads(data)
         body = document["stage"]
         if document["key"] != key or document["checksum"] != _checksum(key, body):
             return None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return stage_program_from_document(body)
-
-
-def _write(path: Path, key: str, stage: StageProgram) -> None:
-    """Atomic, and silent when the directory cannot be written: a cache is a convenience."""
-    body = stage.to_document()
-    text = json.dumps({"key": key, "checksum": _checksum(key, body), "stage": body})
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def _checksum(key: str, body: object) -> str:

@@ -1,11 +1,23 @@
-"""The only reader of files: opens, limits, decodes, and hands text to the pure parsers."""
+"""The only reader and writer of files: whatever is read is limited and decoded here before the pure parsers
+see it, and whatever is written appears whole or not at all.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import io
 import os
+import shutil
 import stat
-from pathlib import Path
-from typing import Any
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import parse
@@ -18,19 +30,50 @@ from mist_megatron.spec.plan import Plan
 
 MOST_BYTES = 64 << 20
 """A plan has kilobytes and a measured profile a few megabytes; more is a wrong file."""
+MOST_TRACE_BYTES = 1 << 30
+"""A trace of one iteration has some 100 MB; more does not fit in a laptop's memory once it is parsed."""
+GZIP = b"\x1f\x8b"
+
+Artifacts = Mapping[str, str]
+"""Relative POSIX path -> text. Scripts (.sh, .sbatch) are written executable."""
+EXECUTABLE_SUFFIXES = frozenset({".sh", ".sbatch"})
+Pour = Callable[[Path], None]
+"""Writes the content of a file to the path it is given."""
 
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES) -> str:
     """The text of a file, or one line on why it cannot be had."""
+    return _decoded(read_bytes(path, most_bytes=most_bytes), path)
+
+
+def read_bytes(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """The bytes of a file, or one line on why they cannot be had."""
     if not str(path):
         raise InputError("the name of the file is empty; wanted a path")
     try:
-        data = _bytes_of(Path(path), most_bytes)
+        return _bytes_of(Path(path), most_bytes)
     except FileNotFoundError:
         raise InputError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"{path} cannot be read: {reason}") from None
+        raise InputError(f"{path} cannot be read: {_reason(error)}") from None
+
+
+def read_packed_text(path: Path) -> str:
+    """The text of a tool's output, unpacked when it is compressed."""
+    data = read_bytes(path, most_bytes=MOST_TRACE_BYTES)
+    if not data.startswith(GZIP):
+        return _decoded(data, path)
+    try:
+        with gzip.open(io.BytesIO(data), "rb") as stream:
+            data = stream.read(MOST_TRACE_BYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}: cut off or damaged: {error}") from None
+    if len(data) > MOST_TRACE_BYTES:
+        raise InputError(f"{path} unpacks to more than {MOST_TRACE_BYTES} bytes; wanted fewer iterations")
+    return _decoded(data, path)
+
+
+def _decoded(data: bytes, path: str | Path) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -38,6 +81,10 @@ def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES) -> str:
     if "\0" in text:
         raise InputError(f"{path} is not a text file (holds zero bytes)")
     return text
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _bytes_of(path: Path, most_bytes: int) -> bytes:
@@ -95,3 +142,218 @@ def is_there(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+def written_on(path: Path) -> str:
+    """The day on which a file was last written: what is known of an output that names no date."""
+    return datetime.fromtimestamp(path.stat().st_mtime, tz=UTC).date().isoformat()
+
+
+def write_artifacts(out: Path, artifacts: Artifacts, *, force: bool = False) -> tuple[Path, ...]:
+    """Write the folder `out`; returns the files written.
+
+    All files are written aside first and put in place by renaming, so that an interrupt, a full disk or a
+    bad path leaves what was there before. A new folder appears in one step. One that is there stays the same
+    folder, which may be a shell's current one or where a disk is mounted: with `force` each file replaces its
+    namesake in one step; other files (checkpoints, say) stay untouched.
+    """
+    _check_paths(artifacts)
+    out = _resolved(out)
+    taken = out.exists() and any(out.iterdir())
+    if taken and not force:
+        raise InputError(
+            f"output folder {out} is not empty",
+            details=("nothing was written", "try: --force to replace the files in it, or another folder"),
+        )
+    _make_parent(out)
+    aside = _aside(out)
+    try:
+        for name, text in artifacts.items():
+            _write_one(aside / name, text)
+        if out.exists():
+            _put_in_place(aside, out, artifacts, empty=not taken)
+        else:
+            aside.rename(out)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {out}: {error.strerror or error}", details=("nothing was written",)
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return tuple(out / name for name in artifacts)
+
+
+def write_file(path: Path, text: str, *, force: bool = False) -> Path:
+    """Write one file whole or not at all; an existing one needs `force`."""
+    if path.exists() and not path.is_dir() and not force:
+        raise InputError(f"{path} exists", details=("nothing was written", "try: --force, or another name"))
+    _make_parent(path)
+    return write_pieces(path, (text,))
+
+
+def write_pieces(path: Path, pieces: Iterable[str]) -> Path:
+    """Write one file from pieces of text, whole or not at all; a name that ends in .gz is compressed.
+
+    What is there is replaced in one step, unless it is no plain file (/dev/stdout, a named pipe): that is
+    written to, never replaced.
+    """
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder, wanted a file name")
+    try:
+        if path.exists() and not path.is_file():
+            _pour(pieces, False, path)
+        else:
+            # A link stays a link.
+            _replace_together({path.resolve(): partial(_pour, pieces, path.suffix == ".gz")})
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path}: {error.strerror or error}", details=("nothing was written",)
+        ) from error
+    return path
+
+
+def write_together(files: Mapping[Path, bytes]) -> None:
+    """Write several files, which take their places in this order once all are written aside."""
+    for path in files:
+        if path.is_dir():
+            raise InputError(f"cannot write {path}: it is a folder", details=("nothing was written",))
+        _make_parent(path)
+    try:
+        _replace_together({path: partial(_pour_bytes, data) for path, data in files.items()})
+    except OSError as error:
+        raise InputError(
+            f"cannot write {error.filename or 'the files'}: {error.strerror or error}",
+            details=("nothing was written",),
+        ) from error
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """Files that are a convenience: one that is not ours, too large or damaged counts as absent, and one that
+    cannot be written is left out."""
+
+    folder: Path
+
+    def read(self, name: str, most_bytes: int) -> bytes | None:
+        """The content of a file of ours; None where there is none."""
+        path = self.folder / name
+        try:
+            if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
+                return None
+            return _bytes_of(path, most_bytes)
+        except (OSError, ValueError, InputError):
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Whole or not at all, readable by its owner alone."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _replace_together({self.folder / name: partial(_pour_bytes, data)}, mode=0o600)
+
+
+def _replace_together(files: Mapping[Path, Pour], *, mode: int | None = None) -> None:
+    """Each file is written aside, in the folder where it belongs; then each takes its place by renaming."""
+    aside: list[tuple[Path, Path]] = []
+    try:
+        for path, pour in files.items():
+            handle, name = tempfile.mkstemp(prefix=f".{path.name[:200]}.", dir=path.parent)
+            os.close(handle)
+            aside.append((Path(name), path))
+            pour(Path(name))
+            Path(name).chmod(_usual_mode(path) if mode is None else mode)
+        for written, path in aside:
+            written.replace(path)
+    finally:
+        for written, _ in aside:
+            written.unlink(missing_ok=True)
+
+
+def _usual_mode(path: Path) -> int:
+    return (0o777 if path.suffix in EXECUTABLE_SUFFIXES else 0o666) & ~_umask()
+
+
+def _check_paths(artifacts: Artifacts) -> None:
+    """A name from outside must never leave the folder; ours never do, and this keeps it so."""
+    for name in artifacts:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"artifact path {name!r} is not inside the output folder")
+
+
+def _resolved(out: Path) -> Path:
+    try:
+        if out.exists() and not out.is_dir():
+            raise InputError(f"cannot write the folder {out}: it is a file", details=("try: another folder",))
+        return out.resolve()
+    except (OSError, RuntimeError) as error:  # a name that is too long; links in a circle (RuntimeError)
+        raise InputError(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _make_parent(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise InputError(f"cannot make the folder {path.parent}: a part of it is a file") from None
+    except OSError as error:
+        raise InputError(f"cannot make the folder {path.parent}: {error.strerror or error}") from error
+
+
+def _aside(out: Path) -> Path:
+    """On the disk of the folder: inside it where it is there, beside it where it is not."""
+    parent = out if out.exists() else out.parent
+    try:
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name[:200]}.", dir=parent))
+        aside.chmod(0o777 & ~_umask())
+        return aside
+    except OSError as error:
+        raise InputError(f"cannot write in {parent}: {error.strerror or error}") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _pour(pieces: Iterable[str], compressed: bool, path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        if compressed:
+            # The fastest level: a trace shrinks to an 18th with it, to a 25th with gzip's own level 6.
+            file: IO[str] = stack.enter_context(
+                gzip.open(path, "wt", compresslevel=1, encoding="utf-8", newline="\n")
+            )
+        else:
+            file = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+        for piece in pieces:
+            file.write(piece)
+
+
+def _pour_bytes(data: bytes, path: Path) -> None:
+    path.write_bytes(data)
+
+
+def _write_one(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", newline="\n")
+    path.chmod(_usual_mode(path))
+
+
+def _put_in_place(aside: Path, out: Path, artifacts: Artifacts, *, empty: bool) -> None:
+    """Files of a folder that is there, by one rename each; one that was empty is so again if that fails."""
+    for name in artifacts:  # all that may be refused is refused before the first file is replaced
+        if (out / name).is_dir():
+            raise IsADirectoryError(f"{name} is a folder there")
+    try:
+        for name in artifacts:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+        for name in artifacts:
+            (aside / name).replace(out / name)
+    except BaseException:
+        if empty:
+            for name in {PurePosixPath(name).parts[0] for name in artifacts}:
+                shutil.rmtree(out / name, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    (out / name).unlink()
+        raise

@@ -151,7 +151,7 @@ def test_fitted_profile_predicts_its_own_measurements(fitted):
     """Read back by the cost model: an exact shape is the measured time, a new one the true curve's."""
     import numpy as np
 
-    from mist_megatron.ask.evaluators import load_profile
+    from mist_megatron.calibrate.profiles import load_profile
     from mist_megatron.price.prices import Gemm
     from mist_megatron.price.profile_prices import prices_of
     from mist_megatron.spec.cluster import cluster_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mist_megatron.ask.evaluators import profile_of
+from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.errors import ProfileError
 from mist_megatron.price.prices import Collective, Gemm
 from mist_megatron.price.profile_prices import prices_of

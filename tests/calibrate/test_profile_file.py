@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mist_megatron.ask.evaluators import load_profile
+from mist_megatron.calibrate.profiles import load_profile
 from mist_megatron.errors import ProfileError
 from mist_megatron.formats.profile_yaml import profile_from_text
 from mist_megatron.resources import data_folder

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mist_megatron.ask.evaluators import profile_of
+from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.cli.validate import _counting
 from mist_megatron.errors import InputError
 from mist_megatron.spec.catalogue import gpu

@@ -16,6 +16,7 @@ from mist_megatron.cost.compile import (
 )
 from mist_megatron.cost.program_cache import load_or_build
 from mist_megatron.cost.stage import StageProgram, Use, WorkItem
+from mist_megatron.formats.files import CacheFolder
 
 X, Y, Z = sp.symbols("x y z", nonnegative=True)
 EXPRESSIONS = {
@@ -80,12 +81,12 @@ def stage() -> StageProgram:
 
 
 def test_cache_is_read_back_without_building(tmp_path: Path) -> None:
-    first = load_or_build(tmp_path, "model a", stage)
+    first = load_or_build(CacheFolder(tmp_path), "model a", stage)
 
     def never() -> StageProgram:
         raise AssertionError("built although cached")
 
-    assert load_or_build(tmp_path, "model a", never) == first
+    assert load_or_build(CacheFolder(tmp_path), "model a", never) == first
 
 
 @pytest.mark.parametrize(
@@ -93,30 +94,30 @@ def test_cache_is_read_back_without_building(tmp_path: Path) -> None:
     [b"", b"\x80\x04nonsense", b"[]", b"{}", b'{"key": 1, "checksum": 2, "stage": 3}', b"[" * 100_000],
 )
 def test_damaged_cache_is_rebuilt(tmp_path: Path, content: bytes) -> None:
-    expected = load_or_build(tmp_path, "model a", stage)
+    expected = load_or_build(CacheFolder(tmp_path), "model a", stage)
     (path,) = tmp_path.glob("*.json")
     path.write_bytes(content)
-    assert load_or_build(tmp_path, "model a", stage) == expected
+    assert load_or_build(CacheFolder(tmp_path), "model a", stage) == expected
     assert json.loads(path.read_text())["key"]
 
 
 def test_edited_and_foreign_caches_are_rebuilt(tmp_path: Path) -> None:
-    load_or_build(tmp_path, "model a", stage)
+    load_or_build(CacheFolder(tmp_path), "model a", stage)
     (path,) = tmp_path.glob("*.json")
     document = json.loads(path.read_text())
     document["stage"]["uses"][0][3] = 50
     path.write_text(json.dumps(document))
-    assert load_or_build(tmp_path, "model a", stage).uses[0].count == 2
+    assert load_or_build(CacheFolder(tmp_path), "model a", stage).uses[0].count == 2
     # Another model's file under this model's name.
-    load_or_build(tmp_path, "model b", stage)
+    load_or_build(CacheFolder(tmp_path), "model b", stage)
     other = next(p for p in tmp_path.glob("*.json") if p != path)
     path.write_bytes(other.read_bytes())
     called = []
-    load_or_build(tmp_path, "model a", lambda: called.append(1) or stage())  # type: ignore[func-returns-value]
+    load_or_build(CacheFolder(tmp_path), "model a", lambda: called.append(1) or stage())  # type: ignore[func-returns-value]
     assert called
 
 
 def test_unwritable_directory_costs_only_the_cache(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert load_or_build(blocked / "below", "model a", stage) == stage()
+    assert load_or_build(CacheFolder(blocked / "below"), "model a", stage) == stage()

@@ -177,6 +177,7 @@ def test_compiled_program_comes_from_the_cache_without_sympy(tmp_path: Path) -> 
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
         "from mist_megatron.cost.evaluate import make_evaluator\n"
+        "from mist_megatron.formats.files import CacheFolder\n"
         "from mist_megatron.price.datasheet import datasheet_prices\n"
         "from mist_megatron.spec import catalogue, presets\n"
         "from mist_megatron.spec.cluster import cluster_of\n"
@@ -184,7 +185,7 @@ def test_compiled_program_comes_from_the_cache_without_sympy(tmp_path: Path) -> 
         "from mist_megatron.spec.training import TrainingSpec\n"
         "job = Job(model=presets.preset('gpt3-7b'), training=TrainingSpec(global_batch=8, seq_len=512),\n"
         "          cluster=cluster_of(catalogue.gpu('a100-sxm-80gb'), 8))\n"
-        "make_evaluator(job, datasheet_prices(job.cluster, 'bf16'), cache=Path(sys.argv[1]))\n"
+        "make_evaluator(job, datasheet_prices(job.cluster, 'bf16'), cache=CacheFolder(Path(sys.argv[1])))\n"
         "print('sympy' in sys.modules)\n"
     )
     runs = [

@@ -5,7 +5,6 @@ offloaded."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, StageRole, make_evaluator
+from mist_megatron.formats.files import CacheFolder
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.price.overlap import Array
 from mist_megatron.spec.catalogue import CATALOGUE
@@ -52,7 +52,7 @@ class SlowTable:
 
 @pytest.fixture(scope="module")
 def evaluators(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], StageEvaluator]:
-    cache: Path = tmp_path_factory.mktemp("programs")
+    cache = CacheFolder(tmp_path_factory.mktemp("programs"))
     found = {}
     for target in TARGETS:
         job = Job(

@@ -11,6 +11,7 @@ from typing import Any
 
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.predict import job_of
+from mist_megatron.formats.files import CacheFolder
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec.catalogue import CATALOGUE
@@ -67,7 +68,7 @@ def evaluator_of(plan: Plan) -> StageEvaluator:
     job = job_of(plan)
     if job not in _EVALUATORS:
         prices = datasheet_prices(job.cluster, job.training.precision)
-        _EVALUATORS[job] = make_evaluator(job, prices, cache=Path(_COMPILED.name))
+        _EVALUATORS[job] = make_evaluator(job, prices, cache=CacheFolder(Path(_COMPILED.name)))
     return _EVALUATORS[job]
 
 

@@ -28,8 +28,8 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cli.emit import launch_sources
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import grid_of, job_of
+from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.model_yaml import model_from_mapping
-from mist_megatron.formats.write import write_artifacts
 from mist_megatron.frameworks.deepspeed.write import config_names
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.spec import catalogue

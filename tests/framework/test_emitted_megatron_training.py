@@ -18,7 +18,7 @@ import warm_start_server
 from ports import free_port
 
 from mist_megatron.cli.emit import launch_sources
-from mist_megatron.formats.write import write_artifacts
+from mist_megatron.formats.files import write_artifacts
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec

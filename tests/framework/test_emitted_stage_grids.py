@@ -12,7 +12,7 @@ from test_emitted_megatron_training import STEPS, overlapped, plain, plan, stage
 from mist_megatron.cli.app import run
 from mist_megatron.cli.emit import launch_sources
 from mist_megatron.errors import EmitError
-from mist_megatron.formats.write import write_artifacts
+from mist_megatron.formats.files import write_artifacts
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.frameworks.megatron.write import patches
 from mist_megatron.spec.kinds import Offload

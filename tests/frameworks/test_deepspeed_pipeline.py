@@ -17,8 +17,8 @@ from mist_patches.deepspeed import stage_files
 from mist_megatron.cli.app import run
 from mist_megatron.cli.emit import launch_sources
 from mist_megatron.errors import EmitError
+from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_to_yaml
-from mist_megatron.formats.write import write_artifacts
 from mist_megatron.frameworks.deepspeed import pipeline as deepspeed_pipeline
 from mist_megatron.frameworks.deepspeed import write as deepspeed
 from mist_megatron.frameworks.folder import artifacts

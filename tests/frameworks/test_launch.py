@@ -17,8 +17,8 @@ import yaml
 from mist_megatron.cli.app import run
 from mist_megatron.cli.emit import launch_sources
 from mist_megatron.errors import InputError
+from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_yaml
-from mist_megatron.formats.write import write_artifacts
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec

@@ -11,8 +11,8 @@ import pytest
 from mist_megatron.cli.app import run
 from mist_megatron.cli.emit import launch_sources
 from mist_megatron.errors import InputError
+from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_from_mapping
-from mist_megatron.formats.write import write_artifacts
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.frameworks.megatron.read import (
     options_of,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mist_megatron.errors import InputError
-from mist_megatron.formats import write
-from mist_megatron.formats.write import write_artifacts, write_file, write_pieces
+from mist_megatron.formats import files
+from mist_megatron.formats.files import write_artifacts, write_file, write_pieces
 
 FILES = {"a.txt": "one\n", "sub/b.sh": "#!/bin/sh\n"}
 
@@ -92,7 +92,7 @@ def test_an_interrupt_leaves_what_was_there(
     if there:
         out.mkdir()
         (out / "a.txt").write_text("before")
-    real, calls = write._write_one, []
+    real, calls = files._write_one, []
 
     def failing(path: Path, text: str) -> None:
         calls.append(path)
@@ -100,7 +100,7 @@ def test_an_interrupt_leaves_what_was_there(
             raise KeyboardInterrupt
         real(path, text)
 
-    monkeypatch.setattr(write, "_write_one", failing)
+    monkeypatch.setattr(files, "_write_one", failing)
     with pytest.raises(KeyboardInterrupt):
         write_artifacts(out, FILES, force=True)
     assert [p.name for p in tmp_path.iterdir()] == (["out"] if there else [])
@@ -112,7 +112,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write, "_write_one", full)
+    monkeypatch.setattr(files, "_write_one", full)
     with pytest.raises(InputError, match="No space left"):
         write_artifacts(tmp_path / "out", FILES)
     assert not list(tmp_path.iterdir())

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mist_megatron.ask.evaluators import evaluator_for, profile_of
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.formats.files import load_model
 from mist_megatron.price.prices import Attention, Collective, Gemm
