@@ -359,13 +359,15 @@ def test_a_rank_whose_copy_names_no_patches(two_ranks: Callable[..., list[str]])
     assert said.startswith("rank 1 has not said within 0.5 s which stages.json it reads")
 
 
-def engine(zero: int, stages: int = 0) -> Any:
+def engine(zero: int, stages: int = 0, *, super_offload: bool = False) -> Any:
     """What DeepSpeed's engine is when it takes an optimizer."""
     from deepspeed.runtime.pipe.module import PipelineModule
 
     module = PipelineModule.__new__(PipelineModule) if stages else SimpleNamespace()
     module.__dict__.update(num_stages=stages, stage_id=0)
-    return SimpleNamespace(module=module, zero_optimization_stage=lambda: zero)
+    return SimpleNamespace(
+        module=module, zero_optimization_stage=lambda: zero, super_offload=lambda: super_offload
+    )
 
 
 @pytest.mark.parametrize(
@@ -373,6 +375,7 @@ def engine(zero: int, stages: int = 0) -> Any:
     [
         (engine(3), r"the plan has ZeRO 2, the JSON has zero_optimization\.stage 3"),
         (engine(2, 2), "the plan has pipeline_parallel 1, the model 2"),
+        (engine(2, super_offload=True), r"offload_optimizer\.super_offload steps in .* wanted it false"),
     ],
 )
 def test_engines_of_another_plan(built: Any, said: str, applied: Callable[[Any], Any]) -> None:

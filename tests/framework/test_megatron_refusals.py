@@ -21,6 +21,11 @@ megatron_cpu.import_megatron()
 
 from mist_patches.core import hooking  # noqa: E402
 from mist_patches.core.hooking import PatchRefused  # noqa: E402
+from mist_patches.megatron.untried import (  # noqa: E402
+    refuse_experts,
+    refuse_graphs,
+    refuse_untried_activations,
+)
 
 # Megatron's own imports warn.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -106,5 +111,39 @@ def test_other_parameters_are_refused(patch, monkeypatch):
 @pytest.mark.parametrize("setting", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])
 def test_cuda_graphs_are_refused(setting):
     with pytest.raises(PatchRefused, match="activation offload: CUDA graphs"):
-        hooking.refuse_graphs("activation offload", SimpleNamespace(**setting))
-    hooking.refuse_graphs("activation offload", SimpleNamespace(cuda_graph_impl="none"))
+        refuse_graphs("activation offload", SimpleNamespace(**setting))
+    refuse_graphs("activation offload", SimpleNamespace(cuda_graph_impl="none"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]},
+            "layernorm",
+        ),
+        ({"fp8": "hybrid"}, "fp8"),
+        ({"fp4": "e2m1"}, "fp4"),
+        ({"num_moe_experts": 8}, "num_moe_experts"),
+    ],
+)
+def test_what_was_never_tried_with_activation_offload_is_refused(setting, said):
+    from megatron.core.transformer import TransformerConfig
+
+    whole = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    refuse_untried_activations(TransformerConfig(**whole))
+    refuse_untried_activations(
+        TransformerConfig(**whole, recompute_granularity="selective", recompute_modules=["core_attn"])
+    )
+    config = TransformerConfig(**whole)
+    vars(config).update(setting)  # its own checks want Transformer Engine
+    with pytest.raises(PatchRefused, match=f"^activation offload: .*{said}.*wanted") as refused:
+        refuse_untried_activations(config)
+    assert "\n" not in str(refused.value)
+
+
+def test_experts_are_refused_by_what_steps_or_moves_layers():
+    for patch in ("decoupled steps", "state offload"):
+        with pytest.raises(PatchRefused, match=f"^{patch}: num_moe_experts"):
+            refuse_experts(patch, SimpleNamespace(num_moe_experts=4))
+        refuse_experts(patch, SimpleNamespace(num_moe_experts=None))

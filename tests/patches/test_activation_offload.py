@@ -39,6 +39,26 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+class Discarding(Layer):
+    """As Megatron's CheckpointWithoutOutput: the norm's output goes once it is used, and is made again."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.norm(x)
+        y.requires_grad_()
+        up = self.up(y)
+        size = y.untyped_storage().nbytes()
+        y.untyped_storage().resize_(0)
+
+        def again(grad):
+            with torch.no_grad():
+                y.untyped_storage().resize_(size)
+                y.untyped_storage().copy_(self.norm(x).untyped_storage())
+
+        up.register_hook(again)
+        return x + self.down(nn.functional.gelu(up))
+
+
 def train(model, steps=3, in_flight=3):
     """A few steps in which several micro-batches are in flight, as in a pipeline."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -66,6 +86,17 @@ def test_training_is_bitwise_the_same(fraction, recomputed):
     patch = offload.ActivationOffload(model.layers, fraction, min_bytes=0)
     assert equal(train(model), plain)
     assert patch.counts.offloaded_tensors > 0 or fraction == 0.0
+
+
+def test_what_other_code_gives_back_is_refused():
+    """Its memory may hold another tensor by now, which would be taken for it, or be freed beneath a copy."""
+    model = Stack()
+    model.layers = nn.ModuleList(Discarding(32) for _ in range(4))
+    patch = offload.ActivationOffload(model.layers, 1.0, min_bytes=0)
+    with pytest.raises(PatchRefused, match=r"activation offload: .* given back by other code.* layernorm"):
+        train(model)
+    patch.remove()
+    assert train(model)[0][-1] > 0, "without the patch it trains"
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 0.75, 1.0])

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,7 +239,8 @@ class ActivationOffload:
         if self._open and self._open[-1][0] is layer:
             _, context, tape = self._open.pop()
             context.__exit__(None, None, None)
-            self._seen = {}
+            seen, self._seen = self._seen, {}
+            _require_held(seen)
             if tape.copies:
                 while self._leaving:
                     self._one_left()
@@ -296,6 +297,17 @@ class ActivationOffload:
             if before is not None:
                 before.fetch_last()
         return flat.view(held.dtype).as_strided(held.size, held.stride, held.offset)
+
+
+def _require_held(seen: Mapping[tuple[int, int, int], tuple[_Copy | None, torch.Tensor]]) -> None:
+    """Refuse memory that other code gave back while this layer held it: it was freed beneath a copy, and the
+    next tensor at its address would be taken for the one that was copied."""
+    for (_, size, _), (copy, tensor) in seen.items():
+        if copy is not None and tensor.untyped_storage().nbytes() != size:
+            raise PatchRefused(
+                f"activation offload: a saved tensor of shape {tuple(tensor.shape)} was given back by other "
+                "code while its layer ran, as Megatron's --recompute-modules layernorm does; switch that off"
+            )
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

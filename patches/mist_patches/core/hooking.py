@@ -154,14 +154,3 @@ def check_fraction(what: str, fraction: float) -> float:
     if not 0.0 <= fraction <= 1.0:
         raise PatchRefused(f"{what} is {fraction}; wanted a fraction from 0 to 1")
     return float(fraction)
-
-
-def refuse_graphs(patch: str, config: Any) -> None:
-    """CUDA graphs replay kernels without the calls that a patch hooks."""
-    graphs = getattr(config, "cuda_graph_impl", "none")
-    older = getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False)
-    if older or graphs not in (None, "none"):
-        raise PatchRefused(
-            f"{patch}: CUDA graphs replay without calling Python, where this patch does its work; "
-            "wanted --cuda-graph-impl none"
-        )

@@ -45,6 +45,11 @@ def _check(engine: Any, stages: Any) -> None:
     from deepspeed import __version__
     from deepspeed.runtime.pipe.module import PipelineModule
 
+    if engine.super_offload():
+        raise PatchRefused(
+            "offload_optimizer.super_offload steps in a process of its own and overrides what patches hook; "
+            "wanted it false"
+        )
     module = engine.module
     piped = isinstance(module, PipelineModule)
     if piped and __version__.split("+")[0] in WITHOUT_PIPELINES:

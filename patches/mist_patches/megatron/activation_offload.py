@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mist_patches.core.activation_offload import MIN_BYTES, ActivationOffload
-from mist_patches.core.hooking import check_fraction, refuse_graphs, replace
+from mist_patches.core.hooking import check_fraction, replace
+from mist_patches.megatron.untried import refuse_untried_activations
 
 BLOCK_PARAMETERS = (
     "self",
@@ -52,7 +53,7 @@ def offload_block_activations(fraction: float, min_bytes: int = MIN_BYTES) -> Ca
                 groups[0].count(self.config, self.layers)
                 object.__setattr__(self, "mist_group_offload", groups[0])
             elif fraction > 0.0:
-                refuse_graphs("activation offload", self.config)
+                refuse_untried_activations(self.config)
                 offload = ActivationOffload(self.layers, fraction, min_bytes)
                 object.__setattr__(self, "mist_activation_offload", offload)
 

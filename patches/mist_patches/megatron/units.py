@@ -29,9 +29,10 @@ from typing import Any
 
 from torch import nn
 
-from mist_patches.core.hooking import PatchRefused, refuse_graphs, replace
+from mist_patches.core.hooking import PatchRefused, replace
 from mist_patches.core.host_copies import Held
 from mist_patches.megatron.activation_offload import BLOCK_PARAMETERS
+from mist_patches.megatron.untried import refuse_experts, refuse_graphs
 
 Undo = Callable[[], None]
 
@@ -186,6 +187,7 @@ def _check(patch: str, config: Any, ddp_config: Any) -> None:
                 f"{patch}: {name}={value} is not supported: parameters live outside the buffers"
             )
     refuse_graphs(patch, config)
+    refuse_experts(patch, config)
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise PatchRefused(f"{patch}: overlap_moe_expert_parallel_comm runs layers without calling them")
 
