@@ -12,57 +12,10 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_case import Case
 from patch_mutations import mutated
-
-
-@dataclass
-class Case:
-    """One training run."""
-
-    tp: int = 1
-    pp: int = 1
-    layers_per_stage: list[int] = field(default_factory=lambda: [4])
-    recompute: list[int] = field(default_factory=lambda: [0])
-    sequence_parallel: bool = False
-    distributed_optimizer: bool = False
-    overlap: bool = False
-    bf16: bool = False
-    optimizer_fraction: list[float] | None = None
-    fused: bool = False
-    """With an Adam that counts by group; the device's share of a hybrid optimizer always has one."""
-    steps: int = 8
-    micro_batches: int = 4
-    patches: dict[str, list[float]] = field(default_factory=dict)
-    """Patch name -> one value per pipeline stage."""
-    vpp: int = 1
-    hidden: int = 64
-    tied: bool = False
-    weight_decay: float = 0.0
-    loss_scale: float | None = None
-    inf_at: int | None = None
-    """Step whose first gradient is made infinite on rank 0."""
-    evaluate_at: list[int] = field(default_factory=list)
-    """Steps after which the model is evaluated."""
-    resume_at: int | None = None
-    """Step after which everything is saved, thrown away, and loaded into a new model."""
-    fine_grained: list[list[str]] = field(default_factory=list)
-    """Per stage: modules that Megatron's own fine-grained offload is switched on for."""
-    twice: bool = False
-    """Apply each patch twice, which must do no harm."""
-    may_fail: bool = False
-    """Report an error instead of ending the program."""
-    mutate: str = ""
-    """Essential line of a patch to take out; see patch_mutations."""
-
-
-def as_argument(cases: Iterable[Case]) -> str:
-    """What the program takes: all cases of one call run on the same grid, one after another."""
-    return json.dumps([asdict(case) for case in cases])
-
 
 HEADS, SEQ, VOCAB, MICRO_BATCH = 4, 32, 128, 2
 
@@ -149,6 +102,8 @@ def build_model(case: Case, config: Any, vp_stage: int | None = None) -> Any:
         share_embeddings_and_output_weights=case.tied,
         vp_stage=vp_stage,
     )
+    if case.direct_head:
+        use_directly(model)
     if case.bf16:
         model = Float16Module(config, model)
     ddp = DistributedDataParallelConfig(
@@ -158,6 +113,15 @@ def build_model(case: Case, config: Any, vp_stage: int | None = None) -> Any:
         grad_reduce_in_fp32=True,
     )
     return DistributedDataParallel(config, ddp, model, disable_bucketing=bool(vp_stage))
+
+
+def use_directly(model: Any) -> None:
+    """Put a function in the place of the head, whose weight belongs to a module that is never called."""
+    import torch
+
+    model.uncalled_head = model._modules.pop("output_layer")
+    weight = model.uncalled_head.weight
+    vars(model)["output_layer"] = lambda x, **_: (torch.nn.functional.linear(x, weight), None)
 
 
 def build_optimizer(case: Case, stage: int, chunks: list[Any], dtype: Any) -> Any:

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
-from patched_megatron import Case
+from megatron_case import Case
 from test_megatron_patches import Runs, assert_same, run_all
 
 MODULES = ["core_attn", "attn_proj", "qkv_linear", "attn_norm", "mlp_norm"]

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
-from patched_megatron import Case, as_argument
+from megatron_case import Case, as_argument
 from ranks import run_ranks
 
 Runs = dict[str, tuple[dict, ...]]

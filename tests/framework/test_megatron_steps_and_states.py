@@ -13,8 +13,8 @@ from functools import cache
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
+from megatron_case import Case
 from patch_mutations import MUTATIONS
-from patched_megatron import Case
 from test_megatron_patches import Runs, assert_close, assert_same, run_all
 
 from mist_megatron.cost import symbols as s
@@ -51,6 +51,14 @@ EXACT = {"optimizer_fraction": [0.5, 0.25]}
 ALL = {**STEPS, **STATES, "activation_offload": [0.5, 0.25]}
 
 
+DIRECT = {
+    "steps": STEPS,
+    "weights": {"state_offload": [[1.0, 0.0]]},
+    "gradients": {"state_offload": [[0.0, 1.0]]},
+}
+"""Patches that do something when a layer's module is called."""
+
+
 def with_patches(cases: dict[str, Case], **patches: dict) -> dict[str, Case]:
     """Every case as it is, and once with each named set of patches."""
     found = {(name, "plain"): case for name, case in cases.items()}
@@ -73,6 +81,10 @@ def one_process() -> Runs:
     for name, patches in (("plain", {}), ("exact", EXACT)):
         cases["host optimizer, not resumed", name] = replace(host, patches=patches, resume_at=None)
     cases["bf16", "plain again"] = ONE_PROCESS["bf16"]
+    direct = replace(FULL, steps=3, direct_head=True, may_fail=True)
+    cases["direct head", "plain"] = direct
+    for name, patch in DIRECT.items():
+        cases["direct head", name] = replace(direct, patches=patch)
     return run_all(cases, 1)
 
 
@@ -130,6 +142,17 @@ def test_undone():
     """After all patches were put on, twice, and taken off, nothing of them is left."""
     assert_same(one_process()["bf16", "plain"], one_process()["bf16", "plain again"])
     assert one_process()["bf16", "plain again"][0]["bytes"] == one_process()["bf16", "plain"][0]["bytes"]
+
+
+@pytest.mark.parametrize("patch", DIRECT)
+def test_a_weight_that_is_used_without_its_module_is_refused(patch):
+    """It would be a step behind in every forward pass, without a word, or be read where nothing is."""
+    found = one_process()
+    assert len(found["direct head", "plain"][0]["losses"]) == 3
+    said = found["direct head", patch][0]["failed"]
+    assert said.startswith(
+        "PatchRefused: weights of uncalled_head are used while no module that holds them runs forward; "
+    )
 
 
 def order(events: list[list[str]], what: str) -> list[str]:

@@ -7,9 +7,10 @@ import types
 import pytest
 
 torch = pytest.importorskip("torch")
+from mist_patches.core.absent_weights import tensors_in  # noqa: E402
 from mist_patches.core.hooking import PatchRefused  # noqa: E402
 from mist_patches.core.host_copies import Held, Meter, Streams  # noqa: E402
-from mist_patches.deepspeed.flat_weights import _chosen, _Missing, _tensors, _units  # noqa: E402
+from mist_patches.deepspeed.flat_weights import _chosen, _units, _watch  # noqa: E402
 from torch import nn  # noqa: E402
 
 
@@ -90,7 +91,7 @@ def test_a_weight_that_is_away_is_found_when_it_is_read_and_not_when_it_is_looke
     unit = types.SimpleNamespace(name="layers.4", held={0: held})
     weights = types.SimpleNamespace(moved=[unit])
     held.release()
-    with _Missing(weights):
+    with _watch(weights):
         assert weight.shape == (3, 3) and weight.detach().dtype == torch.float32
         assert torch.zeros_like(weight).sum() == 0.0
         with pytest.raises(PatchRefused, match=r"weights of layers\.4 are used"):
@@ -101,4 +102,4 @@ def test_a_weight_that_is_away_is_found_when_it_is_read_and_not_when_it_is_looke
 
 def test_tensors_of_an_output_however_it_is_nested() -> None:
     a, b, c = (torch.ones(1) for _ in range(3))
-    assert [id(t) for t in _tensors({"x": a, "y": (b, None, [c], 3)})] == [id(a), id(b), id(c)]
+    assert [id(t) for t in tensors_in({"x": a, "y": (b, None, [c], 3)})] == [id(a), id(b), id(c)]

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mist_patches.core.absent_weights import tensors_in
 from mist_patches.core.hooking import PatchRefused, check_fraction, log
 from mist_patches.core.pinned_memory import Pool
 
@@ -227,7 +228,7 @@ class ActivationOffload:
         self._seen = {}
         # Read anew for each layer: data-parallel wrappers move parameters into buffers of theirs after
         # this patch is in place, and the places they leave are given out again for activations.
-        given = _tensors((*inputs, *named.values()))
+        given = list(tensors_in((inputs, named)))
         self._least = min([self.min_bytes, *(t.nbytes // OF_INPUT for t in given[:1])])
         others = [t for t in given[1:] if not t.requires_grad]
         self._staying = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *others)}
@@ -308,16 +309,6 @@ def _require_held(seen: Mapping[tuple[int, int, int], tuple[_Copy | None, torch.
                 f"activation offload: a saved tensor of shape {tuple(tensor.shape)} was given back by other "
                 "code while its layer ran, as Megatron's --recompute-modules layernorm does; switch that off"
             )
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += _tensors(value)
-    return found
 
 
 def _in_backward() -> bool:

@@ -28,14 +28,14 @@ import contextlib
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mist_patches.core.absent_weights import AbsentWeights, storage_key, tensors_in
 from mist_patches.core.hooking import PatchRefused, log
 from mist_patches.core.host_copies import Held, Meter, Streams
 from mist_patches.deepspeed.group_steps import cut_steps, do_waiting, step_by_group, steps_of
@@ -171,7 +171,7 @@ class FlatWeights:
             return
         self.send_away()
         if not self._checked:
-            self._watch = _Missing(self)
+            self._watch = _watch(self)
             self._watch.__enter__()  # type: ignore[no-untyped-call]  # of torch
 
     def _end(self, root: nn.Module, inputs: Any, output: Any) -> None:
@@ -312,37 +312,9 @@ def _refuse_compiling(original: Callable[..., None]) -> Any:
     return compile
 
 
-class _Missing(TorchDispatchMode):
-    """Finds weights that are read while they are away (and keeps torch.compile out of the first pass)."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, weights: FlatWeights) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {
-            held.flats[0].untyped_storage()._cdata: unit.name
-            for unit in weights.moved
-            for held in unit.held.values()
-        }
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        away = [tensor for tensor in _tensors((args, kwargs)) if _is_away(tensor)]
-        looks = isinstance(func, torch._ops.OpOverload) and (func.is_view or func.name().endswith("_like"))
-        if away and not looks:
-            raise self._refused(away[0])
-        try:
-            return func(*args, **(kwargs or {}))
-        except RuntimeError as error:  # some views need what they look at
-            if not away:
-                raise
-            raise self._refused(away[0]) from error
-
-    def _refused(self, tensor: torch.Tensor) -> PatchRefused:
-        name = self._names.get(tensor.untyped_storage()._cdata, "")
-        return PatchRefused(
-            f"weights of {name} are used while no module that holds them runs forward; "
-            "a weight fraction below ZeRO 3 cannot be used with this model"
-        )
+def _watch(weights: FlatWeights) -> AbsentWeights:
+    names = {storage_key(held.flats[0]): unit.name for unit in weights.moved for held in unit.held.values()}
+    return AbsentWeights(names, "a weight fraction below ZeRO 3 cannot be used with this model")
 
 
 def _units(optimizer: Any, root: nn.Module) -> list[FlatUnit]:
@@ -411,22 +383,5 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _is_away(tensor: torch.Tensor) -> bool:
-    strided = tensor.layout is torch.strided
-    return strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    """All tensors in nested tuples, lists and dictionaries (a model's output may be one)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _tensors(one)
-
-
 def _with_gradient(output: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in _tensors(output) if tensor.requires_grad]
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]

@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from mist_patches.core.hooking import PatchRefused, all_or_nothing, holds, log, replace
+from mist_patches.megatron.direct_use import refuse_direct_use
 from mist_patches.megatron.unit_steps import PendingStep
 from mist_patches.megatron.units import Chunk, Undo, Unit, lay_out_by_unit, units_of, watch_chunks
 
@@ -102,6 +103,8 @@ class DecoupledSteps:
 
         `runs_now`: its forward pass follows, so its weights stay on the device.
         """
+        if runs_now:
+            unit.chunk.called.add(unit)
         if unit not in self.pending:
             return
         chunk = unit.chunk
@@ -150,6 +153,11 @@ class DecoupledSteps:
                 )
         for prepare in before_parameters.values():
             prepare()
+
+    def end(self, chunk: Chunk, output: Any) -> None:
+        """A forward pass of this chunk is over."""
+        refuse_direct_use(chunk, output)
+        self.take_rest(chunk)
 
     def take_rest(self, chunk: Chunk) -> None:
         """Units that a forward pass of their chunk did not run: their gradients must not wait for the
@@ -284,7 +292,10 @@ def _hook_chunk(engine: DecoupledSteps, chunk: Chunk) -> None:
         engine.handles.append(
             unit.module.register_forward_pre_hook(lambda m, a, unit=unit: engine.take(unit), prepend=True)
         )
-    engine.handles.append(chunk.ddp.register_forward_hook(lambda m, a, out: engine.take_rest(chunk)))
+    engine.handles.append(
+        chunk.ddp.register_forward_pre_hook(lambda m, a: chunk.called.clear(), prepend=True)
+    )
+    engine.handles.append(chunk.ddp.register_forward_hook(lambda m, a, out: engine.end(chunk, out)))
     module = chunk.ddp
     while module is not None:
         _call_before(module, _MODEL_READERS, _settle)

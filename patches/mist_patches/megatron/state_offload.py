@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from mist_patches.core.absent_weights import AbsentWeights, storage_key, watch_first_pass
 from mist_patches.core.hooking import PatchRefused, all_or_nothing, check_fraction, holds, log, replace
 from mist_patches.core.host_copies import Held, Meter, Streams
 from mist_patches.megatron.decoupled_step import (
@@ -154,6 +155,7 @@ class StateOffload:
         keep = self.handles.append
         keep(chunk.ddp.register_forward_pre_hook(lambda m, a: self._start(), prepend=True))
         keep(chunk.ddp.register_forward_hook(lambda m, a, out: self._end_without_backward()))
+        self.handles += watch_first_pass(chunk.ddp, lambda: _watch(chunk))
         visits = _visits(chunk)
         for at, visit in enumerate(visits):
             unit, module = visit.unit, visit.module
@@ -348,6 +350,16 @@ def _visits(chunk: Chunk) -> list[Visit]:
             table = model.shared_embedding_or_output_weight()
             found += [Visit(unit, model.output_layer, borrowed=True) for unit in units_of([table])]
     return found
+
+
+def _watch(chunk: Chunk) -> AbsentWeights:
+    names = {
+        storage_key(flat): unit.name
+        for unit in chunk.units
+        if unit.weights is not None
+        for flat in unit.weights.flats
+    }
+    return AbsentWeights(names, "state offload cannot be used with this model")
 
 
 def _in_backward() -> bool:

@@ -95,6 +95,10 @@ class Chunk:
 
     ddp: Any
     units: list[Unit] = field(default_factory=list)
+    called: set[Unit] = field(default_factory=set)
+    """Units whose module this forward pass has called."""
+    checked: bool = False
+    """Whether it is known that no weight is used without its module."""
 
     @property
     def groups(self) -> list[Any]:
