@@ -44,8 +44,10 @@ def make_evaluator(
 
         return stage_program_of(job)
 
+    training = job.training
+    eight_bit = training.precision == "fp8"
     described = repr(
-        (job.model, job.training.flash_attention, job.training.dropout, job.execution, job.target)
+        (job.model, training.flash_attention, training.dropout, eight_bit, job.execution, job.target)
     )
     priced = DeterministicPrices(prices) if job.execution.deterministic else prices
     return StageEvaluator(job, priced, load_or_build(cache, described, build), without=without)

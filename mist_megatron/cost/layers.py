@@ -14,6 +14,7 @@ from sympy import Expr, Integer
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, Work, WorkKind
 from mist_megatron.cost.shapes import (
     ACTIVATION,
+    EIGHTH,
     FULL,
     GATHERED,
     HALF,
@@ -40,6 +41,9 @@ class LayerOptions:
     norm_statistics_bytes: int | None = None
     """Per token and norm; None: 8 for LayerNorm (mean and 1/std in fp32), 4 for RMSNorm."""
     fused_cross_entropy: bool = True
+    eight_bit: bool = False
+    """Transformer Engine's FP8: products of the projections inside a block have 8-bit operands. Attention and
+    logits stay in 16 bits: fp8_dpa is off by default, and Megatron's output layer is none of the engine's."""
 
 
 def block(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
@@ -50,12 +54,19 @@ def block(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
             (QUERY + 2 * KEY, HIDDEN),
             bias=model.qkv_bias or model.linear_bias,
             saves="normed1",
+            eight_bit=options.eight_bit,
         ),
         *((_rotary(),) if model.rotary else ()),
         _context_ring(),
         *(_flash_attention(),) * options.flash_attention,
         *(() if options.flash_attention else _plain_attention(options)),
-        *_projection_out("attention_out", (HIDDEN, QUERY), bias=model.linear_bias, saves="attention_output"),
+        *_projection_out(
+            "attention_out",
+            (HIDDEN, QUERY),
+            bias=model.linear_bias,
+            saves="attention_output",
+            eight_bit=options.eight_bit,
+        ),
     )
     gates = 2 if model.gated_mlp else 1
     # A parallel block with one norm feeds attention and MLP from the same tensor, kept once.
@@ -66,9 +77,16 @@ def block(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
             (gates * INNER, HIDDEN),
             bias=model.linear_bias,
             saves="normed1" if shared else "normed2",
+            eight_bit=options.eight_bit,
         ),
         _activation(model, gates),
-        *_projection_out("mlp_out", (HIDDEN, INNER), bias=model.linear_bias, saves="activated"),
+        *_projection_out(
+            "mlp_out",
+            (HIDDEN, INNER),
+            bias=model.linear_bias,
+            saves="activated",
+            eight_bit=options.eight_bit,
+        ),
     )
     if not model.parallel_block:
         return (
@@ -142,7 +160,7 @@ def unneeded_again(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     product, whose input is the last thing saved, and what follows. Dropout after it saves a mask, for which
     the product is needed."""
     last = max(index for index, operator in enumerate(operators) if operator.saved)
-    inputs_saved = all(work.kind is WorkKind.GEMM for work in operators[last].forward)
+    inputs_saved = any(work.kind is WorkKind.GEMM for work in operators[last].forward)
     return operators[last:] if inputs_saved else ()
 
 
@@ -179,13 +197,33 @@ def _collective(name: str, kind: WorkKind, message: Expr) -> Work:
     return Work(name=name, kind=kind, moved_bytes=message)
 
 
-def _gemm(name: str, m: Expr, n: Expr, k: Expr, batch: Expr = ONE) -> Work:
+def _gemm(name: str, m: Expr, n: Expr, k: Expr, batch: Expr = ONE, *, eight_bit: bool = False) -> Work:
     return Work(
         name=name,
         kind=WorkKind.GEMM,
         flops=2 * m * n * k * batch,
         moved_bytes=HALF * batch * (m * k + k * n + m * n),
         gemm=(m, n, k, batch),
+        eight_bit=eight_bit,
+    )
+
+
+def _products(
+    name: str, wide: Expr, deep: Expr, *, eight_bit: bool
+) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    """Of one projection, forward and backward. An 8-bit product reads its activations, or their gradients,
+    after a pass that writes them in 8 bits twice: as they are, and transposed for the weight's gradient."""
+    forward = (_gemm(name, TOKENS, wide, deep, eight_bit=eight_bit),)
+    backward = (
+        _gemm(f"{name}_input", TOKENS, deep, wide, eight_bit=eight_bit),
+        _gemm(f"{name}_weight", wide, deep, TOKENS, eight_bit=eight_bit),
+    )
+    if not eight_bit:
+        return forward, backward
+    cast_bytes = HALF + 2 * EIGHTH
+    return (
+        (_memory(f"{name}_cast", cast_bytes * TOKENS * deep), *forward),
+        (_memory(f"{name}_gradient_cast", cast_bytes * TOKENS * wide), *backward),
     )
 
 
@@ -204,16 +242,18 @@ def _norm(name: str, model: ModelSpec, options: LayerOptions, reads: str) -> Ope
     )
 
 
-def _projection_in(name: str, columns: tuple[Expr, Expr], *, bias: bool, saves: str) -> tuple[Operator, ...]:
+def _projection_in(
+    name: str, columns: tuple[Expr, Expr], *, bias: bool, saves: str, eight_bit: bool = False
+) -> tuple[Operator, ...]:
     """Column-parallel matrix; keeps its input, which sequence parallelism keeps split."""
     wide, deep = columns
+    forward, backward = _products(name, wide, deep, eight_bit=eight_bit)
     return (
         Operator(
             name=name,
-            forward=(_gemm(name, TOKENS, wide, deep),),
+            forward=forward,
             backward=(
-                _gemm(f"{name}_input", TOKENS, deep, wide),
-                _gemm(f"{name}_weight", wide, deep, TOKENS),
+                *backward,
                 *((_memory(f"{name}_bias", HALF * TOKENS * wide),) if bias else ()),
             ),
             saved=(SavedTensor(key=saves, size_bytes=ACTIVATION),),
@@ -222,16 +262,18 @@ def _projection_in(name: str, columns: tuple[Expr, Expr], *, bias: bool, saves: 
     )
 
 
-def _projection_out(name: str, columns: tuple[Expr, Expr], *, bias: bool, saves: str) -> tuple[Operator, ...]:
+def _projection_out(
+    name: str, columns: tuple[Expr, Expr], *, bias: bool, saves: str, eight_bit: bool = False
+) -> tuple[Operator, ...]:
     """Row-parallel matrix; its bias is added once, after the reduction."""
     wide, deep = columns
+    forward, backward = _products(name, wide, deep, eight_bit=eight_bit)
     return (
         Operator(
             name=name,
-            forward=(_gemm(name, TOKENS, wide, deep),),
+            forward=forward,
             backward=(
-                _gemm(f"{name}_input", TOKENS, deep, wide),
-                _gemm(f"{name}_weight", wide, deep, TOKENS),
+                *backward,
                 *((_memory(f"{name}_bias", HALF * TOKENS * wide),) if bias else ()),
             ),
             saved=(SavedTensor(key=saves, size_bytes=HALF * TOKENS * deep),),

@@ -43,6 +43,8 @@ class Work:
     """(batch, seq, query heads, key-value heads, head dim) on this rank, causal."""
     kernels: int = 1
     """Kernel launches, for the launch-overhead floor."""
+    eight_bit: bool = False
+    """A GEMM of 8-bit operands."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from sympy import Expr, Integer, Max
 
 from mist_megatron.cost.symbols import CP, FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SP, TP, VOCAB, B, S
 
+EIGHTH = Integer(1)
+"""Bytes of an 8-bit element."""
 HALF = Integer(2)
 """Bytes of a bf16 or fp16 element."""
 FULL = Integer(4)

@@ -54,6 +54,8 @@ class WorkItem:
     """Of attention only, whose backward is priced from a table of its own."""
     context: bool
     """A collective over the context-parallel group; others are over the tensor-parallel one."""
+    eight_bit: bool = False
+    """A product of 8-bit operands."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class StageProgram:
         return {
             "program": program_to_document(self.program),
             "memory": {role: program_to_document(program) for role, program in self.memory.items()},
-            "items": [[i.kind, i.kernels, i.backward, i.context] for i in self.items],
+            "items": [[i.kind, i.kernels, i.backward, i.context, i.eight_bit] for i in self.items],
             "uses": [[u.layer, u.run, u.item, u.count, u.weight_grad] for u in self.uses],
         }
 
@@ -92,7 +94,10 @@ def stage_program_from_document(document: Any) -> StageProgram | None:
     try:
         program = program_from_document(document["program"])
         memory = {str(role): program_from_document(raw) for role, raw in document["memory"].items()}
-        items = tuple(WorkItem(str(k), int(n), bool(b), bool(c)) for k, n, b, c in document["items"])
+        items = tuple(
+            WorkItem(str(kind), int(kernels), bool(backward), bool(context), bool(eight_bit))
+            for kind, kernels, backward, context, eight_bit in document["items"]
+        )
         uses = tuple(
             Use(str(layer), str(run), int(item), int(count), bool(weight))
             for layer, run, item, count, weight in document["uses"]
@@ -142,11 +147,11 @@ class _WorkTable:
             kind = work.kind.value
             is_backward = backward and kind == "attention"
             context = work.name.startswith("context_")
-            key = (kind, work.kernels, is_backward, context, tuple(sizes.values()))
+            key = (kind, work.kernels, is_backward, context, work.eight_bit, tuple(sizes.values()))
             if key not in self._index:
                 index = len(self.items)
                 self._index[key] = index
-                self.items.append(WorkItem(kind, work.kernels, is_backward, context))
+                self.items.append(WorkItem(kind, work.kernels, is_backward, context, work.eight_bit))
                 self.expressions.update({f"w{index}.{name}": e for name, e in sizes.items()})
             use = (layer, run, self._index[key], backward and work.name.endswith("_weight"))
             self._counts[use] = self._counts.get(use, 0) + 1
@@ -301,7 +306,7 @@ def _price(
 ) -> Priced:
     if item.kind == "gemm":
         m, n, k, batch = (sizes[f"w{index}.{name}"] for name in _FIELDS["gemm"])
-        return prices.of(Gemm(m, n, k, batch, item.kernels))
+        return prices.of(Gemm(m, n, k, batch, item.kernels, item.eight_bit))
     if item.kind == "attention":
         b, s, a, kv, e = (sizes[f"w{index}.{name}"] for name in _FIELDS["attention"])
         return prices.of(Attention(b, s, a, kv, e, item.backward))

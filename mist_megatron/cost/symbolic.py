@@ -30,6 +30,7 @@ def layer_options(job: Job) -> LayerOptions:
         norm_statistics_bytes=facts.norm_statistics_bytes,
         # Off by default in Megatron (--cross-entropy-loss-fusion) and in plain torch models.
         fused_cross_entropy=facts.fused_cross_entropy if fused is None else fused,
+        eight_bit=job.training.precision == "fp8",
     )
 
 

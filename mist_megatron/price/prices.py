@@ -30,6 +30,8 @@ class Gemm:
     k: Array
     batch: Array
     kernels: int = 1
+    eight_bit: bool = False
+    """Operands of 8 bits and a result of 16, at the rate that the chip has for them."""
 
     @property
     def sizes(self) -> tuple[Array, ...]:

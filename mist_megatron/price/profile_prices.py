@@ -49,6 +49,8 @@ REPEATS = 4
 NEAR = 0.1
 """Width within which a measured shape says more than the average of its neighbours: a few tiles of one size,
 so that a shape next to a measured one costs about what that does."""
+EIGHT_BIT_GEMM = "gemm_eight_bit"
+"""Name under which measured products of 8-bit operands are looked up."""
 CHUNK = 1 << 20
 """Distances held at once."""
 
@@ -105,6 +107,8 @@ class Rates:
     """What a cluster's datasheet gives for one precision, the user's links taking precedence."""
 
     matrix_flops_per_s: float
+    """Of 16-bit operands."""
+    eight_bit_flops_per_s: float
     memory_bytes_per_s: float
     intra_bytes_per_s: float
     inter_bytes_per_s_per_gpu: float
@@ -113,14 +117,12 @@ class Rates:
 def rates_of(cluster: ClusterSpec, precision: Precision) -> Rates:
     """Read off the catalogue entry of the cluster's GPU."""
     gpu, links = cluster.gpu, cluster.links
-    peak = {
-        "fp16": gpu.fp16_flops_per_s,
-        "bf16": gpu.bf16_flops_per_s or gpu.fp16_flops_per_s,
-        "fp8": gpu.fp8_flops_per_s or gpu.bf16_flops_per_s or gpu.fp16_flops_per_s,
-    }[precision]
+    usual = gpu.bf16_flops_per_s or gpu.fp16_flops_per_s
+    peak = gpu.fp16_flops_per_s if precision == "fp16" else usual
     inter = links.inter_bytes_per_s or gpu.inter_bytes_per_s.value
     return Rates(
         matrix_flops_per_s=peak.value,
+        eight_bit_flops_per_s=(gpu.fp8_flops_per_s or peak).value,
         memory_bytes_per_s=gpu.memory_bytes_per_s.value,
         intra_bytes_per_s=links.intra_bytes_per_s or gpu.intra_bytes_per_s.value,
         inter_bytes_per_s_per_gpu=inter / cluster.gpus_per_node,
@@ -175,13 +177,17 @@ class ProfilePrices:
         m, n, k, batch = work.m, work.n, work.k, work.batch
         c = self.profile.kernels
         area = m * n * batch
-        share, half_area = c.gemm_peak_fraction.value, c.gemm_half_area.value
+        peak = self.rates.eight_bit_flops_per_s if work.eight_bit else self.rates.matrix_flops_per_s
+        # What a product takes beyond its arithmetic does not shrink where that is faster.
+        faster = peak / self.rates.matrix_flops_per_s
+        share, half_area = c.gemm_peak_fraction.value, faster * c.gemm_half_area.value
         many = np.asarray(batch) > 1.0
         many_share = np.where(many, (c.batched_gemm_peak_fraction or c.gemm_peak_fraction).value, share)
-        many_half = np.where(many, (c.batched_gemm_half_area or c.gemm_half_area).value, half_area)
-        busy = 2.0 * area * k / (self.rates.matrix_flops_per_s * many_share)
-        busy = busy * (1.0 + many_half / area) * (1.0 + c.gemm_half_depth.value / k)
-        moved = 2.0 * batch * (m * k + k * n + m * n) / self._memory_rate
+        many_half = np.where(many, faster * (c.batched_gemm_half_area or c.gemm_half_area).value, half_area)
+        busy = 2.0 * area * k / (peak * many_share)
+        busy = busy * (1.0 + many_half / area) * (1.0 + faster * c.gemm_half_depth.value / k)
+        operand_bytes = 1.0 if work.eight_bit else 2.0
+        moved = batch * (operand_bytes * (m * k + k * n) + 2.0 * m * n) / self._memory_rate
         return np.asarray(np.maximum(np.maximum(busy, moved), work.kernels * c.launch_s.value))
 
     @property
@@ -206,7 +212,7 @@ class ProfilePrices:
 
     def _looked_up(self, work: Gemm | Attention) -> Priced:
         arrays = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in work.sizes))
-        name = "gemm" if isinstance(work, Gemm) else _attention_table(work.backward)
+        name = _table_name(work)
         table = self.tables.get(name)
         shape = arrays[0].shape
         roofline = np.broadcast_to(self.roofline(work), shape)
@@ -319,12 +325,16 @@ def _curves_by_kind(profile: Profile, links: LinkOverrides) -> dict[str, tuple[C
 
 
 def _ratio_tables(curves: ProfilePrices, precision: Precision) -> dict[str, RatioTable]:
-    """Tables of the precision; half precisions run at the same rate, so one serves for the other."""
-    alike = {"fp16", "bf16"} if precision in ("fp16", "bf16") else {precision}
+    """Half precisions run at the same rate, so one serves for the other. Products of 8-bit operands have a
+    table of their own; whole layers were measured in half precision only."""
+    halves = {"fp16", "bf16"}
+    wanted = [(name, name, halves) for name in ("gemm", "attention_forward", "attention_backward", "layer")]
+    if precision == "fp8":
+        wanted = [*wanted[:-1], (EIGHT_BIT_GEMM, "gemm", {"fp8"})]
     tables: dict[str, RatioTable] = {}
-    for name in ("gemm", "attention_forward", "attention_backward", "layer"):
+    for name, operator, alike in wanted:
         rows = [row for table in curves.profile.tables for row in table.rows
-                if table.operator == name and table.precision in alike]  # fmt: skip
+                if table.operator == operator and table.precision in alike]  # fmt: skip
         if not rows:
             continue
         values = np.array(rows, dtype=np.float64)
@@ -333,17 +343,19 @@ def _ratio_tables(curves: ProfilePrices, precision: Precision) -> dict[str, Rati
     return tables
 
 
-def _attention_table(backward: bool) -> str:
-    return "attention_backward" if backward else "attention_forward"
+def _table_name(work: Gemm | Attention) -> str:
+    if isinstance(work, Gemm):
+        return EIGHT_BIT_GEMM if work.eight_bit else "gemm"
+    return "attention_backward" if work.backward else "attention_forward"
 
 
 def table_work(operator: str, rows: Array) -> Gemm | Attention:
     """The shapes of a profile's table of products or attention, as one piece of work each."""
-    if operator == "gemm":
+    if operator in ("gemm", EIGHT_BIT_GEMM):
         m, n, k, batch = rows.T[:4]
-        return Gemm(m, n, k, batch)
+        return Gemm(m, n, k, batch, eight_bit=operator == EIGHT_BIT_GEMM)
     batch, seq, heads, kv_heads, head_dim = rows.T[:5]
-    return Attention(batch, seq, heads, kv_heads, head_dim, backward=operator == _attention_table(True))
+    return Attention(batch, seq, heads, kv_heads, head_dim, backward=operator == "attention_backward")
 
 
 def _logarithms(name: str, sizes: Array) -> Array:

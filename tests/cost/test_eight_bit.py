@@ -1,0 +1,57 @@
+"""Training with 8-bit products: what gets faster, what does not, and how much of it published runs saw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.calibrate.rows import read_rows
+from mist_megatron.cost.layers import LayerOptions, block, head
+from mist_megatron.cost.operators import WorkKind
+from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.spec.presets import PRESETS
+
+
+def works(operators):
+    return [work for operator in operators for work in (*operator.forward, *operator.backward)]
+
+
+def test_projections_alone_have_operands_of_eight_bits():
+    model = PRESETS["llama3-8b"]
+    made = works(block(model, LayerOptions(eight_bit=True)))
+    narrow = {work.name for work in made if work.eight_bit}
+    passes = ("", "_input", "_weight")
+    assert narrow == {
+        f"{name}{run}" for name in ("qkv", "attention_out", "mlp_in", "mlp_out") for run in passes
+    }
+    casts = [work for work in made if work.name.endswith("_cast")]
+    assert len(casts) == 8
+    assert all(work.kind is WorkKind.MEMORY for work in casts)
+    assert not [work for work in works(head(model, LayerOptions(eight_bit=True))) if work.eight_bit]
+    assert not [work for work in works(block(model, LayerOptions())) if work.eight_bit]
+
+
+def test_what_is_gained_is_what_published_runs_gained(measured_dir):
+    """NVIDIA ran layouts in both precisions: the ratio of the step times, for each of its pairs."""
+    folder = measured_dir / "end_to_end"
+    rows = {}
+    for name in ("bf16", "fp8"):
+        text = (folder / f"nvidia_h100_{name}.csv").read_text("utf-8")
+        rows |= {row.row_id: row for row in read_rows(text, name)}
+    seconds = {}
+    for name, row in rows.items():
+        seconds[name] = predict(row.plan, evaluator_for(job_of(row.plan))[0]).iteration_s
+    errors = []
+    for name, row in rows.items():
+        half = name.replace("-fp8-", "-bf16-")
+        layout = replace(row.plan.training, precision="bf16")
+        if half != name and half in rows and replace(row.plan, training=layout) == rows[half].plan:
+            measured = row.measured_s / rows[half].measured_s
+            errors.append(seconds[name] / seconds[half] / measured - 1.0)
+    if not errors:
+        pytest.skip("no pair of runs of one layout")
+    assert np.abs(errors).max() < 0.10
+    assert np.abs(errors).mean() < 0.05
