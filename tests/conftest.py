@@ -60,7 +60,7 @@ def mist_process(tmp_path: Path):  # type: ignore[no-untyped-def]
 @pytest.fixture
 def mist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
     """The same in this process, which has imported already what a new one would import for a second."""
-    from mist_megatron.cli.app import run as run_here
+    from command_line import run as run_here
 
     def run(*arguments: str, **environment: str) -> Ran:
         capsys.readouterr()

@@ -37,11 +37,8 @@ def predict(
     output: OutputOptions,
 ) -> None:
     """Time and memory of a given plan, with every term, and what binds it."""
-    from mist_megatron.ask.evaluators import evaluator_for
-    from mist_megatron.cost.predict import job_of, prediction_document
-    from mist_megatron.cost.predict import predict as predict_plan
+    from mist_megatron.ask.predict import predict as predict_plan
     from mist_megatron.formats.files import load_plan
-    from mist_megatron.targets.rules import require_runnable, violations
 
     read = load_plan(plan)
     if symbols:
@@ -49,16 +46,11 @@ def predict(
 
         show_expressions(read, output)
         return
-    if not what_if:
-        require_runnable(read)
-    evaluator, origin = evaluator_for(job_of(read), without=frozenset(without or ()))
-    prediction = predict_plan(read, evaluator)
-    broken = list(violations(read))
-    document = {**prediction_document(prediction), "profile": origin, "violations": broken}
-    output.finish(document)
+    predicted = predict_plan(read, what_if=what_if, without=without or ())
+    output.finish(predicted.to_dict())
     if not output.json:
-        show_prediction(output.people, read, prediction, origin)
-        for rule in broken:
+        show_prediction(output.people, read, predicted.prediction, predicted.prices)
+        for rule in predicted.violations:
             output.people.print(f"cannot run on {read.target}: {rule}", soft_wrap=True)
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from mist_megatron.cli.output import table
 
 if TYPE_CHECKING:
+    from mist_megatron.ask.simulate import Simulated
     from mist_megatron.events.iteration import Simulation
     from mist_megatron.events.memory_curve import MemoryCurve
 
@@ -24,13 +25,15 @@ WIDTH = 40
 """Characters of memory over time, where the terminal has room for them."""
 HANGING = 4
 """Blanks before a cell that a narrow terminal folds."""
-TOLD_FROM = 0.005
-"""Disagreements below half a percent are told as one figure."""
 LONGEST = 6
 """Events of the critical path that are told one by one."""
 
 
-def show_simulation(people: Console, found: Simulation, before: Simulation | None, origin: str) -> None:
+def show_simulation(people: Console, played: Simulated) -> None:
+    """Time, who is busy, memory over time, and the critical path."""
+    from mist_megatron.ask.plan_words import closed_form_words
+
+    found, before = played.simulation, played.before
     plan, cluster = found.plan, found.plan.cluster
     chunks = f" v={plan.vpp}" if plan.vpp > 1 else ""
     people.print(
@@ -59,26 +62,9 @@ def show_simulation(people: Console, found: Simulation, before: Simulation | Non
     people.print()
     people.print(_longest_table(found))
     people.print()
-    people.print(f"{found.events:,} events from {found.prices} distinct prices: {origin}", soft_wrap=True)
-
-
-def closed_form_words(found: Simulation) -> str:
-    """Eq. 1 beside the events, and where they part."""
-    from mist_megatron.events.disagreement import disagreement
-
-    apart = disagreement(found)
-    if apart is None or found.closed_form_s is None:
-        return f"none: no formula covers schedule {found.schedule}"
-    whole_s = found.iteration_s
-    words = f"{found.closed_form_s:.4g} s ({found.closed_form_s / whole_s - 1.0:+z.2%}"
-    if abs(apart.total_s) < TOLD_FROM * whole_s:
-        return f"{words})"
-    words += f": passes {apart.passes_s / whole_s:+z.2%}, waiting {apart.waiting_s / whole_s:+z.2%}"
-    if abs(apart.passes_s) < TOLD_FROM * whole_s:
-        return f"{words})"
-    stage = apart.worst_stage
-    closed_ms, played_ms = (t[stage] * 1e3 for t in (apart.closed_stable_s, apart.played_stable_s))
-    return f"{words};\n  stage {stage} takes {played_ms:.2f} ms a micro-batch, t is {closed_ms:.2f})"
+    people.print(
+        f"{found.events:,} events from {found.prices} distinct prices: {played.prices}", soft_wrap=True
+    )
 
 
 def _usage_table(found: Simulation) -> Table:

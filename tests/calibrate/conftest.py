@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from mist_megatron.cli.app import run
+from command_line import run
 
 
 @dataclass(frozen=True)

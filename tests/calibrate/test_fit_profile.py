@@ -86,7 +86,7 @@ FIT = ("calibrate", "fit", "raw.jsonl", "--gpu", "h200-sxm-141gb", "--out", "nod
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
     """A fitted profile and what `fit --json` said of it; made in this process, once."""
-    from mist_megatron.cli.app import run
+    from command_line import run
 
     folder = tmp_path_factory.mktemp("fit")
     raw = write(folder / "raw.jsonl", measured())

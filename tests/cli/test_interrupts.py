@@ -65,10 +65,10 @@ def test_workers_that_an_interrupt_leaves_say_nothing(tmp_path):
     """The interpreter's tracker of semaphores warned after `error: interrupted`."""
     program = """
 import os
-from mist_megatron.cli.run_search import _pool
+from mist_megatron.ask.workers import worker_pool
 if __name__ == "__main__":
     try:
-        with _pool(2) as pool:
+        with worker_pool(2) as pool:
             assert pool.submit(abs, -1).result() == 1
             raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -86,9 +86,9 @@ def test_workers_do_not_hear_an_interrupt(tmp_path):
     program = """
 import os, signal
 from multiprocessing import active_children
-from mist_megatron.cli.run_search import _pool
+from mist_megatron.ask.workers import worker_pool
 if __name__ == "__main__":
-    with _pool(2) as pool:
+    with worker_pool(2) as pool:
         for worker in active_children():
             os.kill(worker.pid, signal.SIGINT)
         print(len(active_children()), pool.submit(abs, -1).result())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mist_megatron.cli.tune_report import told_apart
+from mist_megatron.ask.plan_words import told_apart
 from mist_megatron.formats.plan_yaml import plan_from_mapping
 
 JOB = (

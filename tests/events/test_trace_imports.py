@@ -10,9 +10,9 @@ import pytest
 from importer_rules import imported
 from plans_to_play import FULL_OFFLOAD, evaluator_of, plan_of
 
-from mist_megatron.cli.simulate_trace import trace_pieces
 from mist_megatron.events.chrome_trace import Names, Slice, chrome_trace
 from mist_megatron.events.iteration import simulate, with_schedule
+from mist_megatron.events.trace import trace_pieces
 from mist_megatron.spec.plan import Plan
 
 PLANS = {

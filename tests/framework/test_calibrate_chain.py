@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from mist_megatron.cli.app import run
+from command_line import run
 
 
 def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:

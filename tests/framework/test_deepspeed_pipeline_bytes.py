@@ -15,8 +15,8 @@ pytest.importorskip("deepspeed", reason="needs the test framework environment")
 import deepspeed_by_plan
 import warm_start_server
 
+from mist_megatron.ask.emit import launch_sources
 from mist_megatron.ask.evaluators import evaluator_for
-from mist_megatron.cli.emit import launch_sources
 from mist_megatron.cost.predict import grid_of, job_of
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.model_yaml import model_from_mapping

@@ -18,7 +18,7 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 import warm_start_server
 
-from mist_megatron.cli.emit import deepspeed_schema
+from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.frameworks.deepspeed import write as deepspeed
 from mist_megatron.frameworks.deepspeed.convert import replacement
 from mist_megatron.frameworks.deepspeed.read import read_config

@@ -24,8 +24,8 @@ from deepspeed_by_plan import FEW_STEPS, STEPS
 from ports import free_port
 from test_emitted_deepspeed import alone, explicit
 
+from mist_megatron.ask.emit import launch_sources
 from mist_megatron.ask.evaluators import evaluator_for
-from mist_megatron.cli.emit import launch_sources
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import grid_of, job_of
 from mist_megatron.formats.files import write_artifacts

@@ -17,7 +17,7 @@ pytest.importorskip("megatron", reason="megatron-core is not installed")
 import warm_start_server
 from ports import free_port
 
-from mist_megatron.cli.emit import launch_sources
+from mist_megatron.ask.emit import launch_sources
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.spec import catalogue

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_line import run
 from test_emitted_megatron_training import STEPS, overlapped, plain, plan, stage, train
 
-from mist_megatron.cli.app import run
-from mist_megatron.cli.emit import launch_sources
+from mist_megatron.ask.emit import launch_sources
 from mist_megatron.errors import EmitError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.frameworks.folder import artifacts

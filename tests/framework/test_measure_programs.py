@@ -17,9 +17,9 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from command_line import run
 
 from mist_megatron.calibrate.measurements import SIZES, read_measurements
-from mist_megatron.cli.app import run
 
 MEASURE = Path(__file__).parents[2] / "calibration" / "measure"
 NAMES = ("record", "clocks", "timers", "team", "runner", "kernels", "exchange", "host", "coruns")

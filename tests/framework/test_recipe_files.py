@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 import warm_start_server
 
-from mist_megatron.cli.drop_ins import read_cases
+from mist_megatron.ask.drop_ins import read_cases
 from mist_megatron.formats.files import load_plan
 from mist_megatron.frameworks.megatron import write as megatron
 

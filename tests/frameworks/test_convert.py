@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from command_line import run
 
-from mist_megatron.cli.app import run
-from mist_megatron.cli.emit import deepspeed_schema
+from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.deepspeed.read import read_config
 from mist_megatron.frameworks.loose_json import read_loose
@@ -105,7 +105,7 @@ def converted(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, *mo
 @pytest.fixture(autouse=True)
 def _shipped_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped schema: what is installed must not matter here, and asking it takes seconds."""
-    monkeypatch.setattr("mist_megatron.cli.convert.deepspeed_schema", lambda probe: SCHEMA)
+    monkeypatch.setattr("mist_megatron.ask.convert.deepspeed_schema", lambda probe: SCHEMA)
 
 
 @pytest.mark.parametrize("name", FILES)

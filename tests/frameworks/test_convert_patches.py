@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from command_line import run
 
-from mist_megatron.cli.app import run
-from mist_megatron.cli.emit import deepspeed_schema
+from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.frameworks.deepspeed.read import read_config
 
 SCHEMA = deepspeed_schema(probe=False)
@@ -28,7 +28,7 @@ CONFIG = {
 def _shipped_schema(monkeypatch):
     """What is installed must not matter here, and asking it takes seconds."""
     for module in ("convert", "lint"):
-        monkeypatch.setattr(f"mist_megatron.cli.{module}.deepspeed_schema", lambda probe: SCHEMA)
+        monkeypatch.setattr(f"mist_megatron.ask.{module}.deepspeed_schema", lambda probe: SCHEMA)
 
 
 def written(tmp_path, config):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import mist_patches
 import pytest
+from command_line import run
 from mist_patches import entry, stage_config
 from mist_patches.core.registry import PATCHES
 from mist_patches.core.stage_arguments import _MARK
 from mist_patches.deepspeed import stage_files
 
-from mist_megatron.cli.app import run
-from mist_megatron.cli.emit import launch_sources
+from mist_megatron.ask.emit import launch_sources
 from mist_megatron.errors import EmitError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_to_yaml
@@ -142,7 +142,7 @@ def test_predict_and_simulate_price_one(
 @pytest.fixture
 def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without asking the installed DeepSpeed, as other tests do."""
-    monkeypatch.setattr("mist_megatron.cli.lint.deepspeed_schema", lambda probe: SOURCES.deepspeed_schema)
+    monkeypatch.setattr("mist_megatron.ask.lint.deepspeed_schema", lambda probe: SOURCES.deepspeed_schema)
 
 
 @pytest.mark.usefixtures("shipped")

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_line import run
 
-from mist_megatron.cli.app import run
-from mist_megatron.cli.emit import launch_sources
+from mist_megatron.ask.emit import launch_sources
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_from_mapping

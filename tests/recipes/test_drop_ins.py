@@ -8,9 +8,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from command_line import run
 
-from mist_megatron.cli.app import run
-from mist_megatron.cli.drop_ins import BEFORE, read_cases
+from mist_megatron.ask.drop_ins import BEFORE, read_cases
 from mist_megatron.frameworks.deepspeed.convert import flat
 from mist_megatron.frameworks.loose_json import read_loose
 

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from command_line import run
 
 from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.recipe_build import emitted
 from mist_megatron.ask.recipe_jobs import read_jobs
-from mist_megatron.cli.app import run
-from mist_megatron.cli.recipe_build import emitted
-from mist_megatron.cli.recipe_pages import index_page, readme_page, why_page
+from mist_megatron.ask.recipe_pages import index_page, readme_page, why_page
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.formats.files import load_plan
 from mist_megatron.targets.rules import violations

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mist_megatron.ask.evaluators import evaluator_for
-from mist_megatron.cli.options import TakenJob
-from mist_megatron.cli.run_search import run_search
+from mist_megatron.ask.tune import tune
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import InputError
 from mist_megatron.events.iteration import simulate
@@ -41,7 +40,7 @@ def job(limit_gib: float, **execution: bool) -> Job:
 
 
 def test_stages_have_their_own_where_memory_is_short():
-    found = run_search(TakenJob(job(7.0), {}), FULL, PIPED, (1, None))
+    found = tune(job(7.0), space=FULL, settings=PIPED)
     plan, told = found.plans[0], found.predictions[0]
     assert violations(plan) == () and told.fits
     assert {stage.zero for stage in plan.stages} == {1} and plan.execution.decoupled_step is None

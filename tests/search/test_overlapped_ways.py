@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mist_megatron.ask.evaluators import evaluator_for
-from mist_megatron.cli.options import TakenJob
-from mist_megatron.cli.run_search import run_search
+from mist_megatron.ask.tune import tune
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.formats.files import load_model
 from mist_megatron.search.search import NoneFaster, Settings, search
@@ -37,7 +36,7 @@ def job(target: TargetName, *, gpus: int = 2, limit_gib: float | None = None) ->
 
 def test_a_plan_for_megatron_overlaps_its_collectives():
     settings = replace(COARSE, limits=Limits(fixed={"pp": 1, "tp": 1}))
-    found = run_search(TakenJob(job("megatron"), {}), space_named("megatron"), settings, (1, None))
+    found = tune(job("megatron"), space=space_named("megatron"), settings=settings)
     apart = search(evaluator_for(job("megatron"))[0], space_named("megatron"), settings)
     assert found.plans[0].execution == OVERLAPPED
     assert found.result.objective_s < apart.objective_s, "dp 2 over PCIe: there is something to hide"
@@ -46,7 +45,7 @@ def test_a_plan_for_megatron_overlaps_its_collectives():
 def test_a_pipeline_gathers_all_at_once():
     """Stages would gather one after the other, each when its first micro-batch comes."""
     settings = replace(COARSE, limits=Limits(fixed={"pp": 2, "dp": 2}))
-    found = run_search(TakenJob(job("megatron", gpus=4), {}), space_named("megatron"), settings, (1, None))
+    found = tune(job("megatron", gpus=4), space=space_named("megatron"), settings=settings)
     assert found.plans[0].execution == Execution(overlap_grad_reduce=True)
     gathering = replace(found.plans[0], execution=OVERLAPPED)
     gathering_s = predict(gathering, evaluator_for(job_of(gathering))[0]).iteration_s
@@ -57,14 +56,14 @@ def test_what_the_user_says_stays():
     said = replace(
         job("megatron"), execution=Execution(overlap_grad_reduce=False, overlap_param_gather=False)
     )
-    found = run_search(TakenJob(said, {}), space_named("megatron"), COARSE, (1, None))
+    found = tune(said, space=space_named("megatron"), settings=COARSE)
     assert found.plans[0].execution == said.execution
 
 
 def test_given_up_where_gradients_must_leave_the_gpu():
     """One GPU of so little memory that a plan needs weights or gradients on the host."""
     tight = job("megatron+patches", gpus=1, limit_gib=8.0)
-    found = run_search(TakenJob(tight, {}), space_named("full"), COARSE, (1, None))
+    found = tune(tight, space=space_named("full"), settings=COARSE)
     (stage,) = found.plans[0].stages
     assert stage.offload.weights > 0.0 and stage.offload.grads > 0.0
     assert found.plans[0].execution == Execution()

@@ -13,7 +13,7 @@ import time
 import pytest
 from jobs import evaluator_of, small_job
 
-from mist_megatron.cli.run_search import check_numbers
+from mist_megatron.ask.tune_words import check_numbers
 from mist_megatron.errors import InputError
 from mist_megatron.search.search import Settings, Status, StoppedEmpty, Watch, search
 from mist_megatron.search.space import space_named

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mist_megatron.ask.baselines import HAND_MADE
+from mist_megatron.ask.emit import launch_sources
+from mist_megatron.ask.plan_words import plan_words
 from mist_megatron.ask.recipe_jobs import RecipeJob
-from mist_megatron.cli.recipe_pages import plan_words, readme_page, rounded, short_prediction, why_page
+from mist_megatron.ask.recipe_pages import readme_page, rounded, short_prediction, why_page
+from mist_megatron.ask.tune import Tuned, tune
+from mist_megatron.cost.predict import prediction_document
 from mist_megatron.errors import InputError, MistError, NoFeasiblePlan
+from mist_megatron.formats.plan_yaml import plan_to_yaml
+from mist_megatron.frameworks.folder import artifacts
+from mist_megatron.search.search import Settings
+from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.plan import Plan, TargetName
+from mist_megatron.targets.rules import model_rules
 from mist_megatron.targets.table import TARGETS
-
-if TYPE_CHECKING:
-    from mist_megatron.ask.found import Found
 
 FORBIDDEN = frozenset({"unequal"})
 """A recipe is copied by people who then change it: its stages all have the same grid and micro-batch."""
@@ -28,13 +34,13 @@ KEPT = {
 
 def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
     """File name -> text. Everything follows from the job: no time of day, no seconds spent."""
-    found = _search(job, "full", job.target)
+    tuned = _search(job, "full", job.target)
     spaces = {
-        space: found if job.target == target == "deepspeed" else _baseline(job, space, target)
+        space: tuned if job.target == target == "deepspeed" else _baseline(job, space, target)
         for target, named in HAND_MADE.items()
         for space in named
     }
-    plan = recipe_plan(found, spaces)
+    plan = recipe_plan(tuned, spaces)
     files = emitted(plan)
     other = spaces["deepspeed"]
     if TARGETS[job.target].framework != "deepspeed" and not isinstance(other, MistError):
@@ -44,23 +50,21 @@ def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
     return files
 
 
-def recipe_plan(found: Found, spaces: Mapping[str, Found | MistError]) -> Plan:
+def recipe_plan(tuned: Tuned, spaces: Mapping[str, Tuned | MistError]) -> Plan:
     """The best plan; nothing in its prediction and provenance depends on when it was made."""
-    from mist_megatron.cost.predict import prediction_document
-
-    best = found.plans[0]
+    best = tuned.plan
     about = {key: best.provenance[key] for key in _SAME_EACH_TIME} if best.provenance else {}
     about["compared"] = {space: _compared(other) for space, other in spaces.items()}
     if FORBIDDEN:
         about["forbid"] = sorted(FORBIDDEN)
-    prediction = short_prediction(prediction_document(found.predictions[0]))
+    prediction = short_prediction(prediction_document(tuned.prediction))
     return replace(best, prediction=prediction, provenance=rounded(about))
 
 
 _SAME_EACH_TIME = ("version", "profile", "space", "grid", "solver", "status", "gap")
 
 
-def _compared(other: Found | MistError) -> dict[str, Any]:
+def _compared(other: Tuned | MistError) -> dict[str, Any]:
     if isinstance(other, MistError):
         return {"iteration_s": None, "reason": other.message}
     return {"iteration_s": other.predictions[0].iteration_s, "shape": plan_words(other.plans[0])}
@@ -68,38 +72,25 @@ def _compared(other: Found | MistError) -> dict[str, Any]:
 
 def emitted(plan: Plan) -> dict[str, str]:
     """plan.yaml, and what is kept of the files that run it."""
-    from mist_megatron.cli.emit import launch_sources
-    from mist_megatron.formats.plan_yaml import plan_to_yaml
-    from mist_megatron.frameworks.folder import artifacts
-
     texts = artifacts(plan, launch_sources(probe=False))
     kept = KEPT["deepspeed" if TARGETS[plan.target].framework == "deepspeed" else "megatron"]
     return {"plan.yaml": plan_to_yaml(plan), **{name: texts[name] for name in kept}}
 
 
-def _best_deepspeed(found: Found) -> str:
-    from mist_megatron.cost.predict import prediction_document
-
-    plan = found.plans[0]
-    short = short_prediction(prediction_document(found.predictions[0]))
+def _best_deepspeed(tuned: Tuned) -> str:
+    plan = tuned.plan
+    short = short_prediction(prediction_document(tuned.prediction))
     text = emitted(replace(plan, prediction=short))["ds_config.json"]
     return json.dumps(json.loads(text), indent=2) + "\n"
 
 
-def _search(job: RecipeJob, space: str, target: TargetName) -> Found:
-    from mist_megatron.cli.options import TakenJob
-    from mist_megatron.cli.run_search import run_search
-    from mist_megatron.search.search import Settings
-    from mist_megatron.search.space import Limits, space_named
-
+def _search(job: RecipeJob, space: str, target: TargetName) -> Tuned:
     settings = Settings(limits=Limits(forbidden=FORBIDDEN))
-    return run_search(TakenJob(job.job(target), {}), space_named(space), settings, (1, None))
+    return tune(job.job(target), space=space_named(space), settings=settings)
 
 
-def _baseline(job: RecipeJob, space: str, target: TargetName) -> Found | MistError:
+def _baseline(job: RecipeJob, space: str, target: TargetName) -> Tuned | MistError:
     """The best plan of a hand-made space, or in a few words why there is none."""
-    from mist_megatron.targets.rules import model_rules
-
     try:
         return _search(job, space, target)
     except NoFeasiblePlan:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mist_megatron.cli.tune_report import recompute_words, shape_words
-from mist_megatron.spec.kinds import IN_WORDS
+from mist_megatron.ask.plan_words import GIB, offload_words, place_words, recompute_words, shape_words
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.table import TARGETS
 
-GIB = float(1 << 30)
 HAND_MADE = {
     # Space -> how its plans are called here.
     "megatron": "Megatron",
@@ -39,22 +37,6 @@ def short_prediction(document: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def plan_words(plan: Plan) -> str:
-    """A whole plan in one line: shape, then what the first stage does, as the stages differ little."""
-    stage = plan.stages[0]
-    again = {"selective": "attention recomputed", "full": f"{stage.ckpt} of {stage.layers} layers recomputed"}
-    words = [shape_words(plan), f"ZeRO {stage.zero}"]
-    if stage.ckpt or stage.recompute == "selective":
-        words.append(again[stage.recompute])
-    moved = [
-        IN_WORDS[kind] if share == 1.0 else f"{share:.0%} of {IN_WORDS[kind]}"
-        for kind, share in stage.offload.items()
-        if share
-    ]
-    words += [f"{' + '.join(moved)} in host memory"] if moved else []
-    return ", ".join(words)
-
-
 def speed_up(plan: Plan, space: str) -> float | None:
     """How many times faster than the best hand-made plan of a space; None where that has none."""
     compared = _provenance(plan).get("compared", {}).get(space, {})
@@ -76,7 +58,7 @@ def why_page(plan: Plan) -> str:
         f"- **Sure:** {_proof(about)}; {share['exact'] + share['interpolated']:.0%} of the layer time "
         f"rests on measured kernels of this GPU, the rest on curves or its datasheet.",
     ]
-    return "\n".join([f"# Why {_title(plan)}", "", *lines, ""])
+    return "\n".join([f"# Why {place_words(plan)}", "", *lines, ""])
 
 
 def _beaten(plan: Plan, space: str) -> str:
@@ -105,7 +87,7 @@ def readme_page(name: str, plan: Plan, files: Sequence[str]) -> str:
     ]
     return "\n".join(
         [
-            f"# {_title(plan)}",
+            f"# {place_words(plan)}",
             "",
             f"Global batch {plan.training.global_batch} x {plan.training.seq_len} tokens, "
             f"{plan.training.precision}, {plan.target}: {shape_words(plan)}.",
@@ -134,9 +116,8 @@ def _deepspeed_words(plan: Plan, files: Sequence[str]) -> str:
 
 
 def _stage_cells(stage: StagePlan) -> tuple[str, ...]:
-    moved = "/".join(f"{round(100 * part):d}" for part in stage.offload.values())
     sizes = (str(stage.layers), str(stage.gpus), f"{stage.dp} x {stage.tp}", str(stage.zero))
-    return (*sizes, recompute_words(stage), moved)
+    return (*sizes, recompute_words(stage), offload_words(stage))
 
 
 def _memory(what: Mapping[str, Any], stage: int) -> str:
@@ -202,11 +183,6 @@ measured kernels.
 `jobs.yaml` lists what is tuned; `mist-megatron recipes rebuild` writes all of this anew, and with `--check`
 says what is stale. [deepspeed/](deepspeed/) holds replacements for hand-written DeepSpeed configurations.
 """
-
-
-def _title(plan: Plan) -> str:
-    cluster = plan.cluster
-    return f"{plan.model.name} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
 
 
 def _iteration_s(plan: Plan) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mist_megatron.cli.emit import launch_sources
+from mist_megatron.ask.emit import launch_sources
+from mist_megatron.ask.tune import tune
+from mist_megatron.cost.predict import job_of
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.deepspeed import convert as conversion
 from mist_megatron.frameworks.deepspeed import write as deepspeed
@@ -20,6 +22,8 @@ from mist_megatron.frameworks.deepspeed.read import (
 )
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.folder import artifacts
+from mist_megatron.search.search import Settings, Watch
+from mist_megatron.search.space import Limits
 from mist_megatron.spec.plan import Plan
 
 REPLACED = frozenset({"README.md", "ds_config.json", "ds_config_auto.json"})
@@ -37,14 +41,10 @@ def require_patchable(reading: Reading, question: Question) -> None:
         )
 
 
-def patched_plan(before: Plan, reading: Reading, question: Question, keep: tuple[str, ...]) -> Plan:
+def patched_plan(
+    before: Plan, reading: Reading, question: Question, keep: tuple[str, ...], watch: Watch
+) -> Plan:
     """The best plan of everything that the patches can run, with the same global batch."""
-    from mist_megatron.cli.options import TakenJob
-    from mist_megatron.cli.run_search import run_search
-    from mist_megatron.cost.predict import job_of
-    from mist_megatron.search.search import Settings
-    from mist_megatron.search.space import Limits, space_named
-
     # A script that trains with this file has the model in one piece: stages need another script.
     fixed: dict[str, int] = {"pp": 1}
     if keep_covers(keep, "zero_optimization.stage"):
@@ -57,10 +57,10 @@ def patched_plan(before: Plan, reading: Reading, question: Question, keep: tuple
     execution = replace(before.execution, grad_bytes=4 if reading.wide_grads else None)
     job = replace(job_of(before), target=question.target, execution=execution)
     settings = Settings(limits=Limits(fixed=fixed, forbidden=forbidden))
-    found = run_search(TakenJob(job, {}), space_named("full"), settings, (1, None))
-    if found.interrupted:
+    tuned = tune(job, settings=settings, watch=watch)
+    if tuned.interrupted:
         raise KeyboardInterrupt
-    return found.plans[0]
+    return tuned.plan
 
 
 def keep_covers(keep: tuple[str, ...], key: str) -> bool:

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from mist_megatron.cli.convert import Choices, Conversion, conversion_files, convert_text
-from mist_megatron.cli.emit import deepspeed_schema
-from mist_megatron.cli.options import JobOptions
-from mist_megatron.cli.recipe_pages import plan_words, rounded
+from mist_megatron.ask.convert import Choices, Converted, convert
+from mist_megatron.ask.emit import deepspeed_schema
+from mist_megatron.ask.job_words import JobWords
+from mist_megatron.ask.plan_words import plan_words
+from mist_megatron.ask.recipe_pages import rounded
 from mist_megatron.formats.document import build_versioned
-from mist_megatron.formats.files import load_mapping, read_text
+from mist_megatron.formats.files import load_mapping
 from mist_megatron.spec.check import STRICT
 
 CASES_FILE = "cases.yaml"
@@ -34,8 +35,9 @@ class Case:
     checkpointing: bool
     precision: str | None = None
 
-    def options(self) -> JobOptions:
-        return JobOptions(
+    def words(self) -> JobWords:
+        """As arguments of `convert`."""
+        return JobWords(
             model=self.model, gpu=self.gpu, gpus=self.gpus, seq=self.seq, precision=self.precision
         )
 
@@ -61,11 +63,10 @@ def read_cases(folder: Path) -> Mapping[str, Case]:
     return MappingProxyType(build_versioned(_CasesDocument, load_mapping(path), str(path), SCHEMA).cases)
 
 
-def convert_case(folder: Path, name: str, case: Case) -> Conversion:
+def convert_case(folder: Path, name: str, case: Case) -> Converted:
     """The replacement of one file, its figures cut so that they are the same everywhere."""
-    path = folder / name / BEFORE
     choices = Choices(checkpointing=case.checkpointing)
-    made, _ = convert_text(read_text(path), str(path), case.options(), choices, deepspeed_schema(probe=False))
+    made = convert(folder / name / BEFORE, case.words(), choices, schema=deepspeed_schema(probe=False))
     about = rounded({**made.config["_mist"]})
     return replace(made, config={**made.config, "_mist": about})
 
@@ -76,7 +77,7 @@ def drop_in_files(folder: Path) -> dict[str, str]:
     rows: list[str] = []
     for name, case in read_cases(folder).items():
         made = convert_case(folder, name, case)
-        written = conversion_files(made)
+        written = made.files()
         files |= {f"{name}/{file}": written[file] for file in ("ds_config.json", "CHANGES.md")}
         rows.append(_row(name, case, made))
     commands = "\n".join(case.command(name) for name, case in read_cases(folder).items())
@@ -84,7 +85,7 @@ def drop_in_files(folder: Path) -> dict[str, str]:
     return files
 
 
-def _row(name: str, case: Case, made: Conversion) -> str:
+def _row(name: str, case: Case, made: Converted) -> str:
     before, after = made.before_price, made.after_price
     faster = f"{before.iteration_s / after.iteration_s:.2f}x" if before.fits else "now fits"
     cells = [
@@ -100,7 +101,7 @@ def _row(name: str, case: Case, made: Conversion) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _words(made: Conversion, which: str) -> str:
+def _words(made: Converted, which: str) -> str:
     plan = made.before if which == "before" else made.after
     return plan_words(plan).partition("tp 1, ")[2]
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mist_megatron.errors import InputError
-
-if TYPE_CHECKING:
-    from mist_megatron.events.chrome_trace import Arrow, Counter, Slice
-    from mist_megatron.events.engine import Progress as Report
-    from mist_megatron.events.iteration import Simulation
+from mist_megatron.events.analysis import STREAM_NAMES
+from mist_megatron.events.chrome_trace import Arrow, Counter, Names, Slice, chrome_trace
+from mist_megatron.events.iteration import Simulation
+from mist_megatron.spec.layout import stage_ranks
 
 MOST_SLICES = 4_000_000
 """About the most that is known to open: 3.7 million slices of 1,024 GPUs (560 MB, 30 CPU-seconds to write)
@@ -19,26 +16,8 @@ took Perfetto 52 107 s in a browser on 2 busy cores."""
 GIB = float(1 << 30)
 
 
-def write_trace(path: Path, simulation: Simulation, *, every_rank: bool, progress: Report) -> None:
-    """One process per stage, or per GPU; all of the file or nothing."""
-    from mist_megatron.events.chrome_trace import EVENTS_PER_PIECE
-    from mist_megatron.formats.files import write_pieces
-
-    total = slice_count(simulation, processes(simulation, every_rank=every_rank))
-
-    def reported() -> Iterator[str]:
-        for number, piece in enumerate(trace_pieces(simulation, every_rank=every_rank)):
-            progress(min(number * EVENTS_PER_PIECE, total), total)
-            yield piece
-
-    write_pieces(path, reported())
-
-
 def trace_pieces(simulation: Simulation, *, every_rank: bool) -> Iterator[str]:
     """The text of the file, piece by piece."""
-    from mist_megatron.events.analysis import STREAM_NAMES
-    from mist_megatron.events.chrome_trace import Names, chrome_trace
-
     members = processes(simulation, every_rank=every_rank)
     count = slice_count(simulation, members)
     if count > MOST_SLICES:
@@ -61,8 +40,6 @@ def trace_pieces(simulation: Simulation, *, every_rank: bool) -> Iterator[str]:
 
 def processes(simulation: Simulation, *, every_rank: bool) -> list[list[int]]:
     """Process numbers of each stage: the stage itself, or its ranks."""
-    from mist_megatron.spec.layout import stage_ranks
-
     count = len(simulation.plan.stages)
     if every_rank:
         return [list(stage_ranks(simulation.plan, stage)) for stage in range(count)]
@@ -75,8 +52,6 @@ def slice_count(simulation: Simulation, members: list[list[int]]) -> int:
 
 def title_of(simulation: Simulation, stage: int, process: int, *, every_rank: bool) -> str:
     """Numbers have leading zeros: Perfetto orders processes by their names."""
-    from mist_megatron.spec.layout import stage_ranks
-
     plan = simulation.plan
     name = f"stage {stage:0{len(str(len(plan.stages) - 1))}}"
     if every_rank:
@@ -87,7 +62,6 @@ def title_of(simulation: Simulation, stage: int, process: int, *, every_rank: bo
 
 
 def _slices(simulation: Simulation, members: list[list[int]]) -> Iterator[Slice]:
-    from mist_megatron.events.chrome_trace import Slice
 
     timeline, kinds = simulation.timeline, simulation.built.kind
     program = timeline.program
@@ -101,8 +75,6 @@ def _slices(simulation: Simulation, members: list[list[int]]) -> Iterator[Slice]
 def _arrows(simulation: Simulation, members: list[list[int]]) -> Iterator[Arrow]:
     """From the middle of a transfer to the first event of the pass that it is for; between stages of
     different sizes a rank's partner is the one at the same place."""
-    from mist_megatron.events.chrome_trace import Arrow
-
     timeline, program = simulation.timeline, simulation.timeline.program
     for send, target in simulation.built.sends:
         senders, receivers = members[program.device[send]], members[program.device[target]]
@@ -121,7 +93,6 @@ def _arrows(simulation: Simulation, members: list[list[int]]) -> Iterator[Arrow]
 
 
 def _counters(simulation: Simulation, members: list[list[int]]) -> Iterator[Counter]:
-    from mist_megatron.events.chrome_trace import Counter
 
     for stage, curve in enumerate(simulation.memory):
         for at_s, live_bytes in zip(curve.at_s.tolist(), curve.live_bytes.tolist(), strict=True):

@@ -1,0 +1,344 @@
+"""A hand-written DeepSpeed configuration -> a tuned one in its place, with a reason for every change."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mist_megatron.ask.convert_patched import (
+    patched_files,
+    patched_plan,
+    require_patchable,
+    require_same_plan,
+)
+from mist_megatron.ask.emit import deepspeed_schema
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.job_words import JobWords, read_job
+from mist_megatron.ask.plan_words import lines_repr
+from mist_megatron.ask.tune import silently
+from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.errors import InputError, NoFeasiblePlan
+from mist_megatron.formats.files import read_text, write_artifacts
+from mist_megatron.formats.plan_yaml import plan_to_mapping
+from mist_megatron.frameworks.deepspeed import convert as conversion
+from mist_megatron.frameworks.deepspeed.convert import Change, Price, Question
+from mist_megatron.frameworks.deepspeed.convert_patched import fit_to_patches, patch_changes
+from mist_megatron.frameworks.deepspeed.read import BATCH_KEYS, Config, Reading, read_config
+from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
+from mist_megatron.frameworks.deepspeed.write import config_text, patches, provenance, recomputes, stages
+from mist_megatron.frameworks.loose_json import read_loose
+from mist_megatron.search.search import Watch
+from mist_megatron.spec import check
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.rules import violations
+from mist_megatron.targets.table import targets_of
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Converted:
+    """A tuned configuration beside what it replaces."""
+
+    raw: Config
+    """The file as it was."""
+    reading: Reading
+    """What DeepSpeed makes of it, and what is to be said of that."""
+    before: Plan
+    before_price: Price
+    after: Plan
+    after_price: Price
+    config: Config
+    """What takes the file's place."""
+    changes: tuple[Change, ...]
+    """Every key that differs, with the reason."""
+    unpatched_price: Price | None = None
+    """Of the best plan without patches, where they were asked for and one fits without."""
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    """Options that were not given -> what was taken for them."""
+
+    @property
+    def plan(self) -> Plan:
+        """What the new file runs."""
+        return self.after
+
+    @property
+    def patches(self) -> tuple[str, ...]:
+        """Patches that the new file needs."""
+        return patches(self.after)
+
+    def files(self) -> dict[str, str]:
+        """Name -> text: the new file, the difference, the reasons, and under patches what starts it."""
+        new = config_text(self.config)
+        old = json.dumps(self.raw, indent=2) + "\n"
+        lines = difflib.unified_diff(
+            old.splitlines(keepends=True),
+            new.splitlines(keepends=True),
+            "before/ds_config.json",
+            "after/ds_config.json",
+        )
+        own = {"ds_config.json": new, "ds_config.diff": "".join(lines), "CHANGES.md": _changes_text(self)}
+        return {**(patched_files(self.after) if self.patches else {}), **own}
+
+    def written(self, out: str | Path, *, force: bool = False) -> Converted:
+        """Writes the files, all or nothing."""
+        write_artifacts(Path(out), self.files(), force=force)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `convert --json` prints."""
+        return {
+            "before": asdict(self.before_price),
+            "after": asdict(self.after_price),
+            "findings": [asdict(finding) for finding in self.reading.findings],
+            "changes": [asdict(change) for change in self.changes],
+            **_patch_document(self),
+            "config": self.config,
+            "plan": plan_to_mapping(self.after),
+        }
+
+    def __repr__(self) -> str:
+        changed = (
+            f"{c.key}: {value_words(c.old)} -> {value_words(c.new)} {gain_words(c)}" for c in self.changes
+        )
+        return lines_repr(self, [*summary(self), *(line.rstrip() for line in changed)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the file cannot say of how it is used, and what must stay."""
+
+    checkpointing: bool = False
+    """Whether the script recomputes activations now."""
+    may_checkpoint: bool = True
+    """Whether the answer may switch that."""
+    keep: tuple[str, ...] = ()
+    """Keys to leave as they are."""
+
+
+def convert(
+    file: str | Path,
+    words: JobWords,
+    choices: Choices,
+    *,
+    schema: DeepSpeedSchema | None = None,
+    watching: Callable[[], AbstractContextManager[Watch]] = silently,
+) -> Converted:
+    """A file converted for the job that the words name; by the installed DeepSpeed's keys, or a schema's.
+
+    `watching` begins the watch of the search that patches need.
+    """
+    raw = read_loose(read_text(file), str(file))
+    schema = schema or deepspeed_schema(probe=True)
+    reading = read_config(raw, schema)
+    known = tuple(sorted(conversion.keepable(reading, schema)))
+    for path in choices.keep:
+        check.known("--keep", "key", path, known)
+    asked = read_job(with_batch(words, reading))
+    question = Question(
+        model=asked.job.model,
+        cluster=asked.job.cluster,
+        training=asked.job.training,
+        checkpointing=choices.checkpointing,
+        may_checkpoint=choices.may_checkpoint,
+        target=asked.job.target,
+    )
+    made = _converted(raw, reading, question, _Tools(schema, choices.keep, watching))
+    return replace(made, defaults=asked.defaults)
+
+
+def with_batch(words: JobWords, reading: Reading) -> JobWords:
+    """The job that the file describes, where the words leave it open."""
+    target, model, gpus = words.get("target") or "deepspeed", words.get("model"), words.get("gpus")
+    possible = targets_of("deepspeed")
+    if target not in possible:
+        raise InputError(f"--target is {target}; a DeepSpeed JSON is for {' or '.join(possible)}")
+    if gpus is None:
+        asked = "--gpus is" if model is not None else "--model and --gpus are"
+        try_ = "--gpus 8" if model is not None else "--model llama2-7b --gpus 8"
+        raise InputError(f"{asked} missing", details=(f"try: {try_}",))
+    micro, steps = conversion.batch_of(reading, gpus)
+    written, batch = micro * steps * gpus, words.get("global_batch")
+    if batch is not None and batch != written:
+        raise InputError(
+            f"--global-batch is {batch}; the file says {micro} x {steps} x {gpus} GPUs",
+            details=("try: without --global-batch, or change the file's batch keys",),
+        )
+    precision = words.get("precision") or conversion.precision_of(reading)
+    return {**words, "target": target, "global_batch": written, "precision": precision}
+
+
+@dataclass(frozen=True)
+class _Tools:
+    """What a conversion needs besides the question."""
+
+    schema: DeepSpeedSchema
+    keep: tuple[str, ...]
+    watching: Callable[[], AbstractContextManager[Watch]]
+
+
+def _converted(raw: Config, reading: Reading, question: Question, tools: _Tools) -> Converted:
+    patched = question.target == "deepspeed+patches"
+    if patched:
+        require_patchable(reading, question)
+    before = conversion.as_written(reading, replace(question, target="deepspeed"))
+    price = _pricing()
+    plain = conversion.best(conversion.candidates(before, may_checkpoint=question.may_checkpoint), price)
+    if patched:
+        with tools.watching() as watch:
+            tuned = patched_plan(before, reading, question, tools.keep, watch)
+        chosen: tuple[Plan, Price] | None = (tuned, price(tuned))
+    else:
+        chosen = plain
+    if chosen is None:
+        raise NoFeasiblePlan(
+            f"no DeepSpeed setting fits {before.model.name} on {before.gpus} x {before.cluster.gpu.name}",
+            details=("try: more --gpus, a shorter --seq, or --target deepspeed+patches",),
+        )
+    after, after_price = chosen
+    config = conversion.replacement(reading, after, tools.schema, tools.keep)
+    if patched:
+        config = fit_to_patches(config, after)
+        require_same_plan(config, after, question, tools.schema)
+    config["_mist"] = provenance(after, tools.schema) | {"prediction": asdict(after_price)}
+    changed = conversion.changes(raw, config, reading, _gains(before, after, after_price, price))
+    return Converted(
+        raw=raw,
+        reading=reading,
+        before=before,
+        before_price=price(before),
+        after=after,
+        after_price=after_price,
+        config=config,
+        changes=(*changed, *(patch_changes(after) if patched else ())),
+        unpatched_price=plain[1] if patched and plain is not None else None,
+    )
+
+
+def _pricing() -> Callable[[Plan], Price]:
+    """Prices plans; an evaluator is built once for all that differ in their stages only."""
+    built: dict[Job, StageEvaluator] = {}
+
+    def price(plan: Plan) -> Price:
+        job = job_of(plan)
+        if job not in built:
+            built[job], _ = evaluator_for(job)
+        found = predict(plan, built[job])
+        used = max(stage.peak_memory_bytes / stage.limit_bytes for stage in found.stages)
+        return Price(iteration_s=found.time.total_s, fits=found.fits, memory_used_fraction=used)
+
+    return price
+
+
+def _gains(
+    before: Plan, after: Plan, tuned: Price, price: Callable[[Plan], Price]
+) -> dict[str, float | None]:
+    """What each group of changes saves: the tuned plan against itself with that group as it was, where the
+    target runs that."""
+    old, new = before.stages[0], after.stages[0]
+    reverted = {
+        "batch split": replace(
+            after, grad_accum=before.grad_accum, stages=(replace(new, micro_batch=old.micro_batch),)
+        ),
+        "ZeRO stage and offload": replace(after, stages=(replace(new, zero=old.zero, offload=old.offload),)),
+    }
+    found: dict[str, float | None] = {}
+    for group, plan in reverted.items():
+        if after.target == "deepspeed+patches" and violations(plan):
+            continue
+        cost = price(plan)
+        found[group] = 1.0 - tuned.iteration_s / cost.iteration_s if cost.fits else None
+    return found
+
+
+def _changes_text(made: Converted) -> str:
+    rows = [
+        f"| `{c.key}` | {value_words(c.old)} | {value_words(c.new)} | {gain_words(c)} | {c.reason} |"
+        for c in made.changes
+    ]
+    return "\n".join(
+        [
+            "# What changed",
+            "",
+            *summary(made),
+            "",
+            "| key | before | after | saves | reason |",
+            "| --- | --- | --- | --- | --- |",
+            *rows,
+            "",
+        ]
+    )
+
+
+def summary(made: Converted) -> list[str]:
+    """What it gains, and what else has to be done for that."""
+    before, after = made.before_price, made.after_price
+    lines = [
+        f"Predicted: {before.iteration_s:.4g} s a step before"
+        f"{'' if before.fits else ' (does not fit in memory)'}, {after.iteration_s:.4g} s after."
+    ]
+    if made.after.target == "deepspeed+patches":
+        lines += _patch_summary(made)
+    now = made.before.stages[0].ckpt > 0
+    then = recomputes(made.after)
+    if now != then:
+        word = "on" if then else "off"
+        lines.append(f"Switch activation checkpointing {word} in your script: the plan counts on it.")
+    if "auto" in (made.config.get(key) for key in BATCH_KEYS[1:]):
+        stage = made.after.stages[0]
+        lines.append(
+            f"Set per_device_train_batch_size={stage.micro_batch} and "
+            f"gradient_accumulation_steps={made.after.grad_accum} in TrainingArguments: "
+            '"auto" takes them from there.'
+        )
+    return lines
+
+
+def _patch_summary(made: Converted) -> list[str]:
+    if not made.patches:
+        return ["No patch makes it faster: the file needs none."]
+    plain = made.unpatched_price
+    lines = [
+        "No setting fits without patches."
+        if plain is None
+        else f"The best without patches takes {plain.iteration_s:.4g} s a step."
+    ]
+    stage = made.after.stages[0]
+    if stage.ckpt:
+        lines.append(
+            f"A patch recomputes {stage.ckpt} of {stage.layers} layers; your script must recompute none."
+        )
+    lines.append(
+        f'Needs {", ".join(made.patches)}: call mist_patches.apply("stages.json") before '
+        "deepspeed.initialize, or fill in env.sh and start with ./train.sh (pip install mist-megatron)."
+    )
+    return lines
+
+
+def value_words(value: Any) -> str:
+    """A value of the JSON, or a dash where there is none."""
+    return "-" if value is None else json.dumps(value)
+
+
+def gain_words(change: Change) -> str:
+    """What a change saves, if anything."""
+    if change.needed:
+        return "needed to fit"
+    # Less than this is no gain: it came along with what is one.
+    return "" if change.gain is None or abs(change.gain) < 0.0005 else f"{change.gain:.1%}"
+
+
+def _patch_document(made: Converted) -> Mapping[str, Any]:
+    if made.after.target != "deepspeed+patches":
+        return {}
+    plain = made.unpatched_price
+    return {
+        "without_patches": None if plain is None else asdict(plain),
+        "patches": made.patches,
+        "stages": stages(made.after),
+    }

@@ -1,0 +1,88 @@
+"""The files that run a plan on its target."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+from mist_megatron.ask.plan_words import lines_repr
+from mist_megatron.errors import EmitError
+from mist_megatron.formats.files import read_text, write_artifacts
+from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema, schema_from_text
+from mist_megatron.frameworks.folder import LaunchSources, artifacts
+from mist_megatron.resources import data_folder
+from mist_megatron.spec import check
+from mist_megatron.spec.plan import Plan, TargetName
+from mist_megatron.targets.table import TARGETS
+
+PROBE_LIMIT_S = 120.0
+"""Importing DeepSpeed and torch from a slow network disk takes up to a minute."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Emitted:
+    """A folder of files that run a plan."""
+
+    plan: Plan
+    files: Mapping[str, str]
+    """Path in the folder -> text."""
+    out: Path | None = None
+    """Where they were written."""
+
+    def written(self, out: str | Path, *, force: bool = False) -> Emitted:
+        """Writes all of them, or nothing."""
+        write_artifacts(Path(out), self.files, force=force)
+        return replace(self, out=Path(out))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `emit --json` prints."""
+        out = None if self.out is None else str(self.out)
+        return {"target": self.plan.target, "out": out, "files": sorted(self.files)}
+
+    def __repr__(self) -> str:
+        where = "not written" if self.out is None else f"in {self.out}"
+        return lines_repr(
+            self, [f"{len(self.files)} files for {self.plan.target}, {where}", *sorted(self.files)]
+        )
+
+
+def emit(plan: Plan, target: str | None = None) -> Emitted:
+    """The texts of all files, for the plan's own target or another that can run it."""
+    if target is not None:
+        check.known("--target", "target", target, tuple(name for name in TARGETS if TARGETS[name].framework))
+        plan = replace(plan, target=cast(TargetName, target))
+    return Emitted(plan=plan, files=framework_files(plan))
+
+
+def framework_files(plan: Plan) -> Mapping[str, str]:
+    """Path -> text, in the words of the DeepSpeed that is installed where the plan is for one."""
+    return artifacts(plan, launch_sources(probe=TARGETS[plan.target].framework == "deepspeed"))
+
+
+def launch_sources(*, probe: bool) -> LaunchSources:
+    """Texts of the launch folder, and the schema of DeepSpeed: of the installed one if `probe`."""
+    folder = data_folder("launch")
+    templates = {path.name: read_text(path) for path in sorted((folder / "templates").glob("*.j2"))}
+    entries = {name: read_text(folder / name) for name in ("pretrain.py", "train_deepspeed.py")}
+    return LaunchSources(templates=templates, entries=entries, deepspeed_schema=deepspeed_schema(probe=probe))
+
+
+def deepspeed_schema(*, probe: bool) -> DeepSpeedSchema:
+    """Of the DeepSpeed in this environment, asked in a process of its own; else of the shipped version."""
+    folder = data_folder("launch")
+    if not probe or find_spec("deepspeed") is None:
+        return schema_from_text(read_text(folder / "deepspeed_schema.json"))
+    command = [sys.executable, str(folder / "probe_deepspeed.py")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise EmitError(f"the installed DeepSpeed did not answer within {PROBE_LIMIT_S:g} s") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise EmitError(f"the installed DeepSpeed cannot be asked for its schema: {last}")
+    return schema_from_text(done.stdout)

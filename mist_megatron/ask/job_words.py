@@ -1,0 +1,188 @@
+"""How plain words become a job: one place for the options of the command line and the arguments of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypedDict, TypeVar, cast
+
+from mist_megatron.calibrate.profiles import read_profile_text
+from mist_megatron.errors import InputError, ProfileError
+from mist_megatron.formats.document import parse
+from mist_megatron.formats.files import load_model
+from mist_megatron.spec import catalogue, check
+from mist_megatron.spec.cluster import MOST_GPUS, ClusterSpec, GpuSpec, cluster_of
+from mist_megatron.spec.job import PRECISIONS, Job, parse_bytes, parse_links
+from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.plan import TARGET_NAMES, TargetName
+from mist_megatron.spec.training import Precision, TrainingSpec
+
+Taken = TypeVar("Taken", str, int)
+
+
+class JobWords(TypedDict, total=False):
+    """A job by the names of the command line's options. What is left out, or None, is filled in and told."""
+
+    model: str | ModelSpec | None
+    """Preset name, Hugging Face config.json, model YAML, or a ModelSpec."""
+    gpus: int | None
+    """GPUs of the whole cluster."""
+    gpu: str | GpuSpec | None
+    """Name in the catalogue, a calibrated profile file, or a GpuSpec."""
+    gpus_per_node: int | None
+    """GPUs of one node."""
+    global_batch: int | None
+    """Sequences per optimizer step, whole cluster."""
+    seq: int | None
+    """Tokens per sequence."""
+    precision: str | None
+    """fp16, bf16 or fp8."""
+    flash_attention: bool | None
+    """Fused attention kernel."""
+    dropout: float | None
+    """Dropout probability."""
+    target: str | None
+    """mist, megatron, megatron+patches, deepspeed or deepspeed+patches."""
+    memory_limit: str | float | None
+    """Budget per GPU: bytes, or text such as 76GiB."""
+    bandwidth: str | Sequence[str] | Mapping[str, str | float] | None
+    """Link speeds that replace the catalogue's: inter=50GB/s, several of these, or {"inter": "50GB/s"}."""
+
+
+@dataclass(frozen=True)
+class AskedJob:
+    """A job, and what was assumed because nobody said it."""
+
+    job: Job
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    """Option -> the value taken and why, in the order of the options."""
+
+
+SEQUENCES_PER_GPU = 16
+"""Global batch when none is given: the runs of the Mist artifact (EuroSys 2025) start at 32 on 2 GPUs."""
+SEQ_LEN = 2048
+"""Sequence length when none is given: that of the same runs."""
+
+
+def read_job(words: JobWords) -> AskedJob:
+    """The job that the words name; missing ones are filled in and told, `model` and `gpus` are not."""
+    named, precision, target = words.get("model"), words.get("precision"), words.get("target")
+    if named is None:
+        raise InputError(
+            "--model is missing", details=("try: --model gpt3-7b, or see: mist-megatron models",)
+        )
+    if precision is not None:
+        check.known("--precision", "precision", precision, PRECISIONS)
+    if target is not None:
+        check.known("--target", "target", target, TARGET_NAMES)
+    model = named if isinstance(named, ModelSpec) else load_model(named)
+    defaults: dict[str, str] = {}
+    cluster = _cluster(words, defaults)
+    training = _training(words, model, cluster, defaults)
+    target = target or _taken(defaults, "--target", Job.target, "")
+    return AskedJob(
+        Job(model=model, training=training, cluster=cluster, target=cast(TargetName, target)), defaults
+    )
+
+
+def texts(option: str | Sequence[str] | Mapping[str, str | float] | None) -> tuple[str, ...]:
+    """What an option that may be repeated was given: `{"tp": 2}` and `["tp=2"]` are the same."""
+    if isinstance(option, str):
+        return (option,)
+    if isinstance(option, Mapping):
+        return tuple(f"{key}={value}" for key, value in option.items())
+    return tuple(option or ())
+
+
+def _cluster(words: JobWords, defaults: dict[str, str]) -> ClusterSpec:
+    gpus, per_node = words.get("gpus"), words.get("gpus_per_node")
+    if gpus is None:
+        raise InputError("--gpus is missing", details=("try: --gpus 32",))
+    if gpus > MOST_GPUS:
+        raise InputError(f"--gpus is {gpus}; wanted at most {MOST_GPUS}")
+    named = words.get("gpu") or _taken(defaults, "--gpu", catalogue.DEFAULT_GPU, "")
+    profile = None
+    if not isinstance(named, GpuSpec):
+        named, profile = _gpu(named)
+    cluster = cluster_of(named, gpus, per_node)
+    if per_node is None:
+        shape = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.gpus_per_node}"
+        _taken(defaults, "--gpus-per-node", cluster.gpus_per_node, shape)
+    return replace(
+        cluster,
+        profile=profile,
+        links=parse_links(texts(words.get("bandwidth")), cluster.links),
+        memory_limit_bytes=_limit_bytes(words.get("memory_limit"), named),
+    )
+
+
+def _limit_bytes(limit: str | float | None, gpu: GpuSpec) -> float | None:
+    if limit is None:
+        return None
+    limit_bytes = parse_bytes(str(limit), "--memory-limit")
+    if limit_bytes > gpu.memory_bytes.value:
+        has = f"{gpu.memory_bytes.value / 2**30:.1f}GiB"
+        raise InputError(f"--memory-limit is {limit}; {gpu.name} has {has}")
+    return limit_bytes
+
+
+def _gpu(named: str) -> tuple[GpuSpec, str | None]:
+    """A catalogue name, or a profile file, which names the GPU that it was measured on."""
+    if named in catalogue.CATALOGUE or not (named.endswith((".yaml", ".yml", ".json")) or "/" in named):
+        return catalogue.gpu(named), None
+    text = read_profile_text(named)
+    try:
+        device = parse(text, named).get("gpu")
+    except InputError as error:
+        raise ProfileError(error.message, details=error.details) from None
+    if not isinstance(device, str):
+        raise ProfileError(f"{named}: not a hardware profile: it has no `gpu`")
+    if device not in catalogue.CATALOGUE:
+        raise ProfileError(f"{named}: gpu is {device!r}, which is in no catalogue; see `mist-megatron gpus`")
+    return catalogue.gpu(device), named
+
+
+def _training(
+    words: JobWords, model: ModelSpec, cluster: ClusterSpec, defaults: dict[str, str]
+) -> TrainingSpec:
+    modern = cluster.gpu.bf16_flops_per_s is not None
+    batch, seq = words.get("global_batch"), words.get("seq")
+    precision, flash, dropout = words.get("precision"), words.get("flash_attention"), words.get("dropout")
+    if batch is None:
+        why = f"{SEQUENCES_PER_GPU} sequences per GPU"
+        batch = _taken(defaults, "--global-batch", SEQUENCES_PER_GPU * cluster.gpus, why)
+    if seq is None:
+        longest = model.learned_positions or SEQ_LEN
+        why = "" if longest >= SEQ_LEN else "all the model has"
+        seq = _taken(defaults, "--seq", min(SEQ_LEN, longest), why)
+    if precision is not None:
+        _check_precision(precision, cluster.gpu)
+    else:
+        why = "" if modern else f"{cluster.gpu.name} has no bf16"
+        precision = _taken(defaults, "--precision", "bf16" if modern else "fp16", why)
+    if flash is None:
+        # FlashAttention-2 and the fused kernels of Transformer Engine start with Ampere, as bf16 does.
+        why = "" if modern else f"{cluster.gpu.name} is older than the kernel"
+        flash = modern
+        _taken(defaults, "--flash-attention" if flash else "--no-flash-attention", "", why)
+    return TrainingSpec(
+        global_batch=batch,
+        seq_len=seq,
+        precision=cast(Precision, precision),
+        flash_attention=flash,
+        dropout=0.0 if dropout is None else dropout,
+    )
+
+
+def _check_precision(precision: str, gpu: GpuSpec) -> None:
+    """A chip that lacks a precision would train in it at another's speed, if at all."""
+    rates = {"bf16": gpu.bf16_flops_per_s, "fp8": gpu.fp8_flops_per_s, "fp16": gpu.fp16_flops_per_s}
+    if rates[precision] is None:
+        able = ", ".join(name for name in ("fp8", "bf16", "fp16") if rates[name] is not None)
+        raise InputError(f"--precision is {precision}; {gpu.name} has {able}")
+
+
+def _taken(defaults: dict[str, str], option: str, value: Taken, why: str) -> Taken:
+    """Notes that a default was taken, and gives it back."""
+    defaults[option] = " ".join(part for part in (str(value), why and f"({why})") if part)
+    return value

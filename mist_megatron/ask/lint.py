@@ -1,0 +1,284 @@
+"""What a Megatron command line or a DeepSpeed JSON would do, before it waits an hour in the queue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mist_megatron.ask.convert import with_batch
+from mist_megatron.ask.emit import deepspeed_schema
+from mist_megatron.ask.job_words import JobWords, read_job
+from mist_megatron.ask.plan_words import lines_repr
+from mist_megatron.ask.predict import predict
+from mist_megatron.cost.predict import Prediction, prediction_document
+from mist_megatron.errors import InputError
+from mist_megatron.formats.files import load_mapping, load_plan, read_text
+from mist_megatron.formats.plan_yaml import plan_to_mapping
+from mist_megatron.frameworks.deepspeed import convert as conversion
+from mist_megatron.frameworks.deepspeed.arguments import DEEPSPEED_ARRAYS, argument_findings, read_array
+from mist_megatron.frameworks.deepspeed.convert import Question
+from mist_megatron.frameworks.deepspeed.convert_patched import bare_findings
+from mist_megatron.frameworks.deepspeed.pipeline import About, config_files, pipeline_plan, stage_findings
+from mist_megatron.frameworks.deepspeed.read import (
+    Finding,
+    filled_in,
+    patch_findings,
+    read_config,
+    with_patches,
+)
+from mist_megatron.frameworks.loose_json import read_loose
+from mist_megatron.frameworks.megatron.lint import lint_megatron, version_notes
+from mist_megatron.frameworks.megatron.read import (
+    Options,
+    Reader,
+    model_of,
+    options_of,
+    plan_of,
+    read_command,
+    training_of,
+    with_stages,
+)
+from mist_megatron.frameworks.stages_json import check_stages
+from mist_megatron.resources import data_folder
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.rules import violations
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Linted:
+    """What was found; without plan and prediction where too little is known to price it."""
+
+    kind: str
+    """megatron or deepspeed."""
+    findings: tuple[Finding, ...]
+    """What would be rejected, and what silently ignored."""
+    plan: Plan | None
+    prediction: Prediction | None = None
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the framework would refuse to start."""
+        return any(finding.level == "rejected" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `lint --json` prints."""
+        return {
+            "kind": self.kind,
+            "findings": [asdict(finding) for finding in self.findings],
+            "plan": None if self.plan is None else plan_to_mapping(self.plan),
+            "prediction": None if self.prediction is None else prediction_document(self.prediction),
+        }
+
+    def price_words(self) -> str:
+        """Whether it fits and what it costs, or what would tell."""
+        if self.prediction is None:
+            wanted = "--model and --gpus" if self.kind == "deepspeed" else "--gpus"
+            return f"not priced: {wanted} would tell whether it fits and what it costs"
+        peak = max(stage.peak_memory_bytes / stage.limit_bytes for stage in self.prediction.stages)
+        fits = "fits" if self.prediction.fits else "does NOT fit"
+        return (
+            f"{fits}: fullest stage at {peak:.0%} of its limit; {self.prediction.iteration_s:.4g} s a step, "
+            f"MFU {self.prediction.mfu:.1%}"
+        )
+
+    def nothing_words(self) -> str:
+        """What is said where there is nothing to say."""
+        return f"nothing to say against this {self.kind} file"
+
+    def __repr__(self) -> str:
+        told = [f"{f.level}: {f.key}: {f.message}" for f in self.findings] or [self.nothing_words()]
+        return lines_repr(self, [*told, self.price_words()])
+
+
+def lint(file: str | Path, words: JobWords, *, checkpointing: bool = False) -> Linted:
+    """What would be rejected, what silently ignored, whether it fits, and what it would cost.
+
+    `checkpointing`: whether the script of a DeepSpeed JSON recomputes activations.
+    """
+    path = Path(file)
+    text = read_text(file)
+    beside = None if _is_deepspeed(text) else _config_beside(text, path)
+    if _is_deepspeed(text):
+        linted = _deepspeed(text, path, words, checkpointing=checkpointing)
+    elif beside is not None:
+        linted = _deepspeed(read_text(beside), beside, words, checkpointing=checkpointing)
+        linted = replace(linted, findings=(*linted.findings, *_arguments(text, linted.plan, path)))
+    else:
+        linted = _megatron(text, path, words)
+    if linted.plan is None:
+        return linted
+    return replace(linted, prediction=predict(linted.plan, what_if=True).prediction)
+
+
+def _is_deepspeed(text: str) -> bool:
+    """JSON lists and args.json hold Megatron words; every other mapping is DeepSpeed's."""
+    start = text.lstrip()
+    if not start.startswith(("{", "#", "/")):
+        return False
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return '"zero_optimization"' in text or "train_" in text.partition("--")[0]
+    return isinstance(found, dict) and "arguments" not in found
+
+
+def _config_beside(text: str, file: Path) -> Path | None:
+    """The JSON beside arguments that were emitted for DeepSpeed, which say nothing without it."""
+    if not any(f"{name}=(" in text for name in DEEPSPEED_ARRAYS):
+        return None
+    config = file.parent / "ds_config.json"
+    if not config.is_file():
+        config = file.parent / "ds_config.stage0.json"
+    if not config.is_file():
+        raise InputError(
+            f"{file}: arguments of a DeepSpeed plan, without the ds_config.json that belongs beside them",
+            details=("try: lint it in its folder, or lint ds_config.json itself",),
+        )
+    return config
+
+
+def _stages_beside(file: Path, start: str) -> dict[str, Any] | None:
+    """stages.json beside a file that has the name of an emitted one."""
+    beside = file.parent / "stages.json"
+    if not file.name.startswith(start) or not beside.is_file():
+        return None
+    return check_stages(load_mapping(beside), str(beside))
+
+
+def _arguments(text: str, plan: Plan | None, file: Path) -> tuple[Finding, ...]:
+    """Where the arguments of a DeepSpeed plan and the rest of its folder disagree."""
+    if plan is None:
+        return ()
+    told = {name: read_array(text, name, str(file)) for name in DEEPSPEED_ARRAYS}
+    return argument_findings(plan, told)
+
+
+def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> Linted:
+    where = str(file)
+    document = _stages_beside(file, "ds_config")
+    if document is not None and len(document["stages"]) > 1:
+        return _pipeline(file, document, job)
+    reading = read_config(read_loose(text, where), deepspeed_schema(probe=True))
+    about: Plan | Job | None = None
+    if document is not None:
+        reading = replace(reading, config=filled_in(reading.config, document))
+        about = _emitted(job, document["world_size"], file) if job.get("model") is None else None
+    if about is None:
+        if job.get("model") is None or job.get("gpus") is None:
+            alone = job.get("target") == "deepspeed+patches" and document is None
+            bare = tuple(bare_findings(reading)) if alone else ()
+            return Linted(kind="deepspeed", findings=(*reading.findings, *bare), plan=None)
+        about = read_job(with_batch(job, reading)).job
+    patched = about.target == "deepspeed+patches" and document is None
+    question = Question(
+        model=about.model,
+        cluster=about.cluster,
+        training=about.training,
+        checkpointing=checkpointing,
+        may_checkpoint=False,
+        target="deepspeed+patches" if patched else "deepspeed",
+    )
+    plan = conversion.as_written(reading, question)
+    if document is None:
+        refused = _refused(plan, "--target") if patched else ()
+        more = (*bare_findings(reading), *refused) if patched else ()
+        return Linted(kind="deepspeed", findings=(*reading.findings, *more), plan=plan)
+    plan = with_patches(plan, reading, document, where)
+    findings = (*reading.findings, *patch_findings(reading, document), *_refused(plan, "stages.json"))
+    return Linted(kind="deepspeed", findings=findings, plan=plan)
+
+
+def _pipeline(file: Path, document: dict[str, Any], job: JobWords) -> Linted:
+    """The files of all stages of a DeepSpeed pipeline: one alone says little."""
+    names = config_files(document, str(file.parent / "stages.json"))
+    schema = deepspeed_schema(probe=True)
+    paths = {index: file.parent / name for index, name in enumerate(names)}
+    read = {k: read_config(read_loose(read_text(path), str(path)), schema) for k, path in paths.items()}
+    findings = stage_findings(read, document)
+    emitted = _emitted(job, document["world_size"], file)
+    if emitted is None:
+        return Linted(kind="deepspeed", findings=findings, plan=None)
+    about = About(model=emitted.model, cluster=emitted.cluster, training=emitted.training)
+    plan = pipeline_plan(tuple(read.values()), document, about)
+    findings = (*findings, *_refused(plan, "stages.json"))
+    return Linted(kind="deepspeed", findings=findings, plan=plan)
+
+
+def _refused(plan: Plan, key: str) -> tuple[Finding, ...]:
+    return tuple(Finding(level="rejected", key=key, message=rule) for rule in violations(plan))
+
+
+def _megatron(text: str, file: Path, job: JobWords) -> Linted:
+    where = str(file)
+    common = read_command(text, where)
+    if not common:
+        raise InputError(f"{where}: no flags found; wanted a Megatron command line or a DeepSpeed JSON")
+    document = _stages_beside(file, "args.")
+    known = frozenset(load_mapping(data_folder("launch") / "megatron_flags.json")["flags"])
+    per_stage: tuple[Options, ...] = ()
+    findings: list[Finding] = []
+    if document is not None:
+        per_stage = tuple(options_of(stage["arguments"]) for stage in document["stages"])
+        for index, options in enumerate(per_stage):
+            findings += lint_megatron({**common, **options}, f"stage {index}", where, known)
+        findings += version_notes(document)
+    else:
+        findings += lint_megatron(common, "", where, known)
+    if _environment_is_said(text, document):
+        findings = [f for f in findings if "CUDA_DEVICE_MAX_CONNECTIONS" not in f.message]
+    gpus = job.get("gpus")
+    if gpus is None and document is not None:
+        gpus = document["world_size"]
+    if gpus is None:
+        return Linted(kind="megatron", findings=_once(findings), plan=None)
+    emitted = None if document is None else _emitted(job, gpus, file)
+    cluster = _cluster(job, gpus, common, where) if emitted is None else emitted.cluster
+    plan = plan_of(common, per_stage, cluster, where)
+    if emitted is not None and "vocab-size" not in common:
+        # The tokenizer says it, and that stands in env.sh.
+        plan = replace(plan, model=replace(plan.model, vocab=emitted.model.vocab))
+    plan = plan if document is None else with_stages(plan, document, where)
+    return Linted(kind="megatron", findings=_once(findings), plan=plan)
+
+
+def _emitted(job: JobWords, gpus: int, file: Path) -> Plan | None:
+    """The plan.yaml beside emitted files, unless the options name another cluster."""
+    beside = file.parent / "plan.yaml"
+    asked = (job.get("gpus"), job.get("gpu"), job.get("gpus_per_node"), job.get("memory_limit"))
+    if not beside.is_file() or any(item is not None for item in asked):
+        return None
+    plan = load_plan(beside)
+    return plan if plan.cluster.gpus == gpus else None
+
+
+def _environment_is_said(text: str, document: Mapping[str, Any] | None) -> bool:
+    """Whether the variable that TP and CP need stands in the script or in stages.json."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    return f"{name}=1" in text or (document is not None and document["environment"].get(name) == "1")
+
+
+def _cluster(job: JobWords, gpus: int, common: Options, where: str) -> ClusterSpec:
+    """The cluster of the options; model and batch come from the command line itself."""
+    read = Reader(options=common, where=where)
+    seq = job.get("seq") or training_of(read).seq_len
+    named: JobWords = {**job, "model": job.get("model") or "gpt2", "gpus": gpus, "seq": seq}
+    model_of(read, None)
+    return read_job(named).job.cluster
+
+
+def _once(findings: list[Finding]) -> tuple[Finding, ...]:
+    """What every stage has in common is said once."""
+    by_rest: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        by_rest.setdefault((finding.level, finding.key, finding.message.partition(": ")[2]), []).append(
+            finding
+        )
+    found = []
+    for (_, _, rest), same in by_rest.items():
+        found.append(same[0] if len(same) == 1 or not rest else replace(same[0], message=rest))
+    return tuple(found)

@@ -1,0 +1,221 @@
+"""Plans and what they cost in words: for tables, pages of recipes and `repr`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from mist_megatron.cost.predict import Prediction, StagePrediction, binding
+from mist_megatron.events.disagreement import disagreement
+from mist_megatron.events.iteration import Simulation
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.kinds import IN_WORDS
+from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.term import Busy
+
+GIB = float(1 << 30)
+TOLD_FROM = 0.005
+"""Disagreements below half a percent are told as one figure."""
+MOST_ROWS = 16
+"""Lines of stages that `repr` shows."""
+
+
+def title_words(plan: Plan) -> str:
+    """What is trained on what, for which target."""
+    return f"{place_words(plan)}, {plan.target}"
+
+
+def place_words(plan: Plan | Job) -> str:
+    """What is trained on what."""
+    cluster = plan.cluster
+    return f"{plan.model.name} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
+
+
+def speed_words(prediction: Prediction) -> str:
+    """Time per step first, then what follows from it."""
+    return (
+        f"{prediction.iteration_s:.4g} s per step, {prediction.tokens_per_s:,.0f} tokens/s, "
+        f"{prediction.tflops_per_gpu:.0f} TFLOP/s per GPU, MFU {prediction.mfu:.1%}"
+    )
+
+
+def shape_words(plan: Plan) -> str:
+    """Parallel sizes in one line."""
+    stages = plan.stages
+    words = [f"pp {plan.pipeline_size}"]
+    words += [f"GPUs {_each(s.gpus for s in stages)}"] * (len({s.gpus for s in stages}) > 1)
+    words += [f"dp {_each(s.dp for s in stages)}", f"tp {_each(s.tp for s in stages)}"]
+    words += [f"micro-batch {_each(s.micro_batch for s in stages)}"]
+    words += [f"{plan.grad_accum} micro-batch{'es' * (plan.grad_accum > 1)}"]
+    words += [f"{plan.vpp} chunks per stage"] * (plan.vpp > 1)
+    words += ["sequence parallel"] * plan.sequence_parallel
+    words += ["decoupled steps"] * bool(plan.execution.decoupled_step)
+    return ", ".join(words)
+
+
+def told_apart(plans: Sequence[Plan]) -> list[str]:
+    """Each plan's shape, and of plans of one shape what else differs between them."""
+    words = [shape_words(plan) for plan in plans]
+    told = []
+    for plan, shape in zip(plans, words, strict=True):
+        alike = [other for other, other_shape in zip(plans, words, strict=True) if other_shape == shape]
+        for name, of_stage in _DETAILS.items():
+            each = [[of_stage(stage) for stage in other.stages] for other in alike]
+            if any(values != each[0] for values in each):
+                shape += f", {name} {_each(map(of_stage, plan.stages))}"
+        told.append(shape)
+    return told
+
+
+def _each(values: Iterable[object]) -> str:
+    """One number, or one per stage."""
+    listed = list(values)
+    return "/".join(map(str, listed)) if len(set(listed)) > 1 else str(listed[0])
+
+
+def recompute_words(stage: StagePlan) -> str:
+    """Which layers are recomputed."""
+    if stage.recompute == "selective":
+        return "selective"
+    return f"{stage.ckpt} full" if stage.ckpt else "none"
+
+
+def offload_words(stage: StagePlan, between: str = "/") -> str:
+    """Percent of weights, gradients, optimizer and activations in host memory."""
+    return between.join(f"{100 * part:.0f}" for part in stage.offload.values())
+
+
+_DETAILS: Mapping[str, Callable[[StagePlan], str]] = MappingProxyType(
+    {
+        "layers": lambda stage: str(stage.layers),
+        "ZeRO": lambda stage: str(stage.zero),
+        "recomputed": recompute_words,
+        "off% WGOA": lambda stage: offload_words(stage, "-"),
+    }
+)
+"""What plans of one shape may differ in, stage by stage."""
+
+
+def plan_words(plan: Plan) -> str:
+    """A whole plan in one line: shape, then what the first stage does, as the stages differ little."""
+    stage = plan.stages[0]
+    again = {"selective": "attention recomputed", "full": f"{stage.ckpt} of {stage.layers} layers recomputed"}
+    words = [shape_words(plan), f"ZeRO {stage.zero}"]
+    if stage.ckpt or stage.recompute == "selective":
+        words.append(again[stage.recompute])
+    moved = [
+        IN_WORDS[kind] if share == 1.0 else f"{share:.0%} of {IN_WORDS[kind]}"
+        for kind, share in stage.offload.items()
+        if share
+    ]
+    words += [f"{' + '.join(moved)} in host memory"] if moved else []
+    return ", ".join(words)
+
+
+def reasons(prediction: Prediction) -> list[str]:
+    """What binds the plan, and how far it rests on measurement."""
+    what = binding(prediction)
+    share = prediction.measured_share
+    slowest = what["slowest_stage"]
+    parts = stream_shares(prediction.stages[slowest])
+    listed = ", ".join(f"{name} {part:.0%}" for name, part in parts.items() if part >= 0.005)
+    step = prediction.time
+    # The slowest stage is busy with each micro-batch; only what the others add to one is waiting.
+    own_s = min(prediction.stages[slowest].stable_s, step.ramp_s)
+    split = [(step.steady_s + own_s, "steady"), (step.ramp_s - own_s, "fill and drain")]
+    split += [(step.first_and_last_s, "first and last micro-batch")]
+    return [
+        f"time binds in stage {slowest}: {listed}",
+        "step: " + ", ".join(f"{name} {seconds / step.total_s:.0%}" for seconds, name in split),
+        f"memory is fullest in stage {what['fullest_stage']}: {what['memory_used_fraction']:.0%} of its "
+        f"limit, most of it {str(what['largest_memory_term']).replace('_', ' ')}",
+        f"prices: {share['exact']:.0%} measured at the exact shape, "
+        f"{share['interpolated']:.0%} interpolated, "
+        f"{share['extrapolated']:.0%} extrapolated",
+    ]
+
+
+def stream_shares(stage: StagePrediction) -> dict[str, float]:
+    """Parts of a stage's stable micro-batch by what is busy; what is not counted elsewhere is the host's."""
+    terms, total = stage.stable_terms_s, stage.stable_s
+    shares = {
+        busy.value: sum(seconds for term, seconds in terms.items() if term.busy is busy) / total
+        for busy in Busy
+        if busy is not Busy.HOST
+    }
+    return {**shares, Busy.HOST.value: 1.0 - sum(shares.values())}
+
+
+def closed_form_words(played: Simulation) -> str:
+    """Eq. 1 beside the events, and where they part."""
+    apart = disagreement(played)
+    if apart is None or played.closed_form_s is None:
+        return f"none: no formula covers schedule {played.schedule}"
+    whole_s = played.iteration_s
+    words = f"{played.closed_form_s:.4g} s ({played.closed_form_s / whole_s - 1.0:+z.2%}"
+    if abs(apart.total_s) < TOLD_FROM * whole_s:
+        return f"{words})"
+    words += f": passes {apart.passes_s / whole_s:+z.2%}, waiting {apart.waiting_s / whole_s:+z.2%}"
+    if abs(apart.passes_s) < TOLD_FROM * whole_s:
+        return f"{words})"
+    stage = apart.worst_stage
+    closed_ms, played_ms = (t[stage] * 1e3 for t in (apart.closed_stable_s, apart.played_stable_s))
+    return f"{words};\n  stage {stage} takes {played_ms:.2f} ms a micro-batch, t is {closed_ms:.2f})"
+
+
+STAGE_COLUMNS = ("stage", "lay", "GPU", "DPxTP", "b", "Z", "recomp.", "off% WGOA", "memory", "GiB", "ms")
+
+
+def stage_rows(plan: Plan, prediction: Prediction) -> list[list[str]]:
+    """One row per stage, in the order of STAGE_COLUMNS; equal neighbours are joined."""
+    rows: list[list[str]] = []
+    start = 0
+    for index, (stage, cost) in enumerate(zip(plan.stages, prediction.stages, strict=True)):
+        cells = [
+            str(stage.layers),
+            str(stage.gpus),
+            f"{stage.dp}x{stage.tp}",
+            str(stage.micro_batch),
+            str(stage.zero),
+            recompute_words(stage),
+            offload_words(stage),
+            bar(cost.peak_memory_bytes / cost.limit_bytes),
+            f"{cost.peak_memory_bytes / GIB:.1f}/{cost.limit_bytes / GIB:.0f}",
+            f"{cost.stable_s * 1e3:.1f}",
+        ]
+        if rows and rows[-1][1:] == cells:
+            rows[-1][0] = f"{start}-{index}"
+            continue
+        start = index
+        rows.append([str(index), *cells])
+    return rows
+
+
+BAR = 6
+"""Cells of the memory bar."""
+
+
+def bar(share: float) -> str:
+    """Share of the limit as a bar of fixed width."""
+    full = round(min(max(share, 0.0), 1.0) * BAR)
+    return "█" * full + "░" * (BAR - full)
+
+
+def stage_lines(plan: Plan, prediction: Prediction) -> list[str]:
+    """The stages as a table of plain text."""
+    rows = stage_rows(plan, prediction)
+    more = [f"... {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else []
+    return [*columns((STAGE_COLUMNS, *rows[:MOST_ROWS])), *more]
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of plain text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def lines_repr(result: object, lines: Iterable[str]) -> str:
+    """`repr` of a result: what it is, then what it says, indented."""
+    return "\n  ".join([f"{type(result).__name__}:", *lines])

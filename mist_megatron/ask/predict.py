@@ -1,0 +1,76 @@
+"""What a given plan costs in time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.plan_words import (
+    lines_repr,
+    reasons,
+    shape_words,
+    speed_words,
+    stage_lines,
+    title_words,
+)
+from mist_megatron.cost.predict import Prediction, job_of, prediction_document
+from mist_megatron.cost.predict import predict as predict_plan
+from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.rules import require_runnable, violations
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Predicted:
+    """One optimizer step of a plan: its time, its memory, and all terms of both."""
+
+    plan: Plan
+    prediction: Prediction
+    """Seconds and bytes, stage by stage and term by term."""
+    prices: str
+    """Which profile or datasheet the prices are of."""
+    violations: tuple[str, ...] = ()
+    """Why its target cannot run the plan; empty where it can."""
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds per step."""
+        return self.prediction.iteration_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits into its memory."""
+        return self.prediction.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `predict --json` prints."""
+        return {
+            **prediction_document(self.prediction),
+            "profile": self.prices,
+            "violations": list(self.violations),
+        }
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{title_words(self.plan)}: {shape_words(self.plan)}",
+            f"{speed_words(self.prediction)}{'' if self.fits else '; does NOT fit'}",
+            *stage_lines(self.plan, self.prediction),
+            *reasons(self.prediction),
+            f"of {self.prices}",
+            *(f"cannot run: {rule}" for rule in self.violations),
+        ]
+        return lines_repr(self, lines)
+
+
+def predict(plan: Plan, *, what_if: bool = False, without: Collection[str] = ()) -> Predicted:
+    """Prices a plan without some named terms; with `what_if` also one that its target cannot run."""
+    if not what_if:
+        require_runnable(plan)
+    evaluator, prices = evaluator_for(job_of(plan), without=frozenset(without))
+    return Predicted(
+        plan=plan,
+        prediction=predict_plan(plan, evaluator),
+        prices=prices,
+        violations=violations(plan),
+    )

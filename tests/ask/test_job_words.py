@@ -1,0 +1,140 @@
+"""The words of a job: what is read, what is assumed and told, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mist_megatron.ask.job_words import JobWords, read_job, texts
+from mist_megatron.errors import InputError, MistError
+from mist_megatron.spec.catalogue import CATALOGUE
+from mist_megatron.spec.presets import PRESETS
+
+
+def test_defaults_are_taken_and_told() -> None:
+    taken = read_job(JobWords(model="gpt3-7b", gpus=32))
+    cluster = taken.job.cluster
+    assert (cluster.gpu.name, cluster.nodes, cluster.gpus_per_node) == ("a100-sxm-80gb", 4, 8)
+    assert (taken.job.training.global_batch, taken.job.training.seq_len) == (512, 2048)
+    told = {
+        "--gpu",
+        "--gpus-per-node",
+        "--global-batch",
+        "--seq",
+        "--precision",
+        "--flash-attention",
+        "--target",
+    }
+    assert set(taken.defaults) == told
+
+
+def test_what_was_said_is_not_told_again() -> None:
+    said = JobWords(
+        model="llama2-7b",
+        gpus=16,
+        gpu="h100-sxm-80gb",
+        gpus_per_node=4,
+        global_batch=64,
+        seq=4096,
+        precision="fp8",
+        flash_attention=False,
+        dropout=0.1,
+        target="deepspeed",
+        memory_limit="70GiB",
+        bandwidth=["inter=50GB/s"],
+    )
+    taken = read_job(said)
+    job = taken.job
+    assert taken.defaults == {}
+    assert (job.cluster.nodes, job.cluster.gpus_per_node) == (4, 4)
+    assert job.cluster.memory_limit_bytes == 70 * 2**30
+    assert job.cluster.links.inter_bytes_per_s == 50e9
+    assert (job.training.precision, job.training.flash_attention, job.training.dropout) == ("fp8", False, 0.1)
+    assert job.target == "deepspeed"
+
+
+def test_old_gpus_get_fp16_without_the_fused_kernel() -> None:
+    taken = read_job(JobWords(model="gpt3-1.3b", gpus=8, gpu="v100-sxm-32gb"))
+    assert taken.job.training.precision == "fp16"
+    assert not taken.job.training.flash_attention
+    assert "no bf16" in taken.defaults["--precision"]
+
+
+def test_learned_positions_bound_the_default_sequence() -> None:
+    assert read_job(JobWords(model="gpt2", gpus=1)).job.training.seq_len == 1024
+
+
+def test_model_from_a_huggingface_config(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    taken = read_job(JobWords(model=str(path), gpus=8))
+    assert taken.job.model.parameters == 6_738_415_616
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (JobWords(gpus=8), "--model is missing"),
+        (JobWords(model="gpt3-7b"), "--gpus is missing"),
+        (JobWords(model="gtp3-7b", gpus=8), "did you mean gpt3-7b?"),
+        (JobWords(model="gpt3-7b", gpus=8, gpu="a100-sxm-8gb"), "did you mean a100-sxm-80gb?"),
+        (JobWords(model="gpt3-7b", gpus=0), "gpus"),
+        (JobWords(model="gpt3-7b", gpus=-8), "gpus"),
+        (JobWords(model="gpt3-7b", gpus=10**9), "wanted at most 1000000"),
+        (JobWords(model="gpt3-7b", gpus=12), "wanted 8 or 16 GPUs"),
+        (JobWords(model="gpt3-7b", gpus=8, gpus_per_node=3), "wanted 6 or 9 GPUs"),
+        (JobWords(model="gpt3-7b", gpus=8, precision="bf61"), "did you mean bf16?"),
+        (JobWords(model="gpt3-7b", gpus=8, target="megatorn"), "did you mean megatron?"),
+        (JobWords(model="gpt3-7b", gpus=8, memory_limit="lots"), "--memory-limit"),
+        (JobWords(model="gpt3-7b", gpus=8, memory_limit="900GiB"), "a100-sxm-80gb has 80.0GiB"),
+        (JobWords(model="gpt3-7b", gpus=8, precision="fp8"), "a100-sxm-80gb has bf16, fp16"),
+        (JobWords(model="gpt3-7b", gpus=8, gpu="t4-16gb", precision="bf16"), "t4-16gb has fp16"),
+        (JobWords(model="gpt3-7b", gpus=8, bandwidth=["inter"]), "--bandwidth"),
+        (JobWords(model="gpt3-7b", gpus=8, bandwidth=["infer=5GB/s"]), "did you mean inter?"),
+        (JobWords(model="gpt3-7b", gpus=8, global_batch=0), "global_batch"),
+        (JobWords(model="gpt3-7b", gpus=8, seq=-1), "seq_len"),
+        (JobWords(model="gpt3-7b", gpus=8, dropout=1.5), "dropout"),
+        (JobWords(model="gpt3-7b", gpus=8, dropout=float("nan")), "dropout"),
+    ],
+)
+def test_bad_options_are_one_line(words: JobWords, wanted: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_job(words)
+    assert wanted in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\x01\xff", b"{", b"[]", b"gpu: 7", b"gpu: nothing-known"])
+def test_damaged_profile_files_are_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    path.write_bytes(content)
+    with pytest.raises(MistError):
+        read_job(JobWords(model="gpt3-7b", gpus=8, gpu=str(path)))
+
+
+def test_typed_values_and_names_are_the_same() -> None:
+    named = JobWords(
+        model="gpt3-7b", gpus=8, gpu="h100-sxm-80gb", memory_limit="70GiB", bandwidth="inter=50GB/s"
+    )
+    typed = JobWords(
+        model=PRESETS["gpt3-7b"],
+        gpus=8,
+        gpu=CATALOGUE["h100-sxm-80gb"],
+        memory_limit=70 * 2.0**30,
+        bandwidth={"inter": 50e9},
+    )
+    assert read_job(named) == read_job(typed)
+    assert texts({"tp": 2, "pp": 4}) == texts(["tp=2", "pp=4"]) == ("tp=2", "pp=4")
