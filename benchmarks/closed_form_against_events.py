@@ -18,9 +18,9 @@ form is the longest of those paths that stand still at one stage, and eq. 1 (pri
 a slow stage comes early, because such a stage fills part of its wait with warm-up forwards.
 For `traffic` the closed form is finer than t and d, which are all that a search adds up: stages that
 recompute nothing, activations that leave behind optimizer states, and exposed traffic of forward passes
-(`refinement` in cost/stage_time.py). What is left comes from stages that wait, which hides arrivals of
+(`refinement` in cost/closed_form.py). What is left comes from stages that wait, which hides arrivals of
 theirs. `interleaved` is exact while a send is shorter than
-a chunk's forward pass; how full pipelines wait is in `cost/step_time.py`, how they get there and back is
+a chunk's forward pass; how full pipelines wait is in `cost/work.py`, how they get there and back is
 taken as one micro-batch's trip and the pairs of one chunk.
 `unequal` stages differ in data and tensor parallelism and micro-batch; both forms price their borders by who
 sends to whom (`cost/borders.py`).
@@ -39,7 +39,7 @@ import numpy as np
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
 from mist_megatron.events.iteration import Simulation, simulate
-from mist_megatron.events.stage_work import Workload, workload_of
+from mist_megatron.events.tasks import Workload, workload_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload

@@ -1,7 +1,7 @@
 """What really crosses the borders between stages that differ: for `predict`, the events and climbs of a
 search, which know both sides.
 
-A stage alone is priced with its own side of a border (`step_time`), which is all there is where neighbours
+A stage alone is priced with its own side of a border (`sends`), which is all there is where neighbours
 are alike. Where they are not, what a rank has of a micro-batch goes to several ranks of the other side, or
 comes from several, one part after another, and the side whose ranks move more parts makes both wait.
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.step_time import boundary_seconds, hop_seconds
+from mist_megatron.cost.work import boundary_work, hop_seconds
 from mist_megatron.spec.layout import hops_across
 from mist_megatron.spec.plan import Plan
 
@@ -93,7 +93,7 @@ def crossing_seconds(one: StageGrid, other: StageGrid, evaluator: StageEvaluator
 
 def handed_on_seconds(grid: StageGrid, evaluator: StageEvaluator) -> float:
     """What a bridge hands on in a tensor-parallel group, of one tensor."""
-    return float(boundary_seconds(grid, evaluator.loads(grid), evaluator.time_context)[1])
+    return float(boundary_work(grid, evaluator.loads(grid), evaluator.time_context).handed_on_s)
 
 
 def _moved_bytes(grid: StageGrid, evaluator: StageEvaluator) -> float:

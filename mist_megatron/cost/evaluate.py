@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.communication import nodes_spanned
 from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, Array, StageCost, StageGrid, StageRole
 from mist_megatron.cost.program_cache import Store, load_or_build
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
 from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passes, with_unfused_softmax
-from mist_megatron.cost.stage_time import stage_terms
 from mist_megatron.cost.terms import LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
+from mist_megatron.cost.work import StageWork, stage_work
 from mist_megatron.price.deterministic import DeterministicPrices
 from mist_megatron.price.prices import LayerShape, Prices
 from mist_megatron.spec.job import Job
@@ -86,9 +87,13 @@ class StageEvaluator:
         terms = self.terms(grid)
         return StageFactors(totals(terms.stable), totals(terms.delta))
 
+    def work(self, grid: StageGrid) -> StageWork:
+        """What the stages have to do, alone on each stream."""
+        return stage_work(grid, self.loads(grid), self._context)
+
     def terms(self, grid: StageGrid) -> StageTerms:
         """Every named part of t and d."""
-        return stage_terms(grid, self.loads(grid), self._context)
+        return closed_form(self.work(grid))
 
     def memory_terms(self, grid: StageGrid) -> dict[str, Array]:
         """Named bytes that add up to the peak; `transient` is what the worst moment adds."""

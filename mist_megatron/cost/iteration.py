@@ -7,7 +7,7 @@ Mist's form (EuroSys 2025, eq. 1), which the search minimises because it needs o
 t_i is the stable micro-batch time of stage i, d_i the extra time of its first plus its last micro-batch
 (a later stage finishes earlier, so part of its extra hides behind the drain of the stages before it).
 What the paper leaves out - boundary transfers, optimizer compute, host Adam, gradient accumulation - is
-folded into t_i and d_i by `stage_time`.
+folded into t_i and d_i by `closed_form`.
 
 T1 is exact for equal stages and for stages that get slower towards the end. Otherwise it is too long
 (where no forward pass is much longer than its stage's backward pass): a slow

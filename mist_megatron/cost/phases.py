@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mist_megatron.cost.terms import ZERO, LayerPasses, PassStreams
+from mist_megatron.cost.terms import ZERO
+from mist_megatron.cost.work import LayerWork, PassWork
 from mist_megatron.price.overlap import (
     COMPUTE,
     DEVICE_TO_HOST,
@@ -52,7 +53,7 @@ class Between:
     beside_s: Array
     """Compute of embedding or head, where the pass begins with it."""
 
-    def exposed_s(self, arriving: PassStreams, leaving: PassStreams, factors: Array) -> Array:
+    def exposed_s(self, arriving: PassWork, leaving: PassWork, factors: Array) -> Array:
         """What the first arrival of the next pass and the last departure of the one before add to that."""
         gather, copy_in = dropped_if_idle(arriving.gather_s), dropped_if_idle(arriving.copy_in_s)
         copy_out = dropped_if_idle(leaving.copy_out_s)
@@ -70,7 +71,7 @@ NOTHING_BETWEEN = Between(ZERO, ZERO, ZERO)
 
 
 def phase(
-    streams: PassStreams, factors: Array, added_s: Array, alone_s: Array, *, followed: bool = False
+    streams: PassWork, factors: Array, added_s: Array, alone_s: Array, *, followed: bool = False
 ) -> Phase:
     """`added_s` is compute besides (gradients added to old ones), `alone_s` what is exposed once per run.
     A run may be followed by other layers of the pass, which wait for what its last ones send off."""
@@ -92,13 +93,13 @@ def phase(
     return Phase(inside - serial, np.minimum(computed + ended, inside) - serial, alone_s)
 
 
-def steps_ahead(passes: LayerPasses, step_s: Array, forward: Phase, factors: Array) -> Phase:
+def steps_ahead(layer: LayerWork, step_s: Array, forward: Phase, factors: Array) -> Phase:
     """The first forward pass of a stage that steps its layers while it waits for its input: what the steps of
     n layers take longer than that waits for them. States of the first come in alone; then each layer's step,
     gather and forward pass run beside the states of the next, which come in, and of the one before, which
     leave; the last has only the latter beside it. The steps' own compute is counted elsewhere."""
-    first, tensor_s = passes.first, passes.forward.tensor_s
-    compute = step_s + passes.forward.compute_s
+    first, tensor_s = layer.first, layer.forward.tensor_s
+    compute = step_s + layer.forward.compute_s
     gather, copy_in = dropped_if_idle(first.gather_s), dropped_if_idle(first.copy_in_s)
     copy_out = dropped_if_idle(first.copy_out_s)
     each_s = overlapped_time((compute, gather, copy_in, copy_out), factors, tensor_s)
@@ -110,14 +111,14 @@ def steps_ahead(passes: LayerPasses, step_s: Array, forward: Phase, factors: Arr
         each_s = np.where(copied_s > 0.0, computed_s + gathered_s + copied_s, each_s)
     computed_s, left = until_done(COMPUTE, compute, (ZERO, copy_out), factors)
     gathered_s, _ = until_done(GPU_GPU, gather + tensor_s, left, factors)
-    layer_s = passes.forward.compute_s + tensor_s + forward.inside_s
+    layer_s = layer.forward.compute_s + tensor_s + forward.inside_s
     late_s = np.maximum(each_s - layer_s, 0.0)
     there_s = first.copy_in_s + computed_s + gathered_s - layer_s
     more_s = late_s - step_s
     return Phase(forward.inside_s + more_s, forward.last_s + more_s, there_s - late_s)
 
 
-def departure_s(streams: PassStreams, factors: Array) -> Array:
+def departure_s(streams: PassWork, factors: Array) -> Array:
     """What the last layer of an iteration sends off, beside which nothing runs."""
     return overlapped_time((ZERO, streams.reduce_s, ZERO, streams.copy_out_s), factors)
 

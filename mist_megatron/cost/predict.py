@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from mist_megatron.cost.borders import exchanges_seconds
+from mist_megatron.cost.closed_form import Refinement, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
-from mist_megatron.cost.stage_time import Refinement, refinement
-from mist_megatron.cost.step_time import first_terms, step_names
-from mist_megatron.cost.terms import Linear
+from mist_megatron.cost.terms import Linear, first_terms, step_names
 from mist_megatron.price.prices import Array
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
@@ -243,7 +242,7 @@ def _summed(terms: Mapping[Term, Linear], names: Sequence[Term], grid: StageGrid
 
 def refined(evaluator: StageEvaluator, grid: StageGrid) -> Refinement:
     """What a search leaves out of many configurations at once."""
-    return refinement(grid, evaluator.loads(grid), evaluator.time_context)
+    return refinement(evaluator.work(grid))
 
 
 def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> StagePrediction:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mist_megatron.price.prices import Array, Prices
-from mist_megatron.spec.term import Term
+from mist_megatron.spec.term import AT_STEP, IN_STEPPING_PASS, Term
 from mist_megatron.targets.facts import TrafficFacts
 
 ZERO = np.zeros(())
@@ -98,37 +98,6 @@ class StageLoads:
     """Elements of a token table that another stage holds too, whose gradients the two stages add."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassStreams:
-    """One pass over one layer: seconds alone on each stream. What arrives must be there before compute
-    begins and comes in during the layer before; what leaves goes out during the layer after."""
-
-    compute_s: Array
-    gather_s: Array = field(default_factory=lambda: ZERO)
-    """Collectives that arrive: weights, and tensor-parallel collectives where those run beside compute."""
-    copy_in_s: Array = field(default_factory=lambda: ZERO)
-    reduce_s: Array = field(default_factory=lambda: ZERO)
-    """Collectives that leave: gradients."""
-    copy_out_s: Array = field(default_factory=lambda: ZERO)
-    tensor_s: Array = field(default_factory=lambda: ZERO)
-    """Tensor-parallel collectives that stop compute."""
-    blocking_gather_s: Array = field(default_factory=lambda: ZERO)
-    """Data-parallel collectives that do, before compute ..."""
-    blocking_reduce_s: Array = field(default_factory=lambda: ZERO)
-    """... and after it."""
-
-
-@dataclass(frozen=True)
-class LayerPasses:
-    """The four passes of a kind of layer; `first` is the first forward and `last` the last backward of an
-    iteration. `last` is `backward` itself where they are equal."""
-
-    forward: PassStreams
-    backward: PassStreams
-    first: PassStreams
-    last: PassStreams
-
-
 @dataclass(frozen=True)
 class StageTerms:
     """Named parts of t and d; each dictionary sums to its total."""
@@ -158,3 +127,15 @@ def totals(terms: Mapping[Term, Linear]) -> Linear:
 def add_term(terms: dict[Term, Linear], name: Term, term: Linear) -> None:
     """Add to the term of that name, or begin it."""
     terms[name] = terms[name] + term if name in terms else term
+
+
+def first_terms(facts: TrafficFacts) -> tuple[Term, ...]:
+    """Terms of d for which a first forward pass stands still, and with it all later stages."""
+    on_arrival = facts.step.taken == "on_arrival"
+    return IN_STEPPING_PASS if on_arrival else (Term.FIRST_GATHER,)
+
+
+def step_names(facts: TrafficFacts) -> tuple[Term, ...]:
+    """Terms of d that begin when a stage may step."""
+    first = first_terms(facts)
+    return tuple(name for name in AT_STEP if name not in first)

@@ -13,6 +13,7 @@ from mist_megatron.cost.terms import ZERO, LayerLoad, TimeContext
 from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostCopy
 from mist_megatron.spec.profile import CollectiveKind
 from mist_megatron.spec.term import Term
+from mist_megatron.targets.facts import TrafficFacts
 
 
 @dataclass(frozen=True)
@@ -192,3 +193,21 @@ def host_copy(copied_bytes: Array, direction: Literal["h2d", "d2h"], context: Ti
     if not np.any(copied_bytes):
         return ZERO
     return context.prices.of(HostCopy(copied_bytes, direction)).seconds
+
+
+def reduces_in_passes(grid: StageGrid, facts: TrafficFacts) -> bool:
+    """Whether gradients of ZeRO 0 and 1 are reduced beside backward passes, not after the last of them."""
+    later = facts.pipeline.later_stages_at_once and grid.vpp == 1 and not grid.role.has_embedding
+    return facts.reduction.last_overlaps and not later
+
+
+def gathers_on_arrival(grid: StageGrid, facts: TrafficFacts) -> bool:
+    """Whether weights of ZeRO 1 and 2 are gathered when the first micro-batch has come, which holds up all
+    later stages."""
+    alone = facts.step.gather_overlaps and not facts.step.in_first_forward
+    return alone and facts.pipeline.later_stages_at_once and grid.vpp == 1
+
+
+def reduces_by_chunk(grid: StageGrid, facts: TrafficFacts) -> bool:
+    """Whether a chunk's gradients of ZeRO 0 and 1 are reduced when all of them are made."""
+    return facts.reduction.last_overlaps and facts.pipeline.later_stages_at_once and grid.vpp > 1

@@ -28,8 +28,8 @@ import numpy as np
 
 from mist_megatron.events.engine import Deadlock, Program, Stream, Timeline
 from mist_megatron.events.schedules import SPLIT_BACKWARD, Order, Pass, PassKind
-from mist_megatron.events.stage_work import LayerWork, NamedLayer, PassWork, StageWork, Workload
 from mist_megatron.events.step_events import end_of_iteration, on_arrival, reduced
+from mist_megatron.events.tasks import LayerTasks, NamedLayer, PassTasks, StageTasks, Workload
 from mist_megatron.spec.layout import hops_across
 
 KINDS = (
@@ -263,7 +263,7 @@ class _Builder:
         if not self.built.sends_overlap:
             rank.holds = [send]
 
-    def play_pass(self, number: int, step: Pass, given: list[int], stage: StageWork) -> int:
+    def play_pass(self, number: int, step: Pass, given: list[int], stage: StageTasks) -> int:
         """The events of a pass; returns the first that waits for the pass's input."""
         rank, chunk = self.ranks[number], stage.chunks[step.chunk]
         layers = chunk if step.kind is PassKind.FORWARD else chunk[::-1]
@@ -321,7 +321,7 @@ class _Builder:
             ready.append([end])
         return ready
 
-    def streams_of(self, number: int, step: Pass, layer: LayerWork) -> PassWork:
+    def streams_of(self, number: int, step: Pass, layer: LayerTasks) -> PassTasks:
         if step.kind is PassKind.FORWARD:
             return layer.forward if step.micro_batch or self.steps_ahead(number, step) else layer.first
         return layer.last if step.micro_batch == self.last_micro_batch else layer.backward
@@ -392,7 +392,7 @@ class _Builder:
             return self.add("forward", name, number, Stream.COMPUTE, 0.0, after)
         return end[0]
 
-    def chain_of(self, step: Pass, work: PassWork) -> tuple[tuple[str, Stream, float], ...]:
+    def chain_of(self, step: Pass, work: PassTasks) -> tuple[tuple[str, Stream, float], ...]:
         compute, network = Stream.COMPUTE, Stream.GPU_TO_GPU
         gather = ("weight gather", network, work.blocking_gather_s)
         tensor = ("tensor-parallel collective", network, work.tensor_s)
@@ -439,7 +439,7 @@ class _Builder:
             rank = self.ranks[number]
             rank.end, rank.holds, rank.leaving, rank.unfinished = end, [], [[], []], {}
 
-    def tied_first(self, stage: StageWork) -> bool:
+    def tied_first(self, stage: StageTasks) -> bool:
         """Whether a stage reduces its gradients when those of tied embeddings have been summed."""
         return self.work.tied_before_reduction and stage.step.tied_s > 0.0
 

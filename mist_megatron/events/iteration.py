@@ -19,7 +19,7 @@ from mist_megatron.events.build import Built, build, last_iteration
 from mist_megatron.events.engine import Progress, Timeline, critical_path, run_program
 from mist_megatron.events.memory_curve import MemoryCurve, memory_curves
 from mist_megatron.events.schedules import SCHEDULES, PassCosts, schedule_orders
-from mist_megatron.events.stage_work import StageWork, workload_of
+from mist_megatron.events.tasks import StageTasks, workload_of
 from mist_megatron.spec.plan import Plan, Schedule
 
 MOST_LAYER_PASSES = 1_000_000
@@ -116,7 +116,7 @@ def _check_size(plan: Plan) -> None:
         )
 
 
-def _mean_costs(stages: tuple[StageWork, ...]) -> PassCosts:
+def _mean_costs(stages: tuple[StageTasks, ...]) -> PassCosts:
     """What zero-bubble schedules balance, averaged over the stages."""
     sums = [sum(values) / len(stages) for values in zip(*(s.pass_s for s in stages), strict=True)]
     return PassCosts(sums[0], sums[1], sums[2])

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from mist_megatron.events.engine import Stream
-from mist_megatron.events.stage_work import StageWork
+from mist_megatron.events.tasks import StageTasks
 
 Chain = tuple[tuple[str, str, Stream, float], ...]
 """Kind, name, stream and seconds of each."""
 
 
-def reduced(stage: StageWork, *, alone: bool) -> Chain:
+def reduced(stage: StageTasks, *, alone: bool) -> Chain:
     """All gradients at once, if it is their turn."""
     return (("gradient reduction", "all gradients", Stream.GPU_TO_GPU, stage.step.reduction_s * alone),)
 
 
-def on_arrival(stage: StageWork) -> Chain:
+def on_arrival(stage: StageTasks) -> Chain:
     """What of a step that each layer takes before its first forward pass stops that pass."""
     return (
         ("host Adam", "host Adam", Stream.HOST, stage.step.host_adam_s),
@@ -22,7 +22,7 @@ def on_arrival(stage: StageWork) -> Chain:
     )
 
 
-def end_of_iteration(stage: StageWork, steps_on_arrival: bool) -> Chain:
+def end_of_iteration(stage: StageTasks, steps_on_arrival: bool) -> Chain:
     """The update and what surrounds it."""
     step = stage.step
     adam, gathered = on_arrival(stage)

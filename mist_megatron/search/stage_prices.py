@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
-from mist_megatron.cost.step_time import step_names
-from mist_megatron.cost.terms import Linear, totals
+from mist_megatron.cost.terms import Linear, step_names, totals
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.spec.kinds import KINDS, Range, per_kind

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
-from mist_megatron.cost.stage_time import stage_terms
 from mist_megatron.cost.terms import LayerLoad, StageLoads, TimeContext
+from mist_megatron.cost.work import stage_work
 from mist_megatron.price.overlap import no_interference
 from mist_megatron.price.prices import (
     EXACT,
@@ -124,7 +125,7 @@ def terms_of(
         recomputes_first_layers=TARGETS[target].memory(switches).recomputes_first_layers,  # type: ignore[arg-type]
     )
     loads = StageLoads(block=block, embedding=None, head=head, boundary_bytes=array(HOP_S))
-    result = stage_terms(grid, loads, context)
+    result = closed_form(stage_work(grid, loads, context))
     return tuple(  # type: ignore[return-value]
         {name: float(term.at(grid.layers, grid.ckpt)) for name, term in terms.items()}
         for terms in (result.stable, result.delta)

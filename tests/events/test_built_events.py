@@ -12,17 +12,17 @@ from plans_to_play import plan_of
 from mist_megatron.events.build import build
 from mist_megatron.events.engine import Deadlock, Stream, Timeline, run_program
 from mist_megatron.events.schedules import Pass, PassKind, schedule_orders
-from mist_megatron.events.stage_work import (
-    LayerWork,
+from mist_megatron.events.tasks import (
+    LayerTasks,
     NamedLayer,
-    PassWork,
-    StageWork,
-    StepWork,
+    PassTasks,
+    StageTasks,
+    StepTasks,
     Workload,
 )
 from mist_megatron.spec.layout import hops_across
 
-NO_STEP = StepWork(
+NO_STEP = StepTasks(
     reduction_s=0.0,
     tied_s=0.0,
     optimizer_s=0.0,
@@ -33,8 +33,8 @@ NO_STEP = StepWork(
 )
 
 
-def layer(forward: PassWork, backward: PassWork, **special: PassWork) -> LayerWork:
-    return LayerWork(
+def layer(forward: PassTasks, backward: PassTasks, **special: PassTasks) -> LayerTasks:
+    return LayerTasks(
         first=special.get("first", forward),
         forward=forward,
         backward=backward,
@@ -42,15 +42,17 @@ def layer(forward: PassWork, backward: PassWork, **special: PassWork) -> LayerWo
     )
 
 
-PLAIN = layer(PassWork(compute_s=1.0), PassWork(compute_s=2.0, weight_s=1.0))
+PLAIN = layer(PassTasks(compute_s=1.0), PassTasks(compute_s=2.0, weight_s=1.0))
 
 
-def stage(*layers: LayerWork, hop_s: float = 0.0, host_s: float = 0.0, step: StepWork = NO_STEP) -> StageWork:
+def stage(
+    *layers: LayerTasks, hop_s: float = 0.0, host_s: float = 0.0, step: StepTasks = NO_STEP
+) -> StageTasks:
     named = tuple(NamedLayer(f"layer {k}", one) for k, one in enumerate(layers))
-    return StageWork(chunks=(named,), host_s=host_s, hop_inside_s=hop_s, hop_across_s=hop_s, step=step)
+    return StageTasks(chunks=(named,), host_s=host_s, hop_inside_s=hop_s, hop_across_s=hop_s, step=step)
 
 
-def workload(*stages: StageWork, grad_accum: int = 2, **changes: bool) -> Workload:
+def workload(*stages: StageTasks, grad_accum: int = 2, **changes: bool) -> Workload:
     return Workload(
         plan=plan_of(*[len(s.chunks[0]) for s in stages], grad_accum=grad_accum),
         stages=stages,
@@ -115,7 +117,7 @@ def test_a_bridge_hands_on_inside_the_receiving_stage() -> None:
 
 def test_weights_come_in_one_layer_ahead() -> None:
     """Compute 2, gather 1, three layers: only the first gather is seen, forward takes 1 + 3 x 2."""
-    gathered = layer(PassWork(compute_s=2.0, gather_s=1.0), PassWork(compute_s=1.0))
+    gathered = layer(PassTasks(compute_s=2.0, gather_s=1.0), PassTasks(compute_s=1.0))
     spans, _ = ran(workload(stage(gathered, gathered, gathered), grad_accum=1))
     assert spans[0, "weight gather", "F0 layer 1"] == (1.0, 2.0)
     assert spans[0, "weight gather", "F0 layer 2"] == (3.0, 4.0)
@@ -125,7 +127,7 @@ def test_weights_come_in_one_layer_ahead() -> None:
 def test_a_layer_waits_for_what_left_two_layers_before() -> None:
     """Compute 1, departure 3: the third layer starts when the first one's departure is over, at 4, the fourth
     at 7, and the last departure ends at 13."""
-    leaving = layer(PassWork(compute_s=1.0, copy_out_s=3.0), PassWork(compute_s=1.0))
+    leaving = layer(PassTasks(compute_s=1.0, copy_out_s=3.0), PassTasks(compute_s=1.0))
     spans, _ = ran(workload(stage(leaving, leaving, leaving, leaving), grad_accum=1))
     assert spans[0, "forward", "F0 layer 1"] == (1.0, 2.0)
     assert spans[0, "forward", "F0 layer 2"] == (4.0, 5.0)
@@ -135,8 +137,8 @@ def test_a_layer_waits_for_what_left_two_layers_before() -> None:
 
 def test_reductions_of_the_last_micro_batch_hold_nothing_up() -> None:
     """ZeRO 0 and 1 reduce in the last backward pass only: compute 1 a layer, reduction 2."""
-    backward = PassWork(compute_s=1.0)
-    reduced = layer(PassWork(compute_s=1.0), backward, last=replace(backward, reduce_s=2.0))
+    backward = PassTasks(compute_s=1.0)
+    reduced = layer(PassTasks(compute_s=1.0), backward, last=replace(backward, reduce_s=2.0))
     spans, timeline = ran(workload(stage(reduced, reduced, reduced), grad_accum=1))
     assert spans[0, "backward", "B0 layer 0"] == (5.0, 6.0)
     assert timeline.makespan_s == 4.0 + 3 * 2.0
@@ -161,7 +163,7 @@ def test_step_waits_for_the_norm_over_all_stages() -> None:
 
 
 def test_end_of_the_iteration_in_order() -> None:
-    step = StepWork(
+    step = StepTasks(
         reduction_s=1.0,
         tied_s=0.0,
         optimizer_s=2.0,
@@ -176,7 +178,7 @@ def test_end_of_the_iteration_in_order() -> None:
 
 
 def test_gradients_are_added_from_the_second_micro_batch_on() -> None:
-    added = layer(PassWork(compute_s=1.0), PassWork(compute_s=1.0, accumulate_s=0.5))
+    added = layer(PassTasks(compute_s=1.0), PassTasks(compute_s=1.0, accumulate_s=0.5))
     spans, timeline = ran(workload(stage(added), grad_accum=3))
     assert timeline.makespan_s == 6.0 + 2 * 0.5
     assert (0, "gradient accumulation", "B0 layer 0") not in spans
@@ -186,7 +188,7 @@ def test_interference_slows_a_pass_down() -> None:
     """Compute 2 a layer beside a gather of 2 for the next: both take 2 x 1.5 while together."""
     factors = np.array(ALONE)
     factors[0b0011] = 1.5
-    gathered = layer(PassWork(compute_s=2.0, gather_s=2.0), PassWork(compute_s=1.0))
+    gathered = layer(PassTasks(compute_s=2.0, gather_s=2.0), PassTasks(compute_s=1.0))
     work = replace(workload(stage(gathered, gathered), grad_accum=1), interference=factors)
     spans, _ = ran(work)
     assert spans[0, "forward", "F0 layer 0"] == (2.0, 5.0)
@@ -196,9 +198,9 @@ def test_interference_slows_a_pass_down() -> None:
 def test_decoupled_steps_run_before_the_input_is_there() -> None:
     """Stage 1 steps (4) while stage 0 computes (3): its forward starts at 4, not at 7."""
     stepping = layer(
-        PassWork(compute_s=3.0), PassWork(compute_s=1.0), first=PassWork(compute_s=3.0, step_s=4.0)
+        PassTasks(compute_s=3.0), PassTasks(compute_s=1.0), first=PassTasks(compute_s=3.0, step_s=4.0)
     )
-    quick = layer(PassWork(compute_s=3.0), PassWork(compute_s=1.0))
+    quick = layer(PassTasks(compute_s=3.0), PassTasks(compute_s=1.0))
     work = workload(stage(quick), stage(stepping), grad_accum=1, steps_early=True)
     spans, _ = ran(work)
     start, end = spans[1, "forward", "F0 layer 0"]
@@ -210,8 +212,8 @@ def test_decoupled_steps_run_before_the_input_is_there() -> None:
 
 def test_the_first_stage_steps_layer_by_layer() -> None:
     """It waits for nothing: each layer steps (2) and runs (1), states (1) coming in one layer ahead."""
-    first = PassWork(compute_s=1.0, step_s=2.0, copy_in_s=1.0)
-    stepping = layer(PassWork(compute_s=1.0), PassWork(compute_s=1.0), first=first)
+    first = PassTasks(compute_s=1.0, step_s=2.0, copy_in_s=1.0)
+    stepping = layer(PassTasks(compute_s=1.0), PassTasks(compute_s=1.0), first=first)
     spans, _ = ran(workload(stage(stepping, stepping), grad_accum=1, steps_early=True))
     assert spans[0, "optimizer step", "F0 layer 0"] == (1.0, 3.0)
     assert spans[0, "copy in", "F0 layer 1"] == (1.0, 2.0)
@@ -220,7 +222,7 @@ def test_the_first_stage_steps_layer_by_layer() -> None:
 
 
 def test_events_run_on_the_streams_that_they_are_priced_for() -> None:
-    rich = PassWork(
+    rich = PassTasks(
         compute_s=1.0, recompute_s=1.0, tensor_s=1.0, blocking_gather_s=1.0, copy_in_s=1.0, copy_out_s=1.0
     )
     orders = schedule_orders("1f1b", 1, 1)

@@ -13,7 +13,7 @@ from plans_to_play import evaluator_of, plan_of
 from mist_megatron.events.build import build
 from mist_megatron.events.engine import run_program
 from mist_megatron.events.schedules import SCHEDULES, SPLIT_BACKWARD, Order, Pass, PassKind, schedule_orders
-from mist_megatron.events.stage_work import StageWork, Workload, workload_of
+from mist_megatron.events.tasks import StageTasks, Workload, workload_of
 from mist_megatron.price.overlap import no_interference
 from mist_megatron.spec.layout import hops_across
 from mist_megatron.spec.plan import Plan
@@ -43,7 +43,7 @@ def random_plan(rng: random.Random, schedule: str) -> Plan:
     return replace(plan, cluster=placed) if rng.random() < 0.4 else plan
 
 
-def seconds_of(work: Workload, stage: StageWork, step: Pass, split: bool) -> float:
+def seconds_of(work: Workload, stage: StageTasks, step: Pass, split: bool) -> float:
     """A pass, one thing after another."""
     total_s = 0.0 if step.kind is W else stage.host_s / (2 * len(stage.chunks))
     for layer in (named.work for named in stage.chunks[step.chunk]):

@@ -15,7 +15,7 @@ from mist_megatron.cost.predict import job_of
 from mist_megatron.events.build import Built, build
 from mist_megatron.events.engine import run_program
 from mist_megatron.events.schedules import PassKind, schedule_orders
-from mist_megatron.events.stage_work import LayerWork, StageWork, Workload, workload_of
+from mist_megatron.events.tasks import LayerTasks, StageTasks, Workload, workload_of
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
@@ -67,11 +67,11 @@ def ends_by_instructions(work: Workload) -> list[list[float]]:
     return ends
 
 
-def seconds_of(stage: StageWork, forward: bool, number: int) -> float:
+def seconds_of(stage: StageTasks, forward: bool, number: int) -> float:
     """A pass over a stage, nothing of which runs beside another thing."""
     (chunk,) = stage.chunks
 
-    def each(work: LayerWork) -> float:
+    def each(work: LayerTasks) -> float:
         if forward:
             return work.forward.compute_s
         added_s = work.backward.accumulate_s if number else 0.0

@@ -1,8 +1,8 @@
-"""What a stage has to do, in seconds alone on each stream: the cost model's terms, laid out for playing.
+"""What a stage has to do, layer by layer and chunk by chunk, laid out for playing.
 
-Nothing is priced here: layer passes, transfers and step terms come from `cost`, where the closed form takes
-them from too. Every distinct kind of layer of every distinct stage is asked for once and then reused for all
-its layers, micro-batches and data-parallel replicas (DistSim's observation).
+Nothing is composed or priced here: this takes one row of `cost.work.StageWork`, which the closed form adds
+up. Every distinct stage is asked for once, and every kind of layer is then reused for all of its layers,
+micro-batches and data-parallel replicas (DistSim's observation).
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ import numpy as np
 
 from mist_megatron.cost.borders import Border, border_seconds
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.layer_passes import accumulation_seconds, edge_grid, layer_passes
 from mist_megatron.cost.predict import grid_of
-from mist_megatron.cost.step_time import boundary_seconds, reduces_by_chunk
-from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, PassStreams, TimeContext
-from mist_megatron.cost.traffic import layer_traffic
+from mist_megatron.cost.traffic import reduces_by_chunk
+from mist_megatron.cost.work import LayerWork, PassWork
 from mist_megatron.spec.layout import nodes_of, replica_groups, tensor_groups
-from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.table import TARGETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassWork:
+class PassTasks:
     """One pass over one layer, in the order in which it is played."""
 
     blocking_gather_s: float = 0.0
@@ -55,13 +52,13 @@ class PassWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWork:
+class LayerTasks:
     """The four passes of a kind of layer."""
 
-    first: PassWork
-    forward: PassWork
-    backward: PassWork
-    last: PassWork
+    first: PassTasks
+    forward: PassTasks
+    backward: PassTasks
+    last: PassTasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +66,11 @@ class NamedLayer:
     """A layer of the model on its stage."""
 
     name: str
-    work: LayerWork
+    work: LayerTasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
+class StepTasks:
     """Once per iteration, after the last backward pass."""
 
     visits_s: float = 0.0
@@ -89,7 +86,7 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageWork:
+class StageTasks:
     """Everything a stage does in an iteration."""
 
     chunks: tuple[tuple[NamedLayer, ...], ...]
@@ -100,7 +97,7 @@ class StageWork:
     """One boundary tensor to a stage on the same node ..."""
     hop_across_s: float
     """... and on another."""
-    step: StepWork
+    step: StepTasks
     hand_on_s: float = 0.0
     """One that came over a bridge, to the rest of the tensor-parallel group."""
     between_nodes: frozenset[str] = frozenset()
@@ -121,7 +118,7 @@ class Workload:
     """The stages of a plan, and what holds for all of them."""
 
     plan: Plan
-    stages: tuple[StageWork, ...]
+    stages: tuple[StageTasks, ...]
     prices: int
     """Distinct layer passes and transfers that were priced."""
     interference: np.ndarray[Any, np.dtype[np.float64]]
@@ -146,7 +143,7 @@ class Workload:
 def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
     """Ask the cost model for every distinct stage of a plan; `evaluator` is of `job_of(plan)`."""
     context = evaluator.time_context
-    kinds: dict[Any, tuple[_Kinds, StageWork]] = {}
+    kinds: dict[Any, tuple[_Kinds, StageTasks]] = {}
     stages, layer = [], 0
     grids = [grid_of(plan, position) for position in range(len(plan.stages))]
     for position, stage in enumerate(plan.stages):
@@ -192,107 +189,68 @@ def _between_nodes(plan: Plan, position: int) -> frozenset[str]:
 class _Kinds:
     """The kinds of layers of a stage."""
 
-    kept: LayerWork
-    recomputed: LayerWork
-    embedding: LayerWork | None
-    head: LayerWork | None
+    kept: LayerTasks
+    recomputed: LayerTasks
+    embedding: LayerTasks | None
+    head: LayerTasks | None
 
-    def counted(self, stage: StagePlan) -> list[tuple[LayerWork, int]]:
-        """Each kind with the number of such layers."""
-        edges = [(kind, 1) for kind in (self.embedding, self.head) if kind is not None]
-        return [(self.kept, stage.layers - stage.ckpt), (self.recomputed, stage.ckpt), *edges]
-
-    def passes(self) -> list[PassWork]:
+    def passes(self) -> list[PassTasks]:
         kinds = [k for k in (self.kept, self.recomputed, self.embedding, self.head) if k is not None]
         return [one for k in kinds for one in (k.first, k.forward, k.backward, k.last)]
 
 
-def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kinds, StageWork]:
-    grid, context = grid_of(plan, position), evaluator.time_context
-    loads = evaluator.loads(grid)
-    block = loads.block
-    selective = (block.selective_s, block.selective_collective_s) if grid.selective else (ZERO, ZERO)
-    kept = _layer(grid, block, context, again=selective, saved=True)
-    # As in the closed form, a recomputed layer keeps its input only, which is not worth offloading.
-    recomputed = (
-        _layer(grid, block, context, again=block.again, saved=False) if plan.stages[position].ckpt else kept
-    )
-    edge = edge_grid(grid, context.facts).offloading(activations=ZERO)
-    embedding, head = (
-        None if load is None else _layer(edge, load, context, again=(ZERO, ZERO), saved=False)
-        for load in (loads.embedding, loads.head)
-    )
-    (inside, across), handed_on = boundary_seconds(grid, loads, context)
-    kinds = _Kinds(kept, recomputed, embedding, head)
-    terms = evaluator.terms(grid)
-    stable, delta = _values(terms.stable, grid), _values(terms.delta, grid)
-    inside_s = sum(layer.first.step_s * count for layer, count in kinds.counted(plan.stages[position]))
-    step = StepWork(
-        visits_s=delta.get(Term.STATES_AT_STEP, 0.0),
-        reduction_s=delta.get(Term.GRADIENT_REDUCTION, 0.0),
-        tied_s=delta.get(Term.TIED_EMBEDDINGS, 0.0),
-        optimizer_s=_beyond(delta.get(Term.OPTIMIZER_COMPUTE, 0.0), inside_s),
-        host_adam_s=delta.get(Term.HOST_ADAM, 0.0),
-        host_copies_s=delta.get(Term.HOST_ADAM_COPIES, 0.0),
-        gather_s=delta.get(Term.WEIGHT_GATHER, 0.0),
-        host_s=delta.get(Term.HOST_STEP, 0.0),
-    )
-    work = StageWork(
+def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kinds, StageTasks]:
+    grid = grid_of(plan, position)
+    work = evaluator.work(grid)
+    kept = _layer(work.kept)
+    recomputed = kept if work.recomputed is work.kept else _layer(work.recomputed)
+    embedding, head = (None if edge is None else _layer(edge) for edge in (work.embedding, work.head))
+    step = {term: float(seconds.at(grid.layers, grid.ckpt)) for term, seconds in work.step.items()}
+    tasks = StageTasks(
         chunks=(),
-        host_s=stable.get(Term.HOST_WORK, 0.0),
-        hop_inside_s=float(inside),
-        hop_across_s=float(across),
-        step=step,
-        hand_on_s=float(handed_on),
+        host_s=float(work.host_s),
+        hop_inside_s=float(work.boundary.inside_s),
+        hop_across_s=float(work.boundary.across_s),
+        step=StepTasks(
+            visits_s=step.get(Term.STATES_AT_STEP, 0.0),
+            reduction_s=step.get(Term.GRADIENT_REDUCTION, 0.0),
+            tied_s=step.get(Term.TIED_EMBEDDINGS, 0.0),
+            optimizer_s=step.get(Term.OPTIMIZER_COMPUTE, 0.0),
+            host_adam_s=step.get(Term.HOST_ADAM, 0.0),
+            host_copies_s=step.get(Term.HOST_ADAM_COPIES, 0.0),
+            gather_s=step.get(Term.WEIGHT_GATHER, 0.0),
+            host_s=step.get(Term.HOST_STEP, 0.0),
+        ),
+        hand_on_s=float(work.boundary.handed_on_s),
     )
-    return kinds, work
+    return _Kinds(kept, recomputed, embedding, head), tasks
 
 
-def _beyond(whole_s: float, inside_s: float) -> float:
-    """The rest of a sum, without what rounding leaves of nothing."""
-    return whole_s - inside_s if whole_s - inside_s > 1e-9 * whole_s else 0.0
+def _layer(work: LayerWork) -> LayerTasks:
+    step_s, again_s = float(work.traffic.step_compute_s), float(work.recompute_s)
+    weight_s = float(work.load.weight_grad_s)
 
-
-def _values(terms: Mapping[Term, Linear], grid: StageGrid) -> dict[Term, float]:
-    return {name: float(term.at(grid.layers, grid.ckpt)) for name, term in terms.items()}
-
-
-def _layer(
-    grid: StageGrid,
-    load: LayerLoad,
-    context: TimeContext,
-    *,
-    again: tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.float64]]],
-    saved: bool,
-) -> LayerWork:
-    traffic = layer_traffic(grid, load, context)
-    saved_bytes = load.saved_bytes if saved else ZERO
-    passes = layer_passes(grid, load, traffic, context, again=again, saved_bytes=saved_bytes)
-    step_s, again_s = float(traffic.step_compute_s), float(again[0])
-    weight_s = float(load.weight_grad_s)
-    accumulate_s = float(accumulation_seconds(load.parameters, context))
-
-    def backward(streams: PassStreams) -> PassWork:
-        work = _pass(streams, less_s=again_s)
+    def backward(streams: PassWork) -> PassTasks:
+        tasks = _pass(streams, less_s=again_s)
         # Waiting for the host is part of compute: weight gradients cannot be more than what is left.
         return replace(
-            work,
+            tasks,
             recompute_s=again_s,
-            weight_s=min(weight_s, work.compute_s),
-            accumulate_s=accumulate_s,
+            weight_s=min(weight_s, tasks.compute_s),
+            accumulate_s=float(work.accumulate_s),
         )
 
-    return LayerWork(
-        first=replace(_pass(passes.first, less_s=step_s), step_s=step_s),
-        forward=_pass(passes.forward),
-        backward=backward(passes.backward),
-        last=backward(passes.last),
+    return LayerTasks(
+        first=replace(_pass(work.first, less_s=step_s), step_s=step_s),
+        forward=_pass(work.forward),
+        backward=backward(work.backward),
+        last=backward(work.last),
     )
 
 
-def _pass(streams: PassStreams, less_s: float = 0.0) -> PassWork:
+def _pass(streams: PassWork, less_s: float = 0.0) -> PassTasks:
     """`less_s` of compute is told apart from the rest by the caller."""
-    return PassWork(
+    return PassTasks(
         blocking_gather_s=float(streams.blocking_gather_s),
         compute_s=max(float(streams.compute_s) - less_s, 0.0),
         tensor_s=float(streams.tensor_s),

@@ -1,0 +1,168 @@
+"""What boundary tensors add to t and d: sends for which stages stop, and sends beside chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned
+from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext
+from mist_megatron.cost.traffic import replicas
+from mist_megatron.cost.work import LayerWork, StageWork, hop_seconds
+from mist_megatron.price.prices import Array
+
+
+def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
+    """Activations to the next stage and their gradients back, in t and in d. A stage with two neighbours
+    meets two exchanges per micro-batch, one at an end of the pipeline meets one, so that their sum over the
+    stages is the 2 (S-1) hops of one micro-batch there and back, as many of them between nodes as there are
+    borders of nodes. Where stages differ in size, each pays for what its own ranks send and receive, and
+    crosses nodes as often as a stage of its role among stages of its size that fill the cluster."""
+    grid, context, boundary = work.grid, work.context, work.boundary
+    if grid.stages <= 1:
+        return None, None
+    overlaps = _beside_chunks(grid, context)
+    # Chunks pass every boundary on their way, wherever their stage stands.
+    share = _crossing_share(grid, context, None if overlaps else grid.role)
+    inside, across = boundary.inside_s, boundary.across_s
+    hop = (1.0 - share) * inside + share * across + boundary.handed_on_s
+    if overlaps:
+        # At a border of nodes a stage has one neighbour on each side of it.
+        own = (inside, across) if 0.0 < share < 1.0 else (hop, hop)
+        return _sent_beside_chunks(_Sends(work, hop, own))
+    exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
+    each = 2.0 if context.facts.pipeline.sends_in_turn else 1.0
+    return Linear(each * exchanges * grid.vpp * hop), None
+
+
+def _beside_chunks(grid: StageGrid, context: TimeContext) -> bool:
+    return grid.vpp > 1 and context.facts.pipeline.sends_overlap_when_interleaved
+
+
+def _crossing_share(grid: StageGrid, context: TimeContext, role: StageRole | None) -> float:
+    gpus = grid.nodes * grid.gpus_per_node
+    alike = max(context.cluster_gpus // gpus, 2)
+    return boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node, role)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """A layer's share of a send beside the layer's compute (and collectives behind it) of one pass."""
+
+    slower_s: Array
+    """What the send adds to compute."""
+    waits_s: Array
+    """By how much it takes longer than both ..."""
+    spare_s: Array
+    """... or shorter."""
+
+
+@dataclass(frozen=True)
+class _Sends:
+    """What a stage with chunks sends, beside what it has to do."""
+
+    work: StageWork
+    hop_s: Array
+    """Mean of all boundaries, which every micro-batch passes."""
+    own_s: tuple[Array, Array]
+    """Sends of a stage to either side, where they slow its compute most."""
+
+
+def _sent_beside_chunks(sends: _Sends) -> tuple[Linear, Linear]:
+    """Sends of p stages with v chunks that compute (f forward, b backward) beside them, in t and in d.
+
+    A chunk's output travels while a backward pass runs, its gradients while a forward pass does; p stages and
+    p pairs of passes later the micro-batch's next chunk needs them. So a pair takes f + b or, at least,
+
+    * the longer of both passes and a send: of every v chunks in a row but the first, which waits for nothing;
+    * two sends: a stage's link does not rest. Of two stages each is an end of the pipeline, and has one
+      chunk in v that sends once only.
+
+    Filling and draining are the trip of one micro-batch through p v chunks and back, and p pairs of the
+    chunk that waits for nothing but the link. A layer hides its share of a send, which keeps all this linear
+    in recomputed layers (chunks are equal, so a stage has no other number of layers); embedding or head hide
+    waits too."""
+    work, grid = sends.work, sends.work.grid
+    kept_s, kept_d = _per_layer(sends, work.kept)
+    trip = 2.0 * (grid.stages * grid.vpp - 1) * sends.hop_s
+    if work.recomputed is work.kept:
+        return Linear(per_layer=kept_s), Linear(trip, kept_d)
+    whole_s, whole_d = _per_layer(sends, work.recomputed)
+    return Linear(per_layer=kept_s, per_ckpt=whole_s - kept_s), Linear(trip, kept_d, whole_d - kept_d)
+
+
+def _edge_seconds(loads: StageLoads) -> Array:
+    """Embedding and head, forward and backward."""
+    return sum(
+        (load.forward_s + load.backward_s for load in (loads.embedding, loads.head) if load is not None),
+        start=ZERO,
+    )
+
+
+def _per_layer(sends: _Sends, layer: LayerWork) -> tuple[Array, Array]:
+    """What sends add to t for a layer, and what of it d takes back."""
+    work, load = sends.work, layer.load
+    stages, chunks = work.grid.stages, work.grid.vpp
+    a_layer = stages / work.context.model_layers
+    share, host_s = chunks * sends.hop_s * a_layer, 0.5 * work.host_s * a_layer
+    forward_parts = (host_s, load.forward_s, load.forward_collective_s)
+    backward_parts = (
+        host_s,
+        load.backward_s + layer.recompute_s,
+        load.backward_collective_s + layer.recompute_collective_s,
+    )
+    factors = work.context.interference
+    forward, backward = (_beside(share, parts, factors) for parts in (forward_parts, backward_parts))
+    slower = forward.slower_s + backward.slower_s
+    if sends.own_s[0] is not sends.own_s[1]:
+        each = [chunks * hop * a_layer for hop in sends.own_s]
+        sides = [_beside(one, parts, factors) for one in each for parts in (forward_parts, backward_parts)]
+        slower = 0.5 * sum((beside.slower_s for beside in sides), start=ZERO)
+    link = np.maximum(forward.waits_s + backward.waits_s - forward.spare_s - backward.spare_s, 0.0)
+    round_trip = np.maximum(forward.waits_s, backward.waits_s)
+    alone = np.maximum(share - sum(forward_parts) - sum(backward_parts), 0.0)
+    if stages == 2:
+        # The chunk that sends once is half hidden by the one before, which still sends.
+        once = np.maximum(alone, np.where(backward.waits_s > 0.0, 0.5 * forward.waits_s, 0.0))
+        waits = exposed = ((chunks - 1) * np.maximum(link, round_trip) + once) / chunks
+    else:
+        trips = (chunks - 1) / chunks * round_trip
+        waits = np.maximum(link, trips)
+        exposed = np.maximum(link - _edge_seconds(work.loads) * a_layer, trips)
+    pairs = stages * chunks - 1
+    in_chunk = (alone if stages == 2 else stages * link) - pairs * slower - (pairs + stages) * waits
+    return slower + exposed, in_chunk / chunks
+
+
+def _beside(sent: Array, parts: tuple[Array, Array, Array], factors: Array) -> _Beside:
+    """Host work, compute and collectives of a pass, in this order; only compute and sends disturb each
+    other."""
+    host, compute, collectives = parts
+    slow_compute, slow_send = (float(factor) for factor in factors[0b0011, :2])
+    together = np.minimum(compute * slow_compute, np.maximum(sent - host, 0.0) * slow_send)
+    slower = together * (1.0 - 1.0 / slow_compute)
+    left = sent - host - together / slow_send - collectives
+    idle = (compute - together / slow_compute) + np.maximum(-left, 0.0)
+    return _Beside(slower, np.maximum(left, 0.0), np.where(left > 0.0, 0.0, idle))
+
+
+def slowed_by_reduction(work: StageWork, reduction: Array) -> Array:
+    """Interleaved stages reduce when their last backward pass has ended; its gradients still leave then, and
+    where both go over the same links, have half of them."""
+    grid, context = work.grid, work.context
+    if not _beside_chunks(grid, context) or not np.any(reduction):
+        return ZERO
+    each_s = sent_beside_reductions(work) * context.model_layers / (grid.vpp * grid.stages)
+    return (grid.stages - 1) * np.minimum(each_s, reduction)
+
+
+def sent_beside_reductions(work: StageWork) -> Array:
+    """A layer's share of a send between chunks, as far as it goes over links that reductions go over too."""
+    grid, context = work.grid, work.context
+    share = _crossing_share(grid, context, None)
+    inside, across = hop_seconds(work.loads.boundary_bytes, context)
+    spanned = np.minimum(nodes_spanned(replicas(grid, context), grid.tp, grid.gpus_per_node), grid.nodes)
+    sent_s = np.where(spanned > 1.0, share * across, (1.0 - share) * inside)
+    return np.asarray(grid.vpp * sent_s * grid.stages / context.model_layers)

@@ -1,0 +1,414 @@
+"""What a stage has to do in an iteration, in seconds alone on each stream.
+
+Composed here once, over whole grids of configurations: the closed form says what of it a stage exposes
+(`closed_form`), and the events play one row of it (`events/tasks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term
+from mist_megatron.cost.traffic import (
+    STEP_GRAD_BYTES,
+    Traffic,
+    collective,
+    gathers_on_arrival,
+    host_copy,
+    layer_traffic,
+    reduces_in_passes,
+    replicas,
+    step_copies_s,
+    whole_buckets,
+)
+from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostAdam, MemoryPass
+from mist_megatron.spec.term import Term
+from mist_megatron.targets.facts import TrafficFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassWork:
+    """One pass over one layer: seconds alone on each stream. What arrives must be there before compute
+    begins and comes in during the layer before; what leaves goes out during the layer after."""
+
+    compute_s: Array
+    gather_s: Array = field(default_factory=lambda: ZERO)
+    """Collectives that arrive: weights, and tensor-parallel collectives where those run beside compute."""
+    copy_in_s: Array = field(default_factory=lambda: ZERO)
+    reduce_s: Array = field(default_factory=lambda: ZERO)
+    """Collectives that leave: gradients."""
+    copy_out_s: Array = field(default_factory=lambda: ZERO)
+    tensor_s: Array = field(default_factory=lambda: ZERO)
+    """Tensor-parallel collectives that stop compute."""
+    blocking_gather_s: Array = field(default_factory=lambda: ZERO)
+    """Data-parallel collectives that do, before compute ..."""
+    blocking_reduce_s: Array = field(default_factory=lambda: ZERO)
+    """... and after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork:
+    """One kind of layer: its passes, and what they are made of."""
+
+    load: LayerLoad
+    traffic: Traffic
+    recompute_s: Array
+    """What the backward pass computes again, part of its compute ..."""
+    recompute_collective_s: Array
+    """... and the tensor-parallel collectives of that."""
+    accumulate_s: Array
+    """Adding new gradients to old ones, from the second micro-batch on, where that is a pass of its own."""
+    forward: PassWork
+    backward: PassWork
+    first: PassWork
+    """The first forward pass of an iteration ..."""
+    last: PassWork
+    """... and the last backward pass; `backward` itself where they are equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryWork:
+    """One boundary tensor on its way to a neighbour ..."""
+
+    inside_s: Array
+    """... on the same node ..."""
+    across_s: Array
+    """... or on another, ..."""
+    handed_on_s: Array
+    """... and then, over a bridge, from the rank that received it to the rest of its tensor group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """Everything that the stages of a grid have to do."""
+
+    grid: StageGrid
+    loads: StageLoads
+    context: TimeContext
+    kept: LayerWork
+    """A layer that is not recomputed in full ..."""
+    recomputed: LayerWork
+    """... and one that is; `kept` itself where no configuration has one."""
+    embedding: LayerWork | None
+    head: LayerWork | None
+    boundary: BoundaryWork
+    host_s: Array
+    """The host's work per micro-batch, forward and backward together."""
+    step: Mapping[Term, Linear]
+    """Once per optimizer step, besides what the layers' own passes have of it."""
+
+
+def stage_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> StageWork:
+    """The work of stages with these layers."""
+    block, edge = loads.block, edge_grid(grid, context.facts)
+    kept = kept_layer(grid, block, context)
+    embedding, head = (
+        # Never recomputed, and their activations are never offloaded.
+        None if load is None else layer_work(edge, load, context, again=(ZERO, ZERO), saved_bytes=ZERO)
+        for load in (loads.embedding, loads.head)
+    )
+    recomputed = kept
+    if np.any(grid.ckpt):
+        # What a recomputed layer keeps is its input, which is too small to be worth offloading.
+        recomputed = layer_work(grid, block, context, again=block.again, saved_bytes=ZERO)
+    return StageWork(
+        grid=grid,
+        loads=loads,
+        context=context,
+        kept=kept,
+        recomputed=recomputed,
+        embedding=embedding,
+        head=head,
+        boundary=boundary_work(grid, loads, context),
+        host_s=host_seconds(grid, context),
+        step=_step_work(grid, loads, context),
+    )
+
+
+def kept_layer(grid: StageGrid, load: LayerLoad, context: TimeContext) -> LayerWork:
+    """A layer of which nothing or the attention core is recomputed."""
+    again = (load.selective_s, load.selective_collective_s) if grid.selective else (ZERO, ZERO)
+    return layer_work(grid, load, context, again=again, saved_bytes=load.saved_bytes)
+
+
+def layer_work(
+    grid: StageGrid,
+    load: LayerLoad,
+    context: TimeContext,
+    *,
+    again: tuple[Array, Array],
+    saved_bytes: Array,
+) -> LayerWork:
+    """One kind of layer; `again` is the compute and the collectives that its backward pass does again, and
+    `saved_bytes` what of its activations may be offloaded."""
+    traffic = layer_traffic(grid, load, context)
+    shared = _data_parallel(grid, traffic, context.facts)
+    gathers = 1.0 + _gathers_again(load, context.facts, again[0])
+    saved = grid.offload.activations * saved_bytes
+    saved_out, saved_in = host_copy(saved, "d2h", context), host_copy(saved, "h2d", context)
+    forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
+    beside_forward, beside_backward = ZERO, ZERO
+    if context.tensor_collectives_overlap:
+        beside_forward, beside_backward, forward_tp, backward_tp = forward_tp, backward_tp, ZERO, ZERO
+    forward = PassWork(
+        compute_s=load.forward_s,
+        gather_s=shared.gather_s + beside_forward,
+        copy_in_s=traffic.weights_in_s,
+        copy_out_s=saved_out,
+        tensor_s=forward_tp,
+        blocking_gather_s=shared.blocking_gather_s,
+    )
+    backward = PassWork(
+        compute_s=load.backward_s + again[0],
+        gather_s=gathers * shared.gather_s + beside_backward,
+        copy_in_s=traffic.weights_in_s + traffic.grads_in_s + saved_in,
+        reduce_s=shared.reduce_s,
+        copy_out_s=traffic.grads_out_s,
+        tensor_s=backward_tp,
+        blocking_gather_s=gathers * shared.blocking_gather_s,
+        blocking_reduce_s=shared.blocking_reduce_s,
+    )
+    first = replace(
+        forward,
+        compute_s=load.forward_s + traffic.step_compute_s,
+        gather_s=shared.gather_s + shared.first_gather_s + beside_forward,
+        blocking_gather_s=shared.blocking_gather_s + shared.first_blocking_gather_s,
+        # With a swapped step the new weights are made here, so old ones need not come in.
+        copy_in_s=traffic.step_in_s if context.facts.step.in_first_forward else traffic.weights_in_s,
+        copy_out_s=saved_out + traffic.step_out_s,
+    )
+    last = backward
+    if np.any(shared.last_reduce_s):
+        last = replace(backward, reduce_s=shared.reduce_s + shared.last_reduce_s)
+    return LayerWork(
+        load=load,
+        traffic=traffic,
+        recompute_s=again[0],
+        recompute_collective_s=again[1],
+        accumulate_s=accumulation_seconds(load.parameters, context),
+        forward=forward,
+        backward=backward,
+        first=first,
+        last=last,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DataParallel:
+    """Data-parallel collectives of one layer: beside compute, or stopping it (`blocking`)."""
+
+    gather_s: Array
+    """Weights of ZeRO 3, in every pass."""
+    blocking_gather_s: Array
+    reduce_s: Array
+    """Gradients of ZeRO 2 and 3, in every backward pass."""
+    blocking_reduce_s: Array
+    first_gather_s: Array
+    """Updated weights of ZeRO 1 and 2, in the first forward pass."""
+    first_blocking_gather_s: Array
+    last_reduce_s: Array
+    """Gradients of ZeRO 0 and 1, in the last backward pass."""
+
+
+def _data_parallel(grid: StageGrid, traffic: Traffic, facts: TrafficFacts) -> _DataParallel:
+    zero = grid.zero
+    gather3 = np.where(zero >= 3, traffic.gather_s, 0.0)
+    reduce2 = np.where(zero == 2, traffic.reduce_s, 0.0)
+    reduce3 = np.where(zero >= 3, traffic.reduce_s, 0.0)
+    reduce1 = np.where(zero <= 1, traffic.reduce_s, 0.0) * reduces_in_passes(grid, facts)
+    gather1 = np.where((zero == 1) | (zero == 2), traffic.gather_s, 0.0) * facts.step.gather_overlaps
+    in_one = gathers_on_arrival(grid, facts) and not grid.role.has_embedding
+    gather_before = gather1 * in_one
+    gather_beside = gather3 * facts.zero3.gather_overlaps
+    reduce_beside = reduce2 * facts.reduction.zero2_overlaps + reduce3 * facts.zero3.reduce_overlaps
+    return _DataParallel(
+        gather_s=gather_beside,
+        blocking_gather_s=gather3 - gather_beside,
+        reduce_s=reduce_beside,
+        blocking_reduce_s=reduce2 + reduce3 - reduce_beside,
+        first_gather_s=gather1 - gather_before,
+        first_blocking_gather_s=gather_before,
+        last_reduce_s=reduce1,
+    )
+
+
+def _gathers_again(load: LayerLoad, facts: TrafficFacts, recomputed_s: Array) -> Array:
+    """1 where ZeRO 3 lets go of a recomputed layer's weights before its backward pass, else 0."""
+    if facts.zero3.reuse_elements is None or not np.any(recomputed_s):
+        return ZERO
+    return np.asarray(load.parameters > facts.zero3.reuse_elements, dtype=np.float64)
+
+
+def accumulation_seconds(parameters: Array, context: TimeContext) -> Array:
+    """Adding a layer's new gradients to its old ones, where that is a pass of its own."""
+    if not context.facts.reduction.accumulation_pass:
+        return ZERO
+    return context.prices.of(MemoryPass(3.0 * context.grad_bytes * parameters)).seconds
+
+
+def edge_grid(grid: StageGrid, facts: TrafficFacts) -> StageGrid:
+    """The stage as embedding and head see it."""
+    if facts.edges_follow:
+        return grid
+    on_device = grid.offloading(weights=ZERO, grads=ZERO, optimizer=ZERO)
+    return replace(on_device, zero=np.ones(()))
+
+
+def _step_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Mapping[Term, Linear]:
+    """What happens once per step and stops compute: reductions and gathers that nothing hides, the
+    optimizer at the end of the step, and updates on the host."""
+    step: dict[Term, Linear] = {}
+    facts, prices, zero = context.facts, context.prices, grid.zero
+    step[Term.HOST_STEP] = Linear(np.asarray(facts.host.per_step_s))
+    count = grid.layers * loads.block.parameters
+    for load in (loads.embedding, loads.head):
+        if load is not None:
+            count = count + load.parameters
+    if not reduces_in_passes(grid, facts):
+        whole = context.grad_bytes * count
+        scatter = whole_buckets("reduce_scatter", whole, context.grad_bytes, grid, context)
+        reduce = whole_buckets("all_reduce", whole, context.grad_bytes, grid, context)
+        once = np.where(zero == 1, scatter, np.where(zero == 0, reduce, 0.0))
+        step[Term.GRADIENT_REDUCTION] = Linear(once)
+    if not facts.step.gather_overlaps:
+        step[Term.WEIGHT_GATHER] = _weight_gather(grid, loads, count, context)
+    if loads.tied_parameters is not None:
+        message = context.grad_bytes * loads.tied_parameters
+        pair = np.asarray(2.0)
+        nodes = np.asarray(2.0 if context.cluster_gpus > context.cluster_gpus_per_node else 1.0)
+        step[Term.TIED_EMBEDDINGS] = Linear(prices.of(Collective("all_reduce", message, pair, nodes)).seconds)
+    share = count / np.where(zero >= 1, replicas(grid, context), 1.0)
+    if facts.host_copies.states_visit:
+        _visits(grid, count, context, step)
+    if facts.step.in_first_forward:
+        _steps_in_first_forward(grid, loads, count, context, step)
+        return step
+    on_host = share * grid.offload.optimizer
+    compute = prices.of(DeviceAdam(share - on_host)).seconds
+    if facts.step.norm_pass:
+        # The norm reads every gradient, scaling reads and writes it.
+        compute = compute + prices.of(MemoryPass(3.0 * context.grad_bytes * share)).seconds
+    step[Term.OPTIMIZER_COMPUTE] = Linear(compute)
+    if facts.step.by_place:
+        step[Term.HOST_ADAM] = Linear(prices.of(HostAdam(on_host)).seconds)
+        gone_s = _gradients_to_states(grid, share, context)
+        step[Term.HOST_ADAM_COPIES] = Linear(gone_s + step_copies_s(grid, share, context))
+        # Weights of ZeRO 1 and 2 that visited go back when they are new.
+        visited = context.weight_bytes * count * np.where(zero >= 3, 0.0, grid.offload.weights)
+        step[Term.STATES_AT_STEP] = Linear(host_copy(visited, "d2h", context))
+    elif np.any(grid.offload.optimizer):
+        still_on_device = 1.0 if facts.host_copies.states_visit else 1.0 - grid.offload.grads
+        update = prices.of(HostAdam(on_host)).seconds
+        out = host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
+        back = host_copy(context.weight_bytes * on_host, "h2d", context)
+        copies = np.maximum(out + back - update, 0.0) if facts.step.host_copies_overlap else out + back
+        step[Term.HOST_ADAM] = Linear(update)
+        step[Term.HOST_ADAM_COPIES] = Linear(copies)
+    return step
+
+
+def _gradients_to_states(grid: StageGrid, share: Array, context: TimeContext) -> Array:
+    """In the last backward pass gradients go to the host's states in fp32. Nothing is added up on the host:
+    ZeRO 1 does that on the GPU (stage_1_and_2.py, copy_grads_in_partition: micro_step_id is 0 when it
+    reduces, with or without a pipeline)."""
+    return host_copy(STEP_GRAD_BYTES * grid.offload.optimizer * share, "d2h", context)
+
+
+def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext) -> Linear:
+    """Updated weights of ZeRO 1 and 2, when nothing hides it: in full buckets, or, where groups are stepped
+    by layer, one after the other."""
+    facts = context.facts
+    sharded = (grid.zero == 1) | (grid.zero == 2)
+    whole = context.weight_bytes * count
+    gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context)
+    if not facts.step.by_place:
+        return Linear(np.where(sharded, gather, 0.0))
+    by_layer = sharded & ((grid.offload.weights > 0.0) | facts.step.in_first_forward)
+
+    def one(parameters: Array) -> Array:
+        each = collective("all_gather", context.weight_bytes * parameters, grid, context)
+        return np.where(by_layer, each, 0.0)
+
+    edges = [one(load.parameters) for load in (loads.embedding, loads.head) if load is not None]
+    at_once = np.where(sharded & ~by_layer, gather, 0.0)
+    return Linear(sum(edges, start=at_once), one(loads.block.parameters))
+
+
+def _visits(grid: StageGrid, count: Array, context: TimeContext, step: dict[Term, Linear]) -> None:
+    """Offloaded gradients come back before the reduction, when nothing else runs; offloaded weights
+    come and go for an update that is not part of a forward pass."""
+    if not (np.any(grid.offload.grads) or np.any(grid.offload.weights)):
+        return
+    seconds = host_copy(grid.offload.grads * context.grad_bytes * count, "h2d", context)
+    if not context.facts.step.in_first_forward:
+        weights = grid.offload.weights * context.weight_bytes * count
+        seconds = seconds + host_copy(weights, "h2d", context) + host_copy(weights, "d2h", context)
+    step[Term.STATES_AT_STEP] = Linear(seconds)
+
+
+def _steps_in_first_forward(
+    grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext, step: dict[Term, Linear]
+) -> None:
+    """Updates between the layers of the first forward pass; the copies are part of its traffic."""
+    facts, prices = context.facts, context.prices
+    share = count / np.where(grid.zero >= 1, replicas(grid, context), 1.0)
+    if facts.step.norm_pass:
+        norm = prices.of(MemoryPass(3.0 * context.grad_bytes * share)).seconds
+        step[Term.OPTIMIZER_COMPUTE] = Linear(norm)
+    if facts.step.adam_on_host and np.any(grid.offload.optimizer):
+        # The thread that updates a layer launches nothing: the device has the layer before it to run.
+        divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)
+        update = prices.of(HostAdam(grid.offload.optimizer * loads.block.parameters / divisor)).seconds
+        step[Term.HOST_ADAM] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
+        if facts.step.by_place:
+            add_term(step, Term.HOST_ADAM, _edges_on_host(grid, loads, divisor, context))
+            step[Term.HOST_ADAM_COPIES] = Linear(_gradients_to_states(grid, share, context))
+
+
+def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: TimeContext) -> Linear:
+    """Nothing runs before the embedding, and the last layer before the head."""
+    exposed: Array = ZERO
+    for load, before_s in ((loads.embedding, ZERO), (loads.head, loads.block.forward_s)):
+        if load is not None:
+            update = context.prices.of(HostAdam(grid.offload.optimizer * load.parameters / divisor)).seconds
+            exposed = exposed + np.maximum(update - before_s, 0.0)
+    return Linear(exposed)
+
+
+def host_seconds(grid: StageGrid, context: TimeContext) -> Array:
+    """Host work per micro-batch. Every chunk of an interleaved stage meets its neighbours for itself."""
+    if Term.HOST_WORK in context.without:
+        return ZERO
+    exchange_s = grid.vpp * context.facts.host.per_exchange_s if grid.stages > 1 else 0.0
+    return np.asarray(context.facts.host.per_micro_batch_s + exchange_s)
+
+
+def boundary_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> BoundaryWork:
+    """What one boundary tensor takes; over a bridge one rank sends and receives it whole."""
+    if not grid.bridged:
+        inside_s, across_s = hop_seconds(loads.boundary_bytes, context)
+        return BoundaryWork(inside_s=inside_s, across_s=across_s, handed_on_s=ZERO)
+    whole_bytes = loads.boundary_bytes * (grid.tp if grid.sequence_parallel else 1.0)
+    inside_s, across_s = hop_seconds(whole_bytes, context)
+    handed_on_s = _handed_on(whole_bytes, grid, context)
+    return BoundaryWork(inside_s=inside_s, across_s=across_s, handed_on_s=handed_on_s)
+
+
+def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
+    """A broadcast in a tensor-parallel group: a ring passes every byte once, as a gather does."""
+    nodes = np.ceil(grid.tp / context.cluster_gpus_per_node)
+    seconds = context.prices.of(Collective("all_gather", whole_bytes, grid.tp, nodes)).seconds
+    return np.where(grid.tp > 1.0, seconds, 0.0)
+
+
+def hop_seconds(boundary_bytes: Array, context: TimeContext) -> tuple[Array, Array]:
+    """One transfer to a neighbouring stage, inside a node and between nodes."""
+    inside, across = (
+        context.prices.of(Collective("send_recv", boundary_bytes, np.asarray(2.0), np.asarray(nodes))).seconds
+        for nodes in (1.0, 2.0)
+    )
+    return inside, across
