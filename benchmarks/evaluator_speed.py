@@ -62,7 +62,7 @@ def open_grid(values: Mapping[str, np.ndarray]) -> StageGrid:
         nodes=1,
         gpus_per_node=8,
         sequence_parallel=False,
-        selective=False,
+        recompute="full",
         dp=np.asarray(4.0),
         tp=np.asarray(2.0),
         grad_accum=np.asarray(16.0),

@@ -11,6 +11,7 @@ from mist_megatron.events.iteration import Simulation
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import IN_WORDS
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.recompute import PARTIAL
 from mist_megatron.spec.term import Busy
 
 GIB = float(1 << 30)
@@ -75,8 +76,8 @@ def _each(values: Iterable[object]) -> str:
 
 def recompute_words(stage: StagePlan) -> str:
     """Which layers are recomputed."""
-    if stage.recompute == "selective":
-        return "selective"
+    if stage.recompute in PARTIAL:
+        return stage.recompute
     return f"{stage.ckpt} full" if stage.ckpt else "none"
 
 
@@ -99,10 +100,9 @@ _DETAILS: Mapping[str, Callable[[StagePlan], str]] = MappingProxyType(
 def plan_words(plan: Plan) -> str:
     """A whole plan in one line: shape, then what the first stage does, as the stages differ little."""
     stage = plan.stages[0]
-    again = {"selective": "attention recomputed", "full": f"{stage.ckpt} of {stage.layers} layers recomputed"}
     words = [shape_words(plan), f"ZeRO {stage.zero}"]
-    if stage.ckpt or stage.recompute == "selective":
-        words.append(again[stage.recompute])
+    if stage.ckpt or stage.recompute in PARTIAL:
+        words.append(f"{stage.recomputed} recomputed")
     moved = [
         IN_WORDS[kind] if share == 1.0 else f"{share:.0%} of {IN_WORDS[kind]}"
         for kind, share in stage.offload.items()

@@ -13,14 +13,15 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from mist_megatron.errors import InputError, MistError
 from mist_megatron.formats.document import build
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Plan, Recompute, Schedule, StagePlan, TargetName, Zero
+from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, TargetName, Zero
+from mist_megatron.spec.recompute import Recompute
 from mist_megatron.spec.training import Precision, TrainingSpec
 
 MIB = float(1 << 20)
@@ -311,7 +312,7 @@ def _stages(row: _Row, training: TrainingSpec) -> tuple[tuple[StagePlan, ...], i
     inside = min(gpus, per_node)
     if gpus % inside:
         raise _Inexpressible(f"a stage of {gpus} GPUs is no whole number of nodes of {per_node}")
-    recompute = cast(Recompute, row.one_of("recompute", ("none", "selective", "full"), "none"))
+    recompute = cast(Recompute, row.one_of("recompute", get_args(Recompute), "none"))
     zero = row.count("zero", 0, least=0)
     if zero > 3:
         raise InputError(f"{row.where}: zero is {zero}; wanted 0 to 3")

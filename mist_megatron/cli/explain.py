@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.cost.grid import recompute_values
 
 if TYPE_CHECKING:
     from mist_megatron.spec.plan import Plan
@@ -71,7 +72,7 @@ def _values(plan: Plan, position: int) -> dict[str, float]:
         "dp": stage.dp,
         "cp": plan.execution.context_parallel,
         "sp": float(plan.sequence_parallel),
-        "sel": float(stage.recompute == "selective"),
+        **recompute_values(stage.recompute),
         "l": stage.layers,
         "c": stage.ckpt,
         "p": held,

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.spec.recompute import WHOLE
 
 if TYPE_CHECKING:
     from mist_megatron.cost.predict import Prediction
@@ -107,7 +108,7 @@ def _stage_table(plan: Plan, prediction: Prediction) -> Table:
     columns = (*sizes, "t ms", "d ms", "peak GiB", "limit", "")
     rows = []
     for index, (stage, cost) in enumerate(zip(plan.stages, prediction.stages, strict=True)):
-        ckpt = str(stage.ckpt) if stage.recompute != "selective" else f"{stage.ckpt}+sel"
+        ckpt = str(stage.ckpt) if stage.recompute in WHOLE else f"{stage.ckpt}+{stage.recompute[:3]}"
         rows.append(
             [
                 *map(str, (index, stage.layers, stage.gpus, stage.dp, stage.tp)),

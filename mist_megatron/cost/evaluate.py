@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.communication import nodes_spanned
-from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, Array, StageCost, StageGrid, StageRole
+from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, Array, StageCost, StageGrid, StageRole, recompute_values
 from mist_megatron.cost.program_cache import Store, load_or_build
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
 from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passes, with_unfused_softmax
-from mist_megatron.cost.terms import LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
+from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
 from mist_megatron.cost.work import StageWork, stage_work
 from mist_megatron.price.deterministic import DeterministicPrices
 from mist_megatron.price.prices import LayerShape, Prices
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.recompute import Recompute
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.facts import MemoryFacts
 from mist_megatron.targets.table import TARGETS
@@ -139,7 +140,7 @@ class StageEvaluator:
             "v": padded_vocabulary(self.job.model.vocab, grid.tp, self._memory_facts),
             "dp": grid.dp,
             "sp": float(grid.sequence_parallel),
-            "sel": float(grid.selective),
+            **recompute_values(grid.recompute),
             "l": grid.layers,
             "c": grid.ckpt,
             "p": grid.in_flight,
@@ -200,7 +201,7 @@ class StageEvaluator:
         make up all grids of a search."""
         micro_batch, tp = np.broadcast_arrays(grid.micro_batch, grid.tp)
         found, positions = np.unique(micro_batch.reshape(-1) + 1j * tp.reshape(-1), return_inverse=True)
-        key = (grid.gpus_per_node, grid.sequence_parallel, grid.selective)
+        key = (grid.gpus_per_node, grid.sequence_parallel, grid.recompute)
         rows, priced = self._memo.get(key, ({}, None))
         pairs: list[complex] = found.tolist()
         new = np.array([pair for pair in pairs if pair not in rows])
@@ -220,7 +221,7 @@ class StageEvaluator:
             "tp": pairs[1],
             "v": padded_vocabulary(self.job.model.vocab, pairs[1], self._memory_facts),
             "sp": float(grid.sequence_parallel),
-            "sel": float(grid.selective),
+            **recompute_values(grid.recompute),
         }
         sizes = self.stage.program.run(values)
         passes = price_passes(self.stage, sizes, self.prices, self._groups(pairs[1], grid))
@@ -230,7 +231,7 @@ class StageEvaluator:
             passes = with_unfused_softmax(passes, matrices, scores_bytes, self.prices)
             passes = self._with_layer_ratio(passes, pairs)
         facts = self._context.facts
-        return _Pairs(passes, sizes, (facts.host.per_launch_s, facts.host.per_peer_s))
+        return _Pairs(passes, sizes, (facts.host.per_launch_s, facts.host.per_peer_s), grid.recompute)
 
     def _with_layer_ratio(
         self, passes: dict[tuple[str, str], PassTime], pairs: Array
@@ -259,8 +260,9 @@ class _Pairs:
         passes: Mapping[tuple[str, str], PassTime],
         sizes: Mapping[str, Array],
         host_s: tuple[float, float],
+        recompute: Recompute,
     ) -> None:
-        self.passes, self.sizes, self.host_s = passes, sizes, host_s
+        self.passes, self.sizes, self.host_s, self.recompute = passes, sizes, host_s, recompute
         """Of the host: per launch, and per other rank of a collective."""
         self._loads: dict[str, LayerLoad] = {}
 
@@ -277,7 +279,7 @@ class _Pairs:
             for name, one in self.passes.items()
         }
         sizes = {name: both(size, other.sizes[name]) for name, size in self.sizes.items()}
-        return _Pairs(passes, sizes, self.host_s)
+        return _Pairs(passes, sizes, self.host_s, self.recompute)
 
     def load(self, layer: str) -> LayerLoad:
         """One layer of a kind."""
@@ -287,7 +289,7 @@ class _Pairs:
 
     def _load(self, layer: str) -> LayerLoad:
         forward, backward = self.passes[layer, "forward"], self.passes[layer, "backward"]
-        selective, unneeded = self.passes[layer, "selective"], self.passes[layer, "unneeded"]
+        unneeded, dropped = self.passes[layer, "unneeded"], self.passes.get((layer, self.recompute))
         host_s = self.host_s
         again = forward.without(unneeded)
         forward_s = forward.compute_s + forward.waiting_s(*host_s)
@@ -298,8 +300,8 @@ class _Pairs:
             backward_collective_s=backward.stopping_s,
             parameters=self.sizes[f"{layer}_parameters"],
             saved_bytes=self.sizes["saved_bytes"] if layer == "block" else np.zeros(()),
-            selective_s=selective.compute_s + selective.waiting_s(*host_s),
-            selective_collective_s=selective.stopping_s,
+            dropped_s=ZERO if dropped is None else dropped.compute_s + dropped.waiting_s(*host_s),
+            dropped_collective_s=ZERO if dropped is None else dropped.stopping_s,
             weight_grad_s=backward.weight_grad_s,
             unneeded_s=forward_s - again.compute_s - again.waiting_s(*host_s),
             unneeded_collective_s=forward.stopping_s - again.stopping_s,

@@ -9,11 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.spec.kinds import PerKind, per_kind
+from mist_megatron.spec.recompute import PARTIAL, Recompute
 
 Array = NDArray[np.float64]
 
 OFFLOAD_SYMBOLS = per_kind(lambda kind: f"{kind[0]}o")
 """Names of the offloaded fractions in the expressions of the cost model."""
+RECOMPUTE_SYMBOLS = {kind: kind[:3] for kind in PARTIAL}
+"""Names there of what is 1 for one kind of recomputation and 0 for the others."""
+
+
+def recompute_values(recompute: Recompute) -> dict[str, float]:
+    """What these stand for."""
+    return {name: float(kind == recompute) for kind, name in RECOMPUTE_SYMBOLS.items()}
 
 
 class StageRole(Enum):
@@ -51,7 +59,8 @@ class StageGrid:
     gpus_per_node: int
     """GPUs of the stage = nodes * gpus_per_node = dp * tp * cp."""
     sequence_parallel: bool
-    selective: bool
+    recompute: Recompute
+    """What is run again of the layers that are not among `ckpt`."""
     layers: Array
     ckpt: Array
     in_flight: Array

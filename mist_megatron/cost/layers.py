@@ -28,8 +28,10 @@ from mist_megatron.cost.shapes import (
 )
 from mist_megatron.cost.symbols import CP, HEAD_DIM, HEADS, HIDDEN, SP, TP, B, S
 from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.recompute import RECOMPUTES, Part, Recompute
 
 ONE = Integer(1)
+CORE: Part = "attention_core"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +166,14 @@ def unneeded_again(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     return operators[last:] if inputs_saved else ()
 
 
-def saved_bytes(operators: tuple[Operator, ...], *, selective: bool = False) -> Expr:
-    """Bytes kept for backward: distinct storages; the attention core's own go when it is recomputed."""
+def saved_bytes(operators: tuple[Operator, ...], recompute: Recompute = "full") -> Expr:
+    """Bytes kept for backward by a layer that is not run again in whole: distinct storages, without what
+    parts hold alone that this kind of recomputation drops."""
     sizes: dict[str, Expr] = {}
     for operator in operators:
+        dropped = operator.part in RECOMPUTES[recompute].drops
         for tensor in operator.saved:
-            if not (selective and operator.recomputed_when_selective and tensor.key.startswith("core_")):
+            if not (dropped and tensor.inner):
                 sizes[tensor.key] = tensor.size_bytes
     return sum(sizes.values(), start=ZERO)
 
@@ -303,7 +307,7 @@ def _context_ring() -> Operator:
             _collective("context_gather", WorkKind.ALL_GATHER, both),
             _collective("context_scatter", WorkKind.REDUCE_SCATTER, both),
         ),
-        recomputed_when_selective=True,
+        part=CORE,
     )
 
 
@@ -337,9 +341,9 @@ def _flash_attention() -> Operator:
         saved=(
             *_attention_inputs(),
             SavedTensor(key="attention_output", size_bytes=HALF * TOKENS * QUERY),
-            SavedTensor(key="core_log_sum", size_bytes=FULL * TOKENS * heads),
+            SavedTensor(key="core_log_sum", size_bytes=FULL * TOKENS * heads, inner=True),
         ),
-        recomputed_when_selective=True,
+        part=CORE,
     )
 
 
@@ -348,12 +352,12 @@ def _plain_attention(options: LayerOptions) -> tuple[Operator, ...]:
     batch, rows = B * HEADS / TP, S / CP
     scores = SCORES
     dropped = options.dropout
-    saved = [SavedTensor(key="core_softmax", size_bytes=scores)]
+    saved = [SavedTensor(key="core_softmax", size_bytes=scores, inner=True)]
     if dropped:
         # A mask of one byte per score and the dropped scores themselves.
         saved += [
-            SavedTensor(key="core_mask", size_bytes=scores / 2),
-            SavedTensor(key="core_dropped", size_bytes=scores),
+            SavedTensor(key="core_mask", size_bytes=scores / 2, inner=True),
+            SavedTensor(key="core_dropped", size_bytes=scores, inner=True),
         ]
     passes = 5 if dropped else 2
     return (
@@ -365,14 +369,14 @@ def _plain_attention(options: LayerOptions) -> tuple[Operator, ...]:
                 _gemm("scores_key", S, HEAD_DIM, rows, batch),
             ),
             saved=_attention_inputs()[:2],
-            recomputed_when_selective=True,
+            part=CORE,
         ),
         Operator(
             name="softmax",
             forward=(_memory("softmax", passes * scores, kernels=2 if dropped else 1),),
             backward=(_memory("softmax_backward", (passes + 1) * scores, kernels=2 if dropped else 1),),
             saved=tuple(saved),
-            recomputed_when_selective=True,
+            part=CORE,
         ),
         Operator(
             name="weighted_sum",
@@ -385,7 +389,7 @@ def _plain_attention(options: LayerOptions) -> tuple[Operator, ...]:
                 _attention_inputs()[2],
                 SavedTensor(key="attention_output", size_bytes=HALF * TOKENS * QUERY),
             ),
-            recomputed_when_selective=True,
+            part=CORE,
         ),
     )
 

@@ -13,9 +13,10 @@ from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import ACTIVATION, FULL, HALF, INNER, KEY, QUERY, SCORES, TOKENS
 from mist_megatron.cost.symbols import HEAD_DIM, KV_HEADS, TP, S
 from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.recompute import PARTIAL, WHOLE, Recompute
 
 
-def local_differences(model: ModelSpec, *, selective: bool) -> dict[str, Expr]:
+def local_differences(model: ModelSpec, *, recompute: Recompute) -> dict[str, Expr]:
     """Bytes beyond the graph of `layers.py` without a fused attention core, by reason."""
     found: dict[str, Expr] = {}
     if model.norm == "rmsnorm":
@@ -27,22 +28,22 @@ def local_differences(model: ModelSpec, *, selective: bool) -> dict[str, Expr]:
     if model.rotary:
         # Cosines and sines, made anew for queries and for keys.
         found["rotary_tables"] = 4 * HALF * S * HEAD_DIM
-    if selective:
+    if recompute in PARTIAL:
         # The checkpoint carries the kind of mask as a tensor of one int.
         found["mask_type"] = FULL
     else:
         # Softmax runs in fp32 and its result is kept, beside the half-precision copy that is multiplied.
         found["softmax_in_fp32"] = 2 * SCORES
-    found["qkv_copies"] = _qkv_copies(model, selective=selective)
+    found["qkv_copies"] = _qkv_copies(model, recompute=recompute)
     return found
 
 
-def _qkv_copies(model: ModelSpec, *, selective: bool) -> Expr:
+def _qkv_copies(model: ModelSpec, *, recompute: Recompute) -> Expr:
     """Queries, keys and values are views of one projection until something copies them."""
     grouped = model.kv_heads < model.heads
     kept = HALF * TOKENS * (QUERY + 2 * KEY)
     projection = kept
-    if not selective and grouped:
+    if recompute in WHOLE and grouped:
         # Keys and values are repeated for every query head before the product.
         return HALF * TOKENS * 3 * QUERY - kept
     if model.rotary:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sympy import Expr, Integer, Max
 
 from mist_megatron.cost.grid import StageRole
-from mist_megatron.cost.layers import LayerOptions, block, embedding, head, parameters, saved_bytes
+from mist_megatron.cost.layers import CORE, LayerOptions, block, embedding, head, parameters, saved_bytes
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import (
     ACTIVATION,
@@ -34,7 +34,7 @@ from mist_megatron.cost.symbols import (
     IN_FLIGHT,
     LAYERS,
     OFFLOAD,
-    SELECTIVE,
+    RECOMPUTE,
     SP,
     TP,
     Z1,
@@ -44,6 +44,7 @@ from mist_megatron.cost.symbols import (
     S,
 )
 from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
 from mist_megatron.targets.facts import MemoryFacts, Modules
 
 ONE = Integer(1)
@@ -82,10 +83,12 @@ def layer_memory(model: ModelSpec, options: LayerOptions, modules: Modules) -> L
     """Saved and transient bytes of a transformer layer."""
     operators = block(model, options)
     kept = saved_bytes(operators)
-    light = saved_bytes(operators, selective=True)
+    light = {kind: saved_bytes(operators, kind) for kind in PARTIAL}
     if modules == "plain_torch":
-        kept, light = kept + _plain_modules(model), light + _plain_modules(model)
-    saved = kept + SELECTIVE * (light - kept) if kept != light else kept
+        kept = kept + _plain_modules(model)
+        light = {kind: size + _plain_modules(model) for kind, size in light.items()}
+    saved = sum((RECOMPUTE[kind] * (size - kept) for kind, size in light.items() if size != kept), start=kept)
+    without_core = {kind: light[kind] for kind in kinds_that_drop(CORE)}
     if modules == "mist":
         forward, backward = _mist_transients(model, options, saved)
         return LayerMemory(saved, ACTIVATION, forward, backward)
@@ -103,12 +106,15 @@ def layer_memory(model: ModelSpec, options: LayerOptions, modules: Modules) -> L
         # output matrix beside the gradients on either side of it.
         candidates.append(ACTIVATION + activated + HALF * INNER * HIDDEN)
     if not options.flash_attention:
-        # Gradients of softmax output and of scores beside the kept scores, MLP tensors gone; selective
-        # recomputation has them to make first.
-        passes = 3 if options.dropout else 2
-        candidates.append((passes + SELECTIVE * 2) * SCORES + 2 * ACTIVATION - hidden - activated)
-    elif kept != light:
-        candidates.append(SELECTIVE * (kept - light) + 4 * HALF * TOKENS * QUERY - hidden - activated)
+        # Gradients of softmax output and of scores beside the kept scores, MLP tensors gone; where the core
+        # is run again it has them to make first.
+        passes = sum(
+            (RECOMPUTE[kind] * 2 for kind in without_core), start=Integer(3 if options.dropout else 2)
+        )
+        candidates.append(passes * SCORES + 2 * ACTIVATION - hidden - activated)
+    elif any(size != kept for size in without_core.values()):
+        made = sum((RECOMPUTE[kind] * (kept - size) for kind, size in without_core.items()), start=ZERO)
+        candidates.append(made + 4 * HALF * TOKENS * QUERY - hidden - activated)
     backward = Max(*candidates, evaluate=False)
     forward = hidden + activated + GATHERED
     return LayerMemory(saved, ACTIVATION, forward, backward)

@@ -12,6 +12,8 @@ from enum import Enum
 
 from sympy import Expr, Integer
 
+from mist_megatron.spec.recompute import Part
+
 ZERO = Integer(0)
 
 
@@ -53,6 +55,8 @@ class SavedTensor:
 
     key: str
     size_bytes: Expr
+    inner: bool = False
+    """Nothing outside its operator's part reads it: it goes when that part is to run again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,5 +69,5 @@ class Operator:
     saved: tuple[SavedTensor, ...] = ()
     parameters: Expr = ZERO
     """Trainable elements on this tensor-parallel rank."""
-    recomputed_when_selective: bool = False
-    """Part of the attention core that selective recompute drops and computes again."""
+    part: Part | None = None
+    """What it belongs to that can be dropped and run again on its own."""

@@ -112,7 +112,7 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
         nodes=stage.nodes,
         gpus_per_node=stage.gpus_per_node,
         sequence_parallel=plan.sequence_parallel,
-        selective=stage.recompute == "selective",
+        recompute=stage.recompute,
         layers=_one(stage.layers),
         ckpt=_one(stage.ckpt),
         in_flight=_one(held),

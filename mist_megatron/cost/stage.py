@@ -28,6 +28,7 @@ from mist_megatron.price.prices import (
     Prices,
 )
 from mist_megatron.spec.profile import CollectiveKind
+from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
 
 if TYPE_CHECKING:
     from sympy import Expr
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from mist_megatron.cost.operators import Operator, Work
 
 LAYER_KINDS = ("embedding", "block", "head")
-PASSES = ("forward", "backward", "selective", "unneeded")
-"""`selective` is what selective recomputation runs again: the forward of the attention core; `unneeded` what
+PASSES = ("forward", "backward", *PARTIAL, "unneeded")
+"""Each of PARTIAL is what that kind of recomputation runs again of every layer; `unneeded` what
 of the forward pass full recomputation does not."""
 _FIELDS = {
     "gemm": ("m", "n", "k", "batch"),
@@ -124,8 +125,8 @@ def build_stage_program(
         for operator in layers[kind]:
             table.add(kind, "forward", operator.forward, backward=False)
             table.add(kind, "backward", operator.backward, backward=True)
-            if kind == "block" and operator.recomputed_when_selective:
-                table.add(kind, "selective", operator.forward, backward=False)
+            for recompute in kinds_that_drop(operator.part) if kind == "block" else ():
+                table.add(kind, recompute, operator.forward, backward=False)
     for operator in unneeded:
         table.add("block", "unneeded", operator.forward, backward=False)
     expressions = {**sizes, **table.expressions}
@@ -239,7 +240,8 @@ def with_unfused_softmax(
     result = dict(passes)
     # Forward: to fp32 (2 + 4 bytes an element), scale (8), mask (9), back (6) beyond the softmax itself;
     # backward undoes them: 6 + 8 + 8 + 6. `scores_bytes` has 2 bytes an element.
-    for run, passed_bytes, kernels in (("forward", 14.5, 5), ("selective", 14.5, 5), ("backward", 14.0, 4)):
+    again = [(kind, 14.5, 5) for kind in kinds_that_drop("attention_core")]
+    for run, passed_bytes, kernels in (("forward", 14.5, 5), *again, ("backward", 14.0, 4)):
         found = passes["block", run]
         seconds = prices.of(MemoryPass(passed_bytes * scores_bytes, kernels)).seconds * falls_back
         result["block", run] = replace(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from sympy import Symbol
 
-from mist_megatron.cost.grid import OFFLOAD_SYMBOLS
+from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, RECOMPUTE_SYMBOLS
+from mist_megatron.spec.recompute import parts_in_words
 
 
 def _symbol(name: str) -> Symbol:
@@ -20,7 +21,7 @@ TP = _symbol("tp")
 DP = _symbol("dp")
 CP = _symbol("cp")
 SP = _symbol("sp")
-SELECTIVE = _symbol("sel")
+RECOMPUTE = {kind: _symbol(name) for kind, name in RECOMPUTE_SYMBOLS.items()}
 LAYERS = _symbol("l")
 CKPT = _symbol("c")
 IN_FLIGHT = _symbol("p")
@@ -43,7 +44,10 @@ MEANINGS: dict[Symbol, str] = {
     DP: "data-parallel size of the stage",
     CP: "context-parallel size",
     SP: "1 with sequence parallelism, else 0",
-    SELECTIVE: "1 when layers that are not fully recomputed recompute their attention core, else 0",
+    **{
+        symbol: f"1 when layers that are not fully recomputed recompute their {parts_in_words(kind)}, else 0"
+        for kind, symbol in RECOMPUTE.items()
+    },
     LAYERS: "transformer layers of the stage",
     CKPT: "layers of the stage recomputed in full",
     IN_FLIGHT: "micro-batches whose activations the stage holds at its peak, the current one included",

@@ -49,13 +49,20 @@ class LayerLoad:
     parameters: Array
     saved_bytes: Array = field(default_factory=lambda: ZERO)
     """Kept for backward by a layer that is not recomputed in full."""
-    selective_s: Array = field(default_factory=lambda: ZERO)
-    selective_collective_s: Array = field(default_factory=lambda: ZERO)
+    dropped_s: Array = field(default_factory=lambda: ZERO)
+    """Compute and ..."""
+    dropped_collective_s: Array = field(default_factory=lambda: ZERO)
+    """... collectives of the parts of such a layer that are run again."""
     weight_grad_s: Array = field(default_factory=lambda: ZERO)
     unneeded_s: Array = field(default_factory=lambda: ZERO)
     """Compute and ..."""
     unneeded_collective_s: Array = field(default_factory=lambda: ZERO)
     """... collectives of the forward pass that full recomputation leaves out."""
+
+    @property
+    def dropped(self) -> tuple[Array, Array]:
+        """Compute and collectives of the parts that are run again of a layer that is not in whole."""
+        return self.dropped_s, self.dropped_collective_s
 
     @property
     def again(self) -> tuple[Array, Array]:

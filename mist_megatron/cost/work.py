@@ -130,9 +130,8 @@ def stage_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Stag
 
 
 def kept_layer(grid: StageGrid, load: LayerLoad, context: TimeContext) -> LayerWork:
-    """A layer of which nothing or the attention core is recomputed."""
-    again = (load.selective_s, load.selective_collective_s) if grid.selective else (ZERO, ZERO)
-    return layer_work(grid, load, context, again=again, saved_bytes=load.saved_bytes)
+    """A layer of which nothing or a part is recomputed."""
+    return layer_work(grid, load, context, again=load.dropped, saved_bytes=load.saved_bytes)
 
 
 def layer_work(

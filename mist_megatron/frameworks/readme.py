@@ -38,9 +38,8 @@ def readme_text(plan: Plan) -> str:
 
 def _row(index: int, stage: StagePlan) -> str:
     away = [f"{IN_WORDS[kind]} {share:.3g}" for kind, share in stage.offload.items() if share]
-    again = "attention" if stage.recompute == "selective" else f"{stage.ckpt} of {stage.layers} layers"
     sizes = (index, stage.layers, stage.dp, stage.tp, stage.micro_batch, stage.zero)
-    cells = (*sizes, again, ", ".join(away) or "-")
+    cells = (*sizes, stage.recomputed, ", ".join(away) or "-")
     return "| " + " | ".join(map(str, cells)) + " |"
 
 

@@ -178,7 +178,7 @@ def least_times(
         nodes=max(mesh.nodes for mesh in meshes),
         gpus_per_node=first.gpus_per_node,
         sequence_parallel=first.sequence_parallel,
-        selective=False,
+        recompute="full",
         layers=layers.reshape(1, -1, 1, 1),
         ckpt=zero,
         in_flight=zero + 1.0,

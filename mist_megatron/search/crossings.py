@@ -79,7 +79,7 @@ class Crossings:
         """Some configuration on a mesh: what it sends does not depend on which."""
         shape, none = self.meshes[mesh], np.asarray(0.0)
         values = {**dict.fromkeys(AXES, none), "zero": np.asarray(float(shape.zero[0]))}
-        grid = stage_grid(shape, StageSlot(role=role, layers=1, held=1.0), values, selective=False)
+        grid = stage_grid(shape, StageSlot(role=role, layers=1, held=1.0), values, recompute="full")
         return replace(
             grid,
             layers=np.asarray(1.0),

@@ -15,6 +15,7 @@ from mist_megatron.search.finer import Pick, Stages, finer
 from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline
 from mist_megatron.search.stage_fronts import StageConfigs, StageTimes, Tally, slot_configs
 from mist_megatron.search.stage_prices import AXES, Choices, Times, slot_at, stage_grid
+from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
 
 ROLES = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
 StageChoice = dict[str, float]
@@ -103,7 +104,7 @@ def _size(question: SearchProblem, shape: EqualPipeline, windows: Mapping[StageR
     """Configurations of all slots of a shape."""
     choices = Choices(space=question.space, shape=shape, step=question.step)
     roles = [role_of(position, shape.stages) for position in range(shape.stages)]
-    return sum(choices.size(count, selective=False) for role in roles for count in windows[role])
+    return sum(choices.size(count, recompute="full") for role in roles for count in windows[role])
 
 
 def _may_beat(
@@ -172,26 +173,26 @@ def _solve_uniform(
     layers = evaluator.job.model.layers // shape.stages
     tally = Tally()
     best: Solution | None = None
-    for selective in (False, True) if space.selective else (False,):
-        value, first = _uniform_values(question, shape, layers, selective, tally)
+    for recompute in space.recompute:
+        value, first = _uniform_values(question, shape, layers, recompute, tally)
         index = np.unravel_index(int(np.argmin(value)), value.shape)
         if float(value[index]) < best_s:
             best_s = float(value[index])
             choice = {name: float(first[name].reshape(-1)[k]) for name, k in zip(AXES, index, strict=True)}
-            stage = {"layers": float(layers), **choice, "selective": float(selective)}
+            stage = {"layers": float(layers), **choice, "recompute": float(RECOMPUTE_KINDS.index(recompute))}
             best = Solution(shape, (stage,) * shape.stages, best_s)
     return best, tally
 
 
 def _uniform_values(
-    question: SearchProblem, shape: EqualPipeline, layers: int, selective: bool, tally: Tally
+    question: SearchProblem, shape: EqualPipeline, layers: int, recompute: Recompute, tally: Tally
 ) -> tuple[
     np.ndarray[tuple[int, ...], np.dtype[np.float64]],
     dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]],
 ]:
     evaluator = question.evaluator
     choices = Choices(space=question.space, shape=shape, step=question.step)
-    axes = choices.axes(choices.counts(layers, selective=selective))
+    axes = choices.axes(choices.counts(layers, recompute=recompute))
     t_max = suffix = step = np.zeros(())
     second = np.full((), -np.inf)
     fits = np.ones((), dtype=bool)
@@ -199,7 +200,7 @@ def _uniform_values(
     for position in reversed(range(shape.stages)):
         question.tick()
         slot = slot_at(shape, position, layers)
-        grid = stage_grid(shape, slot, axes, selective=selective)
+        grid = stage_grid(shape, slot, axes, recompute=recompute)
         if slot.role not in times:
             priced = Times.of(evaluator, grid)
             times[slot.role] = (

@@ -24,6 +24,7 @@ from mist_megatron.search.crossings import Crossings
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.stage_fronts import StageConfigs
 from mist_megatron.search.stage_prices import AXES, Array, StageSlot, stage_grid
+from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 
 PASSES = 6_000
 """Stages that are gone through per shape, of all plans together: some 30 ms."""
@@ -145,8 +146,8 @@ class _Climb:
         """All configurations of one slot."""
         configs = self._configs(position, size)
         columns = np.empty((9, len(configs.t_s)))
-        for selective in (False, True):
-            rows = np.flatnonzero(configs.columns["selective"] == selective)
+        for place in range(len(RECOMPUTE_KINDS)):
+            rows = np.flatnonzero(configs.columns["recompute"] == place)
             if len(rows):
                 grid = self._grid(position, size, {k: v[rows] for k, v in configs.columns.items()})
                 found = finer_parts(self.stages.evaluator, grid)
@@ -175,7 +176,7 @@ class _Climb:
         mine = [meshes[k] for k in which]
         values = {name: columns[name] for name in AXES}
         slot = StageSlot(role=role_of(position, count), layers=size[0], held=1.0)
-        grid = stage_grid(mine[0], slot, values, selective=bool(columns["selective"][0]))
+        grid = stage_grid(mine[0], slot, values, recompute=RECOMPUTE_KINDS[int(columns["recompute"][0])])
         return replace(
             grid,
             stages=count,

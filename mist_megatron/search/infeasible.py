@@ -18,6 +18,7 @@ from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.stage_prices import AXES, Choices, ends_of, slot_at, stage_grid
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import KINDS
+from mist_megatron.spec.recompute import PARTIAL, Recompute
 
 GIB = float(1 << 30)
 MOST_TIMES_GPUS = 256
@@ -86,9 +87,9 @@ def _least_configuration(
     """Peak of the configuration of a stage that holds least, in words, and its parts."""
     best: tuple[float, str, dict[str, float]] = (np.inf, "", {})
     choices = Choices(space=space, shape=shape, step=1.0)
-    for selective in (False, True) if space.selective else (False,):
-        axes = choices.axes(ends_of(choices.counts(layers, selective=selective)))
-        grid = stage_grid(shape, slot_at(shape, position, layers), axes, selective=selective)
+    for recompute in space.recompute:
+        axes = choices.axes(ends_of(choices.counts(layers, recompute=recompute)))
+        grid = stage_grid(shape, slot_at(shape, position, layers), axes, recompute=recompute)
         size = tuple(axes[name].size for name in AXES)
         peak = np.broadcast_to(evaluator.peak_bytes(grid), size)
         peak = np.where(choices.valid(layers, axes), peak, np.inf)
@@ -99,15 +100,15 @@ def _least_configuration(
                 name: float(np.broadcast_to(value, size)[place])
                 for name, value in evaluator.memory_terms(grid).items()
             }
-            best = (float(peak[place]), _words(picked, layers, selective=selective), terms)
+            best = (float(peak[place]), _words(picked, layers, recompute=recompute), terms)
     return best
 
 
-def _words(picked: dict[str, float], layers: int, *, selective: bool) -> str:
-    recompute = "selective recompute" if selective else "full recompute" if picked["ckpt"] else ""
+def _words(picked: dict[str, float], layers: int, *, recompute: Recompute) -> str:
+    again = f"{recompute} recompute" if recompute in PARTIAL or picked["ckpt"] else ""
     moved = [name for name in KINDS if picked[name]]
     offload = f"{'+'.join(moved)} in host memory" if moved else ""
-    return " ".join(filter(None, [f"zero={picked['zero']:.0f}", recompute, offload]))
+    return " ".join(filter(None, [f"zero={picked['zero']:.0f}", again, offload]))
 
 
 def _more_gpus(evaluator: StageEvaluator, space: Space, limits: Limits) -> str | None:

@@ -138,7 +138,7 @@ def _reductions_s(evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) ->
         nodes=meshes[0].nodes,
         gpus_per_node=meshes[0].gpus_per_node,
         sequence_parallel=meshes[0].sequence_parallel,
-        selective=False,
+        recompute="full",
         layers=zero + 1.0,
         ckpt=zero,
         in_flight=zero + 1.0,

@@ -27,6 +27,7 @@ from mist_megatron.search.stage_prices import (
     stage_grid,
     with_axes,
 )
+from mist_megatron.spec.recompute import Recompute
 
 AT_ONCE = 500
 """Stages in one call; each has up to 128 corners, and arrays of that size fit a cache."""
@@ -102,8 +103,8 @@ def least_memory(
 def _lines(evaluator: StageEvaluator, space: Space, members: Sequence[StageSizes]) -> list[StageLines]:
     layers = evaluator.job.model.layers
     least: Array | None = None
-    for selective in (False, True) if space.selective else (False,):
-        moments = _moments(evaluator, space, members, selective=selective)
+    for recompute in space.recompute:
+        moments = _moments(evaluator, space, members, recompute=recompute)
         least = moments if least is None else np.minimum(least, moments)
     assert least is not None
     one, whole = least[:, 0], least[:, 1]
@@ -112,7 +113,7 @@ def _lines(evaluator: StageEvaluator, space: Space, members: Sequence[StageSizes
 
 
 def _moments(
-    evaluator: StageEvaluator, space: Space, members: Sequence[StageSizes], *, selective: bool
+    evaluator: StageEvaluator, space: Space, members: Sequence[StageSizes], *, recompute: Recompute
 ) -> Array:
     """Least bytes by stage, by (one layer, all layers) and by moment."""
     layers = evaluator.job.model.layers
@@ -130,14 +131,14 @@ def _moments(
         zero=first.zero,
     )
     choices = Choices(space=space, shape=mesh, step=1.0)
-    axes = choices.axes(ends_of(choices.counts(1, selective=selective)))
+    axes = choices.axes(ends_of(choices.counts(1, recompute=recompute)))
     one = (1,) * (len(AXES) - 1)
     counts = np.array([1.0, float(layers)]).reshape(1, 2, 1, *one)
 
     def column(values: Sequence[float]) -> Array:
         return np.array(values, dtype=np.float64).reshape(-1, 1, 1, *one)
 
-    grid = stage_grid(mesh, StageSlot(role=first.role, layers=1, held=1.0), axes, selective=selective)
+    grid = stage_grid(mesh, StageSlot(role=first.role, layers=1, held=1.0), axes, recompute=recompute)
     held, beyond = evaluator.moments(
         replace(
             grid,

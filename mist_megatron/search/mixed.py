@@ -473,7 +473,7 @@ class _Slots:
         question, meshes = self.question, self.mixture.meshes
         each = [Choices(space=question.space, shape=mesh, step=question.step) for mesh in meshes]
         return sum(
-            each[mesh].size(layers, selective=False) * int(np.isfinite(times_s).sum())
+            each[mesh].size(layers, recompute="full") * int(np.isfinite(times_s).sum())
             for (mesh, _, layers), times_s in self.least.items()
         )
 

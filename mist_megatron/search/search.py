@@ -26,7 +26,8 @@ from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_targe
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.stage_prices import fractions
 from mist_megatron.spec.kinds import KINDS, Offload
-from mist_megatron.spec.plan import Plan, Recompute, StagePlan, Zero
+from mist_megatron.spec.plan import Plan, StagePlan, Zero
+from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.targets.rules import require_model
 
 
@@ -449,7 +450,6 @@ _LEVELS: dict[int, Zero] = {0: 0, 1: 1, 2: 2, 3: 3}
 
 
 def _stage_plan(shape: EqualPipeline, choice: StageChoice) -> StagePlan:
-    recompute: Recompute = "selective" if choice["selective"] else "full"
     return StagePlan(
         layers=int(choice["layers"]),
         nodes=shape.nodes,
@@ -459,6 +459,6 @@ def _stage_plan(shape: EqualPipeline, choice: StageChoice) -> StagePlan:
         micro_batch=shape.micro_batch,
         zero=_LEVELS[int(choice["zero"])],
         ckpt=int(choice["ckpt"]),
-        recompute=recompute,
+        recompute=RECOMPUTE_KINDS[int(choice["recompute"])],
         offload=Offload(**{kind: choice[kind] for kind in KINDS}),
     )

@@ -26,6 +26,7 @@ from mist_megatron.search.stage_prices import (
     stage_grid,
     with_axes,
 )
+from mist_megatron.spec.recompute import Recompute
 
 AT_ONCE = 200_000
 """Configurations priced in one call: the arrays of one fit a cache."""
@@ -56,7 +57,7 @@ class Sieve:
             key = (mesh.gpus_per_node, mesh.sequence_parallel, mesh.zero)
             self._place[mesh] = key, len(self._groups.setdefault(key, []))
             self._groups[key].append(mesh)
-        self._priced: dict[tuple[_Key, int, StageRole, bool], _Rows] = {}
+        self._priced: dict[tuple[_Key, int, StageRole, Recompute], _Rows] = {}
 
     def least_times(
         self, mesh: EqualPipeline, role: StageRole, window: range, held: Sequence[int], cap_s: float
@@ -64,27 +65,27 @@ class Sieve:
         """By layers of the window and by micro-batches held: no configuration that fits is faster; infinite
         where none fits with t up to `cap_s`."""
         least = np.full((len(window), len(held)), np.inf)
-        for selective in (False, True) if self.space.selective else (False,):
+        for recompute in self.space.recompute:
             choices = Choices(space=self.space, shape=mesh, step=self.step)
-            each = choices.size(window[-1], selective=selective)
+            each = choices.size(window[-1], recompute=recompute)
             for begin in range(0, len(window), max(1, AT_ONCE // each)):
                 part = window[begin : begin + max(1, AT_ONCE // each)]
-                found = self._least_times(choices, role, part, selective=selective)
+                found = self._least_times(choices, role, part, recompute=recompute)
                 rows = slice(begin, begin + len(part))
                 least[rows] = np.minimum(least[rows], _by_held(*found, held, cap_s))
         return least
 
     def _least_times(
-        self, choices: Choices, role: StageRole, window: range, *, selective: bool
+        self, choices: Choices, role: StageRole, window: range, *, recompute: Recompute
     ) -> tuple[Array, Array]:
         """t of all configurations, and how many micro-batches fit with it; axes are layers, then AXES without
         the optimizer's."""
-        counts = [choices.counts(layers, selective=selective) for layers in window]
+        counts = [choices.counts(layers, recompute=recompute) for layers in window]
         longest = max(counts, key=len)
         recomputed = np.stack([np.pad(c, (0, len(longest) - len(c)), mode="edge") for c in counts])
         layers = np.array(window, dtype=np.float64).reshape(-1, 1, *_ONE)
         ckpt = recomputed.reshape(*recomputed.shape, *_ONE)
-        rows, row = self._rows(choices, role, selective=selective)
+        rows, row = self._rows(choices, role, recompute=recompute)
         kind = (recomputed >= layers.reshape(-1, 1)).astype(np.intp)
 
         def part(array: Array) -> Array:
@@ -95,32 +96,32 @@ class Sieve:
         t_s = part(rows.fixed) + layers * part(rows.per_layer) + ckpt * part(rows.per_ckpt)
         axes = choices.axes(longest)
         grid = stage_grid(
-            choices.shape, StageSlot(role=role, layers=window[-1], held=1.0), axes, selective=selective
+            choices.shape, StageSlot(role=role, layers=window[-1], held=1.0), axes, recompute=recompute
         )
         moments = corner_moments(self.evaluator, replace(grid, layers=layers, ckpt=ckpt))
         memory = HeldMemory(axes["optimizer"].reshape(-1), self.evaluator.limit_bytes, moments)
         return np.asarray(t_s.min(axis=-1), dtype=np.float64), memory.most_held()[..., 0]
 
-    def _rows(self, choices: Choices, role: StageRole, *, selective: bool) -> tuple[_Rows, int]:
+    def _rows(self, choices: Choices, role: StageRole, *, recompute: Recompute) -> tuple[_Rows, int]:
         key, place = self._place[choices.shape]
-        per_chunk = max(1, AT_ONCE // (2 * choices.size(1, selective=True)))
+        per_chunk = max(1, AT_ONCE // (2 * choices.size_of(np.zeros(1))))
         chunk, row = divmod(place, per_chunk)
-        if (key, chunk, role, selective) not in self._priced:
+        if (key, chunk, role, recompute) not in self._priced:
             meshes = self._groups[key][chunk * per_chunk : (chunk + 1) * per_chunk]
-            self._priced[key, chunk, role, selective] = self._price(
-                choices, meshes, role, selective=selective
+            self._priced[key, chunk, role, recompute] = self._price(
+                choices, meshes, role, recompute=recompute
             )
-        return self._priced[key, chunk, role, selective], row
+        return self._priced[key, chunk, role, recompute], row
 
     def _price(
-        self, choices: Choices, meshes: Sequence[EqualPipeline], role: StageRole, *, selective: bool
+        self, choices: Choices, meshes: Sequence[EqualPipeline], role: StageRole, *, recompute: Recompute
     ) -> _Rows:
         def column(values: Sequence[float]) -> Array:
             return np.array(values, dtype=np.float64).reshape(-1, 1, *_ONE)
 
-        counts = choices.counts(1, selective=selective)
+        counts = choices.counts(1, recompute=recompute)
         grid = stage_grid(
-            choices.shape, StageSlot(role=role, layers=1, held=1.0), choices.axes(counts), selective=selective
+            choices.shape, StageSlot(role=role, layers=1, held=1.0), choices.axes(counts), recompute=recompute
         )
         grid = replace(
             grid,

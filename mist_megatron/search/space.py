@@ -11,6 +11,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.kinds import ANY_FRACTION, KINDS, STATES_WHOLE, STAYS, PerKind, Range, narrower
 from mist_megatron.spec.plan import Execution, TargetName
+from mist_megatron.spec.recompute import PARTIAL, SEARCHED, WHOLE, Recompute
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.rules import AWAY
 from mist_megatron.targets.table import TARGETS
@@ -33,7 +34,8 @@ class Space:
     unequal: bool = False
     """Stages may differ in GPUs, dp, tp and micro-batch."""
     ckpt: CkptRange = "none_or_all"
-    selective: bool = False
+    recompute: tuple[Recompute, ...] = ("full",)
+    """Kinds of recomputation; of whole layers `ckpt` says how many."""
     sequence_parallel: bool = False
     interleaved: bool = False
     decoupled_step: bool = False
@@ -61,7 +63,8 @@ class Space:
             "none_or_all": ["recompute none/full"],
             "any": ["recomputed layers"],
         }[self.ckpt]
-        found += ["selective recompute"] * self.selective + ["sequence_parallel"] * self.sequence_parallel
+        found += [f"{kind} recompute" for kind in self.recompute if kind in PARTIAL]
+        found += ["sequence_parallel"] * self.sequence_parallel
         found += ["interleaving"] * self.interleaved + ["decoupled steps"] * self.decoupled_step
         found += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
         found += [f"offload.{kind}" for kind, allowed in self.offload.items() if allowed != "none"]
@@ -77,7 +80,7 @@ _SPACES = (
     Space(
         name="megatron-expert",
         summary="megatron plus selective recompute, sequence parallelism, interleaving",
-        selective=True,
+        recompute=SEARCHED,
         sequence_parallel=True,
         interleaved=True,
     ),
@@ -142,7 +145,7 @@ _SPACES = (
         per_stage_zero=True,
         unequal=True,
         ckpt="any",
-        selective=True,
+        recompute=SEARCHED,
         sequence_parallel=True,
         interleaved=True,
         decoupled_step=True,
@@ -192,7 +195,7 @@ def cut_to_target(
         per_stage_zero=space.per_stage_zero and able.per_stage_zero,
         unequal=space.unequal and able.per_stage_grid and able.uneven_layers and able.per_stage_ckpt,
         ckpt=ckpt,
-        selective=space.selective and able.selective,
+        recompute=tuple(kind for kind in space.recompute if kind in able.recompute),
         sequence_parallel=space.sequence_parallel and able.sequence_parallel,
         interleaved=space.interleaved and "interleaved" in able.schedules,
         zero=zero,
@@ -212,8 +215,7 @@ SWITCH_KEYS = (
     "interleaved",
     "unequal",
     "decoupled_step",
-    "recompute.full",
-    "recompute.selective",
+    *(f"recompute.{kind}" for kind in SEARCHED),
     *(f"offload.{kind}" for kind in KINDS),
 )
 
@@ -271,12 +273,13 @@ def apply_limits(space: Space, limits: Limits) -> Space:
         )
     banned = limits.forbidden
     stay: dict[str, Range] = {kind: "none" for kind in KINDS if f"offload.{kind}" in banned}
+    kinds = tuple(kind for kind in space.recompute if kind in WHOLE or f"recompute.{kind}" not in banned)
     return replace(
         space,
         zero=zero,
         offload=replace(space.offload, **stay),
         ckpt="none" if "recompute.full" in banned else space.ckpt,
-        selective=space.selective and "recompute.selective" not in banned,
+        recompute=kinds,
         sequence_parallel=space.sequence_parallel and "sequence_parallel" not in banned,
         interleaved=space.interleaved and "interleaved" not in banned,
         unequal=space.unequal and "unequal" not in banned,

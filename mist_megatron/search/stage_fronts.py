@@ -21,6 +21,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageRole
 from mist_megatron.search.assign import Front, pareto
 from mist_megatron.search.stage_prices import AXES, Array, Choices, RolePrices, Rows, SlotPrices, StageSlot
+from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
 
 Flags = NDArray[np.bool_]
 
@@ -34,7 +35,7 @@ class StageConfigs:
     """Without the step, where that waits for all stages."""
     step_s: Array
     columns: dict[str, Array]
-    """One array per name of AXES, and `selective` (0 or 1)."""
+    """One array per name of AXES, and `recompute` (the kind's place in RECOMPUTE_KINDS)."""
 
     @property
     def front(self) -> Front:
@@ -60,13 +61,13 @@ class StageTimes:
         self, evaluator: StageEvaluator, choices: Choices, windows: Mapping[StageRole, range]
     ) -> None:
         self.evaluator, self.choices, self.windows = evaluator, choices, windows
-        self._roles: dict[tuple[StageRole, bool], RolePrices] = {}
+        self._roles: dict[tuple[StageRole, Recompute], RolePrices] = {}
 
-    def role(self, role: StageRole, *, selective: bool) -> RolePrices:
-        key = (role, selective)
+    def role(self, role: StageRole, *, recompute: Recompute) -> RolePrices:
+        key = (role, recompute)
         if key not in self._roles:
             self._roles[key] = RolePrices(
-                self.evaluator, self.choices, role, self.windows[role], selective=selective
+                self.evaluator, self.choices, role, self.windows[role], recompute=recompute
             )
         return self._roles[key]
 
@@ -78,8 +79,8 @@ def slot_configs(
     tally = Tally()
     parts: list[list[StageConfigs]] = [[] for _ in slots]
     space = times.choices.space
-    for selective in (False, True) if space.selective else (False,):
-        role = times.role(slots[0].role, selective=selective)
+    for recompute in space.recompute:
+        role = times.role(slots[0].role, recompute=recompute)
         prices = role.slot(slots[0].layers)
         tally.priced += len(slots) * _count(times.choices, prices)
         t_s = prices.t_s()
@@ -99,7 +100,7 @@ def slot_configs(
             columns = {
                 name: prices.axes[name].reshape(-1)[r[keep]] for name, r in zip(AXES, rows, strict=True)
             }
-            columns["selective"] = np.full(len(keep), float(selective))
+            columns["recompute"] = np.full(len(keep), float(RECOMPUTE_KINDS.index(recompute)))
             here.append(StageConfigs(t_rows[keep], d_rows[keep], step_rows[keep], columns))
     return [joined(here) if here else None for here in parts], tally
 
@@ -123,7 +124,7 @@ def _least_offload(choices: Choices, prices: SlotPrices, held: float, fast: Flag
 
 def _all_that_fit(choices: Choices, role: RolePrices, slot: StageSlot, fast: Flags, tally: Tally) -> Rows:
     """Configurations that fit, each peak on its own: where offloading the optimizer is tied to others."""
-    axes = choices.axes(choices.counts(slot.layers, selective=role.selective))
+    axes = choices.axes(choices.counts(slot.layers, recompute=role.recompute))
     one = (1,) * len(AXES)
     peak = role.evaluator.peak_bytes(
         replace(

@@ -25,6 +25,7 @@ from mist_megatron.search.space import Space
 from mist_megatron.spec.kinds import KINDS, Range, per_kind
 from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.plan import Schedule
+from mist_megatron.spec.recompute import RECOMPUTES, Recompute
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.rules import WEIGHTS_LEAST_ZERO, GradientCase, gradient_range
 
@@ -75,7 +76,7 @@ def ckpt_counts(space: Space, layers: int, vpp: int) -> Array:
 
 
 def stage_grid(
-    shape: EqualPipeline, slot: StageSlot, values: Mapping[str, Array], *, selective: bool
+    shape: EqualPipeline, slot: StageSlot, values: Mapping[str, Array], *, recompute: Recompute
 ) -> StageGrid:
     """The evaluator's grid for these values, each broadcast as it comes."""
 
@@ -87,7 +88,7 @@ def stage_grid(
         nodes=shape.nodes,
         gpus_per_node=shape.gpus_per_node,
         sequence_parallel=shape.sequence_parallel,
-        selective=selective,
+        recompute=recompute,
         layers=one(slot.layers),
         ckpt=values["ckpt"],
         in_flight=one(slot.held),
@@ -111,8 +112,12 @@ class Choices:
     shape: EqualPipeline
     step: float
 
-    def counts(self, layers: int, *, selective: bool) -> Array:
-        return np.zeros(1) if selective else ckpt_counts(self.space, layers, self.shape.vpp)
+    def counts(self, layers: int, *, recompute: Recompute) -> Array:
+        return (
+            ckpt_counts(self.space, layers, self.shape.vpp)
+            if RECOMPUTES[recompute].whole_layers
+            else np.zeros(1)
+        )
 
     def axes(self, counts: Array) -> dict[str, Array]:
         """Every axis along its own dimension."""
@@ -126,9 +131,13 @@ class Choices:
             for axis, name in enumerate(AXES)
         }
 
-    def size(self, layers: int, *, selective: bool) -> int:
+    def size(self, layers: int, *, recompute: Recompute) -> int:
         """Configurations of a stage with so many layers, for one optimizer offload."""
-        axes = self.axes(self.counts(layers, selective=selective))
+        return self.size_of(self.counts(layers, recompute=recompute))
+
+    def size_of(self, counts: Array) -> int:
+        """The same for these numbers of recomputed layers."""
+        axes = self.axes(counts)
         return math.prod(axes[name].size for name in AXES[:-1])
 
     def valid(self, layers: int, axes: Mapping[str, Array]) -> NDArray[np.bool_]:
@@ -195,13 +204,13 @@ class RolePrices:
         role: StageRole,
         window: range,
         *,
-        selective: bool,
+        recompute: Recompute,
     ) -> None:
-        self.evaluator, self.choices, self.window, self.selective = evaluator, choices, window, selective
-        counts = [choices.counts(layers, selective=selective) for layers in window]
+        self.evaluator, self.choices, self.window, self.recompute = evaluator, choices, window, recompute
+        counts = [choices.counts(layers, recompute=recompute) for layers in window]
         self.axes = choices.axes(counts[-1])
         slot = StageSlot(role=role, layers=window[-1], held=1.0)
-        self.grid = stage_grid(choices.shape, slot, self.axes, selective=selective)
+        self.grid = stage_grid(choices.shape, slot, self.axes, recompute=recompute)
         one = (1,) * (len(AXES) - 1)
         layers = np.array(window, dtype=np.float64).reshape(-1, 1, *one)
         ends = [ends_of(c) for c in counts]
@@ -228,7 +237,7 @@ class RolePrices:
     def slot(self, layers: int) -> SlotPrices:
         """What is known of slots with so many layers."""
         row = self.window.index(layers)
-        counts = self.choices.counts(layers, selective=self.selective)
+        counts = self.choices.counts(layers, recompute=self.recompute)
         axes = {**self.axes, "ckpt": counts.reshape(-1, *(1,) * (len(AXES) - 1))}
 
         def cut(array: Array) -> Array:

@@ -12,13 +12,13 @@ from mist_megatron.spec.check import STRICT
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.recompute import RECOMPUTES, Recompute
 from mist_megatron.spec.training import TrainingSpec
 
 TargetName = Literal["mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches"]
 TARGET_NAMES: tuple[TargetName, ...] = get_args(TargetName)
 """What is known of each stands in `targets/`."""
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1"]
-Recompute = Literal["none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]
 
 
@@ -53,6 +53,12 @@ class StagePlan:
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def recomputed(self) -> str:
+        """What of it is run again, in words."""
+        facts = RECOMPUTES[self.recompute]
+        return facts.again if facts.drops else f"{self.ckpt} of {self.layers} layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +178,11 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
     _check_mesh(where, stage, plan)
     if not 0 <= stage.ckpt <= stage.layers:
         raise InputError(f"{where}.ckpt is {stage.ckpt}; wanted 0..{stage.layers}, the stage's layers")
-    if stage.recompute == "none" and stage.ckpt:
+    facts = RECOMPUTES[stage.recompute]
+    if stage.ckpt and not (facts.whole_layers or facts.drops):
         raise InputError(
-            f"{where}.ckpt is {stage.ckpt} but recompute is none; wanted ckpt 0 or recompute full"
+            f"{where}.ckpt is {stage.ckpt} but recompute is {stage.recompute}; "
+            "wanted ckpt 0 or recompute full"
         )
     check.fraction(f"{where}.offload", **dict(stage.offload.items()))
     cp = plan.execution.context_parallel

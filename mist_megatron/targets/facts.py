@@ -11,6 +11,7 @@ from typing import Literal
 
 from mist_megatron.spec.kinds import PerKind, Range
 from mist_megatron.spec.plan import Execution, Schedule, TargetName, Zero
+from mist_megatron.spec.recompute import WHOLE, Recompute
 from mist_megatron.spec.training import Precision
 
 FrameworkName = Literal["megatron", "deepspeed"]
@@ -31,8 +32,8 @@ class Capability:
     tensor_parallel: bool = False
     context_parallel: bool = False
     sequence_parallel: bool = False
-    selective: bool = False
-    """Recomputation of the attention core alone."""
+    recompute: tuple[Recompute, ...] = WHOLE
+    """Kinds of recomputation."""
     partial_ckpt: bool = False
     """Any number of a stage's layers recomputed in full, not only none or all."""
     parallel_block: bool = False

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from mist_megatron.spec.kinds import ANY_FRACTION, STAYS
 from mist_megatron.spec.plan import Execution
+from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import (
     MIB,
@@ -31,7 +32,7 @@ CAPABILITY = Capability(
     tensor_parallel=True,
     context_parallel=True,
     sequence_parallel=True,
-    selective=True,
+    recompute=RECOMPUTE_KINDS,
     partial_ckpt=True,
     # No parallel_block: TransformerLayer of megatron-core 0.19 always adds attention before the MLP reads its
     # input.

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from mist_megatron.errors import EmitError, InputError
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName
+from mist_megatron.spec.recompute import PARTIAL, RECOMPUTES
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.facts import Capability
 from mist_megatron.targets.table import TARGETS
@@ -143,10 +144,11 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
         )
     if stage.tp > 1 and not able.tensor_parallel:
         found.append(f"{where}.tp {stage.tp}: it has no tensor parallelism here")
-    if stage.recompute == "selective" and not able.selective:
-        found.append(f"{where}.recompute selective: it recomputes whole layers or nothing")
-    if stage.recompute == "selective" and stage.ckpt:
-        found.append(f"{where}: selective recomputation and ckpt {stage.ckpt} exclude each other")
+    if stage.recompute not in able.recompute:
+        runs = " or ".join(RECOMPUTES[kind].again for kind in able.recompute)
+        found.append(f"{where}.recompute {stage.recompute}: it recomputes {runs}")
+    if stage.recompute in PARTIAL and stage.ckpt:
+        found.append(f"{where}: {stage.recompute} recomputation and ckpt {stage.ckpt} exclude each other")
     if not able.partial_ckpt and stage.ckpt not in (0, stage.layers):
         found.append(f"{where}.ckpt {stage.ckpt}: it recomputes no layer or all {stage.layers}")
     if stage.ckpt % plan.vpp:

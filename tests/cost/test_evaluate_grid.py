@@ -61,7 +61,7 @@ def one(**changes: float | str) -> StageGrid:
     rest = {k: v for k, v in changes.items() if k not in numbers}
     base = {
         "role": StageRole.MIDDLE, "nodes": 1, "gpus_per_node": 8, "sequence_parallel": False,
-        "selective": False, "stages": 4,
+        "recompute": "full", "stages": 4,
     }  # fmt: skip
     arrays = {name: np.asarray(value) for name, value in numbers.items()}
     offload = per_kind(arrays.pop)

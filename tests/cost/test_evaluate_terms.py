@@ -79,15 +79,13 @@ BLOCK = LayerLoad(
     backward_collective_s=array(20),
     parameters=array(PARAMETERS),
     saved_bytes=array(50),
-    selective_s=array(100),
-    selective_collective_s=array(1),
 )
 GRID = StageGrid(
     role=StageRole.MIDDLE,
     nodes=1,
     gpus_per_node=4,
     sequence_parallel=False,
-    selective=False,
+    recompute="full",
     layers=array(6),
     ckpt=array(0),
     in_flight=array(1),
@@ -197,10 +195,11 @@ def test_full_and_selective_recomputation() -> None:
     stable, _ = terms_of("megatron", replace(GRID, ckpt=array(2)))
     assert stable["recompute"] == 2 * 1000
     assert stable["tensor_parallel"] == 6 * 30 + 2 * 10
-    stable, _ = terms_of("megatron", replace(GRID, selective=True))
+    core = replace(BLOCK, dropped_s=array(100), dropped_collective_s=array(1))
+    stable, _ = terms_of("megatron", GRID, core)
     assert stable["recompute"] == 6 * 100
     assert stable["tensor_parallel"] == 6 * 31
-    stable, _ = terms_of("megatron", replace(GRID, selective=True, ckpt=array(2)))
+    stable, _ = terms_of("megatron", replace(GRID, ckpt=array(2)), core)
     assert stable["recompute"] == 2 * 1000 + 4 * 100
 
 

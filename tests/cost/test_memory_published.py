@@ -28,7 +28,8 @@ def test_the_artifacts_own_numbers():
     options = LayerOptions(flash_attention=False, norm_statistics_bytes=MEMORY.norm_statistics_bytes)
     memory = stage_memory(model, options, MEMORY, StageRole.ONLY)
     numbers = {
-        s.B: 8, s.S: 2048, s.TP: 1, s.CP: 1, s.DP: 2, s.SP: 0, s.SELECTIVE: 0, s.LAYERS: 24, s.CKPT: 24,
+        s.B: 8, s.S: 2048, s.TP: 1, s.CP: 1, s.DP: 2, s.SP: 0,
+        s.RECOMPUTE["selective"]: 0, s.LAYERS: 24, s.CKPT: 24,
         s.IN_FLIGHT: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, **dict.fromkeys(s.OFFLOAD.values(), 0), s.HIDDEN: 2048,
         s.FFN: 8192, s.HEADS: 16, s.KV_HEADS: 16, s.HEAD_DIM: 128, s.VOCAB: 50304,
     }  # fmt: skip

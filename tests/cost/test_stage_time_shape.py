@@ -79,7 +79,7 @@ def grids(draw: st.DrawFn) -> tuple[str, StageGrid]:
         nodes=1,
         gpus_per_node=8,
         sequence_parallel=False,
-        selective=False,
+        recompute="full",
         layers=np.arange(1.0, MOST + 1).reshape(-1, 1),
         ckpt=np.arange(0.0, MOST + 1).reshape(1, -1),
         in_flight=np.asarray(1.0),

@@ -75,7 +75,7 @@ def test_offloaded_gradients_are_all_there_for_the_reduction():
         s.LAYERS: 24, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
         s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,
         s.DP: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, s.CKPT: 24, s.B: 1, s.S: 128, s.SP: 0,
-        s.SELECTIVE: 0, s.IN_FLIGHT: 1, **dict.fromkeys(s.OFFLOAD.values(), 0),
+        s.RECOMPUTE["selective"]: 0, s.IN_FLIGHT: 1, **dict.fromkeys(s.OFFLOAD.values(), 0),
     }  # fmt: skip
 
     def at(expression, share):

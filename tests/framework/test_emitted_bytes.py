@@ -101,7 +101,7 @@ IDS = 8 * TRAINING.seq_len * MICRO_BATCH
 
 def unfused_bytes() -> float:
     """What a layer without Transformer Engine keeps beyond the layer of the cost model."""
-    found = local_differences(MODEL, selective=False)
+    found = local_differences(MODEL, recompute="full")
     del found["softmax_in_fp32"]  # pretrain's default is not to
     return float(sum(one.subs(NUMBERS).doit() for one in found.values()))
 

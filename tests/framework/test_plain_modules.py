@@ -76,7 +76,8 @@ def predicted(preset: str, sizes: tuple[int, ...], modules: Modules, options: La
     shape = {"hidden": hidden, "ffn_hidden": ffn, "heads": heads, "kv_heads": heads, "layers": 2}
     model = replace(PRESETS[preset], **shape)
     values = {
-        s.B: batch, s.S: seq, s.TP: 1, s.CP: 1, s.SP: 0, s.SELECTIVE: 0, s.HIDDEN: hidden, s.FFN: ffn,
+        s.B: batch, s.S: seq, s.TP: 1, s.CP: 1, s.SP: 0,
+        s.RECOMPUTE["selective"]: 0, s.HIDDEN: hidden, s.FFN: ffn,
         s.HEADS: heads, s.KV_HEADS: heads, s.HEAD_DIM: hidden // heads,
     }  # fmt: skip
     return float(layer_memory(model, options, modules).saved.subs(values))

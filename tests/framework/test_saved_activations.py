@@ -85,9 +85,9 @@ def test_saved_bytes(shape, tp, sp, recompute):
     if recompute == "full":
         expected = ACTIVATION
     else:
-        model, selective = model_of(shape), recompute == "selective"
-        expected = saved_bytes(block(model, options_of(shape)), selective=selective)
-        expected += sum(local_differences(model, selective=selective).values())
+        model = model_of(shape)
+        expected = saved_bytes(block(model, options_of(shape)), recompute=recompute)
+        expected += sum(local_differences(model, recompute=recompute).values())
     assert found == int(expected.subs(values(shape, tp, sp)).doit())
 
 

@@ -19,6 +19,7 @@ from mist_megatron.search.stage_fronts import StageTimes, slot_configs
 from mist_megatron.search.stage_prices import Choices, ckpt_counts, fractions, slot_at
 from mist_megatron.spec.kinds import KINDS, Offload, PerKind
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.spec.term import AT_STEP
 from mist_megatron.targets.rules import violations
 
@@ -36,7 +37,7 @@ def stage_plans(space, shape, layers, step):
     ratios = [fractions(allowed, step) for allowed in space.offload.values()]
     options = []
     for zero, *shares in itertools.product(shape.zero, *ratios):
-        for recompute in ("full", "selective") if space.selective else ("full",):
+        for recompute in space.recompute:
             for ckpt in ckpt_counts(space, layers, shape.vpp) if recompute == "full" else (0,):
                 options.append(
                     StagePlan(
@@ -108,8 +109,8 @@ def price_one_by_one(evaluator, job, shape, position, options):
         if not any(f"stages[{position}]" in rule for rule in violations(plan)):
             rows.append((plan, option))
     priced = []
-    for selective in (False, True):
-        mine = [(p, s) for p, s in rows if (s.recompute == "selective") == selective]
+    for recompute in RECOMPUTE_KINDS:
+        mine = [(p, s) for p, s in rows if s.recompute == recompute]
         if not mine:
             continue
         grid = grid_of(mine[0][0], position)

@@ -14,7 +14,8 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import Activation, ModelSpec
-from mist_megatron.spec.plan import Execution, Plan, Recompute, StagePlan, TargetName, Zero
+from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
+from mist_megatron.spec.recompute import SEARCHED, Recompute
 from mist_megatron.spec.training import TrainingSpec
 
 Options = Mapping[str, tuple[str, ...]]
@@ -323,7 +324,7 @@ def _stage(read: Reader, layers: int, plain: StagePlan, vpp: int) -> StagePlan:
         asked = read.count("recompute-num-layers", 1)
         block = read.text("recompute-method", "uniform") == "block"
         ckpt = min(asked, layers // vpp) * vpp if block else layers
-    kinds: dict[str, Recompute] = {"full": "full", "selective": "selective"}
+    kinds: dict[str, Recompute] = {kind: kind for kind in SEARCHED}
     moved = read.share("optimizer-offload-fraction", 1.0) if read.has("optimizer-cpu-offload") else 0.0
     offload = Offload(optimizer=min(max(moved, 0.0), 1.0))
     zero: Zero = 1 if read.has("use-distributed-optimizer") else 0
