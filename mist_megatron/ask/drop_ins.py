@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
 
 from mist_megatron.ask.convert import Choices, Converted, convert
 from mist_megatron.ask.emit import deepspeed_schema
@@ -15,7 +14,6 @@ from mist_megatron.ask.plan_words import plan_words
 from mist_megatron.ask.recipe_pages import rounded
 from mist_megatron.formats.document import build_versioned
 from mist_megatron.formats.files import load_mapping
-from mist_megatron.spec.check import STRICT
 
 CASES_FILE = "cases.yaml"
 BEFORE = "before.json"
@@ -26,7 +24,6 @@ SCHEMA = 1
 class Case:
     """What a hand-written file does not say of the job that it is used for."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     title: str
     model: str
     gpu: str
@@ -52,7 +49,6 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class _CasesDocument:
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     schema: int
     cases: dict[str, Case]
 

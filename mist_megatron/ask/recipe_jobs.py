@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build_versioned
 from mist_megatron.formats.files import load_mapping
-from mist_megatron.spec.check import STRICT
 from mist_megatron.spec.plan import TargetName
 from mist_megatron.spec.training import Precision
 
@@ -26,7 +25,6 @@ SCHEMA = 1
 class RecipeJob:
     """One line of jobs.yaml: everything that a search needs to be told."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     model: str
     gpu: str
     nodes: int
@@ -57,7 +55,6 @@ class RecipeJob:
 
 @dataclass(frozen=True, kw_only=True)
 class _JobsDocument:
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     schema: int
     recipes: dict[str, RecipeJob]
 

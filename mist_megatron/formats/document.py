@@ -163,8 +163,20 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
 
     adapter: TypeAdapter[T] | None = _ADAPTERS.get(kind)
     if adapter is None:
+        _make_strict(kind)
         adapter = _ADAPTERS[kind] = TypeAdapter(kind)
     return adapter
+
+
+def _make_strict(kind: object) -> None:
+    """Every dataclass of a document refuses unknown keys and guessed types. pydantic asks the class itself
+    for that; our nouns need not know that they are ever read."""
+    if isinstance(kind, type) and is_dataclass(kind) and "__pydantic_config__" not in vars(kind):
+        kind.__pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[attr-defined]
+        for held in get_type_hints(kind).values():
+            _make_strict(held)
+    for form in get_args(kind):
+        _make_strict(form)
 
 
 def _first_fault(error: Any, kind: Any) -> str:

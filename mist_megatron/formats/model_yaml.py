@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build
-from mist_megatron.spec.check import STRICT
 from mist_megatron.spec.model import Activation, Family, ModelSpec, Norm
 
 T = TypeVar("T")
@@ -18,7 +17,6 @@ T = TypeVar("T")
 class ModelDocument:
     """Keys of a model mapping; what may be left out follows from the family, as in that family's models."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     family: Family
     """Closest framework implementation; gives the defaults below."""
     layers: int

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build_versioned, parse
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec import catalogue, check, presets
-from mist_megatron.spec.check import STRICT
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, TargetName
@@ -24,7 +23,6 @@ SCHEMA = 1
 class ClusterDocument:
     """The cluster of a plan: a GPU by name, or a full mapping of its figures."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     gpu: str | GpuSpec
     """Name, see `mist-megatron gpus`, or a mapping of all its figures, each `{value, source}`."""
     nodes: int
@@ -43,7 +41,6 @@ class ClusterDocument:
 class PlanDocument:
     """plan.yaml, key by key."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     schema: int
     """Of this format: 1."""
     model: str | dict[str, Any]

@@ -14,12 +14,11 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from mist_megatron.errors import InputError, ProfileError
 from mist_megatron.formats.document import build_versioned, parse
 from mist_megatron.spec.catalogue import CATALOGUE
-from mist_megatron.spec.check import STRICT
 from mist_megatron.spec.profile import (
     PROFILE_SCHEMA,
     TABLE_COLUMNS,
@@ -37,7 +36,6 @@ sends between B200 whose two directions are used."""
 
 @dataclass(frozen=True, kw_only=True)
 class _TableReference:
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     operator: str
     precision: str
     source: str
@@ -49,7 +47,6 @@ class _TableReference:
 class _Document(ProfileBody):
     """profile.yaml as it stands."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     schema: int
     tables: tuple[_TableReference, ...] = ()
 

@@ -38,11 +38,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build_versioned
-from mist_megatron.spec.check import STRICT
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Plan, Zero
 
@@ -119,7 +118,6 @@ def stages_text(document: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     stage: int
     first_rank: int
     ranks: int
@@ -138,7 +136,6 @@ class _Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class _Document:
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     schema: int
     framework: str
     plan: str

@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 import unicodedata
 from difflib import get_close_matches
-from typing import Any
 
 from mist_megatron.errors import InputError
-
-STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
-"""What every dataclass that is read from a document sets as its `__pydantic_config__`."""
 
 
 def positive(where: str, **values: float | None) -> None:

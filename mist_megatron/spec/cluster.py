@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
-from mist_megatron.spec.check import STRICT
 
 MOST_GPUS = 1_000_000
 """Ten times the largest single training cluster that is known (xAI's Colossus, 2024: 100,000 GPUs)."""
@@ -18,7 +16,6 @@ MOST_GPUS = 1_000_000
 class Figure:
     """One number of a datasheet with where it comes from; a figure without a source is invalid."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     value: float
     source: str
 
@@ -33,7 +30,6 @@ class Figure:
 class GpuSpec:
     """One GPU model. Rates are dense (no sparsity), per GPU; bandwidths in one direction."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     name: str
     bf16_flops_per_s: Figure | None
     """None where the chip has no bf16 (V100)."""
@@ -62,7 +58,6 @@ class GpuSpec:
 class LinkOverrides:
     """Bandwidths (bytes per second, one direction) that replace the catalogue's or the profile's."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     intra_bytes_per_s: float | None = None
     """Of one GPU to the others of its node."""
     inter_bytes_per_s: float | None = None

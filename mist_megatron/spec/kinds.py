@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, Literal, TypeVar
-
-from mist_megatron.spec.check import STRICT
+from typing import Generic, Literal, TypeVar
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -59,7 +57,6 @@ IN_WORDS = PerKind(weights="weights", grads="gradients", optimizer="optimizer", 
 class Offload(PerKind[float]):
     """Fractions (0..1) of a stage's bytes kept in host memory."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     weights: float = 0.0
     """Of the 16-bit weights."""
     grads: float = 0.0

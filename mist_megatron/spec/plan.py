@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
-from mist_megatron.spec.check import STRICT
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
@@ -26,7 +25,6 @@ Zero = Literal[0, 1, 2, 3]
 class StagePlan:
     """One pipeline stage. GPUs of the stage = nodes * gpus_per_node = dp * tp * context_parallel."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     layers: int
     """Transformer layers; embedding and output layer come on top in the first and last stage."""
     nodes: int
@@ -65,7 +63,6 @@ class StagePlan:
 class Execution:
     """Framework switches that change bytes or overlaps; None takes the target's default."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     context_parallel: int = 1
     """Ranks that split each sequence."""
     grad_bytes: int | None = None

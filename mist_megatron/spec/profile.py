@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from mist_megatron.errors import ProfileError
-from mist_megatron.spec.check import STRICT
 
 PROFILE_SCHEMA = 1
 
@@ -41,7 +40,6 @@ shape add up to."""
 class Source:
     """Where numbers come from."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     origin: Origin
     text: str
     """Who measured what, under which conditions; for a datasheet its name."""
@@ -61,7 +59,6 @@ class Source:
 class Quantity:
     """One number with its source, a key of the profile's `sources`."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     value: float
     source: str
     points: int | None = None
@@ -78,7 +75,6 @@ class Quantity:
 class KernelCurves:
     """What kernels reach where no table holds their shape."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     gemm_peak_fraction: Quantity
     """Of the dense datasheet peak, for large products."""
     gemm_half_area: Quantity
@@ -133,7 +129,6 @@ class CollectiveCurve:
 
     `passes` is 2 (n-1)/n for an all-reduce, (n-1)/n for gather and scatter, 1 for a send."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     kind: CollectiveKind
     ranks: int
     nodes: int
@@ -159,7 +154,6 @@ class CollectiveCurve:
 class LinkCurves:
     """Collectives of group sizes and networks that no `CollectiveCurve` holds."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     intra_fraction: Quantity
     """Bus bandwidth inside a node over the datasheet link rate, large messages."""
     inter_fraction: Quantity
@@ -176,7 +170,6 @@ class LinkCurves:
 class HostLink:
     """Pinned copies between host and one GPU while all GPUs of the node copy (contended)."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     h2d_bytes_per_s: Quantity
     d2h_bytes_per_s: Quantity
     both_bytes_per_s: Quantity | None = None
@@ -190,7 +183,6 @@ class HostLink:
 class InterferenceSet:
     """Slowdown of each of some streams while exactly these run together."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     streams: tuple[Stream, ...]
     factors: tuple[float, ...]
     identified: tuple[bool, ...]

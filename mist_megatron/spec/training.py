@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
-from mist_megatron.spec.check import STRICT
 
 Precision = Literal["fp16", "bf16", "fp8"]
 
@@ -22,7 +21,6 @@ LARGEST_BATCH = 10**9
 class TrainingSpec:
     """One optimizer step: global batch, sequence length, precision."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     global_batch: int
     """Sequences per optimizer step, over the whole cluster."""
     seq_len: int
