@@ -25,6 +25,7 @@ from mist_megatron.cost.traffic import (
     step_copies_s,
     whole_buckets,
 )
+from mist_megatron.price.overlap import overlapped_time
 from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostAdam, MemoryPass
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.facts import TrafficFacts
@@ -37,13 +38,13 @@ class PassWork:
 
     compute_s: Array
     gather_s: Array = field(default_factory=lambda: ZERO)
-    """Collectives that arrive: weights, and tensor-parallel collectives where those run beside compute."""
+    """Weights that arrive."""
     copy_in_s: Array = field(default_factory=lambda: ZERO)
     reduce_s: Array = field(default_factory=lambda: ZERO)
     """Collectives that leave: gradients."""
     copy_out_s: Array = field(default_factory=lambda: ZERO)
     tensor_s: Array = field(default_factory=lambda: ZERO)
-    """Tensor-parallel collectives that stop compute."""
+    """By how much tensor-parallel collectives stop compute."""
     blocking_gather_s: Array = field(default_factory=lambda: ZERO)
     """Data-parallel collectives that do, before compute ..."""
     blocking_reduce_s: Array = field(default_factory=lambda: ZERO)
@@ -106,9 +107,11 @@ def stage_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Stag
     """The work of stages with these layers."""
     block, edge = loads.block, edge_grid(grid, context.facts)
     kept = kept_layer(grid, block, context)
+    # Megatron's token table and logits are no modules of Transformer Engine.
+    plain = replace(context, tensor_collectives_overlap=False)
     embedding, head = (
         # Never recomputed, and their activations are never offloaded.
-        None if load is None else layer_work(edge, load, context, again=(ZERO, ZERO), saved_bytes=ZERO)
+        None if load is None else layer_work(edge, load, plain, again=(ZERO, ZERO), saved_bytes=ZERO)
         for load in (loads.embedding, loads.head)
     )
     recomputed = kept
@@ -150,12 +153,13 @@ def layer_work(
     saved = grid.offload.activations * saved_bytes
     saved_out, saved_in = host_copy(saved, "d2h", context), host_copy(saved, "h2d", context)
     forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
-    beside_forward, beside_backward = ZERO, ZERO
     if context.tensor_collectives_overlap:
-        beside_forward, beside_backward, forward_tp, backward_tp = forward_tp, backward_tp, ZERO, ZERO
+        forward_tp = exposed_beside_products(load.forward_s, forward_tp, grid.tp, context.interference)
+        backward_s = load.backward_s + again[0]
+        backward_tp = exposed_beside_products(backward_s, backward_tp, grid.tp, context.interference)
     forward = PassWork(
         compute_s=load.forward_s,
-        gather_s=shared.gather_s + beside_forward,
+        gather_s=shared.gather_s,
         copy_in_s=traffic.weights_in_s,
         copy_out_s=saved_out,
         tensor_s=forward_tp,
@@ -163,7 +167,7 @@ def layer_work(
     )
     backward = PassWork(
         compute_s=load.backward_s + again[0],
-        gather_s=gathers * shared.gather_s + beside_backward,
+        gather_s=gathers * shared.gather_s,
         copy_in_s=traffic.weights_in_s + traffic.grads_in_s + saved_in,
         reduce_s=shared.reduce_s,
         copy_out_s=traffic.grads_out_s,
@@ -174,7 +178,7 @@ def layer_work(
     first = replace(
         forward,
         compute_s=load.forward_s + traffic.step_compute_s,
-        gather_s=shared.gather_s + shared.first_gather_s + beside_forward,
+        gather_s=shared.gather_s + shared.first_gather_s,
         blocking_gather_s=shared.blocking_gather_s + shared.first_blocking_gather_s,
         # With a swapped step the new weights are made here, so old ones need not come in.
         copy_in_s=traffic.step_in_s if context.facts.step.in_first_forward else traffic.weights_in_s,
@@ -194,6 +198,16 @@ def layer_work(
         first=first,
         last=last,
     )
+
+
+def exposed_beside_products(compute_s: Array, collective_s: Array, ranks: Array, factors: Array) -> Array:
+    """What tensor-parallel collectives beside compute add to it. Userbuffers cut each, and the product that
+    it feeds or follows, into as many pieces as there are ranks: the first piece of one and the last of the
+    other run alone (Transformer Engine, comm_gemm_overlap)."""
+    pieces = np.maximum(ranks, 1.0)
+    both = (1.0 - 1.0 / pieces) * compute_s, (1.0 - 1.0 / pieces) * collective_s
+    together_s = overlapped_time((*both, ZERO, ZERO), factors)
+    return np.asarray(together_s + (compute_s + collective_s) / pieces - compute_s)
 
 
 @dataclass(frozen=True, kw_only=True)

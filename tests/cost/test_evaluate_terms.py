@@ -13,7 +13,7 @@ from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.terms import LayerLoad, StageLoads, TimeContext
-from mist_megatron.cost.work import stage_work
+from mist_megatron.cost.work import exposed_beside_products, stage_work
 from mist_megatron.price.overlap import no_interference
 from mist_megatron.price.prices import (
     EXACT,
@@ -321,8 +321,26 @@ def test_a_head_fills_waits_for_the_link() -> None:
 
 
 def test_tensor_parallel_overlap_moves_collectives_beside_compute() -> None:
-    stable, _ = terms_of("megatron", tp_comm_overlap=True)
-    assert stable["tensor_parallel"] == 0
+    """Of each collective the first piece of `tp` travels alone, the others beside the product's pieces."""
+    grid = replace(GRID, tp=array(4))
+    stopped, _ = terms_of("megatron", grid)
+    beside, _ = terms_of("megatron", grid, tp_comm_overlap=True)
+    assert stopped["tensor_parallel"] > 0
+    # In these tests streams do not disturb each other, and compute lasts longer than what is beside it.
+    assert beside["tensor_parallel"] == pytest.approx(stopped["tensor_parallel"] / 4)
+
+
+def test_what_travels_beside_products_is_a_pipeline_of_pieces() -> None:
+    """Against the pieces themselves, in the order in which they run."""
+    rng = np.random.default_rng(3)
+    for _ in range(100):
+        ranks, compute_s, collective_s = int(rng.integers(1, 9)), *rng.uniform(0.0, 2.0, 2)
+        arrived = done = 0.0
+        for _piece in range(ranks):
+            arrived += collective_s / ranks
+            done = max(done, arrived) + compute_s / ranks
+        times = (array(compute_s), array(collective_s), array(ranks))
+        assert exposed_beside_products(*times, np.ones((16, 4))) == pytest.approx(done - compute_s)
 
 
 @pytest.mark.parametrize(
