@@ -29,9 +29,10 @@ from mist_megatron.formats.plan_yaml import plan_to_mapping
 from mist_megatron.frameworks.deepspeed import convert as conversion
 from mist_megatron.frameworks.deepspeed.convert import Change, Price, Question
 from mist_megatron.frameworks.deepspeed.convert_patched import fit_to_patches, patch_changes
+from mist_megatron.frameworks.deepspeed.patches import patches
 from mist_megatron.frameworks.deepspeed.read import BATCH_KEYS, Config, Reading, read_config
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
-from mist_megatron.frameworks.deepspeed.write import config_text, patches, provenance, recomputes, stages
+from mist_megatron.frameworks.deepspeed.write import config_text, provenance, recomputes, stages
 from mist_megatron.frameworks.loose_json import read_loose
 from mist_megatron.search.search import Watch
 from mist_megatron.spec import check

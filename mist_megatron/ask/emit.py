@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,8 @@ from mist_megatron.ask.plan_words import lines_repr
 from mist_megatron.errors import EmitError
 from mist_megatron.formats.files import read_text, write_artifacts
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema, schema_from_text
-from mist_megatron.frameworks.folder import LaunchSources, artifacts
+from mist_megatron.frameworks.folder import artifacts
+from mist_megatron.frameworks.launch import LaunchSources
 from mist_megatron.resources import data_folder
 from mist_megatron.spec import check
 from mist_megatron.spec.plan import Plan, TargetName
@@ -61,7 +63,7 @@ def emit(plan: Plan, target: str | None = None) -> Emitted:
 
 def framework_files(plan: Plan) -> Mapping[str, str]:
     """Path -> text, in the words of the DeepSpeed that is installed where the plan is for one."""
-    return artifacts(plan, launch_sources(probe=TARGETS[plan.target].framework == "deepspeed"))
+    return artifacts(plan, launch_sources(probe=True))
 
 
 def launch_sources(*, probe: bool) -> LaunchSources:
@@ -69,7 +71,8 @@ def launch_sources(*, probe: bool) -> LaunchSources:
     folder = data_folder("launch")
     templates = {path.name: read_text(path) for path in sorted((folder / "templates").glob("*.j2"))}
     entries = {name: read_text(folder / name) for name in ("pretrain.py", "train_deepspeed.py")}
-    return LaunchSources(templates=templates, entries=entries, deepspeed_schema=deepspeed_schema(probe=probe))
+    schema = partial(deepspeed_schema, probe=probe)
+    return LaunchSources(templates=templates, entries=entries, deepspeed_schema=schema)
 
 
 def deepspeed_schema(*, probe: bool) -> DeepSpeedSchema:

@@ -16,7 +16,7 @@ from mist_megatron.ask.tune import Tuned, tune
 from mist_megatron.cost.predict import prediction_document
 from mist_megatron.errors import InputError, MistError, NoFeasiblePlan
 from mist_megatron.formats.plan_yaml import plan_to_yaml
-from mist_megatron.frameworks.folder import artifacts
+from mist_megatron.frameworks.folder import artifacts, framework_of
 from mist_megatron.search.search import Settings
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.plan import Plan, TargetName
@@ -25,11 +25,6 @@ from mist_megatron.targets.table import TARGETS
 
 FORBIDDEN = frozenset({"unequal"})
 """A recipe is copied by people who then change it: its stages all have the same grid and micro-batch."""
-KEPT = {
-    # Emitted files that say something of the plan; `recipes copy` writes the launch scripts, which are alike.
-    "megatron": ("args.sh", "args.yaml", "stages.json"),
-    "deepspeed": ("args.sh", "ds_config.json", "ds_config_auto.json", "accelerate_config.yaml"),
-}
 
 
 def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
@@ -73,7 +68,7 @@ def _compared(other: Tuned | MistError) -> dict[str, Any]:
 def emitted(plan: Plan) -> dict[str, str]:
     """plan.yaml, and what is kept of the files that run it."""
     texts = artifacts(plan, launch_sources(probe=False))
-    kept = KEPT["deepspeed" if TARGETS[plan.target].framework == "deepspeed" else "megatron"]
+    kept = framework_of(plan.target).recipe_files
     return {"plan.yaml": plan_to_yaml(plan), **{name: texts[name] for name in kept}}
 
 

@@ -14,7 +14,7 @@ from mist_megatron.ask.emit import launch_sources
 from mist_megatron.errors import EmitError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.frameworks.folder import artifacts
-from mist_megatron.frameworks.megatron.write import patches
+from mist_megatron.frameworks.megatron.patches import patches
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Plan
 

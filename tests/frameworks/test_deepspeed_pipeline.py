@@ -142,7 +142,7 @@ def test_predict_and_simulate_price_one(
 @pytest.fixture
 def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without asking the installed DeepSpeed, as other tests do."""
-    monkeypatch.setattr("mist_megatron.ask.lint.deepspeed_schema", lambda probe: SOURCES.deepspeed_schema)
+    monkeypatch.setattr("mist_megatron.ask.lint.deepspeed_schema", lambda probe: SOURCES.deepspeed_schema())
 
 
 @pytest.mark.usefixtures("shipped")

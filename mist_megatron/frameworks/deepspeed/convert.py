@@ -21,6 +21,7 @@ from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
 from mist_megatron.spec.training import Precision, TrainingSpec
 from mist_megatron.targets.rules import violations
+from mist_megatron.targets.table import TARGETS
 
 TRAINER_MICRO_BATCH = 8
 """Hugging Face TrainingArguments' default per_device_train_batch_size, which "auto" stands for."""
@@ -129,7 +130,7 @@ def as_written(reading: Reading, question: Question) -> Plan:
     level = reading.stage
     if level not in {0, 1, 2, 3}:
         raise InputError(f"zero_optimization.stage is {level}; wanted 0, 1, 2 or 3")
-    patched = question.target == "deepspeed+patches"
+    patched = TARGETS[question.target].patched
     wide = patched and reading.wide_grads
     states = reading.moves("offload_optimizer") and level >= 1
     offload = Offload(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mist_megatron.frameworks.deepspeed.convert import Change
+from mist_megatron.frameworks.deepspeed.patches import Patch, patches
 from mist_megatron.frameworks.deepspeed.read import Config, Finding, Reading
-from mist_megatron.frameworks.deepspeed.write import patches
 from mist_megatron.spec.plan import Plan
 
 STEPPABLE = frozenset({"adam", "adamw"})
@@ -55,7 +55,11 @@ def fit_to_patches(config: Config, tuned: Plan) -> Config:
     """A tuned file as its patches want it: a fraction of the optimizer needs plain CPU memory."""
     section = config["zero_optimization"]
     moved = section.get("offload_optimizer")
-    if "optimizer_fraction" in patches(tuned) and isinstance(moved, dict) and moved.get("device") == "nvme":
+    if (
+        Patch.OPTIMIZER_FRACTION in patches(tuned)
+        and isinstance(moved, dict)
+        and moved.get("device") == "nvme"
+    ):
         kept = {key: value for key, value in moved.items() if not key.startswith("nvme")}
         section = {**section, "offload_optimizer": {**kept, "device": "cpu"}}
     return {**config, "zero_optimization": section}
@@ -65,19 +69,25 @@ def patch_changes(tuned: Plan) -> tuple[Change, ...]:
     """One line per patch, with what it does; what they save together is the price without them."""
     stage = tuned.stages[0]
     offload = stage.offload
-    said: dict[str, tuple[Any, str]] = {
-        "optimizer_fraction": (
+    said: dict[Patch, tuple[Any, str]] = {
+        Patch.OPTIMIZER_FRACTION: (
             offload.optimizer,
             "of the optimizer in host memory; the JSON knows all or none",
         ),
-        "weight_fraction": (offload.weights, "of the weights in host memory; the JSON knows all, at stage 3"),
-        "gradient_fraction": (offload.grads, "of the gradients in host memory; the JSON has no key for it"),
-        "layer_activations": (
+        Patch.WEIGHT_FRACTION: (
+            offload.weights,
+            "of the weights in host memory; the JSON knows all, at stage 3",
+        ),
+        Patch.GRADIENT_FRACTION: (
+            offload.grads,
+            "of the gradients in host memory; the JSON has no key for it",
+        ),
+        Patch.LAYER_ACTIVATIONS: (
             {"recompute_layers": stage.ckpt, "activations": offload.activations},
             "layers recomputed, and the part of the others' activations in host memory; no key at all",
         ),
-        "decoupled_steps": (True, "each layer is stepped right before its next forward pass"),
-        "forget_overflow": (True, "a skipped fp16 step does not make DeepSpeed skip those after it"),
+        Patch.DECOUPLED_STEPS: (True, "each layer is stepped right before its next forward pass"),
+        Patch.FORGET_OVERFLOW: (True, "a skipped fp16 step does not make DeepSpeed skip those after it"),
     }
     return tuple(
         Change(key=f"stages.json: {name}", old=None, new=said[name][0], reason=said[name][1], gain=None)

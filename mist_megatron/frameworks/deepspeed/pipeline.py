@@ -12,7 +12,8 @@ from typing import Any, cast
 
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.deepspeed.convert import batch_of, flat
-from mist_megatron.frameworks.deepspeed.read import PATCH_OF, Config, Finding, Reading, patch_findings
+from mist_megatron.frameworks.deepspeed.patches import PATCH_OF, Patch
+from mist_megatron.frameworks.deepspeed.read import Config, Finding, Reading, patch_findings
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
@@ -147,7 +148,7 @@ def pipeline_plan(readings: Sequence[Reading], document: Mapping[str, Any], abou
         execution=Execution(
             overlap_grad_reduce=overlap if isinstance(overlap, bool) else None,
             grad_bytes=4 if first.wide_grads else None,
-            decoupled_step=True if "decoupled_steps" in named else None,
+            decoupled_step=True if Patch.DECOUPLED_STEPS in named else None,
         ),
         stages=tuple(stages),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mist_megatron.errors import InputError
+from mist_megatron.frameworks.deepspeed.patches import OF_TARGET, PATCH_OF, Patch
 from mist_megatron.frameworks.deepspeed.schema import UNMODELLED, DeepSpeedSchema
 from mist_megatron.frameworks.deepspeed.values import wrong_values
 from mist_megatron.spec.plan import Plan
@@ -271,16 +272,6 @@ def _clipping(config: Config, schema: DeepSpeedSchema) -> Iterator[Finding]:
         yield Finding(level="note", key="gradient_clipping", message=message)
 
 
-PATCH_OF = {
-    "optimizer": "optimizer_fraction",
-    "weights": "weight_fraction",
-    "grads": "gradient_fraction",
-    "activations": "layer_activations",
-}
-"""Kind of bytes -> the patch that keeps a fraction of them on the host."""
-_PLAN_PATCHES = frozenset({*PATCH_OF.values(), "decoupled_steps"})
-
-
 def filled_in(config: Config, document: Mapping[str, Any]) -> Config:
     """An emitted configuration with what it leaves to the trainer as stages.json beside it says it."""
     if len(document["stages"]) != 1:
@@ -295,11 +286,11 @@ def patch_findings(reading: Reading, document: Mapping[str, Any]) -> Iterator[Fi
     """Where a configuration was changed so that a patch which stages.json names refuses it."""
     named = document.get("patches", ())
     key = "zero_optimization.offload_optimizer"
-    if "optimizer_fraction" in named and not reading.moves("offload_optimizer"):
-        message = "the patch optimizer_fraction of stages.json needs it, with device cpu"
+    if Patch.OPTIMIZER_FRACTION in named and not reading.moves("offload_optimizer"):
+        message = f"the patch {Patch.OPTIMIZER_FRACTION} of stages.json needs it, with device cpu"
         yield Finding(level="rejected", key=key, message=message)
-    if "weight_fraction" in named and reading.stage == 3 and reading.moves("offload_param"):
-        message = "the patch weight_fraction of stages.json moves weights itself and refuses this"
+    if Patch.WEIGHT_FRACTION in named and reading.stage == 3 and reading.moves("offload_param"):
+        message = f"the patch {Patch.WEIGHT_FRACTION} of stages.json moves weights itself and refuses this"
         yield Finding(level="rejected", key="zero_optimization.offload_param", message=message)
 
 
@@ -320,11 +311,11 @@ def with_patches(plan: Plan, reading: Reading, document: Mapping[str, Any], wher
     execution = replace(
         plan.execution,
         grad_bytes=4 if wide else None,
-        decoupled_step=True if "decoupled_steps" in named else None,
+        decoupled_step=True if Patch.DECOUPLED_STEPS in named else None,
     )
     return replace(
         plan,
-        target="deepspeed+patches" if named & _PLAN_PATCHES else plan.target,
+        target="deepspeed+patches" if named & OF_TARGET else plan.target,
         execution=execution,
         stages=(replace(stage, offload=offload, ckpt=max(stage.ckpt, said["recompute_layers"])),),
     )

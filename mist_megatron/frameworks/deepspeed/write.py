@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mist_megatron.errors import EmitError
+from mist_megatron.frameworks.deepspeed.patches import patches
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.flags import Flags, flag, when
 from mist_megatron.frameworks.refusal import Refusal, refuse
 from mist_megatron.frameworks.stages_json import stages_document
-from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.deepspeed import BUCKET_ELEMENTS, PREFETCH_ELEMENTS, REUSE_ELEMENTS
 from mist_megatron.targets.rules import require_runnable
+from mist_megatron.targets.table import TARGETS
 
 Config = dict[str, Any]
 
@@ -227,7 +229,7 @@ def huggingface_flags(plan: Plan) -> Flags:
 
 def recomputes(plan: Plan) -> bool:
     """All layers or none: what a trainer's one switch can say. Where a patch recomputes, it must not."""
-    return plan.stages[0].ckpt > 0 and plan.target == "deepspeed"
+    return plan.stages[0].ckpt > 0 and not TARGETS[plan.target].patched
 
 
 def training_arguments_text(plan: Plan) -> str:
@@ -306,40 +308,6 @@ def pipeline_flags(plan: Plan) -> Flags:
     """What a script that builds a PipelineModule must be told besides its JSON, as DeepSpeed's examples call
     it."""
     return (flag("--pipeline-parallel-size", plan.pipeline_size),)
-
-
-def patches(plan: Plan) -> tuple[str, ...]:
-    """Names for mist_patches.apply: what of the plan DeepSpeed's JSON cannot say on any stage, and
-    forget_overflow, without which DeepSpeed 0.19.8 skips every step after the first overflow."""
-    asked = {name for stage in plan.stages for name in _stage_patches(plan, stage)}
-    if plan.pipeline_size > 1:
-        asked.add("pipeline_stages")
-    return tuple(name for name in _PATCHES if name in asked)
-
-
-_PATCHES = (
-    *("pipeline_stages", "optimizer_fraction", "weight_fraction", "gradient_fraction"),
-    *("layer_activations", "decoupled_steps", "forget_overflow"),
-)
-
-
-def _stage_patches(plan: Plan, stage: StagePlan) -> Iterator[str]:
-    offload = stage.offload
-    wide = plan.execution.grad_bytes == 4 and stage.zero in {1, 2}
-    # Where DeepSpeed itself would put gradients that are wholly on one side.
-    own_grads = float(offload.optimizer > 0.0 and stage.zero >= 2 and not wide)
-    asked = {
-        "optimizer_fraction": 0.0 < offload.optimizer < 1.0,
-        "weight_fraction": offload.weights not in ((0.0, 1.0) if stage.zero == 3 else (0.0,)),
-        "gradient_fraction": offload.grads != own_grads,
-        # In a pipeline pipeline_stages recomputes.
-        "layer_activations": (stage.ckpt > 0 and plan.pipeline_size == 1) or offload.activations > 0.0,
-        "decoupled_steps": bool(plan.execution.decoupled_step),
-    }
-    if plan.target == "deepspeed+patches":
-        yield from (name for name, wanted in asked.items() if wanted)
-    if wide and offload.optimizer:
-        yield "forget_overflow"
 
 
 def stages(plan: Plan) -> Config:

@@ -11,11 +11,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from mist_megatron.frameworks.deepspeed.read import Finding, Level
+from mist_megatron.frameworks.megatron.patches import Patch
 from mist_megatron.frameworks.megatron.read import Options, Reader
 
 GRIDS_NEED = (
     "needs megatron-core 0.19; initialize_model_parallel of older releases takes no rank_offset, "
-    "and the patch stage_grids refuses them when training starts"
+    f"and the patch {Patch.STAGE_GRIDS} refuses them when training starts"
 )
 ENTRY_FLAGS = frozenset({"mist-stages", "mist-script"})
 LAUNCHER_FLAGS = frozenset(
@@ -51,8 +52,10 @@ def lint_megatron(options: Options, stage: str, where: str, known: frozenset[str
 
 def version_notes(document: Mapping[str, Any]) -> Iterator[Finding]:
     """Patches that stages.json names and that not every release of megatron-core can carry."""
-    if "stage_grids" in document.get("patches", ()):
-        yield Finding(level="note", key="stage_grids", message=f"stages on grids of their own: {GRIDS_NEED}")
+    if Patch.STAGE_GRIDS in document.get("patches", ()):
+        yield Finding(
+            level="note", key=Patch.STAGE_GRIDS, message=f"stages on grids of their own: {GRIDS_NEED}"
+        )
 
 
 def _say(level: Level, flag: str, message: str) -> Finding:

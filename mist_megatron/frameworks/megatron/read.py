@@ -11,12 +11,14 @@ from fractions import Fraction
 from typing import Any, cast
 
 from mist_megatron.errors import InputError
+from mist_megatron.frameworks.megatron.patches import Patch
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import Activation, ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
 from mist_megatron.spec.recompute import SEARCHED, Recompute
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.table import TARGETS
 
 Options = Mapping[str, tuple[str, ...]]
 """Flag without its dashes -> its values; of a repeated flag the last counts, as in argparse."""
@@ -377,8 +379,8 @@ def with_stages(plan: Plan, document: Mapping[str, Any], where: str) -> Plan:
                 details=("try: emit the plan again",),
             )
         stages.append(replace(stage, offload=Offload(**item["offload"]), zero=item["zero"]))
-    patched = bool(document.get("patches")) or plan.target == "megatron+patches"
+    patched = bool(document.get("patches")) or TARGETS[plan.target].patched
     target: TargetName = "megatron+patches" if patched else "megatron"
-    steps = True if "decoupled_steps" in document.get("patches", ()) else None
+    steps = True if Patch.DECOUPLED_STEPS in document.get("patches", ()) else None
     execution = replace(plan.execution, decoupled_step=steps)
     return replace(plan, stages=tuple(stages), target=target, execution=execution)

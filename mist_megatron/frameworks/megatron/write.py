@@ -15,20 +15,12 @@ from mist_megatron.frameworks.megatron.model import (
     precision_flags,
     vocabulary_divisor,
 )
+from mist_megatron.frameworks.megatron.patches import different_grids, patches
 from mist_megatron.frameworks.megatron.rules import refusals
 from mist_megatron.frameworks.refusal import refuse
 from mist_megatron.frameworks.stages_json import chunk_layers, stages_document
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.rules import require_runnable
-
-PATCH_OF = {
-    "optimizer": "exact_optimizer_fraction",
-    "activations": "activation_offload",
-    "weights": "state_offload",
-    "grads": "state_offload",
-}
-"""Kind of offloaded bytes -> the patch of mist_patches that carries out its fraction exactly, in the order in
-which they are applied."""
 
 
 def common_flags(plan: Plan) -> Flags:
@@ -65,11 +57,6 @@ def grid_flags(plan: Plan) -> Flags:
         *when(cp > 1, flag("--context-parallel-size", cp)),
         *when(sliced, flag("--sequence-parallel")),
     )
-
-
-def different_grids(plan: Plan) -> bool:
-    """Stages differ in dp, tp or micro-batch: the patch `stage_grids` runs them."""
-    return len({(stage.dp, stage.tp, stage.micro_batch) for stage in plan.stages}) > 1
 
 
 def vocabulary_flags(plan: Plan, index: int) -> Flags:
@@ -176,16 +163,6 @@ def stage_flags(plan: Plan, index: int) -> Flags:
 def environment() -> dict[str, str | None]:
     """Variables that decide correctness, not taste; None would mean: must not be set."""
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # A:1477: TP and CP want it up to Hopper; harmless elsewhere
-
-
-def patches(plan: Plan) -> tuple[str, ...]:
-    """Names for mist_patches.apply: only what this plan needs."""
-    if plan.target != "megatron+patches":
-        return ()
-    used = [kind for kind in PATCH_OF if any(stage.offload[kind] > 0 for stage in plan.stages)]
-    grids = ("stage_grids",) if different_grids(plan) else ()
-    steps = ("decoupled_steps",) if plan.execution.decoupled_step else ()
-    return (*grids, *steps, *dict.fromkeys(PATCH_OF[kind] for kind in used))
 
 
 def require_emittable(plan: Plan) -> None:

@@ -1,0 +1,19 @@
+"""What a folder of this room has to offer for its framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mist_megatron.frameworks.launch import LaunchSources
+from mist_megatron.spec.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """One framework, by its name in `targets/`."""
+
+    files: Callable[[Plan, LaunchSources], Mapping[str, str]]
+    """Path -> text of everything that starts a plan; refuses what the framework cannot run."""
+    recipe_files: tuple[str, ...]
+    """Of these, what says something of the plan; the launch scripts of all plans are alike."""

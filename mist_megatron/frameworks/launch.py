@@ -1,0 +1,74 @@
+"""What starts a plan whatever the framework: launch scripts from the templates of launch/. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+
+from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
+from mist_megatron.frameworks.flags import Flags, shell_array
+from mist_megatron.spec.plan import Plan
+
+LAUNCHERS = {
+    "train.sh": "train.sh.j2",
+    "slurm.sbatch": "slurm.sbatch.j2",
+    "deepspeed_launcher.sh": "deepspeed_launcher.sh.j2",
+    "trainjob.yaml": "trainjob.yaml.j2",
+    "pytorchjob.yaml": "pytorchjob.yaml.j2",
+    "skypilot.yaml": "skypilot.yaml.j2",
+}
+SKY_NAMES = {
+    # SkyPilot's accelerator catalogue, where it does not follow from our name.
+    "a100-sxm-80gb": "A100-80GB",
+    "a100-pcie-80gb": "A100-80GB",
+    "v100-sxm-32gb": "V100-32GB",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSources:
+    """Texts of the launch/ folder, read by whoever may read files."""
+
+    templates: Mapping[str, str]
+    """File name -> text of launch/templates/."""
+    entries: Mapping[str, str]
+    """pretrain.py and train_deepspeed.py, copied beside the scripts that call them."""
+    deepspeed_schema: Callable[[], DeepSpeedSchema]
+    """Keys that DeepSpeed knows; asked for by whoever writes its JSON, since the installed one takes long."""
+
+
+def shell_arrays(arrays: Mapping[str, Flags]) -> str:
+    head = "# shellcheck shell=bash\n# shellcheck disable=SC2034  # read by train.sh\n"
+    return head + "\n".join(shell_array(name, flags) for name, flags in arrays.items())
+
+
+def launchers(sources: LaunchSources, facts: Mapping[str, Any]) -> dict[str, str]:
+    return {name: render(sources, template, facts) for name, template in LAUNCHERS.items()}
+
+
+def launch_facts(plan: Plan, framework: str) -> dict[str, Any]:
+    """What the templates may use."""
+    name = f"{plan.model.name}-{plan.gpus}x{plan.cluster.gpu.name}"
+    gpu = plan.cluster.gpu.name
+    return {
+        "framework": framework,
+        "name": name,
+        # Names of Kubernetes objects: lower-case letters, digits and dashes, 63 at most (RFC 1123).
+        "kube_name": re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:63].strip("-"),
+        "nodes": plan.cluster.nodes,
+        "gpus_per_node": plan.cluster.gpus_per_node,
+        "gpus": plan.gpus,
+        "sky_gpu": SKY_NAMES.get(gpu, gpu.split("-")[0].upper()),
+    }
+
+
+def render(sources: LaunchSources, template: str, facts: Mapping[str, Any]) -> str:
+    """One template; a name that is not given is an error, never an empty place in a script."""
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    return environment.from_string(sources.templates[template]).render(facts)

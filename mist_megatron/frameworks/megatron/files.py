@@ -1,0 +1,73 @@
+"""Plan -> the folder of files that Megatron-core runs: path -> text, pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import yaml
+
+from mist_megatron.formats.plan_yaml import plan_to_yaml
+from mist_megatron.frameworks.flags import arguments, as_mapping
+from mist_megatron.frameworks.framework import Framework
+from mist_megatron.frameworks.launch import LaunchSources, launch_facts, launchers, render, shell_arrays
+from mist_megatron.frameworks.megatron.bridge import bridge_text
+from mist_megatron.frameworks.megatron.model import VERSION
+from mist_megatron.frameworks.megatron.patches import different_grids, patches
+from mist_megatron.frameworks.megatron.write import common_flags, require_emittable, stages
+from mist_megatron.frameworks.readme import readme_text
+from mist_megatron.frameworks.stages_json import stages_text
+from mist_megatron.spec.plan import Plan
+
+
+def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
+    """Path -> text; refuses a plan that Megatron would reject, ignore in part, or hang on."""
+    require_emittable(plan)
+    flags = common_flags(plan)
+    document = stages(plan)
+    facts = {**launch_facts(plan, "megatron"), "environment": document["environment"]}
+    facts |= {"version": VERSION, "vocab": plan.model.vocab, "rotary": plan.model.rotary}
+    listed = {
+        "arguments": arguments(flags),
+        "environment": document["environment"],
+        "stage_arguments": [stage["arguments"] for stage in document["stages"]],
+    }
+    return {
+        "README.md": readme_text(plan, "Megatron-core", script="MEGATRON_LM", notes=_notes(plan)),
+        "plan.yaml": plan_to_yaml(plan),
+        "env.sh": render(sources, "env_megatron.sh.j2", facts),
+        "args.sh": shell_arrays({"MEGATRON_ARGS": flags}),
+        "args.json": json.dumps(listed, indent=2) + "\n",
+        "args.yaml": yaml.safe_dump(as_mapping(flags), sort_keys=False),
+        "bridge.yaml": bridge_text(plan),
+        "stages.json": stages_text(document),
+        "pretrain.py": sources.entries["pretrain.py"],
+        **launchers(sources, facts),
+    }
+
+
+def _notes(plan: Plan) -> list[str]:
+    return [
+        "Every node needs `pip install mist-megatron` (its part `mist_patches`) beside Megatron.",
+        "`pretrain.py` adds this rank's arguments from `stages.json`, applies the patches named there,",
+        "and runs your `pretrain_gpt.py` unchanged.",
+        f"Patches of this plan: {', '.join(patches(plan)) or 'none'}.",
+        *(_GRID_NOTES if different_grids(plan) else ()),
+        "",
+        "`args.json` and `args.yaml` hold the same arguments as `args.sh`; `bridge.yaml` those that",
+        "Megatron-Bridge takes. `mist-megatron lint args.sh` checks the folder again after changes.",
+    ]
+
+
+_GRID_NOTES = (
+    "Stages have different grids here. Checkpoints (`--ckpt-format torch_dist`) name every layer, so that",
+    "any other layout can load them; the states of random generators are not kept.",
+    "This needs megatron-core 0.19: older releases cannot give stages process groups of their own, and the",
+    "patch `stage_grids` refuses them when training starts.",
+)
+
+
+MEGATRON = Framework(
+    files=files,
+    recipe_files=("args.sh", "args.yaml", "stages.json"),
+)
