@@ -19,11 +19,11 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 
 import numpy as np  # noqa: E402  (after the thread limits)
+from plain_overlap import overlapped_time_of_row  # noqa: E402
 
 from mist_megatron.cost.compile import Program  # noqa: E402
 from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, StageRole, make_evaluator  # noqa: E402
 from mist_megatron.price.datasheet import datasheet_prices  # noqa: E402
-from mist_megatron.price.overlap import overlapped_time_of_row  # noqa: E402
 from mist_megatron.price.prices import Collective, DeviceAdam  # noqa: E402
 from mist_megatron.spec import catalogue, presets  # noqa: E402
 from mist_megatron.spec.cluster import cluster_of  # noqa: E402

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from local_layers import local_differences
+
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost import symbols as s
-from mist_megatron.cost.local_spec import local_differences
 from mist_megatron.cost.predict import Prediction, job_of, predict
 from mist_megatron.errors import MistError
 from mist_megatron.formats.files import load_mapping

@@ -29,11 +29,6 @@ _CHUNK = 8192
 """Rows worked on at a time: the dozen temporaries of a chunk stay in a second-level cache."""
 
 
-def no_interference() -> Array:
-    """The table of streams that do not disturb each other: overlap is then a plain maximum."""
-    return np.ones((16, 4))
-
-
 def overlapped_time(streams: Sequence[Array | float], factors: Array, then: Array | float = 0.0) -> Array:
     """Seconds until all four streams are done, batched over any (broadcast) shape; `then` follows on the
     GPU-GPU stream when that and compute are done.
@@ -168,19 +163,3 @@ def until_first(stream: int, work_s: Array, other: int, copy_s: Array, factors: 
     slow, slow_copy = float(factors[row, stream]), float(factors[row, other])
     together = np.minimum(work_s * slow, copy_s * slow_copy)
     return work_s + together * (1.0 - 1.0 / slow), np.maximum(copy_s - together / slow_copy, 0.0)
-
-
-def overlapped_time_of_row(streams: Sequence[float], factors: Array, then: float = 0.0) -> float:
-    """The same for one row in plain Python, written as the algorithm reads: for tests and learners."""
-    rest = {index: value for index, value in enumerate(streams) if value > 0.0}
-    total = 0.0
-    while rest or then > 0.0:
-        if then > 0.0 and COMPUTE not in rest and GPU_GPU not in rest:
-            rest, then = {**rest, GPU_GPU: then}, 0.0
-        row = sum(1 << index for index in rest)
-        slow = {index: float(factors[row, index]) if len(rest) > 1 else 1.0 for index in rest}
-        step = min(value * slow[index] for index, value in rest.items())
-        total += step
-        rest = {index: value - step / slow[index] for index, value in rest.items()}
-        rest = {index: value for index, value in rest.items() if value > 0.0}
-    return total

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_overlap import overlapped_time_of_row
 
 from mist_megatron.calibrate.interference import with_base
 from mist_megatron.calibrate.monotone import broken_sets, excess, monotone
 from mist_megatron.calibrate.profile_view import gaps
 from mist_megatron.calibrate.profiles import load_profile
-from mist_megatron.price.overlap import overlapped_time, overlapped_time_of_row
+from mist_megatron.price.overlap import overlapped_time
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.profile import STREAMS, InterferenceSet, slowdowns
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plain_overlap import no_interference
 
 from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.terms import LayerLoad, StageLoads, TimeContext
 from mist_megatron.cost.work import exposed_beside_products, stage_work
-from mist_megatron.price.overlap import no_interference
 from mist_megatron.price.prices import (
     EXACT,
     Attention,

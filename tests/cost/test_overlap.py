@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_overlap import no_interference, overlapped_time_of_row
 
 from mist_megatron.price.overlap import (
     COMPUTE,
     GPU_GPU,
-    no_interference,
     overlapped_time,
-    overlapped_time_of_row,
     until_done,
 )
 

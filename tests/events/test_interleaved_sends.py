@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from plain_overlap import no_interference
 from plans_to_play import benchmark_program
 
 from mist_megatron.ask.evaluators import evaluator_for
@@ -13,7 +14,6 @@ from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.events.engine import Program, Stream, run_program
 from mist_megatron.events.iteration import simulate
 from mist_megatron.events.schedules import PassKind, schedule_orders
-from mist_megatron.price.overlap import no_interference
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Plan, StagePlan

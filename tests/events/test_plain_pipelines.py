@@ -8,13 +8,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from plain_overlap import no_interference
 from plans_to_play import evaluator_of, plan_of
 
 from mist_megatron.events.build import build
 from mist_megatron.events.engine import run_program
 from mist_megatron.events.schedules import SCHEDULES, SPLIT_BACKWARD, Order, Pass, PassKind, schedule_orders
 from mist_megatron.events.tasks import StageTasks, Workload, workload_of
-from mist_megatron.price.overlap import no_interference
 from mist_megatron.spec.layout import hops_across
 from mist_megatron.spec.plan import Plan
 

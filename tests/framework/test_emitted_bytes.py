@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 
+from local_layers import local_differences
 from test_emitted_megatron_training import MODEL, TRAINING, plan, stage, train
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost import symbols as s
-from mist_megatron.cost.local_spec import local_differences
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.cost.shapes import ACTIVATION
 from mist_megatron.spec.kinds import Offload

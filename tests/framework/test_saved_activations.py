@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
+from local_layers import local_differences
 from measure_layers import RECOMPUTE, SHAPES, LayerShape
 from ranks import run_ranks
 
@@ -19,7 +20,6 @@ from mist_megatron.cost.layers import (
     parameters,
     saved_bytes,
 )
-from mist_megatron.cost.local_spec import local_differences
 from mist_megatron.cost.shapes import ACTIVATION
 from mist_megatron.formats.model_yaml import model_from_mapping
 
