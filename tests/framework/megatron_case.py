@@ -22,6 +22,8 @@ class Case:
     optimizer_fraction: list[float] | None = None
     fused: bool = False
     """With an Adam that counts by group; the device's share of a hybrid optimizer always has one."""
+    host_overlap: bool = True
+    """Copies of an optimizer on host and device run beside its steps, as emitted plans have it."""
     steps: int = 8
     micro_batches: int = 4
     patches: dict[str, list[float]] = field(default_factory=dict)
@@ -43,6 +45,8 @@ class Case:
     """Per stage: modules that Megatron's own fine-grained offload is switched on for."""
     twice: bool = False
     """Apply each patch twice, which must do no harm."""
+    streams: str = ""
+    """When copies run: see late_streams; nothing for streams that do nothing, on which they run at once."""
     may_fail: bool = False
     """Report an error instead of ending the program."""
     mutate: str = ""

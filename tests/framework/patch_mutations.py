@@ -39,7 +39,40 @@ def _send_nothing(self: Any, tensor: Any) -> Any:
     return tensor.detach().clone().zero_(), None
 
 
+def _groups_as_they_are(narrowed: Any) -> Any:
+    """What a part of a step left in a group counts for the next part."""
+
+    def narrowed_hybrid(hybrid: Any, kept: Any, settings: Any) -> Any:
+        return narrowed(hybrid, kept, [one.param_groups for one in hybrid.sub_optimizers])
+
+    return narrowed_hybrid
+
+
+def _forget_what_was_sent(send: Any) -> Any:
+    def send_gradients(hybrid: Any, *more: Any) -> None:
+        send(hybrid, *more)
+        hybrid._cpu_optimizer_map_data_event.clear()
+
+    return send_gradients
+
+
+def _free_at_once(self: Any, keep: int = 1) -> None:
+    while self.leaving:
+        self.leaving.pop(0).free()
+
+
+def _leave_at_once(self: Any) -> None:
+    self.source = self.out_event = None
+
+
+def _zero_nothing(self: Any, units: Any) -> None:
+    for unit in units:
+        for step in self.pending.pop(unit, ()):
+            step.take(unit)
+
+
 OPTIMIZER = "megatron.optimizer_fraction"
+COPY = "core.activation_offload._Copy"
 STEPS, UNIT, HELD = "megatron.decoupled_step.DecoupledSteps", "megatron.unit_steps", "core.host_copies.Held"
 MUTATIONS: dict[str, tuple[str, str, Any]] = {
     # name: (where, attribute, what stands there instead, given what stood there)
@@ -66,6 +99,21 @@ MUTATIONS: dict[str, tuple[str, str, Any]] = {
     "first_copies": (OPTIMIZER, "_replaces_the_first", lambda found: lambda given: False),
     "every_group": ("megatron.fine_grained_offload", "_choose", lambda choose: lambda groups, wanted: 0),
     "weights_stay_here": (HELD, "free", lambda free: lambda self: None),
+    # Waits and bookkeeping that show only where copies are late.
+    "a_count_for_each_part": (UNIT, "_narrowed_hybrid", _groups_as_they_are),
+    "release_before_copied": (
+        f"{UNIT}.PendingStep",
+        "wait_for_copies",
+        lambda wait: lambda self, *unit: None,
+    ),
+    "step_before_sent": (UNIT, "_send_gradients", _forget_what_was_sent),
+    "use_before_arrival": (HELD, "use", lambda use: lambda self: self.fetch()),
+    "change_is_forgotten": (HELD, "write", lambda write: lambda self: self.use()),
+    "freed_beneath_a_copy": ("core.host_copies.Streams", "reap", lambda reap: _free_at_once),
+    "activation_before_arrival": (COPY, "_arrive", lambda arrive: lambda self, stream: None),
+    "activation_freed_beneath_a_copy": (COPY, "leave", lambda leave: _leave_at_once),
+    "gradients_not_zeroed": (STEPS, "_step", lambda step: _zero_nothing),
+    "weights_not_fetched_to_step": ("megatron.decoupled_step", "_fetch", lambda fetch: lambda units: None),
 }
 
 
