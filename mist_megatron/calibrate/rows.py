@@ -20,8 +20,9 @@ from mist_megatron.formats.document import build
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, TargetName, Zero
+from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
 from mist_megatron.spec.recompute import Recompute
+from mist_megatron.spec.schedule import ONE_F_ONE_B, ScheduleName
 from mist_megatron.spec.training import Precision, TrainingSpec
 
 MIB = float(1 << 20)
@@ -206,7 +207,7 @@ def _plan(row: _Row) -> Plan:
         raise _Inexpressible(f"framework {framework!r} is not modelled")
     if row.text("gpu") not in CATALOGUE:
         raise _Inexpressible(f"GPU {row.text('gpu')!r} is not in the catalogue")
-    schedule = cast(Schedule, row.one_of("schedule", ("1f1b", "gpipe", "interleaved", "zb-h1"), "1f1b"))
+    schedule = cast(ScheduleName, row.one_of("schedule", get_args(ScheduleName), ONE_F_ONE_B))
     training = _training(row)
     stages, accumulation = _stages(row, training)
     overlap = row.text("comm_overlap", "none")

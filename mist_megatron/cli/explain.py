@@ -61,7 +61,7 @@ def _shown(value: float | None) -> str:
 def _values(plan: Plan, position: int) -> dict[str, float]:
     """What the symbols stand for in this stage."""
     from mist_megatron.cost.grid import OFFLOAD_SYMBOLS
-    from mist_megatron.spec.layout import in_flight
+    from mist_megatron.spec.schedule import in_flight
 
     stage, model = plan.stages[position], plan.model
     held = in_flight(plan.schedule, position, len(plan.stages), plan.grad_accum, plan.vpp)

@@ -11,6 +11,7 @@ from rich.markup import escape
 from mist_megatron.cli.output import OutputOptions
 from mist_megatron.cli.output_file import check_output_file
 from mist_megatron.cli.progress import progress_bar
+from mist_megatron.spec.schedule import SCHEDULES
 
 SCALE = (
     "What if: op=matmul:0.5 halves the time of an operator kind (matmul, attention, memory, adam, "
@@ -24,7 +25,7 @@ def simulate(
     *,
     schedule: Annotated[
         str | None,
-        typer.Option(help="Play another schedule: 1f1b, gpipe, interleaved, zb-h1, zb-2p."),
+        typer.Option(help=f"Play another schedule: {', '.join(SCHEDULES)}."),
     ] = None,
     vpp: Annotated[int | None, typer.Option(help="Chunks per stage, with --schedule interleaved.")] = None,
     scale: Annotated[list[str] | None, typer.Option(help=SCALE)] = None,

@@ -50,7 +50,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mist_megatron.spec.plan import Schedule
+from mist_megatron.spec.schedule import ONE_F_ONE_B, ScheduleName, closed_form
 
 
 @dataclass(frozen=True)
@@ -121,19 +121,10 @@ class IterationTime:
         return self.steady_s + self.ramp_s + self.first_and_last_s
 
 
-def ramp_of(stage: StageTiming, schedule: Schedule, vpp: int) -> float:
-    """What one stage adds to filling and draining the pipeline."""
-    if schedule == "interleaved":
-        return stage.stable_s / vpp
-    if schedule == "zb-h1":
-        return max(stage.stable_s - 2.0 * stage.weight_grad_s, 0.0)
-    return stage.stable_s - stage.in_turn_s
-
-
 def iteration_time(
     stages: Sequence[StageTiming],
     grad_accum: int,
-    schedule: Schedule = "1f1b",
+    schedule: ScheduleName = ONE_F_ONE_B,
     vpp: int = 1,
     *,
     step_hides: bool = True,
@@ -142,17 +133,9 @@ def iteration_time(
     those before it still drain."""
     slowest = max(range(len(stages)), key=lambda index: stages[index].stable_s)
     stable_s = stages[slowest].stable_s
-    ramps = [ramp_of(stage, schedule, vpp) for stage in stages]
-    if schedule == "1f1b":
-        passes_s = _passes_1f1b(stages, grad_accum)
-    else:
-        # The slowest stage computes all G micro-batches in full; only the others shrink to their ramp.
-        passes_s = grad_accum * stable_s + sum(ramps) - ramps[slowest]
-    if schedule == "gpipe":
-        apart = [max(parts) for parts in zip(*(stage.split_s for stage in stages), strict=True)]
-        passes_s = (grad_accum - 1) * sum(apart) + sum(ramps)
-    if schedule != "1f1b":
-        passes_s += sum(stage.first_s for stage in stages)
+    form = closed_form(schedule)
+    ramps = [form.ramp_s(stage, vpp) for stage in stages]
+    passes_s = form.passes_s(stages, ramps, grad_accum)
     extra_s, binding = _extra(stages, ramps, step_hides)
     steady_s = (grad_accum - 1) * stable_s
     # What the slowest stage gathers for itself is no wait for others.
@@ -167,34 +150,6 @@ def iteration_time(
         slowest_stage=slowest,
         binding_extra_stage=binding,
     )
-
-
-def _passes_1f1b(stages: Sequence[StageTiming], grad_accum: int) -> float:
-    """Until the first stage's last backward pass: the longest of the paths that stand still at one stage."""
-    longest_s, before_s = 0.0, 0.0
-    slowest_before = [0.0, 0.0]
-    behind_s = sum(stage.stable_s - stage.in_turn_s for stage in stages)
-    late_behind_s = sum(stage.first_s for stage in stages)
-    for index, stage in enumerate(stages):
-        behind_s -= stage.stable_s - stage.in_turn_s
-        late_behind_s -= stage.first_s
-        following = len(stages) - 1 - index
-        skipped = min(following, grad_accum - 1)
-        handed = [
-            skipped * max(slower - own, 0.0)
-            for slower, own in zip(slowest_before, stage.split_s, strict=True)
-        ]
-        round_trips = [behind_s - skipped * own for own in stage.split_s] if following else [0.0, 0.0]
-        round_trips[0] += late_behind_s
-        if grad_accum > following + 1:
-            waits_s = sum(max(pair) for pair in zip(handed, round_trips, strict=True))
-        else:
-            waits_s = max(sum(handed), *round_trips)
-        before_s += stage.first_s
-        longest_s = max(longest_s, before_s + grad_accum * stage.stable_s + waits_s)
-        before_s += stage.stable_s - stage.in_turn_s
-        slowest_before = [max(pair) for pair in zip(slowest_before, stage.split_s, strict=True)]
-    return longest_s
 
 
 def _extra(stages: Sequence[StageTiming], ramps: Sequence[float], step_hides: bool) -> tuple[float, int]:

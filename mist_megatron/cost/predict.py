@@ -17,9 +17,9 @@ from mist_megatron.cost.terms import Linear, first_terms, step_names
 from mist_megatron.price.prices import Array
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.schedule import in_flight
 from mist_megatron.spec.term import Term
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.facts import TrafficFacts

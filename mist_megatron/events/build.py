@@ -27,10 +27,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mist_megatron.events.engine import Deadlock, Program, Stream, Timeline
-from mist_megatron.events.schedules import SPLIT_BACKWARD, Order, Pass, PassKind
 from mist_megatron.events.step_events import end_of_iteration, on_arrival, reduced
 from mist_megatron.events.tasks import LayerTasks, NamedLayer, PassTasks, StageTasks, Workload
 from mist_megatron.spec.layout import hops_across
+from mist_megatron.spec.passes import Order, Pass, PassKind
+from mist_megatron.spec.schedule import ONE_F_ONE_B, SCHEDULES
 
 KINDS = (
     "forward",
@@ -99,7 +100,7 @@ class _Builder:
         self.work, self.orders = work, orders
         self.built = Built(Program(len(work.stages)))
         self.ranks = [_Rank() for _ in work.stages]
-        self.split = schedule in SPLIT_BACKWARD
+        self.split = SCHEDULES[schedule].splits_backward
         # The reference implementation of zero-bubble schedules sends beside its weight gradients.
         self.built.sends_overlap = work.sends_overlap or self.split
         self.chunks = len(work.stages[0].chunks)
@@ -110,7 +111,7 @@ class _Builder:
         self.arrived: dict[tuple[PassKind, int, int], int] = {}
         # Micro-batch and layer -> the copy with which its activations have left; they come back after it.
         self.offloaded: dict[tuple[int, str], int] = {}
-        self.in_turn = work.sends_in_turn and schedule == "1f1b" and len(work.stages) > 1
+        self.in_turn = work.sends_in_turn and schedule == ONE_F_ONE_B and len(work.stages) > 1
         # Where neighbours stop for each other: stage -> the pass whose result nobody has taken yet, and
         # stage -> the transfer that its next pass is for.
         self.outgoing: dict[int, Pass] = {}

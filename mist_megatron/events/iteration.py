@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast, get_args
+from typing import cast
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import Prediction, predict
@@ -18,9 +18,10 @@ from mist_megatron.events.analysis import (
 from mist_megatron.events.build import Built, build, last_iteration
 from mist_megatron.events.engine import Progress, Timeline, critical_path, run_program
 from mist_megatron.events.memory_curve import MemoryCurve, memory_curves
-from mist_megatron.events.schedules import SCHEDULES, PassCosts, schedule_orders
 from mist_megatron.events.tasks import StageTasks, workload_of
-from mist_megatron.spec.plan import Plan, Schedule
+from mist_megatron.spec.passes import PassCosts
+from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.schedule import ONE_F_ONE_B, SCHEDULES, ScheduleName, schedule_orders
 
 MOST_LAYER_PASSES = 1_000_000
 """Some 3 to 5 million events: minutes, and 1 to 4 GB (benchmarks/simulator_speed.py: 400 to 800 bytes and
@@ -93,13 +94,14 @@ def with_schedule(plan: Plan, schedule: str, vpp: int | None = None) -> Plan:
     1f1b."""
     if schedule not in SCHEDULES:
         raise InputError(f"--schedule: unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}")
-    chunks = vpp if vpp is not None else (plan.vpp if schedule == "interleaved" else 1)
-    if schedule == "interleaved" and chunks < 2:
+    chunked = SCHEDULES[schedule].chunked
+    chunks = vpp if vpp is not None else (plan.vpp if chunked else 1)
+    if chunked and chunks < 2:
         given = "is not given" if vpp is None else f"is {vpp}"
         raise InputError(
-            f"--schedule interleaved: --vpp {given}; wanted --vpp 2 or more, the chunks of each stage"
+            f"--schedule {schedule}: --vpp {given}; wanted --vpp 2 or more, the chunks of each stage"
         )
-    named = cast(Schedule, schedule if schedule in get_args(Schedule) else "1f1b")
+    named = cast(ScheduleName, schedule if SCHEDULES[schedule].closed_form else ONE_F_ONE_B)
     return replace(plan, schedule=named, vpp=chunks)
 
 

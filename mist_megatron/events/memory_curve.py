@@ -16,8 +16,9 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import grid_of
 from mist_megatron.events.build import Built, PassSpan
 from mist_megatron.events.engine import Array, Timeline
-from mist_megatron.events.schedules import SPLIT_BACKWARD, PassKind
+from mist_megatron.spec.passes import PassKind
 from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.schedule import SCHEDULES
 
 FORWARD_MOMENTS = frozenset({"forward"})
 STEP_MOMENTS = frozenset({"reduction", "step"})
@@ -55,7 +56,7 @@ def memory_curves(
     by_stage: list[list[PassSpan]] = [[] for _ in plan.stages]
     for span in built.spans:
         by_stage[span.stage].append(span)
-    frees = PassKind.WEIGHT if schedule in SPLIT_BACKWARD else PassKind.BACKWARD
+    frees = PassKind.WEIGHT if SCHEDULES[schedule].splits_backward else PassKind.BACKWARD
     curves = []
     for position, spans in enumerate(by_stage):
         steps = [(first, last) for stage, first, last in built.steps if stage == position]

@@ -13,7 +13,8 @@ from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec import catalogue, check, presets
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Plan, Schedule, StagePlan, TargetName
+from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName
+from mist_megatron.spec.schedule import ONE_F_ONE_B, ScheduleName
 from mist_megatron.spec.training import TrainingSpec
 
 SCHEMA = 1
@@ -55,7 +56,7 @@ class PlanDocument:
     """Micro-batches per optimizer step; micro_batch * dp * grad_accum = global_batch on every stage."""
     stages: tuple[StagePlan, ...]
     """First to last; their layers sum to the model's, their GPUs to the cluster's."""
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = ONE_F_ONE_B
     """Order of micro-batches in the pipeline; interleaved and vpp above 1 go together."""
     vpp: int = 1
     """Model chunks per pipeline rank."""

@@ -28,6 +28,7 @@ from mist_megatron.search.stage_prices import fractions
 from mist_megatron.spec.kinds import KINDS, Offload
 from mist_megatron.spec.plan import Plan, StagePlan, Zero
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS
+from mist_megatron.spec.schedule import usual_schedule
 from mist_megatron.targets.rules import require_model
 
 
@@ -439,7 +440,7 @@ def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
         stages=tuple(
             _stage_plan(mesh, choice) for mesh, choice in zip(shape.meshes, solution.stages, strict=True)
         ),
-        schedule="interleaved" if shape.vpp > 1 else "1f1b",
+        schedule=usual_schedule(shape.vpp),
         vpp=shape.vpp,
         sequence_parallel=shape.sequence_parallel,
         execution=job.execution,

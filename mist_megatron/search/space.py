@@ -12,6 +12,7 @@ from mist_megatron.spec import check
 from mist_megatron.spec.kinds import ANY_FRACTION, KINDS, STATES_WHOLE, STAYS, PerKind, Range, narrower
 from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.spec.recompute import PARTIAL, SEARCHED, WHOLE, Recompute
+from mist_megatron.spec.schedule import INTERLEAVED
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.rules import AWAY
 from mist_megatron.targets.table import TARGETS
@@ -197,7 +198,7 @@ def cut_to_target(
         ckpt=ckpt,
         recompute=tuple(kind for kind in space.recompute if kind in able.recompute),
         sequence_parallel=space.sequence_parallel and able.sequence_parallel,
-        interleaved=space.interleaved and "interleaved" in able.schedules,
+        interleaved=space.interleaved and INTERLEAVED in able.schedules,
         zero=zero,
         zero_with_pipeline=piped,
         offload=offload,
@@ -212,7 +213,7 @@ def cut_to_target(
 LIMIT_KEYS = ("tp", "pp", "dp", "micro_batch", "grad_accum", "vpp", "zero")
 SWITCH_KEYS = (
     "sequence_parallel",
-    "interleaved",
+    INTERLEAVED,
     "unequal",
     "decoupled_step",
     *(f"recompute.{kind}" for kind in SEARCHED),
@@ -241,7 +242,7 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
     for key, value in fixed.items():
         if value > bounds.get(key, value):
             raise InputError(f"--fix {key}={value} contradicts --max {key}={bounds[key]}")
-    if fixed.get("vpp", 1) > 1 and "interleaved" in forbid:
+    if fixed.get("vpp", 1) > 1 and INTERLEAVED in forbid:
         raise InputError(f"--fix vpp={fixed['vpp']} contradicts --forbid interleaved")
     if fixed.get("vpp", 1) > 1 and fixed.get("pp", 2) == 1:
         raise InputError(f"--fix vpp={fixed['vpp']} contradicts --fix pp=1: interleaving needs stages")
@@ -281,6 +282,6 @@ def apply_limits(space: Space, limits: Limits) -> Space:
         ckpt="none" if "recompute.full" in banned else space.ckpt,
         recompute=kinds,
         sequence_parallel=space.sequence_parallel and "sequence_parallel" not in banned,
-        interleaved=space.interleaved and "interleaved" not in banned,
+        interleaved=space.interleaved and INTERLEAVED not in banned,
         unequal=space.unequal and "unequal" not in banned,
     )

@@ -23,9 +23,8 @@ from mist_megatron.cost.terms import Linear, step_names, totals
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.spec.kinds import KINDS, Range, per_kind
-from mist_megatron.spec.layout import in_flight
-from mist_megatron.spec.plan import Schedule
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
+from mist_megatron.spec.schedule import in_flight, usual_schedule
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.rules import WEIGHTS_LEAST_ZERO, GradientCase, gradient_range
 
@@ -50,8 +49,7 @@ class StageSlot:
 
 def slot_at(shape: EqualPipeline, position: int, layers: int) -> StageSlot:
     """The slot of a stage of a shape."""
-    schedule: Schedule = "interleaved" if shape.vpp > 1 else "1f1b"
-    held = in_flight(schedule, position, shape.stages, shape.grad_accum, shape.vpp)
+    held = in_flight(usual_schedule(shape.vpp), position, shape.stages, shape.grad_accum, shape.vpp)
     return StageSlot(role=role_of(position, shape.stages), layers=layers, held=held)
 
 

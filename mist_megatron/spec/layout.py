@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mist_megatron.spec.plan import Plan, Schedule
+from mist_megatron.spec.plan import Plan
 
 Group = tuple[int, ...]
 
@@ -60,19 +60,3 @@ def lies_across(one: Sequence[int], other: Sequence[int], gpus_per_node: int) ->
     return any(
         few[k * len(few) // len(many)] // gpus_per_node != gpu // gpus_per_node for k, gpu in enumerate(many)
     )
-
-
-def in_flight(schedule: Schedule, stage: int, stages: int, grad_accum: int, vpp: int = 1) -> float:
-    """Micro-batches whose activations a stage holds at its peak, the one being computed included.
-
-    Interleaved: chunks held over chunks per micro-batch. Megatron warms up 2 (stages - stage - 1)
-    + (vpp - 1) stages chunks and holds one more (megatron/core/pipeline_parallel/schedules.py).
-    """
-    if schedule == "gpipe":
-        return float(grad_accum)
-    if schedule == "zb-h1":
-        return float(min(stages, grad_accum))
-    if schedule == "interleaved":
-        chunks = min(2 * (stages - stage - 1) + (vpp - 1) * stages + 1, vpp * grad_accum)
-        return chunks / vpp
-    return float(min(stages - stage, grad_accum))

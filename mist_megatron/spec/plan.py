@@ -12,12 +12,12 @@ from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
+from mist_megatron.spec.schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, ScheduleName
 from mist_megatron.spec.training import TrainingSpec
 
 TargetName = Literal["mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches"]
 TARGET_NAMES: tuple[TargetName, ...] = get_args(TargetName)
 """What is known of each stands in `targets/`."""
-Schedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1"]
 Zero = Literal[0, 1, 2, 3]
 
 
@@ -93,7 +93,7 @@ class Plan:
     grad_accum: int
     """Micro-batches per optimizer step (G)."""
     stages: tuple[StagePlan, ...]
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = ONE_F_ONE_B
     """Order of micro-batches in the pipeline."""
     vpp: int = 1
     """Model chunks per pipeline rank; above 1 only with the interleaved schedule."""
@@ -140,19 +140,13 @@ class Plan:
             )
 
     def _check_schedule(self) -> None:
-        if (self.vpp > 1) != (self.schedule == "interleaved"):
+        schedule = SCHEDULES[self.schedule]
+        if (self.vpp > 1) != schedule.chunked:
             raise InputError(
                 f"plan: schedule is {self.schedule} and vpp is {self.vpp}; "
-                "vpp above 1 and the interleaved schedule go together"
+                f"vpp above 1 and the {INTERLEAVED} schedule go together"
             )
-        if self.schedule == "interleaved":
-            if self.pipeline_size < 2:
-                raise InputError("plan: the interleaved schedule needs at least 2 stages, got 1")
-            for index, stage in enumerate(self.stages):
-                check.divides(f"plan: stages[{index}]", ("vpp", self.vpp), ("layers", stage.layers))
-            check.divides(
-                "plan", ("the number of stages", self.pipeline_size), ("grad_accum", self.grad_accum)
-            )
+        schedule.check([stage.layers for stage in self.stages], self.grad_accum, self.vpp)
 
     def _check_ranks(self) -> None:
         if self.rank_map is not None and sorted(self.rank_map) != list(range(self.gpus)):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mist_megatron.spec.kinds import ANY_FRACTION, STATES_WHOLE
 from mist_megatron.spec.plan import Execution
+from mist_megatron.spec.schedule import ONE_F_ONE_B
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import (
     MIB,
@@ -34,7 +35,7 @@ by Azure's 54 runs of 2022, 0.4 by three of 2021 (SC'21); llm-foundry's runs fit
 CAPABILITY = Capability(
     zero=(0, 1, 2, 3),
     zero_with_pipeline=(0, 1),
-    schedules=("1f1b",),
+    schedules=(ONE_F_ONE_B,),
     # No pipeline but one regular grid of data-parallel ranks: what an engine without a PipelineModule runs.
     parallel_block=True,
     offload=STATES_WHOLE,

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mist_megatron.spec.kinds import PerKind, Range
-from mist_megatron.spec.plan import Execution, Schedule, TargetName, Zero
+from mist_megatron.spec.plan import Execution, TargetName, Zero
 from mist_megatron.spec.recompute import WHOLE, Recompute
+from mist_megatron.spec.schedule import ScheduleName
 from mist_megatron.spec.training import Precision
 
 FrameworkName = Literal["megatron", "deepspeed"]
@@ -27,7 +28,7 @@ class Capability:
     """Levels it knows."""
     zero_with_pipeline: tuple[Zero, ...]
     """Levels it knows when there is more than one stage."""
-    schedules: tuple[Schedule, ...]
+    schedules: tuple[ScheduleName, ...]
     pipeline: bool = False
     tensor_parallel: bool = False
     context_parallel: bool = False

@@ -10,6 +10,7 @@ from dataclasses import replace
 from mist_megatron.spec.kinds import ANY_FRACTION, STAYS
 from mist_megatron.spec.plan import Execution
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS
+from mist_megatron.spec.schedule import INTERLEAVED, ONE_F_ONE_B
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import (
     MIB,
@@ -27,7 +28,7 @@ from mist_megatron.targets.facts import (
 CAPABILITY = Capability(
     zero=(0, 1),
     zero_with_pipeline=(0, 1),
-    schedules=("1f1b", "interleaved"),
+    schedules=(ONE_F_ONE_B, INTERLEAVED),
     pipeline=True,
     tensor_parallel=True,
     context_parallel=True,

@@ -6,6 +6,7 @@ Bytes are those of the paper's artifact, whose own numbers these facts reproduce
 from __future__ import annotations
 
 from mist_megatron.spec.kinds import ANY_FRACTION
+from mist_megatron.spec.schedule import ONE_F_ONE_B
 from mist_megatron.targets.facts import (
     Capability,
     HostCopyFacts,
@@ -21,7 +22,7 @@ from mist_megatron.targets.facts import (
 CAPABILITY = Capability(
     zero=(0, 1, 2, 3),
     zero_with_pipeline=(0, 1, 2, 3),
-    schedules=("1f1b",),
+    schedules=(ONE_F_ONE_B,),
     pipeline=True,
     tensor_parallel=True,
     partial_ckpt=True,

@@ -13,6 +13,7 @@ from mist_megatron.errors import EmitError, InputError
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName
 from mist_megatron.spec.recompute import PARTIAL, RECOMPUTES
+from mist_megatron.spec.schedule import ONE_F_ONE_B
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.facts import Capability
 from mist_megatron.targets.table import TARGETS
@@ -121,8 +122,8 @@ def _bridge_rules(plan: Plan, able: Capability) -> list[str]:
     if not able.bridged_grids or len({(s.dp, s.tp, s.micro_batch) for s in plan.stages}) == 1:
         return []
     found = list(bridge_job_rules(plan.model, plan.training, plan.execution))
-    if plan.schedule != "1f1b":
-        found.append(f"schedule {plan.schedule}: stages with different dp or tp run 1f1b only")
+    if plan.schedule != ONE_F_ONE_B:
+        found.append(f"schedule {plan.schedule}: stages with different dp or tp run {ONE_F_ONE_B} only")
     for index, (one, two) in enumerate(pairwise(plan.stages)):
         if max(one.dp, two.dp) % min(one.dp, two.dp):
             found.append(

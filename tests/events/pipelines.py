@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mist_megatron.events.engine import Program, Stream, Timeline, run_program
-from mist_megatron.events.schedules import Order, PassCosts, PassKind, schedule_orders
+from mist_megatron.spec.passes import Order, PassCosts, PassKind
+from mist_megatron.spec.schedule import schedule_orders
 
 ALONE = np.ones((16, 4))
 

@@ -11,7 +11,6 @@ from plans_to_play import plan_of
 
 from mist_megatron.events.build import build
 from mist_megatron.events.engine import Deadlock, Stream, Timeline, run_program
-from mist_megatron.events.schedules import Pass, PassKind, schedule_orders
 from mist_megatron.events.tasks import (
     LayerTasks,
     NamedLayer,
@@ -21,6 +20,8 @@ from mist_megatron.events.tasks import (
     Workload,
 )
 from mist_megatron.spec.layout import hops_across
+from mist_megatron.spec.passes import Pass, PassKind
+from mist_megatron.spec.schedule import schedule_orders
 
 NO_STEP = StepTasks(
     reduction_s=0.0,

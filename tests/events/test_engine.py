@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipelines import ALONE, bare_program, run_bare
 
 from mist_megatron.events.engine import Deadlock, Program, Stream, critical_path, run_program
-from mist_megatron.events.schedules import Pass, PassCosts, PassKind
+from mist_megatron.spec.passes import Pass, PassCosts, PassKind
 
 
 def table(**slowdown: float) -> np.ndarray:

@@ -13,11 +13,12 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.events.engine import Program, Stream, run_program
 from mist_megatron.events.iteration import simulate
-from mist_megatron.events.schedules import PassKind, schedule_orders
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.passes import PassKind
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.presets import PRESETS
+from mist_megatron.spec.schedule import schedule_orders
 from mist_megatron.spec.training import TrainingSpec
 
 

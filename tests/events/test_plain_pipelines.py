@@ -13,10 +13,11 @@ from plans_to_play import evaluator_of, plan_of
 
 from mist_megatron.events.build import build
 from mist_megatron.events.engine import run_program
-from mist_megatron.events.schedules import SCHEDULES, SPLIT_BACKWARD, Order, Pass, PassKind, schedule_orders
 from mist_megatron.events.tasks import StageTasks, Workload, workload_of
 from mist_megatron.spec.layout import hops_across
+from mist_megatron.spec.passes import Order, Pass, PassKind
 from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.schedule import SCHEDULES, schedule_orders
 
 EACH = 4
 """Plans of each schedule."""
@@ -74,7 +75,8 @@ def ends_by_hand(work: Workload, orders: tuple[Order, ...], schedule: str) -> li
     """When each stage has done its last pass, and has sent its result where it stops for that."""
     stages, across = len(orders), hops_across(work.plan)
     last = stages * work.plan.vpp - 1
-    beside, split = schedule in (*SPLIT_BACKWARD, "interleaved"), schedule in SPLIT_BACKWARD
+    split = SCHEDULES[schedule].splits_backward
+    beside = split or SCHEDULES[schedule].chunked
     clock, link, position = [0.0] * stages, [0.0] * stages, [0] * stages
     there: dict[tuple[PassKind, int, int], float] = {}
     while sum(position) < sum(map(len, orders)):

@@ -11,9 +11,9 @@ from plans_to_play import evaluator_of, plan_of
 
 from mist_megatron.errors import InputError
 from mist_megatron.events.iteration import simulate
-from mist_megatron.events.schedules import SCHEDULES
 from mist_megatron.spec.kinds import KINDS, Offload
 from mist_megatron.spec.plan import Execution, Plan
+from mist_megatron.spec.schedule import SCHEDULES
 from mist_megatron.targets.rules import violations
 
 TARGETS = ("mist", "megatron", "deepspeed", "megatron+patches", "deepspeed+patches")

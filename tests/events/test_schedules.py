@@ -9,7 +9,8 @@ from pipelines import ALONE, bare_program, run_bare
 
 from mist_megatron.errors import InputError
 from mist_megatron.events.engine import run_program
-from mist_megatron.events.schedules import PassCosts, PassKind, schedule_orders
+from mist_megatron.spec.passes import PassCosts, PassKind
+from mist_megatron.spec.schedule import schedule_orders
 
 SHAPES = [(2, 2), (2, 6), (4, 4), (4, 8), (4, 12), (8, 16), (8, 32)]
 

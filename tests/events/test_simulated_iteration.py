@@ -14,9 +14,9 @@ from plans_to_play import FULL_OFFLOAD, MODEL, benchmark_program, evaluator_of, 
 from mist_megatron.errors import InputError
 from mist_megatron.events.engine import Stream
 from mist_megatron.events.iteration import Simulation, simulate, with_schedule
-from mist_megatron.events.schedules import SCHEDULES
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec.plan import Execution, Plan
+from mist_megatron.spec.schedule import SCHEDULES
 from mist_megatron.spec.term import Traits
 
 

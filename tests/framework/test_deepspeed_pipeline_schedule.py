@@ -14,13 +14,13 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
 from mist_megatron.events.build import Built, build
 from mist_megatron.events.engine import run_program
-from mist_megatron.events.schedules import PassKind, schedule_orders
 from mist_megatron.events.tasks import LayerTasks, StageTasks, Workload, workload_of
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.layout import in_flight
+from mist_megatron.spec.passes import PassKind
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.schedule import in_flight, schedule_orders
 from mist_megatron.spec.training import TrainingSpec
 
 PAIRS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}

@@ -18,8 +18,8 @@ from mist_megatron.cost import symbols as s
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.cost.shapes import ACTIVATION
 from mist_megatron.spec.kinds import Offload
-from mist_megatron.spec.layout import in_flight
 from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.schedule import in_flight
 
 
 def shares(weights: float, grads: float, optimizer: float, activations: float) -> Offload:

@@ -13,7 +13,8 @@ pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 from megatron_cpu import import_megatron
 
-from mist_megatron.events.schedules import Pass, PassKind, schedule_orders
+from mist_megatron.spec.passes import Pass, PassKind
+from mist_megatron.spec.schedule import schedule_orders
 
 INTERLEAVED = [
     (ranks, groups * ranks, chunks) for ranks, groups, chunks in product((2, 3, 4, 8), (1, 2, 5), (2, 3, 6))

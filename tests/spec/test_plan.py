@@ -10,7 +10,8 @@ from plans import valid_plans
 
 from mist_megatron.errors import EmitError, InputError
 from mist_megatron.formats.plan_yaml import plan_from_text, plan_to_mapping, plan_to_yaml
-from mist_megatron.spec.layout import in_flight, nodes_of, replica_groups, stage_ranks, tensor_groups
+from mist_megatron.spec.layout import nodes_of, replica_groups, stage_ranks, tensor_groups
+from mist_megatron.spec.schedule import in_flight
 from mist_megatron.targets.rules import require_runnable, runnable_on, violations
 from mist_megatron.targets.table import TARGETS
 

@@ -17,6 +17,7 @@ from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import Activation, ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
 from mist_megatron.spec.recompute import SEARCHED, Recompute
+from mist_megatron.spec.schedule import usual_schedule
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.table import TARGETS
 
@@ -248,7 +249,7 @@ def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpe
         target=_target(stages),
         grad_accum=training.global_batch // (micro * dp),
         stages=stages,
-        schedule="interleaved" if vpp > 1 else "1f1b",
+        schedule=usual_schedule(vpp),
         vpp=vpp,
         sequence_parallel=sliced,
         execution=_execution(read, training, cp),

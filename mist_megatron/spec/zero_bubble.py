@@ -1,95 +1,14 @@
-"""The order in which each pipeline rank runs its passes.
-
-A schedule is a function from (ranks, micro-batches, chunks) to one tuple of passes per rank. The
-event engine then decides *when*; a schedule only decides *in which order*.
-
-Virtual stages are numbered chunk-major: chunk c of rank i is virtual stage c * ranks + i.
-"""
+"""Orders of the zero-bubble schedules (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024), which split
+the backward pass and move weight gradients into gaps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
-from mist_megatron.errors import InputError
-
-
-class PassKind(Enum):
-    """What a pass computes."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    """The whole backward pass, or only the input gradient where a schedule splits it."""
-    WEIGHT = "W"
-    """The weight gradient, where a schedule splits the backward pass."""
+from mist_megatron.spec.passes import Order, Pass, PassCosts, PassKind, one_forward_one_backward
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One chunk of one rank working on one micro-batch."""
-
-    kind: PassKind
-    micro_batch: int
-    chunk: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind.value}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
-
-
-@dataclass(frozen=True, slots=True)
-class PassCosts:
-    """Relative durations of the three passes; a schedule that balances them needs their ratio."""
-
-    forward: float = 1.0
-    backward: float = 1.0
-    weight: float = 1.0
-
-
-Order = tuple[Pass, ...]
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-2p")
-"""Every schedule that can be simulated."""
-SPLIT_BACKWARD = frozenset({"zb-h1", "zb-2p"})
-"""Schedules whose backward pass is split into input-gradient and weight-gradient passes."""
-
-
-def schedule_orders(
-    schedule: str, ranks: int, micro_batches: int, vpp: int = 1, costs: PassCosts | None = None
-) -> tuple[Order, ...]:
-    """Passes of every rank, in the order in which the rank runs them."""
-    if ranks < 1 or micro_batches < 1 or vpp < 1:
-        raise InputError(
-            f"schedule {schedule}: ranks ({ranks}), micro-batches ({micro_batches}) and vpp ({vpp}) "
-            "must be at least 1"
-        )
-    if vpp > 1 and schedule != "interleaved":
-        raise InputError(f"schedule {schedule} has one chunk per rank, got vpp {vpp}; use interleaved")
-    if schedule == "interleaved":
-        return _interleaved(ranks, micro_batches, vpp)
-    if schedule == "zb-2p":
-        return _zero_bubble_2p(ranks, micro_batches, costs or PassCosts())
-    builder = _PER_RANK.get(schedule)
-    if builder is None:
-        raise InputError(f"unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}")
-    return tuple(builder(rank, ranks, micro_batches) for rank in range(ranks))
-
-
-def _gpipe(rank: int, ranks: int, micro_batches: int) -> Order:
-    forwards = [Pass(PassKind.FORWARD, k) for k in range(micro_batches)]
-    return (*forwards, *(Pass(PassKind.BACKWARD, k) for k in range(micro_batches)))
-
-
-def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> Order:
-    warm_up = min(ranks - rank - 1, micro_batches)
-    passes = [Pass(PassKind.FORWARD, k) for k in range(warm_up)]
-    for k in range(micro_batches):
-        if warm_up + k < micro_batches:
-            passes.append(Pass(PassKind.FORWARD, warm_up + k))
-        passes.append(Pass(PassKind.BACKWARD, k))
-    return tuple(passes)
-
-
-def _zero_bubble_h1(rank: int, ranks: int, micro_batches: int) -> Order:
+def zero_bubble_h1(rank: int, ranks: int, micro_batches: int) -> Order:
     """1F1B's warm-up and memory; rank i puts its weight gradients off by i micro-batches.
 
     Every rank then holds `ranks` micro-batches, as the first rank of 1F1B does, and the weight
@@ -98,53 +17,13 @@ def _zero_bubble_h1(rank: int, ranks: int, micro_batches: int) -> Order:
     """
     passes: list[Pass] = []
     weights = 0
-    for step in _one_forward_one_backward(rank, ranks, micro_batches):
+    for step in one_forward_one_backward(rank, ranks, micro_batches):
         passes.append(step)
         if step.kind is PassKind.BACKWARD and step.micro_batch >= rank:
             passes.append(Pass(PassKind.WEIGHT, weights))
             weights += 1
     passes.extend(Pass(PassKind.WEIGHT, k) for k in range(weights, micro_batches))
     return tuple(passes)
-
-
-_PER_RANK: dict[str, Callable[[int, int, int], Order]] = {
-    "1f1b": _one_forward_one_backward,
-    "gpipe": _gpipe,
-    "zb-h1": _zero_bubble_h1,
-}
-
-
-def _interleaved(ranks: int, micro_batches: int, vpp: int) -> tuple[Order, ...]:
-    """Megatron-core's interleaved 1F1B with its default group of `ranks` micro-batches per chunk.
-
-    Rules of megatron/core/pipeline_parallel/schedules.py (0.19.2): the micro-batch count is at
-    least the group and leaves a remainder of 0 or at least `ranks`.
-    """
-    if ranks == 1:
-        raise InputError("the interleaved schedule needs at least 2 pipeline ranks, got 1")
-    rest = micro_batches % ranks
-    if micro_batches < ranks or rest:
-        raise InputError(
-            f"interleaved schedule: {micro_batches} micro-batches must be a multiple of the "
-            f"{ranks} pipeline ranks"
-        )
-    table = [
-        (first + k, chunk)
-        for first in range(0, micro_batches, ranks)
-        for chunk in range(vpp)
-        for k in range(ranks)
-    ]
-    orders = []
-    for rank in range(ranks):
-        warm_up = min((ranks - rank - 1) * 2 + (vpp - 1) * ranks, len(table))
-        forwards = [Pass(PassKind.FORWARD, k, c) for k, c in table]
-        backwards = [Pass(PassKind.BACKWARD, k, vpp - 1 - c) for k, c in table]
-        passes = forwards[:warm_up]
-        for k, backward in enumerate(backwards):
-            passes.extend(forwards[warm_up + k : warm_up + k + 1])
-            passes.append(backward)
-        orders.append(tuple(passes))
-    return tuple(orders)
 
 
 @dataclass(slots=True)
@@ -158,7 +37,7 @@ class _Rank:
     passes: list[Pass]
 
 
-def _zero_bubble_2p(ranks: int, micro_batches: int, costs: PassCosts) -> tuple[Order, ...]:
+def zero_bubble_2p(ranks: int, micro_batches: int, vpp: int, costs: PassCosts) -> tuple[Order, ...]:
     """The shortest of three that keep within twice the activation memory of 1F1B.
 
     Greedy filling does best where a weight gradient is no longer than the other passes; where it is longer,
@@ -167,7 +46,7 @@ def _zero_bubble_2p(ranks: int, micro_batches: int, costs: PassCosts) -> tuple[O
     made = [
         _greedy_2p(ranks, micro_batches, costs),
         tuple(_zero_bubble_h2(rank, ranks, micro_batches) for rank in range(ranks)),
-        tuple(_zero_bubble_h1(rank, ranks, micro_batches) for rank in range(ranks)),
+        tuple(zero_bubble_h1(rank, ranks, micro_batches) for rank in range(ranks)),
     ]
     lengths = [_lengths(orders, costs) for orders in made]
     # What differs by rounding only is the same.

@@ -1,0 +1,259 @@
+"""Pipeline schedules: what each holds, in which order it runs its passes, and what filling and draining cost.
+
+A new schedule is an entry of SCHEDULES (and its name in ScheduleName, if a plan can ask for it) and the flag
+of the framework that runs it. Orders say in which order a rank runs its passes; the event engine says when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+from mist_megatron.errors import InputError
+from mist_megatron.spec import check
+from mist_megatron.spec.passes import Order, Pass, PassCosts, PassKind, one_forward_one_backward
+from mist_megatron.spec.zero_bubble import zero_bubble_2p, zero_bubble_h1
+
+ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1"]
+"""What `schedule` of a plan can be: schedules with a closed form."""
+ONE_F_ONE_B: ScheduleName = "1f1b"
+INTERLEAVED: ScheduleName = "interleaved"
+
+
+class StageTimes(Protocol):
+    """What closed forms ask of a stage (`cost.iteration.StageTiming` says what each is)."""
+
+    @property
+    def stable_s(self) -> float: ...
+    @property
+    def first_s(self) -> float: ...
+    @property
+    def in_turn_s(self) -> float: ...
+    @property
+    def weight_grad_s(self) -> float: ...
+    @property
+    def split_s(self) -> tuple[float, float]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedForm:
+    """What predictions and searches need to know of a schedule."""
+
+    in_flight: Callable[[int, int, int, int], float]
+    """Of (stage, stages, grad_accum, vpp): micro-batches whose activations a stage holds at its peak, the one
+    being computed included."""
+    ramp_s: Callable[[StageTimes, int], float]
+    """Of (stage, vpp): what one stage adds to filling and draining the pipeline."""
+    passes_s: Callable[[Sequence[StageTimes], Sequence[float], int], float]
+    """Of (stages, their ramps, grad_accum): from the first forward pass to the last backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One pipeline schedule."""
+
+    name: str
+    orders: Callable[[int, int, int, PassCosts], tuple[Order, ...]]
+    """Of (ranks, micro_batches, vpp, costs): the passes of every rank."""
+    closed_form: ClosedForm | None
+    """None where only events can tell."""
+    chunked: bool = False
+    """Ranks have several model chunks each."""
+    splits_backward: bool = False
+    """Into a pass for the input's gradient and one for the weights'."""
+    check: Callable[[Sequence[int], int, int], None] = lambda layers, grad_accum, vpp: None
+    """Of (layers of each stage, grad_accum, vpp): refuses a plan whose numbers it cannot run."""
+
+
+def _gpipe_order(rank: int, ranks: int, micro_batches: int) -> Order:
+    forwards = [Pass(PassKind.FORWARD, k) for k in range(micro_batches)]
+    return (*forwards, *(Pass(PassKind.BACKWARD, k) for k in range(micro_batches)))
+
+
+def _each(
+    builder: Callable[[int, int, int], Order],
+) -> Callable[[int, int, int, PassCosts], tuple[Order, ...]]:
+    """Orders of all ranks from a function that makes one rank's."""
+
+    def orders(ranks: int, micro_batches: int, vpp: int, costs: PassCosts) -> tuple[Order, ...]:
+        return tuple(builder(rank, ranks, micro_batches) for rank in range(ranks))
+
+    return orders
+
+
+def _interleaved(ranks: int, micro_batches: int, vpp: int, costs: PassCosts) -> tuple[Order, ...]:
+    """Megatron-core's interleaved 1F1B with its default group of `ranks` micro-batches per chunk.
+
+    Rules of megatron/core/pipeline_parallel/schedules.py (0.19.2): the micro-batch count is at
+    least the group and leaves a remainder of 0 or at least `ranks`.
+    """
+    if ranks == 1:
+        raise InputError("the interleaved schedule needs at least 2 pipeline ranks, got 1")
+    rest = micro_batches % ranks
+    if micro_batches < ranks or rest:
+        raise InputError(
+            f"interleaved schedule: {micro_batches} micro-batches must be a multiple of the "
+            f"{ranks} pipeline ranks"
+        )
+    table = [
+        (first + k, chunk)
+        for first in range(0, micro_batches, ranks)
+        for chunk in range(vpp)
+        for k in range(ranks)
+    ]
+    orders = []
+    for rank in range(ranks):
+        warm_up = min((ranks - rank - 1) * 2 + (vpp - 1) * ranks, len(table))
+        forwards = [Pass(PassKind.FORWARD, k, c) for k, c in table]
+        backwards = [Pass(PassKind.BACKWARD, k, vpp - 1 - c) for k, c in table]
+        passes = forwards[:warm_up]
+        for k, backward in enumerate(backwards):
+            passes.extend(forwards[warm_up + k : warm_up + k + 1])
+            passes.append(backward)
+        orders.append(tuple(passes))
+    return tuple(orders)
+
+
+def _check_chunks(layers: Sequence[int], grad_accum: int, vpp: int) -> None:
+    """Every chunk has as many layers, and every round as many micro-batches as there are stages."""
+    if len(layers) < 2:
+        raise InputError("plan: the interleaved schedule needs at least 2 stages, got 1")
+    for index, count in enumerate(layers):
+        check.divides(f"plan: stages[{index}]", ("vpp", vpp), ("layers", count))
+    check.divides("plan", ("the number of stages", len(layers)), ("grad_accum", grad_accum))
+
+
+def _alone_s(stage: StageTimes, vpp: int) -> float:
+    """A micro-batch passes each stage once, without the transfers the other way."""
+    return stage.stable_s - stage.in_turn_s
+
+
+def _slowest_in_full_s(stages: Sequence[StageTimes], ramps: Sequence[float], grad_accum: int) -> float:
+    """The slowest stage computes all micro-batches in full; only the others shrink to their ramp."""
+    slowest = max(range(len(stages)), key=lambda index: stages[index].stable_s)
+    passes_s = grad_accum * stages[slowest].stable_s + sum(ramps) - ramps[slowest]
+    return passes_s + sum(stage.first_s for stage in stages)
+
+
+def _one_after_the_other_s(stages: Sequence[StageTimes], ramps: Sequence[float], grad_accum: int) -> float:
+    """All forward passes, then all backward passes, each as slow as its slowest stage."""
+    forward_s, backward_s = (max(stage.split_s[part] for stage in stages) for part in (0, 1))
+    return (grad_accum - 1) * (forward_s + backward_s) + sum(ramps) + sum(stage.first_s for stage in stages)
+
+
+def _longest_path_s(stages: Sequence[StageTimes], ramps: Sequence[float], grad_accum: int) -> float:
+    """Until the first stage's last backward pass: the longest of the paths that stand still at one stage."""
+    longest_s, before_s = 0.0, 0.0
+    slowest_before = [0.0, 0.0]
+    behind_s = sum(stage.stable_s - stage.in_turn_s for stage in stages)
+    late_behind_s = sum(stage.first_s for stage in stages)
+    for index, stage in enumerate(stages):
+        behind_s -= stage.stable_s - stage.in_turn_s
+        late_behind_s -= stage.first_s
+        following = len(stages) - 1 - index
+        skipped = min(following, grad_accum - 1)
+        handed = [
+            skipped * max(slower - own, 0.0)
+            for slower, own in zip(slowest_before, stage.split_s, strict=True)
+        ]
+        round_trips = [behind_s - skipped * own for own in stage.split_s] if following else [0.0, 0.0]
+        round_trips[0] += late_behind_s
+        if grad_accum > following + 1:
+            waits_s = sum(max(pair) for pair in zip(handed, round_trips, strict=True))
+        else:
+            waits_s = max(sum(handed), *round_trips)
+        before_s += stage.first_s
+        longest_s = max(longest_s, before_s + grad_accum * stage.stable_s + waits_s)
+        before_s += stage.stable_s - stage.in_turn_s
+        slowest_before = [max(pair) for pair in zip(slowest_before, stage.split_s, strict=True)]
+    return longest_s
+
+
+def _interleaved_in_flight(stage: int, stages: int, grad_accum: int, vpp: int) -> float:
+    """Chunks held over chunks per micro-batch. Megatron warms up 2 (stages - stage - 1) + (vpp - 1) stages
+    chunks and holds one more (megatron/core/pipeline_parallel/schedules.py)."""
+    chunks = min(2 * (stages - stage - 1) + (vpp - 1) * stages + 1, vpp * grad_accum)
+    return chunks / vpp
+
+
+_ALL = (
+    Schedule(
+        name=ONE_F_ONE_B,
+        orders=_each(one_forward_one_backward),
+        closed_form=ClosedForm(
+            in_flight=lambda stage, stages, grad_accum, vpp: float(min(stages - stage, grad_accum)),
+            ramp_s=_alone_s,
+            passes_s=_longest_path_s,
+        ),
+    ),
+    Schedule(
+        name="gpipe",
+        orders=_each(_gpipe_order),
+        closed_form=ClosedForm(
+            in_flight=lambda stage, stages, grad_accum, vpp: float(grad_accum),
+            ramp_s=_alone_s,
+            passes_s=_one_after_the_other_s,
+        ),
+    ),
+    Schedule(
+        name=INTERLEAVED,
+        chunked=True,
+        orders=_interleaved,
+        check=_check_chunks,
+        closed_form=ClosedForm(
+            in_flight=_interleaved_in_flight,
+            # A chunk is handed on after 1/vpp of the layers.
+            ramp_s=lambda stage, vpp: stage.stable_s / vpp,
+            passes_s=_slowest_in_full_s,
+        ),
+    ),
+    Schedule(
+        name="zb-h1",
+        splits_backward=True,
+        orders=_each(zero_bubble_h1),
+        closed_form=ClosedForm(
+            in_flight=lambda stage, stages, grad_accum, vpp: float(min(stages, grad_accum)),
+            # Weight gradients fill the bubble: (p-1)(F + B - W) where the backward pass costs B + W.
+            ramp_s=lambda stage, vpp: max(stage.stable_s - 2.0 * stage.weight_grad_s, 0.0),
+            passes_s=_slowest_in_full_s,
+        ),
+    ),
+    Schedule(name="zb-2p", splits_backward=True, orders=zero_bubble_2p, closed_form=None),
+)
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in _ALL})
+"""Every schedule that can be simulated."""
+
+
+def closed_form(name: ScheduleName) -> ClosedForm:
+    """Of a schedule that a plan can name."""
+    form = SCHEDULES[name].closed_form
+    assert form is not None, "ScheduleName holds names of schedules with a closed form"
+    return form
+
+
+def in_flight(name: ScheduleName, stage: int, stages: int, grad_accum: int, vpp: int = 1) -> float:
+    """Micro-batches whose activations a stage holds at its peak, the one being computed included."""
+    return closed_form(name).in_flight(stage, stages, grad_accum, vpp)
+
+
+def usual_schedule(vpp: int) -> ScheduleName:
+    """What runs so many model chunks per rank where nobody asks for a schedule."""
+    return INTERLEAVED if vpp > 1 else ONE_F_ONE_B
+
+
+def schedule_orders(
+    name: str, ranks: int, micro_batches: int, vpp: int = 1, costs: PassCosts | None = None
+) -> tuple[Order, ...]:
+    """Passes of every rank, in the order in which the rank runs them."""
+    if ranks < 1 or micro_batches < 1 or vpp < 1:
+        raise InputError(
+            f"schedule {name}: ranks ({ranks}), micro-batches ({micro_batches}) and vpp ({vpp}) "
+            "must be at least 1"
+        )
+    if name not in SCHEDULES:
+        raise InputError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
+    if vpp > 1 and not SCHEDULES[name].chunked:
+        raise InputError(f"schedule {name} has one chunk per rank, got vpp {vpp}; use {INTERLEAVED}")
+    return SCHEDULES[name].orders(ranks, micro_batches, vpp, costs or PassCosts())
