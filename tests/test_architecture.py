@@ -16,7 +16,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 500, 60, 6
 
 # Rooms of ours that a room may import, besides itself, `errors`, `resources` and the version.
 MAY_IMPORT = {
-    "": {"cli"},  # __main__.py
+    "": {"cli", "ask", "search", "spec"},  # __main__.py; __init__.py, which names the Python API
     "spec": set(),
     "formats": {"spec"},
     "targets": {"spec"},
@@ -110,6 +110,20 @@ def test_imports_go_one_way() -> None:
         for path in tracked("mist_megatron/*.py")
         for line, module in imports(path)
         if (reason := forbidden_import(path, module))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_command_line_is_for_people() -> None:
+    """Programs, benchmarks and tests ask `ask` or the Python API; commands are typed in tests/cli, and by one
+    door elsewhere in tests."""
+    doors = {ROOT / "mist_megatron" / "__main__.py", ROOT / "tests" / "command_line.py"}
+    rooms = (PACKAGE / "cli", ROOT / "tests" / "cli")
+    wrong = [
+        where(path, 1)
+        for path in python_files()
+        if path not in doors and not any(path.is_relative_to(room) for room in rooms)
+        if any(f"{module}.".startswith("mist_megatron.cli.") for module in modules_named(path))
     ]
     assert not wrong, "\n".join(wrong)
 

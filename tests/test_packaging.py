@@ -62,6 +62,7 @@ def test_wheel_holds_two_packages_and_the_data(built: Path) -> None:
     for folder in DATA:
         assert any(name.startswith(f"mist_megatron/_data/{folder}/") for name in names), folder
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "mist_megatron/py.typed" in names
     assert not [name for name in names if "__pycache__" in name]
 
 
@@ -70,7 +71,14 @@ def test_source_archive_builds_the_same_wheel(built: Path) -> None:
     [path] = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    for wanted in ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "tests/conftest.py"):
+    for wanted in (
+        "pyproject.toml",
+        "hatch_build.py",
+        "LICENSE",
+        "README.md",
+        "tests/conftest.py",
+        "examples/what_if.py",
+    ):
         assert wanted in names
 
 

@@ -28,12 +28,13 @@ from mist_megatron.ask.lint import Linted
 from mist_megatron.ask.lint import lint as lint_file
 from mist_megatron.ask.predict import Predicted
 from mist_megatron.ask.predict import predict as predict_plan
+from mist_megatron.ask.recipes import recipe_named
 from mist_megatron.ask.simulate import Simulated
 from mist_megatron.ask.simulate import simulate as simulate_plan
 from mist_megatron.ask.tune import SILENT, Tuned
 from mist_megatron.ask.tune_words import AS_USUAL, TuneWords, check_numbers, space_of, tune_request
 from mist_megatron.errors import InputError
-from mist_megatron.formats.files import load_plan
+from mist_megatron.formats.files import load_plan as load_plan_file
 from mist_megatron.formats.plan_yaml import plan_from_mapping
 from mist_megatron.price.what_if import parse_scales
 from mist_megatron.search.search import Watch
@@ -56,12 +57,12 @@ class HasPlan(Protocol):
 PlanLike = Plan | str | Path | Mapping[str, Any] | HasPlan
 
 
-def plan_from(plan: PlanLike) -> Plan:
+def load_plan(plan: PlanLike) -> Plan:
     """A plan from itself, the path of its file, the mapping in such a file, or a result that has one."""
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, str | Path):
-        return load_plan(plan)
+        return load_plan_file(plan)
     if isinstance(plan, Mapping):
         return plan_from_mapping(plan)
     held = getattr(plan, "plan", None)
@@ -95,11 +96,22 @@ def with_words(function: Callable[Parameters, Result]) -> Callable[Parameters, R
     return call
 
 
+def recipe(name: str) -> Plan:
+    """The tuned plan of a recipe that comes with this package, see `mist-megatron recipes`."""
+    return load_plan_file(recipe_named(name))
+
+
+@with_words
+def job(**words: Unpack[JobWords]) -> Job:
+    """A job, to ask several things of; `model` and `gpus` are needed."""
+    return read_job(words).job
+
+
 @with_words
 def tune(
     job: Job | None = None,
     *,
-    watch: Watch = SILENT,
+    watch: Watch | None = None,
     executor: Executor | None = None,
     **words: Unpack[TuneWords],
 ) -> Tuned:
@@ -109,7 +121,7 @@ def tune(
     `executor` is where shapes are solved, in place of `workers`.
     """
     request = tune_request(_asked(job, words), words)
-    return request.finish(request.search(watch, executor))
+    return request.finish(request.search(watch or SILENT, executor))
 
 
 @with_words
@@ -118,14 +130,14 @@ def compare(
     *,
     space: str | Space | Sequence[str | Space] | None = None,
     grid: float = 0.125,
-    watch: Watch = SILENT,
+    watch: Watch | None = None,
     **words: Unpack[JobWords],
 ) -> Compared:
     """The same job under each named space, or under some: what the freedom of each is worth."""
     asked = _asked(job, words)
     check_numbers(grid, 1, 1, None)
     named = [space] if isinstance(space, str | Space) else space or ()
-    compared = compare_spaces(asked.job, [space_of(each) for each in named], step=grid, watch=watch)
+    compared = compare_spaces(asked.job, [space_of(each) for each in named], step=grid, watch=watch or SILENT)
     return replace(compared, defaults=asked.defaults)
 
 
@@ -134,7 +146,7 @@ def predict(plan: PlanLike, *, what_if: bool = False, without: str | Sequence[st
 
     `what_if` prices it even if its target cannot run it; `without` leaves named terms out.
     """
-    return predict_plan(plan_from(plan), what_if=what_if, without=texts(without))
+    return predict_plan(load_plan(plan), what_if=what_if, without=texts(without))
 
 
 def simulate(
@@ -153,7 +165,7 @@ def simulate(
     tells and traces one device per stage (representative), or all.
     """
     scales = parse_scales(texts(scale))
-    played = simulate_plan(plan_from(plan), schedule=schedule, vpp=vpp, scales=scales, ranks=ranks)
+    played = simulate_plan(load_plan(plan), schedule=schedule, vpp=vpp, scales=scales, ranks=ranks)
     return played if trace is None else played.with_trace(Path(trace))
 
 
@@ -191,7 +203,7 @@ def emit(
     plan: PlanLike, *, target: str | None = None, out: str | Path | None = None, force: bool = False
 ) -> Emitted:
     """The files that Megatron-core or DeepSpeed run as they are, in memory or, with `out`, in a folder."""
-    emitted = emit_plan(plan_from(plan), target)
+    emitted = emit_plan(load_plan(plan), target)
     return emitted if out is None else emitted.written(out, force=force)
 
 

@@ -34,6 +34,7 @@ class Compared:
 
     job: Job
     spaces: Mapping[str, SpaceBest]
+    """Name -> its best plan, or why there is none."""
     defaults: Mapping[str, str] = field(default_factory=dict)
     """Options that were not given -> what was taken for them."""
 

@@ -51,8 +51,10 @@ class Converted:
     reading: Reading
     """What DeepSpeed makes of it, and what is to be said of that."""
     before: Plan
+    """What the file runs now."""
     before_price: Price
     after: Plan
+    """The tuned plan."""
     after_price: Price
     config: Config
     """What takes the file's place."""

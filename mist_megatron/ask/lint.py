@@ -58,7 +58,9 @@ class Linted:
     findings: tuple[Finding, ...]
     """What would be rejected, and what silently ignored."""
     plan: Plan | None
+    """What the framework would run."""
     prediction: Prediction | None = None
+    """What that would cost."""
 
     @property
     def rejected(self) -> bool:

@@ -19,6 +19,8 @@ TOLD_FROM = 0.005
 """Disagreements below half a percent are told as one figure."""
 MOST_ROWS = 16
 """Lines of stages that `repr` shows."""
+MOST_LINES = 32
+"""Lines of a `repr`: of a screen."""
 
 
 def title_words(plan: Plan) -> str:
@@ -217,5 +219,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def lines_repr(result: object, lines: Iterable[str]) -> str:
-    """`repr` of a result: what it is, then what it says, indented."""
-    return "\n  ".join([f"{type(result).__name__}:", *lines])
+    """`repr` of a result: what it is, then what it says, indented, as much as a screen holds."""
+    listed = list(lines)
+    more = [f"... {len(listed) - MOST_LINES} more"] if len(listed) > MOST_LINES else []
+    return "\n  ".join([f"{type(result).__name__}:", *listed[:MOST_LINES], *more])

@@ -34,6 +34,7 @@ class Simulated:
     """What the events of one iteration say."""
 
     simulation: Simulation
+    """Events, who is busy, memory over time, critical path."""
     before: Simulation | None
     """The plan as it is, where another schedule or other prices were asked for."""
     prices: str

@@ -96,6 +96,7 @@ class Tuned:
     predictions: tuple[Prediction, ...]
     """What each plan costs."""
     result: SearchResult
+    """What the searches of all ways of execution found and proved together."""
     evaluator: StageEvaluator
     """Prices of the plans' way of execution."""
     seconds: float
