@@ -132,6 +132,47 @@ def _parse_yaml(text: str) -> Any:
         raise InputError(f"{line}not valid YAML ({_one_line(problem)})") from None
 
 
+_UNICODE_BREAK = re.compile("[\x85\u2028\u2029]")
+
+
+class Inline(dict[str, Any]):
+    """A mapping that is written on one line."""
+
+
+@cache
+def _yaml_dumper() -> Any:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Never writes the aliases that our reader refuses."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def inline(dumper: Any, data: Inline) -> Any:
+        return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
+
+    def text(dumper: Any, data: str) -> Any:
+        # Line breaks of Unicode are only escaped, and so read back as they were, between double quotes.
+        style = '"' if _UNICODE_BREAK.search(data) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+    Dumper.add_representer(Inline, inline)
+    Dumper.add_representer(str, text)
+    # Quoted is what YAML 1.1 takes for something else than text, and also what our reader does (1e3, 0189).
+    for tag, pattern, first in _PLAIN:
+        Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), first)
+    return Dumper
+
+
+def to_yaml(value: Mapping[str, Any], *, width: int) -> str:
+    """A document as YAML that `parse` reads back as it was."""
+    import yaml
+
+    text: str = yaml.dump(value, Dumper=_yaml_dumper(), sort_keys=False, width=width, allow_unicode=True)
+    return text
+
+
 def build(kind: type[T], value: Any, where: str) -> T:
     """A dataclass from a parsed value, every field checked; the first fault is named with its path."""
     from pydantic import ValidationError

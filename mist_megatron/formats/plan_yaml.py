@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mist_megatron.errors import InputError
-from mist_megatron.formats.document import build_versioned, parse
+from mist_megatron.formats.document import Inline, build_versioned, parse, to_yaml
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec import catalogue, check, presets
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
@@ -174,26 +174,10 @@ def _given(value: LinkOverrides | Execution) -> dict[str, Any]:
 
 def plan_to_yaml(plan: Plan) -> str:
     """YAML for people: stages one line each, as in the documentation."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        """Indents lists, and never writes the aliases that our reader refuses."""
-
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    class Inline(dict[str, Any]):
-        """A mapping that is written on one line."""
-
-    def inline(dumper: Any, data: Inline) -> Any:
-        return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
-
-    Dumper.add_representer(Inline, inline)
     written = plan_to_mapping(plan)
     written["stages"] = [Inline({**s, "offload": Inline(s["offload"])}) for s in written["stages"]]
     for key in ("training", "cluster"):
         if not any(isinstance(v, dict) for v in written[key].values()):
             written[key] = Inline(written[key])
     # Wide enough for a stage with all its keys.
-    text: str = yaml.dump(written, Dumper=Dumper, sort_keys=False, width=240, allow_unicode=True)
-    return text
+    return to_yaml(written, width=240)

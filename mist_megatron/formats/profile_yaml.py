@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mist_megatron.errors import InputError, ProfileError
-from mist_megatron.formats.document import build_versioned, parse
+from mist_megatron.formats.document import build_versioned, parse, to_yaml
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.profile import (
     PROFILE_SCHEMA,
@@ -149,8 +149,6 @@ def _below(what: str, got: float, most: float, link: str) -> None:
 
 def profile_to_files(profile: Profile, precision_files: Mapping[int, str]) -> dict[str, bytes]:
     """File name -> bytes: the YAML and its tables; `precision_files` names the file of each table."""
-    import yaml
-
     files: dict[str, bytes] = {}
     references = []
     digest = hashlib.sha256()
@@ -169,8 +167,7 @@ def profile_to_files(profile: Profile, precision_files: Mapping[int, str]) -> di
     body = _plain({key: value for key, value in body.items() if value not in (None, "")})
     digest.update(json.dumps(body, sort_keys=True).encode())
     body["content_hash"] = digest.hexdigest()[:16]
-    text = yaml.safe_dump(body, sort_keys=False, width=110, allow_unicode=True)
-    files[f"{profile.name}.yaml"] = text.encode()
+    files[f"{profile.name}.yaml"] = to_yaml(body, width=110).encode()
     return files
 
 
