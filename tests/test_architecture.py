@@ -7,8 +7,14 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from mist_megatron.frameworks.folder import FRAMEWORKS
+from mist_megatron.spec.plan import TARGET_NAMES
+from mist_megatron.targets.facts import FrameworkName
+from mist_megatron.targets.table import TARGETS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mist_megatron"
@@ -22,7 +28,7 @@ MAY_IMPORT = {
     "targets": {"spec"},
     "price": {"spec"},
     "cost": {"spec", "targets", "price"},
-    "calibrate": {"spec", "formats", "price"},
+    "calibrate": {"spec", "formats", "targets", "price"},
     "frameworks": {"spec", "formats", "targets"},
     "search": {"spec", "targets", "price", "cost"},
     "events": {"spec", "targets", "price", "cost"},
@@ -159,6 +165,68 @@ def test_no_circle_of_imports() -> None:
         for name in free:
             del left[name]
     assert not left, f"in a circle, or above one: {sorted(left)}"
+
+
+def names_in(node: ast.expr) -> set[object]:
+    """Words that an expression writes out, alone or in a list."""
+    parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+    return {part.value for part in parts if isinstance(part, ast.Constant)}
+
+
+def asks_for_a_name(node: ast.AST, names: frozenset[str]) -> bool:
+    """Whether code chooses by the name of something instead of by a fact about it."""
+    if isinstance(node, ast.Compare):
+        return any(names & names_in(side) for side in (node.left, *node.comparators))
+    if isinstance(node, ast.MatchValue):
+        return bool(names & names_in(node.value))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        begins = node.func.attr in ("startswith", "endswith", "removeprefix", "removesuffix")
+        return begins and any(names & names_in(argument) for argument in node.args)
+    return (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Dict)
+        and bool(names & {name for key in node.value.keys if key is not None for name in names_in(key)})
+    )
+
+
+def test_only_targets_know_targets_by_name() -> None:
+    """Elsewhere a fact decides: another framework is a file in targets/, a folder in frameworks/ and a line
+    in each of two tables."""
+    names = frozenset({*TARGET_NAMES, *get_args(FrameworkName)})
+    wrong = [
+        f"{where(path, node.lineno)}: {ast.unparse(node)}"
+        for path in tracked("mist_megatron/*.py")
+        if room_of(path) != "targets"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.expr | ast.MatchValue) and asks_for_a_name(node, names)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("code", "asks"),
+    [
+        ('plan.target == "mist"', True),
+        ('"deepspeed" != TARGETS[plan.target].framework', True),
+        ('job.target in ("megatron", "megatron+patches")', True),
+        ('target.startswith("megatron")', True),
+        ('{"megatron": 1, "deepspeed": 2}[framework]', True),
+        ("TARGETS[plan.target].patched", False),
+        ("target in TARGET_NAMES", False),
+        ('find_spec("deepspeed") is None', False),
+    ],
+)
+def test_what_asks_for_a_name(code: str, asks: bool) -> None:
+    names = frozenset({*TARGET_NAMES, *get_args(FrameworkName)})
+    assert any(asks_for_a_name(node, names) for node in ast.walk(ast.parse(code))) is asks
+
+
+def test_every_target_has_its_facts() -> None:
+    """What plans may name, what is known of it, and who writes its files."""
+    assert set(TARGETS) == set(TARGET_NAMES)
+    assert all(name == target.name for name, target in TARGETS.items())
+    assert set(FRAMEWORKS) == set(get_args(FrameworkName))
+    assert {target.framework for target in TARGETS.values()} - {None} == set(FRAMEWORKS)
 
 
 def test_every_room_is_known() -> None:

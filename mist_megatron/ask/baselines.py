@@ -17,19 +17,16 @@ from mist_megatron.targets.rules import model_rules
 from mist_megatron.targets.table import TARGETS
 
 HAND_MADE: Mapping[TargetName, tuple[str, ...]] = {
-    "megatron": ("megatron", "megatron-expert"),
-    "deepspeed": ("deepspeed",),
+    name: target.hand_made for name, target in TARGETS.items() if target.hand_made and not target.patched
 }
-"""Framework -> spaces of what its users choose by hand."""
+"""Framework as it is -> spaces of what its users choose by hand."""
 
 
 def hand_made_spaces(job: Job) -> tuple[str, ...]:
     """Of the framework that a target is or patches; of target mist those of Megatron, or of DeepSpeed where
     Megatron cannot run the model: a gain over what does not run is none."""
-    if TARGETS[job.target].framework == "deepspeed":
-        return HAND_MADE["deepspeed"]
-    runs = [framework for framework in HAND_MADE if not model_rules(job.model, framework)]
-    return HAND_MADE[runs[0]] if runs else ()
+    runs = [spaces for framework, spaces in HAND_MADE.items() if not model_rules(job.model, framework)]
+    return TARGETS[job.target].hand_made or next(iter(runs), ())
 
 
 def best_by_hand(asked: Job, searched: SearchResult) -> dict[str, float]:

@@ -39,7 +39,7 @@ from mist_megatron.spec import check
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.rules import violations
-from mist_megatron.targets.table import targets_of
+from mist_megatron.targets.table import TARGETS, targets_of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -157,10 +157,10 @@ def convert(
 
 def with_batch(words: JobWords, reading: Reading) -> JobWords:
     """The job that the file describes, where the words leave it open."""
-    target, model, gpus = words.get("target") or "deepspeed", words.get("model"), words.get("gpus")
+    wanted, model, gpus = words.get("target") or "deepspeed", words.get("model"), words.get("gpus")
     possible = targets_of("deepspeed")
-    if target not in possible:
-        raise InputError(f"--target is {target}; a DeepSpeed JSON is for {' or '.join(possible)}")
+    if wanted not in possible:
+        raise InputError(f"--target is {wanted}; a DeepSpeed JSON is for {' or '.join(possible)}")
     if gpus is None:
         asked = "--gpus is" if model is not None else "--model and --gpus are"
         try_ = "--gpus 8" if model is not None else "--model llama2-7b --gpus 8"
@@ -173,7 +173,7 @@ def with_batch(words: JobWords, reading: Reading) -> JobWords:
             details=("try: without --global-batch, or change the file's batch keys",),
         )
     precision = words.get("precision") or conversion.precision_of(reading)
-    return {**words, "target": target, "global_batch": written, "precision": precision}
+    return {**words, "target": wanted, "global_batch": written, "precision": precision}
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class _Tools:
 
 
 def _converted(raw: Config, reading: Reading, question: Question, tools: _Tools) -> Converted:
-    patched = question.target == "deepspeed+patches"
+    patched = TARGETS[question.target].patched
     if patched:
         require_patchable(reading, question)
     before = conversion.as_written(reading, replace(question, target="deepspeed"))
@@ -252,7 +252,7 @@ def _gains(
     }
     found: dict[str, float | None] = {}
     for group, plan in reverted.items():
-        if after.target == "deepspeed+patches" and violations(plan):
+        if TARGETS[after.target].patched and violations(plan):
             continue
         cost = price(plan)
         found[group] = 1.0 - tuned.iteration_s / cost.iteration_s if cost.fits else None
@@ -285,7 +285,7 @@ def summary(made: Converted) -> list[str]:
         f"Predicted: {before.iteration_s:.4g} s a step before"
         f"{'' if before.fits else ' (does not fit in memory)'}, {after.iteration_s:.4g} s after."
     ]
-    if made.after.target == "deepspeed+patches":
+    if TARGETS[made.after.target].patched:
         lines += _patch_summary(made)
     now = made.before.stages[0].ckpt > 0
     then = recomputes(made.after)
@@ -337,7 +337,7 @@ def gain_words(change: Change) -> str:
 
 
 def _patch_document(made: Converted) -> Mapping[str, Any]:
-    if made.after.target != "deepspeed+patches":
+    if not TARGETS[made.after.target].patched:
         return {}
     plain = made.unpatched_price
     return {

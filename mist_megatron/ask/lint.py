@@ -20,7 +20,7 @@ from mist_megatron.formats.plan_yaml import plan_to_mapping
 from mist_megatron.frameworks.deepspeed import convert as conversion
 from mist_megatron.frameworks.deepspeed.arguments import DEEPSPEED_ARRAYS, argument_findings, read_array
 from mist_megatron.frameworks.deepspeed.convert import Question
-from mist_megatron.frameworks.deepspeed.convert_patched import bare_findings
+from mist_megatron.frameworks.deepspeed.convert_patched import PATCHED, bare_findings
 from mist_megatron.frameworks.deepspeed.pipeline import About, config_files, pipeline_plan, stage_findings
 from mist_megatron.frameworks.deepspeed.read import (
     Finding,
@@ -29,6 +29,7 @@ from mist_megatron.frameworks.deepspeed.read import (
     read_config,
     with_patches,
 )
+from mist_megatron.frameworks.folder import FRAMEWORKS
 from mist_megatron.frameworks.loose_json import read_loose
 from mist_megatron.frameworks.megatron.lint import lint_megatron, version_notes
 from mist_megatron.frameworks.megatron.read import (
@@ -46,15 +47,17 @@ from mist_megatron.resources import data_folder
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.facts import FrameworkName
 from mist_megatron.targets.rules import violations
+from mist_megatron.targets.table import TARGETS
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Linted:
     """What was found; without plan and prediction where too little is known to price it."""
 
-    kind: str
-    """megatron or deepspeed."""
+    kind: FrameworkName
+    """Whose file it is."""
     findings: tuple[Finding, ...]
     """What would be rejected, and what silently ignored."""
     plan: Plan | None
@@ -79,7 +82,7 @@ class Linted:
     def price_words(self) -> str:
         """Whether it fits and what it costs, or what would tell."""
         if self.prediction is None:
-            wanted = "--model and --gpus" if self.kind == "deepspeed" else "--gpus"
+            wanted = FRAMEWORKS[self.kind].priced_with
             return f"not priced: {wanted} would tell whether it fits and what it costs"
         peak = max(stage.peak_memory_bytes / stage.limit_bytes for stage in self.prediction.stages)
         fits = "fits" if self.prediction.fits else "does NOT fit"
@@ -172,23 +175,23 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
         about = _emitted(job, document["world_size"], file) if job.get("model") is None else None
     if about is None:
         if job.get("model") is None or job.get("gpus") is None:
-            alone = job.get("target") == "deepspeed+patches" and document is None
+            alone = job.get("target") in PATCHED and document is None
             bare = tuple(bare_findings(reading)) if alone else ()
             return Linted(kind="deepspeed", findings=(*reading.findings, *bare), plan=None)
         about = read_job(with_batch(job, reading)).job
-    patched = about.target == "deepspeed+patches" and document is None
+    target = about.target if document is None else "deepspeed"
     question = Question(
         model=about.model,
         cluster=about.cluster,
         training=about.training,
         checkpointing=checkpointing,
         may_checkpoint=False,
-        target="deepspeed+patches" if patched else "deepspeed",
+        target=target,
     )
     plan = conversion.as_written(reading, question)
     if document is None:
-        refused = _refused(plan, "--target") if patched else ()
-        more = (*bare_findings(reading), *refused) if patched else ()
+        patched = TARGETS[target].patched
+        more = (*bare_findings(reading), *_refused(plan, "--target")) if patched else ()
         return Linted(kind="deepspeed", findings=(*reading.findings, *more), plan=plan)
     plan = with_patches(plan, reading, document, where)
     findings = (*reading.findings, *patch_findings(reading, document), *_refused(plan, "stages.json"))

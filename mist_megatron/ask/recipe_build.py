@@ -30,15 +30,16 @@ FORBIDDEN = frozenset({"unequal"})
 def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
     """File name -> text. Everything follows from the job: no time of day, no seconds spent."""
     tuned = _search(job, "full", job.target)
+    own = TARGETS[job.target].hand_made if TARGETS[job.target].all_by_hand else ()
     spaces = {
-        space: tuned if job.target == target == "deepspeed" else _baseline(job, space, target)
+        space: tuned if space in own else _baseline(job, space, target)
         for target, named in HAND_MADE.items()
         for space in named
     }
     plan = recipe_plan(tuned, spaces)
     files = emitted(plan)
     other = spaces["deepspeed"]
-    if TARGETS[job.target].framework != "deepspeed" and not isinstance(other, MistError):
+    if "ds_config.json" not in files and not isinstance(other, MistError):
         files["ds_config.json"] = _best_deepspeed(other)
     files["WHY.md"] = why_page(plan)
     files["README.md"] = readme_page(name, plan, list(files))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mist_megatron.ask.plan_words import GIB, offload_words, place_words, recompute_words, shape_words
+from mist_megatron.frameworks.folder import framework_of
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.table import TARGETS
 
@@ -64,7 +65,8 @@ def why_page(plan: Plan) -> str:
 def _beaten(plan: Plan, space: str) -> str:
     compared = _provenance(plan).get("compared", {}).get(space, {})
     name, faster = HAND_MADE[space], speed_up(plan, space)
-    if plan.target == space:
+    target = TARGETS[plan.target]
+    if target.all_by_hand and space in target.hand_made:
         return f"{name}: this is its best plan"
     if faster is None:
         return f"{name}: {compared.get('reason', 'not compared')}"
@@ -110,7 +112,8 @@ def readme_page(name: str, plan: Plan, files: Sequence[str]) -> str:
 
 
 def _deepspeed_words(plan: Plan, files: Sequence[str]) -> str:
-    if TARGETS[plan.target].framework == "deepspeed" or "ds_config.json" not in files:
+    name = "ds_config.json"
+    if name in framework_of(plan.target).recipe_files or name not in files:
         return ""
     return " `ds_config.json` is the best DeepSpeed plan of the same job; its time is in WHY.md."
 

@@ -165,7 +165,7 @@ class Tuned:
     def written(self, out: str | Path, *, force: bool = False) -> Tuned:
         """Writes plan.yaml and, where the target has files, those: all or nothing."""
         texts = {"plan.yaml": plan_to_yaml(self.plan)}
-        if self.plan.target != "mist":
+        if TARGETS[self.plan.target].framework is not None:
             texts = {**framework_files(self.plan), **texts}
         write_artifacts(Path(out), texts, force=force)
         return replace(self, files=tuple(sorted(texts)))
@@ -280,15 +280,15 @@ class _Ways:
         return replace(
             self.settings,
             limits=choice.limits,
-            below_s=self._to_beat(choice.job),
+            below_s=self._to_beat(choice),
             known=(*self.settings.known, *known),
         )
 
-    def _to_beat(self, job: Job) -> float:
+    def _to_beat(self, choice: ExecutionChoice) -> float:
         """What other ways have to beat by eq. 1. Where several plans are asked for, they are of one way: the
         last one, which overlaps nothing, is left out where `predict` cannot put its best first either."""
         top = self.settings.top
-        if TARGETS[job.target].framework != "megatron" or (top > 1 and job is not self.job):
+        if not choice.must_win or (top > 1 and choice.job is not self.job):
             return math.inf
         best_s = min((answer.result.objective_s for answer in self.answers), default=math.inf)
         return best_s if top == 1 else best_s * (1.0 + NEAR)

@@ -17,6 +17,7 @@ from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.calibrate.rows import MeasuredRow
 from mist_megatron.calibrate.validate import Outcome, Predicted, folds_of
 from mist_megatron.spec.profile import OperatorTable, Profile
+from mist_megatron.targets.table import TARGETS
 
 Array = NDArray[np.float64]
 Parameters = Mapping[str, float]
@@ -116,7 +117,12 @@ def layer_shape(row: MeasuredRow) -> tuple[float, ...] | None:
     """Where a row's layers stand in a `layer` table: rows on one node whose attention is not fused, since
     what is off with others may be their network's."""
     plan = row.plan
-    if plan is None or plan.training.flash_attention or plan.target == "mist" or plan.cluster.nodes > 1:
+    if (
+        plan is None
+        or plan.training.flash_attention
+        or not TARGETS[plan.target].traffic(plan.execution).softmax_falls_back
+        or plan.cluster.nodes > 1
+    ):
         return None
     stage = plan.stages[0]
     sizes = (stage.micro_batch, plan.training.seq_len, plan.model.hidden, plan.model.heads, stage.tp)

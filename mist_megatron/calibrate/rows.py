@@ -24,6 +24,8 @@ from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
 from mist_megatron.spec.recompute import Recompute
 from mist_megatron.spec.schedule import ONE_F_ONE_B, ScheduleName
 from mist_megatron.spec.training import Precision, TrainingSpec
+from mist_megatron.targets.facts import Target
+from mist_megatron.targets.table import TARGETS
 
 MIB = float(1 << 20)
 NEEDED = (
@@ -34,15 +36,9 @@ NEEDED = (
 """Columns without which nothing can be predicted or compared; others may be absent."""
 
 TARGET_OF_FRAMEWORK: Mapping[str, TargetName] = {
-    "mist": "mist",
-    "megatron-core": "megatron",
-    "megatron-lm": "megatron",
-    "megatron-deepspeed": "megatron",
-    "deepspeed": "deepspeed",
-    "deepspeed-zero": "deepspeed",
-    "fsdp": "deepspeed",
+    framework: name for name, target in TARGETS.items() for framework in target.measured_as
 }
-"""Whose byte counts and overlaps hold. Fully sharded data parallel is ZeRO-3 by another name."""
+"""Whose byte counts and overlaps hold."""
 
 _NETWORK = re.compile(r"\(([0-9.]+) GB/s per node\)")
 
@@ -239,12 +235,12 @@ def _plan(row: _Row) -> Plan:
         raise _Inexpressible(error.message) from None
 
 
+def _target(row: _Row) -> Target:
+    return TARGETS[TARGET_OF_FRAMEWORK[row.text("framework")]]
+
+
 def _training(row: _Row) -> TrainingSpec:
-    # Megatron's --attention-dropout and --hidden-dropout are 0.1 unless a run says otherwise.
-    usual = (
-        "0.1" if row.text("framework") in ("megatron-core", "megatron-lm", "megatron-deepspeed") else "0.0"
-    )
-    dropout = row.text("dropout", usual)
+    dropout = row.text("dropout", str(_target(row).usual_dropout))
     try:
         rate = float(dropout)
     except ValueError:
@@ -264,8 +260,7 @@ def _model(row: _Row) -> ModelSpec:
     llama = row.one_of("family", ("gpt", "llama", "falcon"), "gpt") == "llama"
     gpt = row.text("family") == "gpt"
     heads, hidden = row.count("heads"), row.count("hidden")
-    # Mist's runs leave rotary embeddings out of LLaMA and learned positions out of GPT (its artifact).
-    plain = row.text("framework") == "mist"
+    placed = _target(row).runs_have_positions
     return ModelSpec(
         name=row.text("model"),
         family="llama" if llama else "gpt" if gpt else "falcon",
@@ -281,8 +276,8 @@ def _model(row: _Row) -> ModelSpec:
         norm="rmsnorm" if llama else "layernorm",
         parallel_block=row.text("family") == "falcon",
         linear_bias=row.flag("linear_bias", default=gpt),
-        rotary=not gpt and not plain,
-        learned_positions=row.count("seq_len") if gpt and not plain else 0,
+        rotary=not gpt and placed,
+        learned_positions=row.count("seq_len") if gpt and placed else 0,
         tied_embeddings=row.flag("tied_embeddings", default=gpt),
     )
 

@@ -89,7 +89,7 @@ def layer_memory(model: ModelSpec, options: LayerOptions, modules: Modules) -> L
         light = {kind: size + _plain_modules(model) for kind, size in light.items()}
     saved = sum((RECOMPUTE[kind] * (size - kept) for kind, size in light.items() if size != kept), start=kept)
     without_core = {kind: light[kind] for kind in kinds_that_drop(CORE)}
-    if modules == "mist":
+    if modules == "mist_runtime":
         forward, backward = _mist_transients(model, options, saved)
         return LayerMemory(saved, ACTIVATION, forward, backward)
     gates = 2 if model.gated_mlp else 1
@@ -328,7 +328,7 @@ def _edge_activations(model: ModelSpec, options: LayerOptions, facts: MemoryFact
 def _head_transients(options: LayerOptions, modules: Modules) -> Expr:
     """From the last layer's output to the loss and back to its gradient."""
     logits = TOKENS * VOCAB_SHARE
-    if modules == "mist":
+    if modules == "mist_runtime":
         # The buffer of scores that stands in for a fused core lives as long as the stage.
         scores = ZERO if options.flash_attention else SCORES
         return ACTIVATION + 2 * HALF * logits + 16 * B * S + scores

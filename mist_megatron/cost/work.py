@@ -152,10 +152,10 @@ def layer_work(
     gathers = 1.0 + _gathers_again(load, context.facts, again[0])
     saved = grid.offload.activations * saved_bytes
     saved_out, saved_in = host_copy(saved, "d2h", context), host_copy(saved, "h2d", context)
+    backward_s = load.backward_s + again[0]
     forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
     if context.tensor_collectives_overlap:
         forward_tp = exposed_beside_products(load.forward_s, forward_tp, grid.tp, context.interference)
-        backward_s = load.backward_s + again[0]
         backward_tp = exposed_beside_products(backward_s, backward_tp, grid.tp, context.interference)
     forward = PassWork(
         compute_s=load.forward_s,
@@ -166,7 +166,7 @@ def layer_work(
         blocking_gather_s=shared.blocking_gather_s,
     )
     backward = PassWork(
-        compute_s=load.backward_s + again[0],
+        compute_s=backward_s,
         gather_s=gathers * shared.gather_s,
         copy_in_s=traffic.weights_in_s + traffic.grads_in_s + saved_in,
         reduce_s=shared.reduce_s,
@@ -184,9 +184,8 @@ def layer_work(
         copy_in_s=traffic.step_in_s if context.facts.step.in_first_forward else traffic.weights_in_s,
         copy_out_s=saved_out + traffic.step_out_s,
     )
-    last = backward
-    if np.any(shared.last_reduce_s):
-        last = replace(backward, reduce_s=shared.reduce_s + shared.last_reduce_s)
+    reduced_s = shared.reduce_s + shared.last_reduce_s
+    last = replace(backward, reduce_s=reduced_s) if np.any(shared.last_reduce_s) else backward
     return LayerWork(
         load=load,
         traffic=traffic,

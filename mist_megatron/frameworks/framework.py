@@ -17,3 +17,5 @@ class Framework:
     """Path -> text of everything that starts a plan; refuses what the framework cannot run."""
     recipe_files: tuple[str, ...]
     """Of these, what says something of the plan; the launch scripts of all plans are alike."""
+    priced_with: str
+    """Options that `lint` needs to price one of its files, since the file does not say them."""

@@ -1,7 +1,7 @@
 """Ways of execution that a job leaves open, each searched on its own: what a target does beside what.
 
-A search prices one way. What a way excludes (patches keep gradients on the host, or collectives run while
-they are made) and where it is worth its search is said here, for `tune` and for what it is held against.
+A search prices one way. Which ways a target has, and when one is worth a search, its facts say; here they
+are cut to what the space and the limits of a search leave open, for `tune` and for what it is held against.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.job import Job
-from mist_megatron.targets.rules import AWAY
+from mist_megatron.targets.facts import ExecutionVariant
 from mist_megatron.targets.table import TARGETS
 
 
@@ -20,51 +20,29 @@ class ExecutionChoice:
 
     job: Job
     limits: Limits
+    must_win: bool = True
+    """Searched only for what eq. 1 finds to be faster than the choices before it."""
 
 
 def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
     """The job under each way of execution to be searched, the usual one first."""
-    if TARGETS[job.target].framework == "megatron":
-        return _of_megatron(job, space, limits)
-    able = TARGETS[job.target].capability
-    open_ = space.decoupled_step and able.decoupled_step and job.execution.decoupled_step is None
-    if not open_ or "decoupled_step" in limits.forbidden:
-        return [ExecutionChoice(job, limits)]
-    decoupled = _switched(job, decoupled_step=True)
-    if able.pipeline:
-        # In a pipeline of DeepSpeed each stage would step when its first micro-batch has come, one after the
-        # other, what they else do all at once.
-        if not limits.allows("pp", 1):
-            return [ExecutionChoice(job, limits)]
-        return [
-            ExecutionChoice(job, limits),
-            ExecutionChoice(decoupled, replace(limits, fixed={**limits.fixed, "pp": 1})),
-        ]
-    return [ExecutionChoice(job, limits), ExecutionChoice(decoupled, limits)]
+    alone = replace(limits, fixed={**limits.fixed, "pp": 1})
+    return [
+        ExecutionChoice(
+            job if variant.execution == job.execution else replace(job, execution=variant.execution),
+            alone if variant.one_stage else limits,
+            variant.must_win,
+        )
+        for variant in TARGETS[job.target].executions(job.execution)
+        if _is_open(variant, job, space, limits)
+    ]
 
 
-def _of_megatron(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
-    """Gradients are reduced beside the last backward pass, but where patches may keep them on the host, which
-    excludes that, also after it.
-
-    Weights are gathered beside the first forward pass where there is no pipeline. In one, each stage would
-    gather when its first micro-batch comes, one after the other (but for the few layers of the first stage),
-    what they else do all at once. Steps are decoupled when asked for by hand only: with states on the host
-    they are slower than Megatron's own step, whose copies hide behind the updates; without, what they gain
-    is the gather of weights."""
-    open_ = {switch: getattr(job.execution, switch) is None for switch in AWAY.values()}
-    reducing = _switched(job, overlap_grad_reduce=True) if open_["overlap_grad_reduce"] else job
-    found = [ExecutionChoice(reducing, limits)]
-    gathers = reducing.execution.overlap_grad_reduce and not job.execution.decoupled_step
-    if open_["overlap_param_gather"] and gathers and limits.allows("pp", 1):
-        alone = replace(limits, fixed={**limits.fixed, "pp": 1})
-        found.append(ExecutionChoice(_switched(reducing, overlap_param_gather=True), alone))
-    if reducing is not job:
-        cut = apply_limits(cut_to_target(space, job.target), limits)
-        if cut.offload.grads != "none":
-            found.append(ExecutionChoice(job, limits))
-    return found
-
-
-def _switched(job: Job, **switches: bool) -> Job:
-    return replace(job, execution=replace(job.execution, **switches))
+def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) -> bool:
+    if variant.one_stage and not limits.allows("pp", 1):
+        return False
+    if variant.execution.decoupled_step and not job.execution.decoupled_step:
+        return space.decoupled_step and "decoupled_step" not in limits.forbidden
+    if variant.for_host_gradients:
+        return apply_limits(cut_to_target(space, job.target), limits).offload.grads != "none"
+    return True

@@ -100,10 +100,12 @@ def reduces_beside(job: Job, after: StageEvaluator) -> bool:
     """Whether `job` is the evaluator's but for gradients that are reduced beside the last backward pass there
     and after it here, and running together gains: of two streams that are slowed down by f and g each gets
     1/f and 1/g of the time."""
-    execution = after.job.execution
-    if TARGETS[job.target].framework != "megatron" or execution.overlap_grad_reduce:
-        return False
+    execution, target = after.job.execution, TARGETS[job.target]
     switched = replace(execution, overlap_grad_reduce=True)
+    late = target.traffic(execution)
+    beside = replace(late, reduction=replace(late.reduction, last_overlaps=True))
+    if late == beside or target.traffic(switched) != beside:
+        return False
     slow_compute, slow_traffic = (float(factor) for factor in after.time_context.interference[0b0011, :2])
     gains = 1.0 / slow_compute + 1.0 / slow_traffic >= 1.0 and min(slow_compute, slow_traffic) >= 1.0
     return gains and job == replace(after.job, execution=switched)

@@ -11,6 +11,7 @@ from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import (
     MIB,
     Capability,
+    ExecutionVariant,
     HostCopyFacts,
     MemoryFacts,
     PipelineFacts,
@@ -20,6 +21,7 @@ from mist_megatron.targets.facts import (
     Target,
     TrafficFacts,
     Zero3Facts,
+    as_asked,
 )
 
 BUCKET_ELEMENTS = 500_000_000
@@ -171,12 +173,26 @@ def patched_traffic_facts(execution: Execution) -> TrafficFacts:
     return replace(facts, step=replace(facts.step, taken="on_arrival"))
 
 
+def patched_executions(execution: Execution) -> tuple[ExecutionVariant, ...]:
+    """Steps at the end, and decoupled without a pipeline: in one, each stage would step when its first
+    micro-batch has come, one after the other, what they else do all at once."""
+    if execution.decoupled_step is not None:
+        return as_asked(execution)
+    decoupled = replace(execution, decoupled_step=True)
+    return (*as_asked(execution), ExecutionVariant(decoupled, one_stage=True, must_win=False))
+
+
+HAND_MADE = ("deepspeed",)
 DEEPSPEED = Target(
     name="deepspeed",
     framework="deepspeed",
     can=capability,
     memory=memory_facts,
     traffic=traffic_facts,
+    hand_made=HAND_MADE,
+    all_by_hand=True,
+    # Fully sharded data parallel is ZeRO-3 by another name.
+    measured_as=("deepspeed", "deepspeed-zero", "fsdp"),
 )
 DEEPSPEED_PATCHES = Target(
     name="deepspeed+patches",
@@ -185,4 +201,6 @@ DEEPSPEED_PATCHES = Target(
     can=patched_capability,
     memory=patched_memory_facts,
     traffic=patched_traffic_facts,
+    executions=patched_executions,
+    hand_made=HAND_MADE,
 )

@@ -56,6 +56,8 @@ class Capability:
     states_by_level: bool = False
     """The ZeRO level and the optimizer's fraction say what of weights and gradients can leave the GPU
     (DeepSpeed's patches: `gradient_range`)."""
+    deterministic: bool = False
+    """The same bits every time, where the plan asks for it."""
     decoupled_step: bool = False
     """Each layer can be stepped right before its next forward pass where the plan asks for it."""
     decoupled_least_zero: int = 0
@@ -65,7 +67,7 @@ class Capability:
     cannot wait for (patch state_offload)."""
 
 
-Modules = Literal["transformer_engine", "plain_torch", "mist"]
+Modules = Literal["transformer_engine", "plain_torch", "mist_runtime"]
 """What layers are made of, which decides what they keep and what lives beside it for a moment: the fused
 modules of Transformer Engine, modules written in plain PyTorch as those of Hugging Face's transformers, or
 Mist's runtime, whose transients were measured."""
@@ -272,6 +274,24 @@ class TrafficFacts:
     """Without flash attention, the fused softmax is left for separate kernels where it cannot run."""
 
 
+@dataclass(frozen=True)
+class ExecutionVariant:
+    """One way of execution that a plan's switches leave open, and when it is worth a search of its own."""
+
+    execution: Execution
+    one_stage: bool = False
+    """Only without a pipeline."""
+    for_host_gradients: bool = False
+    """Only where gradients may be kept on the host, which the variants before it exclude."""
+    must_win: bool = True
+    """Only for what eq. 1 finds to be faster than the variants before it."""
+
+
+def as_asked(execution: Execution) -> tuple[ExecutionVariant, ...]:
+    """Nothing to choose: what the plan's switches say."""
+    return (ExecutionVariant(execution),)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """Everything that is known about a target before a plan is."""
@@ -285,6 +305,18 @@ class Target:
     """What it runs in this precision and under these switches; whatever they are where None is given."""
     memory: Callable[[Execution], MemoryFacts]
     traffic: Callable[[Execution], TrafficFacts]
+    executions: Callable[[Execution], tuple[ExecutionVariant, ...]] = as_asked
+    """What to search where these switches leave some open, the usual way first."""
+    hand_made: tuple[str, ...] = ()
+    """Names of the spaces of what its framework's users choose by hand."""
+    all_by_hand: bool = False
+    """Those are all that it can run."""
+    measured_as: tuple[str, ...] = ()
+    """Names in the column `framework` of measured rows for which its bytes and overlaps hold."""
+    usual_dropout: float = 0.0
+    """Of its trainer, in measured runs that do not say."""
+    runs_have_positions: bool = True
+    """Measured runs have the positions of their models' families: rotary in LLaMA, learned in GPT."""
 
     @property
     def capability(self) -> Capability:

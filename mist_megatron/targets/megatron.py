@@ -15,6 +15,7 @@ from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import (
     MIB,
     Capability,
+    ExecutionVariant,
     HostCopyFacts,
     MemoryFacts,
     PipelineFacts,
@@ -42,6 +43,7 @@ CAPABILITY = Capability(
     offload=replace(STAYS, optimizer="any"),
     # Offload needs the precision-aware optimizer, which needs the distributed optimizer.
     offload_needs_zero=1,
+    deterministic=True,
 )
 
 PATCHED_CAPABILITY = replace(
@@ -106,12 +108,38 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
     )
 
 
+def executions(execution: Execution) -> tuple[ExecutionVariant, ...]:
+    """Gradients are reduced beside the last backward pass, but where patches may keep them on the host, which
+    excludes that, also after it.
+
+    Weights are gathered beside the first forward pass where there is no pipeline. In one, each stage would
+    gather when its first micro-batch comes, one after the other (but for the few layers of the first stage),
+    what they else do all at once. Steps are decoupled when asked for by hand only: with states on the host
+    they are slower than Megatron's own step, whose copies hide behind the updates; without, what they gain
+    is the gather of weights."""
+    is_open = execution.overlap_grad_reduce is None
+    reducing = replace(execution, overlap_grad_reduce=True) if is_open else execution
+    gathers = reducing.overlap_grad_reduce and not execution.decoupled_step
+    variants = [ExecutionVariant(reducing)]
+    if execution.overlap_param_gather is None and gathers:
+        variants.append(ExecutionVariant(replace(reducing, overlap_param_gather=True), one_stage=True))
+    if is_open:
+        variants.append(ExecutionVariant(execution, for_host_gradients=True))
+    return tuple(variants)
+
+
+HAND_MADE = ("megatron", "megatron-expert")
 MEGATRON = Target(
     name="megatron",
     framework="megatron",
     can=lambda precision, execution: CAPABILITY,
     memory=MEMORY.with_grad_bytes,
     traffic=traffic_facts,
+    executions=executions,
+    hand_made=HAND_MADE,
+    measured_as=("megatron-core", "megatron-lm", "megatron-deepspeed"),
+    # --attention-dropout and --hidden-dropout, unless a run says otherwise.
+    usual_dropout=0.1,
 )
 MEGATRON_PATCHES = Target(
     name="megatron+patches",
@@ -120,4 +148,6 @@ MEGATRON_PATCHES = Target(
     can=patched_capability,
     memory=PATCHED_MEMORY.with_grad_bytes,
     traffic=traffic_facts,
+    executions=executions,
+    hand_made=HAND_MADE,
 )

@@ -36,7 +36,7 @@ CAPABILITY = Capability(
 )
 
 MEMORY = MemoryFacts(
-    modules="mist",
+    modules="mist_runtime",
     grad_bytes=2,
     recomputes_first_layers=False,
     edges_follow=False,
@@ -74,4 +74,7 @@ MIST = Target(
     can=lambda precision, execution: CAPABILITY,
     memory=MEMORY.with_grad_bytes,
     traffic=lambda execution: TRAFFIC,
+    measured_as=("mist",),
+    # The artifact leaves both kinds of positions out.
+    runs_have_positions=False,
 )

@@ -72,7 +72,7 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
         found.append("sequence_parallel: it has none")
     if plan.sequence_parallel and all(stage.tp == 1 for stage in plan.stages):
         found.append("sequence_parallel: needs tp above 1")
-    if plan.execution.deterministic and TARGETS[plan.target].framework != "megatron":
+    if plan.execution.deterministic and not able.deterministic:
         found.append("execution.deterministic: it has no such switch")
     if plan.execution.decoupled_step and not able.decoupled_step:
         found.append("execution.decoupled_step: it has no such switch")

@@ -9,7 +9,10 @@ from mist_megatron.frameworks.deepspeed.convert import Change
 from mist_megatron.frameworks.deepspeed.patches import Patch, patches
 from mist_megatron.frameworks.deepspeed.read import Config, Finding, Reading
 from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.table import TARGETS, targets_of
 
+PATCHED = tuple(name for name in targets_of("deepspeed") if TARGETS[name].patched)
+"""Targets for which a file is meant for the patches."""
 STEPPABLE = frozenset({"adam", "adamw"})
 """Optimizers of the JSON that DeepSpeed makes a DeepSpeedCPUAdam of where it is offloaded (engine.py,
 _configure_basic_optimizer), which is what the patches step part by part."""

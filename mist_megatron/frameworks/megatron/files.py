@@ -69,5 +69,6 @@ _GRID_NOTES = (
 
 MEGATRON = Framework(
     files=files,
+    priced_with="--gpus",
     recipe_files=("args.sh", "args.yaml", "stages.json"),
 )
