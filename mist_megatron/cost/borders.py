@@ -25,7 +25,6 @@ import numpy as np
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.work import boundary_work, hop_seconds
-from mist_megatron.spec.layout import hops_across
 from mist_megatron.spec.plan import Plan
 
 Border = tuple[int, int]
@@ -37,7 +36,7 @@ def border_seconds(
 ) -> dict[Border, tuple[float, float]]:
     """Activations to the next stage, and their gradients back, where two neighbours differ; what a bridge
     then hands on is not in it."""
-    across = hops_across(plan)
+    across = plan.hops_across()
     found = {}
     for left, (one, other) in enumerate(pairwise(grids)):
         if not alike(one, other):
@@ -51,7 +50,7 @@ def exchanges_seconds(
 ) -> dict[int, tuple[float, float]]:
     """Per stage that differs from a neighbour: what it sends, forward and backward, and is handed on. A
     border to a neighbour that is alike is priced by the same rule."""
-    across, last = hops_across(plan), len(grids) - 1
+    across, last = plan.hops_across(), len(grids) - 1
     found = {}
     for stage, grid in enumerate(grids):
         borders = [

@@ -99,8 +99,7 @@ def job_of(plan: Plan) -> Job:
 
 def bridged(plan: Plan) -> bool:
     """Whether a bridge carries activations between stages on different grids."""
-    grids = {(stage.dp, stage.tp, stage.micro_batch) for stage in plan.stages}
-    return len(grids) > 1 and TARGETS[plan.target].capability.bridged_grids
+    return plan.grids_differ and TARGETS[plan.target].capability.bridged_grids
 
 
 def grid_of(plan: Plan, position: int) -> StageGrid:

@@ -29,7 +29,6 @@ import numpy as np
 from mist_megatron.events.engine import Deadlock, Program, Stream, Timeline
 from mist_megatron.events.step_events import end_of_iteration, on_arrival, reduced
 from mist_megatron.events.tasks import LayerTasks, NamedLayer, PassTasks, StageTasks, Workload
-from mist_megatron.spec.layout import hops_across
 from mist_megatron.spec.passes import Order, Pass, PassKind
 from mist_megatron.spec.schedule import ONE_F_ONE_B, SCHEDULES
 
@@ -106,7 +105,7 @@ class _Builder:
         self.chunks = len(work.stages[0].chunks)
         self.last_virtual = len(work.stages) * self.chunks - 1
         self.last_micro_batch = work.plan.grad_accum - 1
-        self.hops = hops_across(work.plan)
+        self.hops = work.plan.hops_across()
         # Virtual stage and micro-batch -> the event with which its input is there.
         self.arrived: dict[tuple[PassKind, int, int], int] = {}
         # Micro-batch and layer -> the copy with which its activations have left; they come back after it.

@@ -10,7 +10,6 @@ import numpy as np
 from mist_megatron.events.analysis import STREAM_NAMES, DeviceUsage
 from mist_megatron.events.disagreement import disagreement
 from mist_megatron.events.iteration import Simulation
-from mist_megatron.spec.layout import stage_ranks
 
 POINTS = 96
 """Intervals in which memory over time is told; each holds its largest value."""
@@ -51,7 +50,7 @@ def devices(simulation: Simulation, *, every_rank: bool) -> list[dict[str, Any]]
     """One entry per stage, or one per rank: ranks of a stage do the same at the same time."""
     found = []
     for usage in simulation.usage:
-        ranks = list(stage_ranks(simulation.plan, usage.device))
+        ranks = list(simulation.plan.ranks(usage.device))
         shares: Sequence[list[int]] = [[rank] for rank in ranks] if every_rank else [ranks]
         found += [{"stage": usage.device, "ranks": share, **_usage(usage)} for share in shares]
     return found

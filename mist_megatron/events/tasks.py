@@ -18,7 +18,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import grid_of
 from mist_megatron.cost.traffic import reduces_by_chunk
 from mist_megatron.cost.work import LayerWork, PassWork
-from mist_megatron.spec.layout import nodes_of, replica_groups, tensor_groups
+from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.table import TARGETS
@@ -174,14 +174,15 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
 
 def _between_nodes(plan: Plan, position: int) -> frozenset[str]:
     """Kinds of a stage's collectives that have ranks on several nodes."""
-    replicas = replica_groups(plan, position)
     groups = {
-        "tensor-parallel collective": tensor_groups(plan, position),
-        "weight gather": replicas,
-        "gradient reduction": replicas,
+        "tensor-parallel collective": Group.TENSOR,
+        "weight gather": Group.DATA,
+        "gradient reduction": Group.DATA,
     }
     return frozenset(
-        kind for kind, found in groups.items() if any(len(nodes_of(plan, group)) > 1 for group in found)
+        kind
+        for kind, group in groups.items()
+        if any(len(plan.nodes_of(ranks)) > 1 for ranks in plan.groups(position, group))
     )
 
 

@@ -8,7 +8,6 @@ from mist_megatron.errors import InputError
 from mist_megatron.events.analysis import STREAM_NAMES
 from mist_megatron.events.chrome_trace import Arrow, Counter, Names, Slice, chrome_trace
 from mist_megatron.events.iteration import Simulation
-from mist_megatron.spec.layout import stage_ranks
 
 MOST_SLICES = 4_000_000
 """About the most that is known to open: 3.7 million slices of 1,024 GPUs (560 MB, 30 CPU-seconds to write)
@@ -42,7 +41,7 @@ def processes(simulation: Simulation, *, every_rank: bool) -> list[list[int]]:
     """Process numbers of each stage: the stage itself, or its ranks."""
     count = len(simulation.plan.stages)
     if every_rank:
-        return [list(stage_ranks(simulation.plan, stage)) for stage in range(count)]
+        return [list(simulation.plan.ranks(stage)) for stage in range(count)]
     return [[stage] for stage in range(count)]
 
 
@@ -56,7 +55,7 @@ def title_of(simulation: Simulation, stage: int, process: int, *, every_rank: bo
     name = f"stage {stage:0{len(str(len(plan.stages) - 1))}}"
     if every_rank:
         return f"rank {process:0{len(str(plan.cluster.gpus - 1))}} ({name})"
-    ranks = stage_ranks(plan, stage)
+    ranks = plan.ranks(stage)
     alike = f"ranks {ranks[0]}-{ranks[-1]}, alike" if len(ranks) > 1 else f"rank {ranks[0]}"
     return f"{name} ({alike})"
 

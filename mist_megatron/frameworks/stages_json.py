@@ -37,7 +37,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Any
 
 from mist_megatron.errors import InputError
@@ -74,13 +73,11 @@ def stages_document(
     configs: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The document described above; `arguments` has one list per stage, `configs` one file name or none."""
-    sizes = [stage.nodes * stage.gpus_per_node for stage in plan.stages]
-    firsts = [0, *accumulate(sizes)]
     return {
         "schema": SCHEMA,
         "framework": framework,
         "plan": f"{plan.model.name}, {len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}",
-        "world_size": firsts[-1],
+        "world_size": plan.gpus,
         "tensor_parallel": plan.stages[0].tp,
         "context_parallel": plan.execution.context_parallel,
         "pipeline_parallel": len(plan.stages),
@@ -92,8 +89,8 @@ def stages_document(
         "stages": [
             {
                 "stage": index,
-                "first_rank": firsts[index],
-                "ranks": sizes[index],
+                "first_rank": plan.ranks(index).start,
+                "ranks": stage.gpus,
                 "layers": stage.layers,
                 "chunk_layers": list(chunk_layers(plan, index)),
                 "dp": stage.dp,

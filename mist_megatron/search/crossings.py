@@ -18,7 +18,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.stage_prices import AXES, StageSlot, stage_grid
-from mist_megatron.spec.layout import lies_across
+from mist_megatron.spec.mesh import lies_across
 from mist_megatron.spec.term import Term
 
 Seconds = tuple[float, float]

@@ -45,6 +45,7 @@ from mist_megatron.search.stage_fronts import (
 )
 from mist_megatron.search.stage_prices import Choices, StageSlot
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.mesh import data_parallel_size
 from mist_megatron.targets.rules import bridge_job_rules
 from mist_megatron.targets.table import TARGETS
 
@@ -131,8 +132,8 @@ def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator
     allowed = {gpus: tensor_sizes(job, space, limits, gpus) for gpus in {gpus for _, gpus in sizes}}
     for nodes, gpus in sizes:
         for tp in allowed[gpus]:
-            dp, rest = divmod(nodes * gpus, tp * ranks)
-            if rest or not dp or together % dp or not limits.allows("dp", dp):
+            dp = data_parallel_size(nodes * gpus, tp=tp, cp=ranks)
+            if not dp or together % dp or not limits.allows("dp", dp):
                 continue
             if not limits.allows("micro_batch", together // dp):
                 continue

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mist_megatron.errors import InputError
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.mesh import data_parallel_size, splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,22 +112,18 @@ def _mesh(gpus: int, gpus_per_node: int) -> tuple[int, int] | None:
 
 
 def _tensor_parallel_allowed(job: Job, space: Space, limits: Limits, tp: int) -> bool:
-    model = job.model
     if tp > 1 and not space.tensor_parallel:
         return False
-    fits_heads = model.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
-    return fits_heads and model.ffn_hidden % tp == 0 and limits.allows("tp", tp)
+    return splits(job.model, tp) and limits.allows("tp", tp)
 
 
 def _with_batches(
     job: Job, space: Space, limits: Limits, grid: tuple[int, tuple[int, int], int]
 ) -> Iterator[EqualPipeline]:
     stages, (nodes, gpus_per_node), tp = grid
-    dp = nodes * gpus_per_node // (tp * job.execution.context_parallel)
-    if dp < 1 or nodes * gpus_per_node % (tp * job.execution.context_parallel):
-        return
+    dp = data_parallel_size(nodes * gpus_per_node, tp=tp, cp=job.execution.context_parallel)
     batch = job.training.global_batch
-    if batch % dp or not limits.allows("dp", dp):
+    if not dp or batch % dp or not limits.allows("dp", dp):
         return
     for micro_batch in divisors(batch // dp):
         grad_accum = batch // dp // micro_batch
@@ -231,12 +228,7 @@ def _conflict(job: Job, space: Space, limits: Limits) -> str | None:
 
 
 def _every_tensor_size(job: Job) -> tuple[int, ...]:
-    heads, groups, width = job.model.heads, job.model.kv_heads, job.model.ffn_hidden
-    return tuple(
-        tp
-        for tp in divisors(job.cluster.gpus_per_node)
-        if heads % tp == 0 and width % tp == 0 and (groups % tp == 0 or tp % groups == 0)
-    )
+    return tuple(tp for tp in divisors(job.cluster.gpus_per_node) if splits(job.model, tp))
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -10,6 +10,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.mesh import Group, Mesh, Ranks, groups_of, lies_across, shares_out_or_copies
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
 from mist_megatron.spec.schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, ScheduleName
@@ -51,6 +52,15 @@ class StagePlan:
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """What neighbours that are alike have in common: their ranks see the same tokens."""
+        return self.dp, self.tp, self.micro_batch
+
+    def mesh(self, context_parallel: int) -> Mesh[int]:
+        """Its ranks."""
+        return Mesh(tp=self.tp, cp=context_parallel, dp=self.dp, gpus_per_node=self.gpus_per_node)
 
     @property
     def recomputed(self) -> str:
@@ -126,6 +136,42 @@ class Plan:
     def gpus(self) -> int:
         return sum(stage.gpus for stage in self.stages)
 
+    @property
+    def grids_differ(self) -> bool:
+        """Whether some stages have another dp, tp or micro-batch than others."""
+        return len({stage.grid for stage in self.stages}) > 1
+
+    @property
+    def gpu_of(self) -> Sequence[int]:
+        """By logical rank: the GPU on which it runs."""
+        return self.rank_map or range(self.gpus)
+
+    def ranks(self, index: int) -> range:
+        """Logical ranks of a stage."""
+        first = sum(stage.gpus for stage in self.stages[:index])
+        return range(first, first + self.stages[index].gpus)
+
+    def groups(self, index: int, group: Group) -> tuple[Ranks, ...]:
+        """Logical ranks of a stage that talk to each other."""
+        first = self.ranks(index).start
+        return groups_of(self.stages[index].mesh(self.execution.context_parallel), group, first)
+
+    def nodes_of(self, ranks: Iterable[int]) -> frozenset[int]:
+        """Nodes on which these logical ranks run."""
+        return frozenset(self.gpu_of[rank] // self.cluster.gpus_per_node for rank in ranks)
+
+    def hops_across(self) -> dict[tuple[int, int], bool]:
+        """Whether a border lies between nodes, by its two stages. A border that lies both ways is as slow as
+        its slower transfers."""
+        stages, gpu_of = len(self.stages), self.gpu_of
+        across = {}
+        for left in range(stages):
+            right = (left + 1) % stages
+            one, other = ([gpu_of[rank] for rank in self.ranks(stage)] for stage in (left, right))
+            far = lies_across(one, other, self.cluster.gpus_per_node)
+            across[min(left, right), max(left, right)] = far
+        return across
+
     def _check_sums(self) -> None:
         layers = sum(stage.layers for stage in self.stages)
         if layers != self.model.layers:
@@ -176,11 +222,10 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
             "wanted ckpt 0 or recompute full"
         )
     check.fraction(f"{where}.offload", **dict(stage.offload.items()))
-    cp = plan.execution.context_parallel
-    if stage.dp * stage.tp * cp != stage.gpus:
+    mesh = stage.mesh(plan.execution.context_parallel)
+    if mesh.gpus != stage.gpus:
         raise InputError(
-            f"{where}: dp * tp * context_parallel = {stage.dp} * {stage.tp} * {cp} "
-            f"= {stage.dp * stage.tp * cp} "
+            f"{where}: dp * tp * context_parallel = {mesh.dp} * {mesh.tp} * {mesh.cp} = {mesh.gpus} "
             f"but nodes * gpus_per_node = {stage.nodes} * {stage.gpus_per_node} = {stage.gpus}"
         )
     product = stage.micro_batch * stage.dp * plan.grad_accum
@@ -191,7 +236,7 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
         )
     model = plan.model
     check.divides(where, ("tp", stage.tp), (f"heads of {model.name}", model.heads))
-    if model.kv_heads % stage.tp and stage.tp % model.kv_heads:
+    if not shares_out_or_copies(model.kv_heads, stage.tp):
         raise InputError(
             f"{where}: tp ({stage.tp}) must divide kv_heads of {model.name} ({model.kv_heads}) "
             "or be a multiple of it"

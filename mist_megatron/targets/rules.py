@@ -86,7 +86,7 @@ _UNIFORM: tuple[tuple[str, str, Callable[[StagePlan], object]], ...] = (
     ("per_stage_ckpt", "ckpt and recompute", lambda s: (s.ckpt, s.recompute)),
     ("per_stage_offload", "offload", lambda s: s.offload),
     ("per_stage_zero", "zero", lambda s: s.zero),
-    ("per_stage_grid", "dp, tp and micro_batch", lambda s: (s.dp, s.tp, s.micro_batch)),
+    ("per_stage_grid", "dp, tp and micro_batch", lambda s: s.grid),
 )
 
 
@@ -119,7 +119,7 @@ def bridge_job_rules(model: ModelSpec, training: TrainingSpec, execution: Execut
 
 def _bridge_rules(plan: Plan, able: Capability) -> list[str]:
     """The rest: the bridge joins a number of data ranks with a multiple of it, under 1F1B."""
-    if not able.bridged_grids or len({(s.dp, s.tp, s.micro_batch) for s in plan.stages}) == 1:
+    if not able.bridged_grids or not plan.grids_differ:
         return []
     found = list(bridge_job_rules(plan.model, plan.training, plan.execution))
     if plan.schedule != ONE_F_ONE_B:

@@ -19,7 +19,6 @@ from mist_megatron.events.tasks import (
     StepTasks,
     Workload,
 )
-from mist_megatron.spec.layout import hops_across
 from mist_megatron.spec.passes import Pass, PassKind
 from mist_megatron.spec.schedule import schedule_orders
 
@@ -249,6 +248,6 @@ def test_boundaries_between_nodes() -> None:
     """Four stages of two GPUs on two nodes of four: only the middle boundary and the way back cross."""
     plan = plan_of(2, 2, 2, 2, tp=2)
     plan = replace(plan, cluster=replace(plan.cluster, nodes=2, gpus_per_node=4))
-    assert hops_across(plan) == {(0, 1): False, (1, 2): True, (2, 3): False, (0, 3): True}
+    assert plan.hops_across() == {(0, 1): False, (1, 2): True, (2, 3): False, (0, 3): True}
     mapped = replace(plan, rank_map=(0, 1, 4, 5, 2, 3, 6, 7))
-    assert hops_across(mapped) == {(0, 1): True, (1, 2): True, (2, 3): True, (0, 3): True}
+    assert mapped.hops_across() == {(0, 1): True, (1, 2): True, (2, 3): True, (0, 3): True}

@@ -14,7 +14,6 @@ from plans_to_play import evaluator_of, plan_of
 from mist_megatron.events.build import build
 from mist_megatron.events.engine import run_program
 from mist_megatron.events.tasks import StageTasks, Workload, workload_of
-from mist_megatron.spec.layout import hops_across
 from mist_megatron.spec.passes import Order, Pass, PassKind
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.schedule import SCHEDULES, schedule_orders
@@ -73,7 +72,7 @@ def source_of(step: Pass, virtual: int, last: int) -> tuple[PassKind, int, int] 
 
 def ends_by_hand(work: Workload, orders: tuple[Order, ...], schedule: str) -> list[float]:
     """When each stage has done its last pass, and has sent its result where it stops for that."""
-    stages, across = len(orders), hops_across(work.plan)
+    stages, across = len(orders), work.plan.hops_across()
     last = stages * work.plan.vpp - 1
     split = SCHEDULES[schedule].splits_backward
     beside = split or SCHEDULES[schedule].chunked

@@ -10,7 +10,7 @@ from plans import valid_plans
 
 from mist_megatron.errors import EmitError, InputError
 from mist_megatron.formats.plan_yaml import plan_from_text, plan_to_mapping, plan_to_yaml
-from mist_megatron.spec.layout import nodes_of, replica_groups, stage_ranks, tensor_groups
+from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.schedule import in_flight
 from mist_megatron.targets.rules import require_runnable, runnable_on, violations
 from mist_megatron.targets.table import TARGETS
@@ -83,10 +83,10 @@ def test_ranks_follow_megatron():
         "gpus_per_node: 2", "gpus_per_node: 4"
     )
     plan = plan_from_text(text.replace("tp: 1", "tp: 2"))
-    assert list(stage_ranks(plan, 1)) == [4, 5, 6, 7]
-    assert tensor_groups(plan, 1) == ((4, 5), (6, 7))
-    assert replica_groups(plan, 0) == ((0, 2), (1, 3))
-    assert nodes_of(plan, (0, 7)) == {0}
+    assert list(plan.ranks(1)) == [4, 5, 6, 7]
+    assert plan.groups(1, Group.TENSOR) == ((4, 5), (6, 7))
+    assert plan.groups(0, Group.DATA) == ((0, 2), (1, 3))
+    assert plan.nodes_of((0, 7)) == {0}
 
 
 @pytest.mark.parametrize(

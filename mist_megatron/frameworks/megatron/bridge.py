@@ -26,7 +26,7 @@ def bridge_text(plan: Plan) -> str:
 
 
 def _differs(plan: Plan) -> bool:
-    return len({(s.ckpt, s.recompute, s.offload, s.dp, s.tp, s.micro_batch) for s in plan.stages}) > 1
+    return len({(s.ckpt, s.recompute, s.offload, s.grid) for s in plan.stages}) > 1
 
 
 def bridge_mapping(plan: Plan) -> dict[str, Any]:

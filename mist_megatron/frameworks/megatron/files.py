@@ -13,7 +13,7 @@ from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources, launch_facts, launchers, render, shell_arrays
 from mist_megatron.frameworks.megatron.bridge import bridge_text
 from mist_megatron.frameworks.megatron.model import VERSION
-from mist_megatron.frameworks.megatron.patches import different_grids, patches
+from mist_megatron.frameworks.megatron.patches import patches
 from mist_megatron.frameworks.megatron.write import common_flags, require_emittable, stages
 from mist_megatron.frameworks.readme import readme_text
 from mist_megatron.frameworks.stages_json import stages_text
@@ -52,7 +52,7 @@ def _notes(plan: Plan) -> list[str]:
         "`pretrain.py` adds this rank's arguments from `stages.json`, applies the patches named there,",
         "and runs your `pretrain_gpt.py` unchanged.",
         f"Patches of this plan: {', '.join(patches(plan)) or 'none'}.",
-        *(_GRID_NOTES if different_grids(plan) else ()),
+        *(_GRID_NOTES if plan.grids_differ else ()),
         "",
         "`args.json` and `args.yaml` hold the same arguments as `args.sh`; `bridge.yaml` those that",
         "Megatron-Bridge takes. `mist-megatron lint args.sh` checks the folder again after changes.",

@@ -13,6 +13,7 @@ from typing import Any
 from mist_megatron.frameworks.deepspeed.read import Finding, Level
 from mist_megatron.frameworks.megatron.patches import Patch
 from mist_megatron.frameworks.megatron.read import Options, Reader
+from mist_megatron.spec.mesh import shares_out, shares_out_or_copies
 
 GRIDS_NEED = (
     "needs megatron-core 0.19; initialize_model_parallel of older releases takes no rank_offset, "
@@ -152,11 +153,11 @@ def _parallel(read: Reader) -> Iterator[Finding]:
     if read.has("tp-comm-overlap") and not read.has("sequence-parallel"):
         yield _say("rejected", "tp-comm-overlap", "needs --sequence-parallel")
     heads = read.count("num-attention-heads")
-    if tp and heads % tp:
+    if tp and not shares_out(heads, tp):
         yield _say("rejected", "num-attention-heads", f"{heads} heads do not divide over TP {tp} (TC:1446)")
     if read.has("group-query-attention") and tp:
         groups = read.count("num-query-groups")
-        if groups and groups % tp and tp % groups:
+        if groups and not shares_out_or_copies(groups, tp):
             yield _say("rejected", "num-query-groups", f"{groups} groups and TP {tp} do not divide (TC:1461)")
     elif read.has("num-query-groups"):
         yield _say("ignored", "num-query-groups", "acts with --group-query-attention only")

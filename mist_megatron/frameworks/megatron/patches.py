@@ -28,17 +28,12 @@ PATCH_OF: PerKind[Patch] = PerKind(
 """What keeps exactly the plan's fraction of these bytes on the host."""
 
 
-def different_grids(plan: Plan) -> bool:
-    """Stages differ in dp, tp or micro-batch: the patch `stage_grids` runs them."""
-    return len({(stage.dp, stage.tp, stage.micro_batch) for stage in plan.stages}) > 1
-
-
 def patches(plan: Plan) -> tuple[Patch, ...]:
     """Names for mist_patches.apply: only what this plan needs."""
     if not TARGETS[plan.target].patched:
         return ()
     asked = {PATCH_OF[kind] for stage in plan.stages for kind, share in stage.offload.items() if share > 0}
-    if different_grids(plan):
+    if plan.grids_differ:
         asked.add(Patch.STAGE_GRIDS)
     if plan.execution.decoupled_step:
         asked.add(Patch.DECOUPLED_STEPS)

@@ -314,7 +314,7 @@ def _target(stages: tuple[StagePlan, ...]) -> TargetName:
 
 
 def _kind(stage: StagePlan) -> tuple[Any, ...]:
-    return stage.ckpt, stage.recompute, stage.offload, stage.dp, stage.tp, stage.micro_batch
+    return stage.ckpt, stage.recompute, stage.offload, stage.grid
 
 
 def _stage(read: Reader, layers: int, plain: StagePlan, vpp: int) -> StagePlan:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from mist_megatron.frameworks.megatron.model import model_refusals
 from mist_megatron.frameworks.refusal import Refusal
+from mist_megatron.spec.mesh import shares_out
 from mist_megatron.spec.plan import Plan
 
 
@@ -38,7 +39,7 @@ def _tensor_parallel(plan: Plan) -> Iterator[Refusal]:
 
 def _tensor_size(plan: Plan, tp: int) -> Iterator[Refusal]:
     cp, model = plan.execution.context_parallel, plan.model
-    if model.ffn_hidden % tp:
+    if not shares_out(model.ffn_hidden, tp):
         yield Refusal(
             rule="TP must divide ffn_hidden (core/tensor_parallel/layers.py)",
             got=f"ffn_hidden {model.ffn_hidden} on tp {tp}",

@@ -15,7 +15,7 @@ from mist_megatron.frameworks.megatron.model import (
     precision_flags,
     vocabulary_divisor,
 )
-from mist_megatron.frameworks.megatron.patches import different_grids, patches
+from mist_megatron.frameworks.megatron.patches import patches
 from mist_megatron.frameworks.megatron.rules import refusals
 from mist_megatron.frameworks.refusal import refuse
 from mist_megatron.frameworks.stages_json import chunk_layers, stages_document
@@ -50,7 +50,7 @@ def batch_flags(plan: Plan) -> Flags:
 def grid_flags(plan: Plan) -> Flags:
     """Tensor, context and pipeline size; sequence parallelism is rejected at TP 1 (MPC:502)."""
     tp, cp = plan.stages[0].tp, plan.execution.context_parallel
-    sliced = plan.sequence_parallel and tp > 1 and not different_grids(plan)
+    sliced = plan.sequence_parallel and tp > 1 and not plan.grids_differ
     return (
         flag("--tensor-model-parallel-size", tp),
         flag("--pipeline-model-parallel-size", len(plan.stages)),
@@ -139,7 +139,7 @@ def stage_flags(plan: Plan, index: int) -> Flags:
     stage = plan.stages[index]
     return (
         *when(
-            different_grids(plan),
+            plan.grids_differ,
             flag("--tensor-model-parallel-size", stage.tp),
             flag("--micro-batch-size", stage.micro_batch),
             *vocabulary_flags(plan, index),

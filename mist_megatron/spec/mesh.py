@@ -1,0 +1,117 @@
+"""Ranks of a pipeline stage: how they are numbered, which of them talk to each other, and on how many nodes.
+
+No other file computes with ranks. A new axis is a field of Mesh, its place in AXES, and the groups along it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from mist_megatron.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+N = TypeVar("N", int, "NDArray[np.float64]")
+"""Numbers in a plan, arrays of them in a grid of configurations."""
+Ranks = tuple[int, ...]
+
+
+class Group(StrEnum):
+    """Ranks of a stage that talk to each other."""
+
+    TENSOR = "tensor"
+    """They split the same matrices."""
+    CONTEXT = "context"
+    """They split the same sequences."""
+    DATA = "data"
+    """They hold the same weights: data-parallel ranks, and context-parallel ones, which see other tokens."""
+
+
+AXES = ("tp", "cp", "dp")
+"""Numbered as Megatron and DeepSpeed do: neighbours differ in the first; stages follow after the last."""
+ALONG: Mapping[Group, tuple[str, ...]] = MappingProxyType(
+    {Group.TENSOR: ("tp",), Group.CONTEXT: ("cp",), Group.DATA: ("cp", "dp")}
+)
+"""Axes along which the ranks of a group differ: neighbours in AXES."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(Generic[N]):
+    """The ranks of one stage."""
+
+    tp: N
+    """Tensor-parallel ranks."""
+    cp: N
+    """Context-parallel ranks."""
+    dp: N
+    """Data-parallel replicas."""
+    gpus_per_node: int
+
+    def _product(self, axes: Sequence[str]) -> N:
+        product: N = math.prod(getattr(self, axis) for axis in axes)
+        return product
+
+    @property
+    def gpus(self) -> N:
+        return self._product(AXES)
+
+    def size(self, group: Group) -> N:
+        """Ranks of each such group."""
+        return self._product(ALONG[group])
+
+    def stride(self, group: Group) -> N:
+        """By how much the numbers of neighbours in such a group differ."""
+        return self._product(AXES[: AXES.index(ALONG[group][0])])
+
+    def nodes(self, group: Group) -> N:
+        """Nodes that each such group touches."""
+        per_node = self.gpus_per_node // self.stride(group)
+        return -(-self.size(group) // (per_node + (per_node < 1)))
+
+
+def groups_of(mesh: Mesh[int], group: Group, first_rank: int) -> tuple[Ranks, ...]:
+    """Logical ranks of all such groups of a stage that begins at a rank."""
+    apart, count = mesh.stride(group), mesh.size(group)
+    return tuple(
+        tuple(range(first_rank + block + k, first_rank + block + k + count * apart, apart))
+        for block in range(0, mesh.gpus, count * apart)
+        for k in range(apart)
+    )
+
+
+def data_parallel_size(gpus: int, *, tp: int, cp: int) -> int:
+    """What is left of a stage's GPUs; 0 where the others do not divide them."""
+    size, rest = divmod(gpus, tp * cp)
+    return 0 if rest else size
+
+
+def lies_across(one: Sequence[int], other: Sequence[int], gpus_per_node: int) -> bool:
+    """Whether some of the neighbours in two stages on these GPUs are on different nodes: a rank's neighbour
+    is the rank at the same place of the other stage."""
+    few, many = sorted((one, other), key=len)
+    return any(
+        few[k * len(few) // len(many)] // gpus_per_node != gpu // gpus_per_node for k, gpu in enumerate(many)
+    )
+
+
+def shares_out(count: int, ranks: int) -> bool:
+    """Whether every rank gets as many, whole ones."""
+    return count % ranks == 0
+
+
+def shares_out_or_copies(count: int, ranks: int) -> bool:
+    """The same, or as many ranks get a copy of each: key-value heads."""
+    return count % ranks == 0 or ranks % count == 0
+
+
+def splits(model: ModelSpec, tp: int) -> bool:
+    """Whether so many tensor-parallel ranks can share a model's matrices out."""
+    heads = shares_out(model.heads, tp) and shares_out_or_copies(model.kv_heads, tp)
+    return heads and shares_out(model.ffn_hidden, tp)
