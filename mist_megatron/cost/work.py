@@ -138,12 +138,7 @@ def kept_layer(grid: StageGrid, load: LayerLoad, context: TimeContext) -> LayerW
 
 
 def layer_work(
-    grid: StageGrid,
-    load: LayerLoad,
-    context: TimeContext,
-    *,
-    again: tuple[Array, Array],
-    saved_bytes: Array,
+    grid: StageGrid, load: LayerLoad, context: TimeContext, *, again: tuple[Array, Array], saved_bytes: Array
 ) -> LayerWork:
     """One kind of layer; `again` is the compute and the collectives that its backward pass does again, and
     `saved_bytes` what of its activations may be offloaded."""
