@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from mist_megatron.calibrate.fit_collectives import passes
 from mist_megatron.calibrate.imported import UNKNOWN_DEVICE, Hints, Imported, identity_of, text_of
@@ -30,10 +30,12 @@ PROGRAMS = {
 """Programs `NAME_perf` that tell something a plan uses."""
 OTHERS = ("alltoall", "broadcast", "reduce", "gather", "scatter", "hypercube")
 TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "f8e4m3": "fp8", "f8e5m2": "fp8"}
+MOST_DIGITS = 9
+"""Of a rank or a count of devices."""
 AGREEMENT = 0.05
 """Relative: printed figures have three or four digits."""
 
-_RANK = re.compile(
+_RANK_LINE = re.compile(
     r"#\s+Rank\s+(?P<rank>\d+)\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+(?P<host>\S+)\s+"
     r"device\s+(?P<device>\d+)\s+\[[^\]]*\]\s+(?P<name>.+?)\s*$"
 )
@@ -41,13 +43,18 @@ _COLUMNS = ("size", "type", "redop", "time", "algbw", "busbw")
 _NUMBER = re.compile(r"\d+(\.\d+)?([eE][+-]?\d+)?$")
 
 
+class _Rank(NamedTuple):
+    number: int
+    group: int
+    host: str
+
+
 @dataclass
 class _Setting:
     """What the lines before the table say; filled while they are read."""
 
     where: str
-    ranks: list[tuple[int, int, str]] = field(default_factory=list)
-    """(rank, group, host)."""
+    ranks: list[_Rank] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     program: str = ""
@@ -55,10 +62,10 @@ class _Setting:
     threads: int = 1
     gpus: int = 0
 
-    def members(self) -> list[tuple[int, int, str]]:
+    def members(self) -> list[_Rank]:
         """Ranks of the first group; all groups run at once and look alike."""
-        first = min(group for _, group, _ in self.ranks)
-        return [entry for entry in self.ranks if entry[1] == first]
+        first = min(rank.group for rank in self.ranks)
+        return [rank for rank in self.ranks if rank.group == first]
 
     def size(self) -> int:
         if self.ranks:
@@ -66,10 +73,10 @@ class _Setting:
         return self.threads * self.gpus
 
     def nodes(self) -> int:
-        return len({host for _, _, host in self.members()}) if self.ranks else 1
+        return len({rank.host for rank in self.members()}) if self.ranks else 1
 
     def strided(self) -> bool:
-        numbers = sorted(rank for rank, _, _ in self.members()) if self.ranks else []
+        numbers = sorted(rank.number for rank in self.members()) if self.ranks else []
         return any(b - a != 1 for a, b in pairwise(numbers))
 
 
@@ -133,19 +140,26 @@ def _header(line: str) -> list[str] | None:
 
 
 def _setting_line(setting: _Setting, line: str) -> None:
-    rank = _RANK.match(line)
+    rank = _RANK_LINE.match(line)
     if rank:
-        setting.ranks.append((int(rank["rank"]), int(rank["group"] or 0), rank["host"]))
+        number, group = (_count(rank[name] or "0", name, setting.where) for name in ("rank", "group"))
+        setting.ranks.append(_Rank(number, group, rank["host"]))
         setting.devices.append(rank["name"])
     for name, pattern in (("threads", r"nThread\s+(\d+)"), ("gpus", r"nGpus\s+(\d+)")):
         found = re.search(pattern, line)
         if found:
-            setattr(setting, name, int(found.group(1)))
+            setattr(setting, name, _count(found.group(1), name, setting.where))
     version = re.search(r"nccl-library=(\d+)", line) or re.search(r"NCCL version (\S+)", line)
     if version:
         setting.versions["nccl"] = version.group(1)
     if "Collective test starting" in line or not setting.program:
         _program(setting, line)
+
+
+def _count(digits: str, name: str, where: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise InputError(f"{where}: {name} has {len(digits)} digits; wanted a count: damaged?")
+    return int(digits)
 
 
 def _program(setting: _Setting, line: str) -> None:
@@ -204,13 +218,16 @@ def read_nccl_json(document: Any, where: str, hints: Hints) -> Imported:
     version = text_of(document, "nccl_version", "nccl_library")
     if version:
         setting.versions["nccl"] = version
-    for index, device in enumerate(document.get("devices") or []):
+    devices = document.get("devices") or []
+    if not isinstance(devices, list):
+        raise InputError(f"{where}: devices is {devices!r}; wanted a list")
+    for index, device in enumerate(devices):
         place = f"{where}: devices[{index}]"
         if not isinstance(device, dict):
             raise InputError(f"{place} is {device!r}; wanted an object")
         rank = int(_number(device.get("rank", index), "rank", place))
         group = int(_number(device.get("group", 0), "group", place))
-        setting.ranks.append((rank, group, text_of(device, "hostname", "host") or "?"))
+        setting.ranks.append(_Rank(rank, group, text_of(device, "hostname", "host") or "?"))
         setting.devices.append(text_of(device, "device_info", "device_name", "name") or UNKNOWN_DEVICE)
     results = document.get("results")
     if not isinstance(results, list) or not results:

@@ -66,3 +66,6 @@ def json_document(text: str, where: str) -> Any:
         raise InputError(f"{where}, line {error.lineno}: not valid JSON ({error.msg}){cut}") from None
     except RecursionError:
         raise InputError(f"{where}: nested too deeply; wanted the output of a profiler") from None
+    except ValueError:
+        # Python makes no number of more digits (sys.get_int_max_str_digits).
+        raise InputError(f"{where}: holds a whole number of thousands of digits; damaged?") from None

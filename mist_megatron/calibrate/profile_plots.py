@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from mist_megatron.calibrate.agreement import HALF, peak_flops_per_s
@@ -10,6 +11,7 @@ from mist_megatron.calibrate.line_chart import Labels, Line, svg_bars, svg_lines
 from mist_megatron.spec.cluster import GpuSpec
 from mist_megatron.spec.profile import CollectiveKind, Profile
 
+LONGEST_STEM = 100
 _DEPTHS = (512.0, 2048.0, 8192.0)
 _SWEEP = tuple(2.0**power for power in range(14, 34))
 """Message sizes from 16 KiB to 8 GiB."""
@@ -17,12 +19,18 @@ _SWEEP = tuple(2.0**power for power in range(14, 34))
 
 def profile_plots(profile: Profile, gpu: GpuSpec) -> Mapping[str, str]:
     """File name -> SVG; pictures without anything to show are left out."""
-    found = {f"{profile.name}.gemm.svg": _products(profile, gpu)}
+    stem = _file_stem(profile.name)
+    pictures = {f"{stem}.gemm.svg": _products(profile, gpu)}
     for kind in dict.fromkeys(curve.kind for curve in profile.collectives):
-        found[f"{profile.name}.{kind}.svg"] = _collectives(profile, kind)
+        pictures[f"{stem}.{kind}.svg"] = _collectives(profile, kind)
     if profile.interference:
-        found[f"{profile.name}.interference.svg"] = _interference(profile)
-    return found
+        pictures[f"{stem}.interference.svg"] = _interference(profile)
+    return pictures
+
+
+def _file_stem(name: str) -> str:
+    """A profile may come from others: its name must not lead out of the folder of the pictures."""
+    return re.sub(r"[^\w.-]+", "_", name).strip(".")[:LONGEST_STEM] or "profile"
 
 
 def _products(profile: Profile, gpu: GpuSpec) -> str:

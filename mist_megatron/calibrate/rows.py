@@ -28,6 +28,8 @@ from mist_megatron.targets.facts import Target
 from mist_megatron.targets.table import TARGETS
 
 MIB = float(1 << 20)
+MOST_MIB = 1e9
+"""A petabyte: no device holds that."""
 NEEDED = (
     "id", "gpu", "nodes", "gpus_per_node", "framework", "model", "family", "layers", "hidden", "ffn_hidden",
     "heads", "kv_heads", "vocab", "seq_len", "global_batch", "micro_batch", "dp", "tp", "pp", "zero",
@@ -157,18 +159,25 @@ class _Row:
             return []
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InputError(f"{self.where}: {name} is not a JSON list (is the row cut off?)") from None
         if not isinstance(value, list):
             raise InputError(f"{self.where}: {name} is not a JSON list")
         return value
 
 
+def _is_size(mib: object) -> bool:
+    return isinstance(mib, int | float) and not isinstance(mib, bool) and 0 < mib < MOST_MIB
+
+
 def _measured(row: _Row, line: int) -> MeasuredRow:
     peak = row.number("measured_peak_mib")
     peaks = row.json_list("measured_stage_peak_mib")
-    if not all(isinstance(value, int | float) and value > 0 for value in peaks):
-        raise InputError(f"{row.where}: measured_stage_peak_mib holds {peaks}; wanted numbers above 0")
+    wrong = [value for value in peaks if not _is_size(value)]
+    if wrong:
+        raise InputError(
+            f"{row.where}: measured_stage_peak_mib holds {str(wrong[0])[:40]}; wanted numbers above 0"
+        )
     plan: Plan | None = None
     skipped: str | None = None
     seconds = row.number("measured_s")

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from mist_megatron.errors import ProfileError
+from mist_megatron.errors import InputError, ProfileError
+from mist_megatron.spec import check
 
 PROFILE_SCHEMA = 1
 
@@ -258,6 +259,10 @@ class Profile(ProfileBody):
     tables: tuple[OperatorTable, ...] = ()
 
     def __post_init__(self) -> None:
+        try:
+            check.name("profile", self.name)
+        except InputError as error:
+            raise ProfileError(error.message) from None
         if not self.sources:
             raise ProfileError(f"profile {self.name}: no sources; a figure without provenance is invalid")
         for what, source in sources_used(self):

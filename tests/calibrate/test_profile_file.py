@@ -1,14 +1,17 @@
 """Shipped profiles read back, and damaged ones are refused with what is wrong."""
 
 import gzip
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from mist_megatron.calibrate.profiles import load_profile
+from mist_megatron.calibrate.profiles import load_profile, write_profile
 from mist_megatron.errors import ProfileError
 from mist_megatron.formats.profile_yaml import profile_from_text
+from mist_megatron.price.datasheet import datasheet_profile
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.catalogue import CATALOGUE
 
@@ -108,3 +111,26 @@ def test_a_table_with_a_negative_time_names_its_line(document: dict) -> None:
 
     with pytest.raises(ProfileError, match=r"line 3: .*wanted numbers above 0"):
         read(document, table)
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "..", ".hidden", "a/b\\c", "x" * 200])
+def test_pictures_stay_in_their_folder_whatever_the_profile_is_called(
+    name: str, tmp_path: Path, ran_here
+) -> None:
+    profile = replace(datasheet_profile(CATALOGUE["a40-48gb"]), name=name)
+    folder = tmp_path / "one" / "two"
+    folder.mkdir(parents=True)
+    write_profile(profile, folder / "theirs.yaml", force=False)
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    ran = ran_here(
+        "calibrate", "show", str(folder / "theirs.yaml"), "--plot", str(folder / "pictures"), "--json"
+    )
+    assert ran.code == 0, ran.err
+    written = {path for path in tmp_path.rglob("*") if path.is_file()} - before
+    assert {path.parent for path in written} == {folder / "pictures"}
+    assert {str(path) for path in written} == set(json.loads(ran.out)["plots"])
+
+
+def test_a_name_that_commands_the_terminal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="invisible character"):
+        replace(datasheet_profile(CATALOGUE["a40-48gb"]), name="a\x1b[2Jb")
