@@ -13,7 +13,7 @@ from mist_megatron.search.search import SearchResult, Settings, Status, plan_of,
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import TargetName
-from mist_megatron.targets.rules import model_rules
+from mist_megatron.targets.rules import job_rules
 from mist_megatron.targets.table import TARGETS
 
 HAND_MADE: Mapping[TargetName, tuple[str, ...]] = {
@@ -25,7 +25,11 @@ HAND_MADE: Mapping[TargetName, tuple[str, ...]] = {
 def hand_made_spaces(job: Job) -> tuple[str, ...]:
     """Of the framework that a target is or patches; of target mist those of Megatron, or of DeepSpeed where
     Megatron cannot run the model: a gain over what does not run is none."""
-    runs = [spaces for framework, spaces in HAND_MADE.items() if not model_rules(job.model, framework)]
+    runs = [
+        spaces
+        for framework, spaces in HAND_MADE.items()
+        if not job_rules(job.model, job.training.precision, framework)
+    ]
     return TARGETS[job.target].hand_made or next(iter(runs), ())
 
 

@@ -20,7 +20,7 @@ from mist_megatron.frameworks.folder import artifacts, framework_of
 from mist_megatron.search.search import Settings
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.plan import Plan, TargetName
-from mist_megatron.targets.rules import model_rules
+from mist_megatron.targets.rules import job_rules
 from mist_megatron.targets.table import TARGETS
 
 FORBIDDEN = frozenset({"unequal"})
@@ -92,5 +92,5 @@ def _baseline(job: RecipeJob, space: str, target: TargetName) -> Tuned | MistErr
     except NoFeasiblePlan:
         return NoFeasiblePlan("no plan fits")
     except InputError as error:
-        cannot = bool(model_rules(job.job().model, target))
+        cannot = bool(job_rules(job.job().model, job.job().training.precision, target))
         return InputError("cannot run this model" if cannot else error.message.partition(":")[2].strip())

@@ -29,7 +29,7 @@ from mist_megatron.spec.kinds import KINDS, Offload
 from mist_megatron.spec.plan import Plan, StagePlan, Zero
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.spec.schedule import usual_schedule
-from mist_megatron.targets.rules import require_model
+from mist_megatron.targets.rules import require_job
 
 
 class Status(Enum):
@@ -120,7 +120,7 @@ def search(
     `at_once`; None solves them here, one by one.
     """
     job = evaluator.job
-    require_model(job.model, job.target)
+    require_job(job.model, job.training.precision, job.target)
     watch = watch or Watch()
     runnable = cut_to_target(space, job.target, job.training.precision, job.execution)
     cut = apply_limits(runnable, settings.limits)

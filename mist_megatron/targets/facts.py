@@ -37,6 +37,8 @@ class Capability:
     """Kinds of recomputation."""
     partial_ckpt: bool = False
     """Any number of a stage's layers recomputed in full, not only none or all."""
+    fp8: bool = False
+    """Products of 8-bit operands (Transformer Engine's recipes)."""
     parallel_block: bool = False
     """Layers in which attention and MLP stand side by side (Falcon, GPT-NeoX)."""
     uneven_layers: bool = False

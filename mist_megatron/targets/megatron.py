@@ -33,6 +33,7 @@ CAPABILITY = Capability(
     pipeline=True,
     tensor_parallel=True,
     context_parallel=True,
+    fp8=True,
     sequence_parallel=True,
     recompute=RECOMPUTE_KINDS,
     partial_ckpt=True,

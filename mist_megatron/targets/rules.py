@@ -14,7 +14,7 @@ from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName
 from mist_megatron.spec.recompute import PARTIAL, RECOMPUTES
 from mist_megatron.spec.schedule import ONE_F_ONE_B
-from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.spec.training import Precision, TrainingSpec
 from mist_megatron.targets.facts import Capability
 from mist_megatron.targets.table import TARGETS
 
@@ -44,22 +44,26 @@ def require_runnable(plan: Plan) -> None:
         raise EmitError(f"target {plan.target} cannot run this plan: {broken[0]}{more}; {hint}")
 
 
-def model_rules(model: ModelSpec, target: TargetName) -> tuple[str, ...]:
-    """What of a model its target cannot run, whatever the plan."""
-    if model.parallel_block and not TARGETS[target].capability.parallel_block:
-        return (f"model {model.name}: it has no parallel blocks (attention beside MLP)",)
-    return ()
+def job_rules(model: ModelSpec, precision: Precision, target: TargetName) -> tuple[str, ...]:
+    """What of a model and its precision a target cannot run, whatever the plan."""
+    able, broken = TARGETS[target].capability, []
+    if model.parallel_block and not able.parallel_block:
+        broken.append(f"model {model.name}: it has no parallel blocks (attention beside MLP)")
+    if precision == "fp8" and not able.fp8:
+        broken.append("precision fp8: it has no 8-bit products, wanted bf16 or fp16")
+    return tuple(broken)
 
 
-def require_model(model: ModelSpec, target: TargetName) -> None:
-    """Refuse a model that a target cannot run, before anything is searched."""
-    for rule in model_rules(model, target):
-        others = ", ".join(other for other in TARGETS if not model_rules(model, other))
-        raise InputError(f"target {target} cannot run {rule}; try --target with one of: {others}")
+def require_job(model: ModelSpec, precision: Precision, target: TargetName) -> None:
+    """Refuse a job that a target cannot run, before anything is searched."""
+    for rule in job_rules(model, precision, target):
+        others = ", ".join(other for other in TARGETS if not job_rules(model, precision, other))
+        hint = f"; try --target with one of: {others}" if others else ""
+        raise InputError(f"target {target} cannot run {rule}{hint}")
 
 
 def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
-    found = list(model_rules(plan.model, plan.target))
+    found = list(job_rules(plan.model, plan.training.precision, plan.target))
     if plan.pipeline_size > 1 and not able.pipeline:
         overlaps = ": execution.overlap_grad_reduce is on, which DeepSpeed switches off in one"
         more = overlaps if TARGETS[plan.target].capability.pipeline else ""

@@ -30,6 +30,7 @@ from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.deepspeed import BUCKET_ELEMENTS
+from mist_megatron.targets.rules import require_runnable
 
 SCRIPT = Path(__file__).with_name("deepspeed_cpu.py")
 SCHEMA = deepspeed_schema(probe=False)
@@ -72,7 +73,7 @@ def plan(zero: int, offload: str = "none", *, gpus: int = 2, micro_batch: int = 
 
 
 def explicit(planned: Plan) -> dict:
-    deepspeed.require_emittable(planned)
+    require_runnable(planned)
     config = deepspeed.explicit_config(planned, SCHEMA, deepspeed.OptimizerChoice())
     deepspeed.check_against_schema(config, SCHEMA)
     return json.loads(deepspeed.config_text(config))

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.cost.predict import job_of
+from mist_megatron.errors import InputError
+from mist_megatron.search.search import Settings, search
+from mist_megatron.search.space import space_named
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.kinds import Offload
@@ -31,3 +38,13 @@ def test_weights_and_gradients_of_fp8_layers_stay() -> None:
         (rule,) = violations(plan_with(offload, "fp8"))
         assert "it keeps" in rule
     assert not violations(plan_with(Offload(optimizer=0.5, activations=0.5), "fp8"))
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "deepspeed+patches", "mist"])
+def test_fp8_is_refused_before_a_search_where_no_file_could_say_it(target):
+    plan = plan_with(Offload(), "fp8")
+    job = replace(job_of(plan), target=target)
+    with pytest.raises(InputError, match="precision fp8.*megatron"):
+        search(evaluator_for(job)[0], space_named("full"), Settings())
+    assert any("precision fp8" in rule for rule in violations(replace(plan, target=target)))
+    assert not any("fp8" in rule for rule in violations(plan))

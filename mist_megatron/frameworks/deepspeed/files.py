@@ -12,11 +12,12 @@ from mist_megatron.frameworks.launch import LaunchSources, launch_facts, launche
 from mist_megatron.frameworks.readme import readme_text
 from mist_megatron.frameworks.stages_json import stages_text
 from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.rules import require_runnable
 
 
 def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
     """Path -> text; refuses what DeepSpeed would reject or silently ignore."""
-    write.require_emittable(plan)
+    require_runnable(plan)
     schema = sources.deepspeed_schema()
     configs = write.stage_configs(plan, schema, write.OptimizerChoice())
     facts = {**launch_facts(plan, "deepspeed"), "environment": {}, "patched": bool(patches(plan))}

@@ -11,11 +11,9 @@ from mist_megatron.errors import EmitError
 from mist_megatron.frameworks.deepspeed.patches import patches
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.flags import Flags, flag, when
-from mist_megatron.frameworks.refusal import Refusal, refuse
 from mist_megatron.frameworks.stages_json import stages_document
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.deepspeed import BUCKET_ELEMENTS, PREFETCH_ELEMENTS, REUSE_ELEMENTS
-from mist_megatron.targets.rules import require_runnable
 from mist_megatron.targets.table import TARGETS
 
 Config = dict[str, Any]
@@ -49,21 +47,6 @@ class OptimizerChoice:
     eps: float = 1e-8
     weight_decay: float = 0.1
     gradient_clipping: float = 1.0
-
-
-def require_emittable(plan: Plan) -> None:
-    """Refuse what DeepSpeed would reject or silently ignore."""
-    require_runnable(plan)
-    found = []
-    if plan.training.precision == "fp8":
-        found.append(
-            Refusal(
-                rule="DeepSpeed's JSON has no fp8",
-                got="precision fp8",
-                instead="--target megatron+patches, or precision: bf16",
-            )
-        )
-    refuse(plan.target, tuple(found))
 
 
 def config_names(plan: Plan) -> tuple[str, ...]:
