@@ -44,7 +44,7 @@ def test_weights_and_gradients_of_fp8_layers_stay() -> None:
 def test_fp8_is_refused_before_a_search_where_no_file_could_say_it(target):
     plan = plan_with(Offload(), "fp8")
     job = replace(job_of(plan), target=target)
-    with pytest.raises(InputError, match="precision fp8.*megatron"):
+    with pytest.raises(InputError, match=r"precision fp8.*megatron"):
         search(evaluator_for(job)[0], space_named("full"), Settings())
     assert any("precision fp8" in rule for rule in violations(replace(plan, target=target)))
     assert not any("fp8" in rule for rule in violations(plan))
