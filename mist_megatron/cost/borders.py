@@ -85,28 +85,30 @@ def alike(one: StageGrid, other: StageGrid) -> bool:
 def crossing_seconds(one: StageGrid, other: StageGrid, evaluator: StageEvaluator, *, across: bool) -> float:
     """How long a border makes both its stages stand still, once per micro-batch on its way there and once on
     its way back."""
-    part_bytes = np.asarray(min(_moved_bytes(grid, evaluator) for grid in (one, other)))
+    part_bytes = np.asanyarray(min(_moved_bytes(grid, evaluator) for grid in (one, other)))
     hop_s = hop_seconds(part_bytes, evaluator.time_context)[1 if across else 0]
-    return max(parts_moved(one, other), parts_moved(other, one)) * float(hop_s)
+    seconds: float = max(parts_moved(one, other), parts_moved(other, one)) * hop_s.item()
+    return seconds
 
 
 def handed_on_seconds(grid: StageGrid, evaluator: StageEvaluator) -> float:
     """What a bridge hands on in a tensor-parallel group, of one tensor."""
-    return float(boundary_work(grid, evaluator.loads(grid), evaluator.time_context).handed_on_s)
+    seconds: float = boundary_work(grid, evaluator.loads(grid), evaluator.time_context).handed_on_s.item()
+    return seconds
 
 
 def _moved_bytes(grid: StageGrid, evaluator: StageEvaluator) -> float:
     """What one rank has to send of a micro-batch."""
-    own_bytes = float(evaluator.loads(grid).boundary_bytes)
-    return own_bytes * float(grid.tp) if grid.bridged and grid.sequence_parallel else own_bytes
+    own_bytes: float = evaluator.loads(grid).boundary_bytes.item()
+    return own_bytes * grid.tp.item() if grid.bridged and grid.sequence_parallel else own_bytes
 
 
 def parts_moved(sender: StageGrid, receiver: StageGrid) -> float:
     """Parts that a rank of the busier side moves in turn."""
-    ratio = float(sender.dp / receiver.dp)
+    ratio: float = (sender.dp / receiver.dp).item()
     each = max(ratio, 1.0)
     if sender.bridged:
         return max(each, 1.0 / ratio)
     # Every rank that receives gets its micro-batch in so many parts, shared out among those that send.
-    senders, receivers = float(sender.dp * sender.tp), float(receiver.dp * receiver.tp)
+    senders, receivers = (sender.dp * sender.tp).item(), (receiver.dp * receiver.tp).item()
     return max(each, each * receivers / senders)

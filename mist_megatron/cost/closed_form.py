@@ -361,11 +361,11 @@ def _by_chunk_s(grid: StageGrid, last: PassWork, sent_s: Array, factors: Array) 
     on_link_s = reduce + count * sent_s - np.maximum(compute + tensor, count * sent_s)
     slowed_s = np.minimum(count * sent_s, reduce)
     exposed_s = np.maximum(beside_s, np.where(sent_s > 0.0, np.maximum(on_link_s, slowed_s), 0.0))
-    return np.asarray((reduce + (chunks - 1) * exposed_s) / chunks)
+    return np.asanyarray((reduce + (chunks - 1) * exposed_s) / chunks)
 
 
 def _mixed(kept: Array, whole: Array) -> Linear:
-    return Linear(per_layer=kept, per_ckpt=dropped_if_idle(np.asarray(whole - kept)))
+    return Linear(per_layer=kept, per_ckpt=dropped_if_idle(np.asanyarray(whole - kept)))
 
 
 def _once(grid: StageGrid, kept: Array, whole: Array) -> Linear:

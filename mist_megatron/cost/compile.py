@@ -84,13 +84,13 @@ class Program:
 
     def run(self, values: Mapping[str, Array | float]) -> dict[str, Array]:
         """Evaluate over arrays that broadcast together; results keep only the axes they depend on."""
-        slots: list[Any] = [np.asarray(values[name], dtype=np.float64) for name in self.inputs]
+        slots: list[Any] = [np.asanyarray(values[name], dtype=np.float64) for name in self.inputs]
         for operation, operands in self.steps:
             if operation == "const":
                 slots.append(np.float64(operands[0]))
             else:
                 slots.append(_OPERATIONS[operation][1]([slots[int(i)] for i in operands]))
-        return {name: np.asarray(slots[slot], dtype=np.float64) for name, slot in self.outputs}
+        return {name: np.asanyarray(slots[slot], dtype=np.float64) for name, slot in self.outputs}
 
 
 def compile_expressions(expressions: Mapping[str, Expr]) -> Program:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -131,16 +131,22 @@ class StageEvaluator:
     def _memory(self, grid: StageGrid) -> dict[str, Array]:
         return self.stage.memory[grid.role.value].run(self.memory_values(grid))
 
+    def layer_values(self, grid: StageGrid, micro_batch: Array, tp: Array) -> dict[str, Array | float]:
+        """What the symbols of layers' sizes stand for."""
+        return {
+            **self._fixed,
+            "b": micro_batch,
+            "tp": tp,
+            "v": padded_vocabulary(self.job.model.vocab, tp, self._memory_facts),
+            "sp": float(grid.sequence_parallel),
+            **recompute_values(grid.recompute),
+        }
+
     def memory_values(self, grid: StageGrid) -> dict[str, Array | float]:
         """What the symbols of the memory expressions stand for."""
         return {
-            **self._fixed,
-            "b": grid.micro_batch,
-            "tp": grid.tp,
-            "v": padded_vocabulary(self.job.model.vocab, grid.tp, self._memory_facts),
+            **self.layer_values(grid, grid.micro_batch, grid.tp),
             "dp": grid.dp,
-            "sp": float(grid.sequence_parallel),
-            **recompute_values(grid.recompute),
             "l": grid.layers,
             "c": grid.ckpt,
             "p": grid.in_flight,
@@ -206,24 +212,16 @@ class StageEvaluator:
         pairs: list[complex] = found.tolist()
         new = np.array([pair for pair in pairs if pair not in rows])
         if new.size or priced is None:
-            more = self._pairs(np.stack([new.real, new.imag]), grid)
+            more = self._pairs((new.real, new.imag), grid)
             priced = more if priced is None else priced.joined(more)
             rows = {**rows, **{pair: len(rows) + k for k, pair in enumerate(new.tolist())}}
             self._memo[key] = rows, priced
         places = np.array([rows[pair] for pair in pairs], dtype=np.intp)
         return _PricedPairs(priced, places[positions.reshape(-1)], micro_batch.shape)
 
-    def _pairs(self, pairs: Array, grid: StageGrid) -> _Pairs:
+    def _pairs(self, pairs: Sequence[Array], grid: StageGrid) -> _Pairs:
         """Prices of pairs, a column each."""
-        values = {
-            **self._fixed,
-            "b": pairs[0],
-            "tp": pairs[1],
-            "v": padded_vocabulary(self.job.model.vocab, pairs[1], self._memory_facts),
-            "sp": float(grid.sequence_parallel),
-            **recompute_values(grid.recompute),
-        }
-        sizes = self.stage.program.run(values)
+        sizes = self.stage.program.run(self.layer_values(grid, pairs[0], pairs[1]))
         passes = price_passes(self.stage, sizes, self.prices, self._groups(pairs[1], grid))
         if self._context.facts.softmax_falls_back and not self.job.training.flash_attention:
             matrices = pairs[0] * self.job.model.heads / pairs[1]
@@ -234,7 +232,7 @@ class StageEvaluator:
         return _Pairs(passes, sizes, (facts.host.per_launch_s, facts.host.per_peer_s), grid.recompute)
 
     def _with_layer_ratio(
-        self, passes: dict[tuple[str, str], PassTime], pairs: Array
+        self, passes: dict[tuple[str, str], PassTime], pairs: Sequence[Array]
     ) -> dict[tuple[str, str], PassTime]:
         """Whole layers as measured, where the profile knows them."""
         model, seq = self.job.model, np.asarray(float(self.job.training.seq_len))

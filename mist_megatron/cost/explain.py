@@ -1,7 +1,5 @@
-"""The expressions behind a prediction, as text: people learn the cost of training from them.
-
-What can be written as one formula is written so, in the symbols of `cost/symbols.py`; times that a profile
-answers are named T(...) with the size that is asked for.
+"""The sizes behind a prediction as general expressions, in the symbols of `cost/symbols.py`: operators of a
+layer, what it keeps, and a stage's memory. What one plan's figures are made of is in `derivation`.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ from mist_megatron.cost.operators import Operator, Work, WorkKind
 from mist_megatron.cost.symbolic import layer_graphs, layer_options, size_expressions
 from mist_megatron.spec.job import Job
 from mist_megatron.targets.table import TARGETS
-
-ITERATION = "(G - 1) * max_i t_i + sum_i t_i + max_i (d_i - sum_{j<i} t_j)"
 
 
 @dataclass(frozen=True)
@@ -64,19 +60,6 @@ def explain(job: Job, role: StageRole) -> tuple[Section, ...]:
         ),
         Section(f"memory held by a {role.value} stage, bytes", _named(memory.terms)),
         Section("moments that may be the peak, bytes", _named(memory.peaks)),
-        Section("time", _time_lines(job)),
-    )
-
-
-def _time_lines(job: Job) -> tuple[Line, ...]:
-    host_s = TARGETS[job.target].traffic(job.execution).host.per_launch_s
-    return (
-        Line("iteration", ITERATION),
-        Line("t", "l * (forward + backward) + c * forward again + exposed traffic + p2p + ends"),
-        Line("d", "first forward + last backward - t + step"),
-        Line("pass of a layer", f"Max(sum of T(...), kernels * {host_s * 1e6:g} us of the host)"),
-        Line("exposed traffic", "time of the four streams together, less compute"),
-        Line("four streams", "compute, GPU-GPU, host-to-device, device-to-host; slowed by each other"),
     )
 
 

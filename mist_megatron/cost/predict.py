@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from mist_megatron.cost.borders import exchanges_seconds
-from mist_megatron.cost.closed_form import Refinement, refinement
+from mist_megatron.cost.closed_form import Refinement, closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
-from mist_megatron.cost.terms import Linear, first_terms, step_names
+from mist_megatron.cost.terms import Linear, first_terms, step_names, totals
 from mist_megatron.price.prices import Array
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.schedule import in_flight
 from mist_megatron.spec.term import Term
 from mist_megatron.spec.training import TrainingSpec
@@ -129,18 +129,9 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
 
 def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
     """Price every stage and put them together; `evaluator` is of `job_of(plan)`."""
-    stages = tuple(_predict_stage(plan, position, evaluator) for position in range(len(plan.stages)))
-    if plan.vpp == 1 and Term.PIPELINE_P2P not in evaluator.time_context.without:
-        grids = [grid_of(plan, position) for position in range(len(plan.stages))]
-        for position, (there_s, back_s) in exchanges_seconds(plan, grids, evaluator).items():
-            stages = _with_exchanges(stages, position, there_s, back_s)
-    time = iteration_time(
-        [timing_of(stages, position) for position in range(len(stages))],
-        plan.grad_accum,
-        plan.schedule,
-        plan.vpp,
-        step_hides=evaluator.time_context.facts.step.hides,
-    )
+    grids = [grid_of(plan, position) for position in range(len(plan.stages))]
+    stages = priced_stages(plan, grids, evaluator)
+    time = iteration_of(plan, stages, evaluator, plan.grad_accum)
     training = plan.training
     tokens = training.global_batch * training.seq_len
     flops = model_flops(plan.model, training) / plan.cluster.gpus / time.total_s
@@ -154,6 +145,26 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
         measured_share=_measured_share(plan, evaluator),
         step_hides=evaluator.time_context.facts.step.hides,
     )
+
+
+def priced_stages(
+    plan: Plan, grids: Sequence[StageGrid], evaluator: StageEvaluator
+) -> tuple[StagePrediction, ...]:
+    """The stages of a plan, `grids` being their configurations, with what really crosses their borders."""
+    stages = tuple(_predict_stage(grid, evaluator) for grid in grids)
+    if plan.vpp == 1 and Term.PIPELINE_P2P not in evaluator.time_context.without:
+        for position, (there_s, back_s) in exchanges_seconds(plan, grids, evaluator).items():
+            stages = _with_exchanges(stages, position, there_s, back_s)
+    return stages
+
+
+def iteration_of(
+    plan: Plan, stages: Sequence[StagePrediction], evaluator: StageEvaluator, grad_accum: int
+) -> IterationTime:
+    """The stages put together."""
+    timings = [timing_of(stages, position) for position in range(len(stages))]
+    hides = evaluator.time_context.facts.step.hides
+    return iteration_time(timings, grad_accum, plan.schedule, plan.vpp, step_hides=hides)
 
 
 def _with_exchanges(
@@ -244,40 +255,37 @@ def refined(evaluator: StageEvaluator, grid: StageGrid) -> Refinement:
     return refinement(evaluator.work(grid))
 
 
-def _predict_stage(plan: Plan, position: int, evaluator: StageEvaluator) -> StagePrediction:
-    grid = grid_of(plan, position)
-    cost = evaluator(grid)
-    terms = evaluator.terms(grid)
-    parts = evaluator.passes(grid)
-    stable_terms_s = _at(terms.stable, plan.stages[position])
-    delta_terms_s = _at(terms.delta, plan.stages[position])
-    fine, facts = refined(evaluator, grid), evaluator.time_context.facts
+def _predict_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePrediction:
+    work, facts = evaluator.work(grid), evaluator.time_context.facts
+    terms, fine, parts = closed_form(work), refinement(work), evaluator.passes(grid)
+    stable_terms_s, delta_terms_s = _at(terms.stable, grid), _at(terms.delta, grid)
     steps = step_names(facts)
     if facts.reduction.tied_first and Term.TIED_EMBEDDINGS in delta_terms_s:
         # What both ends of the pipeline reduce when they have summed those.
         steps = (*steps, Term.GRADIENT_REDUCTION)
     return StagePrediction(
-        stable_s=float(cost.stable_s),
-        delta_s=float(cost.delta_s),
-        forward_s=float(parts["forward_s"]),
+        stable_s=totals(terms.stable).at(grid.layers, grid.ckpt).item(),
+        delta_s=totals(terms.delta).at(grid.layers, grid.ckpt).item(),
+        forward_s=parts["forward_s"].item(),
         step_s=sum(delta_terms_s.get(name, 0.0) for name in steps),
         first_s=sum(delta_terms_s.get(name, 0.0) for name in first_terms(facts)),
         in_turn_s=in_turn_share(facts) * stable_terms_s.get(Term.PIPELINE_P2P, 0.0),
-        weight_grad_s=float(parts["weight_grad_s"]),
-        peak_memory_bytes=float(cost.peak_bytes),
+        weight_grad_s=parts["weight_grad_s"].item(),
+        peak_memory_bytes=evaluator.peak_bytes(grid).item(),
         limit_bytes=evaluator.limit_bytes,
         stable_terms_s=stable_terms_s,
         delta_terms_s=delta_terms_s,
-        memory_terms_bytes={name: float(v) for name, v in evaluator.memory_terms(grid).items()},
-        beyond_s=(float(fine.stable_s), float(fine.delta_s)),
-        forward_traffic_s=float(fine.forward_s),
-        late=Late(*map(float, (fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share))),
+        memory_terms_bytes={name: v.item() for name, v in evaluator.memory_terms(grid).items()},
+        beyond_s=(fine.stable_s.item(), fine.delta_s.item()),
+        forward_traffic_s=fine.forward_s.item(),
+        late=Late(
+            *(part.item() for part in (fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share))
+        ),
     )
 
 
-def _at(terms: Mapping[Term, Linear], stage: StagePlan) -> dict[Term, float]:
-    layers, ckpt = _one(stage.layers), _one(stage.ckpt)
-    return {name: float(term.at(layers, ckpt)) for name, term in terms.items()}
+def _at(terms: Mapping[Term, Linear], grid: StageGrid) -> dict[Term, float]:
+    return {name: term.at(grid.layers, grid.ckpt).item() for name, term in terms.items()}
 
 
 def _measured_share(plan: Plan, evaluator: StageEvaluator) -> dict[str, float]:

@@ -165,4 +165,4 @@ def sent_beside_reductions(work: StageWork) -> Array:
     inside, across = hop_seconds(work.loads.boundary_bytes, context)
     spanned = np.minimum(nodes_spanned(replicas(grid, context), grid.tp, grid.gpus_per_node), grid.nodes)
     sent_s = np.where(spanned > 1.0, share * across, (1.0 - share) * inside)
-    return np.asarray(grid.vpp * sent_s * grid.stages / context.model_layers)
+    return np.asanyarray(grid.vpp * sent_s * grid.stages / context.model_layers)

@@ -185,7 +185,7 @@ def _bucket_bytes(bytes_per_element: float, grid: StageGrid, context: TimeContex
     facts = context.facts
     by_ranks = facts.reduction.bucket_elements_per_rank * replicas(grid, context)
     elements = np.maximum(facts.reduction.bucket_elements or 0.0, by_ranks)
-    return np.asarray(bytes_per_element * elements, dtype=np.float64)
+    return np.asanyarray(bytes_per_element * elements, dtype=np.float64)
 
 
 def host_copy(copied_bytes: Array, direction: Literal["h2d", "d2h"], context: TimeContext) -> Array:

@@ -270,7 +270,7 @@ def _step_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Mapp
     optimizer at the end of the step, and updates on the host."""
     step: dict[Term, Linear] = {}
     facts, prices, zero = context.facts, context.prices, grid.zero
-    step[Term.HOST_STEP] = Linear(np.asarray(facts.host.per_step_s))
+    step[Term.HOST_STEP] = Linear(np.asanyarray(facts.host.per_step_s))
     count = grid.layers * loads.block.parameters
     for load in (loads.embedding, loads.head):
         if load is not None:
@@ -391,7 +391,7 @@ def host_seconds(grid: StageGrid, context: TimeContext) -> Array:
     if Term.HOST_WORK in context.without:
         return ZERO
     exchange_s = grid.vpp * context.facts.host.per_exchange_s if grid.stages > 1 else 0.0
-    return np.asarray(context.facts.host.per_micro_batch_s + exchange_s)
+    return np.asanyarray(context.facts.host.per_micro_batch_s + exchange_s)
 
 
 def boundary_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> BoundaryWork:

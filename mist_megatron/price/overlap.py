@@ -15,7 +15,9 @@ The table has 16 rows (bit set of active streams: 1 compute, 2 GPU-GPU, 4 host-t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +31,26 @@ _CHUNK = 8192
 """Rows worked on at a time: the dozen temporaries of a chunk stay in a second-level cache."""
 
 
+Asked = ParamSpec("Asked")
+
+
+def one_step(function: Callable[Asked, Array]) -> Callable[Asked, Array]:
+    """Arrays that record how they are made (`cost.recorded`) record a call of this function as one step, as
+    they do for numpy's own functions (NEP 18)."""
+
+    @wraps(function)
+    def called(*arguments: Asked.args, **named: Asked.kwargs) -> Array:
+        for argument in arguments:
+            for part in argument if isinstance(argument, tuple) else (argument,):
+                if isinstance(part, np.ndarray) and type(part) is not np.ndarray:
+                    step: Array = part.__array_function__(called, (type(part),), arguments, named)
+                    return step
+        return function(*arguments, **named)
+
+    return called
+
+
+@one_step
 def overlapped_time(streams: Sequence[Array | float], factors: Array, then: Array | float = 0.0) -> Array:
     """Seconds until all four streams are done, batched over any (broadcast) shape; `then` follows on the
     GPU-GPU stream when that and compute are done.

@@ -1,0 +1,88 @@
+"""Where the figures of `predict` come from: expressions, and what they come to for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.cost.derivation import Derivation, StageDerivation, Step, derive
+from mist_megatron.cost.explain import Section, symbol_table
+from mist_megatron.cost.explain import explain as general_expressions
+from mist_megatron.cost.grid import role_of
+from mist_megatron.cost.predict import grid_of, job_of
+from mist_megatron.errors import InputError
+from mist_megatron.spec.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """A plan's expressions; those of memory and operators in general are of one stage."""
+
+    plan: Plan
+    stage: int
+    prices: str
+    """Which profile or datasheet the prices are of."""
+    values: dict[str, float]
+    """What the symbols stand for in that stage."""
+    general: tuple[Section, ...]
+    derivation: Derivation
+
+    @property
+    def lines(self) -> dict[str, tuple[Step, ...]]:
+        """What was computed for the plan, by title: of the stage, then of the whole plan."""
+        steps = self.derivation.stages[self.stage].steps
+        names = [step.name for step in steps]
+        # The stage's memory is told after its d and ends with its peak.
+        begins, ends = names.index("d") + 1, names.index("peak_bytes") + 1
+        return {
+            "time": (*steps[:begins], *steps[ends:]),
+            "memory": steps[begins:ends],
+            "iteration": self.derivation.steps,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `explain --json` prints."""
+        sections = {
+            section.title: [{"name": line.name, "formula": line.formula} for line in section.lines]
+            for section in self.general
+        }
+        whole = StageDerivation(self.derivation.symbols, self.derivation.steps)
+        return {
+            "symbols": {line.name: line.formula for line in symbol_table()},
+            "values": self.values,
+            "sections": {**sections, **{title: _documents(steps) for title, steps in self.lines.items()}},
+            "stages": [_scope_document(stage) for stage in self.derivation.stages],
+            "iteration": _scope_document(whole),
+            "interference": self.derivation.interference.tolist(),
+            "profile": self.prices,
+        }
+
+
+def _scope_document(scope: StageDerivation) -> dict[str, Any]:
+    return {"values": dict(scope.symbols), "steps": _documents(scope.steps)}
+
+
+def _documents(steps: Iterable[Step]) -> list[dict[str, Any]]:
+    return [
+        {"name": step.name, "formula": step.expression, "value": step.value, "unit": step.unit}
+        for step in steps
+    ]
+
+
+def explain(plan: Plan, *, stage: int = 0, without: Sequence[str] = ()) -> Explained:
+    """The expressions behind `predict` of a plan, and each step of what it computes."""
+    if not 0 <= stage < len(plan.stages):
+        raise InputError(f"--stage is {stage}; the plan has stages 0 to {len(plan.stages) - 1}")
+    job = job_of(plan)
+    evaluator, prices = evaluator_for(job, without=frozenset(without))
+    values = evaluator.memory_values(grid_of(plan, stage))
+    return Explained(
+        plan=plan,
+        stage=stage,
+        prices=prices,
+        values={**{name: float(value) for name, value in values.items()}, "G": float(plan.grad_accum)},
+        general=general_expressions(job, role_of(stage, len(plan.stages))),
+        derivation=derive(plan, evaluator),
+    )

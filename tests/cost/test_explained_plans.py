@@ -1,0 +1,161 @@
+"""What `explain` prints, evaluated by other code than ours, is what `predict` says."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from closed_form_against_events import random_interleaved, random_unequal
+from closed_form_against_events import random_plan as random_pipeline
+from printed_expressions import Scope
+
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.explain import explain
+from mist_megatron.cost.predict import Prediction, job_of, predict
+from mist_megatron.spec.kinds import PerKind
+from mist_megatron.spec.plan import Execution, Plan
+
+PLANS = 54
+
+
+CLASSES = {
+    **{name: partial(random_pipeline, kind=name) for name in ("balanced", "uneven", "traffic", "overlapped")},
+    "interleaved": random_interleaved,
+    "unequal": random_unequal,
+}
+
+
+def with_stages(plan: Plan, **changes: Any) -> Plan:
+    return replace(plan, stages=tuple(replace(stage, **changes) for stage in plan.stages))
+
+
+def on_one_stage(plan: Plan, rng: random.Random) -> Plan:
+    """ZeRO on DeepSpeed, without a pipeline."""
+    gpus, training = plan.cluster.gpus, plan.training
+    stage = replace(
+        plan.stages[0],
+        layers=plan.model.layers,
+        nodes=plan.cluster.nodes,
+        tp=1,
+        dp=gpus,
+        micro_batch=1,
+        gpus_per_node=plan.cluster.gpus_per_node,
+        ckpt=rng.choice((0, plan.model.layers)),
+        zero=rng.choice((1, 2, 3)),
+        offload=PerKind(weights=0.0, grads=0.0, optimizer=rng.choice((0.0, 1.0)), activations=0.0),
+    )
+    return replace(
+        plan,
+        target=rng.choice(("deepspeed", "deepspeed+patches")),
+        grad_accum=training.global_batch,
+        training=replace(training, global_batch=training.global_batch * gpus),
+        execution=Execution(overlap_grad_reduce=rng.random() < 0.5, decoupled_step=rng.random() < 0.3),
+        stages=(stage,),
+        schedule="1f1b",
+        vpp=1,
+    )
+
+
+def random_plan(seed: int) -> Plan:
+    """Of all targets, schedules and kinds of traffic; some of these no target could run."""
+    rng = random.Random(seed)
+    name = list(CLASSES)[seed % len(CLASSES)]
+    plan: Plan = CLASSES[name](rng)
+    turn = seed // len(CLASSES)
+    if name == "balanced" and turn % 3 == 0:
+        plan = with_stages(plan, ckpt=0, recompute="selective")
+        execution = Execution(deterministic=turn % 2 == 0, tp_comm_overlap=turn % 2 == 1)
+        return replace(plan, execution=execution, sequence_parallel=plan.stages[0].tp > 1)
+    if name == "balanced" and turn % 3 == 1:
+        return replace(plan, training=replace(plan.training, flash_attention=False), schedule="gpipe")
+    if name == "uneven" and turn % 3 == 0:
+        offload = PerKind(weights=0.25, grads=0.5, optimizer=0.5, activations=rng.choice((0.0, 0.25)))
+        plan = replace(with_stages(plan, zero=1, offload=offload), target="megatron+patches")
+        return replace(plan, execution=Execution(decoupled_step=turn % 2 == 0))
+    if name == "uneven" and turn % 3 == 1:
+        offload = PerKind(weights=0.0, grads=0.0, optimizer=0.5, activations=rng.choice((0.0, 0.25)))
+        execution = Execution(decoupled_step=turn % 2 == 0)
+        return replace(
+            with_stages(plan, zero=1, offload=offload), target="deepspeed+patches", execution=execution
+        )
+    return on_one_stage(plan, rng) if name == "overlapped" and turn % 2 else plan
+
+
+def printed(plan: Plan) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(json.dumps(explain(plan).to_dict()))
+    return document
+
+
+def close(value: float, truth: float, scale: float) -> bool:
+    """To 1e-9 of the truth, or of what it is a part of."""
+    return abs(value - truth) <= 1e-9 * max(abs(truth), scale)
+
+
+def check_stages(scopes: list[Mapping[str, float]], prediction: Prediction) -> None:
+    for values, stage in zip(scopes, prediction.stages, strict=True):
+        for part, terms in (("t", stage.stable_terms_s), ("d", stage.delta_terms_s)):
+            for term, seconds in terms.items():
+                assert close(values[f"{part}.{term.value}"], seconds, stage.stable_s), term
+        for name, size in stage.memory_terms_bytes.items():
+            assert close(values[f"memory.{name}"], size, stage.peak_memory_bytes), name
+        assert close(values["t"], stage.stable_s, 0.0)
+        assert close(values["d"], stage.delta_s, stage.stable_s)
+        assert close(values["peak_bytes"], stage.peak_memory_bytes, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(PLANS))
+def test_printed_expressions_come_to_what_predict_says(seed: int) -> None:
+    plan = random_plan(seed)
+    evaluator = evaluator_for(job_of(plan))[0]
+    document, prediction = printed(plan), predict(plan, evaluator)
+    factors = document["interference"]
+    whole = dict(document["iteration"]["values"])
+    scopes = []
+    for position, stage in enumerate(document["stages"]):
+        scope = Scope(stage["values"], evaluator.prices, factors)
+        scope.run(stage["steps"])
+        scopes.append(scope.values)
+        whole.update({f"stage{position}.{name}": value for name, value in scope.values.items()})
+    check_stages(scopes, prediction)
+    scope = Scope(whole, evaluator.prices, factors)
+    scope.run(document["iteration"]["steps"])
+    assert close(scope.values["iteration_s"], prediction.iteration_s, 0.0)
+
+
+def test_all_targets_are_among_the_plans() -> None:
+    plans = [random_plan(seed) for seed in range(PLANS)]
+    targets = {"mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches"}
+    assert {plan.target for plan in plans} == targets
+    assert {plan.schedule for plan in plans} >= {"1f1b", "interleaved", "gpipe"}
+
+
+def test_expressions_go_down_to_prices_and_symbols() -> None:
+    """No line is a bare number but for nothing and what a framework allocates once."""
+    document = printed(random_plan(2))
+    for stage in document["stages"]:
+        names = [step["name"] for step in stage["steps"]]
+        assert len(names) == len(set(names))
+        numbers = {step["name"] for step in stage["steps"] if step["formula"].replace(".", "").isdigit()}
+        assert all(
+            name == "memory.framework" or not stage["steps"][names.index(name)]["value"] for name in numbers
+        )
+        assert any("gemm(m=b * s / cp" in step["formula"] for step in stage["steps"])
+        assert any("overlap(" in step["formula"] for step in stage["steps"])
+
+
+def test_a_changed_line_is_noticed() -> None:
+    """The evaluation reads the text: with another number in it, it comes to something else."""
+    plan = random_plan(0)
+    evaluator = evaluator_for(job_of(plan))[0]
+    document = printed(plan)
+    stage = document["stages"][0]
+    step = next(step for step in stage["steps"] if step["name"] == "t.forward")
+    step["formula"] = f"2 * ({step['formula']})"
+    scope = Scope(stage["values"], evaluator.prices, document["interference"])
+    scope.run(stage["steps"])
+    assert scope.values["t.forward"] == pytest.approx(2 * step["value"])
