@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,23 @@ def test_damaged_cache_is_rebuilt(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert load_or_build(CacheFolder(tmp_path), "model a", stage) == expected
     assert json.loads(path.read_text())["key"]
+
+
+@pytest.mark.parametrize("odd", ["pipe", "link to a device", "folder"])
+def test_what_is_no_plain_file_is_passed_over(tmp_path: Path, odd: str) -> None:
+    """A pipe that nobody writes to would wait forever, and /dev/zero fill the memory."""
+    expected = load_or_build(CacheFolder(tmp_path), "model a", stage)
+    (path,) = tmp_path.glob("*.json")
+    path.unlink()
+    if odd == "pipe":
+        os.mkfifo(path)
+    elif odd == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    assert load_or_build(CacheFolder(tmp_path), "model a", stage) == expected
+    assert path.is_file() == (odd != "folder")
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 def test_edited_and_foreign_caches_are_rebuilt(tmp_path: Path) -> None:
