@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import cast, get_args
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from mist_megatron.spec.cluster import GpuSpec
-    from mist_megatron.spec.profile import OperatorTable, Profile
+from mist_megatron.price.prices import Array
+from mist_megatron.price.profile_prices import prices_of, table_work
+from mist_megatron.spec.cluster import GpuSpec, cluster_of
+from mist_megatron.spec.profile import OperatorTable, Profile
+from mist_megatron.spec.training import Precision
 
+Row = tuple[float, ...]
 FOLDS = 5
 LEAST_ROWS = 10
 """Shapes of a table from which on holding a fifth of them out says something."""
@@ -20,7 +23,8 @@ LEAST_ROWS = 10
 def held_out_shapes(profile: Profile, gpu: GpuSpec) -> Iterator[str]:
     """One line for each large table: the error of its shapes, each predicted from the others."""
     for table in profile.tables:
-        if table.operator.startswith(("gemm", "attention")) and len(table.rows) >= LEAST_ROWS:
+        priced = table.operator.startswith(("gemm", "attention")) and table.precision in get_args(Precision)
+        if priced and len(table.rows) >= LEAST_ROWS:
             by_table, by_curve = _errors(profile, gpu, table)
             yield (
                 f"{table.operator} in {table.precision}: {len(table.rows)} shapes, each predicted from the "
@@ -41,14 +45,10 @@ def _errors(profile: Profile, gpu: GpuSpec, table: OperatorTable) -> tuple[float
     return float(np.concatenate(missed).mean()), float(_missed(bare, gpu, table, table.rows).mean())
 
 
-def _missed(profile: Profile, gpu: GpuSpec, table: OperatorTable, rows: Sequence[tuple[float, ...]]) -> Any:
-    from mist_megatron.price.profile_prices import prices_of, table_work
-    from mist_megatron.spec.cluster import cluster_of
-
-    precision: Any = table.precision
+def _missed(profile: Profile, gpu: GpuSpec, table: OperatorTable, rows: Sequence[Row]) -> Array:
     # Tables are of short benchmarks, and so is what they are compared with here.
     unlimited = replace(profile, kernels=replace(profile.kernels, sustained_fraction=None))
-    prices = prices_of(unlimited, cluster_of(gpu, 1, 1), precision)
+    prices = prices_of(unlimited, cluster_of(gpu, 1, 1), cast(Precision, table.precision))
     measured = np.array(rows)
     priced = prices.of(table_work(table.operator, measured))
-    return np.abs(priced.seconds / measured[:, -1] - 1.0)
+    return np.asarray(np.abs(priced.seconds / measured[:, -1] - 1.0))

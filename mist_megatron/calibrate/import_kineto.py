@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 
@@ -80,9 +80,9 @@ class _Found:
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
 
 
-def read_kineto(document: Any, where: str, hints: Hints) -> Imported:
+def read_kineto(document: object, where: str, hints: Hints) -> Imported:
     """All that a profile can use of one rank's trace."""
-    header: Mapping[str, Any] = document if isinstance(document, dict) else {}
+    header: Mapping[str, object] = document if isinstance(document, dict) else {}
     events = header.get("traceEvents") if header else document
     if not isinstance(events, list) or not events:
         raise InputError(f"{where}: no traceEvents; wanted a trace of torch.profiler (export_chrome_trace)")
@@ -97,7 +97,7 @@ def read_kineto(document: Any, where: str, hints: Hints) -> Imported:
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and (call := _launch(event)) is not None
     }  # fmt: skip
     found = _Found()
-    calls: dict[Any, float] = {}
+    calls: dict[int | None, float] = {}
     for event in complete:
         if event.get("cat") == "gpu_memcpy":
             _copy(event, found)
@@ -109,7 +109,7 @@ def read_kineto(document: Any, where: str, hints: Hints) -> Imported:
             if identity not in operators:
                 found.skip("kernels that no recorded operator launched")
             else:
-                calls[identity] = calls.get(identity, 0.0) + float(event["dur"]) * 1e-6
+                calls[identity] = calls.get(identity, 0.0) + _duration_s(event)
     for identity, seconds in calls.items():
         _operator(operators[identity], seconds, found)
     if not found.seconds:
@@ -123,7 +123,7 @@ def read_kineto(document: Any, where: str, hints: Hints) -> Imported:
     return _imported(found, header, where, hints)
 
 
-def _checked(event: Any, place: str) -> Mapping[str, Any] | None:
+def _checked(event: object, place: str) -> Mapping[str, object] | None:
     """A complete event with a possible duration; None for markers, flows and metadata."""
     if not isinstance(event, dict):
         raise InputError(f"{place} is {type(event).__name__}; wanted an object")
@@ -137,23 +137,30 @@ def _checked(event: Any, place: str) -> Mapping[str, Any] | None:
     return event
 
 
-def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
+def _duration_s(event: Mapping[str, object]) -> float:
+    """Of an event that was checked."""
+    duration_us = event["dur"]
+    assert isinstance(duration_us, int | float)
+    return float(duration_us) * 1e-6
+
+
+def _arguments(event: Mapping[str, object]) -> Mapping[str, object]:
     found = event.get("args")
     return found if isinstance(found, dict) else {}
 
 
-def _identity(event: Mapping[str, Any]) -> int | None:
+def _identity(event: Mapping[str, object]) -> int | None:
     found = _arguments(event).get("External id", _arguments(event).get("external id"))
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _launch(event: Mapping[str, Any]) -> int | None:
+def _launch(event: Mapping[str, object]) -> int | None:
     """Number of the call that launched a kernel, on both of them."""
     found = _arguments(event).get("correlation")
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _operator(event: Mapping[str, Any], seconds: float, found: _Found) -> None:
+def _operator(event: Mapping[str, object], seconds: float, found: _Found) -> None:
     """One call with all its kernels."""
     name = str(event.get("name", ""))
     if (name not in PRODUCTS and name not in ATTENTION) or seconds <= 0.0:
@@ -173,23 +180,23 @@ def _operator(event: Mapping[str, Any], seconds: float, found: _Found) -> None:
         found.add(key, seconds)
 
 
-def _sizes(dims: Sequence[Any], place: int, count: int) -> list[float] | None:
+def _sizes(dims: Sequence[object], place: int, count: int) -> list[float] | None:
     entry = dims[place] if place < len(dims) else None
     if not isinstance(entry, list) or len(entry) != count:
         return None
     return [float(size) for size in entry] if all(_is_count(size) for size in entry) else None
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
 
 
-def _precision(types: Sequence[Any], place: int) -> str | None:
+def _precision(types: Sequence[object], place: int) -> str | None:
     found = TYPES.get(str(types[place])) if place < len(types) else None
     return found[0] if found and found[0] in ("bf16", "fp16", "fp32", "fp8") else None
 
 
-def _product(name: str, dims: Sequence[Any], types: Sequence[Any]) -> _Key | None:
+def _product(name: str, dims: Sequence[object], types: Sequence[object]) -> _Key | None:
     place, batched = PRODUCTS[name], "bmm" in name
     left, right = (_sizes(dims, at, 3 if batched else 2) for at in (place, place + 1))
     precision = _precision(types, place)
@@ -199,7 +206,7 @@ def _product(name: str, dims: Sequence[Any], types: Sequence[Any]) -> _Key | Non
     return _Key("gemm", "", precision, (left[-2], right[-1], left[-1], batch))
 
 
-def _attention(name: str, dims: Sequence[Any], types: Sequence[Any], concrete: Any) -> _Key | None:
+def _attention(name: str, dims: Sequence[object], types: Sequence[object], concrete: object) -> _Key | None:
     kind, place, order, causal_at = ATTENTION[name]
     query, key = _sizes(dims, place, 4), _sizes(dims, place + 1, 4)
     precision = _precision(types, place)
@@ -213,20 +220,20 @@ def _attention(name: str, dims: Sequence[Any], types: Sequence[Any], concrete: A
     return _Key(kind, "", precision, (size["b"], size["s"], size["h"], other["h"], size["d"]))
 
 
-def _copy(event: Mapping[str, Any], found: _Found) -> None:
+def _copy(event: Mapping[str, object], found: _Found) -> None:
     name, moved = str(event.get("name", "")), _arguments(event).get("bytes")
     direction = next((way for start, way in _COPIES if name.startswith(start)), None)
     if direction is None:
         if "HtoD" in name or "DtoH" in name:
             found.skip("copies of pageable host memory")
         return
-    if not _is_count(moved) or event["dur"] <= 0:
+    if not _is_count(moved) or not _duration_s(event):
         found.skip("copies without bytes or duration")
         return
-    found.add(_Key("copy", direction, "bytes", (float(moved),)), float(event["dur"]) * 1e-6)
+    found.add(_Key("copy", direction, "bytes", (float(moved),)), _duration_s(event))
 
 
-def _collective(event: Mapping[str, Any], found: _Found, hints: Hints, where: str) -> None:
+def _collective(event: Mapping[str, object], found: _Found, hints: Hints, where: str) -> None:
     arguments = _arguments(event)
     known = COLLECTIVES.get(str(arguments.get("Collective name", "")).lower())
     if known is None:
@@ -238,7 +245,7 @@ def _collective(event: Mapping[str, Any], found: _Found, hints: Hints, where: st
     if not _is_count(count) or not _is_count(size) or width is None or size == 1:
         found.skip("NCCL kernels without message size or group")
         return
-    if event["dur"] <= 0:
+    if not _duration_s(event):
         found.skip("NCCL kernels without duration")
         return
     members = _members(arguments, size)
@@ -248,10 +255,10 @@ def _collective(event: Mapping[str, Any], found: _Found, hints: Hints, where: st
     nodes, strided = _placed(members, hints.gpus_per_node, where)
     ranks = 2.0 if kind == "send_recv" else float(size)
     shape = (float(count * width[1]), ranks, float(min(nodes, ranks)))
-    found.add(_Key("collective", kind, "bytes", shape, strided), float(event["dur"]) * 1e-6)
+    found.add(_Key("collective", kind, "bytes", shape, strided), _duration_s(event))
 
 
-def _members(arguments: Mapping[str, Any], size: int) -> list[int] | None:
+def _members(arguments: Mapping[str, object], size: int) -> list[int] | None:
     """Global ranks of the group; long lists are printed with dots."""
     text = str(arguments.get("Process Group Ranks", ""))
     try:
@@ -278,7 +285,7 @@ def _placed(members: Sequence[int] | None, per_node: int | None, where: str) -> 
     return 1, strided
 
 
-def _imported(found: _Found, header: Mapping[str, Any], where: str, hints: Hints) -> Imported:
+def _imported(found: _Found, header: Mapping[str, object], where: str, hints: Hints) -> Imported:
     conditions: dict[str, Conditions] = {}
     points = []
     for key, seconds in sorted(found.seconds.items(), key=lambda item: repr(item[0])):
@@ -301,7 +308,7 @@ def _imported(found: _Found, header: Mapping[str, Any], where: str, hints: Hints
     return Imported(kind="kineto", conditions=tuple(conditions.values()), points=tuple(points), notes=notes)
 
 
-def _device(header: Mapping[str, Any], hints: Hints) -> str:
+def _device(header: Mapping[str, object], hints: Hints) -> str:
     properties = header.get("deviceProperties")
     names = {
         text_of(item, "name") for item in (properties if isinstance(properties, list) else [])
@@ -310,12 +317,12 @@ def _device(header: Mapping[str, Any], hints: Hints) -> str:
     return hints.device or (names.pop() if len(names) == 1 else UNKNOWN_DEVICE)
 
 
-def _date(header: Mapping[str, Any]) -> str:
+def _date(header: Mapping[str, object]) -> str:
     found = re.search(r"\d{4}-\d{2}-\d{2}", text_of(header, "date"))
     return found.group(0) if found else ""
 
 
-def _versions(header: Mapping[str, Any]) -> dict[str, str]:
+def _versions(header: Mapping[str, object]) -> dict[str, str]:
     named = {"cuda_driver": "cuda_driver_version", "cuda": "cuda_runtime_version"}
     found = {ours: text_of(header, theirs) for ours, theirs in named.items()}
     distributed = header.get("distributedInfo")

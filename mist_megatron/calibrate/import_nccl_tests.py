@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mist_megatron.calibrate.fit_collectives import passes
 from mist_megatron.calibrate.imported import UNKNOWN_DEVICE, Hints, Imported, identity_of, text_of
@@ -190,7 +190,7 @@ def _text_row(cells: Sequence[str], columns: Sequence[str], place: str, number: 
     )  # fmt: skip
 
 
-def _number(text: Any, name: str, place: str) -> float:
+def _number(text: object, name: str, place: str) -> float:
     if not _NUMBER.match(str(text)):
         raise InputError(f"{place}: {name} is {text!r}; wanted a number from 0")
     found = float(str(text))
@@ -199,14 +199,14 @@ def _number(text: Any, name: str, place: str) -> float:
     return found
 
 
-def _positive(text: Any, name: str, place: str) -> float:
+def _positive(text: object, name: str, place: str) -> float:
     found = _number(text, name, place)
     if found <= 0.0:
         raise InputError(f"{place}: {name} is {text}; wanted above 0")
     return found
 
 
-def read_nccl_json(document: Any, where: str, hints: Hints) -> Imported:
+def read_nccl_json(document: object, where: str, hints: Hints) -> Imported:
     """What `-J FILE` writes; keys by the names of nccl-tests 2.16 and later."""
     if not isinstance(document, dict):
         raise InputError(f"{where}: holds {type(document).__name__}; wanted one object with results")
@@ -238,9 +238,9 @@ def read_nccl_json(document: Any, where: str, hints: Hints) -> Imported:
     return replace(_imported(setting, rows, hints, ()), kind="nccl-tests-json")
 
 
-def _json_row(entry: Any, place: str, number: int) -> _Row:
+def _json_row(entry: object, place: str, number: int) -> _Row:
     side = entry.get("out_of_place") if isinstance(entry, dict) else None
-    if not isinstance(side, dict):
+    if not isinstance(entry, dict) or not isinstance(side, dict):
         raise InputError(f"{place}: no out_of_place; wanted size and out_of_place with time, alg_bw, bus_bw")
     return _Row(
         place=place, line=number, size=_positive(entry.get("size"), "size", place),

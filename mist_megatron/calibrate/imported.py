@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from mist_megatron.calibrate.measurements import Conditions, Measurement
 
@@ -44,7 +44,7 @@ def identity_of(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
 
 
-def text_of(mapping: Mapping[str, Any], *names: str) -> str:
+def text_of(mapping: Mapping[str, object], *names: str) -> str:
     """The first of these keys that holds something, as text."""
     for name in names:
         if mapping.get(name) not in (None, ""):

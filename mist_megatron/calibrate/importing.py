@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 from mist_megatron.calibrate.import_kineto import read_kineto
 from mist_megatron.calibrate.import_mpigraph import read_mpigraph
@@ -53,7 +52,7 @@ def kind_of(text: str, where: str) -> Kind:
     )
 
 
-def json_document(text: str, where: str) -> Any:
+def json_document(text: str, where: str) -> object:
     """Parsed JSON, or the line at which it stops to be one."""
 
     def refused(name: str) -> float:

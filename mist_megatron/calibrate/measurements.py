@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mist_megatron.errors import InputError
 
@@ -204,7 +203,7 @@ def _possible(place: str, what: str, got: float, most: float, unit: str) -> None
         )
 
 
-def _object(line: str, place: str) -> dict[str, Any]:
+def _object(line: str, place: str) -> dict[str, object]:
     try:
         value = json.loads(line, parse_constant=lambda name: math.nan)
     except (ValueError, RecursionError):
@@ -239,16 +238,17 @@ def _conditions(value: object, place: str) -> Conditions:
     )
 
 
-def _point(mapping: Mapping[str, Any], place: str, number: int) -> Measurement:
+def _point(mapping: Mapping[str, object], place: str, number: int) -> Measurement:
     kind = mapping.get("kind")
     if not isinstance(kind, str) or kind not in SIZES:
         raise InputError(f"{place}: kind is {kind!r}; known: {', '.join(SIZES)}")
     label = ""
     if kind in LABELS:
         name, known = LABELS[kind]
-        label = mapping.get(name, "")
-        if label not in known:
-            raise InputError(f"{place}: {name} is {label!r}; known: {', '.join(known)}")
+        said = mapping.get(name, "")
+        if not isinstance(said, str) or said not in known:
+            raise InputError(f"{place}: {name} is {said!r}; known: {', '.join(known)}")
+        label = said
     spread = number_of(mapping, "spread", place) if "spread" in mapping else 0.0
     if spread < 0.0:
         raise InputError(f"{place}: spread is {spread:g}; wanted from 0")
@@ -271,7 +271,7 @@ def _point(mapping: Mapping[str, Any], place: str, number: int) -> Measurement:
     )
 
 
-def _at_once(mapping: Mapping[str, Any], place: str) -> int:
+def _at_once(mapping: Mapping[str, object], place: str) -> int:
     """`at_once` of copies and host Adam, `world` of streams that run together."""
     name = "at_once" if "at_once" in mapping else "world"
     found = number_of(mapping, name, place) if name in mapping else 1.0
@@ -280,7 +280,7 @@ def _at_once(mapping: Mapping[str, Any], place: str) -> int:
     return int(found)
 
 
-def number_of(mapping: Mapping[str, Any], name: str, place: str) -> float:
+def number_of(mapping: Mapping[str, object], name: str, place: str) -> float:
     """A finite number under a key."""
     value = mapping.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -82,7 +82,7 @@ def measured_count(profile: Profile) -> tuple[int, int]:
     return sum(origin in KNOWN_BY for origin in origins), len(origins)
 
 
-def table_views(profile: Profile) -> list[dict[str, Any]]:
+def table_views(profile: Profile) -> list[dict[str, object]]:
     """Size of each table and the range of each of its columns."""
     found = []
     for table in profile.tables:
@@ -206,6 +206,6 @@ def document(profile: Profile, gpu: GpuSpec | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _curve_document(profile: Profile, curve: CollectiveCurve) -> dict[str, Any]:
+def _curve_document(profile: Profile, curve: CollectiveCurve) -> dict[str, object]:
     body = {item.name: getattr(curve, item.name) for item in fields(curve)}
     return {**body, "origin": profile.sources[curve.source].origin}

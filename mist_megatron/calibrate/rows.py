@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import TypeGuard, cast, get_args
 
 from mist_megatron.errors import InputError, MistError
 from mist_megatron.formats.document import build
@@ -153,7 +153,7 @@ class _Row:
             raise InputError(f"{self.where}: {name} is {text!r}; wanted one of {', '.join(known)}")
         return text
 
-    def json_list(self, name: str) -> list[Any]:
+    def json_list(self, name: str) -> list[object]:
         text = self.text(name)
         if not text:
             return []
@@ -166,15 +166,15 @@ class _Row:
         return value
 
 
-def _is_size(mib: object) -> bool:
+def _is_size(mib: object) -> TypeGuard[float]:
     return isinstance(mib, int | float) and not isinstance(mib, bool) and 0 < mib < MOST_MIB
 
 
 def _measured(row: _Row, line: int) -> MeasuredRow:
     peak = row.number("measured_peak_mib")
     peaks = row.json_list("measured_stage_peak_mib")
-    wrong = [value for value in peaks if not _is_size(value)]
-    if wrong:
+    sizes = [value for value in peaks if _is_size(value)]
+    if wrong := [value for value in peaks if not _is_size(value)]:
         raise InputError(
             f"{row.where}: measured_stage_peak_mib holds {str(wrong[0])[:40]}; wanted numbers above 0"
         )
@@ -195,7 +195,7 @@ def _measured(row: _Row, line: int) -> MeasuredRow:
         group=row.text("group"),
         measured_s=seconds,
         measured_peak_bytes=None if peak is None else peak * MIB,
-        stage_peak_bytes=tuple(float(value) * MIB for value in peaks),
+        stage_peak_bytes=tuple(float(value) * MIB for value in sizes),
         peak_is_last_stage="last pipeline stage only" in row.text("note"),
         plan=plan,
         skipped=skipped,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +73,7 @@ def _outcome(row: MeasuredRow, file: str, predict: Callable[[MeasuredRow], Predi
         return Outcome(row=row, file=file, predicted=None, skipped=error.message)
 
 
-def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
     """The figures of one file, or of all together; fractions throughout, None where nothing tells."""
     timed = [o for o in outcomes if o.time_error is not None]
     errors = np.array([o.time_error for o in timed], dtype=np.float64)
@@ -98,7 +97,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _worst_document(outcome: Outcome) -> dict[str, Any]:
+def _worst_document(outcome: Outcome) -> dict[str, object]:
     assert outcome.predicted is not None
     return {
         "file": outcome.file,
@@ -155,7 +154,7 @@ def folds_of(rows: Sequence[MeasuredRow], folds: int) -> tuple[int, ...]:
     return tuple(order[name] for name in names)
 
 
-def document(by_file: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
+def document(by_file: Mapping[str, Sequence[Outcome]]) -> dict[str, object]:
     """The JSON of `validate`."""
     everything = [outcome for outcomes in by_file.values() for outcome in outcomes]
     return {

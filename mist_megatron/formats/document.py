@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 from mist_megatron.errors import InputError, MistError
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+    import yaml
+    from pydantic import TypeAdapter, ValidationError
+    from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
 
-_ADAPTERS: dict[Any, Any] = {}
+_ADAPTERS: dict[object, Any] = {}
 """Validators by type: building one takes milliseconds, and pydantic is imported only when one is needed."""
 
 
@@ -41,16 +43,16 @@ def parse(text: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _parse_json(text: str) -> Any:
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping: dict[str, Any] = {}
+def _parse_json(text: str) -> object:
+    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+        mapping: dict[str, object] = {}
         for key, value in items:
             if key in mapping:
                 raise InputError(f"key {key!r} stands twice")
             mapping[key] = value
         return mapping
 
-    def constant(name: str) -> Any:
+    def constant(name: str) -> object:
         raise InputError(f"{name} is not a JSON number")
 
     try:
@@ -76,7 +78,7 @@ _PLAIN: tuple[tuple[str, str, list[str]], ...] = (
 """Tag, pattern and first characters of what an unquoted word of a YAML file means."""
 
 
-def _whole_number(loader: Any, node: Any) -> int:
+def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     digits = node.value.lstrip("-+")
     if len(digits) > 1 and digits.startswith("0"):
         raise InputError(
@@ -87,20 +89,20 @@ def _whole_number(loader: Any, node: Any) -> int:
 
 
 @cache
-def _yaml_loader() -> Any:
+def _yaml_loader() -> type[yaml.SafeLoader]:
     import yaml
 
     class StrictLoader(yaml.SafeLoader):
         """Safe YAML without aliases (a short file must not grow), dates, or duplicate keys."""
 
-        def compose_node(self, parent: Any, index: Any) -> Any:
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
                 event = self.peek_event()  # type: ignore[no-untyped-call]
                 raise InputError(f"line {event.start_mark.line + 1}: aliases (*name) are not accepted")
             return super().compose_node(parent, index)
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-            seen: set[Any] = set()
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+            seen: set[object] = set()
             for key_node, _ in node.value:
                 key = self.construct_object(key_node, deep=True)
                 if not isinstance(key, str):
@@ -119,7 +121,7 @@ def _yaml_loader() -> Any:
     return StrictLoader
 
 
-def _parse_yaml(text: str) -> Any:
+def _parse_yaml(text: str) -> object:
     import yaml
 
     try:
@@ -135,24 +137,24 @@ def _parse_yaml(text: str) -> Any:
 _UNICODE_BREAK = re.compile("[\x85\u2028\u2029]")
 
 
-class Inline(dict[str, Any]):
+class Inline(dict[str, object]):
     """A mapping that is written on one line."""
 
 
 @cache
-def _yaml_dumper() -> Any:
+def _yaml_dumper() -> type[yaml.SafeDumper]:
     import yaml
 
     class Dumper(yaml.SafeDumper):
         """Never writes the aliases that our reader refuses."""
 
-        def ignore_aliases(self, data: Any) -> bool:
+        def ignore_aliases(self, data: object) -> bool:
             return True
 
-    def inline(dumper: Any, data: Inline) -> Any:
+    def inline(dumper: yaml.SafeDumper, data: Inline) -> yaml.Node:
         return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
 
-    def text(dumper: Any, data: str) -> Any:
+    def text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
         # Line breaks of Unicode are only escaped, and so read back as they were, between double quotes.
         style = '"' if _UNICODE_BREAK.search(data) else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
@@ -165,7 +167,7 @@ def _yaml_dumper() -> Any:
     return Dumper
 
 
-def to_yaml(value: Mapping[str, Any], *, width: int) -> str:
+def to_yaml(value: Mapping[str, object], *, width: int) -> str:
     """A document as YAML that `parse` reads back as it was."""
     import yaml
 
@@ -173,7 +175,7 @@ def to_yaml(value: Mapping[str, Any], *, width: int) -> str:
     return text
 
 
-def build(kind: type[T], value: Any, where: str) -> T:
+def build(kind: type[T], value: object, where: str) -> T:
     """A dataclass from a parsed value, every field checked; the first fault is named with its path."""
     from pydantic import ValidationError
 
@@ -190,7 +192,7 @@ def build(kind: type[T], value: Any, where: str) -> T:
     return result
 
 
-def build_versioned(kind: type[T], value: Mapping[str, Any], where: str, schema: int) -> T:
+def build_versioned(kind: type[T], value: Mapping[str, object], where: str, schema: int) -> T:
     """The same for a file whose format is numbered: a file of another format is refused for its number, not
     for the first key that differs."""
     said = value.get("schema")
@@ -220,11 +222,12 @@ def _make_strict(kind: object) -> None:
         _make_strict(form)
 
 
-def _first_fault(error: Any, kind: Any) -> str:
+def _first_fault(error: ValidationError, kind: object) -> str:
     faults = _of_one_form(error.errors(include_url=False, include_context=False))
     missing = [fault["loc"] for fault in faults if fault["type"] in _MISSING]
     # A misspelt key is a missing one and an unknown one: the unknown one is what somebody typed.
-    misspelt = [f for f in faults if f["type"] in _UNKNOWN and _near(f["loc"], [key[-1] for key in missing])]
+    names = [str(key[-1]) for key in missing]
+    misspelt = [f for f in faults if f["type"] in _UNKNOWN and _near(f["loc"], names)]
     fault = (misspelt or faults)[0]
     path = _path(fault["loc"])
     if fault["type"] in _UNKNOWN:
@@ -255,7 +258,7 @@ _UNKNOWN = frozenset({"unexpected_keyword_argument", "extra_forbidden"})
 _MISSING = frozenset({"missing", "missing_argument"})
 
 
-def _of_one_form(faults: list[Any]) -> list[Any]:
+def _of_one_form(faults: list[ErrorDetails]) -> list[ErrorDetails]:
     """Of a value that is a name or a mapping, and was given as a mapping, only what is wrong as a mapping."""
     return [
         {**fault, "loc": tuple(part for part in fault["loc"] if part not in _FORMS)}
@@ -268,7 +271,7 @@ _FORMS = frozenset({"str", "GpuSpec", "dict[str,any]"})
 """What pydantic puts into the path of a value that may have several forms."""
 
 
-def _keys_at(kind: Any, path: tuple[Any, ...]) -> list[str]:
+def _keys_at(kind: object, path: tuple[object, ...]) -> list[str]:
     """Keys of the mapping at a path in a document; none where that is no dataclass."""
     for key in path:
         if isinstance(key, str):
@@ -278,7 +281,7 @@ def _keys_at(kind: Any, path: tuple[Any, ...]) -> list[str]:
     return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
-def _near(path: tuple[Any, ...], names: list[str]) -> str | None:
+def _near(path: tuple[object, ...], names: list[str]) -> str | None:
     found = get_close_matches(str(path[-1]), names, n=1, cutoff=0.6)
     return found[0] if found else None
 
@@ -287,14 +290,14 @@ def _more(count: int) -> str:
     return f" (and {count} more)" if count > 0 else ""
 
 
-def _path(parts: tuple[Any, ...]) -> str:
+def _path(parts: tuple[object, ...]) -> str:
     text = ""
     for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text or "document"
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return {list: "a list", str: "plain text", type(None): "nothing"}.get(type(value), "a single value")
 
 

@@ -32,7 +32,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 class _Config:
     """Typed access to a config's keys; a wrong type is named with its key."""
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+    def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values, self.where = values, where
 
     def integer(self, *names: str, default: int | None = None, null: int | None = None) -> int:
@@ -74,7 +74,7 @@ class _Config:
             raise InputError(f"{self.where}: {name} is {str(not value).lower()}: {why}")
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -307,12 +307,12 @@ _REASONS = {
 """Why some well-known architectures are refused; the others are simply not known."""
 
 
-def is_huggingface(values: Mapping[str, Any]) -> bool:
+def is_huggingface(values: Mapping[str, object]) -> bool:
     """Whether a parsed file looks like a Hugging Face config rather than our own model mapping."""
     return "model_type" in values or "architectures" in values
 
 
-def model_from_huggingface(values: Mapping[str, Any], where: str) -> ModelSpec:
+def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpec:
     """Read a config.json; the architecture decides which reader, or is refused by name."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
@@ -336,7 +336,7 @@ def model_from_huggingface(values: Mapping[str, Any], where: str) -> ModelSpec:
     return _READERS[kind](config, name)
 
 
-def _refuse_other_heads(values: Mapping[str, Any], where: str) -> None:
+def _refuse_other_heads(values: Mapping[str, object], where: str) -> None:
     """A classifier has no projection onto the vocabulary; its loss is not ours."""
     named = values.get("architectures")
     for text in named if isinstance(named, list) else ():

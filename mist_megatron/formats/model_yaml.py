@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build
@@ -61,7 +61,7 @@ class ModelDocument:
     """A norm before the output projection."""
 
 
-def model_from_mapping(value: Mapping[str, Any], where: str) -> ModelSpec:
+def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:
     """A model from DESIGN's keys: family, layers, hidden, ffn_hidden, heads, kv_heads, vocab and options."""
     document = build(ModelDocument, dict(value), where)
     llama, gpt = document.family == "llama", document.family == "gpt"

@@ -78,7 +78,7 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
     return plan_from_mapping(parse(text, where), where)
 
 
-def plan_from_mapping(value: Mapping[str, Any], where: str = "plan") -> Plan:
+def plan_from_mapping(value: Mapping[str, object], where: str = "plan") -> Plan:
     """Read the parsed form of a plan."""
     _refuse_boolean_levels(value, where)
     document = build_versioned(PlanDocument, value, where, SCHEMA)
@@ -110,7 +110,7 @@ def plan_from_mapping(value: Mapping[str, Any], where: str = "plan") -> Plan:
         raise InputError(f"{where}: {error.message}", details=error.details) from None
 
 
-def _refuse_boolean_levels(value: Mapping[str, Any], where: str) -> None:
+def _refuse_boolean_levels(value: Mapping[str, object], where: str) -> None:
     """`zero: true` is not a level, though Python (and so the validator) takes true for 1."""
     stages = value.get("stages")
     for index, stage in enumerate(stages if isinstance(stages, list) else ()):
@@ -119,7 +119,7 @@ def _refuse_boolean_levels(value: Mapping[str, Any], where: str) -> None:
             raise InputError(f"{where}: stages[{index}].zero is {level}; wanted 0, 1, 2 or 3")
 
 
-def _model(value: str | dict[str, Any]) -> ModelSpec:
+def _model(value: str | dict[str, object]) -> ModelSpec:
     if not isinstance(value, str):
         return model_from_mapping(value, "model")
     if value.endswith((".json", ".yaml", ".yml")):
@@ -168,7 +168,7 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
     return written
 
 
-def _given(value: LinkOverrides | Execution) -> dict[str, Any]:
+def _given(value: LinkOverrides | Execution) -> dict[str, object]:
     return {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) is not None}
 
 

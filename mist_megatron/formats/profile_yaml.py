@@ -14,7 +14,6 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
 
 from mist_megatron.errors import InputError, ProfileError
 from mist_megatron.formats.document import build_versioned, parse, to_yaml
@@ -162,9 +161,9 @@ def profile_to_files(profile: Profile, precision_files: Mapping[int, str]) -> di
         references.append(asdict(reference))
         digest.update(repr(table.rows).encode())
     whole = asdict(replace(profile, tables=()))
-    body: dict[str, Any] = {"schema": PROFILE_SCHEMA, **whole, "tables": references}
+    body: dict[str, object] = {"schema": PROFILE_SCHEMA, **whole, "tables": references}
     body.pop("content_hash")
-    body = _plain({key: value for key, value in body.items() if value not in (None, "")})
+    body = {key: _plain(value) for key, value in body.items() if value not in (None, "")}
     digest.update(json.dumps(body, sort_keys=True).encode())
     body["content_hash"] = digest.hexdigest()[:16]
     files[f"{profile.name}.yaml"] = to_yaml(body, width=110).encode()
@@ -178,7 +177,7 @@ def pack_table(table: OperatorTable) -> bytes:
     return gzip.compress(("\n".join(lines) + "\n").encode("ascii"), mtime=0)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Plain data without empty options, tuples as lists: what YAML and JSON hold alike."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items() if item is not None}
