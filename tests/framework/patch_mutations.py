@@ -101,11 +101,6 @@ MUTATIONS: dict[str, tuple[str, str, Any]] = {
     "weights_stay_here": (HELD, "free", lambda free: lambda self: None),
     # Waits and bookkeeping that show only where copies are late.
     "a_count_for_each_part": (UNIT, "_narrowed_hybrid", _groups_as_they_are),
-    "release_before_copied": (
-        f"{UNIT}.PendingStep",
-        "wait_for_copies",
-        lambda wait: lambda self, *unit: None,
-    ),
     "step_before_sent": (UNIT, "_send_gradients", _forget_what_was_sent),
     "use_before_arrival": (HELD, "use", lambda use: lambda self: self.fetch()),
     "change_is_forgotten": (HELD, "write", lambda write: lambda self: self.use()),

@@ -245,6 +245,7 @@ def state_bytes(chunks: list[Any]) -> dict[str, int]:
         found[f"{kind}_host"] = sum(one.host_bytes for one in held)
         if held:
             found[f"{kind}_visiting"] = held[0].meter.peak_bytes
+            found[f"{kind}_moved"] = held[0].meter.moved_in_bytes + held[0].meter.moved_out_bytes
             held[0].meter.peak_bytes = held[0].meter.now_bytes
     return found
 
@@ -378,6 +379,9 @@ def report(trainer: Trainer) -> dict[str, Any]:
             for groups in (hybrid.cpu_param_groups, hybrid.gpu_param_groups)
         ]
         found["parameters"] = sum(count)
+        registered = torch.cuda.cudart().registered
+        masters = [p for group in hybrid.cpu_param_groups for p in group["params"]]
+        found["pinned_share"] = sum(p.data_ptr() in registered for p in masters) / max(len(masters), 1)
         found["host_share"] = count[0] / sum(count)
         found["largest_shard_share"] = max(p.numel() for g in hybrid.param_groups for p in g["params"]) / sum(
             count

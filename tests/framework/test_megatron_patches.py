@@ -96,6 +96,7 @@ def test_exact_optimizer_fraction():
     assert len(native[0]["hybrids"]) == 2 and min(native[0]["hybrids"]) > 0
     assert "failed" not in first_copies[0] and len(first_copies[0]["hybrids"]) == 2
     assert megatrons_split[0]["host_share"] == native[0]["host_share"]
+    assert (native[0]["pinned_share"], exact[0]["pinned_share"]) == (0.0, 1.0), "fp32 copies on the host"
     assert exact[0]["hybrids"] == [4 * exact[0]["parameters"]], "fp32 copies of this rank's shards alone"
 
 

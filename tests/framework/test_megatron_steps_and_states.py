@@ -105,6 +105,13 @@ def test_activations_alone_and_all_together(name):
     assert_same(found[name, "plain"], found[name, "all"])
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp32 sharded"])
+def test_decoupled_steps_move_no_gradient_twice(name):
+    """Those of the step that is pending stay where they are until their layer is stepped."""
+    (states,), (both,) = one_process()[name, "states"], one_process()[name, "all"]
+    assert 0 < both["bytes"]["grads_moved"] <= states["bytes"]["grads_moved"]
+
+
 def test_exact_fraction_alone_and_all_together():
     """In bf16: in fp32 Megatron itself cannot build its optimizer on host and device.
 

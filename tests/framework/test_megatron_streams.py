@@ -45,7 +45,6 @@ def plain(case: Case) -> Case:
 
 MUTANTS = {
     "a_count_for_each_part": "host, steps",
-    "release_before_copied": "host, all",
     "step_before_sent": "host, steps",
     "use_before_arrival": "weights",
     "change_is_forgotten": "gradients",

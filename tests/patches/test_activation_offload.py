@@ -88,6 +88,32 @@ def test_training_is_bitwise_the_same(fraction, recomputed):
     assert patch.counts.offloaded_tensors > 0 or fraction == 0.0
 
 
+class InPlace(Layer):
+    """One storage is saved twice, with other contents."""
+
+    def forward(self, x):
+        y = self.up(x).detach().requires_grad_() * 1.0
+        z = y.sin()
+        with torch.no_grad():
+            y.add_(1.0)
+        return x + self.down(z + y.cos() + self.up(x))
+
+
+def test_a_storage_that_changed_is_copied_again():
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    layer, saved = InPlace(32), []
+    patch = offload.ActivationOffload([layer], 1.0, min_bytes=0)
+    begin = offload._Copy.__init__
+    with pytest.MonkeyPatch.context() as watching:
+        watching.setattr(
+            offload._Copy, "__init__", lambda self, t, s: (saved.append(t.clone()), begin(self, t, s))[1]
+        )
+        layer(x)
+    patch.remove()
+    same_size = [t.view(torch.float32) for t in saved if t.nbytes == 4 * 128 * 4]
+    assert any(torch.allclose(a + 1.0, b) for a in same_size for b in same_size), "before and after it"
+
+
 def test_what_other_code_gives_back_is_refused():
     """Its memory may hold another tensor by now, which would be taken for it, or be freed beneath a copy."""
     model = Stack()

@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mist_patches.core.hooking import PatchRefused, replace
-from mist_patches.megatron.optimizer_fraction import _wait_for_wide_gradients, choose_shards
+from mist_patches.megatron.optimizer_fraction import (
+    _wait_for_wide_gradients,
+    _widen_before_copies,
+    choose_shards,
+)
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.floats(0, 1))
@@ -74,19 +78,34 @@ def test_the_device_share_waits_for_gradients_that_are_widened(monkeypatch, dtyp
     shard = torch.nn.Parameter(torch.ones(4))
     shard.decoupled_grad = torch.ones(4, dtype=getattr(torch, dtype))
 
+    wide, copied = torch.ones(4), torch.ones(4)
+
     class Hybrid:
         gpu_optimizer = SimpleNamespace(register_step_pre_hook=hooks.append)
         param_to_fp32_param: ClassVar = {shard: shard}
+        cpu_optimizers: ClassVar = [object()]
         _d2h_stream = torch.cuda.Stream()
 
-    hybrid, wide = Hybrid(), torch.ones(4)
+        def _set_sub_optimizer_grads(self) -> None:
+            for _ in self.param_to_fp32_param:
+                machine.run([], [wide])
+            for _ in self.cpu_optimizers:
+                machine.run([], [copied])
+
+    hybrid = Hybrid()
     _wait_for_wide_gradients(lambda self: None)(hybrid)
     with torch.cuda.stream(hybrid._d2h_stream):
-        machine.run([], [wide])
+        _widen_before_copies(Hybrid._set_sub_optimizer_grads)(hybrid)
+    assert (hybrid.param_to_fp32_param, hybrid.cpu_optimizers) == (
+        Hybrid.param_to_fp32_param,
+        Hybrid.cpu_optimizers,
+    )
     for hook in hooks:
         hook(None, (), {})
     if waits:
         machine.run([wide], [])
-    else:  # nothing was widened: no wait for copies that others need
+    else:
         with pytest.raises(Race):
             machine.run([wide], [])
+    with pytest.raises(Race):  # nobody waits for the copies that the host's share needs
+        machine.run([copied], [])

@@ -12,7 +12,7 @@ from mist_patches.core import activation_offload as offload  # noqa: E402
 from mist_patches.core import host_copies, pinned_memory  # noqa: E402
 from mist_patches.core.host_copies import Held, Meter, Streams  # noqa: E402
 from mist_patches.megatron.decoupled_step import DecoupledSteps  # noqa: E402
-from stream_order import Machine, Race, stand_in  # noqa: E402
+from stream_order import Machine, Race, key_of, stand_in  # noqa: E402
 from torch import nn  # noqa: E402
 
 SEEDS = range(24)
@@ -159,6 +159,63 @@ def test_activation_copies_are_in_order(machine, monkeypatch):
     train_in_flight(machine, monkeypatch)
     pool = offload._POOL
     assert pool.used_bytes == 0 < pool.spare_bytes <= 1.25 * pool.most_used_bytes
+
+
+@pytest.fixture
+def far_ahead(monkeypatch):
+    """A host far ahead of the GPU, which sees no copy done; and what is held at each copy."""
+    machine = Machine(lambda: False)
+    machine.chance = random.Random(0)
+    stand_in(monkeypatch, machine)
+    for module in (host_copies, pinned_memory):
+        monkeypatch.setattr(module, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(offload, "_POOL", pinned_memory.Pool())
+    made, most = [], [0]
+    begin = offload._Copy.__init__
+
+    def watched(self, *words):
+        begin(self, *words)
+        made.append(self)
+        most.append(sum(copy.source is not None for copy in made))
+
+    monkeypatch.setattr(offload._Copy, "__init__", watched)
+    return machine, most
+
+
+def test_no_more_than_a_layers_activations_are_on_their_way_out(far_ahead):
+    machine, held_at_each_copy = far_ahead
+    layers = [Layer(machine) for _ in range(6)]
+    patch = offload.ActivationOffload(layers, 1.0, min_bytes=0)
+    x = torch.ones(2, 8, requires_grad=True)
+    x = layers[0](x)
+    one_layer = len(held_at_each_copy) - 1
+    for layer in layers[1:]:
+        x = layer(x)
+    patch.remove()
+    assert 2 < one_layer < len(held_at_each_copy) / 4
+    assert max(held_at_each_copy) <= one_layer + 1, "memory stays until the host sees its copy done"
+
+
+def test_no_more_than_two_states_are_on_their_way_out(far_ahead):
+    visits = Visits(far_ahead[0])
+    for k in (0, 1, 2):
+        visits.write(k)
+        visits.release(k)
+        assert len(visits.streams.leaving) <= 2
+    assert sum(held.on_device for held in visits.held) <= 2
+
+
+def test_memory_is_given_back_behind_the_stream_that_used_it(far_ahead):
+    """A copy may go in the garbage collector, in whose thread another stream is the current one."""
+    machine, _ = far_ahead
+    copy = offload._Copy(torch.ones(8, dtype=torch.uint8), offload._Streams())
+    copy.leave()
+    copy.fetch()
+    back, other = copy.back, torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        copy.__del__()
+    machine.free(key_of(back))
+    machine.run([], [])  # on the main stream, which may be given the memory again
 
 
 def caught(run, machine: Machine, tries: int = 20) -> bool:

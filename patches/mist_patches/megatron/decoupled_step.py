@@ -8,7 +8,9 @@ What: `optimizer.step()` does all that decides the step - unscaling, the search 
 norm, clipping - and returns as before, but keeps the update pending (`megatron.unit_steps`). A hook before
 each layer's forward takes its part and gathers its parameters. Until then its gradients stay in Megatron's
 buffer: zeroing skips them, and they are zeroed after the update. Learning rate and weight decay are those
-of the moment of `step()`.
+of the moment of `step()`. Gradients that live on the host are on the device when the step is decided on, and
+stay there until their layer is stepped: the forward pass, which fills the device with activations, empties it
+of gradients layer by layer.
 
 No rollback: the paper steps optimistically and takes the step back when the global norm turns out invalid.
 In Megatron the norm is reduced within `step()`, before this patch acts, so a step that must not be taken is
@@ -81,22 +83,14 @@ class DecoupledSteps:
         if optimizer.is_stub_optimizer:
             return True
         kept = PendingStep(optimizer, step)
-        for unit in _all_units(optimizer, kept):
+        units = _all_units(optimizer, kept)
+        kept.send(units)
+        for unit in units:
             self.pending.setdefault(unit, []).append(kept)
         self._decided = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
         if self.at_once:
             self.flush("at once")
-        else:
-            self._put_away(kept)
         return True
-
-    def _put_away(self, step: PendingStep) -> None:
-        """Offloaded gradients go back to the host until their unit is stepped."""
-        held = [unit.grads for unit in self.pending if unit.grads is not None]
-        if held:
-            step.wait_for_copies()
-        for grads in held:
-            grads.release()
 
     def take(self, unit: Unit, *, runs_now: bool = True) -> None:
         """The unit's part of every pending step, and the gather of its parameters.
@@ -119,9 +113,6 @@ class DecoupledSteps:
             for one in units:
                 if one.weights is not None and not (runs_now and one is unit):
                     one.weights.release()
-        ahead = next((one for one in self.pending if one.chunk is chunk and one.grads is not None), None)
-        if runs_now and ahead is not None and ahead.grads is not None:
-            ahead.grads.fetch()
 
     def take_group(self, parameters: Iterable[nn.Parameter]) -> None:
         """What must happen before these parameters are gathered."""

@@ -12,8 +12,10 @@ fraction 0, and the two answers are joined.
 Two more things go with it. With the distributed optimizer Megatron builds a first HybridDeviceOptimizer on
 whole parameters and then another on this rank's shards. The first refers to itself in a circle, so its fp32
 copies of whole parameters, on host and device, would stay until the garbage collector comes; here it makes
-none. And where gradients are bf16, Megatron widens the device's share on the stream of the copies to the
-host and steps it on another without waiting; here the step waits.
+none. Where gradients are bf16, Megatron widens the device's share on the stream of the copies to the host and
+steps it on another without waiting; here the step waits for the widening, not for the copies behind it. And
+Megatron pins the half-precision copies of the host's share, but not the fp32 ones that it makes of them and
+keeps, so that every step's copy back to the device would stop the host; here those are pinned.
 
 Tested with megatron-core 0.16.1 and 0.19.2.
 """
@@ -94,6 +96,7 @@ def exact_optimizer_fraction(fraction: float | None = None) -> Callable[[], None
             HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", ("self", "offload_fraction"), build
         ),
         replace(HybridDeviceOptimizer, "_init_sub_optimizers", ("self",), _wait_for_wide_gradients),
+        replace(HybridDeviceOptimizer, "_set_sub_optimizer_grads", ("self",), _widen_before_copies),
         *first.watch(),
     ]
 
@@ -177,11 +180,41 @@ def _wait_for_wide_gradients(original: Callable[[Any], None]) -> Any:
 
             owner = hybrid()
             if owner is not None and any(map(_is_widened, owner.param_to_fp32_param)):
-                torch.cuda.current_stream().wait_stream(owner._d2h_stream)
+                torch.cuda.current_stream().wait_event(owner.mist_widened)
 
         self.gpu_optimizer.register_step_pre_hook(wait)
 
     return _init_sub_optimizers
+
+
+def _widen_before_copies(original: Callable[[Any], None]) -> Any:
+    """Megatron does both in one call; between them an event says when the device's share can be stepped."""
+
+    @functools.wraps(original)
+    def _set_sub_optimizer_grads(self: Any) -> None:
+        import torch
+
+        on_host, masters = self.cpu_optimizers, self.param_to_fp32_param
+        try:
+            self.cpu_optimizers = []
+            original(self)
+            self.mist_widened = torch.cuda.current_stream().record_event()
+            self.cpu_optimizers, self.param_to_fp32_param = on_host, {}
+            original(self)
+        finally:
+            self.cpu_optimizers, self.param_to_fp32_param = on_host, masters
+
+    return _set_sub_optimizer_grads
+
+
+def _pin(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Move what is on the host into pinned memory, where it is not there already."""
+    from mist_patches.core.pinned_memory import pinned
+
+    for group in groups:
+        for p in group["params"]:
+            if not p.is_pinned():
+                p.data = pinned(p.shape, p.dtype).copy_(p.data)
 
 
 def _is_widened(parameter: Any) -> bool:
@@ -208,6 +241,8 @@ def _split(
         device = original(optimizer, 0.0)
     finally:
         optimizer.param_groups = groups
+    if optimizer.pin_cpu_params:
+        _pin(host[0])
     if getattr(optimizer, "mist_moved_bytes", None) != moved_bytes:  # split again when a checkpoint is loaded
         optimizer.mist_moved_bytes = moved_bytes
         log.info(

@@ -53,19 +53,16 @@ class PendingStep:
             for g in inner.param_groups
             for p in g["params"]
         }
-        if self._hybrid:
-            _send_gradients(inner)
 
     @property
     def units(self) -> set[Unit]:
         return set(self._unit_of.values())
 
-    def wait_for_copies(self) -> None:
-        """Let nothing touch the gradients' memory before HybridDeviceOptimizer has copied them."""
+    def send(self, units: Sequence[Unit]) -> None:
+        """Begin to copy the gradients of the host's share, in the order in which these units are stepped."""
         if self._hybrid:
-            import torch
-
-            torch.cuda.current_stream().wait_stream(self.optimizer.optimizer._d2h_stream)
+            place = {unit: k for k, unit in enumerate(units)}
+            _send_gradients(self.optimizer.optimizer, lambda p: place[self._unit_of[id(p)]])
 
     def take(self, unit: Unit) -> None:
         """Step the parameters of this unit."""
@@ -159,14 +156,31 @@ def _narrowed_lists(optimizer: Any, unit: Unit) -> Iterator[None]:
             setattr(optimizer, name, groups)
 
 
-def _send_gradients(hybrid: Any) -> None:
+def _send_gradients(hybrid: Any, place: Callable[[Any], int]) -> None:
     """Start all copies of gradients to the host at once, as HybridDeviceOptimizer.step does: taken one by
-    one they would each wait for the layers that run in between."""
+    one they would each wait for the layers that run in between.
+
+    Megatron has an optimizer for each parameter on the host, in the order of its parameter groups; the first
+    layer's gradients would come behind those of all layers whose parameters are in an earlier group. Here
+    they are sent in the order of `place`.
+    """
     import torch
 
+    kept = hybrid.cpu_optimizers
+    hybrid.cpu_optimizers = sorted(kept, key=lambda one: min(map(place, _on_device(hybrid, one))))
     hybrid._d2h_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(hybrid._d2h_stream):
-        hybrid._set_sub_optimizer_grads()
+    try:
+        with torch.cuda.stream(hybrid._d2h_stream):
+            hybrid._set_sub_optimizer_grads()
+    finally:
+        hybrid.cpu_optimizers = kept
+
+
+def _on_device(hybrid: Any, optimizer: Any) -> Iterator[Any]:
+    """The parameters on the device whose copies this optimizer on the host steps."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            yield hybrid.cpu_copys_map_gpu_param.get(p, p)
 
 
 @contextmanager
