@@ -113,7 +113,7 @@ def test_a_table_with_a_negative_time_names_its_line(document: dict) -> None:
         read(document, table)
 
 
-@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "..", ".hidden", "a/b\\c", "x" * 200])
+@pytest.mark.parametrize("name", ["../../evil", "/evil", "..", ".hidden", "a/b\\c", "x" * 200])
 def test_pictures_stay_in_their_folder_whatever_the_profile_is_called(
     name: str, tmp_path: Path, ran_here
 ) -> None:

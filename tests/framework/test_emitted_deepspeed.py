@@ -140,8 +140,8 @@ def test_every_emitted_json_parses_for_its_world_size() -> None:
 
 
 def wild_files() -> dict[str, str]:
-    """The hand-written files of tests/emit/test_convert.py."""
-    path = SCRIPT.parent.parent / "emit" / "test_convert.py"
+    """The hand-written files of tests/frameworks/test_convert.py."""
+    path = SCRIPT.parent.parent / "frameworks" / "test_convert.py"
     spec = importlib.util.spec_from_file_location("wild_files", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
