@@ -4,7 +4,11 @@
 
     tuned = mm.tune(model="gpt3-7b", gpus=32)
 
-What is listed here is the Python API (docs/api.md); each name is imported when it is first used.
+What is listed here is the Python API (docs/api.md); each name is imported when it is first used. Arguments
+have the names of the command line's options; typed values may stand for their names, and a plan may be a
+`Plan`, the path of a plan.yaml, the mapping that such a file holds, or any result that has a `plan`. Results
+are frozen, print in one screen, and give with `to_dict()` the document that `--json` prints. What goes wrong
+is raised as a `MistError`, with the words of the command line.
 """
 
 from importlib import import_module
@@ -13,23 +17,23 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mist_megatron.ask.api import compare as compare
-    from mist_megatron.ask.api import convert as convert
-    from mist_megatron.ask.api import emit as emit
-    from mist_megatron.ask.api import job as job
-    from mist_megatron.ask.api import lint as lint
-    from mist_megatron.ask.api import load_plan as load_plan
-    from mist_megatron.ask.api import predict as predict
-    from mist_megatron.ask.api import recipe as recipe
-    from mist_megatron.ask.api import simulate as simulate
-    from mist_megatron.ask.api import tune as tune
     from mist_megatron.ask.compare import Compared as Compared
+    from mist_megatron.ask.compare import compare as compare
     from mist_megatron.ask.convert import Converted as Converted
+    from mist_megatron.ask.convert import convert as convert
     from mist_megatron.ask.emit import Emitted as Emitted
+    from mist_megatron.ask.emit import emit as emit
+    from mist_megatron.ask.job_words import job as job
     from mist_megatron.ask.lint import Linted as Linted
+    from mist_megatron.ask.lint import lint as lint
+    from mist_megatron.ask.plans import load_plan as load_plan
     from mist_megatron.ask.predict import Predicted as Predicted
+    from mist_megatron.ask.predict import predict as predict
+    from mist_megatron.ask.recipes import recipe as recipe
     from mist_megatron.ask.simulate import Simulated as Simulated
+    from mist_megatron.ask.simulate import simulate as simulate
     from mist_megatron.ask.tune import Tuned as Tuned
+    from mist_megatron.ask.tune_words import tune as tune
     from mist_megatron.errors import EmitError as EmitError
     from mist_megatron.errors import InputError as InputError
     from mist_megatron.errors import MistError as MistError
@@ -48,14 +52,17 @@ if TYPE_CHECKING:
     from mist_megatron.spec.training import TrainingSpec as TrainingSpec
 
 _HOME = {
-    "ask.api": "tune compare predict simulate lint convert emit job load_plan recipe",
+    "ask.tune_words": "tune",
+    "ask.compare": "compare Compared",
+    "ask.predict": "predict Predicted",
+    "ask.simulate": "simulate Simulated",
+    "ask.lint": "lint Linted",
+    "ask.convert": "convert Converted",
+    "ask.emit": "emit Emitted",
+    "ask.job_words": "job",
+    "ask.plans": "load_plan",
+    "ask.recipes": "recipe",
     "ask.tune": "Tuned",
-    "ask.compare": "Compared",
-    "ask.predict": "Predicted",
-    "ask.simulate": "Simulated",
-    "ask.lint": "Linted",
-    "ask.convert": "Converted",
-    "ask.emit": "Emitted",
     "spec.job": "Job",
     "spec.model": "ModelSpec",
     "spec.training": "TrainingSpec",

@@ -16,12 +16,13 @@ from functools import cached_property
 from pathlib import Path
 
 import mist_megatron as mm
-from mist_megatron.ask import api
+from mist_megatron.ask.convert import ConvertWords
 from mist_megatron.ask.job_words import JobWords
+from mist_megatron.ask.simulate import SimulateWords
 from mist_megatron.ask.tune_words import AS_USUAL, TuneWords
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
-WORDS = {"TuneWords": "those of a job and of a search", "JobWords": "those of a job"}
+WORDS = {kind.__name__: kind for kind in (JobWords, TuneWords, ConvertWords, SimulateWords)}
 
 
 def page() -> str:
@@ -30,10 +31,9 @@ def page() -> str:
     results = [name for name in classes if hasattr(getattr(mm, name), "to_dict")]
     errors = [name for name in classes if issubclass(getattr(mm, name), Exception)]
     values = [name for name in classes if name not in results + errors]
-    parts = [HEAD.format(about=inspect.getdoc(api).partition("\n\n")[2])]
+    parts = [HEAD.format(about=inspect.getdoc(mm).partition("first used. ")[2])]
     parts += ["## Functions", *(function_text(name) for name in functions)]
-    parts += ["### Arguments of a job", words_table(JobWords, set())]
-    parts += ["### Arguments of a search", words_table(TuneWords, set(JobWords.__annotations__))]
+    parts += ["### Arguments of a job", words_table("JobWords")]
     parts += ["## Results", *(class_text(name) for name in results)]
     parts += ["## Values", VALUES, value_table(values)]
     parts += ["## Errors", error_table(errors)]
@@ -61,7 +61,7 @@ def function_text(name: str) -> str:
     starred = False
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            more = WORDS[parameter.annotation.removeprefix("Unpack[").removesuffix("]")]
+            more = parameter.annotation.removeprefix("Unpack[").removesuffix("]")
             parameters.append(("" if starred else "*, ") + "...")
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
@@ -71,8 +71,16 @@ def function_text(name: str) -> str:
         parameters.append(f"{parameter.name}: {parameter.annotation}{default}")
     returns = inspect.signature(function).return_annotation
     lines = [f"### mm.{name}", "", "```python", *call_lines(f"mm.{name}", parameters, returns), "```", ""]
-    lines += [f"`...`: {more}, see below.", ""] if more else []
-    return "\n".join([*lines, inspect.getdoc(function)])
+    lines += [inspect.getdoc(function)]
+    if more and more != "JobWords":
+        lines += ["", words_table(more)]
+    if more and issubclass_of_job(more):
+        lines += ["", "`...`: those [of a job](#arguments-of-a-job)."]
+    return "\n".join(lines)
+
+
+def issubclass_of_job(words: str) -> bool:
+    return set(JobWords.__annotations__) <= set(WORDS[words].__annotations__)
 
 
 def call_lines(name: str, parameters: list[str], returns: str) -> list[str]:
@@ -82,13 +90,11 @@ def call_lines(name: str, parameters: list[str], returns: str) -> list[str]:
     return [f"{name}(", *(f"    {parameter}," for parameter in parameters), f") -> {returns}"]
 
 
-def words_table(words: type, without: set[str]) -> str:
+def words_table(words: str) -> str:
     rows = []
-    said = annotations_of(words)
-    for name, (hint, meaning) in said.items():
-        if name not in without:
-            default = f"`{AS_USUAL[name]!r}`" if name in AS_USUAL else ""
-            rows.append((f"`{name}`", f"`{hint}`", default, meaning))
+    for name, (hint, meaning) in annotations_in(WORDS[words]):
+        default = f"`{AS_USUAL[name]!r}`" if name in AS_USUAL and words == "TuneWords" else ""
+        rows.append((f"`{name}`", f"`{hint}`", default, meaning))
     return table(("argument", "type", "default", "meaning"), rows)
 
 
@@ -150,12 +156,8 @@ def error_table(errors: list[str]) -> str:
 
 
 def annotations_of(kind: type) -> dict[str, tuple[str, str]]:
-    """Name -> type as it is written, and the text under it; bases first."""
-    found: dict[str, tuple[str, str]] = {}
-    for base in (*getattr(kind, "__orig_bases__", ()), kind):
-        if base in (kind, JobWords):
-            found |= dict(annotations_in(base))
-    return found
+    """Name -> type as it is written, and the text under it."""
+    return dict(annotations_in(kind))
 
 
 def annotations_in(kind: type) -> Iterator[tuple[str, tuple[str, str]]]:

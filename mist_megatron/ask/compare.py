@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
+from mist_megatron.ask.job_words import JobWords, asked_job
 from mist_megatron.ask.plan_words import columns, lines_repr, place_words
 from mist_megatron.ask.tune import SILENT, tune
+from mist_megatron.ask.tune_words import check_numbers, space_of
+from mist_megatron.ask.words import with_words
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.search import Settings, Watch
 from mist_megatron.search.space import Space, named_spaces
@@ -63,20 +66,29 @@ class Compared:
         return lines_repr(self, [f"{place_words(self.job)}, {self.job.target}", *columns(rows)])
 
 
+@with_words
 def compare(
-    job: Job, spaces: Sequence[Space] = (), *, step: float = 0.125, watch: Watch = SILENT
+    job: Job | None = None,
+    *,
+    space: str | Space | Sequence[str | Space] | None = None,
+    grid: float = 0.125,
+    watch: Watch | None = None,
+    **words: Unpack[JobWords],
 ) -> Compared:
-    """Searches each space, all named ones by default; `step` is of the offload fractions."""
+    """The same job under each named space, or under some: what the freedom of each is worth."""
+    asked = asked_job(job, words)
+    check_numbers(grid, 1, 1, None)
+    named = [space] if isinstance(space, str | Space) else space or ()
     results: dict[str, SpaceBest] = {}
-    for space in spaces or named_spaces():
+    for one in [space_of(each) for each in named] or named_spaces():
         try:
-            tuned = tune(job, space=space, settings=Settings(step=step), watch=watch)
+            tuned = tune(asked.job, space=one, settings=Settings(step=grid), watch=watch or SILENT)
         except (NoFeasiblePlan, InputError) as error:
-            results[space.name] = SpaceBest(reason=error.message)
+            results[one.name] = SpaceBest(reason=error.message)
         else:
             if tuned.interrupted:
                 raise KeyboardInterrupt
-            results[space.name] = SpaceBest(
+            results[one.name] = SpaceBest(
                 iteration_s=tuned.iteration_s,
                 shape=str(tuned.result.solutions[0].shape),
                 seconds=tuned.seconds,
@@ -87,4 +99,4 @@ def compare(
             "no space has a plan that fits",
             details=tuple(f"{name}: {best.reason}" for name, best in results.items()),
         )
-    return Compared(job=job, spaces=results)
+    return Compared(job=asked.job, spaces=results, defaults=asked.defaults)

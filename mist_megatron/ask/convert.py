@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from mist_megatron.ask.convert_patched import (
     patched_files,
@@ -21,6 +21,7 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.job_words import JobWords, read_job
 from mist_megatron.ask.plan_words import lines_repr
 from mist_megatron.ask.tune import silently
+from mist_megatron.ask.words import texts, with_words
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import InputError, NoFeasiblePlan
@@ -88,11 +89,6 @@ class Converted:
         own = {"ds_config.json": new, "ds_config.diff": "".join(lines), "CHANGES.md": _changes_text(self)}
         return {**(patched_files(self.after) if self.patches else {}), **own}
 
-    def written(self, out: str | Path, *, force: bool = False) -> Converted:
-        """Writes the files, all or nothing."""
-        write_artifacts(Path(out), self.files(), force=force)
-        return self
-
     def to_dict(self) -> dict[str, Any]:
         """What `convert --json` prints."""
         return {
@@ -112,47 +108,54 @@ class Converted:
         return lines_repr(self, [*summary(self), *(line.rstrip() for line in changed)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What the file cannot say of how it is used, and what must stay."""
+class ConvertWords(JobWords, total=False):
+    """A conversion by the names of the options of `convert`."""
 
-    checkpointing: bool = False
+    keep: str | Sequence[str] | None
+    """Keys to leave as they are, such as zero_optimization.reduce_bucket_size."""
+    checkpointing: bool
     """Whether the script recomputes activations now."""
-    may_checkpoint: bool = True
-    """Whether the answer may switch that."""
-    keep: tuple[str, ...] = ()
-    """Keys to leave as they are."""
+    fix_checkpointing: bool
+    """Do not propose to switch recomputation."""
+    out: str | Path | None
+    """Folder for the new file, the difference and the reasons."""
+    force: bool
+    """Replace files in a folder that is not empty."""
 
 
+@with_words
 def convert(
-    file: str | Path,
-    words: JobWords,
-    choices: Choices,
+    ds_config: str | Path,
     *,
     schema: DeepSpeedSchema | None = None,
-    watching: Callable[[], AbstractContextManager[Watch]] = silently,
+    watching: Callable[[], AbstractContextManager[Watch]] | None = None,
+    **words: Unpack[ConvertWords],
 ) -> Converted:
-    """A file converted for the job that the words name; by the installed DeepSpeed's keys, or a schema's.
+    """A tuned replacement for a DeepSpeed JSON, with a reason for every change.
 
-    `watching` begins the watch of the search that patches need.
+    Keys are those of the installed DeepSpeed, or of a `schema`; `watching` begins the watch of the search
+    that patches need.
     """
-    raw = read_loose(read_text(file), str(file))
+    raw = read_loose(read_text(ds_config), str(ds_config))
     schema = schema or deepspeed_schema(probe=True)
-    reading = read_config(raw, schema)
+    reading, keep = read_config(raw, schema), texts(words.get("keep"))
     known = tuple(sorted(conversion.keepable(reading, schema)))
-    for path in choices.keep:
+    for path in keep:
         check.known("--keep", "key", path, known)
     asked = read_job(with_batch(words, reading))
     question = Question(
         model=asked.job.model,
         cluster=asked.job.cluster,
         training=asked.job.training,
-        checkpointing=choices.checkpointing,
-        may_checkpoint=choices.may_checkpoint,
+        checkpointing=words.get("checkpointing", False),
+        may_checkpoint=not words.get("fix_checkpointing", False),
         target=asked.job.target,
     )
-    made = _converted(raw, reading, question, _Tools(schema, choices.keep, watching))
-    return replace(made, defaults=asked.defaults)
+    made = _converted(raw, reading, question, _Tools(schema, keep, watching or silently))
+    made, out = replace(made, defaults=asked.defaults), words.get("out")
+    if out is not None:
+        write_artifacts(Path(out), made.files(), force=words.get("force", False))
+    return made
 
 
 def with_batch(words: JobWords, reading: Reading) -> JobWords:

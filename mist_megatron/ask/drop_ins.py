@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from mist_megatron.ask.convert import Choices, Converted, convert
+from mist_megatron.ask.convert import Converted, convert
 from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.ask.job_words import JobWords
 from mist_megatron.ask.plan_words import plan_words
@@ -61,8 +61,8 @@ def read_cases(folder: Path) -> Mapping[str, Case]:
 
 def convert_case(folder: Path, name: str, case: Case) -> Converted:
     """The replacement of one file, its figures cut so that they are the same everywhere."""
-    choices = Choices(checkpointing=case.checkpointing)
-    made = convert(folder / name / BEFORE, case.words(), choices, schema=deepspeed_schema(probe=False))
+    schema, path = deepspeed_schema(probe=False), folder / name / BEFORE
+    made = convert(path, schema=schema, checkpointing=case.checkpointing, **case.words())
     about = rounded({**made.config["_mist"]})
     return replace(made, config={**made.config, "_mist": about})
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mist_megatron.ask.plan_words import lines_repr
+from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.errors import EmitError
 from mist_megatron.formats.files import read_text, write_artifacts
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema, schema_from_text
@@ -36,11 +37,6 @@ class Emitted:
     out: Path | None = None
     """Where they were written."""
 
-    def written(self, out: str | Path, *, force: bool = False) -> Emitted:
-        """Writes all of them, or nothing."""
-        write_artifacts(Path(out), self.files, force=force)
-        return replace(self, out=Path(out))
-
     def to_dict(self) -> dict[str, Any]:
         """What `emit --json` prints."""
         out = None if self.out is None else str(self.out)
@@ -53,12 +49,21 @@ class Emitted:
         )
 
 
-def emit(plan: Plan, target: str | None = None) -> Emitted:
-    """The texts of all files, for the plan's own target or another that can run it."""
+def emit(
+    plan: PlanLike, *, target: str | None = None, out: str | Path | None = None, force: bool = False
+) -> Emitted:
+    """The files that Megatron-core or DeepSpeed run as they are, in memory or, with `out`, in a folder.
+
+    `target` is the plan's own by default; `force` replaces files in a folder that is not empty.
+    """
+    plan = load_plan(plan)
     if target is not None:
         check.known("--target", "target", target, tuple(name for name in TARGETS if TARGETS[name].framework))
         plan = replace(plan, target=cast(TargetName, target))
-    return Emitted(plan=plan, files=framework_files(plan))
+    files = framework_files(plan)
+    if out is not None:
+        write_artifacts(Path(out), files, force=force)
+    return Emitted(plan=plan, files=files, out=None if out is None else Path(out))
 
 
 def framework_files(plan: Plan) -> Mapping[str, str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypedDict, TypeVar, cast
+from typing import TypedDict, TypeVar, Unpack, cast
 
+from mist_megatron.ask.words import Texts, texts, with_words
 from mist_megatron.calibrate.profiles import read_profile_text
 from mist_megatron.errors import InputError, ProfileError
 from mist_megatron.formats.document import parse
@@ -45,7 +46,7 @@ class JobWords(TypedDict, total=False):
     """mist, megatron, megatron+patches, deepspeed or deepspeed+patches."""
     memory_limit: str | float | None
     """Budget per GPU: bytes, or text such as 76GiB."""
-    bandwidth: str | Sequence[str] | Mapping[str, str | float] | None
+    bandwidth: Texts
     """Link speeds that replace the catalogue's: inter=50GB/s, several of these, or {"inter": "50GB/s"}."""
 
 
@@ -85,13 +86,20 @@ def read_job(words: JobWords) -> AskedJob:
     )
 
 
-def texts(option: str | Sequence[str] | Mapping[str, str | float] | None) -> tuple[str, ...]:
-    """What an option that may be repeated was given: `{"tp": 2}` and `["tp=2"]` are the same."""
-    if isinstance(option, str):
-        return (option,)
-    if isinstance(option, Mapping):
-        return tuple(f"{key}={value}" for key, value in option.items())
-    return tuple(option or ())
+@with_words
+def job(**words: Unpack[JobWords]) -> Job:
+    """A job, to ask several things of; `model` and `gpus` are needed."""
+    return read_job(words).job
+
+
+def asked_job(given: Job | None, words: JobWords) -> AskedJob:
+    """A job that was made before, or that the words name."""
+    if given is None:
+        return read_job(words)
+    said = [name for name in JobWords.__annotations__ if words.get(name) is not None]
+    if said:
+        raise InputError(f"{said[0]} is given beside a job, which says it; wanted one of them")
+    return AskedJob(given)
 
 
 def _cluster(words: JobWords, defaults: dict[str, str]) -> ClusterSpec:

@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from mist_megatron.ask.convert import with_batch
 from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.ask.job_words import JobWords, read_job
 from mist_megatron.ask.plan_words import lines_repr
 from mist_megatron.ask.predict import predict
+from mist_megatron.ask.words import with_words
 from mist_megatron.cost.predict import Prediction, prediction_document
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import load_mapping, load_plan, read_text
@@ -100,10 +101,11 @@ class Linted:
         return lines_repr(self, [*told, self.price_words()])
 
 
-def lint(file: str | Path, words: JobWords, *, checkpointing: bool = False) -> Linted:
-    """What would be rejected, what silently ignored, whether it fits, and what it would cost.
+@with_words
+def lint(file: str | Path, *, checkpointing: bool = False, **words: Unpack[JobWords]) -> Linted:
+    """What a Megatron command line or a DeepSpeed JSON would do: what is rejected, what silently ignored.
 
-    `checkpointing`: whether the script of a DeepSpeed JSON recomputes activations.
+    With a job also whether it fits and what it costs; `checkpointing`: the script recomputes activations.
     """
     path = Path(file)
     text = read_text(file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from mist_megatron.ask.plan_words import (
     stage_lines,
     title_words,
 )
+from mist_megatron.ask.plans import PlanLike, load_plan
+from mist_megatron.ask.words import texts
 from mist_megatron.cost.predict import Prediction, job_of, prediction_document
 from mist_megatron.cost.predict import predict as predict_plan
 from mist_megatron.spec.plan import Plan
@@ -63,11 +65,15 @@ class Predicted:
         return lines_repr(self, lines)
 
 
-def predict(plan: Plan, *, what_if: bool = False, without: Collection[str] = ()) -> Predicted:
-    """Prices a plan without some named terms; with `what_if` also one that its target cannot run."""
+def predict(plan: PlanLike, *, what_if: bool = False, without: str | Sequence[str] = ()) -> Predicted:
+    """Time and memory of a plan, with every term, and what binds it.
+
+    `what_if` prices it even if its target cannot run it; `without` leaves named terms out.
+    """
+    plan = load_plan(plan)
     if not what_if:
         require_runnable(plan)
-    evaluator, prices = evaluator_for(job_of(plan), without=frozenset(without))
+    evaluator, prices = evaluator_for(job_of(plan), without=frozenset(texts(without)))
     return Predicted(
         plan=plan,
         prediction=predict_plan(plan, evaluator),

@@ -45,6 +45,11 @@ def recipe_named(name: str) -> Path:
     return known[name]
 
 
+def recipe(name: str) -> Plan:
+    """The tuned plan of a recipe that comes with this package, see `mist-megatron recipes`."""
+    return load_plan(recipe_named(name))
+
+
 def recipe_document(name: str, plan: Plan) -> dict[str, Any]:
     """One of `recipes --json`."""
     return {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from mist_megatron.ask.evaluators import kept_programs, prices_for
 from mist_megatron.ask.plan_words import closed_form_words, lines_repr, title_words
+from mist_megatron.ask.plans import PlanLike, load_plan
+from mist_megatron.ask.words import texts, with_words
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.predict import job_of
 from mist_megatron.errors import InputError
@@ -108,36 +110,48 @@ class Simulated:
         return lines_repr(self, lines)
 
 
+class SimulateWords(TypedDict, total=False):
+    """What if, by the names of the options of `simulate`; what is left out is as the plan has it."""
+
+    schedule: str | None
+    """Play another schedule: 1f1b, gpipe, interleaved, zb-h1, zb-2p."""
+    vpp: int | None
+    """Chunks per stage, with schedule interleaved."""
+    scale: str | Sequence[str] | None
+    """op=matmul:0.5 halves the time of an operator kind (matmul, attention, memory, adam, host_adam),
+    link=inter:2 doubles a link's bandwidth (intra, inter, h2d, d2h); or several of these."""
+    trace: str | Path | None
+    """Write a Chrome trace, for ui.perfetto.dev, to this file; compressed if it ends in .gz."""
+    ranks: str
+    """Devices told and traced: representative (one per stage), or all."""
+
+
+@with_words
 def simulate(
-    plan: Plan,
-    *,
-    schedule: str | None = None,
-    vpp: int | None = None,
-    scales: Scales = AS_PRICED,
-    ranks: str = "representative",
-    progress: Progress | None = None,
+    plan: PlanLike, *, progress: Progress | None = None, **words: Unpack[SimulateWords]
 ) -> Simulated:
-    """A plan played, on another schedule or at other prices if wanted: then also as it is."""
-    check_ranks(ranks)
-    changed = rescheduled(plan, schedule, vpp)
+    """One iteration played event by event: time, idle time, critical path, memory over time.
+
+    On another schedule or at other prices the plan is also played as it is.
+    """
+    ranks, schedule, trace = words.get("ranks", RANKS[0]), words.get("schedule"), words.get("trace")
+    if ranks not in RANKS:
+        raise InputError(f"--ranks: unknown choice {ranks!r}; known: {', '.join(RANKS)}")
+    scales = parse_scales(texts(words.get("scale")))
+    plan = load_plan(plan)
+    changed = rescheduled(plan, schedule, words.get("vpp"))
     evaluator, prices = _scaled_evaluator(changed, scales)
-    played = play(changed, evaluator, schedule, progress)
-    before = None
+    played, before = play(changed, evaluator, schedule, progress), None
     if scales.any or schedule is not None:
         before = play(plan, _scaled_evaluator(plan, AS_PRICED)[0], None, progress)
-    return Simulated(
+    answer = Simulated(
         simulation=played,
         before=before,
         prices=prices,
         violations=violations(changed),
         every_rank=ranks == "all",
     )
-
-
-def check_ranks(ranks: str) -> None:
-    """Whether this is one of RANKS."""
-    if ranks not in RANKS:
-        raise InputError(f"--ranks: unknown choice {ranks!r}; known: {', '.join(RANKS)}")
+    return answer if trace is None else answer.with_trace(Path(trace))
 
 
 def play(

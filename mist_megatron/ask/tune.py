@@ -29,7 +29,6 @@ from mist_megatron.ask.verify import Verification
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import Prediction, predict, prediction_document
 from mist_megatron.errors import InputError, NoFeasiblePlan
-from mist_megatron.events.engine import Progress
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_mapping, plan_to_yaml
 from mist_megatron.search.execution import ExecutionChoice, execution_choices
@@ -151,8 +150,15 @@ class Tuned:
     def _by_hand(self) -> Mapping[str, float]:
         return best_by_hand(self.job, self.result)
 
-    def verified(self, progress: Progress | None = None) -> Tuned:
+    def verified(self, watch: Watch | None = None) -> Tuned:
         """The same plans in the order of the events, which play each of them."""
+
+        def progress(done: int, total: int) -> None:
+            if watch is not None:
+                watch.progress(done, total, math.inf)
+                if watch.stop() is Status.INTERRUPTED and not self.interrupted:
+                    raise KeyboardInterrupt
+
         played = [play(plan, self.evaluator, progress=progress) for plan in self.plans]
         ranks = tuple(sorted(range(len(played)), key=lambda rank: played[rank].iteration_s))
         return replace(

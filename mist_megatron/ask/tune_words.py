@@ -6,21 +6,25 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
-from mist_megatron.ask.job_words import AskedJob, JobWords, texts
-from mist_megatron.ask.tune import SILENT, Tuned, tune
+from mist_megatron.ask.job_words import JobWords, asked_job
+from mist_megatron.ask.tune import SILENT, Tuned
+from mist_megatron.ask.tune import tune as search_ways
 from mist_megatron.ask.verify import VERIFIERS
+from mist_megatron.ask.words import Texts, texts, with_words
 from mist_megatron.ask.workers import within, worker_pool
 from mist_megatron.errors import InputError, NoFeasiblePlan
-from mist_megatron.events.engine import Progress
 from mist_megatron.search.bounds import Solver
 from mist_megatron.search.search import Settings, StoppedEmpty, Watch
 from mist_megatron.search.space import Space, parse_limits, space_named
+from mist_megatron.spec.job import Job
 
 SOLVERS: Mapping[str, Solver] = {"exact": "exact", "milp": "milp"}
-Sizes = str | Sequence[str] | Mapping[str, str | float] | None
+AT_ONCE = 8
+"""Shapes that an executor of unknown size is given together."""
 
 
 class TuneWords(JobWords, total=False):
@@ -30,11 +34,11 @@ class TuneWords(JobWords, total=False):
     """Named space, see `mist-megatron spaces`, or a Space."""
     grid: float
     """Step of the offload fractions."""
-    fix: Sizes
+    fix: Texts
     """Sizes to fix: tp=2, several of these, or {"tp": 2}."""
     forbid: str | Sequence[str] | None
     """Choices to forbid, such as offload.weights."""
-    max: Sizes
+    max: Texts
     """Bounds of sizes: pp=8, several of these, or {"pp": 8}."""
     top: int
     """Distinct plans to report."""
@@ -63,73 +67,53 @@ AS_USUAL: TuneWords = {
 """What is left out; the command line has the same."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuneRequest:
-    """A search, checked before it begins."""
+@with_words
+def tune(
+    job: Job | None = None,
+    *,
+    watch: Watch | None = None,
+    executor: Executor | None = None,
+    **words: Unpack[TuneWords],
+) -> Tuned:
+    """The fastest plan that fits, proved; with `out` also the files that run it.
 
-    asked: AskedJob
-    space: Space
-    settings: Settings
-    workers: int
-    time_limit: float | None
-    out: Path | None
-    force: bool
-    verify: bool
-
-    def search(self, watch: Watch = SILENT, executor: Executor | None = None) -> Tuned:
-        """The search itself; an interrupt that the watch tells keeps the best so far."""
-        limited = within(watch, self.time_limit)
-        try:
-            with worker_pool(self.workers) if executor is None else nullcontext(executor) as pool:
-                at_once = self.workers if executor is None else 8
-                tuned = tune(
-                    self.asked.job,
-                    space=self.space,
-                    settings=self.settings,
-                    watch=limited,
-                    executor=pool,
-                    at_once=at_once,
-                )
-        except StoppedEmpty:
-            limit = f"--time-limit {self.time_limit:g} s" if self.time_limit is not None else "the time given"
-            raise NoFeasiblePlan(
-                f"no plan found within {limit}", details=("try: a longer --time-limit",)
-            ) from None
-        return replace(tuned, defaults=self.asked.defaults)
-
-    def finish(self, tuned: Tuned, progress: Progress | None = None) -> Tuned:
-        """Verified and written, where that was asked for."""
-        if self.verify:
-            tuned = tuned.verified(progress)
-        return tuned if self.out is None else tuned.written(self.out, force=self.force)
-
-
-def tune_request(asked: AskedJob, words: TuneWords) -> TuneRequest:
-    """What the words ask for; every one that is wrong is told before anything is searched."""
-    words = {**AS_USUAL, **words}
-    space = space_of(words["space"])
-    limits = parse_limits(texts(words.get("fix")), texts(words.get("forbid")), texts(words.get("max")))
-    grid, top, workers, solver = words["grid"], words["top"], words["workers"], words["solver"]
-    time_limit = words.get("time_limit")
-    check_numbers(grid, top, workers, time_limit)
-    if solver not in SOLVERS:
-        raise InputError(f"--solver: unknown solver {solver!r}; known: {', '.join(SOLVERS)}")
-    named, force, verify = words.get("out"), words["force"], words.get("verify")
-    out = None if named is None else Path(named)
-    if out is not None:
-        _check_out(out, force=force)
+    `tune(model="gpt3-7b", gpus=32)`, or `tune(job)`. A `watch` hears of progress and may end the search,
+    which keeps the best so far; `executor` is where shapes are solved, in place of `workers`.
+    """
+    asked, words = asked_job(job, words), {**AS_USUAL, **words}
+    space, workers, limit_s = space_of(words["space"]), words["workers"], words.get("time_limit")
+    settings, out, verify = _settings(words), _checked_out(words), words.get("verify")
     if verify is not None and verify not in VERIFIERS:
         raise InputError(f"--verify: unknown way {verify!r}; known: {', '.join(VERIFIERS)}")
-    return TuneRequest(
-        asked=asked,
-        space=space,
-        settings=Settings(step=grid, top=top, solver=SOLVERS[solver], limits=limits),
-        workers=workers,
-        time_limit=time_limit,
-        out=out,
-        force=force,
-        verify=verify is not None,
-    )
+    watch = watch or SILENT
+    try:
+        with worker_pool(workers) if executor is None else nullcontext(executor) as pool:
+            at_once = AT_ONCE if executor else workers
+            tuned = search_ways(
+                asked.job,
+                space=space,
+                settings=settings,
+                watch=within(watch, limit_s),
+                executor=pool,
+                at_once=at_once,
+            )
+    except StoppedEmpty:
+        limit = "the time given" if limit_s is None else f"--time-limit {limit_s:g} s"
+        raise NoFeasiblePlan(
+            f"no plan found within {limit}", details=("try: a longer --time-limit",)
+        ) from None
+    tuned = replace(tuned, defaults=asked.defaults)
+    if verify is not None:
+        tuned = tuned.verified(watch)
+    return tuned if out is None else tuned.written(out, force=words["force"])
+
+
+def _settings(words: TuneWords) -> Settings:
+    limits = parse_limits(texts(words.get("fix")), texts(words.get("forbid")), texts(words.get("max")))
+    check_numbers(words["grid"], words["top"], words["workers"], words.get("time_limit"))
+    if words["solver"] not in SOLVERS:
+        raise InputError(f"--solver: unknown solver {words['solver']!r}; known: {', '.join(SOLVERS)}")
+    return Settings(step=words["grid"], top=words["top"], solver=SOLVERS[words["solver"]], limits=limits)
 
 
 def space_of(named: str | Space) -> Space:
@@ -147,18 +131,23 @@ def check_numbers(grid: float, top: int, workers: int, time_limit: float | None)
         raise InputError(f"--time-limit is {time_limit:g}; wanted more than 0 seconds")
 
 
-def _check_out(out: Path, *, force: bool) -> None:
+def _checked_out(words: TuneWords) -> Path | None:
     """Before the search, not after it: a full folder is known now."""
+    named = words.get("out")
+    if named is None:
+        return None
+    out = Path(named)
     try:
         is_file, is_full = out.exists() and not out.is_dir(), out.is_dir() and any(out.iterdir())
     except OSError as error:
         raise InputError(f"--out {out} cannot be used: {error.strerror or error}") from None
     if is_file:
         raise InputError(f"--out {out} is a file; wanted a folder")
-    if is_full and not force:
+    if is_full and not words["force"]:
         raise InputError(f"output folder {out} is not empty", details=("try: --force, or another --out",))
     there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise InputError(f"--out {out} cannot be made: {there} is a file")
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"--out {out} cannot be written: no permission in {there}")
+    return out

@@ -27,10 +27,10 @@ def compare(
     output: OutputOptions,
 ) -> None:
     """Prices the same job under each named space: what the freedom of each is worth."""
-    from mist_megatron.ask import api
+    from mist_megatron.ask.compare import compare as compare_spaces
 
     with search_watch() as watch:
-        compared = api.compare(space=spaces, grid=grid, watch=watch, **job.words())
+        compared = compare_spaces(space=spaces, grid=grid, watch=watch, **job.words())
     output.finish(compared.to_dict())
     if not output.json:
         output.people.print(_table(compared))

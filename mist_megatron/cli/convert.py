@@ -43,15 +43,18 @@ def convert(
     output: OutputOptions,
 ) -> None:
     """Explains a DeepSpeed configuration, tunes it, and gives a reason for every change."""
-    from mist_megatron.ask.convert import Choices
     from mist_megatron.ask.convert import convert as convert_file
 
-    choices = Choices(
-        checkpointing=checkpointing, may_checkpoint=not fix_checkpointing, keep=tuple(keep or ())
+    made = convert_file(
+        ds_config,
+        watching=search_watch,
+        keep=keep,
+        checkpointing=checkpointing,
+        fix_checkpointing=fix_checkpointing,
+        out=out,
+        force=force,
+        **job.words(),
     )
-    made = convert_file(ds_config, job.words(), choices, watching=search_watch)
-    if out is not None:
-        made.written(out, force=force)
     output.finish(made.to_dict())
     if not output.json:
         _show(made, output, out)

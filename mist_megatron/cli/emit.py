@@ -27,9 +27,8 @@ def emit(
 ) -> None:
     """Writes files that Megatron-core or DeepSpeed run as they are."""
     from mist_megatron.ask.emit import emit as emit_plan
-    from mist_megatron.formats.files import load_plan
 
-    emitted = emit_plan(load_plan(plan), target).written(out, force=force)
+    emitted = emit_plan(plan, target=target, out=out, force=force)
     output.finish(emitted.to_dict())
     what = f"{len(emitted.files)} files for {emitted.plan.target}"
     output.people.print(f"wrote {what} to {out}: fill in env.sh, then ./train.sh")

@@ -28,7 +28,7 @@ def lint(
     """
     from mist_megatron.ask.lint import lint as lint_file
 
-    linted = lint_file(file, job.words(), checkpointing=checkpointing)
+    linted = lint_file(file, checkpointing=checkpointing, **job.words())
     output.finish(linted.to_dict())
     if not output.json:
         rows = [(f.level, f.key, f.message) for f in linted.findings]

@@ -36,21 +36,13 @@ def simulate(
     output: OutputOptions,
 ) -> None:
     """Plays one iteration event by event: time, bubble, who is busy, critical path, memory over time."""
-    from mist_megatron.ask.simulate import check_ranks
     from mist_megatron.ask.simulate import simulate as simulate_plan
     from mist_megatron.cli.simulate_report import show_simulation
-    from mist_megatron.formats.files import load_plan
-    from mist_megatron.price.what_if import parse_scales
 
-    check_ranks(ranks)
-    scales = parse_scales(tuple(scale or ()))
-    read = load_plan(plan)
     if trace is not None:
         check_output_file("--trace", trace, read=(plan,), example="trace.json")
     with progress_bar("simulating") as progress:
-        played = simulate_plan(
-            read, schedule=schedule, vpp=vpp, scales=scales, ranks=ranks, progress=progress
-        )
+        played = simulate_plan(plan, progress=progress, schedule=schedule, vpp=vpp, scale=scale, ranks=ranks)
     if trace is not None:
         with progress_bar("writing the trace") as progress:
             played = played.with_trace(trace, progress)

@@ -11,7 +11,7 @@ import typer
 from mist_megatron.cli.expand import OptionGroup
 from mist_megatron.cli.options import JobOptions, assumed
 from mist_megatron.cli.output import OutputOptions
-from mist_megatron.cli.progress import progress_bar, search_watch
+from mist_megatron.cli.progress import search_watch
 from mist_megatron.errors import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -60,22 +60,18 @@ class SearchOptions(OptionGroup):
         typer.Option(help="simulate: rank the best plans anew, by events.", rich_help_panel=PANEL),
     ] = None
 
-    def words(self) -> TuneWords:
-        """The same as the arguments of Python."""
-        return cast("TuneWords", vars(self))
+    def words(self, job: JobOptions) -> TuneWords:
+        """The same, and those of a job, as the arguments of Python."""
+        return cast("TuneWords", {**vars(job), **vars(self)})
 
 
 def tune(job: JobOptions, *, search: SearchOptions, output: OutputOptions) -> None:
     """Finds the fastest plan that fits, proves it, and with --out writes the files that run it."""
-    from mist_megatron.ask.job_words import read_job
-    from mist_megatron.ask.tune_words import tune_request
+    from mist_megatron.ask.tune_words import tune as tune_job
     from mist_megatron.cli.tune_report import show_result, show_verified
 
-    request = tune_request(read_job(job.words()), search.words())
     with search_watch() as watch:
-        tuned = request.search(watch)
-    with progress_bar("simulating") as progress:
-        tuned = request.finish(tuned, progress)
+        tuned = tune_job(watch=watch, **search.words(job))
     output.finish(tuned.to_dict())
     if not output.json:
         show_result(output.people, tuned, assumed(tuned.defaults), search.out)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mist_megatron.ask.job_words import JobWords, read_job, texts
+from mist_megatron.ask.job_words import JobWords, read_job
+from mist_megatron.ask.words import texts
 from mist_megatron.errors import InputError, MistError
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.presets import PRESETS
