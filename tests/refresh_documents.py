@@ -1,4 +1,5 @@
-"""Runs the transcripts (`console` blocks) of the documents again and writes what is printed now.
+"""Runs the transcripts (`console` blocks) of the documents again and writes what is printed now, and the page
+of the cost model.
 
     python tests/refresh_documents.py
 
@@ -11,6 +12,7 @@ import re
 import tempfile
 from pathlib import Path
 
+from cost_model_page import PAGE, page
 from test_documents import DOCUMENTS, ROOT, parts, run, shown_in
 
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -30,3 +32,4 @@ for name in DOCUMENTS:
         here = Path(folder)
         text = BLOCK.sub(lambda found, here=here: refreshed(found.group(1), here), path.read_text("utf-8"))
     path.write_text(text, "utf-8")
+PAGE.write_text(page(), "utf-8")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from cost_model_page import PAGE, page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
@@ -106,3 +107,8 @@ def run(command: str, folder: Path) -> str:
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
+
+
+def test_the_page_of_the_cost_model_is_current() -> None:
+    """Its symbols, terms and worked plan are those of the product; each function that it names exists."""
+    assert PAGE.read_text("utf-8") == page(), "write it anew: python tests/refresh_documents.py"

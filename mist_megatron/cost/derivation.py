@@ -15,7 +15,7 @@ import numpy as np
 from mist_megatron.cost.evaluate import StageEvaluator, _PricedPairs
 from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, StageGrid
 from mist_megatron.cost.predict import StagePrediction, grid_of, iteration_of, priced_stages
-from mist_megatron.cost.recorded import Node, Recorded, RecordingPrices, node_of, symbol, with_symbols
+from mist_megatron.cost.recorded import Node, Recorded, RecordingPrices, Same, node_of, symbol, with_symbols
 from mist_megatron.cost.terms import StageLoads
 from mist_megatron.cost.work import StageWork
 from mist_megatron.price.prices import Array
@@ -120,15 +120,16 @@ def derive(plan: Plan, evaluator: StageEvaluator) -> Derivation:
     predicted = priced_stages(plan, grids, recorder)
     grad_accum = symbol("G", plan.grad_accum)
     time = iteration_of(plan, predicted, recorder, grad_accum)
+    same = Same()
     writers, stages = [], []
     for position, (grid, stage) in enumerate(zip(grids, predicted, strict=True)):
-        writer = _Writer(position)
+        writer = _Writer(position, same)
         results = _results_of(stage)
         on_the_way = (recorder.loads(grid), recorder.memory_moments(grid), recorder.work(grid))
         steps = writer.steps(results, [part for value in on_the_way for part in _named_parts("", value)])
         writers.append(writer)
         stages.append(StageDerivation(writer.symbols, steps))
-    whole = _Writer(None)
+    whole = _Writer(None, same)
     for writer in writers:
         whole.known.update({key: f"stage{writer.scope}.{name}" for key, name in writer.known.items()})
     parts = {"steady_s": time.steady_s, "ramp_s": time.ramp_s, "first_and_last_s": time.first_and_last_s}
@@ -192,8 +193,8 @@ _STRENGTH = {"+": 1, "-": 1, "*": 2, "/": 2, "neg": 3, "^": 4}
 class _Writer:
     """Writes steps of one scope: a stage, or the plan (None)."""
 
-    def __init__(self, scope: int | None) -> None:
-        self.scope = scope
+    def __init__(self, scope: int | None, same: Same) -> None:
+        self.scope, self._same = scope, same
         self.known: dict[Node, str] = {}
         """Steps that other lines tell."""
         self.symbols: dict[str, float] = {}
@@ -206,8 +207,9 @@ class _Writer:
         self, results: Mapping[str, Any], on_the_way: Sequence[tuple[str, Node]] = ()
     ) -> tuple[Step, ...]:
         """All lines that lead to these results, those on the way by their names."""
-        roots = {name: node_of(value) for name, value in results.items()}
-        for name, node in (*roots.items(), *on_the_way):
+        roots = {name: self._same.of(node_of(value)) for name, value in results.items()}
+        parts = ((name, self._same.of(node)) for name, node in on_the_way)
+        for name, node in (*roots.items(), *parts):
             if node.operands and node not in self.known:
                 self._names.setdefault(node, name)
         uses: dict[Node, int] = {}
@@ -237,8 +239,9 @@ class _Writer:
         if node not in self.known and node.operands:
             size = sum(self._name_shared(operand, uses) for operand in node.operands) + 1
             priced = node.kind == "call" and node.name not in STREAMS
-            if node not in self._names and (priced or (uses[node] > 1 and size >= SHARED_FROM)):
-                kind = node.name if priced else "x"
+            shared = uses[node] > 1 and (size >= SHARED_FROM or node.kind == "call")
+            if node not in self._names and (priced or shared):
+                kind = node.name or "x"
                 self._counts[kind] = self._counts.get(kind, 0) + 1
                 self._names[node] = f"{kind}_{self._counts[kind]}"
             if node in self._names:
@@ -254,8 +257,8 @@ class _Writer:
             self._tell(operand)
         if node in self._names:
             name, unit = self._names[node], _unit_of(self._names[node])
-            priced = node.kind == "call" and node.name not in (*STREAMS, "layer_ratio")
-            self._lines.append(Step(name, self._text(node), node.value, unit or ("s" if priced else "")))
+            seconds = node.kind == "call" and node.name != "layer_ratio"
+            self._lines.append(Step(name, self._text(node), node.value, unit or ("s" if seconds else "")))
             self.known[node] = name
 
     def _operand(self, node: Node, least: int = 0) -> str:

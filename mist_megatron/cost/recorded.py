@@ -9,7 +9,7 @@ on one plan unchanged. Branches follow the plan: a comparison is a plain truth v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -147,8 +147,8 @@ def _shorter(operation: str, left: Node, right: Node, value: float) -> Node | No
                 return other
             if one.kind == "number" and one.value < 0.0:
                 return Node("-", value, operands=(other, Node("number", -one.value)))
-            if one.kind == "*" and _is(one.operands[0], -1.0):
-                return Node("-", value, operands=(other, one.operands[1]))
+            if one.kind == "neg":
+                return Node("-", value, operands=(other, one.operands[0]))
     elif operation == "-":
         if _is(right, 0.0):
             return left
@@ -165,12 +165,41 @@ def _shorter(operation: str, left: Node, right: Node, value: float) -> Node | No
         return left
     elif operation == "*" and _is(left, 1.0):
         return right
+    elif operation == "*" and _is(left, -1.0):
+        return Node("neg", value, operands=(right,))
+    elif operation == "*" and left.kind == "neg":
+        return Node("neg", value, operands=(Node("*", -value, operands=(left.operands[0], right)),))
     elif operation == "*":
         # x * (1 / y), as compiled programs divide.
         for one, other in ((left, right), (right, left)):
             if other.kind == "/" and _is(other.operands[0], 1.0):
                 return Node("/", value, operands=(one, other.operands[1]))
     return None
+
+
+class Same:
+    """Finds the one step that stands for all that do the same with the same operands."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[object, ...], Node] = {}
+        self._seen: dict[Node, Node] = {}
+
+    def of(self, node: Node) -> Node:
+        """That step; operands of sums and products may come in either order."""
+        if node not in self._seen:
+            operands = tuple(self.of(operand) for operand in node.operands)
+            if node.kind == "-" and operands[0] is operands[1]:
+                same = Node("number", 0.0)
+            elif node.kind in _OPERATIONS.values():
+                same = _simplified(node.kind, list(operands), node.value)
+            else:
+                same = replace(node, operands=operands)
+            either = same.kind in ("+", "*", "max", "min")
+            order = sorted(map(id, same.operands)) if either else map(id, same.operands)
+            told = same.value if same.kind == "number" else None
+            key = (same.kind, same.name, same.keywords, same.scope, told, *order)
+            self._seen[node] = self._first.setdefault(key, same)
+        return self._seen[node]
 
 
 def _overlapped(streams: Any, factors: Array, then: Any = 0.0) -> Any:
