@@ -169,9 +169,13 @@ def _targets_text() -> str:
 def _capability_words(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None or callable(value):
+        return "no" if value is None else "yes"
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     if is_dataclass(value):
         parts = {item.name: str(getattr(value, item.name)).replace("_", " ") for item in fields(value)}
-        return "; ".join(f"{name} {words}" for name, words in parts.items() if words != "none") or "none"
+        return (
+            "; ".join(f"{name} {words}" for name, words in parts.items() if words.lower() != "none") or "none"
+        )
     return str(value)

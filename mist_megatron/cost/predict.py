@@ -99,7 +99,7 @@ def job_of(plan: Plan) -> Job:
 
 def bridged(plan: Plan) -> bool:
     """Whether a bridge carries activations between stages on different grids."""
-    return plan.grids_differ and TARGETS[plan.target].capability.bridged_grids
+    return plan.grids_differ and TARGETS[plan.target].capability.bridge is not None
 
 
 def grid_of(plan: Plan, position: int) -> StageGrid:

@@ -46,7 +46,6 @@ from mist_megatron.search.stage_fronts import (
 from mist_megatron.search.stage_prices import Choices, StageSlot
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import data_parallel_size
-from mist_megatron.targets.rules import bridge_job_rules
 from mist_megatron.targets.table import TARGETS
 
 
@@ -97,8 +96,8 @@ def mixed_families(job: Job, space: Space, limits: Limits) -> Iterator[MixedFami
     lengths = tuple(k for k in range(2, longest + 1) if limits.allows("pp", k))
     if not (space.unequal and space.pipeline and lengths and limits.allows("vpp", 1)):
         return
-    bridged = TARGETS[job.target].capability.bridged_grids
-    if bridged and bridge_job_rules(job.model, job.training, job.execution):
+    bridge = TARGETS[job.target].capability.bridge
+    if bridge is not None and bridge(job.model, job.training, job.execution):
         return
     for grad_accum in divisors(job.training.global_batch):
         if not limits.allows("grad_accum", grad_accum):
@@ -112,7 +111,7 @@ def mixed_families(job: Job, space: Space, limits: Limits) -> Iterator[MixedFami
                     if mesh.tp > 1 or not sequence_parallel
                 )
                 if meshes:
-                    kinds = _kinds(meshes) if bridged else (0,) * len(meshes)
+                    kinds = _kinds(meshes) if bridge is not None else (0,) * len(meshes)
                     yield MixedFamily(grad_accum=grad_accum, meshes=meshes, lengths=lengths, kinds=kinds)
 
 
@@ -148,7 +147,7 @@ def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator
                 sequence_parallel=False,
                 vpp=1,
                 zero=stage_levels(space, dp, stages=2)[0],
-                bridged=TARGETS[job.target].capability.bridged_grids,
+                bridged=TARGETS[job.target].capability.bridge is not None,
             )
 
 

@@ -164,7 +164,7 @@ def stage_levels(space: Space, dp: int, stages: int) -> tuple[tuple[int, ...], .
     known = tuple(level for level in space.zero if stages == 1 or level in space.zero_with_pipeline)
     if not known:
         return ()
-    if space.states_by_level:
+    if space.host_gradients is not None:
         return (known,) if space.per_stage_zero else tuple((level,) for level in known)
     levels = known if dp > 1 or space.optimizer_offload_least_zero else known[:1]
     if dp == 1 and space.optimizer_offload_least_zero and len(levels) > 1:

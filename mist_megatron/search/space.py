@@ -14,7 +14,7 @@ from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.spec.recompute import PARTIAL, SEARCHED, WHOLE, Recompute
 from mist_megatron.spec.schedule import INTERLEAVED
 from mist_megatron.spec.training import Precision
-from mist_megatron.targets.rules import AWAY
+from mist_megatron.targets.facts import HostGradients
 from mist_megatron.targets.table import TARGETS
 
 CkptRange = Literal["none", "all", "none_or_all", "any"]
@@ -46,8 +46,8 @@ class Space:
     """Of these, what there may be with several stages."""
     offload: PerKind[Range] = STAYS
     grads_follow_optimizer: bool = False
-    states_by_level: bool = False
-    """Weights leave the GPU from ZeRO 1 on, gradients as `gradient_range` says."""
+    weights_least_zero: int = 0
+    host_gradients: HostGradients | None = None
     wide_grads: bool = False
     layer_steps: bool = False
     """The job's steps are decoupled."""
@@ -182,8 +182,9 @@ def cut_to_target(
     piped = tuple(level for level in space.zero_with_pipeline if level in able.zero_with_pipeline)
     ckpt = space.ckpt if able.partial_ckpt or space.ckpt != "any" else "none_or_all"
     offload = narrower(space.offload, able.offload)
-    if able.states_visit and execution is not None:
-        stay: dict[str, Range] = {kind: "none" for kind, switch in AWAY.items() if getattr(execution, switch)}
+    if execution is not None:
+        away = able.away_excludes.items()
+        stay: dict[str, Range] = {kind: "none" for kind, it in away if it and getattr(execution, it)}
         offload = replace(offload, **stay)
     per_stage = space.per_stage and able.per_stage_ckpt and able.per_stage_offload
     return replace(
@@ -203,7 +204,8 @@ def cut_to_target(
         zero_with_pipeline=piped,
         offload=offload,
         grads_follow_optimizer=space.grads_follow_optimizer or able.grads_follow_optimizer,
-        states_by_level=able.states_by_level,
+        weights_least_zero=able.weights_least_zero,
+        host_gradients=able.host_gradients,
         layer_steps=decoupled,
         wide_grads=execution is not None and execution.grad_bytes == 4,
         optimizer_offload_least_zero=max(space.optimizer_offload_least_zero, able.offload_needs_zero),

@@ -86,7 +86,7 @@ def slot_configs(
         t_s = prices.t_s()
         if not (t_s <= cap_s).any():
             continue
-        tied = space.grads_follow_optimizer or space.states_by_level
+        tied = space.grads_follow_optimizer or space.host_gradients is not None
         by_least_offload = not tied and t_s.shape[-1] == 1 and prices.extras_grow()
         for here, slot in zip(parts, slots, strict=True):
             if by_least_offload:

@@ -26,7 +26,7 @@ from mist_megatron.spec.kinds import KINDS, Range, per_kind
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
 from mist_megatron.spec.schedule import in_flight, usual_schedule
 from mist_megatron.spec.term import Term
-from mist_megatron.targets.rules import WEIGHTS_LEAST_ZERO, GradientCase, gradient_range
+from mist_megatron.targets.facts import GradientCase, HostGradients
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -147,12 +147,12 @@ class Choices:
             wanted = (axes["optimizer"] > 0.0) & (axes["zero"] >= 2)
             states = states & ((axes["grads"] > 0.0) == wanted)
             states = states & ((axes["weights"] == 0.0) | (axes["zero"] >= 3))
-        if self.space.states_by_level:
-            weights = (axes["weights"] == 0.0) | (axes["zero"] >= WEIGHTS_LEAST_ZERO)
-            states = states & weights & self._gradients(axes)
+        if self.space.host_gradients is not None:
+            weights = (axes["weights"] == 0.0) | (axes["zero"] >= self.space.weights_least_zero)
+            states = states & weights & self._gradients(axes, self.space.host_gradients)
         return np.asarray(activations & states, dtype=bool)
 
-    def _gradients(self, axes: Mapping[str, Array]) -> NDArray[np.bool_]:
+    def _gradients(self, axes: Mapping[str, Array], allowed_in: HostGradients) -> NDArray[np.bool_]:
         """Where the fraction of gradients lies in the range of level, optimizer and cuts."""
         allowed = np.zeros((), dtype=bool)
         by_layer = (axes["weights"] > 0.0) | self.space.layer_steps
@@ -164,9 +164,10 @@ class Choices:
                 wide=self.space.wide_grads,
                 by_layer=cut,
             )
-            least, most, _ = gradient_range(case)
+            fractions = allowed_in(case)
             here = (axes["zero"] == level) & ((axes["optimizer"] > 0.0) == offloads) & (by_layer == cut)
-            allowed = allowed | (here & (axes["grads"] >= least) & (axes["grads"] <= most))
+            within = (axes["grads"] >= fractions.least) & (axes["grads"] <= fractions.most)
+            allowed = allowed | (here & within)
         return allowed
 
 

@@ -12,6 +12,8 @@ from mist_megatron.targets.facts import (
     MIB,
     Capability,
     ExecutionVariant,
+    GradientCase,
+    GradientRange,
     HostCopyFacts,
     MemoryFacts,
     PipelineFacts,
@@ -45,6 +47,39 @@ CAPABILITY = Capability(
     grads_follow_optimizer=True,
 )
 
+
+def host_gradients(case: GradientCase) -> GradientRange:
+    """Of the patches.
+
+    ZeRO 3 adds gradients up in one buffer that can be cut anywhere. ZeRO 2 adds them up on the host, or by
+    parameter on the GPU, where the optimizer is offloaded and a step has more than one micro-batch; with
+    one it hands them to the optimizer at once. A rank then holds the whole of each parameter that its part of
+    a group touches: of groups as large as a model hardly more than its part, of those of a layer a multiple,
+    which is not priced on the GPU. Below, gradients stay in the parameters until the step.
+    """
+    if case.zero >= 3:
+        return GradientRange(0.0, 1.0)
+    if case.zero < 2:
+        return GradientRange(0.0, 0.0, "below zero 2 gradients add up on the GPU, wanted 0")
+    if not case.offloads:
+        return GradientRange(
+            0.0, 0.0, "below zero 3 gradients leave the GPU with offload.optimizer only, wanted 0"
+        )
+    if case.wide:
+        return GradientRange(
+            0.0, 0.0, "below zero 3 gradients wider than the weights add up on the GPU, wanted 0"
+        )
+    if case.grad_accum == 1:
+        return GradientRange(
+            1.0, 1.0, "one micro-batch hands its gradients to the optimizer at once, wanted 1"
+        )
+    if case.by_layer:
+        return GradientRange(
+            1.0, 1.0, "groups cut by layer keep whole parameters of their gradients on each rank, wanted 1"
+        )
+    return GradientRange(0.0, 1.0)
+
+
 PATCHED_CAPABILITY = replace(
     CAPABILITY,
     # The patch pipeline_stages configures a PipelineModule stage by stage. Without ZeRO, DeepSpeed 0.19.8
@@ -58,7 +93,9 @@ PATCHED_CAPABILITY = replace(
     partial_ckpt=True,
     offload=ANY_FRACTION,
     grads_follow_optimizer=False,
-    states_by_level=True,
+    # Layers of ZeRO 1 and 2 visit the GPU; of ZeRO 3 shards leave it.
+    weights_least_zero=1,
+    host_gradients=host_gradients,
     decoupled_step=True,
     # DeepSpeed's ZeRO optimizers are what the patch knows.
     decoupled_least_zero=1,

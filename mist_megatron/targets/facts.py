@@ -9,15 +9,45 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mist_megatron.spec.kinds import PerKind, Range
+from mist_megatron.spec.kinds import PerKind, Range, alike
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, TargetName, Zero
 from mist_megatron.spec.recompute import WHOLE, Recompute
 from mist_megatron.spec.schedule import ScheduleName
-from mist_megatron.spec.training import Precision
+from mist_megatron.spec.training import Precision, TrainingSpec
 
 FrameworkName = Literal["megatron", "deepspeed"]
 """Who trains: the folder of `frameworks/` that writes and reads its files."""
 MIB = float(1 << 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientCase:
+    """What decides which fraction of the gradients can be on the host."""
+
+    zero: int
+    offloads: bool
+    """Some of the optimizer is on the host."""
+    grad_accum: int
+    wide: bool
+    """Gradients of 4 bytes beside 2-byte weights."""
+    by_layer: bool
+    """Optimizer groups are cut by layer: for decoupled steps, and below ZeRO 3 for offloaded weights."""
+
+
+@dataclass(frozen=True)
+class GradientRange:
+    """Least and largest fraction of the gradients that can be on the host, and why not others."""
+
+    least: float
+    most: float
+    reason: str = ""
+
+
+NO_SWITCH: PerKind[str | None] = alike(None)
+HostGradients = Callable[[GradientCase], GradientRange]
+Bridge = Callable[[ModelSpec, TrainingSpec, Execution], tuple[str, ...]]
+"""What of a job rules out stages of different grids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +78,25 @@ class Capability:
     per_stage_zero: bool = False
     per_stage_grid: bool = False
     """Each stage its own dp, tp and micro-batch."""
-    bridged_grids: bool = False
+    bridge: Bridge | None = None
     """Stages of different grids pass activations over megatron-core's bridge, within its limits."""
     offload: PerKind[Range]
     offload_needs_zero: int = 0
     """Least ZeRO level with which optimizer states can be offloaded."""
     grads_follow_optimizer: bool = False
     """Gradients go to the host exactly when optimizer states do and gradients are sharded (DeepSpeed)."""
-    states_by_level: bool = False
-    """The ZeRO level and the optimizer's fraction say what of weights and gradients can leave the GPU
-    (DeepSpeed's patches: `gradient_range`)."""
+    weights_least_zero: int = 0
+    """Least ZeRO level with which weights can leave the GPU in part."""
+    host_gradients: HostGradients | None = None
+    """The ZeRO level and the optimizer's fraction say what of the gradients can leave the GPU."""
     deterministic: bool = False
     """The same bits every time, where the plan asks for it."""
     decoupled_step: bool = False
     """Each layer can be stepped right before its next forward pass where the plan asks for it."""
     decoupled_least_zero: int = 0
     """Least ZeRO level with which it can."""
-    states_visit: bool = False
-    """Offloaded weights and gradients visit the GPU layer by layer, which asynchronous collectives on them
-    cannot wait for (patch state_offload)."""
+    away_excludes: PerKind[str | None] = NO_SWITCH
+    """Switches whose collectives cannot wait for bytes on the host that visit the GPU layer by layer."""
 
 
 Modules = Literal["transformer_engine", "plain_torch", "mist_runtime"]

@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mist_megatron.spec.kinds import ANY_FRACTION, STAYS
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.spec.schedule import INTERLEAVED, ONE_F_ONE_B
-from mist_megatron.spec.training import Precision
+from mist_megatron.spec.training import Precision, TrainingSpec
 from mist_megatron.targets.facts import (
     MIB,
+    NO_SWITCH,
     Capability,
     ExecutionVariant,
     HostCopyFacts,
@@ -25,6 +27,24 @@ from mist_megatron.targets.facts import (
     TrafficFacts,
     Zero3Facts,
 )
+
+
+def bridge_refusals(model: ModelSpec, training: TrainingSpec, execution: Execution) -> tuple[str, ...]:
+    """What of a job rules out stages with different grids in megatron-core 0.19 with the patch stage_grids.
+
+    BridgeCommunicator splits or joins the batch alone, never the sequence.
+    """
+    found = []
+    if execution.context_parallel > 1:
+        found.append(f"context_parallel {execution.context_parallel}: stages with different dp or tp need 1")
+    if model.tied_embeddings:
+        found.append(
+            f"model {model.name}: tied embeddings cannot be summed between stages of different dp or tp"
+        )
+    if training.precision == "fp8":
+        found.append("precision fp8: not tested on stages with different dp or tp, wanted bf16 or fp16")
+    return tuple(found)
+
 
 CAPABILITY = Capability(
     zero=(0, 1),
@@ -54,10 +74,10 @@ PATCHED_CAPABILITY = replace(
     per_stage_ckpt=True,
     per_stage_offload=True,
     per_stage_grid=True,
-    bridged_grids=True,
+    bridge=bridge_refusals,
     offload=ANY_FRACTION,
     decoupled_step=True,
-    states_visit=True,
+    away_excludes=replace(NO_SWITCH, weights="overlap_param_gather", grads="overlap_grad_reduce"),
 )
 
 MEMORY = MemoryFacts(

@@ -4,18 +4,17 @@ the rest, and each rule names its reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
-from types import MappingProxyType
 
 from mist_megatron.errors import EmitError, InputError
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName
+from mist_megatron.spec.plan import Plan, StagePlan, TargetName
 from mist_megatron.spec.recompute import PARTIAL, RECOMPUTES
 from mist_megatron.spec.schedule import ONE_F_ONE_B
-from mist_megatron.spec.training import Precision, TrainingSpec
-from mist_megatron.targets.facts import Capability
+from mist_megatron.spec.training import Precision
+from mist_megatron.targets.facts import Capability, GradientCase
 from mist_megatron.targets.table import TARGETS
 
 
@@ -104,28 +103,11 @@ def _uniformity_rules(plan: Plan, able: Capability) -> list[str]:
     return found
 
 
-def bridge_job_rules(model: ModelSpec, training: TrainingSpec, execution: Execution) -> tuple[str, ...]:
-    """What of a job rules out stages with different grids in megatron-core 0.19 with the patch stage_grids.
-
-    BridgeCommunicator splits or joins the batch alone, never the sequence.
-    """
-    found = []
-    if execution.context_parallel > 1:
-        found.append(f"context_parallel {execution.context_parallel}: stages with different dp or tp need 1")
-    if model.tied_embeddings:
-        found.append(
-            f"model {model.name}: tied embeddings cannot be summed between stages of different dp or tp"
-        )
-    if training.precision == "fp8":
-        found.append("precision fp8: not tested on stages with different dp or tp, wanted bf16 or fp16")
-    return tuple(found)
-
-
 def _bridge_rules(plan: Plan, able: Capability) -> list[str]:
     """The rest: the bridge joins a number of data ranks with a multiple of it, under 1F1B."""
-    if not able.bridged_grids or not plan.grids_differ:
+    if able.bridge is None or not plan.grids_differ:
         return []
-    found = list(bridge_job_rules(plan.model, plan.training, plan.execution))
+    found = list(able.bridge(plan.model, plan.training, plan.execution))
     if plan.schedule != ONE_F_ONE_B:
         found.append(f"schedule {plan.schedule}: stages with different dp or tp run {ONE_F_ONE_B} only")
     for index, (one, two) in enumerate(pairwise(plan.stages)):
@@ -164,65 +146,26 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
     if plan.execution.decoupled_step and able.decoupled_step and stage.zero < able.decoupled_least_zero:
         least = able.decoupled_least_zero
         found.append(f"{where}.zero {stage.zero}: execution.decoupled_step needs zero {least} or above")
-    if able.states_visit:
-        found += _visit_rules(where, stage, plan)
-    if able.states_by_level:
-        found += _level_rules(where, stage, plan)
+    found += [
+        f"{where}.offload.{kind}: excludes execution.{switch}, whose collective runs while they are away"
+        for kind, switch in able.away_excludes.items()
+        if switch is not None and stage.offload[kind] and getattr(plan.execution, switch)
+    ]
+    found += _level_rules(where, stage, plan, able)
     return found + _offload_rules(where, stage, able)
 
 
-WEIGHTS_LEAST_ZERO = 1
-"""From this level on DeepSpeed's patches can keep weights on the host: layers of ZeRO 1 and 2 that visit the
-GPU, shards of ZeRO 3."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientCase:
-    """What decides where DeepSpeed's patches can keep gradients."""
-
-    zero: int
-    offloads: bool
-    """Some of the optimizer is on the host."""
-    grad_accum: int
-    wide: bool
-    """Gradients of 4 bytes beside 2-byte weights."""
-    by_layer: bool
-    """Optimizer groups are cut by layer: for decoupled steps, and below ZeRO 3 for offloaded weights."""
-
-
-def gradient_range(case: GradientCase) -> tuple[float, float, str]:
-    """Least and largest fraction of the gradients on the host, and why.
-
-    ZeRO 3 adds gradients up in one buffer that can be cut anywhere. ZeRO 2 adds them up on the host, or by
-    parameter on the GPU, where the optimizer is offloaded and a step has more than one micro-batch; with
-    one it hands them to the optimizer at once. A rank then holds the whole of each parameter that its part of
-    a group touches: of groups as large as a model hardly more than its part, of those of a layer a multiple,
-    which is not priced on the GPU. Below, gradients stay in the parameters until the step.
-    """
-    if case.zero >= 3:
-        return 0.0, 1.0, ""
-    if case.zero < 2:
-        return 0.0, 0.0, "below zero 2 gradients add up on the GPU, wanted 0"
-    if not case.offloads:
-        return 0.0, 0.0, "below zero 3 gradients leave the GPU with offload.optimizer only, wanted 0"
-    if case.wide:
-        return 0.0, 0.0, "below zero 3 gradients wider than the weights add up on the GPU, wanted 0"
-    if case.grad_accum == 1:
-        return 1.0, 1.0, "one micro-batch hands its gradients to the optimizer at once, wanted 1"
-    if case.by_layer:
-        return 1.0, 1.0, "groups cut by layer keep whole parameters of their gradients on each rank, wanted 1"
-    return 0.0, 1.0, ""
-
-
-def _level_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
+def _level_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> list[str]:
     found = []
     offload = stage.offload
-    if offload.weights and stage.zero < WEIGHTS_LEAST_ZERO:
+    if offload.weights and stage.zero < able.weights_least_zero:
         found.append(
-            f"{where}.offload.weights {offload.weights:g}: needs zero {WEIGHTS_LEAST_ZERO} or above, whose "
-            "optimizers the patch knows"
+            f"{where}.offload.weights {offload.weights:g}: needs zero {able.weights_least_zero} or above, "
+            "whose optimizers the patch knows"
         )
-    least, most, reason = gradient_range(
+    if able.host_gradients is None:
+        return found
+    allowed = able.host_gradients(
         GradientCase(
             zero=stage.zero,
             offloads=offload.optimizer > 0.0,
@@ -231,23 +174,9 @@ def _level_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
             by_layer=bool(plan.execution.decoupled_step) or offload.weights > 0.0,
         )
     )
-    if not least <= offload.grads <= most:
-        found.append(f"{where}.offload.grads {offload.grads:g}: {reason}")
+    if not allowed.least <= offload.grads <= allowed.most:
+        found.append(f"{where}.offload.grads {offload.grads:g}: {allowed.reason}")
     return found
-
-
-AWAY: Mapping[str, str] = MappingProxyType(
-    {"weights": "overlap_param_gather", "grads": "overlap_grad_reduce"}
-)
-"""What Megatron keeps in buffers -> the switch whose collective runs while patches have it on the host."""
-
-
-def _visit_rules(where: str, stage: StagePlan, plan: Plan) -> list[str]:
-    return [
-        f"{where}.offload.{kind}: excludes execution.{switch}, whose collective runs while they are away"
-        for kind, switch in AWAY.items()
-        if getattr(stage.offload, kind) and getattr(plan.execution, switch)
-    ]
 
 
 def _offload_rules(where: str, stage: StagePlan, able: Capability) -> list[str]:
