@@ -48,6 +48,17 @@ def _groups_as_they_are(narrowed: Any) -> Any:
     return narrowed_hybrid
 
 
+def _with_timers(narrowed: Any) -> Any:
+    @contextlib.contextmanager
+    def narrowed_lists(optimizer: Any, unit: Any) -> Any:
+        timers = optimizer.config.timers
+        with narrowed(optimizer, unit):
+            optimizer.config.timers = timers
+            yield
+
+    return narrowed_lists
+
+
 def _forget_what_was_sent(send: Any) -> Any:
     def send_gradients(hybrid: Any, *more: Any) -> None:
         send(hybrid, *more)
@@ -99,6 +110,7 @@ MUTATIONS: dict[str, tuple[str, str, Any]] = {
     "first_copies": (OPTIMIZER, "_replaces_the_first", lambda found: lambda given: False),
     "every_group": ("megatron.fine_grained_offload", "_choose", lambda choose: lambda groups, wanted: 0),
     "weights_stay_here": (HELD, "free", lambda free: lambda self: None),
+    "timers_in_parts": (UNIT, "_narrowed_lists", _with_timers),
     # Waits and bookkeeping that show only where copies are late.
     "a_count_for_each_part": (UNIT, "_narrowed_hybrid", _groups_as_they_are),
     "step_before_sent": (UNIT, "_send_gradients", _forget_what_was_sent),

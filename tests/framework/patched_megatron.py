@@ -26,6 +26,14 @@ LOG: list[str] = []
 """What they log, by the first words of each line."""
 
 
+TIMED: set[str] = set()
+"""Megatron's timers that were started; on real runs each may wait for all ranks."""
+
+
+def timer(name: str, log_level: int | None = None) -> Any:
+    return types.SimpleNamespace(start=lambda barrier=False: TIMED.add(name), stop=lambda barrier=False: None)
+
+
 def listen() -> None:
     from mist_patches.core import hooking
 
@@ -142,6 +150,7 @@ def build_optimizer(case: Case, stage: int, chunks: list[Any], dtype: Any) -> An
             optimizer_cpu_offload=fraction is not None,
             optimizer_offload_fraction=fraction or 0.0,
             overlap_cpu_optimizer_d2h_h2d=case.host_overlap,
+            timers=timer,
             use_torch_optimizer_for_cpu_offload=True,
             use_precision_aware_optimizer=fraction is not None,
         ),
@@ -414,13 +423,14 @@ def run_patched(case: Case) -> dict[str, Any]:
     stage = ps.get_pipeline_model_parallel_rank()
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     LOG.clear()
+    TIMED.clear()
     undone = apply_patches(case, stage)
     line: dict[str, Any] = {"rank": torch.distributed.get_rank(), "stage": stage}
     counts_by_group = case.fused or case.optimizer_fraction is not None
     try:
         with mutated(case.mutate), in_place_of_torchs(counts_by_group):
             trainer, found = train(case, build_config(case, stage, dtype), stage, dtype)
-            line |= {**found, **report(trainer), "log": list(LOG)}
+            line |= {**found, **report(trainer), "log": list(LOG), "timed": sorted(TIMED)}
     finally:
         for undo in reversed(undone):
             undo()

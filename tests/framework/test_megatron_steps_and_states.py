@@ -222,6 +222,7 @@ def mutants() -> Runs:
             # What is read from where nothing is would end the process; a copy that is left out does not.
             cases[name] = replace(base, patches=MUTATED[patch], mutate=name)
     cases["moved"] = replace(base, patches={"state_offload": [[0.5, 0.5]]})
+    cases["timers_in_parts"] = replace(base, patches=STEPS, mutate="timers_in_parts")
     # Gradients are made zero by letting go of them, so only weights can stay and still be right.
     weights = {"state_offload": [[0.5, 0.0]]}
     cases["weights_stay_here"] = replace(base, patches=weights, mutate="weights_stay_here")
@@ -235,6 +236,16 @@ def test_memory_is_really_given_back():
     assert kept["bytes"]["weights_device"] == plain["bytes"]["weights_device"]
     for kind in ("weights_device", "grads_device"):
         assert moved["bytes"][kind] == pytest.approx(plain["bytes"][kind] / 2, rel=0.15), kind
+
+
+def test_no_timer_runs_in_a_part_of_a_step():
+    """A timer may put a barrier over all ranks, and those step a layer at other moments."""
+    inner = "optimizer-inner-step"
+    assert inner in one_process()["bf16", "plain"][0]["timed"]
+    assert inner in mutants()["timers_in_parts"][0]["timed"]
+    for patch in ("steps", "states", "all"):
+        timed = one_process()["bf16", patch][0]["timed"]
+        assert inner not in timed and "optimizer-unscale-and-check-inf" in timed
 
 
 @pytest.mark.parametrize("name", [name for names in CAUGHT.values() for name in names])
@@ -309,6 +320,8 @@ def test_bytes_are_those_predicted(stage, layers, role):
         assert abs(found[f"{kind}_device"] - here[kind]) <= bucket / 2 + padding, kind
         assert abs(found[f"{kind}_host"] - (nothing[kind] - here[kind])) <= bucket / 2 + padding, kind
         assert found[f"{kind}_visiting"] <= 2 * bucket + padding, kind
+        if stage == 0 and kind == "weights":
+            assert found[f"{kind}_visiting"] > 1.5 * bucket, "the next layer's are fetched while one runs"
     assert here["buffers"] - nothing["buffers"] == pytest.approx(2 * (2 + 4) * LAYER)
     plain = pipeline()["plain", "plain"][stage]["bytes"]
     for kind in shares:

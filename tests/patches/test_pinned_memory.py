@@ -111,6 +111,28 @@ def test_a_pool_uses_again_what_was_given_back(driver):
     assert (pool.used_bytes, pool.most_used_bytes, pool.spare_bytes) == (0, 5000, 5000)
 
 
+def test_a_pool_pins_little_where_sizes_are_alike(driver, monkeypatch):
+    """Each of these calls stops the device. A buffer may be an eighth larger than what is asked, no more."""
+    pins, pool = [], Pool()
+    register = driver.cudaHostRegister
+    monkeypatch.setattr(
+        driver,
+        "cudaHostRegister",
+        lambda address, size, flags: pins.append(size) or register(address, size, flags),
+    )
+    for step in range(60):
+        buffers = [pool.take(9000 + (step * 37 + k * 11) % 1000) for k in range(4)]
+        assert [b.nbytes for b in buffers] == [9000 + (step * 37 + k * 11) % 1000 for k in range(4)]
+        for buffer in buffers:
+            buffer.fill_(step % 256)
+            pool.give(buffer)
+        del buffers, buffer
+    assert len(pins) <= 40 and driver.log.count("idle") <= 40, "of 240 that were asked"
+    assert pool.used_bytes == 0 and pool.most_used_bytes <= 4 * 1.125 * 10000
+    small = pool.take(100)
+    assert small.nbytes == small.untyped_storage().nbytes() == 100
+
+
 def test_a_pool_of_ever_new_sizes_stays_small(driver):
     """Packed sequences make other sizes in every step."""
     pool = Pool()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,9 @@ torch = pytest.importorskip("torch", reason="the patches run inside a torch proc
 from mist_patches.core import activation_offload as offload  # noqa: E402
 from mist_patches.core import host_copies, pinned_memory  # noqa: E402
 from mist_patches.core.host_copies import Held, Meter, Streams  # noqa: E402
+from mist_patches.megatron import decoupled_step  # noqa: E402
 from mist_patches.megatron.decoupled_step import DecoupledSteps  # noqa: E402
+from mist_patches.megatron.units import Unit  # noqa: E402
 from stream_order import Machine, Race, key_of, stand_in  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -159,6 +162,28 @@ def test_activation_copies_are_in_order(machine, monkeypatch):
     train_in_flight(machine, monkeypatch)
     pool = offload._POOL
     assert pool.used_bytes == 0 < pool.spare_bytes <= 1.25 * pool.most_used_bytes
+
+
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_a_layer_does_not_wait_for_the_step_and_gather_of_the_next(machine, monkeypatch, waited_for):
+    """Whoever waits for the gather waits for the step; if nobody would, the layer itself must."""
+    engine, weights, handles = DecoupledSteps(), torch.ones(4), []
+    unit = Unit("a layer", nn.Linear(1, 1), (), SimpleNamespace())
+    engine.pending[unit] = []
+    monkeypatch.setattr(decoupled_step, "units_of", lambda parameters: {unit: None})
+    monkeypatch.setattr(DecoupledSteps, "_step", lambda self, units: machine.run([], [weights]))
+
+    def gather():
+        machine.run([weights], [weights])
+        handles.append(machine.current.record_event())
+        return waited_for
+
+    engine.take_group((), gather)
+    if waited_for:
+        with pytest.raises(Race):  # nothing of the compute stream is behind them yet
+            machine.run([weights], [])
+        machine.main.wait_event(handles[0])
+    machine.run([weights], [])
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ from mist_patches.core.hooking import log
 
 _SPARE = 1.25
 """Bytes in a pool over the most that were ever in use at once: room for another mix of sizes."""
+_LOOSE = 1.125
+"""Bytes of a buffer over those asked of a pool: pinning stops the device, so a near size is used again."""
 _refused: list[str] = []
 """Why the driver did not pin: asked once."""
 
@@ -86,28 +88,43 @@ class Pool:
     """By size, the one that was given back longest ago first."""
 
     def take(self, size: int) -> torch.Tensor:
-        self.used_bytes += size
+        whole = self._size_for(size)
+        self.used_bytes += whole
         self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
-        found = self._spare.get(size)
+        found = self._spare.get(whole)
         if found:
-            self.spare_bytes -= size
-            return found.pop()
+            self.spare_bytes -= whole
+            buffer = found.pop()
+            if not found:
+                del self._spare[whole]
+            return buffer[:size]
         while self._spare and self.used_bytes + self.spare_bytes > _SPARE * self.most_used_bytes:
             self._drop_oldest()
-        return pinned((size,), torch.uint8)
+        return pinned((whole,), torch.uint8)[:size]
+
+    def _size_for(self, size: int) -> int:
+        """That of a spare buffer that is not much larger. Where spare ones are a little smaller, sizes vary:
+        a new one is then made for the larger sizes to come, up to the next eighth of a power of two."""
+        fits = [one for one in self._spare if size <= one <= _LOOSE * size]
+        if fits:
+            return min(fits)
+        if any(size < _LOOSE * one < _LOOSE * size for one in self._spare):
+            eighth = max(1 << (size.bit_length() - 4), 1)
+            return -(-size // eighth) * eighth
+        return size
 
     def give(self, buffer: torch.Tensor) -> None:
-        size = buffer.nbytes
+        whole = buffer if buffer._base is None else buffer._base  # what was taken may be a part of it
+        size = whole.nbytes
         self.used_bytes -= size
         self.spare_bytes += size
-        self._spare.setdefault(size, []).append(buffer)
+        self._spare.setdefault(size, []).append(whole)
         self._spare.move_to_end(size)
 
     def _drop_oldest(self) -> None:
         size, buffers = next(iter(self._spare.items()))
-        if buffers:
-            buffers.pop()
-            self.spare_bytes -= size
+        buffers.pop()
+        self.spare_bytes -= size
         if not buffers:
             del self._spare[size]
 

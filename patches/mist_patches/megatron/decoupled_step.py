@@ -28,8 +28,9 @@ Tested with megatron-core 0.16.1 and 0.19.2 (classes: see `megatron.unit_steps`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +61,14 @@ _OPTIMIZER_READERS = (
     "reload_model_params",
     "offload_to_cpu",
 )
+
+
+@dataclass
+class _Beside:
+    """Work on the stream of the steps."""
+
+    joins: bool = True
+    """The compute stream waits for it, for want of anybody else who would."""
 
 
 class DecoupledSteps:
@@ -114,14 +123,19 @@ class DecoupledSteps:
                 if one.weights is not None and not (runs_now and one is unit):
                     one.weights.release()
 
-    def take_group(self, parameters: Iterable[nn.Parameter]) -> None:
-        """What must happen before these parameters are gathered."""
-        units = units_of(parameters)
-        waiting = [unit for unit in units if unit in self.pending]
-        if waiting:
-            _fetch(waiting)
-            with self._beside():
-                self._step(waiting)
+    def take_group(self, parameters: Iterable[nn.Parameter], gather: Callable[[], bool]) -> None:
+        """Step these parameters and gather them, beside the layer before them, which begins to run now.
+
+        `gather` tells whether somebody will wait for it: then the layer that runs now need not.
+        """
+        waiting = [unit for unit in units_of(parameters) if unit in self.pending]
+        if not waiting:
+            gather()
+            return
+        _fetch(waiting)
+        with self._beside() as beside:
+            self._step(waiting)
+            beside.joins = not gather()
 
     def flush(self, why: str) -> None:
         """Take all that is pending, in the order of the model."""
@@ -183,18 +197,20 @@ class DecoupledSteps:
                 unit.zero_grads()
 
     @contextmanager
-    def _beside(self) -> Any:
+    def _beside(self) -> Iterator[_Beside]:
         """On a stream of its own, which waits for the decision, not for the layers that run now."""
+        beside = _Beside()
         with torch.inference_mode(False), torch.no_grad():
             if not torch.cuda.is_available():
-                yield
+                yield beside
                 return
             self._stream = self._stream or torch.cuda.Stream()
             if self._decided is not None:
                 self._stream.wait_event(self._decided)
             with torch.cuda.stream(self._stream):
-                yield
-            torch.cuda.current_stream().wait_stream(self._stream)
+                yield beside
+            if beside.joins:
+                torch.cuda.current_stream().wait_stream(self._stream)
 
 
 _active: DecoupledSteps | None = None
@@ -370,8 +386,11 @@ def _patch_buffers(engine: DecoupledSteps) -> list[Undo]:
 
     def gathering(original: Callable[..., None]) -> Any:
         def start_param_sync(self: Any, force_sync: bool = False) -> None:
-            engine.take_group(self.params)
-            original(self, force_sync=force_sync)
+            def gather() -> bool:
+                original(self, force_sync=force_sync)
+                return self.param_gather_handle is not None
+
+            engine.take_group(self.params, gather)
 
         return start_param_sync
 
