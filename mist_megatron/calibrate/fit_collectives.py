@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.calibrate.measurements import Measurement
 from mist_megatron.errors import InputError
+from mist_megatron.price.prices import ring_passes
 from mist_megatron.spec.cluster import GpuSpec
 from mist_megatron.spec.profile import CollectiveCurve, CollectiveKind
 
@@ -39,10 +40,8 @@ class LineFit:
 
 
 def passes(kind: CollectiveKind, ranks: float) -> float:
-    """How often the message crosses one rank's link, as `spec.profile.CollectiveCurve` counts."""
-    if kind == "send_recv":
-        return 1.0
-    return (2.0 if kind == "all_reduce" else 1.0) * (ranks - 1.0) / ranks
+    """How often the message crosses one rank's link."""
+    return float(ring_passes(kind, np.asarray(ranks)))
 
 
 def fit_line(work_bytes: Sequence[float] | Array, seconds: Sequence[float] | Array, what: str) -> LineFit:

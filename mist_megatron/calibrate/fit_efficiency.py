@@ -1,9 +1,8 @@
 """What kernels reach of a device's peak, fitted to sweeps over shapes.
 
-Same curves as `spec.profile.KernelCurves`: a product of M x K and K x N takes its FLOPs at a share of the
-peak, times 1 + half_area / (M N batch) for tiles that do not fill the device, times 1 + half_depth / K for
-the start of each dot product; nothing takes less than one launch. The error is that of shapes held out
-together with all others of the same K (products), sequence (attention) or size (copies in device memory).
+The curves are those of the price engine; nothing takes less than one launch. The error is that of shapes
+held out together with all others of the same K (products), sequence (attention) or size (copies in device
+memory).
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from numpy.typing import NDArray
 
 from mist_megatron.calibrate.measurements import Measurement
 from mist_megatron.errors import InputError
+from mist_megatron.price.prices import BACKWARD_KERNELS, BACKWARD_WORK, causal_flops
+from mist_megatron.price.profile_prices import attention_s, products_s
 
 Array = NDArray[np.float64]
 Curve = Callable[[Array, Array], Array]
@@ -51,8 +52,7 @@ def fit_gemm(points: Sequence[Measurement], peak_flops_per_s: float, launch_s: f
     def seconds(theta: Array, at: Array) -> Array:
         m, n, k, batch = at[:, 0], at[:, 1], at[:, 2], at[:, 3]
         share, half_area, half_depth = np.exp(theta)
-        area = m * n * batch
-        busy = 2.0 * area * k / (peak_flops_per_s * share) * (1.0 + half_area / area) * (1.0 + half_depth / k)
+        busy = products_s(m * n * batch, k, peak_flops_per_s * share, half_area, half_depth)
         return np.asarray(np.maximum(busy, launch_s))
 
     names = ("gemm_peak_fraction", "gemm_half_area", "gemm_half_depth")
@@ -68,7 +68,7 @@ def fit_batched_gemm(
     def seconds(theta: Array, at: Array) -> Array:
         area, k = at[:, 0] * at[:, 1] * at[:, 3], at[:, 2]
         share, half_area = np.exp(theta)
-        busy = 2.0 * area * k / (peak_flops_per_s * share) * (1.0 + half_area / area) * (1.0 + half_depth / k)
+        busy = products_s(area, k, peak_flops_per_s * share, half_area, np.asarray(half_depth))
         return np.asarray(np.maximum(busy, launch_s))
 
     names = ("batched_gemm_peak_fraction", "batched_gemm_half_area")
@@ -90,12 +90,10 @@ def fit_attention(points: Sequence[Measurement], peak_flops_per_s: float, launch
     def seconds(theta: Array, at: Array) -> Array:
         batch, seq, heads, head_dim, backward = at[:, 0], at[:, 1], at[:, 2], at[:, 3], at[:, 4]
         forward_share, backward_share, half_seq = np.exp(theta)
-        # Causal: half of two products of 2 s s e; backward runs five products for two.
-        flops = 2.0 * batch * heads * seq * seq * head_dim * np.where(backward > 0.0, 2.5, 1.0)
+        flops = causal_flops(batch, seq, heads, head_dim) * np.where(backward > 0.0, BACKWARD_WORK, 1.0)
         share = np.where(backward > 0.0, backward_share, forward_share)
-        busy = flops / (peak_flops_per_s * share) * (1.0 + half_seq / seq)
-        # Backward launches three kernels: `price.profile_prices` floors it so.
-        return np.asarray(np.maximum(busy, launch_s * np.where(backward > 0.0, 3.0, 1.0)))
+        busy = attention_s(flops, seq, peak_flops_per_s * share, half_seq)
+        return np.asarray(np.maximum(busy, launch_s * np.where(backward > 0.0, BACKWARD_KERNELS, 1.0)))
 
     share, half_seq = ATTENTION_START
     start = {
@@ -118,19 +116,19 @@ def fit_memory(points: Sequence[Measurement], peak_bytes_per_s: float) -> CurveF
     return _fit(rows, rows[:, 0], seconds, start)
 
 
-def launch_seconds(points: Sequence[Measurement]) -> tuple[float, int] | None:
-    """Median time of an empty kernel, and from how many points."""
+def launch_seconds(points: Sequence[Measurement]) -> float | None:
+    """Median time of an empty kernel."""
     times = [point.seconds for point in points if point.kind == "launch"]
-    return (float(np.median(times)), len(times)) if times else None
+    return float(np.median(times)) if times else None
 
 
-def rate_of(points: Sequence[Measurement], kind: str) -> tuple[float, int] | None:
+def rate_of(points: Sequence[Measurement], kind: str) -> float | None:
     """Units per second of the larger half of a sweep, where start-up no longer counts."""
     members = sorted((p for p in points if p.kind == kind), key=lambda p: p.sizes["parameters"])
     if not members:
         return None
     large = members[len(members) // 2 :]
-    return float(np.median([p.sizes["parameters"] / p.seconds for p in large])), len(members)
+    return float(np.median([p.sizes["parameters"] / p.seconds for p in large]))
 
 
 def _rows(points: Sequence[Measurement], kind: str, columns: tuple[str, ...]) -> Array:

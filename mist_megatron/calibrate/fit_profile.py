@@ -208,7 +208,7 @@ def _launch(draft: _Draft) -> None:
     points = draft.agreed.of("launch")
     found = launch_seconds(points)
     if found is not None:
-        draft.kernels["launch_s"] = draft.quantity(found[0], points, None)
+        draft.kernels["launch_s"] = draft.quantity(found, points, None)
 
 
 def _launch_s(draft: _Draft) -> float:
@@ -357,7 +357,7 @@ def _host(draft: _Draft) -> None:
     points = _contended(draft.agreed.of("host_adam"))
     found = rate_of(points, "host_adam")
     if found is not None:
-        draft.host["host_adam_parameters_per_s"] = draft.quantity(found[0], points, None)
+        draft.host["host_adam_parameters_per_s"] = draft.quantity(found, points, None)
 
 
 def _device_adam(draft: _Draft) -> Quantity | None:
@@ -367,7 +367,7 @@ def _device_adam(draft: _Draft) -> Quantity | None:
         return None
     share = draft.kernels.get("memory_fraction") or draft.profile.kernels.memory_fraction
     rate = draft.request.gpu.memory_bytes_per_s.value * share.value
-    return draft.quantity(rate / found[0], draft.agreed.of("device_adam"), None)
+    return draft.quantity(rate / found, draft.agreed.of("device_adam"), None)
 
 
 def _interference(draft: _Draft) -> tuple[InterferenceSet, ...]:

@@ -50,5 +50,5 @@ def _missed(profile: Profile, gpu: GpuSpec, table: OperatorTable, rows: Sequence
     unlimited = replace(profile, kernels=replace(profile.kernels, sustained_fraction=None))
     prices = prices_of(unlimited, cluster_of(gpu, 1, 1), cast(Precision, table.precision))
     measured = np.array(rows)
-    priced = prices.of(table_work(table.operator, measured))
+    priced = prices.of(table_work(table.operator, measured, eight_bit=table.precision == "fp8"))
     return np.asarray(np.abs(priced.seconds / measured[:, -1] - 1.0))

@@ -45,6 +45,5 @@ class DeterministicPrices:
 
 
 def _ordered_attention_s(work: Attention, usual_s: Array) -> Array:
-    flops = 2.0 * np.asarray(work.batch, dtype=np.float64) * work.heads * work.seq * work.seq * work.head_dim
-    least_s = flops * (2.5 if work.backward else 1.0) / FLASH_2_FLOPS_PER_S
+    least_s = work.flops / FLASH_2_FLOPS_PER_S
     return np.asarray(np.maximum(usual_s, least_s) / (ORDERED_BACKWARD if work.backward else 1.0))

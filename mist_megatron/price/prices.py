@@ -21,6 +21,12 @@ Kinds = NDArray[np.int8] | np.int8
 EXACT, INTERPOLATED, EXTRAPOLATED = (np.int8(mark) for mark in range(3))
 
 
+BACKWARD_WORK = 2.5
+"""Attention's backward pass runs five products for the two of the forward pass ..."""
+BACKWARD_KERNELS = 3
+"""... in so many kernels."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gemm:
     """`batch` independent products of (m x k)(k x n)."""
@@ -54,6 +60,12 @@ class Attention:
     def sizes(self) -> tuple[Array, ...]:
         """In the order of a profile's table."""
         return self.batch, self.seq, self.heads, self.kv_heads, self.head_dim
+
+    @property
+    def flops(self) -> Array:
+        """Of what is computed: the causal half of the products."""
+        forward = causal_flops(self.batch, self.seq, self.heads, self.head_dim)
+        return forward * (BACKWARD_WORK if self.backward else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,19 @@ class HostAdam:
     """CPU Adam over one GPU's share of parameters, all GPUs of the node at once."""
 
     parameters: Array
+
+
+def causal_flops(batch: Array, seq: Array, heads: Array, head_dim: Array) -> Array:
+    """Of a forward pass of attention that looks back only: half of two products of 2 seq seq head_dim."""
+    return 2.0 * batch * heads * seq * seq * head_dim
+
+
+def ring_passes(kind: CollectiveKind, ranks: Array) -> Array:
+    """How often the message of a collective crosses one rank's link, as `CollectiveCurve` counts."""
+    if kind == "send_recv":
+        return np.ones(())
+    once = np.where(ranks > 1.0, (ranks - 1.0) / np.maximum(ranks, 1.0), 0.0)
+    return 2.0 * once if kind == "all_reduce" else once
 
 
 Work = Gemm | Attention | MemoryPass | Collective | HostCopy | DeviceAdam | HostAdam

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mist_megatron.errors import ProfileError
 from mist_megatron.price.prices import (
+    BACKWARD_KERNELS,
     EXACT,
     EXTRAPOLATED,
     INTERPOLATED,
@@ -29,6 +30,7 @@ from mist_megatron.price.prices import (
     MemoryPass,
     Priced,
     Work,
+    ring_passes,
 )
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.profile import CollectiveCurve, CollectiveKind, Profile, Quantity, slowdowns
@@ -65,10 +67,10 @@ class RatioTable:
     apart: Array
     """What each ratio is off from the average at its shape, see `table_of`."""
 
-    def answer(self, asked: Array, roofline: Array) -> tuple[Array, NDArray[np.int8]]:
-        """Seconds for shapes (one a row), and how far each rests on measurement."""
+    def answer(self, asked: Array, roofline: Array) -> Priced:
+        """Seconds for shapes, one a row."""
         seconds = np.empty(len(asked))
-        kinds = np.empty(len(asked), dtype=np.int8)
+        marks = np.empty(len(asked), dtype=np.int8)
         step = max(CHUNK // max(len(self.shapes), 1), 1)
         for start in range(0, len(asked), step):
             part = slice(start, start + step)
@@ -79,8 +81,8 @@ class RatioTable:
             exact = distance < SAME
             near = distance < REACH
             seconds[part] = np.where(exact, self.seconds[nearest], roofline[part] * np.exp(ratio))
-            kinds[part] = np.where(exact, EXACT, np.where(near, INTERPOLATED, EXTRAPOLATED))
-        return seconds, kinds
+            marks[part] = np.where(exact, EXACT, np.where(near, INTERPOLATED, EXTRAPOLATED))
+        return Priced(seconds, marks)
 
 
 def table_of(shapes: Array, seconds: Array, roofline: Array) -> RatioTable:
@@ -100,6 +102,24 @@ def _average(squares: Array, width: float, values: Array) -> Array:
     """Of values at these squared distances, fading to 0 away from all of them."""
     weights = np.exp(-squares / (2.0 * width**2))
     return np.asarray(weights @ values / (weights.sum(axis=1) + FADE))
+
+
+def products_s(area: Array, depth: Array, reached: Array, half_area: Array, half_depth: Array) -> Array:
+    """Of products of this area (M N batch) and depth (K): `reached` is what large ones reach of the peak;
+    tiles that do not fill the device and the start of each dot product cost the rest."""
+    return 2.0 * area * depth / reached * (1.0 + half_area / area) * (1.0 + half_depth / depth)
+
+
+def attention_s(flops: Array, seq: Array, reached: Array | float, half_seq: Array | float) -> Array:
+    """Of attention, of which short sequences leave most multiprocessors idle."""
+    return flops / reached * (1.0 + half_seq / seq)
+
+
+class LinkTime(NamedTuple):
+    """What a collective takes over a link: latency, and bytes a second."""
+
+    latency_s: Array
+    bytes_per_s: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +190,7 @@ class ProfilePrices:
         if table is None:
             return np.ones(arrays[0].shape)
         asked = np.log(np.stack([array.reshape(-1) for array in arrays], axis=1))
-        ratios, _ = table.answer(asked, np.ones(len(asked)))
-        return ratios.reshape(arrays[0].shape)
+        return table.answer(asked, np.ones(len(asked))).seconds.reshape(arrays[0].shape)
 
     def _gemm_roofline(self, work: Gemm) -> Array:
         m, n, k, batch = work.m, work.n, work.k, work.batch
@@ -184,8 +203,8 @@ class ProfilePrices:
         many = np.asarray(batch) > 1.0
         many_share = np.where(many, (c.batched_gemm_peak_fraction or c.gemm_peak_fraction).value, share)
         many_half = np.where(many, faster * (c.batched_gemm_half_area or c.gemm_half_area).value, half_area)
-        busy = 2.0 * area * k / (peak * many_share)
-        busy = busy * (1.0 + many_half / area) * (1.0 + faster * c.gemm_half_depth.value / k)
+        half_depth = np.asarray(faster * c.gemm_half_depth.value)
+        busy = products_s(area, k, peak * many_share, many_half, half_depth)
         operand_bytes = 1.0 if work.eight_bit else 2.0
         moved = batch * (operand_bytes * (m * k + k * n) + 2.0 * m * n) / self._memory_rate
         return np.asarray(np.maximum(np.maximum(busy, moved), work.kernels * c.launch_s.value))
@@ -196,14 +215,12 @@ class ProfilePrices:
 
     def _attention_roofline(self, work: Attention) -> Array:
         c, backward = self.profile.kernels, work.backward
-        batch, seq, head_dim = work.batch, work.seq, work.head_dim
-        # Causal: half of two products of 2 s s e; backward runs five products for two.
-        flops = 2.0 * batch * work.heads * seq * seq * head_dim * (2.5 if backward else 1.0)
         best = c.attention_backward_fraction if backward else c.attention_forward_fraction
-        idle = 1.0 + c.attention_half_seq.value / seq
-        busy = flops / (self.rates.matrix_flops_per_s * best.value) * idle
-        moved = 4.0 * batch * seq * head_dim * (work.heads + work.kv_heads) * (2.0 if backward else 1.0)
-        floor = (3 if backward else 1) * c.launch_s.value
+        reached = self.rates.matrix_flops_per_s * best.value
+        busy = attention_s(work.flops, work.seq, reached, c.attention_half_seq.value)
+        moved = 4.0 * work.batch * work.seq * work.head_dim * (work.heads + work.kv_heads)
+        moved = moved * (2.0 if backward else 1.0)
+        floor = (BACKWARD_KERNELS if backward else 1) * c.launch_s.value
         return np.asarray(np.maximum(np.maximum(busy, moved / self._memory_rate), floor))
 
     def roofline(self, work: Gemm | Attention) -> Array:
@@ -221,8 +238,8 @@ class ProfilePrices:
         if table is None:
             return Priced(np.asarray(roofline / clock))
         asked = _logarithms(name, np.stack([array.reshape(-1) for array in arrays], axis=1))
-        seconds, marks = table.answer(asked, roofline.reshape(-1))
-        return Priced(np.asarray(seconds.reshape(shape) / clock), marks.reshape(shape))
+        found = table.answer(asked, roofline.reshape(-1))
+        return Priced(np.asarray(found.seconds.reshape(shape) / clock), found.marks.reshape(shape))
 
     def _memory_pass(self, work: MemoryPass) -> Priced:
         moved = np.asarray(work.moved_bytes, dtype=np.float64)
@@ -255,11 +272,8 @@ class ProfilePrices:
             np.asarray(value, dtype=np.float64)
             for value in (work.moved_bytes, work.ranks, work.nodes, work.strided)
         )
-        passes: Array | float = 1.0
-        if work.kind != "send_recv":
-            once = np.where(size > 1.0, (size - 1.0) / np.maximum(size, 1.0), 0.0)
-            passes = 2.0 * once if work.kind == "all_reduce" else once
-        latency, rate = self._links(work.kind, size, spans)
+        passes = ring_passes(work.kind, size)
+        latency, rate = self._link(work.kind, size, spans)
         marks: Kinds = EXTRAPOLATED
         for curve in self.curves.get(work.kind, ()):
             here = size == curve.ranks
@@ -271,7 +285,7 @@ class ProfilePrices:
         seconds = np.where((size > 1.0) & (message > 0.0), latency + passes * message / rate, 0.0)
         return Priced(seconds, marks)
 
-    def _links(self, kind: CollectiveKind, size: Array, spans: Array) -> tuple[Array, Array]:
+    def _link(self, kind: CollectiveKind, size: Array, spans: Array) -> LinkTime:
         """Latency and bandwidth where no curve was measured."""
         c = self.profile.links
         across = spans > 1.0
@@ -281,7 +295,7 @@ class ProfilePrices:
         per_node = np.maximum(size / np.maximum(spans, 1.0), 1.0)
         outside = self.rates.inter_bytes_per_s_per_gpu * c.inter_fraction.value * per_node
         rate = np.where(across, np.minimum(inside, outside), inside)
-        return self._latency(kind, size, spans, per_node), rate
+        return LinkTime(self._latency(kind, size, spans, per_node), rate)
 
     def _latency(self, kind: CollectiveKind, size: Array, spans: Array, per_node: Array) -> Array:
         """A ring waits for every rank once (an all-reduce twice); between nodes an all-reduce may go up and
@@ -338,7 +352,9 @@ def _ratio_tables(curves: ProfilePrices, precision: Precision) -> dict[str, Rati
         if not rows:
             continue
         values = np.array(rows, dtype=np.float64)
-        roofline = np.ones(len(values)) if name == "layer" else curves.roofline(table_work(name, values))
+        roofline = np.ones(len(values))
+        if operator != "layer":
+            roofline = curves.roofline(table_work(operator, values, eight_bit=name == EIGHT_BIT_GEMM))
         tables[name] = table_of(_logarithms(name, values[:, :-1]), values[:, -1], roofline)
     return tables
 
@@ -349,11 +365,11 @@ def _table_name(work: Gemm | Attention) -> str:
     return "attention_backward" if work.backward else "attention_forward"
 
 
-def table_work(operator: str, rows: Array) -> Gemm | Attention:
+def table_work(operator: str, rows: Array, *, eight_bit: bool = False) -> Gemm | Attention:
     """The shapes of a profile's table of products or attention, as one piece of work each."""
-    if operator in ("gemm", EIGHT_BIT_GEMM):
+    if operator == "gemm":
         m, n, k, batch = rows.T[:4]
-        return Gemm(m, n, k, batch, eight_bit=operator == EIGHT_BIT_GEMM)
+        return Gemm(m, n, k, batch, eight_bit=eight_bit)
     batch, seq, heads, kv_heads, head_dim = rows.T[:5]
     return Attention(batch, seq, heads, kv_heads, head_dim, backward=operator == "attention_backward")
 
