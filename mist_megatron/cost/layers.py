@@ -7,7 +7,7 @@ add an operator, write such a function and put it where it runs in `block`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sympy import Expr, Integer
 
@@ -27,6 +27,7 @@ from mist_megatron.cost.shapes import (
     VOCAB_SHARE,
 )
 from mist_megatron.cost.symbols import CP, HEAD_DIM, HEADS, HIDDEN, SP, TP, B, S
+from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import RECOMPUTES, Part, Recompute
 
@@ -113,11 +114,12 @@ def block(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
 def embedding(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """Token table (rows split over tensor-parallel ranks), learned positions, dropout."""
     looked_up = HALF * TOKENS * HIDDEN
+    # The gradient is scattered into a table of its own, then added to the accumulated one.
+    scattered = _memory("embedding_weight", 2 * looked_up + 6 * VOCAB_SHARE * HIDDEN, kernels=2)
     lookup = Operator(
         name="embedding",
         forward=(_memory("embedding_forward", 2 * looked_up),),
-        # The gradient is scattered into a table of its own, then added to the accumulated one.
-        backward=(_memory("embedding_weight", 2 * looked_up + 6 * VOCAB_SHARE * HIDDEN, kernels=2),),
+        backward=(_weight_grad(scattered),),
         saved=(SavedTensor(key="token_ids", size_bytes=8 * TOKENS),),
         parameters=VOCAB_SHARE * HIDDEN,
     )
@@ -127,7 +129,7 @@ def embedding(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
             Operator(
                 name="positions",
                 forward=(_memory("positions_forward", 3 * ACTIVATION),),
-                backward=(_memory("positions_weight", 2 * ACTIVATION),),
+                backward=(_weight_grad(_memory("positions_weight", 2 * ACTIVATION)),),
                 parameters=model.learned_positions * HIDDEN,
             )
         )
@@ -197,8 +199,12 @@ def _memory(name: str, moved: Expr, kernels: int = 1) -> Work:
     return Work(name=name, kind=WorkKind.MEMORY, moved_bytes=moved, kernels=kernels)
 
 
-def _collective(name: str, kind: WorkKind, message: Expr) -> Work:
-    return Work(name=name, kind=kind, moved_bytes=message)
+def _collective(name: str, kind: WorkKind, message: Expr, group: Group = Group.TENSOR) -> Work:
+    return Work(name=name, kind=kind, moved_bytes=message, group=group)
+
+
+def _weight_grad(work: Work) -> Work:
+    return replace(work, makes_weight_grad=True, layout="tn")
 
 
 def _gemm(name: str, m: Expr, n: Expr, k: Expr, batch: Expr = ONE, *, eight_bit: bool = False) -> Work:
@@ -219,8 +225,8 @@ def _products(
     after a pass that writes them in 8 bits twice: as they are, and transposed for the weight's gradient."""
     forward = (_gemm(name, TOKENS, wide, deep, eight_bit=eight_bit),)
     backward = (
-        _gemm(f"{name}_input", TOKENS, deep, wide, eight_bit=eight_bit),
-        _gemm(f"{name}_weight", wide, deep, TOKENS, eight_bit=eight_bit),
+        replace(_gemm(f"{name}_input", TOKENS, deep, wide, eight_bit=eight_bit), layout="nn"),
+        _weight_grad(_gemm(f"{name}_weight", wide, deep, TOKENS, eight_bit=eight_bit)),
     )
     if not eight_bit:
         return forward, backward
@@ -302,10 +308,10 @@ def _context_ring() -> Operator:
     both = 2 * HALF * B * S * KEY
     return Operator(
         name="context_ring",
-        forward=(_collective("context_gather", WorkKind.ALL_GATHER, both),),
+        forward=(_collective("context_gather", WorkKind.ALL_GATHER, both, Group.CONTEXT),),
         backward=(
-            _collective("context_gather", WorkKind.ALL_GATHER, both),
-            _collective("context_scatter", WorkKind.REDUCE_SCATTER, both),
+            _collective("context_gather", WorkKind.ALL_GATHER, both, Group.CONTEXT),
+            _collective("context_scatter", WorkKind.REDUCE_SCATTER, both, Group.CONTEXT),
         ),
         part=CORE,
     )
@@ -365,8 +371,8 @@ def _plain_attention(options: LayerOptions) -> tuple[Operator, ...]:
             name="scores",
             forward=(_gemm("scores", rows, S, HEAD_DIM, batch),),
             backward=(
-                _gemm("scores_query", rows, HEAD_DIM, S, batch),
-                _gemm("scores_key", S, HEAD_DIM, rows, batch),
+                replace(_gemm("scores_query", rows, HEAD_DIM, S, batch), layout="nn"),
+                replace(_gemm("scores_key", S, HEAD_DIM, rows, batch), layout="tn"),
             ),
             saved=_attention_inputs()[:2],
             part=CORE,
@@ -380,10 +386,10 @@ def _plain_attention(options: LayerOptions) -> tuple[Operator, ...]:
         ),
         Operator(
             name="weighted_sum",
-            forward=(_gemm("weighted_sum", rows, HEAD_DIM, S, batch),),
+            forward=(replace(_gemm("weighted_sum", rows, HEAD_DIM, S, batch), layout="nn"),),
             backward=(
                 _gemm("weighted_sum_scores", rows, S, HEAD_DIM, batch),
-                _gemm("weighted_sum_value", S, HEAD_DIM, rows, batch),
+                replace(_gemm("weighted_sum_value", S, HEAD_DIM, rows, batch), layout="tn"),
             ),
             saved=(
                 _attention_inputs()[2],

@@ -8,31 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from mist_megatron.cost.compile import compile_expressions
 from mist_megatron.cost.layers import LayerOptions, block, embedding, head
-from mist_megatron.cost.operators import Operator, Work, WorkKind
+from mist_megatron.cost.operators import Layout, Operator, Work, WorkKind
 from mist_megatron.cost.sizes import padded_vocabulary
 from mist_megatron.errors import InputError
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.targets.table import TARGETS
 
-Layout = Literal["nt", "nn", "tn"]
-"""Which operand of a product lies transposed in memory, rows first: forward multiplies by transposed weights,
-the input's gradient by plain ones, the weight's gradient has transposed gradients on the left."""
-ATTENTION_LAYOUTS: dict[str, Layout] = {
-    "scores": "nt",
-    "scores_query": "nn",
-    "scores_key": "tn",
-    "weighted_sum": "nn",
-    "weighted_sum_scores": "nt",
-    "weighted_sum_value": "tn",
-}
-"""Of attention without a fused kernel: queries times transposed keys, softmax times values, and back."""
 MEMORY_SIZES = 24
 """Sizes of memory-bound kernels in a list: two figures describe them, and these span the range."""
 
@@ -74,13 +62,6 @@ class NeededShapes:
         }
 
 
-def layout_of(name: str) -> Layout:
-    """Of a product, by its name in the layer graph."""
-    if name in ATTENTION_LAYOUTS:
-        return ATTENTION_LAYOUTS[name]
-    return "nn" if name.endswith("_input") else "tn" if name.endswith("_weight") else "nt"
-
-
 def needed_shapes(models: Sequence[ModelSpec], wanted: ShapeRange) -> NeededShapes:
     """Every product, attention core and memory-bound size of the models' layers, embedding and head."""
     gemm: set[tuple[int, int, int, int, Layout]] = set()
@@ -92,7 +73,7 @@ def needed_shapes(models: Sequence[ModelSpec], wanted: ShapeRange) -> NeededShap
         for work, values in _evaluated(model, wanted, splits):
             rows = [tuple(round(size) for size in row) for row in values]
             if work.gemm is not None:
-                gemm |= {(m, n, k, batch, layout_of(work.name)) for m, n, k, batch in rows}
+                gemm |= {(m, n, k, batch, work.layout) for m, n, k, batch in rows}
             elif work.attention is not None:
                 attention |= {(b, s, heads, kv, width) for b, s, heads, kv, width in rows}
             else:

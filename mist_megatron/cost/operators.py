@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from sympy import Expr, Integer
 
+from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.recompute import Part
 
 ZERO = Integer(0)
+Layout = Literal["nt", "nn", "tn"]
+"""Which operand of a product lies transposed in memory, rows first: forward multiplies by transposed weights,
+the input's gradient by plain ones, the weight's gradient has transposed gradients on the left."""
 
 
 class WorkKind(Enum):
@@ -47,6 +52,11 @@ class Work:
     """Kernel launches, for the launch-overhead floor."""
     eight_bit: bool = False
     """A GEMM of 8-bit operands."""
+    layout: Layout = "nt"
+    group: Group = Group.TENSOR
+    """Whose ranks a collective joins."""
+    makes_weight_grad: bool = False
+    """Nothing else needs what it makes, so that zero-bubble schedules may delay it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from mist_megatron.price.prices import (
     Priced,
     Prices,
 )
+from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.profile import CollectiveKind
 from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
 
@@ -148,14 +149,14 @@ class _WorkTable:
             sizes = _sizes(work)
             kind = work.kind.value
             is_backward = backward and kind == "attention"
-            context = work.name.startswith("context_")
+            context = work.group is Group.CONTEXT
             key = (kind, work.kernels, is_backward, context, work.eight_bit, tuple(sizes.values()))
             if key not in self._index:
                 index = len(self.items)
                 self._index[key] = index
                 self.items.append(WorkItem(kind, work.kernels, is_backward, context, work.eight_bit))
                 self.expressions.update({f"w{index}.{name}": e for name, e in sizes.items()})
-            use = (layer, run, self._index[key], backward and work.name.endswith("_weight"))
+            use = (layer, run, self._index[key], work.makes_weight_grad)
             self._counts[use] = self._counts.get(use, 0) + 1
 
     def uses(self) -> tuple[Use, ...]:
