@@ -32,7 +32,7 @@ import numpy as np
 from published_rows import converted, table
 
 from mist_megatron.ask.evaluators import kept_programs
-from mist_megatron.ask.refitting import predictor
+from mist_megatron.ask.validate import predictor
 from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.calibrate.refit import (
     TURNS,

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from published_rows import converted, table
 
-from mist_megatron.ask.refitting import predictor
+from mist_megatron.ask.validate import predictor
 from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.calibrate.validate import Outcome, outcomes_of
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from mist_megatron.ask.simulate import simulate as simulate
     from mist_megatron.ask.tune import Tuned as Tuned
     from mist_megatron.ask.tune_words import tune as tune
+    from mist_megatron.ask.validate import Validated as Validated
+    from mist_megatron.ask.validate import validate as validate
     from mist_megatron.errors import EmitError as EmitError
     from mist_megatron.errors import InputError as InputError
     from mist_megatron.errors import MistError as MistError
@@ -59,6 +61,7 @@ _HOME = {
     "ask.lint": "lint Linted",
     "ask.convert": "convert Converted",
     "ask.emit": "emit Emitted",
+    "ask.validate": "validate Validated",
     "ask.job_words": "job",
     "ask.plans": "load_plan",
     "ask.recipes": "recipe",

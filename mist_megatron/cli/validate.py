@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +10,10 @@ from rich.console import Console
 
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.cli.output_file import check_output_file
-from mist_megatron.errors import InputError
+from mist_megatron.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from mist_megatron.calibrate.rows import MeasuredRow
-    from mist_megatron.calibrate.validate import Outcome, Predicted
-    from mist_megatron.cli.progress import Report
+    from mist_megatron.ask.validate import Validated
 
 LEGEND = (
     "error: mean of |predicted / measured - 1|; bias: mean of predicted / measured - 1; rank: Spearman's "
@@ -47,17 +42,7 @@ def validate(
     output: OutputOptions,
 ) -> None:
     """Predict every measured run and report errors, bias, ranking and pick regret."""
-    from mist_megatron.ask.refitting import predictor
-    from mist_megatron.calibrate.refit import cross_validated, learn_layers
-    from mist_megatron.calibrate.rows import read_rows
-    from mist_megatron.calibrate.validate import document, outcomes_of
-    from mist_megatron.cli.progress import progress_bar
-    from mist_megatron.formats.files import read_text
-
-    if by not in ("closed-form", "simulate"):
-        raise InputError(f"--by: unknown way {by!r}; known: closed-form, simulate")
-    if cross_validate and by == "simulate":
-        raise InputError("--by simulate: wanted no --cross-validate, which learns through the closed form")
+    from mist_megatron.ask.validate import validate as validate_files
 
     if plot is not None:
         check_output_file("--plot", plot, read=files, example="validated.svg")
@@ -65,58 +50,13 @@ def validate(
     def told(text: str) -> None:
         output.people.print(text, style="dim")
 
-    predict = predictor(by_events=by == "simulate")
-    read = {path: read_rows(read_text(path), str(path)) for path in files}
-    by_file: dict[str, tuple[Outcome, ...]] = {}
     with progress_bar("predicting rows") as progress:
-        total = sum(row.plan is not None for rows in read.values() for row in rows)
-        counted = _counting(predict, progress, total)
-        for path, rows in read.items():
-            name = path.name if path.name not in by_file else str(path)
-            by_file[name] = outcomes_of(rows, name, counted)
-    if cross_validate:
-        learn = partial(learn_layers, predictor=predictor)
-        by_file = {name: cross_validated(found, learn, told) for name, found in by_file.items()}
-    found = document(by_file)
+        validated = validate_files(files, by=by, cross_validate=cross_validate, progress=progress, told=told)
     if plot is not None:
-        _write_plot(plot, by_file)
-    output.finish(found)
+        validated.plotted(plot)
+    output.finish(validated.to_dict())
     if not output.json:
-        _show(output.people, found, by_file)
-
-
-def _counting(
-    predict: Callable[[MeasuredRow], Predicted], progress: Report, total: int
-) -> Callable[[MeasuredRow], Predicted]:
-    """The same, with every row told; one that cannot be predicted counts too."""
-    done = itertools.count(1)
-    progress(0, total)
-
-    def counted(row: MeasuredRow) -> Predicted:
-        try:
-            return predict(row)
-        finally:
-            progress(next(done), total)
-
-    return counted
-
-
-def _write_plot(path: Path, by_file: dict[str, tuple[Outcome, ...]]) -> None:
-    from mist_megatron.calibrate.scatter import svg_scatter
-    from mist_megatron.formats.files import write_pieces
-
-    write_pieces(path, (svg_scatter(_points(by_file)),))
-
-
-def _points(by_file: dict[str, tuple[Outcome, ...]]) -> dict[str, list[tuple[float, float]]]:
-    return {
-        name: [
-            (outcome.row.measured_s, outcome.predicted.iteration_s)
-            for outcome in outcomes
-            if outcome.predicted is not None and outcome.row.measured_s is not None
-        ]
-        for name, outcomes in by_file.items()
-    }
+        _show(output.people, validated)
 
 
 def _short(name: str) -> str:
@@ -144,9 +84,10 @@ def _time_cells(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def _show(people: Console, found: dict[str, Any], by_file: dict[str, tuple[Outcome, ...]]) -> None:
+def _show(people: Console, validated: Validated) -> None:
     from mist_megatron.calibrate.scatter import text_scatter
 
+    found = validated.to_dict()
     everything = [*found["files"].items(), ("all", found["overall"])]
     names = ("time", "rows", "error", "bias", "rank", "regret", "worst")
     rows = [[_short(name), _counts(figures), *_time_cells(figures)] for name, figures in everything]
@@ -174,4 +115,4 @@ def _show(people: Console, found: dict[str, Any], by_file: dict[str, tuple[Outco
     for row, reason in found["overall"]["skipped"].items():
         people.print(f"not predicted: {row}: {reason}", soft_wrap=True, markup=False)
     people.print()
-    people.print(text_scatter(_points(by_file)), markup=False)
+    people.print(text_scatter(validated.points()), markup=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mist_megatron.ask.refitting import predictor
+from mist_megatron.ask.validate import predictor
 from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.calibrate.validate import outcomes_of, summary
 

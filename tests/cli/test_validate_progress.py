@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mist_megatron.ask.validate import counted as counting
 from mist_megatron.calibrate.profiles import profile_of
-from mist_megatron.cli.validate import _counting
 from mist_megatron.errors import InputError
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import cluster_of
@@ -22,7 +22,7 @@ def test_every_row_is_counted_even_one_that_cannot_be_predicted() -> None:
             raise InputError("cannot be")
         return row
 
-    counted = _counting(predict, lambda done, total: told.append((done, total)), 3)
+    counted = counting(predict, lambda done, total: told.append((done, total)), 3)
     assert counted("first") == "first"  # type: ignore[arg-type,comparison-overlap]
     with pytest.raises(InputError):
         counted("bad")  # type: ignore[arg-type]

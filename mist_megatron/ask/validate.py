@@ -1,0 +1,144 @@
+"""Predictions held against measured training runs; the cost model as a function of rows is for fits too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mist_megatron.ask.evaluators import evaluator_for, kept_programs
+from mist_megatron.ask.plan_words import columns, lines_repr
+from mist_megatron.calibrate.refit import cross_validated, learn_layers
+from mist_megatron.calibrate.rows import MeasuredRow, read_rows
+from mist_megatron.calibrate.scatter import svg_scatter
+from mist_megatron.calibrate.validate import Outcome, Predicted, document, outcomes_of
+from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
+from mist_megatron.cost.predict import job_of
+from mist_megatron.cost.predict import predict as predict_plan
+from mist_megatron.errors import InputError
+from mist_megatron.events.engine import Progress
+from mist_megatron.events.iteration import simulate
+from mist_megatron.formats.files import read_text, write_pieces
+from mist_megatron.price.profile_prices import prices_of
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.profile import Profile
+
+WAYS = ("closed-form", "simulate")
+
+
+@dataclass(frozen=True, repr=False)
+class Validated:
+    """Every measured row beside what is predicted of it."""
+
+    by_file: Mapping[str, tuple[Outcome, ...]]
+
+    def cross_validated(self, told: Callable[[str], None] = lambda text: None) -> Validated:
+        """The same rows, each predicted with whole-layer times learnt from other groups of its file."""
+        learn = partial(learn_layers, predictor=predictor)
+        return replace(
+            self, by_file={name: cross_validated(rows, learn, told) for name, rows in self.by_file.items()}
+        )
+
+    def points(self) -> dict[str, list[tuple[float, float]]]:
+        """Measured and predicted seconds of the rows of each file."""
+        return {
+            name: [
+                (outcome.row.measured_s, outcome.predicted.iteration_s)
+                for outcome in outcomes
+                if outcome.predicted is not None and outcome.row.measured_s is not None
+            ]
+            for name, outcomes in self.by_file.items()
+        }
+
+    def plotted(self, path: str | Path) -> Validated:
+        """Writes predicted against measured as SVG."""
+        write_pieces(Path(path), (svg_scatter(self.points()),))
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `validate --json` prints."""
+        return {**document(self.by_file)}
+
+    def __repr__(self) -> str:
+        figures = self.to_dict()
+        rows = [("file", "rows", "mean error", "bias")]
+        for name, file in [*figures["files"].items(), ("all", figures["overall"])]:
+            errors = (file["time_mape"], file["time_bias"])
+            rows.append((name, str(file["rows"]), *("-" if e is None else f"{e:.1%}" for e in errors)))
+        return lines_repr(self, columns(rows))
+
+
+def validate(
+    files: str | Path | Sequence[str | Path],
+    *,
+    by: str = "closed-form",
+    cross_validate: bool = False,
+    progress: Progress | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> Validated:
+    """Measured runs in CSV files, each predicted: by the closed form of `predict`, or `by="simulate"`.
+
+    `cross_validate` learns whole-layer times from the other groups of each file only, in 5 folds.
+    """
+    if by not in WAYS:
+        raise InputError(f"--by: unknown way {by!r}; known: {', '.join(WAYS)}")
+    if cross_validate and by == "simulate":
+        raise InputError("--by simulate: wanted no --cross-validate, which learns through the closed form")
+    paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
+    read = {path: read_rows(read_text(path), str(path)) for path in paths}
+    total = sum(row.plan is not None for rows in read.values() for row in rows)
+    predict = counted(predictor(by_events=by == "simulate"), progress or (lambda done, total: None), total)
+    by_file: dict[str, tuple[Outcome, ...]] = {}
+    for path, rows in read.items():
+        name = path.name if path.name not in by_file else str(path)
+        by_file[name] = outcomes_of(rows, name, predict)
+    validated = Validated(by_file)
+    return validated.cross_validated(told) if cross_validate else validated
+
+
+def counted(
+    predict: Callable[[MeasuredRow], Predicted], progress: Progress, total: int
+) -> Callable[[MeasuredRow], Predicted]:
+    """The same, with every row told; one that cannot be predicted counts too."""
+    done = 0
+    progress(done, total)
+
+    def counting(row: MeasuredRow) -> Predicted:
+        nonlocal done
+        try:
+            return predict(row)
+        finally:
+            done += 1
+            progress(done, total)
+
+    return counting
+
+
+def predictor(
+    profiles: Mapping[str, Profile] | None = None, *, by_events: bool = False
+) -> Callable[[MeasuredRow], Predicted]:
+    """The cost model as a function of a row; `profiles` by GPU replace the shipped ones. `by_events` takes
+    the time from a simulation instead of the closed form."""
+    evaluators: dict[Job, StageEvaluator] = {}
+
+    def predict(row: MeasuredRow) -> Predicted:
+        assert row.plan is not None
+        job = job_of(row.plan)
+        if job not in evaluators:
+            profile = (profiles or {}).get(job.cluster.gpu.name)
+            if profile is None:
+                evaluators[job] = evaluator_for(job)[0]
+            else:
+                prices = prices_of(profile, job.cluster, job.training.precision)
+                evaluators[job] = make_evaluator(job, prices, cache=kept_programs())
+        prediction = predict_plan(row.plan, evaluators[job])
+        timed = simulate(row.plan, evaluators[job]) if by_events else prediction
+        return Predicted(
+            iteration_s=timed.iteration_s,
+            stage_peak_bytes=tuple(stage.peak_memory_bytes for stage in prediction.stages),
+            extrapolated_share=prediction.measured_share["extrapolated"],
+        )
+
+    return predict
