@@ -28,17 +28,24 @@ from mist_megatron.spec.profile import Profile
 WAYS = ("closed-form", "simulate")
 
 
+def silent(*said: object) -> None:
+    """Nobody listens."""
+
+
 @dataclass(frozen=True, repr=False)
 class Validated:
     """Every measured row beside what is predicted of it."""
 
     by_file: Mapping[str, tuple[Outcome, ...]]
 
-    def cross_validated(self, told: Callable[[str], None] = lambda text: None) -> Validated:
+    def cross_validated(self, told: Callable[[str], None] | None = None) -> Validated:
         """The same rows, each predicted with whole-layer times learnt from other groups of its file."""
         learn = partial(learn_layers, predictor=predictor)
         return replace(
-            self, by_file={name: cross_validated(rows, learn, told) for name, rows in self.by_file.items()}
+            self,
+            by_file={
+                name: cross_validated(rows, learn, told or silent) for name, rows in self.by_file.items()
+            },
         )
 
     def points(self) -> dict[str, list[tuple[float, float]]]:
@@ -76,7 +83,7 @@ def validate(
     by: str = "closed-form",
     cross_validate: bool = False,
     progress: Progress | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    told: Callable[[str], None] | None = None,
 ) -> Validated:
     """Measured runs in CSV files, each predicted: by the closed form of `predict`, or `by="simulate"`.
 
@@ -89,7 +96,7 @@ def validate(
     paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
     read = {path: read_rows(read_text(path), str(path)) for path in paths}
     total = sum(row.plan is not None for rows in read.values() for row in rows)
-    predict = counted(predictor(by_events=by == "simulate"), progress or (lambda done, total: None), total)
+    predict = counted(predictor(by_events=by == "simulate"), progress or silent, total)
     by_file: dict[str, tuple[Outcome, ...]] = {}
     for path, rows in read.items():
         name = path.name if path.name not in by_file else str(path)
