@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast, get_args
+from typing import NamedTuple, cast, get_args
 
 import numpy as np
 
@@ -25,15 +25,21 @@ def held_out_shapes(profile: Profile, gpu: GpuSpec) -> Iterator[str]:
     for table in profile.tables:
         priced = table.operator.startswith(("gemm", "attention")) and table.precision in get_args(Precision)
         if priced and len(table.rows) >= LEAST_ROWS:
-            by_table, by_curve = _errors(profile, gpu, table)
+            errors = _errors(profile, gpu, table)
             yield (
                 f"{table.operator} in {table.precision}: {len(table.rows)} shapes, each predicted from the "
-                f"others: {by_table:.1%} off; by the curve alone {by_curve:.1%}"
+                f"others: {errors.by_table:.1%} off; by the curve alone {errors.by_curve:.1%}"
             )
 
 
-def _errors(profile: Profile, gpu: GpuSpec, table: OperatorTable) -> tuple[float, float]:
-    """Mean relative error (interpolated among the other folds, from the fitted curve)."""
+class HeldOut(NamedTuple):
+    """Mean relative errors of shapes: interpolated among those of the other folds, and from the curve."""
+
+    by_table: float
+    by_curve: float
+
+
+def _errors(profile: Profile, gpu: GpuSpec, table: OperatorTable) -> HeldOut:
     others = tuple(each for each in profile.tables if each.operator != table.operator)
     bare = replace(profile, tables=others)
     missed = []
@@ -42,7 +48,8 @@ def _errors(profile: Profile, gpu: GpuSpec, table: OperatorTable) -> tuple[float
         held = [row for at, row in enumerate(table.rows) if at % FOLDS == fold]
         known = replace(profile, tables=(*others, replace(table, rows=kept)))
         missed.append(_missed(known, gpu, table, held))
-    return float(np.concatenate(missed).mean()), float(_missed(bare, gpu, table, table.rows).mean())
+    by_curve = _missed(bare, gpu, table, table.rows)
+    return HeldOut(float(np.concatenate(missed).mean()), float(by_curve.mean()))
 
 
 def _missed(profile: Profile, gpu: GpuSpec, table: OperatorTable, rows: Sequence[Row]) -> Array:

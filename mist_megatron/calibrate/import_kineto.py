@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -263,26 +263,31 @@ def _members(arguments: Mapping[str, object], size: int) -> list[int] | None:
     text = str(arguments.get("Process Group Ranks", ""))
     try:
         found = json.loads(text) if text.startswith("[") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, list) or len(found) != size or not all(isinstance(r, int) for r in found):
         return None
     return sorted(found)
 
 
-def _placed(members: Sequence[int] | None, per_node: int | None, where: str) -> tuple[int, bool]:
-    """(nodes, strided)."""
+class _Placement(NamedTuple):
+    nodes: int
+    strided: bool
+
+
+def _placed(members: Sequence[int] | None, per_node: int | None, where: str) -> _Placement:
+    """Where the ranks of a group lie."""
     if members is None:
-        return 1, False
+        return _Placement(nodes=1, strided=False)
     strided = any(b - a != 1 for a, b in pairwise(members))
     if per_node is not None:
-        return len({rank // per_node for rank in members}), strided
+        return _Placement(len({rank // per_node for rank in members}), strided)
     if members[-1] >= 8:
         raise InputError(
             f"{where}: a group has ranks {members[0]} to {members[-1]}; which share a node is not said",
             details=("try: --gpus-per-node 8",),
         )
-    return 1, strided
+    return _Placement(1, strided)
 
 
 def _imported(found: _Found, header: Mapping[str, object], where: str, hints: Hints) -> Imported:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,13 +73,20 @@ def _view(profile: Profile, name: str, quantity: Quantity) -> FigureView:
     )  # fmt: skip
 
 
-def measured_count(profile: Profile) -> tuple[int, int]:
-    """(figures and curves that rest on measurements, all)."""
+class Count(NamedTuple):
+    """How many figures, curves and tables rest on measurements, and how many there are."""
+
+    measured: int
+    total: int
+
+
+def measured_count(profile: Profile) -> Count:
+    """Of a whole profile."""
     origins = [view.origin for view in figures(profile)]
     origins += [profile.sources[curve.source].origin for curve in profile.collectives]
     origins += [profile.sources[item.source].origin for item in profile.interference]
     origins += [profile.sources[table.source].origin for table in profile.tables]
-    return sum(origin in KNOWN_BY for origin in origins), len(origins)
+    return Count(sum(origin in KNOWN_BY for origin in origins), len(origins))
 
 
 def table_views(profile: Profile) -> list[dict[str, object]]:
@@ -145,6 +152,8 @@ def _interference_gaps(profile: Profile) -> list[str]:
     known = {frozenset(item.streams) for item in profile.interference}
     if not known:
         return ["co-run slowdowns were not measured: streams are taken as independent"]
+    if not any(any(item.identified) for item in profile.interference):
+        return ["co-run slowdowns were not measured: typical ones are taken"]
     missing = []
     for bits in range(16):
         if bits.bit_count() > 1 and frozenset(_streams_of(bits).split("+")) not in known:

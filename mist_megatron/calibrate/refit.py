@@ -161,26 +161,31 @@ def learn_layers(rows: Sequence[MeasuredRow], predictor: Predictor) -> Predict:
     profiles = {name: profile_of(cluster) for name, cluster in clusters.items()}
     return predictor(
         {
-            name: learnt_profile(profile, rows, predictor)[0]
+            name: learnt_profile(profile, rows, predictor).profile
             for name, profile in profiles.items()
             if profile is not None
         }
     )
 
 
-def learnt_profile(
-    profile: Profile, rows: Sequence[MeasuredRow], predictor: Predictor
-) -> tuple[Profile, LayerRatios]:
-    """The profile with its layer table from these rows, and that table; unchanged when it had none."""
+class Learnt(NamedTuple):
+    """A profile with its layer table from measured rows, and the ratios in that."""
+
+    profile: Profile
+    ratios: LayerRatios
+
+
+def learnt_profile(profile: Profile, rows: Sequence[MeasuredRow], predictor: Predictor) -> Learnt:
+    """What these rows say of whole layers; the profile is unchanged when it had no layer table."""
     had = [table for table in profile.tables if table.operator == "layer"]
     if not had:
-        return profile, {}
+        return Learnt(profile, {})
     own = [row for row in rows if row.plan is not None and row.plan.cluster.gpu.name == profile.gpu]
     ratios: LayerRatios = {}
     for _ in range(TURNS):
         learnt = with_layers(profile, ratios, had[0].source)
         ratios = turned(ratios, layer_ratios(own, predictor({profile.gpu: learnt})))
-    return with_layers(profile, ratios, had[0].source), ratios
+    return Learnt(with_layers(profile, ratios, had[0].source), ratios)
 
 
 def turned(ratios: LayerRatios, more: LayerRatios) -> LayerRatios:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +80,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
     errors = np.array([o.time_error for o in timed], dtype=np.float64)
     memory = np.array([error for o in outcomes for error in o.memory_errors()], dtype=np.float64)
     shares = [o.predicted.extrapolated_share for o in outcomes if o.predicted is not None]
-    ranks, regrets = _by_group(timed)
+    ranking = _by_group(timed)
     worst = sorted(timed, key=lambda o: -abs(o.time_error or 0.0))[:WORST]
     return {
         "rows": len(outcomes),
@@ -88,9 +89,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
         "time_bias": _mean(errors),
         "memory_mape": _mean(np.abs(memory)),
         "memory_bias": _mean(memory),
-        "spearman": _mean(np.array(ranks)),
-        "pick_regret_mean": _mean(np.array(regrets)),
-        "pick_regret_max": max(regrets) if regrets else None,
+        "spearman": _mean(np.array(ranking.correlations)),
+        "pick_regret_mean": _mean(np.array(ranking.regrets)),
+        "pick_regret_max": max(ranking.regrets) if ranking.regrets else None,
         "extrapolated_share": _mean(np.array(shares)),
         "skipped": {o.row.row_id: o.skipped for o in outcomes if o.skipped is not None},
         "worst": [_worst_document(o) for o in worst],
@@ -108,8 +109,15 @@ def _worst_document(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def _by_group(timed: Sequence[Outcome]) -> tuple[list[float], list[float]]:
-    """Rank correlation and pick regret of every group that has rows to rank."""
+class Ranking(NamedTuple):
+    """Of every group that has rows to rank: the correlation of ranks, and what picking the best predicted
+    row costs over the best measured one."""
+
+    correlations: list[float]
+    regrets: list[float]
+
+
+def _by_group(timed: Sequence[Outcome]) -> Ranking:
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in timed:
         if outcome.row.group:
@@ -125,7 +133,7 @@ def _by_group(timed: Sequence[Outcome]) -> tuple[list[float], list[float]]:
         if found is not None:
             correlations.append(found)
         regrets.append(float(measured[int(np.argmin(predicted))] / measured.min() - 1.0))
-    return correlations, regrets
+    return Ranking(correlations, regrets)
 
 
 def spearman(left: Array, right: Array) -> float | None:

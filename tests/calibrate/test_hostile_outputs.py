@@ -150,6 +150,12 @@ def test_tables_with_numbers_of_too_many_digits(line: str) -> None:
     read(f"{line}\n{table(sweep()[:3])}", "nccl-tests")
 
 
+def test_ranks_nested_too_deeply() -> None:
+    group = TRACE["traceEvents"][4]  # type: ignore[index]
+    nested = {**group, "args": {**group["args"], "Process Group Ranks": "[" * 100_000}}
+    read(json.dumps({**TRACE, "traceEvents": [nested]}), "kineto")
+
+
 def test_devices_that_are_no_list() -> None:
     with pytest.raises(InputError, match="devices is 5; wanted a list"):
         read_output(json.dumps({**NCCL_JSON, "devices": 5}), "all_reduce.json", HINTS)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mist_megatron.calibrate.profile_view import gaps
 from mist_megatron.calibrate.profiles import load_profile, write_profile
 from mist_megatron.errors import ProfileError
 from mist_megatron.formats.profile_yaml import profile_from_text
@@ -134,3 +135,9 @@ def test_pictures_stay_in_their_folder_whatever_the_profile_is_called(
 def test_a_name_that_commands_the_terminal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="invisible character"):
         replace(datasheet_profile(CATALOGUE["a40-48gb"]), name="a\x1b[2Jb")
+
+
+def test_typical_slowdowns_are_one_gap() -> None:
+    gpu = CATALOGUE["a40-48gb"]
+    told = [gap for gap in gaps(datasheet_profile(gpu), gpu) if "co-run" in gap]
+    assert told == ["co-run slowdowns were not measured: typical ones are taken"]
