@@ -95,7 +95,7 @@ def _added_gradients(grid: StageGrid, count: Array, shards: Array, context: Time
     rank's part of a group touches: of groups cut by layer, at either end up to a layer's largest matrix.
     (The first micro-batch of ZeRO 2 copies nothing in; here it does, as in ZeRO 3.) Gradients wider than the
     weights ZeRO 2 adds up on the GPU (_use_compact_grad_partition_buffer)."""
-    if context.grad_bytes == STEP_GRAD_BYTES:
+    if context.grad_bytes == context.facts.step.grad_bytes:
         return np.where(grid.zero >= 3, shards, 0.0)
     whole = grid.offload.grads * context.grad_bytes * touched_parameters(grid, count, context)
     zero2 = np.where((grid.zero == 2) & (grid.grad_accum > 1), whole, 0.0)
@@ -121,9 +121,6 @@ def step_copies_s(grid: StageGrid, share: Array, context: TimeContext) -> Array:
     grads = context.grad_bytes * share * np.where(on_host > 0.0, 0.0, grid.offload.grads)
     return host_copy(back + grads, "h2d", context) + host_copy(out, "d2h", context)
 
-
-STEP_GRAD_BYTES = 4.0
-"""Per parameter of the gradients that DeepSpeed steps with: fp32, wherever they are."""
 
 LARGEST_SHARE = 1.0 / 3.0
 """Of a layer's weights in its largest matrix: 4 of 12 hidden^2, or 11 of 33 with a gated MLP."""

@@ -14,7 +14,6 @@ import numpy as np
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term
 from mist_megatron.cost.traffic import (
-    STEP_GRAD_BYTES,
     Traffic,
     collective,
     gathers_on_arrival,
@@ -322,7 +321,7 @@ def _gradients_to_states(grid: StageGrid, share: Array, context: TimeContext) ->
     """In the last backward pass gradients go to the host's states in fp32. Nothing is added up on the host:
     ZeRO 1 does that on the GPU (stage_1_and_2.py, copy_grads_in_partition: micro_step_id is 0 when it
     reduces, with or without a pipeline)."""
-    return host_copy(STEP_GRAD_BYTES * grid.offload.optimizer * share, "d2h", context)
+    return host_copy(context.facts.step.grad_bytes * grid.offload.optimizer * share, "d2h", context)
 
 
 def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext) -> Linear:

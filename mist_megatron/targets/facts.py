@@ -213,8 +213,10 @@ class StepFacts:
     host_copies_overlap: bool
     """Gradients leave and weights come back while the host updates others."""
     by_place: bool = False
-    """Gradients to step with go to where the states are, in 4 bytes, in the last backward pass; each group is
-    updated there and its weights copied to where they belong, and nothing hides these copies."""
+    """Gradients to step with go to where the states are, in the last backward pass; each group is updated
+    there and its weights copied to where they belong, and nothing hides these copies."""
+    grad_bytes: float = 4.0
+    """Per parameter of the gradients to step with: fp32, wherever they are."""
 
     @property
     def in_first_forward(self) -> bool:

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from mist_patches.core.registry import PATCHES
 
+from mist_megatron.frameworks.deepspeed import patches as deepspeed_patches
 from mist_megatron.frameworks.deepspeed import write as deepspeed
+from mist_megatron.frameworks.megatron import patches as megatron_patches
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
@@ -30,6 +32,12 @@ def plan(zero: int, offload: Offload, grad_bytes: int | None) -> Plan:
         ),
         execution=Execution(grad_bytes=grad_bytes),
     )
+
+
+def test_both_sides_know_the_same_patches() -> None:
+    """The tuner's names are the training side's, for either framework."""
+    assert set(deepspeed_patches.Patch) == set(PATCHES["deepspeed"])
+    assert set(megatron_patches.Patch) == set(PATCHES["megatron-core"])
 
 
 HOST = Offload(optimizer=1.0, grads=1.0)
