@@ -32,7 +32,6 @@ from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_mapping, plan_to_yaml
 from mist_megatron.search.execution import ExecutionChoice, execution_choices
-from mist_megatron.search.near import NEAR
 from mist_megatron.search.search import (
     NoneFaster,
     SearchResult,
@@ -40,15 +39,17 @@ from mist_megatron.search.search import (
     Status,
     StoppedEmpty,
     Watch,
-    plan_of,
     search,
 )
+from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Space, space_named
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.table import TARGETS
 
+PROVED = 1e-6
+"""A relative gap that is smaller is none."""
 FULL = space_named("full")
 SETTINGS = Settings()
 SILENT = Watch()
@@ -66,14 +67,13 @@ class Proof:
     status: str
     """optimal, time limit or interrupted."""
     gap: float
-    """How far the best plan by eq. 1 may be from the bound, relative; 0 where it is proved."""
+    """How far the plan told may be from the fastest, relative; 0 where it is proved to be that."""
     objective_s: float
-    """Eq. 1 of the plan that is best by it: what bound_s bounds. The plan told is the fastest by predict,
-    which is at or a little below eq. 1, so that another may be best by eq. 1."""
+    """What was minimised: seconds per step of the plan told."""
     plan_objective_s: float
-    """Eq. 1 of the plan told."""
+    """The same: one figure since what is told is what is proved."""
     bound_s: float
-    """No plan of the space is faster than this by eq. 1."""
+    """No plan of the space is faster than this."""
     configs: int
     """Configurations of stages that were priced."""
     over_memory: int
@@ -291,13 +291,10 @@ class _Ways:
         )
 
     def _to_beat(self, choice: ExecutionChoice) -> float:
-        """What other ways have to beat by eq. 1. Where several plans are asked for, they are of one way: the
-        last one, which overlaps nothing, is left out where `predict` cannot put its best first either."""
-        top = self.settings.top
-        if not choice.must_win or (top > 1 and choice.job is not self.job):
+        """What other ways have to beat. Where several plans are asked for, they are of one way."""
+        if not choice.must_win or (self.settings.top > 1 and choice.job is not self.job):
             return math.inf
-        best_s = min((answer.result.objective_s for answer in self.answers), default=math.inf)
-        return best_s if top == 1 else best_s * (1.0 + NEAR)
+        return min((answer.result.objective_s for answer in self.answers), default=math.inf)
 
     def best(self, seconds: float) -> Tuned:
         """The fastest, which is proved as far as the least proved of them."""
@@ -312,7 +309,7 @@ class _Ways:
             fastest.result,
             status=open_[-1] if open_ else Status.OPTIMAL,
             objective_s=min(result.objective_s for result in results),
-            bound_s=min(result.bound_s for result in results),
+            bound_s=min(one.bound_s for one in searches),
             shapes=sum(one.shapes for one in searches),
             shapes_solved=sum(one.shapes_solved for one in searches),
             tally=tally,
@@ -348,7 +345,7 @@ class _Ways:
 def _proof(result: SearchResult, seconds: float) -> Proof:
     return Proof(
         status=result.status.value,
-        gap=result.gap if result.status is not Status.OPTIMAL else 0.0,
+        gap=result.gap,
         objective_s=result.objective_s,
         plan_objective_s=result.solutions[0].value_s,
         bound_s=result.bound_s,
@@ -367,13 +364,8 @@ def proof_words(tuned: Tuned) -> str:
         stages = "stages of any sizes" if result.space.unequal else "stages of equal sizes"
         pipelines = f", {stages}," if result.space.pipeline else ""
         space = f"plan of space {result.space.name} on this target{pipelines}"
-        proof = f"proved: no {space} is faster by eq. 1"
-        behind = result.solutions[0].value_s / result.objective_s - 1
-        if behind > 1e-9:
-            proof = (
-                f"proved: by eq. 1 no {space} is faster than {result.objective_s:.6g} s; this one is "
-                f"{behind:.2%} behind that, and ahead by predict"
-            )
+        faster = "faster" if result.gap < PROVED else f"more than {result.gap:.2%} faster"
+        proof = f"proved: no {space} is {faster}"
     else:
         proof = f"{result.status.value}: within {result.gap:.1%} of the bound {result.bound_s:.4g} s"
     return (

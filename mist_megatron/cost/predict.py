@@ -13,8 +13,7 @@ from mist_megatron.cost.closed_form import Refinement, closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
-from mist_megatron.cost.terms import Linear, first_terms, step_names, totals
-from mist_megatron.price.prices import Array
+from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.model import ModelSpec
@@ -214,42 +213,6 @@ def _forward_shares(role: StageRole) -> dict[Term, float]:
     return {Term.PIPELINE_P2P: sent, Term.HOST_WORK: 0.5}
 
 
-@dataclass(frozen=True)
-class FinerParts:
-    """What the timings of many configurations have beyond t and d."""
-
-    more_s: tuple[Array, Array]
-    """Of t and of d, what no search adds up."""
-    forward_s: Array
-    first_s: Array
-    in_turn_s: Array
-    late: tuple[Array, Array, Array, Array]
-    """Columns of `Late`."""
-
-
-def finer_parts(evaluator: StageEvaluator, grid: StageGrid) -> FinerParts:
-    """As `timing_of` has it of one configuration; t bounds `forward_s`."""
-    terms, fine = evaluator.terms(grid), refined(evaluator, grid)
-    forward_s = evaluator.passes(grid)["forward_s"] + fine.forward_s
-    facts = evaluator.time_context.facts
-    for name, share in _forward_shares(grid.role).items():
-        part = 1.0 - in_turn_share(facts) if name is Term.PIPELINE_P2P else 1.0
-        if name in terms.stable:
-            forward_s = forward_s + share * part * terms.stable[name].at(grid.layers, grid.ckpt)
-    return FinerParts(
-        more_s=(fine.stable_s, fine.delta_s),
-        forward_s=forward_s,
-        first_s=_summed(terms.delta, first_terms(facts), grid),
-        in_turn_s=in_turn_share(facts) * _summed(terms.stable, (Term.PIPELINE_P2P,), grid),
-        late=(fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share),
-    )
-
-
-def _summed(terms: Mapping[Term, Linear], names: Sequence[Term], grid: StageGrid) -> Array:
-    found = (terms[name].at(grid.layers, grid.ckpt) for name in names if name in terms)
-    return np.asarray(sum(found, start=np.zeros(())))
-
-
 def refined(evaluator: StageEvaluator, grid: StageGrid) -> Refinement:
     """What a search leaves out of many configurations at once."""
     return refinement(evaluator.work(grid))
@@ -259,10 +222,7 @@ def _predict_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredictio
     work, facts = evaluator.work(grid), evaluator.time_context.facts
     terms, fine, parts = closed_form(work), refinement(work), evaluator.passes(grid)
     stable_terms_s, delta_terms_s = _at(terms.stable, grid), _at(terms.delta, grid)
-    steps = step_names(facts)
-    if facts.reduction.tied_first and Term.TIED_EMBEDDINGS in delta_terms_s:
-        # What both ends of the pipeline reduce when they have summed those.
-        steps = (*steps, Term.GRADIENT_REDUCTION)
+    steps = steps_of(delta_terms_s, facts)
     return StagePrediction(
         stable_s=totals(terms.stable).at(grid.layers, grid.ckpt).item(),
         delta_s=totals(terms.delta).at(grid.layers, grid.ckpt).item(),

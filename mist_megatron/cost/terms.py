@@ -142,7 +142,11 @@ def first_terms(facts: TrafficFacts) -> tuple[Term, ...]:
     return IN_STEPPING_PASS if on_arrival else (Term.FIRST_GATHER,)
 
 
-def step_names(facts: TrafficFacts) -> tuple[Term, ...]:
-    """Terms of d that begin when a stage may step."""
+def steps_of(delta: Mapping[Term, object], facts: TrafficFacts) -> tuple[Term, ...]:
+    """Terms of d that begin when a stage may step, of a stage whose d has these terms."""
     first = first_terms(facts)
-    return tuple(name for name in AT_STEP if name not in first)
+    steps = tuple(name for name in AT_STEP if name not in first)
+    if facts.reduction.tied_first and Term.TIED_EMBEDDINGS in delta:
+        # What both ends of the pipeline reduce when they have summed those.
+        return (*steps, Term.GRADIENT_REDUCTION)
+    return steps

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -17,10 +18,12 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole, role_of
-from mist_megatron.search.assign import Front
+from mist_megatron.search.choices import fractions
 from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.points import Ends, Front
+from mist_megatron.search.points import steady_s as steady_of
 from mist_megatron.search.space import Space
-from mist_megatron.search.stage_prices import Times, fractions
+from mist_megatron.search.stage_prices import Times
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.term import Term
 
@@ -40,8 +43,6 @@ class SearchProblem:
     space: Space
     step: float
     solver: Solver = "exact"
-    climb: bool = False
-    """Whether the best plan of a shape by eq. 1 is where a climb by the closed form begins (`finer`)."""
     tick: Callable[[], None] = nothing
     """Called every few milliseconds of work: what it raises ends the search."""
 
@@ -55,16 +56,30 @@ class LeastTimes:
     """t + d, steps that wait for all stages aside."""
     step_s: Array
     """Of such steps."""
+    in_turn_s: float = 0.0
+    """Part of t that is not there while the pipeline fills and drains."""
+    layer_backward_s: float = 0.0
+    """No backward pass of a layer takes less."""
+
+    @property
+    def ramp_s(self) -> Array:
+        """t while the pipeline fills and drains."""
+        return self.t_s - self.in_turn_s
 
     @property
     def d_s(self) -> Array:
         """With the least t: a configuration with a smaller d than this has so much larger a t."""
         return self.both_s - self.t_s
 
+    def shifted(self, less_s: float) -> LeastTimes:
+        """With so much more or less of t."""
+        return replace(self, t_s=self.t_s + less_s, both_s=self.both_s + less_s) if less_s else self
+
     def front(self, layers: int) -> Front:
         """As if one configuration were the least in all."""
         row = slice(layers - 1, layers)
-        return Front(self.t_s[row], self.d_s[row], self.step_s[row])
+        backward_s = layers * self.layer_backward_s
+        return Front(self.ramp_s[row], self.d_s[row], self.step_s[row], self.in_turn_s, backward_s)
 
 
 @dataclass(frozen=True)
@@ -74,9 +89,27 @@ class EqualBound:
     value_s: float
     """No plan of the shape is faster."""
     rest_s: float
-    """Least of what is added to (G - 1) max t."""
+    """Least of all but what the slowest stage takes for the other micro-batches."""
+    both_s: float
+    """Least t + d of a first stage, and the step."""
     stages: tuple[LeastTimes, LeastTimes, LeastTimes]
     """A first, middle and last stage."""
+
+    def cap_s(self, shape: EqualPipeline, role: StageRole, best_s: float) -> float:
+        """No stage of a plan that beats `best_s` has a larger t.
+
+        It computes all micro-batches but one besides `rest_s`, less what warm-up passes fill of its waits,
+        half of a pass each at most. And nothing is there twice of its own G micro-batches, what a first stage
+        adds, and before another the first stage's t."""
+        others, stages = shape.grad_accum - 1, shape.stages
+        if not np.isfinite(best_s) or not others:
+            return float(np.inf)
+        following = {StageRole.FIRST: stages - 1, StageRole.MIDDLE: stages - 2}.get(role, 0)
+        skipped = 0 if shape.vpp > 1 else min(following, others)
+        caps = [(best_s - self.rest_s) / (others - 0.5 * skipped)]
+        if shape.vpp == 1:
+            caps.append((best_s - self.both_s) / (others if role.has_embedding else others + 1))
+        return float(min(caps) * (1 + 1e-9)) + max(stage.in_turn_s for stage in self.stages)
 
 
 def shape_bounds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[EqualBound]:
@@ -119,15 +152,33 @@ def _bound(
     counts = (1, 1) if count == 2 else (1, count - 2, 1)
     # All layers at the least price per layer, and each stage's fixed part.
     slope = min(float(stage.t_s[1] - stage.t_s[0]) for stage in used)
-    fixed = sum(n * (float(stage.t_s[0]) - slope) for n, stage in zip(counts, used, strict=True))
+    fixed = sum(n * (float(stage.ramp_s[0]) - slope) for n, stage in zip(counts, used, strict=True))
     sum_s = fixed + slope * layers
     most = layers - count + 1
     # Some stage has its even share or more.
     share = -(-layers // count)
     step_s = min(float(stage.step_s[share - 1 : most].min()) for stage in used)
-    rest_s = sum_s + float(stages[0].d_s[:most].min()) + step_s
-    value_s = (shape.grad_accum - 1) * sum_s / count + rest_s
-    return EqualBound(value_s * (1 - 1e-9), rest_s, stages)
+    in_turn_s = shape.grad_accum * min(stage.in_turn_s for stage in used)
+    rest_s = sum_s + float(stages[0].d_s[:most].min()) + step_s + in_turn_s
+    both_s = float(stages[0].both_s[:most].min()) + step_s
+    slope = min(slope, *(float(stage.ramp_s[0]) for stage in used))
+    steady_s = _least_steady_s(shape, sum_s, slope, layers, used)
+    return EqualBound((steady_s + rest_s) * (1 - 1e-9), rest_s, both_s, stages)
+
+
+def _least_steady_s(
+    shape: EqualPipeline, sum_s: float, slope_s: float, layers: int, used: Sequence[LeastTimes]
+) -> float:
+    """U of any split of a pipeline's layers. With more micro-batches than stages the mean of all u_b, each
+    weighted with what makes every t count alike, is (G - 1) times the mean t. With fewer, the warm-up passes
+    of early stages fill all waits: u is (G - 1) of the longer pass, of which more fits below a cap."""
+    others, count = shape.grad_accum - 1, shape.stages
+    early = max(count - others, 0)
+    if not early:
+        return others * sum_s / count
+    layer_backward_s = min(stage.layer_backward_s for stage in used)
+    longer = min(max(0.5, layer_backward_s / slope_s), 1.0) if slope_s > 0.0 else 0.5
+    return others * slope_s * layers / (count - early + early / longer)
 
 
 def _even_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes]) -> EqualBound:
@@ -136,27 +187,49 @@ def _even_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, Leas
     With v chunks the objective is (G v - 1) max t / v + sum t / v + d of some stage (less what hides it). A
     larger t with an equally smaller d does not pay even on a stage that is not the slowest: at worst it gets
     as slow as that, which leaves (G - 1) max t + t + d and t / v of the other stages."""
-    vpp, count = shape.vpp, shape.stages
+    vpp, count, others = shape.vpp, shape.stages, shape.grad_accum - 1
     t_s, both_s, step_s = (
         [float(part[0]) for part in parts]
-        for parts in zip(*((stage.t_s, stage.both_s, stage.step_s) for stage in stages), strict=True)
+        for parts in zip(*((stage.ramp_s, stage.both_s, stage.step_s) for stage in stages), strict=True)
     )
     sum_s = t_s[0] / vpp if count == 1 else (t_s[0] + (count - 2) * t_s[1] + t_s[2]) / vpp
     hidden = (0.0, t_s[0] / vpp, sum_s - t_s[2] / vpp)
-    rest_s = max(step_s) + max(
-        sum_s - t / vpp + both - before for t, both, before in zip(t_s, both_s, hidden, strict=True)
+    in_turn_s = [stage.in_turn_s for stage in stages]
+    second_s = max(
+        sum_s - t / vpp + both - in_turn - before
+        for t, both, in_turn, before in zip(t_s, both_s, in_turn_s, hidden, strict=True)
     )
-    return EqualBound(((shape.grad_accum - 1) * max(t_s) + rest_s) * (1 - 1e-9), rest_s, stages)
+    rest_s = max(step_s) + second_s + shape.grad_accum * min(in_turn_s)
+    if vpp > 1 or count == 1:
+        steady_s = others * max(t_s)
+    else:
+        # Of a middle stage u is the same wherever it stands, unless its warm-up passes fill every wait.
+        behind = [(count - 2) * t_s[1] + t_s[2], t_s[2], 0.0]
+        following = [count - 1, 1 if others > 1 else count - 2, 0]
+        steady_s = max(
+            float(steady_of(t, 0.5 * t, 0.0, Ends(shape.grad_accum, after), rest))
+            for t, after, rest in zip(t_s, following, behind, strict=True)
+        )
+    value_s = (steady_s + rest_s) * (1 - 1e-9)
+    return EqualBound(value_s, rest_s, both_s[0] + max(step_s), stages)
 
 
-def least_passes_s(work_s: float, gpus: int, grad_accum: int, lengths: Sequence[int]) -> float:
-    """Of any pipeline of these numbers of stages, whatever their sizes, for so many GPU-seconds of a
-    micro-batch: some k stages are as slow as the slowest, and each other has one GPU at least."""
-    return min(
-        (grad_accum - 1 + slow) * work_s / (gpus - stages + slow)
-        for stages in lengths
-        for slow in range(1, stages + 1)
-    )
+@lru_cache(maxsize=256)
+def least_passes(gpus: int, grad_accum: int, lengths: tuple[int, ...]) -> float:
+    """Of any pipeline of these numbers of stages, whatever their sizes: U and all t, for each GPU-second of a
+    micro-batch. Each stage but the slowest has one GPU at least. With t = 1 of the slowest, those before it
+    take A and those behind it D; U and what they take are linear in A and D but for where U turns, so that
+    their ratio is least where each is at an end."""
+    others = grad_accum - 1
+    stages = np.array(lengths, dtype=np.float64).reshape(-1, 1, 1, 1)
+    following = np.arange(float(lengths[-1])).reshape(-1, 1, 1)
+    behind = following * np.array([0.0, 0.5, 1.0]).reshape(-1, 1)
+    before = np.maximum(stages - 1.0 - following, 0.0) * np.array([0.0, 1.0])
+    full = np.where((following > 0.0) & (following < others), behind - following, -np.inf)
+    waits = np.maximum(-0.5 * np.minimum(following, others), full)
+    taken = 1.0 + before + behind
+    ratio = (others + waits + taken) / (taken + gpus - stages)
+    return float(np.where(following < stages, ratio, np.inf).min())
 
 
 def least_times(
@@ -211,4 +284,10 @@ def least_times(
     for zero_levels in {mesh.zero for mesh in meshes}:
         mine = [levels.index(level) for level in zero_levels]
         of_levels[zero_levels] = [part[:, :, mine].min(axis=-1) for part in parts]
-    return [LeastTimes(*(part[row] for part in of_levels[mesh.zero])) for row, mesh in enumerate(meshes)]
+    in_turn_s = np.broadcast_to(times.in_turn_s, (len(meshes), 1, 1, 1)).reshape(-1)
+    backward_s = np.broadcast_to(evaluator.loads(grid).block.backward_s, (len(meshes), 1, 1, 1)).reshape(-1)
+    found = []
+    for row, mesh in enumerate(meshes):
+        t_s, both_s, step_s = (part[row] for part in of_levels[mesh.zero])
+        found.append(LeastTimes(t_s, both_s, step_s, float(in_turn_s[row]), float(backward_s[row])))
+    return found

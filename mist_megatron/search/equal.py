@@ -4,36 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from mist_megatron.cost.grid import StageRole, role_of
-from mist_megatron.search.assign import Assignment, Front, Pipelines, assign, improves, in_line
+from mist_megatron.search.assign import Assignment, Pipelines, assign, improves, in_line
+from mist_megatron.search.borders import ROLES
 from mist_megatron.search.bounds import EqualBound, SearchProblem
-from mist_megatron.search.finer import Pick, Stages, finer
-from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline
+from mist_megatron.search.choices import AXES, Choices, slot_at, stage_grid
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.points import Ends, steady_s
+from mist_megatron.search.solution import Solved, stage_choice, told
 from mist_megatron.search.stage_fronts import StageConfigs, StageTimes, Tally, slot_configs
-from mist_megatron.search.stage_prices import AXES, Choices, Times, slot_at, stage_grid
+from mist_megatron.search.stage_prices import Times, beyond_linear
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
 
-ROLES = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
-StageChoice = dict[str, float]
-"""Layers and one value per axis: what a stage of a solution runs."""
 
-
-@dataclass(frozen=True)
-class Solution:
-    """The best of one shape."""
-
-    shape: EqualPipeline | MixedPipeline
-    stages: tuple[StageChoice, ...]
-    value_s: float
-
-
-def solve_equal(
-    question: SearchProblem, shape: EqualPipeline, bound: EqualBound, best_s: float
-) -> tuple[Solution | None, Tally]:
+def solve_equal(question: SearchProblem, shape: EqualPipeline, bound: EqualBound, best_s: float) -> Solved:
     """The best plan of a shape if it beats `best_s`."""
     if not question.space.per_stage and shape.stages > 1:
         return _solve_uniform(question, shape, best_s)
@@ -42,23 +29,13 @@ def solve_equal(
 
 def _solve_per_stage(
     question: SearchProblem, shape: EqualPipeline, bound: EqualBound, best_s: float
-) -> tuple[Solution | None, Tally]:
+) -> Solved:
     layers = question.evaluator.job.model.layers
-    tally = Tally()
-    cap_s = np.inf
-    if np.isfinite(best_s) and shape.grad_accum > 1:
-        # t of the slowest stage, were all other terms at their least.
-        cap_s = (best_s - bound.rest_s) / (shape.grad_accum - 1) * (1 + 1e-9)
-    windows = _layer_windows(question, shape, bound, cap_s)
-    if question.climb:
-        # What is ahead by the closed form may be far behind by eq. 1: its own micro-batches are what counts.
-        wide = _layer_windows(question, shape, bound, best_s / shape.grad_accum)
-        if _size(question, shape, wide) <= MOST_CLIMBED:
-            windows, cap_s = wide, best_s / shape.grad_accum
-        elif _size(question, shape, windows) > MOST_CLIMBED:
-            return None, tally
+    caps_s = {role: bound.cap_s(shape, role, best_s) for role in StageRole}
+    windows = _layer_windows(question, shape, bound, caps_s)
     if not _may_beat(question, shape, bound, windows, best_s):
-        return None, tally
+        return Solved()
+    tally = Tally()
     choices = Choices(space=question.space, shape=shape, step=question.step)
     times = StageTimes(question.evaluator, choices, windows)
     configs: list[dict[int, StageConfigs]] = [{} for _ in range(shape.stages)]
@@ -67,44 +44,21 @@ def _solve_per_stage(
         for count in window:
             question.tick()
             slots = [slot_at(shape, position, count) for position in positions]
-            found, more = slot_configs(times, slots, cap_s)
+            found, more = slot_configs(times, slots, caps_s[role])
             tally.add(more)
             for position, here in zip(positions, found, strict=True):
                 if here is not None:
                     configs[position][count] = here
     if not all(configs):
-        return None, tally
-    fronts = [
-        {count: Front(c.t_s / shape.vpp, c.d_s, c.step_s) for count, c in here.items()} for here in configs
-    ]
-    pipelines = in_line(fronts, layers)
+        return Solved(tally=tally)
+    fronts = [{count: c.front(shape.vpp) for count, c in here.items()} for here in configs]
+    pipelines = in_line(fronts, layers, chunked=shape.vpp > 1)
     answer = assign_by(question, pipelines, shape.grad_accum * shape.vpp, best_s)
     if answer is None:
-        return None, tally
-    sized = [{(count, 0, 0): found for count, found in here.items()} for here in configs]
-    near = Stages(
-        evaluator=question.evaluator,
-        grad_accum=shape.grad_accum,
-        configs=sized,
-        meshes=[shape],
-        pipelines=pipelines,
-    )
-    picks, value_s = picked(question, near, answer)
-    stages = tuple(
-        stage_choice(size[0], here[size], index) for (size, index), here in zip(picks, sized, strict=True)
-    )
-    return Solution(shape, stages, value_s), tally
-
-
-MOST_CLIMBED = 4_000_000
-"""Configurations, but for fractions of the optimizer, that a climb may price: some 0.3 s."""
-
-
-def _size(question: SearchProblem, shape: EqualPipeline, windows: Mapping[StageRole, range]) -> int:
-    """Configurations of all slots of a shape."""
-    choices = Choices(space=question.space, shape=shape, step=question.step)
-    roles = [role_of(position, shape.stages) for position in range(shape.stages)]
-    return sum(choices.size(count, recompute="full") for role in roles for count in windows[role])
+        return Solved(tally=tally)
+    rows = zip(answer.layers, configs, answer.choice, strict=True)
+    stages = [stage_choice(count, here[count], index) for count, here, index in rows]
+    return Solved(told(question.evaluator, shape, stages), answer.value_s, tally)
 
 
 def _may_beat(
@@ -137,20 +91,8 @@ def assign_by(
     return assign_milp(pipelines, grad_accum, best_s)
 
 
-def picked(question: SearchProblem, stages: Stages, answer: Assignment) -> tuple[tuple[Pick, ...], float]:
-    """What the stages of an assignment run and its eq. 1, or those of a plan near it that is faster by the
-    closed form."""
-    if not question.climb:
-        return tuple(zip(answer.sizes, answer.choice, strict=True)), answer.value_s
-    return finer(stages, answer, question.tick)
-
-
-def stage_choice(layers: int, configs: StageConfigs, index: int) -> StageChoice:
-    return {"layers": float(layers), **{name: float(v[index]) for name, v in configs.columns.items()}}
-
-
 def _layer_windows(
-    question: SearchProblem, shape: EqualPipeline, bound: EqualBound, cap_s: float
+    question: SearchProblem, shape: EqualPipeline, bound: EqualBound, caps_s: Mapping[StageRole, float]
 ) -> dict[StageRole, range]:
     """Numbers of layers worth pricing per role: under the cap, and leaving room for the others."""
     total, stages, vpp = question.evaluator.job.model.layers, shape.stages, shape.vpp
@@ -159,29 +101,26 @@ def _layer_windows(
         return dict.fromkeys(counts, range(total // stages, total // stages + 1))
     most = {}
     for role in counts:
-        fast = bound.stages[ROLES.index(role)].t_s[: total - (stages - 1)] <= cap_s
+        fast = bound.stages[ROLES.index(role)].t_s[: total - (stages - 1)] <= caps_s[role]
         most[role] = int(np.flatnonzero(fast)[-1]) + 1 if fast.any() else 0
     room = sum(count * most[role] for role, count in counts.items())
     return {role: range(max(1, total - (room - most[role])), most[role] + 1) for role in counts}
 
 
-def _solve_uniform(
-    question: SearchProblem, shape: EqualPipeline, best_s: float
-) -> tuple[Solution | None, Tally]:
-    """All stages with one configuration: eq. 1 over the whole grid at once."""
+def _solve_uniform(question: SearchProblem, shape: EqualPipeline, best_s: float) -> Solved:
+    """All stages with one configuration: the whole grid at once."""
     evaluator, space = question.evaluator, question.space
     layers = evaluator.job.model.layers // shape.stages
     tally = Tally()
-    best: Solution | None = None
+    best: Solved = Solved(tally=tally)
     for recompute in space.recompute:
         value, first = _uniform_values(question, shape, layers, recompute, tally)
         index = np.unravel_index(int(np.argmin(value)), value.shape)
-        if float(value[index]) < best_s:
-            best_s = float(value[index])
+        if float(value[index]) < min(best_s, best.left_s):
             choice = {name: float(first[name].reshape(-1)[k]) for name, k in zip(AXES, index, strict=True)}
             stage = {"layers": float(layers), **choice, "recompute": float(RECOMPUTE_KINDS.index(recompute))}
-            best = Solution(shape, (stage,) * shape.stages, best_s)
-    return best, tally
+            best = Solved(told(evaluator, shape, [stage] * shape.stages), float(value[index]), tally)
+    return best
 
 
 def _uniform_values(
@@ -190,31 +129,35 @@ def _uniform_values(
     np.ndarray[tuple[int, ...], np.dtype[np.float64]],
     dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]],
 ]:
-    evaluator = question.evaluator
+    evaluator, vpp = question.evaluator, shape.vpp
     choices = Choices(space=question.space, shape=shape, step=question.step)
     axes = choices.axes(choices.counts(layers, recompute=recompute))
-    t_max = suffix = step = np.zeros(())
-    second = np.full((), -np.inf)
+    behind = step = np.zeros(())
+    steady = second = np.full((), -np.inf)
     fits = np.ones((), dtype=bool)
-    times = {}
+    prices = {}
     for position in reversed(range(shape.stages)):
         question.tick()
         slot = slot_at(shape, position, layers)
         grid = stage_grid(shape, slot, axes, recompute=recompute)
-        if slot.role not in times:
+        if slot.role not in prices:
             priced = Times.of(evaluator, grid)
-            times[slot.role] = (
-                priced.stable.at(grid.layers, grid.ckpt) / shape.vpp,
-                priced.delta.at(grid.layers, grid.ckpt),
+            beyond_t, beyond_d = beyond_linear(evaluator, grid)
+            prices[slot.role] = (
+                (priced.stable.at(grid.layers, grid.ckpt) - priced.in_turn_s + beyond_t) / vpp,
+                priced.delta.at(grid.layers, grid.ckpt) + beyond_d,
                 priced.step.at(grid.layers, grid.ckpt),
+                priced.in_turn_s,
             )
-        t_s, d_s, step_s = times[slot.role]
-        suffix = suffix + t_s
-        second = np.maximum(second, d_s + suffix)
+        t_s, d_s, step_s, in_turn_s = prices[slot.role]
+        ends = Ends(shape.grad_accum * vpp, 0 if vpp > 1 else shape.stages - 1 - position)
+        backward_s = layers * evaluator.loads(grid).block.backward_s
+        steady = np.maximum(steady, steady_s(t_s, np.maximum(0.5 * t_s, backward_s), in_turn_s, ends, behind))
+        behind = behind + t_s
+        second = np.maximum(second, d_s + behind)
         step = np.maximum(step, step_s)
-        t_max = np.maximum(t_max, t_s)
         fits = fits & (evaluator.peak_bytes(grid) <= evaluator.limit_bytes)
-    value = (shape.grad_accum * shape.vpp - 1) * t_max + second + step
+    value = steady + second + step
     size = tuple(axes[name].size for name in AXES)
     valid = np.broadcast_to(choices.valid(layers, axes), size)
     tally.priced += int(valid.sum())

@@ -11,11 +11,12 @@ import numpy as np
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
+from mist_megatron.search.choices import AXES, Choices, slot_at, stage_grid
 from mist_megatron.search.equal import solve_equal
 from mist_megatron.search.least_memory import StageSizes, least_memory, may_fit, stages_of
 from mist_megatron.search.pipelines import EqualPipeline, shapes
 from mist_megatron.search.space import Limits, Space
-from mist_megatron.search.stage_prices import AXES, Choices, ends_of, slot_at, stage_grid
+from mist_megatron.search.stage_prices import ends_of
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import KINDS
 from mist_megatron.spec.recompute import PARTIAL, Recompute
@@ -150,7 +151,7 @@ def _fits(evaluator: StageEvaluator, job: Job, space: Space, limits: Limits) -> 
 
     tried = sorted(left, key=room)[:TRIED]
     return any(
-        solve_equal(question, shape, bound, np.inf)[0] is not None
+        solve_equal(question, shape, bound, np.inf).solution is not None
         for shape, bound in zip(tried, shape_bounds(question, tried), strict=True)
     )
 

@@ -17,10 +17,10 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid, StageRole
 from mist_megatron.cost.traffic import bucketed
 from mist_megatron.search.bounds import SearchProblem
-from mist_megatron.search.mixed import MixedFamily
+from mist_megatron.search.choices import Array
+from mist_megatron.search.families import MixedFamily
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
-from mist_megatron.search.stage_prices import Array
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import alike, narrower
 from mist_megatron.targets.table import TARGETS

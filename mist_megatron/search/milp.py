@@ -1,6 +1,6 @@
-"""Eq. 2 as a mixed-integer program in PuLP: the second opinion on `assign`.
+"""What `assign` minimises as a mixed-integer program in PuLP: the second opinion.
 
-Binaries choose one (layers, GPUs, front point) per stage; two epigraph variables carry the two maxima.
+Binaries choose one (layers, GPUs, front point) per stage; epigraph variables carry the maxima.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 import pulp
 
 from mist_megatron.errors import InputError
-from mist_megatron.search.assign import Assignment, Front, Pipelines, Size, StageFronts, value_of
+from mist_megatron.search.assign import Assignment, Pipelines, Size, StageFronts
+from mist_megatron.search.points import Ends, Front, Point, steady_s, value_of
 
 MilpSolver = Literal["highs", "cbc"]
 Option = tuple[Size, int]
@@ -57,14 +58,20 @@ def _assign_milp(
     problem = pulp.LpProblem("assignment", pulp.LpMinimize)
     picks = _picks(problem, options)
     times, extras, steps = _times(stages, options, picks, scale)
-    slowest = pulp.LpVariable("slowest", lowBound=0)
+    steady = pulp.LpVariable("steady", lowBound=0)
     second = pulp.LpVariable("second")
     step = pulp.LpVariable("step", lowBound=0)
-    total = (grad_accum - 1) * slowest + second + step
+    total = steady + second + step
     problem += total
     _add_sizes(problem, pipelines, options, picks)
     for index, (time, extra, last) in enumerate(zip(times, extras, steps, strict=True)):
-        problem += slowest >= time
+        following = 0 if pipelines.chunked else len(stages) - 1 - index
+        ends = Ends(grad_accum, following)
+        problem += steady >= _without_behind(stages[index], options[index], picks[index], ends) / scale
+        if 0 < following < grad_accum - 1:
+            in_turn = _in_turn(stages[index], options[index], picks[index]) * grad_accum / scale
+            behind = pulp.lpSum(times[index + 1 :])
+            problem += steady >= (grad_accum - 1 - following) * time + in_turn + behind
         problem += step >= last
         problem += second >= extra + pulp.lpSum(times[index:])
     if np.isfinite(best_s):
@@ -76,10 +83,8 @@ def _assign_milp(
             return None
         raise RuntimeError(f"{solver} ended without a proof: {pulp.LpSolution[problem.sol_status]}")
     chosen = [choices[_picked(row)] for choices, row in zip(options, picks, strict=True)]
-    t_s = [float(stages[k][size].t_s[index]) for k, (size, index) in enumerate(chosen)]
-    d_s = [float(stages[k][size].d_s[index]) for k, (size, index) in enumerate(chosen)]
-    step_s = [_step(stages[k][size], index) for k, (size, index) in enumerate(chosen)]
-    value_s = value_of(t_s, d_s, grad_accum, step_s)
+    points = [Point.of(stages[k][size], index) for k, (size, index) in enumerate(chosen)]
+    value_s = value_of(points, grad_accum, chunked=pipelines.chunked)
     if value_s >= best_s:
         return None
     return Assignment(tuple(size for size, _ in chosen), tuple(index for _, index in chosen), value_s)
@@ -142,6 +147,18 @@ def _times(
             each = zip(cost, row, strict=True)
             found.append(pulp.lpSum(float(point[column]) / scale * pick for point, pick in each))
     return times, extras, steps
+
+
+def _without_behind(fronts: StageFronts, choices: list[Option], row: Sequence[Any], ends: Ends) -> Any:
+    """u of a stage with nothing behind it."""
+    each = {
+        size: steady_s(f.t_s, f.longer_pass_s(), f.in_turn_s, ends, -np.inf) for size, f in fronts.items()
+    }
+    return pulp.lpSum(float(each[size][k]) * pick for (size, k), pick in zip(choices, row, strict=True))
+
+
+def _in_turn(fronts: StageFronts, choices: list[Option], row: Sequence[Any]) -> Any:
+    return pulp.lpSum(fronts[size].in_turn_s * pick for (size, _), pick in zip(choices, row, strict=True))
 
 
 def _step(front: Front, index: int) -> float:

@@ -10,9 +10,10 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mist_megatron.search.bounds import EqualBound, SearchProblem, shape_bounds
+from mist_megatron.search.families import MixedFamily, possible_mixtures
 from mist_megatron.search.infeasible import possible_of
 from mist_megatron.search.known import Item, Known, floors
-from mist_megatron.search.mixed import MixedBound, MixedFamily, mixture_bounds, possible_mixtures
+from mist_megatron.search.mixed import MixedBound, mixture_bounds
 from mist_megatron.search.pipelines import EqualPipeline
 
 Bound = EqualBound | MixedBound

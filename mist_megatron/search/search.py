@@ -12,24 +12,23 @@ from enum import Enum
 from functools import lru_cache
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.predict import predict
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import EqualBound, SearchProblem, Solver
-from mist_megatron.search.equal import Solution, StageChoice, solve_equal
+from mist_megatron.search.choices import fractions
+from mist_megatron.search.equal import solve_equal
+from mist_megatron.search.families import MixedFamily, mixed_families
 from mist_megatron.search.infeasible import no_plan
 from mist_megatron.search.known import Item, Known
-from mist_megatron.search.mixed import MixedBound, MixedFamily, mixed_families, solve_mixed
-from mist_megatron.search.near import NEAR, farthest_s, worth_a_climb
+from mist_megatron.search.mixed import MixedBound, solve_mixed
 from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline, explain_no_pipeline, shapes
 from mist_megatron.search.queue import Bound, Order, Pair, ordered
+from mist_megatron.search.solution import Solution, Solved
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.search.stage_fronts import Tally
-from mist_megatron.search.stage_prices import fractions
-from mist_megatron.spec.kinds import KINDS, Offload
-from mist_megatron.spec.plan import Plan, StagePlan, Zero
-from mist_megatron.spec.recompute import RECOMPUTE_KINDS
-from mist_megatron.spec.schedule import usual_schedule
 from mist_megatron.targets.rules import require_job
+
+ROUNDING = 1e-12
+"""Relative, of sums of the same times in another order."""
 
 
 class Status(Enum):
@@ -54,7 +53,7 @@ class Settings:
     """How to search."""
 
     below_s: float = math.inf
-    """Only where there is a plan that is faster than this by eq. 1 are any wanted."""
+    """Only where there is a plan that is faster than this are any wanted."""
     step: float = 0.125
     """Grid of the offload fractions."""
     top: int = 1
@@ -68,9 +67,10 @@ class Settings:
 class NoneFaster(NoFeasiblePlan):
     """No plan of the space is faster than what was asked for."""
 
-    def __init__(self, below_s: float, tally: Tally, shapes: int, shapes_solved: int) -> None:
-        super().__init__(f"no plan takes less than {below_s:g} s")
-        self.tally, self.shapes, self.shapes_solved = tally, shapes, shapes_solved
+    def __init__(self, bound_s: float, tally: Tally, shapes: int, shapes_solved: int) -> None:
+        super().__init__(f"no plan takes less than {bound_s:g} s")
+        self.bound_s, self.tally = bound_s, tally
+        self.shapes, self.shapes_solved = shapes, shapes_solved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +78,11 @@ class SearchResult:
     """The best plans found, best first, and what is proved about them."""
 
     solutions: tuple[Solution, ...]
-    """The fastest by the closed form of `predict` first."""
     status: Status
     objective_s: float
-    """Eq. 1 of the plan found that is fastest by eq. 1."""
+    """What `predict` tells of the best."""
     bound_s: float
-    """No plan of the space is faster than this by eq. 1."""
+    """It tells no less of any plan of the space."""
     space: Space
     shapes: int
     shapes_solved: int
@@ -93,8 +92,9 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Relative distance between the best plan by eq. 1 and the bound; 0 when proved."""
-        return max(0.0, (self.objective_s - self.bound_s) / self.objective_s)
+        """Relative distance between the best plan and the bound; 0 when it is proved to be the best."""
+        gap = 1.0 - self.bound_s / self.objective_s
+        return gap if gap > ROUNDING else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +145,11 @@ def search(
         if status is not Status.OPTIMAL:
             raise StoppedEmpty(status)
         if settings.below_s < math.inf:
-            raise NoneFaster(settings.below_s, run.tally, len(order), run.solved)
+            raise NoneFaster(min([settings.below_s, *run.open_bounds]), run.tally, len(order), run.solved)
         raise no_plan(evaluator, cut, settings.limits)
     objective_s = run.best[0].value_s
-    if status is Status.OPTIMAL:
-        run.climb(order)
     return SearchResult(
-        solutions=tuple(_by_closed_form(evaluator, run)),
+        solutions=tuple(found for found in run.best if found.value_s < WORST * objective_s),
         status=status,
         objective_s=objective_s,
         bound_s=min([objective_s, *run.open_bounds]),
@@ -161,18 +159,6 @@ def search(
         tally=run.tally,
         known=(order.known(question),),
     )
-
-
-def _by_closed_form(evaluator: StageEvaluator, run: _Run) -> list[Solution]:
-    """One plan per shape, as many as asked for, by what `predict` says of them."""
-    seconds: dict[EqualPipeline | MixedPipeline, tuple[float, float, Solution]] = {}
-    for solution in [*run.best, *run.near]:
-        known = seconds.get(solution.shape)
-        found = predict(plan_of(evaluator, solution), evaluator).iteration_s, solution.value_s, solution
-        if known is None or found[:2] < known[:2]:
-            seconds[solution.shape] = found
-    ranked = sorted(seconds.values(), key=lambda found: found[:2])[: run.settings.top]
-    return [solution for time_s, _, solution in ranked if time_s < WORST * ranked[0][0]]
 
 
 FEW_POINTS = 128
@@ -202,16 +188,15 @@ class _Run:
         self.shared = question
         self.settings, self.watch, self.executor = settings, watch, executor
         self.best: list[Solution] = []
-        """By eq. 1, one of each shape."""
+        """One of each shape, the fastest first."""
         self._of_shape: dict[EqualPipeline | MixedPipeline, Solution] = {}
-        self.near: list[Solution] = []
-        """Plans near the best by eq. 1 that a climb by the closed form led to."""
         self.tally = Tally()
         self.solved = 0
         self._put_off: list[Pair] = []
         self.under_way_s: list[float] = []
         """Bounds of what is being solved."""
         self.open_bounds: list[float] = []
+        """Plans may be left that are as fast."""
 
     def tick(self) -> None:
         status = self.watch.stop()
@@ -226,10 +211,16 @@ class _Run:
         worst_s = WORST * self.best[0].value_s
         return min(self.best[-1].value_s, worst_s) if len(self.best) >= self.settings.top else worst_s
 
-    def keep(self, answer: tuple[Solution | None, Tally]) -> None:
-        solution, tally = answer
-        self.tally.add(tally)
-        if solution is None or not _is_its_own(solution):
+    def take(self, answer: Solved) -> None:
+        """What is known of one more item."""
+        self.tally.add(answer.tally)
+        if answer.left_s < math.inf:
+            self.open_bounds.append(answer.left_s)
+        if answer.solution is not None:
+            self.keep(answer.solution)
+
+    def keep(self, solution: Solution) -> None:
+        if not _is_its_own(solution):
             return
         same = self._of_shape.get(solution.shape)
         if same is not None:
@@ -254,67 +245,22 @@ class _Run:
                 slow, self.best = self.best, []
                 self._of_shape.clear()
             for answer in self._answers(order):
-                self.keep(answer)
+                self.take(answer)
                 self.solved += 1
                 if self.best:
                     while slow:
-                        self.keep((slow.pop(), Tally()))
+                        self.keep(slow.pop())
                 best_s = self.best[0].value_s if self.best else float("inf")
                 self.watch.progress(order.done, len(order), best_s)
         except _Stopped as stopped:
             bounds = [*self.under_way_s, *order.left_s()]
             if self.best:
                 bounds += [bound.value_s for bound, _ in self._put_off]
-            self.open_bounds = [value_s for value_s in bounds if value_s < self.threshold_s]
-            return stopped.status if self.open_bounds else Status.OPTIMAL
+            left = [value_s for value_s in bounds if value_s < self.threshold_s]
+            self.open_bounds += left
+            return stopped.status if left else Status.OPTIMAL
         self.watch.progress(len(order), len(order), self.best[0].value_s if self.best else float("inf"))
         return Status.OPTIMAL
-
-    def climb(self, order: Order) -> None:
-        """Plans which the closed form of `predict` may put first (`near`). What ends the search ends this:
-        the best by eq. 1 is proved."""
-        best_s, job = self.best[0].value_s, self.question.evaluator.job
-        told_s = min(self._closed_form_s(solution) for solution in self.best)
-        far = told_s > best_s * (1.0 + NEAR)
-        tally = Tally()
-        try:
-            for bound, item in worth_a_climb(order, best_s, told_s, self._has_best, job):
-                if tally.priced > MOST_NEAR:
-                    break
-                worst_s = farthest_s(item, best_s, told_s, job)
-                if bound.value_s >= worst_s:
-                    continue
-                for question in self._ways_to_climb(item, far):
-                    solution, more = solve(question, item, bound, worst_s)
-                    tally.add(more)
-                    if solution is not None and _is_its_own(solution):
-                        self.near.append(solution)
-                        told_s = min(told_s, self._closed_form_s(solution))
-        except _Stopped:
-            pass
-        self.tally.add(tally)
-
-    def _ways_to_climb(self, item: Item, far: bool) -> Iterator[SearchProblem]:
-        """From the best of an item by eq. 1; where the best of all is far behind, that itself too."""
-        if far and isinstance(item, EqualPipeline):
-            yield self.question
-        if _may_climb(self.question, item):
-            yield replace(self.question, climb=True)
-
-    def _closed_form_s(self, solution: Solution) -> float:
-        evaluator = self.question.evaluator
-        return predict(plan_of(evaluator, solution), evaluator).iteration_s
-
-    def _has_best(self, item: Item) -> bool:
-        """Whether one of the best by eq. 1 is a plan of it."""
-        shapes = [solution.shape for solution in self.best]
-        if isinstance(item, EqualPipeline):
-            return item in shapes
-        return any(
-            shape.grad_accum == item.grad_accum and set(shape.meshes) <= set(item.meshes)
-            for shape in shapes
-            if isinstance(shape, MixedPipeline)
-        )
 
     def quick(self, order: Order) -> None:
         """First incumbents from the corners of the offload grid: without any, the whole grid of the most
@@ -324,9 +270,10 @@ class _Run:
             if len(self.best) >= min(self.settings.top, MOST_QUICK):
                 break
             self.tick()
-            self.keep(solve(corners, item, bound, math.inf))
+            answer = solve(corners, item, bound, math.inf)
+            self.take(replace(answer, left_s=math.inf))
 
-    def _answers(self, order: Order) -> Iterator[tuple[Solution | None, Tally]]:
+    def _answers(self, order: Order) -> Iterator[Solved]:
         """What each item gives that may be better than the best so far."""
         if self.executor is not None:
             yield from self._answers_of(*self.executor, order)
@@ -355,12 +302,10 @@ class _Run:
             self._put_off.append(pair)
         return pair
 
-    def _answers_of(
-        self, executor: Executor, workers: int, order: Order
-    ) -> Iterator[tuple[Solution | None, Tally]]:
+    def _answers_of(self, executor: Executor, workers: int, order: Order) -> Iterator[Solved]:
         """The same with so many items at a time in other processes."""
         told = pickle.dumps(self.shared)
-        running: dict[Future[tuple[Solution | None, Tally]], float] = {}
+        running: dict[Future[Solved], float] = {}
         try:
             while True:
                 while len(running) < workers and (pair := self._due(order)) is not None:
@@ -391,8 +336,6 @@ MOST_QUICK = 8
 WORST = 2.0
 """No plan is told that takes so many times what the fastest takes: who asks for 100,000 wants those that are
 worth a look, not every one that fits."""
-MOST_NEAR = 5_000_000
-"""Configurations that climbs may ask to be priced: less than a second."""
 
 
 def _is_its_own(solution: Solution) -> bool:
@@ -400,16 +343,11 @@ def _is_its_own(solution: Solution) -> bool:
     return isinstance(solution.shape, EqualPipeline) or len(set(solution.shape.meshes)) > 1
 
 
-def _may_climb(question: SearchProblem, item: Item) -> bool:
-    """Whether eq. 1 and the closed form can differ, and stages too."""
-    return isinstance(item, MixedFamily) or (item.stages > 1 and item.vpp == 1 and question.space.per_stage)
-
-
 POLL_S = 0.1
 """How often a search on other processes looks whether it should end."""
 
 
-def solve(question: SearchProblem, item: Item, bound: Bound, best_s: float) -> tuple[Solution | None, Tally]:
+def solve(question: SearchProblem, item: Item, bound: Bound, best_s: float) -> Solved:
     """The best plan of a shape or mixture if it beats `best_s`."""
     if isinstance(item, MixedFamily) and isinstance(bound, MixedBound):
         return solve_mixed(question, item, bound, best_s)
@@ -417,7 +355,7 @@ def solve(question: SearchProblem, item: Item, bound: Bound, best_s: float) -> t
     return solve_equal(question, item, bound, best_s)
 
 
-def solve_told(told: bytes, item: Item, bound: Bound, best_s: float) -> tuple[Solution | None, Tally]:
+def solve_told(told: bytes, item: Item, bound: Bound, best_s: float) -> Solved:
     """`solve` in another process, where the question is read once."""
     return solve(_question(told), item, bound, best_s)
 
@@ -426,40 +364,3 @@ def solve_told(told: bytes, item: Item, bound: Bound, best_s: float) -> tuple[So
 def _question(told: bytes) -> SearchProblem:
     question: SearchProblem = pickle.loads(told)
     return question
-
-
-def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
-    """The plan that a solution stands for."""
-    job, shape = evaluator.job, solution.shape
-    return Plan(
-        model=job.model,
-        training=job.training,
-        cluster=job.cluster,
-        target=job.target,
-        grad_accum=shape.grad_accum,
-        stages=tuple(
-            _stage_plan(mesh, choice) for mesh, choice in zip(shape.meshes, solution.stages, strict=True)
-        ),
-        schedule=usual_schedule(shape.vpp),
-        vpp=shape.vpp,
-        sequence_parallel=shape.sequence_parallel,
-        execution=job.execution,
-    )
-
-
-_LEVELS: dict[int, Zero] = {0: 0, 1: 1, 2: 2, 3: 3}
-
-
-def _stage_plan(shape: EqualPipeline, choice: StageChoice) -> StagePlan:
-    return StagePlan(
-        layers=int(choice["layers"]),
-        nodes=shape.nodes,
-        gpus_per_node=shape.gpus_per_node,
-        dp=shape.dp,
-        tp=shape.tp,
-        micro_batch=shape.micro_batch,
-        zero=_LEVELS[int(choice["zero"])],
-        ckpt=int(choice["ckpt"]),
-        recompute=RECOMPUTE_KINDS[int(choice["recompute"])],
-        offload=Offload(**{kind: choice[kind] for kind in KINDS}),
-    )

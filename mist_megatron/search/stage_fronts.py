@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageRole
-from mist_megatron.search.assign import Front, pareto
-from mist_megatron.search.stage_prices import AXES, Array, Choices, RolePrices, Rows, SlotPrices, StageSlot
+from mist_megatron.search.choices import AXES, Array, Choices, Rows, StageSlot
+from mist_megatron.search.points import Front, pareto
+from mist_megatron.search.stage_prices import RolePrices, SlotPrices
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
 
 Flags = NDArray[np.bool_]
@@ -36,10 +37,15 @@ class StageConfigs:
     step_s: Array
     columns: dict[str, Array]
     """One array per name of AXES, and `recompute` (the kind's place in RECOMPUTE_KINDS)."""
+    in_turn_s: float = 0.0
+    """Part of t that is not there while the pipeline fills and drains."""
+    backward_s: float = 0.0
+    """No backward pass takes less."""
 
-    @property
-    def front(self) -> Front:
-        return Front(self.t_s, self.d_s, self.step_s)
+    def front(self, chunks: int = 1) -> Front:
+        """As one stage, or as one of its chunks."""
+        ramp_s = (self.t_s - self.in_turn_s) / chunks
+        return Front(ramp_s, self.d_s, self.step_s, self.in_turn_s, self.backward_s)
 
 
 @dataclass
@@ -101,7 +107,8 @@ def slot_configs(
                 name: prices.axes[name].reshape(-1)[r[keep]] for name, r in zip(AXES, rows, strict=True)
             }
             columns["recompute"] = np.full(len(keep), float(RECOMPUTE_KINDS.index(recompute)))
-            here.append(StageConfigs(t_rows[keep], d_rows[keep], step_rows[keep], columns))
+            times_s = (t_rows[keep], d_rows[keep], step_rows[keep])
+            here.append(StageConfigs(*times_s, columns, prices.in_turn_s, prices.backward_s))
     return [joined(here) if here else None for here in parts], tally
 
 
@@ -151,7 +158,8 @@ def joined(parts: list[StageConfigs]) -> StageConfigs:
     columns = {
         name: np.concatenate([part.columns[name] for part in parts])[keep] for name in parts[0].columns
     }
-    return StageConfigs(t_s[keep], d_s[keep], step_s[keep], columns)
+    backward_s = min(part.backward_s for part in parts)
+    return StageConfigs(t_s[keep], d_s[keep], step_s[keep], columns, parts[0].in_turn_s, backward_s)
 
 
 def with_column(configs: StageConfigs, name: str, value: float) -> StageConfigs:
@@ -160,17 +168,11 @@ def with_column(configs: StageConfigs, name: str, value: float) -> StageConfigs:
 
 
 def joined_front(points: Sequence[Front]) -> Front:
-    """One of several that have steps all or none."""
+    """One of several that have steps, and that send in turn all alike."""
     if len(points) == 1:
         return points[0]
     t_s, d_s = (np.concatenate(part) for part in zip(*((p.t_s, p.d_s) for p in points), strict=True))
     step_s = np.concatenate([p.step_s for p in points if p.step_s is not None])
     keep = pareto(t_s, d_s, step_s)
-    return Front(t_s[keep], d_s[keep], step_s[keep])
-
-
-def least_front(points: Sequence[tuple[float, float]]) -> Front:
-    """Of (t, d) pairs, those that no other is better than."""
-    t_s, d_s = np.array(points).T
-    keep = pareto(t_s, d_s)
-    return Front(t_s[keep], d_s[keep])
+    backward_s = min(p.backward_s for p in points)
+    return Front(t_s[keep], d_s[keep], step_s[keep], points[0].in_turn_s, backward_s)

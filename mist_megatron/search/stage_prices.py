@@ -8,188 +8,56 @@ numbers of recomputed layers and at three corners of the latter two, and slots r
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid, StageRole, role_of
-from mist_megatron.cost.terms import Linear, step_names, totals
-from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.space import Space
-from mist_megatron.spec.kinds import KINDS, Range, per_kind
-from mist_megatron.spec.recompute import RECOMPUTES, Recompute
-from mist_megatron.spec.schedule import in_flight, usual_schedule
+from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.predict import in_turn_share, refined
+from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
+from mist_megatron.search.choices import (
+    AXES,
+    Array,
+    Choices,
+    Ints,
+    Rows,
+    StageSlot,
+    stage_grid,
+)
+from mist_megatron.spec.recompute import Recompute
 from mist_megatron.spec.term import Term
-from mist_megatron.targets.facts import GradientCase, HostGradients
-
-Array = NDArray[np.float64]
-Ints = NDArray[np.intp]
-Rows = tuple[Ints, ...]
-"""One position per axis of AXES: which configurations."""
-LINEAR = "optimizer"
-"""The kind of bytes in whose fraction peaks are linear; it comes last."""
-AXES = ("ckpt", "zero", *(kind for kind in KINDS if kind != LINEAR), LINEAR)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSlot:
-    """Where a stage stands, how many layers it has, and what it holds."""
-
-    role: StageRole
-    layers: int
-    held: float
-    """Micro-batches in flight at its peak."""
-
-
-def slot_at(shape: EqualPipeline, position: int, layers: int) -> StageSlot:
-    """The slot of a stage of a shape."""
-    held = in_flight(usual_schedule(shape.vpp), position, shape.stages, shape.grad_accum, shape.vpp)
-    return StageSlot(role=role_of(position, shape.stages), layers=layers, held=held)
-
-
-def fractions(allowed: Range, step: float) -> Array:
-    """Values of one offload fraction."""
-    if allowed == "none":
-        return np.zeros(1)
-    if allowed == "all_or_nothing":
-        return np.array([0.0, 1.0])
-    return np.linspace(0.0, 1.0, round(1.0 / step) + 1)
-
-
-def ckpt_counts(space: Space, layers: int, vpp: int) -> Array:
-    """Numbers of fully recomputed layers; per chunk, so multiples of the number of chunks."""
-    if space.ckpt == "none":
-        return np.zeros(1)
-    if space.ckpt == "all":
-        return np.array([float(layers)])
-    if space.ckpt == "none_or_all":
-        return np.array([0.0, float(layers)])
-    return np.arange(0, layers + 1, vpp, dtype=np.float64)
-
-
-def stage_grid(
-    shape: EqualPipeline, slot: StageSlot, values: Mapping[str, Array], *, recompute: Recompute
-) -> StageGrid:
-    """The evaluator's grid for these values, each broadcast as it comes."""
-
-    def one(value: float) -> Array:
-        return np.full((1,) * len(AXES), float(value))
-
-    return StageGrid(
-        role=slot.role,
-        nodes=shape.nodes,
-        gpus_per_node=shape.gpus_per_node,
-        sequence_parallel=shape.sequence_parallel,
-        recompute=recompute,
-        layers=one(slot.layers),
-        ckpt=values["ckpt"],
-        in_flight=one(slot.held),
-        micro_batch=one(shape.micro_batch),
-        dp=one(shape.dp),
-        tp=one(shape.tp),
-        zero=values["zero"],
-        grad_accum=one(shape.grad_accum),
-        offload=per_kind(values.__getitem__),
-        stages=shape.stages,
-        vpp=shape.vpp,
-        bridged=shape.bridged,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What the stages of one shape choose from; the fractions in steps."""
-
-    space: Space
-    shape: EqualPipeline
-    step: float
-
-    def counts(self, layers: int, *, recompute: Recompute) -> Array:
-        return (
-            ckpt_counts(self.space, layers, self.shape.vpp)
-            if RECOMPUTES[recompute].whole_layers
-            else np.zeros(1)
-        )
-
-    def axes(self, counts: Array) -> dict[str, Array]:
-        """Every axis along its own dimension."""
-        flat = {
-            "ckpt": counts,
-            "zero": np.array(self.shape.zero, dtype=np.float64),
-            **{kind: fractions(allowed, self.step) for kind, allowed in self.space.offload.items()},
-        }
-        return {
-            name: flat[name].reshape([-1 if k == axis else 1 for k in range(len(AXES))])
-            for axis, name in enumerate(AXES)
-        }
-
-    def size(self, layers: int, *, recompute: Recompute) -> int:
-        """Configurations of a stage with so many layers, for one optimizer offload."""
-        return self.size_of(self.counts(layers, recompute=recompute))
-
-    def size_of(self, counts: Array) -> int:
-        """The same for these numbers of recomputed layers."""
-        axes = self.axes(counts)
-        return math.prod(axes[name].size for name in AXES[:-1])
-
-    def valid(self, layers: int, axes: Mapping[str, Array]) -> NDArray[np.bool_]:
-        """Combinations that the target's rules allow (`targets/rules.py`); axes broadcast together."""
-        # With every layer recomputed there is nothing left to offload.
-        activations = (axes["activations"] == 0.0) | (axes["ckpt"] < layers)
-        states = (axes["optimizer"] == 0.0) | (axes["zero"] >= self.space.optimizer_offload_least_zero)
-        if self.space.grads_follow_optimizer:
-            wanted = (axes["optimizer"] > 0.0) & (axes["zero"] >= 2)
-            states = states & ((axes["grads"] > 0.0) == wanted)
-            states = states & ((axes["weights"] == 0.0) | (axes["zero"] >= 3))
-        if self.space.host_gradients is not None:
-            weights = (axes["weights"] == 0.0) | (axes["zero"] >= self.space.weights_least_zero)
-            states = states & weights & self._gradients(axes, self.space.host_gradients)
-        return np.asarray(activations & states, dtype=bool)
-
-    def _gradients(self, axes: Mapping[str, Array], allowed_in: HostGradients) -> NDArray[np.bool_]:
-        """Where the fraction of gradients lies in the range of level, optimizer and cuts."""
-        allowed = np.zeros((), dtype=bool)
-        by_layer = (axes["weights"] > 0.0) | self.space.layer_steps
-        for level, offloads, cut in itertools.product(self.space.zero, (False, True), (False, True)):
-            case = GradientCase(
-                zero=level,
-                offloads=offloads,
-                grad_accum=self.shape.grad_accum,
-                wide=self.space.wide_grads,
-                by_layer=cut,
-            )
-            fractions = allowed_in(case)
-            here = (axes["zero"] == level) & ((axes["optimizer"] > 0.0) == offloads) & (by_layer == cut)
-            within = (axes["grads"] >= fractions.least) & (axes["grads"] <= fractions.most)
-            allowed = allowed | (here & within)
-        return allowed
 
 
 @dataclass(frozen=True)
 class Times:
-    """t, d without the step that waits for all stages, and that step; d is all of it where none waits."""
+    """t, d without the step that waits for all stages, and that step; d is all of it where none waits. What a
+    first forward pass stands still for counts on the first stage only: it delays others by what is not known
+    of one alone."""
 
     stable: Linear
     delta: Linear
     step: Linear
+    in_turn_s: Array
+    """Part of t that is not there while the pipeline fills and drains."""
 
     @staticmethod
     def of(evaluator: StageEvaluator, grid: StageGrid, without: tuple[Term, ...] = ()) -> Times:
         """Prices of a grid, some terms of d left out."""
         terms = evaluator.terms(grid)
         context = evaluator.time_context
-        waits = () if context.facts.step.hides else step_names(context.facts)
+        waits = () if context.facts.step.hides else steps_of(terms.delta, context.facts)
+        if not grid.role.has_embedding:
+            without = (*without, *first_terms(context.facts))
         delta = {name: term for name, term in terms.delta.items() if name not in without}
+        sent = terms.stable.get(Term.PIPELINE_P2P, Linear())
         return Times(
             totals(terms.stable),
             totals({name: term for name, term in delta.items() if name not in waits}),
             totals({name: term for name, term in delta.items() if name in waits}),
+            in_turn_share(context.facts) * sent.fixed,
         )
 
 
@@ -226,12 +94,33 @@ class RolePrices:
         else:
             ckpt = counts[-1].reshape(1, -1, *one)
         self._moments = corner_moments(evaluator, replace(self.grid, layers=layers, ckpt=ckpt))
+        self.in_turn_s = float(np.max(times.in_turn_s))
+        self.layer_backward_s = float(np.max(evaluator.loads(self.grid).block.backward_s))
+        self._fine = _not_linear(evaluator, replace(self.grid, layers=layers))
 
     @cached_property
     def extras(self) -> tuple[Linear, Linear]:
         """d without the step that waits for all stages, and that step."""
         times = self._all_times or Times.of(self.evaluator, self._ends)
         return _padded(times.delta), _padded(times.step)
+
+    @cached_property
+    def beyond(self) -> Beyond | None:
+        """What t and d are not linear in."""
+        if self._fine is None:
+            return None
+        delta, layers = self.extras[0], self._ends.layers
+        fixed, per_layer, per_ckpt = (part[:, :1] for part in _parts(delta))
+
+        def least(fine: tuple[Array, Array], ckpt: Array) -> Array:
+            """Of this and larger fractions of the optimizer, beyond what is linear."""
+            linear = fixed + layers * per_layer + ckpt * per_ckpt
+            whole = linear + fine[1]
+            after = np.minimum.accumulate(whole[..., ::-1], axis=-1)[..., ::-1]
+            return np.asarray(after - linear)
+
+        none, *some = (least(fine, ckpt) for ckpt, fine in self._fine)
+        return Beyond(none, *(some or [np.zeros_like(none)] * 2))
 
     def slot(self, layers: int) -> SlotPrices:
         """What is known of slots with so many layers."""
@@ -250,8 +139,18 @@ class RolePrices:
             axes=axes,
             stable=_row(self.stable, row),
             extras=lambda: (_row(self.extras[0], row), _row(self.extras[1], row)),
+            beyond=lambda: self.beyond.row(row) if self.beyond else None,
+            beyond_t_s=None if self._fine is None else self._beyond_t_s(row),
+            in_turn_s=self.in_turn_s,
+            backward_s=layers * self.layer_backward_s,
             memory=HeldMemory(axes["optimizer"].reshape(-1), self.evaluator.limit_bytes, moments),
         )
+
+    def _beyond_t_s(self, row: int) -> Array:
+        """What t lacks where no layer is recomputed."""
+        assert self._fine is not None
+        stable_s = with_axes(self._fine[0][1][0], len(AXES) + 1).min(axis=-1, keepdims=True)
+        return np.asarray(stable_s[row if stable_s.shape[0] > 1 else 0])
 
 
 def corner_moments(evaluator: StageEvaluator, grid: StageGrid) -> list[list[Array]]:
@@ -281,6 +180,13 @@ class SlotPrices:
     extras: Callable[[], tuple[Linear, Linear]]
     """d without the step that waits for all stages, and that step."""
     memory: HeldMemory
+    beyond: Callable[[], Beyond | None] = lambda: None
+    beyond_t_s: Array | None = None
+    """What t lacks where no layer is recomputed."""
+    in_turn_s: float = 0.0
+    """Part of t that is not there while the pipeline fills and drains."""
+    backward_s: float = 0.0
+    """No backward pass takes less."""
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -294,7 +200,12 @@ class SlotPrices:
 
     def t_s(self) -> Array:
         """t of all configurations, over the axes that it depends on."""
-        return self._table(self.stable, np.arange(len(self.counts)))
+        t_s = self._table(self.stable, np.arange(len(self.counts)))
+        if self.beyond_t_s is None or self.counts[0] != 0.0:
+            return t_s
+        t_s = np.array(np.broadcast_to(t_s, np.broadcast_shapes(t_s.shape, self.beyond_t_s.shape)))
+        t_s[:1] += self.beyond_t_s
+        return t_s
 
     def _table(self, linear: Linear, which: Ints) -> Array:
         counts = self.counts[which].reshape(-1, *(1,) * (len(AXES) - 1))
@@ -322,7 +233,11 @@ class SlotPrices:
             return np.asarray(value, dtype=np.float64)
 
         delta, step = self.extras()
-        return priced(delta), priced(step)
+        d_s = priced(delta)
+        beyond = self.beyond()
+        if beyond is not None:
+            d_s = d_s + beyond.of(rows, self.counts[rows[0]], self.size)
+        return d_s, priced(step)
 
     def extras_grow(self) -> bool:
         """Whether neither falls when more of the optimizer is offloaded: they are linear in recomputed
@@ -332,6 +247,71 @@ class SlotPrices:
         return all(
             bool(np.all(np.diff(self._table(linear, ends), axis=-1) >= 0.0)) for linear in self.extras()
         )
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What d lacks that is not linear in recomputed layers, axes as of `SlotPrices` but for the first, which
+    is of one row; of this and all larger fractions of the optimizer at least."""
+
+    none_s: Array
+    """Where no layer is recomputed ..."""
+    one_s: Array
+    """... where one is ..."""
+    last_s: Array
+    """... and where all but one are: in between no less than on the line from one to the other."""
+
+    def row(self, row: int) -> Beyond:
+        """One number of layers of a window."""
+        parts = (self.none_s, self.one_s, self.last_s)
+        return Beyond(*(part[row if part.shape[0] > 1 else 0] for part in parts))
+
+    def of(self, rows: Rows, counts: Array, size: tuple[int, ...]) -> Array:
+        """Of some configurations with so many recomputed layers."""
+
+        def taken(part: Array) -> Array:
+            return np.asarray(np.broadcast_to(part, (1, *size[1:]))[(0, *rows[1:])])
+
+        if not np.any(self.one_s) and not np.any(self.last_s):
+            return np.where(counts == 0.0, taken(self.none_s), 0.0)
+        along = (counts - 1.0) / max(size[0] - 3.0, 1.0)
+        one_s, last_s = taken(self.one_s), taken(self.last_s)
+        some_s = one_s + np.clip(along, 0.0, 1.0) * (last_s - one_s)
+        return np.where(counts == 0.0, taken(self.none_s), some_s)
+
+
+def _is_linear(evaluator: StageEvaluator, grid: StageGrid) -> bool:
+    """Whether t and d lack nothing."""
+    context = evaluator.time_context
+    ends_alike = context.recomputes_first_layers and context.facts.step.taken == "at_end"
+    return ends_alike or not np.any(grid.offload.activations)
+
+
+def beyond_linear(evaluator: StageEvaluator, grid: StageGrid) -> tuple[Array, Array]:
+    """What t and d lack of configurations, activations that leave late aside."""
+    if _is_linear(evaluator, grid):
+        return np.zeros(()), np.zeros(())
+    fine = refined(evaluator, grid)
+    return fine.stable_s, fine.delta_s - fine.late_s
+
+
+_Fine = list[tuple[Array, tuple[Array, Array]]]
+"""Numbers of recomputed layers - none, or none, one and all but one - with what t and d lack."""
+
+
+def _not_linear(evaluator: StageEvaluator, grid: StageGrid) -> _Fine | None:
+    """Where something is not linear: what that is. Activations that leave late are left out: they are late by
+    what a stage waits for its first micro-batch, which is not known of it alone, or not at all."""
+    if _is_linear(evaluator, grid):
+        return None
+    zero = np.zeros((1,) * (len(AXES) + 1))
+    found: _Fine = []
+    for ckpt in (zero, zero + 1.0, np.maximum(grid.layers - 1.0, 1.0)):
+        fine = refined(evaluator, replace(grid, ckpt=ckpt))
+        found.append((ckpt, (fine.stable_s, fine.delta_s - fine.late_s)))
+        if len(found) == 1 and not np.any(fine.late_s):
+            break
+    return found
 
 
 class HeldMemory:

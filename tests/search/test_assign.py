@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from mist_megatron.search.assign import Front, Pipelines, assign, in_line, pareto, value_of
+from mist_megatron.search.assign import Pipelines, assign, in_line
 from mist_megatron.search.milp import assign_milp
+from mist_megatron.search.points import Front, Point, pareto, value_of
 
 
 def front(rng, layers, speed, points, steps=False):
@@ -16,7 +17,10 @@ def front(rng, layers, speed, points, steps=False):
     d = layers / speed * 3 * rng.random(points) - 0.2
     step = layers / speed * rng.integers(1, 4, points) if steps else None
     keep = pareto(t, d, step)
-    return Front(t[keep], d[keep], step[keep] if steps else None)
+    in_turn, backward = (
+        float(rng.choice([0.0, x])) for x in (0.1 / speed, layers / speed * rng.uniform(0.4, 1))
+    )
+    return Front(t[keep], d[keep], step[keep] if steps else None, in_turn, backward)
 
 
 def equal(rng, stages, counts, points, steps=False):
@@ -82,17 +86,30 @@ def brute_force(pipelines, grad_accum):
                 continue
             fronts = [stage[size] for stage, size in zip(stages, sizes, strict=True)]
             for picks in itertools.product(*[range(len(f.t_s)) for f in fronts]):
-                t = [f.t_s[k] for f, k in zip(fronts, picks, strict=True)]
-                d = [f.d_s[k] for f, k in zip(fronts, picks, strict=True)]
-                step = [0.0 if f.step_s is None else f.step_s[k] for f, k in zip(fronts, picks, strict=True)]
-                best = min(best, equation_1(t, d, grad_accum, step))
+                points = list(zip(fronts, picks, strict=True))
+                best = min(best, least_time(points, grad_accum, chunked=pipelines.chunked))
     return best
 
 
-def equation_1(t, d, grad_accum, step=(0.0,)):
-    """As the Mist paper writes it, and the longest step where each waits for all stages."""
+def least_time(points, grad_accum, *, chunked=False):
+    """Path by path: what stands still at a stage, what that waits for at least, and what the first and last
+    micro-batch add; and the longest step where each waits for all stages."""
+    t = [front.t_s[k] for front, k in points]
+    d = [front.d_s[k] for front, k in points]
+    step = [0.0 if front.step_s is None else front.step_s[k] for front, k in points]
     late = max(d[i] - sum(t[:i]) for i in range(len(t)))
-    return (grad_accum - 1) * max(t) + sum(t) + late + max(step)
+    paths = []
+    for b, (front, _) in enumerate(points):
+        following, behind = len(t) - 1 - b, sum(t[b + 1 :])
+        skipped = min(following, grad_accum - 1)
+        if chunked:
+            waits = behind
+        else:
+            waits = behind - skipped * min(t[b] / 2, t[b] - front.backward_s)
+            if grad_accum > following + 1:
+                waits = max(waits, 2 * behind - following * t[b])
+        paths.append(sum(t[:b]) + grad_accum * (t[b] + front.in_turn_s) + waits)
+    return max(paths) + late + max(step)
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -101,7 +118,7 @@ def test_equals_brute_force(seed):
     count = int(rng.integers(1, 4))
     layers = int(rng.integers(count, 3 * count + 1))
     grad_accum = int(rng.choice([1, 2, 5, 32]))
-    pipelines = in_line(equal(rng, count, (1, 2, 3), 4, seed % 2 > 0), layers)
+    pipelines = in_line(equal(rng, count, (1, 2, 3), 4, seed % 2 > 0), layers, chunked=seed % 7 == 0)
     found, best = assign(pipelines, grad_accum), brute_force(pipelines, grad_accum)
     if found is None:
         assert best == np.inf
@@ -134,7 +151,7 @@ def test_equals_the_integer_program(seed):
     count = int(rng.integers(2, 5))
     layers = int(rng.integers(2 * count, 4 * count))
     grad_accum = int(rng.choice([1, 4, 16]))
-    pipelines = in_line(equal(rng, count, (2, 3, 4), 4, seed % 2 > 0), layers)
+    pipelines = in_line(equal(rng, count, (2, 3, 4), 4, seed % 2 > 0), layers, chunked=seed % 7 == 0)
     agree(assign(pipelines, grad_accum), assign_milp(pipelines, grad_accum))
 
 
@@ -182,12 +199,17 @@ def test_what_the_tick_raises_ends_the_search():
         assign(in_line(equal(np.random.default_rng(3), 3, (1, 2, 3), 4), 6), 4, tick=tick)
 
 
-def test_value_is_equation_1():
+def test_value_is_the_longest_path():
     rng = np.random.default_rng(0)
-    for _ in range(50):
-        t, d = rng.random(5), rng.random(5) - 0.3
-        step = rng.random(5)
-        assert value_of(t, d, 9, step) == pytest.approx(equation_1(list(t), list(d), 9, step))
+    for index in range(50):
+        fronts = [front(rng, 3, 1, 4, index % 2 > 0) for _ in range(1 + index % 6)]
+        points = [(one, int(rng.integers(len(one.t_s)))) for one in fronts]
+        for grad_accum in (1, 2, 3, 9):
+            for chunked in (False, True):
+                wanted = least_time(points, grad_accum, chunked=chunked)
+                assert value_of([Point.of(*p) for p in points], grad_accum, chunked=chunked) == pytest.approx(
+                    wanted
+                )
 
 
 def test_pareto_keeps_exactly_the_undominated():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from jobs import small_job
 
-from mist_megatron.search.mixed import MixedFamily, mixed_families
+from mist_megatron.search.families import MixedFamily, mixed_families
 from mist_megatron.search.space import Limits, apply_limits, cut_to_target, space_named
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.job import Job

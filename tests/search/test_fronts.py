@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
 
-from mist_megatron.cost.predict import grid_of, predict
+from mist_megatron.cost.predict import grid_of, predict, refined
 from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.search.choices import Choices, ckpt_counts, fractions, slot_at
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.search import Settings, Status, Watch, plan_of, search
+from mist_megatron.search.search import Settings, Status, Watch, search
+from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Limits, apply_limits, cut_to_target, space_named
 from mist_megatron.search.stage_fronts import StageTimes, slot_configs
-from mist_megatron.search.stage_prices import Choices, ckpt_counts, fractions, slot_at
 from mist_megatron.spec.kinds import KINDS, Offload, PerKind
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS
@@ -133,7 +134,11 @@ def price_one_by_one(evaluator, job, shape, position, options):
             else:
                 d_s = d_s + term.at(grid.layers, grid.ckpt)
         fits = cost.peak_bytes <= evaluator.limit_bytes
-        table = np.broadcast_arrays(cost.stable_s, d_s, step_s, fits)
+        fine = refined(evaluator, grid)
+        # Activations that leave late are late by what a search does not know of a stage alone.
+        table = np.broadcast_arrays(
+            cost.stable_s + fine.stable_s, d_s + fine.delta_s - fine.late_s, step_s, fits
+        )
         priced += list(zip(*(column.tolist() for column in table), strict=True))
     return priced
 

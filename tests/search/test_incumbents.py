@@ -9,9 +9,11 @@ import pytest
 from jobs import evaluator_of, small_job
 
 from mist_megatron.search import mixed as unequal
+from mist_megatron.search.borders import ROLES
 from mist_megatron.search.bounds import SearchProblem, least_times, shape_bounds
-from mist_megatron.search.equal import ROLES, solve_equal
-from mist_megatron.search.mixed import mixed_families, mixture_bounds, solve_mixed
+from mist_megatron.search.equal import solve_equal
+from mist_megatron.search.families import mixed_families
+from mist_megatron.search.mixed import mixture_bounds, solve_mixed
 from mist_megatron.search.pipelines import shapes
 from mist_megatron.search.space import Limits, cut_to_target, space_named
 from mist_megatron.search.stage_fronts import Tally
@@ -43,14 +45,13 @@ def test_pruning_keeps_what_beats_the_incumbent(target, limit_gib):
     pairs = list(zip(shape_bounds(question, found), found, strict=True))
     for index in np.random.default_rng(0).permutation(len(pairs))[:14]:
         bound, shape = pairs[index]
-        alone, _ = solve_equal(question, shape, bound, np.inf)
-        if alone is None:
+        alone = solve_equal(question, shape, bound, np.inf)
+        if alone.solution is None:
             continue
         solved += 1
-        assert bound.value_s <= alone.value_s
-        again, _ = solve_equal(question, shape, bound, alone.value_s * (1 + 1e-9))
-        assert again is not None
-        assert again.value_s == pytest.approx(alone.value_s, rel=1e-12)
+        assert bound.value_s <= alone.left_s <= alone.solution.value_s * (1 + 1e-12)
+        again = solve_equal(question, shape, bound, alone.left_s * (1 + 1e-9))
+        assert again.left_s == pytest.approx(alone.left_s, rel=1e-12)
     assert solved > 2
 
 
@@ -64,14 +65,16 @@ def test_pruning_of_mixtures_keeps_what_beats_the_incumbent(target, limit_gib):
     found = list(mixed_families(evaluator.job, space, Limits()))
     solved = 0
     for bound, mixture in list(zip(mixture_bounds(question, found), found, strict=True))[:3]:
-        alone, _ = solve_mixed(question, mixture, bound, np.inf)
-        if alone is None:
+        alone = solve_mixed(question, mixture, bound, np.inf)
+        if alone.solution is None:
             continue
         solved += 1
-        assert bound.value_s <= alone.value_s
-        again, _ = solve_mixed(question, mixture, bound, alone.value_s * (1 + 1e-9))
-        assert again is not None
-        assert again.value_s == pytest.approx(alone.value_s, rel=1e-12)
+        assert bound.value_s <= alone.left_s
+        # What has equal stages is no mixture: no bridge joins them.
+        if len(set(alone.solution.shape.meshes)) > 1:
+            assert alone.left_s <= alone.solution.value_s * (1 + 1e-12)
+        again = solve_mixed(question, mixture, bound, alone.left_s * (1 + 1e-9))
+        assert again.left_s == pytest.approx(alone.left_s, rel=1e-12)
     assert solved
 
 
@@ -83,8 +86,9 @@ def test_meshes_priced_together_cost_what_they_cost_alone():
     found = [m for m in mixed_families(evaluator.job, space, Limits()) if m.grad_accum == 1]
     for bound, mixture in zip(mixture_bounds(question, found), found, strict=True):
         assert {mesh.gpus_per_node for mesh in mixture.meshes} == {1, 2, 4, 8}
-        for mesh, stages in zip(mixture.meshes, bound.stages, strict=True):
-            for role, together in zip(ROLES, stages, strict=True):
+        for mesh, stages, less in zip(mixture.meshes, bound.stages, bound.less_s, strict=True):
+            for role, shifted, less_s in zip(ROLES, stages, less, strict=True):
+                together = shifted.shifted(-less_s)
                 (alone,) = least_times(question, [mesh], role)
                 assert together.t_s == pytest.approx(alone.t_s, rel=1e-12)
                 assert together.both_s == pytest.approx(alone.both_s, rel=1e-12)
@@ -102,7 +106,7 @@ def test_a_first_stage_is_credited_with_no_more_than_its_least_t_and_d_together(
     for mixture in (m for m in mixed_families(evaluator.job, space, Limits()) if m.grad_accum == 4):
         (bound,) = mixture_bounds(question, [mixture])
         windows = [dict.fromkeys(ROLES, range(1, 4)) for _ in mixture.meshes]
-        slots = unequal._Slots(question, mixture, windows, dict.fromkeys(ROLES, np.inf), Tally())
+        slots = unequal._Slots(question, mixture, bound, windows, (dict.fromkeys(ROLES, np.inf), Tally()))
         slots.price()
         for key in [key for key in slots.keys if key[0] is ROLES[0]]:
             assumed, priced = slots.least_fronts(key, bound), slots.fronts(key)

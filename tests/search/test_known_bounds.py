@@ -13,11 +13,13 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
+from mist_megatron.search.families import mixed_families
 from mist_megatron.search.known import Known, floors, late_reduction_s, reduces_beside
-from mist_megatron.search.mixed import mixed_families, mixture_bounds
+from mist_megatron.search.mixed import mixture_bounds
 from mist_megatron.search.pipelines import shapes
 from mist_megatron.search.queue import Order, Queue
-from mist_megatron.search.search import NoneFaster, Settings, plan_of, search
+from mist_megatron.search.search import NoneFaster, Settings, search
+from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target, space_named
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Execution

@@ -12,8 +12,9 @@ from jobs import evaluator_of, small_job
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
 from mist_megatron.search.equal import solve_equal
+from mist_megatron.search.families import mixed_families, possible_mixtures
 from mist_megatron.search.infeasible import possible_shapes
-from mist_megatron.search.mixed import mixed_families, mixture_bounds, possible_mixtures, solve_mixed
+from mist_megatron.search.mixed import mixture_bounds, solve_mixed
 from mist_megatron.search.pipelines import shapes
 from mist_megatron.search.search import Settings, search
 from mist_megatron.search.space import Limits, cut_to_target, space_named
@@ -38,12 +39,12 @@ def test_what_is_ruled_out_fits_with_nothing(target, limit_gib):
     kept = possible_shapes(question, Limits())
     out = [shape for shape in found if shape not in kept]
     for bound, shape in list(zip(shape_bounds(question, out), out, strict=True))[::3]:
-        assert solve_equal(question, shape, bound, np.inf)[0] is None, shape
+        assert solve_equal(question, shape, bound, np.inf).solution is None, shape
     mixed = list(mixed_families(evaluator.job, space, Limits()))
     left = possible_mixtures(question, mixed)
     gone = [mixture for mixture in mixed if mixture not in left]
     for bound, mixture in zip(mixture_bounds(question, gone), gone, strict=True):
-        assert solve_mixed(question, mixture, bound, np.inf)[0] is None
+        assert solve_mixed(question, mixture, bound, np.inf).solution is None
 
 
 def test_the_refusal_names_the_miss_its_part_and_what_helps():

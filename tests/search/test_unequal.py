@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
 
+from mist_megatron.cost.iteration import iteration_time
 from mist_megatron.cost.predict import grid_of, predict, timing_of
-from mist_megatron.search.crossings import Crossings
+from mist_megatron.search.borders import ROLES, Borders, Pairs, sides_of
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.search import Settings, plan_of, search
+from mist_megatron.search.search import Settings, search
+from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.kinds import KINDS, Offload
@@ -112,6 +114,7 @@ def priced(evaluator, plan, position, mesh):
 
 
 def brute_force(job, evaluator, lengths):
+    """What `predict` tells of the best of all plans whose stages are undominated."""
     best, memo = np.inf, {}
     for grad_accum, stages in pipelines(job, lengths):
         plan = plan_with(job, grad_accum, [stage_of(mesh) for mesh in stages])
@@ -121,10 +124,14 @@ def brute_force(job, evaluator, lengths):
             if key not in memo:
                 memo[key] = priced(evaluator, plan, position, mesh)
             fronts.append(memo[key])
+        base = predict(plan, evaluator)
+        timings = [timing_of(base.stages, position) for position in range(len(stages))]
         for points in itertools.product(*fronts):
-            t, d = zip(*points, strict=True)
-            late = max(d[i] - sum(t[:i]) for i in range(len(t)))
-            best = min(best, (grad_accum - 1) * max(t) + sum(t) + late)
+            changed = [
+                replace(timing, stable_s=t + told.beyond_s[0], delta_s=d, forward_s=None)
+                for timing, told, (t, d) in zip(timings, base.stages, points, strict=True)
+            ]
+            best = min(best, iteration_time(changed, grad_accum).total_s)
     return best
 
 
@@ -146,19 +153,16 @@ def test_search_equals_brute_force(nodes, per_node, stages, layers, batch, limit
     evaluator = evaluator_of(job)
     result = search(evaluator, space_named("mist"), Settings(step=1.0, limits=Limits(fixed={"pp": stages})))
     best = result.solutions[0]
-    assert result.objective_s == pytest.approx(brute_force(job, evaluator, [stages]), rel=1e-9)
-    assert result.objective_s <= best.value_s * (1 + 1e-12)
+    # A third of a micro-batch forward, where the truth is a little more or less: that matters where stages
+    # behind are much faster only.
+    assert best.value_s == pytest.approx(brute_force(job, evaluator, [stages]), rel=1e-9)
+    assert result.objective_s == best.value_s
     assert result.gap == 0.0
     plan = plan_of(evaluator, best)
     prediction = predict(plan, evaluator)
     assert violations(plan) == ()
     assert prediction.fits
-    # Eq. 1, which waits that warm-up passes fill make too long, and borders to unequal neighbours too short.
-    borders_s = plan.grad_accum * sum(max(stage.beyond_s[0], 0.0) for stage in prediction.stages)
-    assert prediction.iteration_s <= (best.value_s + borders_s) * (1 + 1e-12)
-    t_s, d_s = [s.stable_s for s in prediction.stages], [s.delta_s for s in prediction.stages]
-    late = max(d - sum(t_s[:i]) for i, d in enumerate(d_s))
-    assert (plan.grad_accum - 1) * max(t_s) + sum(t_s) + late == pytest.approx(best.value_s, rel=1e-12)
+    assert prediction.iteration_s == best.value_s
 
 
 @pytest.mark.parametrize(
@@ -188,13 +192,11 @@ def test_the_plan_told_is_the_fastest_by_predict(target, nodes, per_node, layers
     ]
     found = [predict(plan, evaluator) for plan in plans if not violations(plan)]
     assert told == pytest.approx(min(p.iteration_s for p in found if p.fits), rel=1e-9)
-    # That by eq. 1 it is not is said.
-    assert result.objective_s < 0.99 * result.solutions[0].value_s
-    assert result.bound_s == result.objective_s
+    assert result.bound_s == pytest.approx(told, rel=0.002)
 
 
 @pytest.mark.parametrize("target", ["mist", "megatron+patches"])
-def test_climbs_know_what_crosses_borders(target):
+def test_a_search_knows_what_crosses_borders(target):
     """Of stages on all kinds of meshes, on nodes and in parts of them, as `predict` has it."""
     job = replace(job_on(2, 4, 5, 8, 100.0), target=target)
     evaluator = evaluator_of(job)
@@ -218,11 +220,23 @@ def test_climbs_know_what_crosses_borders(target):
             )
             for stage in stages
         ]
-        beyond = Crossings(evaluator, shapes).beyond(tuple(range(len(shapes))))
+        borders = Borders.of(evaluator, shapes, sides_of(evaluator, shapes))
+        pairs = Pairs(borders, range(len(shapes)), job.cluster.gpus_per_node)
+        none = len(shapes)
+        kinds = [pairs.pairs.index((k - 1 if k else none, k)) for k in range(len(shapes))]
+        gpus = [shape.gpus for shape in shapes]
+        behind = [sum(gpus[k + 1 :]) for k in range(len(shapes))]
+        table = [np.array(column) for column in (kinds, gpus, [*kinds[1:], len(pairs.pairs)], behind)]
+        more = pairs.beyond_s(*table)
         prediction = predict(plan, evaluator)
-        assert [more for more, _ in beyond] == pytest.approx([s.beyond_s[0] for s in prediction.stages])
-        assert max(more for more, _ in beyond) > 0.0
-        for position, (stage, (_, forward_s)) in enumerate(zip(prediction.stages, beyond, strict=True)):
-            without = timing_of([replace(s, forward_exchange_s=None) for s in prediction.stages], position)
-            changed_s = timing_of(prediction.stages, position).forward_s - without.forward_s
-            assert changed_s == pytest.approx(forward_s) or stage.forward_exchange_s is None
+        assert more == pytest.approx([stage.beyond_s[0] for stage in prediction.stages])
+        assert max(more) > 0.0
+        least = [
+            borders.least_s(
+                ROLES[0 if not k else 2 if k == len(shapes) - 1 else 1],
+                k,
+                parts_of_nodes=gpus[k] < job.cluster.gpus_per_node,
+            )
+            for k in range(len(shapes))
+        ]
+        assert (more >= np.array(least) - 1e-12).all()

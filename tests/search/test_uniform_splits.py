@@ -6,7 +6,8 @@ import pytest
 from jobs import evaluator_of, small_job
 
 from mist_megatron.errors import InputError
-from mist_megatron.search.search import Settings, plan_of, search
+from mist_megatron.search.search import Settings, search
+from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Limits, space_named
 
 UNEVEN = ("full", "mist", "aceso")

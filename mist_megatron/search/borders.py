@@ -1,0 +1,182 @@
+"""What really crosses the borders between stages on different meshes, for all pipelines of some meshes.
+
+A stage alone is priced with its own side of its borders. `predict` knows both sides (`cost/borders.py`), and
+so does this: which mesh is before a stage, which behind it, and whether its ends lie between nodes, tell what
+its stable micro-batch takes beyond what is said of it alone. That may be less: alone a stage crosses nodes as
+often as one of its role does on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.sends import sent_to_neighbours
+from mist_megatron.cost.work import boundary_work, hop_seconds
+from mist_megatron.search.choices import AXES, Array, Ints, StageSlot, stage_grid
+from mist_megatron.search.pipelines import EqualPipeline
+
+ROLES = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Seconds of each border and mesh; meshes by their position, the last of them no mesh at all."""
+
+    crossing_s: Array
+    """(across nodes, mesh, mesh): there as well as back; nothing where there is no border."""
+    alike: Array
+    """(mesh, mesh): 1 where both sides are alike, or there is no border."""
+    handed_on_s: Array
+    own_s: Array
+    """(role, mesh): what is said of a stage alone."""
+
+    @staticmethod
+    def of(
+        evaluator: StageEvaluator, meshes: Sequence[EqualPipeline], sides: Mapping[EqualPipeline, Side]
+    ) -> Borders:
+        """Of these meshes; the two sides of a border as `cost.borders` has it."""
+        count, mine = len(meshes), [sides[mesh] for mesh in meshes]
+        dp, tp, micro_batch = (
+            np.array([float(getattr(mesh, name)) for mesh in meshes]) for name in ("dp", "tp", "micro_batch")
+        )
+        moved_bytes = np.array([side.moved_bytes for side in mine])
+        parts = _parts(dp, tp, bridged=meshes[0].bridged)
+        hops_s = hop_seconds(np.minimum(moved_bytes[:, None], moved_bytes), evaluator.time_context)
+        crossing_s, same = np.zeros((2, count + 1, count + 1)), np.ones((count + 1, count + 1))
+        for across, hop_s in enumerate(hops_s):
+            crossing_s[across, :count, :count] = np.maximum(parts, parts.T) * hop_s
+        for values in (dp, tp, micro_batch):
+            same[:count, :count] *= values[:, None] == values
+        own_s = np.array([side.own_s for side in mine]).T
+        return Borders(crossing_s, same, np.array([side.handed_on_s for side in mine]), own_s)
+
+    def beyond_s(self, before: Ints, mesh: Ints, behind: Ints, across: tuple[Array, Array]) -> Array:
+        """What stages on meshes take beyond what is said of them alone, by their neighbours and by whether
+        the borders before and behind them lie between nodes."""
+        none = len(self.handed_on_s)
+        role = np.where(before == none, 0, np.where(behind == none, 2, 1))
+        ends = (before != none).astype(np.float64) + (behind != none)
+        crossed_s = self.crossing_s[across[0].astype(np.intp), before, mesh]
+        crossed_s = crossed_s + self.crossing_s[across[1].astype(np.intp), mesh, behind]
+        more_s = crossed_s + ends * self.handed_on_s[mesh] - self.own_s[role, mesh]
+        unlike = self.alike[before, mesh] * self.alike[mesh, behind] == 0.0
+        return np.asarray(np.where(unlike, more_s, 0.0))
+
+    def least_s(self, role: StageRole, mesh: int, *, parts_of_nodes: bool) -> float:
+        """The least of it, whatever the neighbours, and nothing where they may be alike."""
+        some = np.arange(len(self.handed_on_s))
+        none = np.full(1, len(some))
+        before = none if role is StageRole.FIRST else some
+        behind = none if role is StageRole.LAST else some
+        least_s = 0.0
+        for ends in ((one, two) for one in (0.0, 1.0) for two in (0.0, 1.0)):
+            if parts_of_nodes or ends == (1.0, 1.0):
+                across = np.array(ends[0]), np.array(ends[1])
+                found = self.beyond_s(before[:, None], np.array(mesh), behind[None, :], across)
+                least_s = min(least_s, float(found.min()))
+        return least_s
+
+
+def _parts(dp: Array, tp: Array, *, bridged: bool) -> Array:
+    """`cost.borders.parts_moved` of all pairs of meshes, by the sender."""
+    ratio = dp[:, None] / dp
+    each = np.maximum(ratio, 1.0)
+    if bridged:
+        return np.asarray(np.maximum(each, 1.0 / ratio))
+    return np.asarray(np.maximum(each, each * (dp * tp) / (dp * tp)[:, None]))
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a mesh has to do with a border, whatever is beyond it."""
+
+    moved_bytes: float
+    handed_on_s: float
+    own_s: tuple[float, ...]
+    """By role: what is said of a stage alone."""
+
+
+def sides_of(evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) -> dict[EqualPipeline, Side]:
+    """Those of one size together."""
+    groups: dict[tuple[object, ...], list[EqualPipeline]] = {}
+    for mesh in meshes:
+        groups.setdefault((mesh.nodes, mesh.gpus_per_node, mesh.sequence_parallel), []).append(mesh)
+    found: dict[EqualPipeline, Side] = {}
+    for members in groups.values():
+        context, own = evaluator.time_context, []
+        for role in ROLES:
+            sent, _ = sent_to_neighbours(evaluator.work(_grid(members, role)))
+            assert sent is not None
+            own.append(np.broadcast_to(sent.fixed, (len(members),)))
+        grid = _grid(members, StageRole.MIDDLE)
+        loads = evaluator.loads(grid)
+        bytes_ = loads.boundary_bytes * (grid.tp if grid.bridged and grid.sequence_parallel else 1.0)
+        columns = [
+            np.broadcast_to(part, (len(members),))
+            for part in (bytes_, boundary_work(grid, loads, context).handed_on_s)
+        ]
+        for row, mesh in enumerate(members):
+            moved, handed = (float(column[row]) for column in columns)
+            found[mesh] = Side(moved, handed, tuple(float(part[row]) for part in own))
+    return found
+
+
+def _grid(meshes: Sequence[EqualPipeline], role: StageRole) -> StageGrid:
+    """Some configuration on meshes of one size: what it sends does not depend on which."""
+    none, first = np.zeros(1), meshes[0]
+    values = {**dict.fromkeys(AXES, none), "zero": np.full(1, float(first.zero[0]))}
+    grid = stage_grid(first, StageSlot(role=role, layers=1, held=1.0), values, recompute="full")
+
+    def column(name: str) -> Array:
+        return np.array([float(getattr(mesh, name)) for mesh in meshes])
+
+    return replace(
+        grid,
+        layers=none + 1.0,
+        in_flight=none + 1.0,
+        micro_batch=column("micro_batch"),
+        dp=column("dp"),
+        tp=column("tp"),
+        grad_accum=column("grad_accum"),
+    )
+
+
+class Pairs:
+    """Kinds of stages that know the mesh before them: every kind names a pair of meshes, the one before (or
+    none) and its own, so that what is behind a stage tells what crosses both of its borders."""
+
+    def __init__(self, borders: Borders, meshes: Sequence[int], per_node: int) -> None:
+        self._borders, self._per_node = borders, per_node
+        none = len(borders.handed_on_s)
+        self.pairs = [(before, mesh) for mesh in meshes for before in (*meshes, none)]
+        # One kind more, that of no stage at all, before which any mesh may be.
+        self._before = np.array([before for before, _ in self.pairs] + [none], dtype=np.intp)
+        self._mesh = np.array([mesh for _, mesh in self.pairs] + [none], dtype=np.intp)
+        least_s = {
+            mesh: [borders.least_s(role, mesh, parts_of_nodes=True) for role in ROLES] for mesh in meshes
+        }
+        self._least_s = np.array(
+            [least_s[mesh][0] if before == none else min(least_s[mesh][1:]) for before, mesh in self.pairs]
+        )
+
+    def follows(self) -> NDArray[np.bool_]:
+        """(kind, kind): which may stand beside each other."""
+        return np.asarray(self._mesh[:-1, None] == self._before[None, :-1], dtype=bool)
+
+    def beyond_s(self, kind: Ints, gpus: Ints, next_kind: Ints, behind: Ints) -> Array:
+        """`Between`, for a search over pairs."""
+        if not self._per_node:
+            across = np.ones(np.shape(behind)), np.ones(np.shape(behind))
+        else:
+            across = (behind + gpus) % self._per_node == 0, behind % self._per_node == 0
+        return self._borders.beyond_s(self._before[kind], self._mesh[kind], self._mesh[next_kind], across)
+
+    def least_s(self, kind: Ints, gpus: Ints) -> Array:
+        """Never less, whatever is behind."""
+        return self._least_s[kind]

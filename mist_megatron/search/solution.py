@@ -1,0 +1,90 @@
+"""What a search finds: plans as rows of configurations, with the time that `predict` tells of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.predict import predict
+from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline
+from mist_megatron.search.stage_fronts import StageConfigs, Tally
+from mist_megatron.spec.kinds import KINDS, Offload
+from mist_megatron.spec.plan import Plan, StagePlan, Zero
+from mist_megatron.spec.recompute import RECOMPUTE_KINDS
+from mist_megatron.spec.schedule import usual_schedule
+
+StageChoice = dict[str, float]
+"""Layers and one value per axis: what a stage of a solution runs."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A plan that may be the best of one shape."""
+
+    shape: EqualPipeline | MixedPipeline
+    stages: tuple[StageChoice, ...]
+    value_s: float
+    """What `predict` tells of it."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What is known of all plans of one shape, or of one family, that beat what was asked for."""
+
+    solution: Solution | None = None
+    """The best that was found."""
+    left_s: float = float("inf")
+    """No other is faster."""
+    tally: Tally = field(default_factory=Tally)
+
+
+def told(
+    evaluator: StageEvaluator, shape: EqualPipeline | MixedPipeline, stages: Sequence[StageChoice]
+) -> Solution:
+    """With the time that is told of it."""
+    solution = Solution(shape, tuple(stages), 0.0)
+    value_s = predict(plan_of(evaluator, solution), evaluator).iteration_s
+    return Solution(shape, solution.stages, value_s)
+
+
+def stage_choice(layers: int, configs: StageConfigs, index: int) -> StageChoice:
+    """One row of a front."""
+    return {"layers": float(layers), **{name: float(v[index]) for name, v in configs.columns.items()}}
+
+
+def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
+    """The plan that a solution stands for."""
+    job, shape = evaluator.job, solution.shape
+    return Plan(
+        model=job.model,
+        training=job.training,
+        cluster=job.cluster,
+        target=job.target,
+        grad_accum=shape.grad_accum,
+        stages=tuple(
+            _stage_plan(mesh, choice) for mesh, choice in zip(shape.meshes, solution.stages, strict=True)
+        ),
+        schedule=usual_schedule(shape.vpp),
+        vpp=shape.vpp,
+        sequence_parallel=shape.sequence_parallel,
+        execution=job.execution,
+    )
+
+
+_LEVELS: dict[int, Zero] = {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def _stage_plan(shape: EqualPipeline, choice: StageChoice) -> StagePlan:
+    return StagePlan(
+        layers=int(choice["layers"]),
+        nodes=shape.nodes,
+        gpus_per_node=shape.gpus_per_node,
+        dp=shape.dp,
+        tp=shape.tp,
+        micro_batch=shape.micro_batch,
+        zero=_LEVELS[int(choice["zero"])],
+        ckpt=int(choice["ckpt"]),
+        recompute=RECOMPUTE_KINDS[int(choice["recompute"])],
+        offload=Offload(**{kind: choice[kind] for kind in KINDS}),
+    )
