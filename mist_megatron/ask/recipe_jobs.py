@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
+from mist_megatron.ask.job_words import JobWords, read_job
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build_versioned
 from mist_megatron.formats.files import load_mapping
+from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import TargetName
 from mist_megatron.spec.training import Precision
-
-if TYPE_CHECKING:
-    from mist_megatron.spec.job import Job
 
 JOBS_FILE = "jobs.yaml"
 SCHEMA = 1
@@ -36,21 +34,17 @@ class RecipeJob:
 
     def job(self, target: TargetName | None = None) -> Job:
         """The question, for the recipe's own target or for another one."""
-        from mist_megatron.spec import catalogue, presets
-        from mist_megatron.spec.cluster import ClusterSpec
-        from mist_megatron.spec.job import Job
-        from mist_megatron.spec.training import TrainingSpec
-
-        return Job(
-            model=presets.preset(self.model),
-            training=TrainingSpec(
-                global_batch=self.global_batch, seq_len=self.seq_len, precision=self.precision
-            ),
-            cluster=ClusterSpec(
-                gpu=catalogue.gpu(self.gpu), nodes=self.nodes, gpus_per_node=self.gpus_per_node
-            ),
+        words = JobWords(
+            model=self.model,
+            gpu=self.gpu,
+            gpus=self.nodes * self.gpus_per_node,
+            gpus_per_node=self.gpus_per_node,
+            global_batch=self.global_batch,
+            seq=self.seq_len,
+            precision=self.precision,
             target=target or self.target,
         )
+        return read_job(words).job
 
 
 @dataclass(frozen=True, kw_only=True)
