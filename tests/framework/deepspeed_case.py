@@ -70,8 +70,6 @@ def configuration(case: Case) -> dict[str, Any]:
     if case.offload_param:
         zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     adam = {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
-    if not case.offload and not case.pipeline:
-        adam["torch_adam"] = True  # the fused kernel would have to be compiled
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": case.accumulate,

@@ -243,7 +243,7 @@ def groups_of(engine: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def placement(engine: Any) -> dict[str, Any]:
-    """Bytes of master weights and moments by which optimizer steps them: each counts in a type of its own."""
+    """Bytes of master weights and moments by which optimizer steps them: torch's counts in a tensor."""
     import torch
 
     if not engine.zero_optimization():
@@ -257,7 +257,8 @@ def placement(engine: Any) -> dict[str, Any]:
         if entry is None:
             continue  # never stepped: a patch without an essential line may end in NaN
         parts = [master, entry["exp_avg"], entry["exp_avg_sq"]]
-        place = "device" if torch.is_tensor(entry["step"]) else "host"
+        on_device = torch.is_tensor(entry["step"]) or type(zero.optimizer).__name__ == "FusedAdam"
+        place = "device" if on_device else "host"
         found[place] += sum(t.numel() * t.element_size() for t in parts)
         shards = [getattr(p, "ds_numel", p.numel()) // world for p in params]
         found["largest_shard"] = max(found["largest_shard"], 12 * max(shards))
@@ -423,16 +424,9 @@ def main() -> None:
     cases = [Case(**words) for words in json.loads(sys.argv[1])]
     deepspeed_cpu.without_compiler().init_distributed("gloo", verbose=False)
     import deepspeed
-    import deepspeed.ops.adam
     import torch
 
-    class FusedAdam(torch.optim.AdamW):
-        """In the place of the kernel that would have to be compiled."""
-
-        def __init__(self, params: Any, adam_w_mode: bool = True, **options: Any) -> None:
-            super().__init__(params, **options)
-
-    deepspeed.ops.adam.FusedAdam = FusedAdam
+    deepspeed_cpu.with_fused_adam()
     deepspeed_cpu.quicker()
     clip_without_last_bits()
     finals: list[Any] = []

@@ -20,7 +20,7 @@ Arguments = Callable[[Document, Stage], tuple[Any, ...]]
 
 RELEASES: Mapping[str, tuple[str, ...]] = {
     "megatron-core": ("0.16.1", "0.19.2"),
-    "deepspeed": ("0.19.0", "0.19.7", "0.19.8"),
+    "deepspeed": ("0.19.0", "0.19.8"),
 }
 """Framework -> the releases on which its patches were run. Each release changes code that they hook."""
 
@@ -112,7 +112,7 @@ PATCHES: Mapping[str, Mapping[str, Patch]] = {
             "deepspeed.pipeline_stages",
             "configure_pipeline_stages",
             _all_stages,
-            releases=("0.19.7", "0.19.8"),
+            releases=("0.19.8",),
         ),
         "layer_activations": Patch(
             "deepspeed.activations", "recompute_and_offload", _layers_and_activations, moves=("activations",)

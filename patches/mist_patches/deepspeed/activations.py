@@ -12,7 +12,7 @@ part; offload sees what that leaves. Layers are the modules of one class in one 
 Limits: a script that recomputes layers itself must be told not to. With ZeRO 3 weights are gathered while
 a layer runs: they are told apart from activations tensor by tensor.
 
-Tested with DeepSpeed 0.19.0, 0.19.7 and 0.19.8 and torch 2.13.
+Tested with DeepSpeed 0.19.0 and 0.19.8 and torch 2.13.
 """
 
 from __future__ import annotations

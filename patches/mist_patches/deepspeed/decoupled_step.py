@@ -20,7 +20,7 @@ waits is gathered then; `flush(engine.optimizer)` on all ranks does it beforehan
 of ZeRO 1 and 2 must be made by DeepSpeed (JSON or callable), and all ranks must run the layers in the same
 order.
 
-Tested with DeepSpeed 0.19.0, 0.19.7 and 0.19.8; NVMe, Muon and ZenFlow are refused.
+Tested with DeepSpeed 0.19.0 and 0.19.8; NVMe, Muon and ZenFlow are refused.
 """
 
 from __future__ import annotations

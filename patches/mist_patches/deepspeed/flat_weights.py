@@ -19,7 +19,7 @@ forward pass, and refused.
 Code that reads weights between two passes other than by `state_dict()`, `load_state_dict()` or the engine's
 checkpoints must call `bring_back(engine.optimizer)` first.
 
-Tested with DeepSpeed 0.19.0, 0.19.7 and 0.19.8.
+Tested with DeepSpeed 0.19.0 and 0.19.8.
 """
 
 from __future__ import annotations

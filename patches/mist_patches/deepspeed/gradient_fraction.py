@@ -15,7 +15,7 @@ GPU whatever the JSON offloads, and a fraction above 0 is refused.
 Cost: a host gradient of ZeRO 3 is read, added to and written back at every micro-batch, as DeepSpeed does
 it. `engine.offload_states()` is refused.
 
-Tested with DeepSpeed 0.19.0, 0.19.7 and 0.19.8.
+Tested with DeepSpeed 0.19.0 and 0.19.8.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ rates of the moment at which it was due.
 Only optimizers that have `Steps` are treated so; every other one steps as DeepSpeed does it. Used by
 the decoupled steps and the weight fraction.
 
-Tested with DeepSpeed 0.19.0, 0.19.7 and 0.19.8; NVMe, Muon and ZenFlow are refused.
+Tested with DeepSpeed 0.19.0 and 0.19.8; NVMe, Muon and ZenFlow are refused.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Cost: while the engine is built the host holds all master weights of ZeRO 3 for 
 scheduler of ZeRO 1 and 2 must be made by DeepSpeed (from the JSON or a callable): one made before
 knows fewer groups.
 
-Tested with DeepSpeed 0.19.0, 0.19.7 and 0.19.8. Needs `offload_optimizer` with device cpu in the JSON, and
+Tested with DeepSpeed 0.19.0 and 0.19.8. Needs `offload_optimizer` with device cpu in the JSON, and
 its Adam on the CPU.
 """
 

@@ -7,7 +7,7 @@ scale begins by overflowing, training never starts.
 
 What: the buffers are dropped after an overflow in either case.
 
-Tested with DeepSpeed 0.19.0, 0.19.7 and 0.19.8.
+Tested with DeepSpeed 0.19.0 and 0.19.8.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ itself would hang, or train a wrong model. With offload on some stages only, all
 A transformer layer is the class that occurs most often in the list of layers; what stands before the first
 goes with the first stage, what stands after the last with the last.
 
-Tested with DeepSpeed 0.19.7 and 0.19.8, ZeRO 0 and 1 (DeepSpeed refuses 2 and 3 in a pipeline). On 0.19.0
+Tested with DeepSpeed 0.19.8, ZeRO 0 and 1 (DeepSpeed refuses 2 and 3 in a pipeline). On 0.19.0
 gradient norms came out 6 % off: `core.registry` has it refused there.
 """
 

@@ -55,7 +55,7 @@ def _check(engine: Any, stages: Any) -> None:
     if piped and __version__.split("+")[0] in WITHOUT_PIPELINES:
         raise PatchRefused(
             f"no patch was run in a PipelineModule of DeepSpeed {__version__}, where gradient norms came out "
-            "wrong; wanted 0.19.7 or 0.19.8"
+            "wrong; wanted 0.19.8"
         )
     there = module.num_stages if piped else 1
     if there != len(stages):

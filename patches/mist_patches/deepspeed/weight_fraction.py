@@ -16,7 +16,7 @@ Cost, ZeRO 3: while the engine is built both buffers exist for a moment. A gathe
 synchronous copy from pinned memory, then the all-gather; DeepSpeed's prefetch runs it ahead of the layer.
 Parameters that ZeRO 3 keeps gathered are on the GPU in full besides. `engine.offload_states()` is refused.
 
-Tested with DeepSpeed 0.19.0, 0.19.7 and 0.19.8, without offload_param in the JSON.
+Tested with DeepSpeed 0.19.0 and 0.19.8, without offload_param in the JSON.
 """
 
 from __future__ import annotations
