@@ -28,6 +28,11 @@ SECTIONS = {
         "deepspeed.runtime.zero.offload_config",
         "DeepSpeedZeroOffloadParamConfig",
     ),
+    "zero_optimization.zenflow": ("deepspeed.runtime.zenflow.zenflow_config", "ZenFlowConfig"),
+    "zero_optimization.leaf_module": (
+        "deepspeed.runtime.zero.leaf_module_config",
+        "DeepSpeedZeroLeafModuleConfig",
+    ),
     "bf16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
     "fp16": ("deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
     "compile": ("deepspeed.compile.config", "CompileConfig"),
@@ -35,6 +40,9 @@ SECTIONS = {
     "tensorboard": ("deepspeed.monitor.config", "TensorBoardConfig"),
     "wandb": ("deepspeed.monitor.config", "WandbConfig"),
     "csv_monitor": ("deepspeed.monitor.config", "CSVConfig"),
+    "comet": ("deepspeed.monitor.config", "CometConfig"),
+    "tensor_parallel": ("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
+    "hybrid_engine": ("deepspeed.runtime.config", "HybridEngineConfig"),
 }
 READ_ELSEWHERE = frozenset(
     {
@@ -92,12 +100,14 @@ def plain(value: object) -> object:
 
 
 def section(module: str, name: str) -> dict[str, object] | None:
-    """Key -> default of one section, under the names that a JSON file uses; None if this version lacks it."""
+    """Key -> default of one section, by every name that JSON files may use; None if this version lacks it."""
     try:
         model = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return None
-    return {field.alias or key: plain(field.default) for key, field in model.model_fields.items()}
+    fields = model.model_fields.items()
+    by_name = {key: plain(field.default) for key, field in fields if field.alias}
+    return {field.alias or key: plain(field.default) for key, field in fields} | by_name
 
 
 def top_level() -> list[str]:
@@ -106,6 +116,19 @@ def top_level() -> list[str]:
 
     DeepSpeedConfig(Recorder(train_batch_size=1, bf16={"enabled": True}))
     return sorted({key for key in Recorder.asked if isinstance(key, str)} | READ_ELSEWHERE)
+
+
+def optimizers() -> list[str]:
+    """Types that the engine builds by itself: its own, in any case of letters, and those of torch.optim."""
+    import torch
+    from deepspeed.runtime import config
+
+    theirs = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name != "Optimizer"
+    }
+    return sorted(theirs | {name.lower() for name in config.DEEPSPEED_OPTIMIZERS})
 
 
 def probe() -> dict[str, object]:
@@ -118,6 +141,7 @@ def probe() -> dict[str, object]:
         "top_level": sorted(set(top_level()) - set(removed)),
         "removed": removed,
         "removed_zero": sorted(getattr(config, "_REMOVED_ZERO_CONFIG_KEYS", ())),
+        "optimizers": optimizers(),
         "gradient_clipping": constants.GRADIENT_CLIPPING_DEFAULT,
         "sections": {key: found for key, place in SECTIONS.items() if (found := section(*place)) is not None},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,30 +18,30 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.files import load_mapping, load_plan, read_text
 from mist_megatron.formats.plan_yaml import plan_to_mapping
 from mist_megatron.frameworks.deepspeed import convert as conversion
-from mist_megatron.frameworks.deepspeed.arguments import DEEPSPEED_ARRAYS, argument_findings, read_array
+from mist_megatron.frameworks.deepspeed.arguments import DEEPSPEED_ARRAYS, argument_findings
 from mist_megatron.frameworks.deepspeed.convert import Question
 from mist_megatron.frameworks.deepspeed.convert_patched import PATCHED, bare_findings
 from mist_megatron.frameworks.deepspeed.pipeline import About, config_files, pipeline_plan, stage_findings
 from mist_megatron.frameworks.deepspeed.read import (
-    Finding,
     filled_in,
     patch_findings,
     read_config,
     with_patches,
 )
+from mist_megatron.frameworks.file_kinds import kind_of
+from mist_megatron.frameworks.findings import Finding, keeps_from_pricing
 from mist_megatron.frameworks.folder import FRAMEWORKS
 from mist_megatron.frameworks.loose_json import read_loose
-from mist_megatron.frameworks.megatron.lint import lint_megatron, version_notes
-from mist_megatron.frameworks.megatron.read import (
+from mist_megatron.frameworks.megatron.command import (
+    CommandLine,
     Options,
-    Reader,
-    model_of,
+    json_texts,
     options_of,
-    plan_of,
-    read_command,
-    training_of,
-    with_stages,
+    read_array,
+    read_command_line,
 )
+from mist_megatron.frameworks.megatron.lint import lint_command, lint_megatron, missing_sizes, version_notes
+from mist_megatron.frameworks.megatron.read import Reader, model_of, plan_of, training_of, with_stages
 from mist_megatron.frameworks.stages_json import check_stages
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.cluster import ClusterSpec
@@ -82,6 +81,8 @@ class Linted:
 
     def price_words(self) -> str:
         """Whether it fits and what it costs, or what would tell."""
+        if kept := keeps_from_pricing(self.findings):
+            return f"not priced: {', '.join(dict.fromkeys(finding.key for finding in kept))}"
         if self.prediction is None:
             wanted = FRAMEWORKS[self.kind].priced_with
             return f"not priced: {wanted} would tell whether it fits and what it costs"
@@ -102,36 +103,48 @@ class Linted:
 
 
 @with_words
-def lint(file: str | Path, *, checkpointing: bool = False, **words: Unpack[JobWords]) -> Linted:
+def lint(
+    file: str | Path,
+    *,
+    checkpointing: bool = False,
+    given: Mapping[str, str] | None = None,
+    **words: Unpack[JobWords],
+) -> Linted:
     """What a Megatron command line or a DeepSpeed JSON would do: what is rejected, what silently ignored.
 
-    With a job also whether it fits and what it costs; `checkpointing`: the script recomputes activations.
+    With a job also whether it fits and what it costs; `checkpointing`: the script recomputes activations;
+    `given`: values for variables that a launch script leaves open.
     """
-    path = Path(file)
-    text = read_text(file)
-    beside = None if _is_deepspeed(text) else _config_beside(text, path)
-    if _is_deepspeed(text):
+    path = _in_folder(Path(file))
+    text = read_text(path)
+    is_config = kind_of(text) == "configuration"
+    beside = None if is_config else _config_beside(text, path)
+    if is_config:
         linted = _deepspeed(text, path, words, checkpointing=checkpointing)
     elif beside is not None:
         linted = _deepspeed(read_text(beside), beside, words, checkpointing=checkpointing)
         linted = replace(linted, findings=(*linted.findings, *_arguments(text, linted.plan, path)))
     else:
-        linted = _megatron(text, path, words)
+        linted = _megatron(text, path, words, given or {})
+    if keeps_from_pricing(linted.findings):
+        linted = replace(linted, plan=None)
     if linted.plan is None:
         return linted
     return replace(linted, prediction=predict(linted.plan, what_if=True).prediction)
 
 
-def _is_deepspeed(text: str) -> bool:
-    """JSON lists and args.json hold Megatron words; every other mapping is DeepSpeed's."""
-    start = text.lstrip()
-    if not start.startswith(("{", "#", "/")):
-        return False
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return '"zero_optimization"' in text or "train_" in text.partition("--")[0]
-    return isinstance(found, dict) and "arguments" not in found
+def _in_folder(path: Path) -> Path:
+    """The file that says most of a folder which `emit` wrote."""
+    if not path.is_dir():
+        return path
+    names = ("args.sh", "ds_config.json", "ds_config.stage0.json", "train.sh")
+    for name in names:
+        if (path / name).is_file():
+            return path / name
+    raise InputError(
+        f"{path} is a folder without {', '.join(names[:-1])} or {names[-1]}",
+        details=("try: name the launch script or the DeepSpeed JSON in it",),
+    )
 
 
 def _config_beside(text: str, file: Path) -> Path | None:
@@ -220,9 +233,10 @@ def _refused(plan: Plan, key: str) -> tuple[Finding, ...]:
     return tuple(Finding(level="rejected", key=key, message=rule) for rule in violations(plan))
 
 
-def _megatron(text: str, file: Path, job: JobWords) -> Linted:
+def _megatron(text: str, file: Path, job: JobWords, given: Mapping[str, str]) -> Linted:
     where = str(file)
-    common = read_command(text, where)
+    command = read_command_line(text, where, given)
+    common = command.options
     if not common:
         raise InputError(f"{where}: no flags found; wanted a Megatron command line or a DeepSpeed JSON")
     document = _stages_beside(file, "args.")
@@ -235,13 +249,17 @@ def _megatron(text: str, file: Path, job: JobWords) -> Linted:
             findings += lint_megatron({**common, **options}, f"stage {index}", where, known)
         findings += version_notes(document)
     else:
-        findings += lint_megatron(common, "", where, known)
+        findings += lint_command(command, where, known)
+        findings += _written(command, where)
     if _environment_is_said(text, document):
         findings = [f for f in findings if "CUDA_DEVICE_MAX_CONNECTIONS" not in f.message]
     gpus = job.get("gpus")
     if gpus is None and document is not None:
         gpus = document["world_size"]
     if gpus is None:
+        return Linted(kind="megatron", findings=_once(findings), plan=None)
+    findings += missing_sizes(common) if document is None else ()
+    if keeps_from_pricing(tuple(findings)):
         return Linted(kind="megatron", findings=_once(findings), plan=None)
     emitted = None if document is None else _emitted(job, gpus, file)
     cluster = _cluster(job, gpus, common, where) if emitted is None else emitted.cluster
@@ -251,6 +269,15 @@ def _megatron(text: str, file: Path, job: JobWords) -> Linted:
         plan = replace(plan, model=replace(plan.model, vocab=emitted.model.vocab))
     plan = plan if document is None else with_stages(plan, document, where)
     return Linted(kind="megatron", findings=_once(findings), plan=plan)
+
+
+def _written(command: CommandLine, where: str) -> list[Finding]:
+    """What is to say about the DeepSpeed JSONs that a script writes."""
+    findings: list[Finding] = []
+    for name, text in json_texts(command).items():
+        reading = read_config(read_loose(text, f"{where}: {name}"), deepspeed_schema(probe=True))
+        findings += (replace(f, message=f"{name}: {f.message}") for f in reading.findings)
+    return findings
 
 
 def _emitted(job: JobWords, gpus: int, file: Path) -> Plan | None:

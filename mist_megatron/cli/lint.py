@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,10 @@ def lint(
         bool,
         typer.Option("--checkpointing/--no-checkpointing", help="DeepSpeed: whether the script recomputes."),
     ] = False,
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A variable that a launch script leaves open."),
+    ] = None,
     job: JobOptions,
     output: OutputOptions,
 ) -> None:
@@ -28,7 +33,8 @@ def lint(
     """
     from mist_megatron.ask.lint import lint as lint_file
 
-    linted = lint_file(file, checkpointing=checkpointing, **job.words())
+    values = _values(given or [])
+    linted = lint_file(file, checkpointing=checkpointing, given=values, **job.words())
     output.finish(linted.to_dict())
     if not output.json:
         rows = [(f.level, f.key, f.message) for f in linted.findings]
@@ -36,3 +42,11 @@ def lint(
         output.people.print(linted.price_words(), soft_wrap=True)
     if linted.rejected:
         raise typer.Exit(InputError.exit_code)
+
+
+def _values(words: list[str]) -> dict[str, str]:
+    """NAME=VALUE -> name and value."""
+    for word in words:
+        if not re.fullmatch(r"\w+=.*", word, re.S):
+            raise InputError(f"--set is {word!r}; wanted NAME=VALUE", details=("try: --set TP=8",))
+    return dict(word.split("=", 1) for word in words)

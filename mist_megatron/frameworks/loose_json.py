@@ -14,8 +14,12 @@ from mist_megatron.errors import InputError
 
 MOST_NESTED = 64
 """A real file nests four deep; this stops hostile ones before the interpreter's own limit."""
+MOST_TEXT = 1 << 20
+"""The largest published configuration has some thousand characters."""
+MOST_DIGITS = 300
+"""No more fit into a float, and no value of DeepSpeed's has more than 20."""
 
-_BLANK = re.compile(r"(?:\s+|//[^\n]*|#[^\n]*|/\*.*?\*/)+", re.S)
+_BLANK = re.compile(r"(?:\s+|//[^\n]*|#[^\n]*|/\*[^*]*\*+(?:[^/*][^*]*\*+)*/)+")
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?=[\s,:}\]#/]|$)")
 _WORD = re.compile(r"[^\s,:{}\[\]\"'#]+")
 _ASSIGNMENT = re.compile(r"\s*[A-Za-z_]\w*\s*=\s*(?=\{)")
@@ -32,6 +36,10 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 def read_loose(text: str, where: str) -> dict[str, Any]:
     """The one mapping that the text holds."""
+    if len(text) > MOST_TEXT:
+        raise InputError(
+            f"{where}: {len(text)} characters; a DeepSpeed configuration has at most {MOST_TEXT}"
+        )
     reader = _Reader(text, where)
     assignment = _ASSIGNMENT.match(text)
     if assignment:
@@ -128,7 +136,7 @@ class _Reader:
             letter = self.text[self.at]
             self.at += 1
             if letter == quote:
-                return "".join(parts)
+                return _paired("".join(parts))
             if letter == "\n":
                 break
             if letter == "\\" and self.at < len(self.text):
@@ -150,8 +158,11 @@ class _Reader:
     def scalar(self) -> Any:
         number = _NUMBER.match(self.text, self.at)
         if number:
+            value = None if len(number.group()) > MOST_DIGITS else _number(number.group())
+            if value is None or abs(value) == float("inf"):
+                raise self.wrong(f"a number of at most {MOST_DIGITS} digits")
             self.at = number.end()
-            return _number(number.group())
+            return value
         word = _WORD.match(self.text, self.at)
         if not word:
             raise self.wrong("a value")
@@ -161,6 +172,13 @@ class _Reader:
             )
         self.at = word.end()
         return _NAMED.get(word.group(), word.group())
+
+
+def _paired(text: str) -> str:
+    """Two halves of a letter as one; a half that stands alone is no letter."""
+    if not re.search("[\ud800-\udfff]", text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _number(text: str) -> int | float:

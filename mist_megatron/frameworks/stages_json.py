@@ -155,4 +155,13 @@ def check_stages(document: dict[str, Any], where: str) -> dict[str, Any]:
         raise InputError(
             f"{where}: it has no stages; wanted at least one", details=("try: emit the plan again",)
         )
-    return document
+    for index, stage in enumerate(read.stages):
+        if min(stage.ranks, stage.layers, stage.dp, stage.tp, stage.micro_batch) < 1:
+            raise InputError(
+                f"{where}: stages[{index}] has {stage.ranks} ranks, {stage.layers} layers, dp {stage.dp}, tp "
+                f"{stage.tp} and micro-batch {stage.micro_batch}; wanted at least 1 of each",
+                details=("try: emit the plan again",),
+            )
+    offloads = (asdict(stage.offload) for stage in read.stages)
+    told = [{**stage, "offload": kinds} for stage, kinds in zip(document["stages"], offloads, strict=True)]
+    return {**document, "stages": told}

@@ -18,8 +18,8 @@ pytest.importorskip("megatron", reason="megatron-core is not installed")
 import megatron_parser
 
 from mist_megatron.frameworks.megatron import write as megatron
+from mist_megatron.frameworks.megatron.command import options_of
 from mist_megatron.frameworks.megatron.lint import lint_megatron
-from mist_megatron.frameworks.megatron.read import options_of
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
@@ -254,6 +254,11 @@ WRONG = [
     ("--fp16", ""),
     ("--cpu-offloading-num-layers 2", ""),
     ("--data-parallel-sharding-strategy optim", ""),
+    ("--checkpoint-activations", ""),
+    ("--batch-size 4", ""),
+    ("--warmup 10", ""),
+    ("--model-parallel-size 2", ""),
+    ("--no-position-embedding", ""),
 ]
 
 

@@ -14,13 +14,8 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_from_mapping
 from mist_megatron.frameworks.folder import artifacts
-from mist_megatron.frameworks.megatron.read import (
-    options_of,
-    parse_layout,
-    plan_of,
-    read_command,
-    with_stages,
-)
+from mist_megatron.frameworks.megatron.command import options_of, read_command
+from mist_megatron.frameworks.megatron.read import parse_layout, plan_of, with_stages
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
@@ -203,7 +198,7 @@ def test_script_with_variables_and_comments() -> None:
         --num-layers $LAYERS --hidden-size 4096 \\
         --tensor-model-parallel-size ${TP} --micro-batch-size ${MBS:-2}
     "
-    torchrun --nproc_per_node 8 pretrain_gpt.py --bf16 --seq-length=2048
+    torchrun --nproc_per_node 8 pretrain_gpt.py $GPT_ARGS --bf16 --seq-length=2048
     """
     found = read_command(script, "run.sh")
     assert found["num-layers"] == ("32",)

@@ -56,6 +56,6 @@ def test_what_lint_takes_is_what_training_takes() -> None:
     assert names(Offload) == set(stage_shape.OFFLOAD)
     assert stages_json.SCHEMA == READ_SCHEMA
     for document in WRITTEN:
-        assert stages_json.check_stages(document, "stages.json") is document
+        assert stages_json.check_stages(document, "stages.json") == document
         assert list(stage_shape.shape_problems(document)) == []
         assert list(stage_guards.problems(document)) == []

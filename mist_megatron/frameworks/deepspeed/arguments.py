@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
-from mist_megatron.frameworks.deepspeed.read import Finding
 from mist_megatron.frameworks.deepspeed.write import (
     huggingface_flags,
     megatron_deepspeed_flags,
     pipeline_flags,
 )
+from mist_megatron.frameworks.findings import Finding
 from mist_megatron.frameworks.flags import Flags, arguments
-from mist_megatron.frameworks.megatron.read import Options, options_of, read_command
+from mist_megatron.frameworks.megatron.command import Options, options_of
 from mist_megatron.spec.plan import Plan
 
 DEEPSPEED_ARRAYS = ("HUGGINGFACE_ARGS", "MEGATRON_DEEPSPEED_ARGS", "PIPELINE_ARGS")
 """Names in args.sh of an emitted DeepSpeed plan."""
-
-
-def read_array(text: str, name: str, where: str) -> Options | None:
-    """The flags of one bash array of the file; None where it has none of this name."""
-    found = re.search(rf"^{name}=\((.*?)^\)", text, re.M | re.S)
-    return None if found is None else read_command(found.group(1), where)
 
 
 def argument_findings(plan: Plan, told: Mapping[str, Options | None]) -> tuple[Finding, ...]:

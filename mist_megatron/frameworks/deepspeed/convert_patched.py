@@ -7,7 +7,8 @@ from typing import Any
 
 from mist_megatron.frameworks.deepspeed.convert import Change
 from mist_megatron.frameworks.deepspeed.patches import Patch, patches
-from mist_megatron.frameworks.deepspeed.read import Config, Finding, Reading
+from mist_megatron.frameworks.deepspeed.read import Config, Reading
+from mist_megatron.frameworks.findings import Finding
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.table import TARGETS, targets_of
 

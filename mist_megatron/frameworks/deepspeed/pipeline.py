@@ -13,7 +13,8 @@ from typing import Any, cast
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.deepspeed.convert import batch_of, flat
 from mist_megatron.frameworks.deepspeed.patches import PATCH_OF, Patch
-from mist_megatron.frameworks.deepspeed.read import Config, Finding, Reading, patch_findings
+from mist_megatron.frameworks.deepspeed.read import Config, Reading, patch_findings
+from mist_megatron.frameworks.findings import Finding
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec

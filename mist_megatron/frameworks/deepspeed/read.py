@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from mist_megatron.errors import InputError
+from mist_megatron.frameworks.deepspeed.key_classes import unpriced_keys
 from mist_megatron.frameworks.deepspeed.patches import OF_TARGET, PATCH_OF, Patch
 from mist_megatron.frameworks.deepspeed.schema import UNMODELLED, DeepSpeedSchema
-from mist_megatron.frameworks.deepspeed.values import wrong_values
+from mist_megatron.frameworks.deepspeed.values import ON_WORDS, short, wrong_values
+from mist_megatron.frameworks.findings import Finding
 from mist_megatron.spec.plan import Plan
 
-Level = Literal["rejected", "ignored", "note"]
 Config = dict[str, Any]
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -29,15 +30,6 @@ _STAGE3_KEYS = frozenset(
         "zero_quantized_nontrainable_weights",
     }
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing to say about one key or flag."""
-
-    level: Level
-    key: str
-    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +68,7 @@ class Reading:
         """Whether `offload_optimizer` or `offload_param` moves anything."""
         found = self.zero.get(section)
         device = found.get("device", "none") if isinstance(found, dict) else "none"
-        return device in {"cpu", "nvme"}
+        return isinstance(device, str) and device in {"cpu", "nvme"}
 
 
 def read_config(raw: Config, schema: DeepSpeedSchema) -> Reading:
@@ -85,12 +77,15 @@ def read_config(raw: Config, schema: DeepSpeedSchema) -> Reading:
     config = _numbers(raw, "", findings)
     _respell_top(config, findings)
     _respell_zero(config, findings)
+    _respell_names(config, findings, schema)
     findings += _unknown(config, schema)
-    zero = config.get("zero_optimization")
-    wrong = wrong_values(zero, schema) if isinstance(zero, dict) else ()
+    wrong = wrong_values(config, schema)
     findings += (Finding(level="rejected", key=key, message=message) for key, message in wrong)
+    findings += _optimizer(config, schema)
     findings += _without_effect(config)
     findings += _clipping(config, schema)
+    unpriced = unpriced_keys(config)
+    findings += (Finding(level="unpriced", key=key, message=message) for key, message in unpriced)
     return Reading(config=config, findings=tuple(findings))
 
 
@@ -101,7 +96,7 @@ def _numbers(value: Any, path: str, findings: list[Finding]) -> Any:
     if isinstance(value, list):
         return [_numbers(v, path, findings) for v in value]
     if isinstance(value, str) and _NUMERIC_TEXT.fullmatch(value.strip()):
-        number = float(value.replace("_", ""))
+        number = float(value.strip().replace("_", ""))
         said = "a number written as text"
         findings.append(Finding(level="rejected" if path in BATCH_KEYS else "note", key=path, message=said))
         value = int(number) if number.is_integer() else number
@@ -159,6 +154,38 @@ def _respell_zero(config: Config, findings: list[Finding]) -> None:
         findings.append(Finding(level="note", key="zero_optimization.sub_group_size", message=message))
 
 
+def _respell_names(config: Config, findings: list[Finding], schema: DeepSpeedSchema) -> None:
+    """Second names that DeepSpeed takes as well: max_live_parameters for stage3_max_live_parameters."""
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return
+    for key in list(zero):
+        usual = schema.usual_key("zero_optimization", key)
+        if usual == key:
+            continue
+        path = f"zero_optimization.{key}"
+        if usual in zero:
+            findings.append(Finding(level="rejected", key=path, message=f"{usual} says it too"))
+        else:
+            findings.append(Finding(level="note", key=path, message=f"taken; its usual name is {usual}"))
+            zero[usual] = zero.pop(key)
+
+
+def _optimizer(config: Config, schema: DeepSpeedSchema) -> Iterator[Finding]:
+    """What the engine refuses to build (engine.py:2017, 2480)."""
+    section = config.get("optimizer")
+    name = section.get("type") if isinstance(section, dict) else None
+    if isinstance(name, str) and not {name, name.lower()} & schema.optimizers and name != "auto":
+        message = (
+            f"{name[:40]} is neither DeepSpeed {schema.version}'s nor torch.optim's: refused at the start"
+        )
+        yield Finding(level="rejected", key="optimizer.type", message=message)
+    params = section.get("params") if isinstance(section, dict) else None
+    if isinstance(params, dict) and "max_grad_norm" in params:
+        message = "refused as a parameter of an optimizer; use gradient_clipping"
+        yield Finding(level="rejected", key="optimizer.params.max_grad_norm", message=message)
+
+
 def _unknown(config: Config, schema: DeepSpeedSchema) -> Iterator[Finding]:
     for key, value in config.items():
         if key in schema.removed:
@@ -168,7 +195,7 @@ def _unknown(config: Config, schema: DeepSpeedSchema) -> Iterator[Finding]:
             yield Finding(level="ignored", key=key, message="no such key: DeepSpeed does not look at it")
         known = UNMODELLED.get(key)
         if known is not None and isinstance(value, dict):
-            for inner in value.keys() - known:
+            for inner in (name for name in value if name not in known):
                 yield Finding(level="ignored", key=f"{key}.{inner}", message="DeepSpeed never reads it")
     for name, known_keys in schema.sections.items():
         section: Any = config
@@ -241,17 +268,44 @@ def _precision(config: Config) -> Iterator[Finding]:
 
     if enabled("bf16") and enabled("fp16"):
         yield Finding(level="rejected", key="bf16", message="bf16 and fp16 are both enabled")
+    yield from _narrow_states(config)
+    width = config.get("communication_data_type")
+    if width is not None and width not in ("fp16", "bf16", "fp32"):
+        message = f"got {short(width)}, wanted fp16, bf16 or fp32"
+        yield Finding(level="rejected", key="communication_data_type", message=message)
     for key in BATCH_KEYS:
         value = config.get(key)
         if value not in (None, "auto") and (isinstance(value, bool) or not _is_count(value)):
-            yield Finding(level="rejected", key=key, message=f"got {value}, wanted a whole number above 0")
+            message = f"got {short(value)}, wanted a whole number above 0"
+            yield Finding(level="rejected", key=key, message=message)
     for path in SECTIONS:
         section: Any = config
         for part in path.split("."):
             section = section.get(part) if isinstance(section, dict) else None
         if section is not None and not isinstance(section, dict):
-            message = f"got {section!r}, wanted a section: {{...}}"
+            message = f"got {short(section)}, wanted a section: {{...}}"
             yield Finding(level="rejected", key=path, message=message)
+
+
+def _narrow_states(config: Config) -> Iterator[Finding]:
+    """Master weights and states of 2 bytes need what runtime/config.py:_do_error_check asserts."""
+    stage = Reading(config=config, findings=()).stage
+
+    def on(section: str, key: str) -> bool:
+        told = config.get(section)
+        value = told.get(key) if isinstance(told, dict) else None
+        return value in (1, True) or (isinstance(value, str) and value.lower() in ON_WORDS)
+
+    for section, key in (
+        ("fp16", "fp16_master_weights_and_grads"),
+        ("bf16", "bf16_master_weights_and_grads"),
+        ("bf16", "bf16_optimizer_states"),
+    ):
+        if on(section, key) and stage == 0:
+            yield Finding(level="rejected", key=f"{section}.{key}", message="needs ZeRO stage 1, 2 or 3")
+    if on("bf16", "bf16_optimizer_states") and not on("bf16", "bf16_master_weights_and_grads"):
+        message = "needs bf16_master_weights_and_grads"
+        yield Finding(level="rejected", key="bf16.bf16_optimizer_states", message=message)
 
 
 def _is_count(value: Any) -> bool:

@@ -51,6 +51,13 @@ class DeepSpeedSchema:
     """Default, which changed from 0 to 1 between versions."""
     sections: Mapping[str, Mapping[str, Any]]
     """Section -> key -> default, for the sections whose unknown keys are rejected."""
+    optimizers: frozenset[str]
+    """Types that the engine can build: its own in small letters, those of torch.optim as they are written."""
+
+    def usual_key(self, section: str, key: str) -> str:
+        """The spelling of the documentation, for keys that this version takes under a second name."""
+        usual = f"stage3_{key}"
+        return usual if key in self.sections[section] and usual in self.sections[section] else key
 
 
 def schema_from_text(text: str) -> DeepSpeedSchema:
@@ -64,6 +71,7 @@ def schema_from_text(text: str) -> DeepSpeedSchema:
             removed_zero=frozenset(found["removed_zero"]),
             gradient_clipping=float(found["gradient_clipping"]),
             sections=found["sections"],
+            optimizers=frozenset(found["optimizers"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise EmitError(f"the schema of the installed DeepSpeed cannot be read: {error}") from None

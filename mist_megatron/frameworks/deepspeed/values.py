@@ -1,4 +1,4 @@
-"""Values in `zero_optimization` that DeepSpeed refuses to start with: the type of a key is that of its
+"""Values that DeepSpeed refuses to start with: the type of a key is that of its
 default in the schema, as pydantic takes it (texts such as "on" for switches, 5e8 for counts)."""
 
 from __future__ import annotations
@@ -13,44 +13,80 @@ _CHOICES: Mapping[str, tuple[object, ...]] = {"stage": (0, 1, 2, 3), "device": (
 _SWITCHES = frozenset({"overlap_comm"})
 """Switches whose default depends on the stage, so that the schema has none."""
 _SHARES = frozenset({"ratio", "cpuadam_cores_perc"})
-_SWITCH_WORDS = frozenset({"on", "off", "t", "f", "y", "n", "true", "false", "yes", "no"})
+ON_WORDS = frozenset({"on", "t", "y", "true", "yes"})
+_SWITCH_WORDS = ON_WORDS | {"off", "f", "n", "false", "no"}
 _MOST = 1 << 63
 """Counts are 64-bit integers."""
-_LEAST: Mapping[str, int] = {"reduce_bucket_size": 1, "stage3_module_granularity_threshold": -_MOST}
+_LEAST: Mapping[str, int] = {
+    "max_out_tokens": 1,
+    "reduce_bucket_size": 1,
+    "stage3_module_granularity_threshold": -_MOST,
+}
 """Bounds in runtime/zero/config.py other than 0; the second has none."""
+_NO_SWITCH = frozenset({"fp16.loss_scale_window", "fp16.min_loss_scale"})
+"""Counts for which true is refused; elsewhere pydantic takes it for 1."""
 
 
-def wrong_values(zero: Mapping[str, Any], schema: DeepSpeedSchema) -> Iterator[tuple[str, str]]:
+def short(value: object) -> str:
+    """A value as a message can show it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def wrong_values(config: Mapping[str, Any], schema: DeepSpeedSchema) -> Iterator[tuple[str, str]]:
     """Key and message; what the trainer fills in ("auto") is nobody's to judge."""
     for name, defaults in schema.sections.items():
-        head, *inner = name.split(".")
-        section: Any = zero if head == "zero_optimization" else None
-        for part in inner:
+        section: Any = config
+        for part in name.split("."):
             section = section.get(part) if isinstance(section, Mapping) else None
         for key, value in section.items() if isinstance(section, Mapping) else ():
             judged = key in defaults and value != "auto" and (value is not None or key not in _SWITCHES)
-            wanted = _wanted(key, defaults[key]) if judged else None
-            if wanted is not None and not _taken(key, value, wanted):
-                yield f"{name}.{key}", f"got {value!r}, wanted {wanted}"
+            wanted = _wanted(f"{name}.{key}", defaults[key]) if judged else None
+            if wanted is not None and not _taken(f"{name}.{key}", value, wanted):
+                yield f"{name}.{key}", f"got {short(value)}, wanted {wanted}"
+    yield from _loss_scale(config.get("fp16"))
 
 
-def _wanted(key: str, default: Any) -> str | None:
+def _loss_scale(section: Any) -> Iterator[tuple[str, str]]:
+    """Two counts that must be above 0 while the scale is dynamic (runtime/precision_config.py:189)."""
+    if not isinstance(section, Mapping) or section.get("enabled") is not True or section.get("loss_scale"):
+        return
+    for key in ("loss_scale_window", "min_loss_scale"):
+        value = section.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value <= 0:
+            yield f"fp16.{key}", f"got {value}, wanted a whole number above 0 while loss_scale is 0"
+
+
+def _wanted(path: str, default: Any) -> str | None:
+    key = path.rpartition(".")[2]
     if key in _CHOICES:
         *first, last = map(str, _CHOICES[key])
         return f"{', '.join(first)} or {last}"
     if key in _SHARES:
         return "a number from 0 to 1"
+    if path == "fp16.loss_scale":
+        return "a number from 0"
     if isinstance(default, bool) or key in _SWITCHES:
         return "true or false"
     if not isinstance(default, int):
         return None
-    least = _LEAST.get(key, 0)
+    least = _least(path)
     return "a whole number" if least < 0 else f"a whole number from {least}"
 
 
-def _taken(key: str, value: Any, wanted: str) -> bool:
+def _least(path: str) -> int:
+    """Sections other than ZeRO's have no bound, but for what is listed."""
+    section, _, key = path.rpartition(".")
+    bounded = section.startswith("zero_optimization") and section != "zero_optimization.zenflow"
+    return _LEAST.get(key, 0 if bounded else -_MOST)
+
+
+def _taken(path: str, value: Any, wanted: str) -> bool:
+    key = path.rpartition(".")[2]
     if wanted == "true or false":
-        return value in (0, 1) if not isinstance(value, str) else value.lower() in _SWITCH_WORDS
+        if isinstance(value, str):
+            return value.lower() in _SWITCH_WORDS
+        return isinstance(value, (int, float)) and value in (0, 1)
     if key == "device":
         return value in _CHOICES[key]
     if not isinstance(value, (int, float)):
@@ -59,4 +95,8 @@ def _taken(key: str, value: Any, wanted: str) -> bool:
         return value in _CHOICES[key]
     if key in _SHARES:
         return 0.0 <= value <= 1.0
-    return _LEAST.get(key, 0) <= value < _MOST and float(value).is_integer()
+    if path == "fp16.loss_scale":
+        return not isinstance(value, bool) and 0.0 <= value < float("inf")
+    if path in _NO_SWITCH and isinstance(value, bool):
+        return False
+    return _least(path) <= value < _MOST and float(value).is_integer()

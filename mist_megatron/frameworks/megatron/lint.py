@@ -6,13 +6,23 @@ core/model_parallel_config.py of 0.19/0.20; what is accepted silently was found 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from mist_megatron.frameworks.deepspeed.read import Finding, Level
+from mist_megatron.frameworks.findings import Finding, Level
+from mist_megatron.frameworks.megatron.command import OPEN_VALUE, CommandLine, Options
+from mist_megatron.frameworks.megatron.dialects import (
+    deepspeed_findings,
+    is_megatron_deepspeed,
+    underscore_finding,
+)
+from mist_megatron.frameworks.megatron.flag_classes import class_of, unpriced_flags
+from mist_megatron.frameworks.megatron.model import VERSION as PARSER_VERSION
 from mist_megatron.frameworks.megatron.patches import Patch
-from mist_megatron.frameworks.megatron.read import Options, Reader
+from mist_megatron.frameworks.megatron.read import Reader, cut
 from mist_megatron.spec.mesh import shares_out, shares_out_or_copies
 
 GRIDS_NEED = (
@@ -36,19 +46,117 @@ LAUNCHER_FLAGS = frozenset(
     }
 )
 """Flags of torchrun, which stand in the same script."""
+_NOT_MEGATRON = LAUNCHER_FLAGS | ENTRY_FLAGS
+_SIZES = (
+    "num-layers",
+    "hidden-size",
+    "num-attention-heads",
+    "seq-length",
+    "micro-batch-size",
+    "global-batch-size",
+)
+_COUNTS = (
+    *_SIZES,
+    *("ffn-hidden-size", "kv-channels", "num-query-groups", "max-position-embeddings", "vocab-size"),
+    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
+    *(
+        "recompute-num-layers",
+        "num-layers-per-virtual-pipeline-stage",
+        "num-virtual-stages-per-pipeline-rank",
+    ),
+    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "cpu-offloading-num-layers"),
+)
 
 
-def lint_megatron(options: Options, stage: str, where: str, known: frozenset[str]) -> tuple[Finding, ...]:
-    """All findings of one stage's options; `stage` names it in messages ("" for all)."""
-    read = Reader(options=options, where=where)
-    rules = (_recompute, _offload, _sharding, _parallel, _precision, _interleaving)
-    found = [*_unknown(options, known)]
-    for rule in rules:
-        found.extend(rule(read))
-    return tuple(
-        Finding(level=f.level, key=f.key, message=f"{stage}: {f.message}" if stage else f.message)
-        for f in found
-    )
+REMOVED = {
+    "batch-size": "--micro-batch-size",
+    "warmup": "--lr-warmup-fraction",
+    "model-parallel-size": "--tensor-model-parallel-size",
+    "checkpoint-activations": "--recompute-activations, or --recompute-granularity and --recompute-method",
+    "no-position-embedding": "--position-embedding-type",
+}
+"""Flags that the parser still knows and then stops at (A:573-587, A:1579) -> what to use instead."""
+
+
+def lint_megatron(
+    options: Options,
+    stage: str,
+    where: str,
+    known: frozenset[str],
+    maybe: Mapping[str, str] | None = None,
+) -> tuple[Finding, ...]:
+    """All findings of one stage's options; `stage` names it in messages ("" for all), `maybe` holds flags
+    that stand there or not."""
+    read = Reader(options=options, where=where, maybe=maybe or {})
+    unknown = tuple(name for name in options if name not in _NOT_MEGATRON and f"--{name}" not in known)
+    findings: list[Finding] = []
+    if is_megatron_deepspeed(options):
+        findings += deepspeed_findings(read, unknown, PARSER_VERSION)
+    else:
+        findings += _unknown(unknown, known)
+        if unknown:
+            told = ", ".join(f"--{cut(name)}" for name in unknown[:5]) + (" ..." if unknown[5:] else "")
+            message = f"nobody knows here what they do to a price: {told}"
+            findings.append(Finding(level="unpriced", key="unknown flags", message=message))
+        for rule in (_removed, _recompute, _offload, _sharding, _parallel, _precision, _interleaving):
+            findings += _certain(read, rule)
+        findings += (
+            Finding(level="unpriced", key=f"--{name}", message=why)
+            for name, why in unpriced_flags(options)
+            if name not in _NOT_MEGATRON and f"--{name}" in known
+        )
+    findings += _numbers(read)
+    findings += open_findings(options, read.maybe)
+    return tuple(replace(f, message=f"{stage}: {f.message}") if stage else f for f in findings)
+
+
+def lint_command(command: CommandLine, where: str, known: frozenset[str]) -> tuple[Finding, ...]:
+    """All findings of the training command of a script."""
+    findings = list(lint_megatron(command.options, "", where, known, command.maybe))
+    if command.underscored:
+        findings.insert(0, underscore_finding(command.options))
+    if command.others:
+        lines = ", ".join(str(line) for line in command.others[:5])
+        message = f"read is the command of line {command.line}; lines {lines} start others"
+        findings.append(Finding(level="note", key="several commands", message=message))
+    return tuple(findings)
+
+
+def open_findings(options: Options, maybe: Mapping[str, str]) -> Iterator[Finding]:
+    """One line for each name that decides what is priced and that the script does not say."""
+    decided: dict[str, list[str]] = {}
+    for flag, values in options.items():
+        told = class_of(flag)
+        if told is not None and told.kind != "indifferent" and values:
+            for name in dict.fromkeys(OPEN_VALUE.findall(values[0])):
+                decided.setdefault(name, []).append(flag)
+    for flag, name in maybe.items():
+        told = class_of(flag)
+        if told is not None and told.kind != "indifferent":
+            decided.setdefault(name, []).append(flag)
+    for name, flags in decided.items():
+        shown_flags = ", ".join(f"--{flag}" for flag in dict.fromkeys(flags))
+        variable = re.match(r"\$?\{?(\w+)", name)
+        hint = f"; say it with --set {variable.group(1)}=VALUE" if variable else ""
+        yield Finding(
+            level="open", key=name, message=f"the script does not say it; decides {shown_flags}{hint}"
+        )
+
+
+def missing_sizes(options: Options) -> Iterator[Finding]:
+    """Flags without which nothing can be priced."""
+    for name in _SIZES:
+        if name not in options:
+            yield Finding(level="open", key=f"--{name}", message="missing: it is needed to price the run")
+
+
+def _certain(read: Reader, rule: Callable[[Reader], Iterator[Finding]]) -> Iterator[Finding]:
+    """Findings of a rule up to where it asked for something that is open."""
+    read.unsure.clear()
+    for finding in rule(read):
+        if read.unsure:
+            return
+        yield finding
 
 
 def version_notes(document: Mapping[str, Any]) -> Iterator[Finding]:
@@ -63,16 +171,36 @@ def _say(level: Level, flag: str, message: str) -> Finding:
     return Finding(level=level, key=f"--{flag}", message=message)
 
 
-def _unknown(options: Options, known: frozenset[str]) -> Iterator[Finding]:
-    for name in options:
-        if name in LAUNCHER_FLAGS or name in ENTRY_FLAGS or f"--{name}" in known:
+def _unknown(names: tuple[str, ...], known: frozenset[str]) -> Iterator[Finding]:
+    for name in names:
+        spelled = f"--{name.replace('_', '-')}"
+        near = [spelled] if spelled in known else get_close_matches(f"--{name[:60]}", known, n=1, cutoff=0.75)
+        yield _say("rejected", cut(name), "no such flag" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _removed(read: Reader) -> Iterator[Finding]:
+    for name, instead in REMOVED.items():
+        rope = name == "no-position-embedding" and read.word("position-embedding-type") == "rope"
+        if read.has(name) and not rope:
+            yield _say("rejected", name, f"no longer valid; use {instead}")
+
+
+def _numbers(read: Reader) -> Iterator[Finding]:
+    """Counts that are none."""
+    for name in _COUNTS:
+        text = read.word(name)
+        if text is None:
             continue
-        near = get_close_matches(f"--{name}", known, n=1, cutoff=0.75)
-        yield _say("rejected", name, "no such flag" + (f"; did you mean {near[0]}?" if near else ""))
+        try:
+            wrong = int(text) < 0
+        except ValueError:
+            wrong = True
+        if wrong:
+            yield _say("rejected", name, f"got {cut(text)!r}, wanted a whole number from 0 up")
 
 
 def _recompute(read: Reader) -> Iterator[Finding]:
-    kind = read.text("recompute-granularity", "none")
+    kind = read.word("recompute-granularity") or "none"
     method, layers = read.has("recompute-method"), read.has("recompute-num-layers")
     if kind == "full" and not (method and layers):
         yield _say(
@@ -87,11 +215,16 @@ def _recompute(read: Reader) -> Iterator[Finding]:
     if kind == "none" and (method or layers) and not read.has("recompute-activations"):
         yield _say("ignored", "recompute-num-layers", "nothing is recomputed without --recompute-granularity")
     if kind == "full" and layers:
-        asked = read.count("recompute-num-layers")
-        most = -(-read.count("num-layers") // max(read.count("pipeline-model-parallel-size", 1), 1))
+        asked, total = read.number("recompute-num-layers"), read.number("num-layers")
+        most = (
+            None
+            if total is None
+            else -(-total // max(read.number("pipeline-model-parallel-size", 1) or 1, 1))
+        )
         if asked == 0:
             yield _say("ignored", "recompute-num-layers", "0 is accepted and recomputes nothing")
-        if asked > most and not read.has("pipeline-model-parallel-layout"):
+        uneven = read.has("pipeline-model-parallel-layout")
+        if asked is not None and most is not None and asked > most and not uneven:
             yield _say("ignored", "recompute-num-layers", f"{asked} is accepted for a stage of {most} layers")
     if read.has("distribute-saved-activations") and (kind != "full" or read.has("sequence-parallel")):
         yield _say("rejected", "distribute-saved-activations", "needs full recomputation, TP > 1, no SP")
@@ -104,20 +237,19 @@ def _offload(read: Reader) -> Iterator[Finding]:
     if read.has("use-precision-aware-optimizer") and not read.has("use-distributed-optimizer"):
         yield _say("rejected", "use-precision-aware-optimizer", "needs --use-distributed-optimizer")
     if read.has("optimizer-offload-fraction"):
-        share = read.share("optimizer-offload-fraction", 1.0)
+        share = _share(read.word("optimizer-offload-fraction"))
         if not moved:
             yield _say(
                 "ignored", "optimizer-offload-fraction", "nothing moves without --optimizer-cpu-offload"
             )
-        elif not 0.0 <= share <= 1.0:
+        elif share is not None and not 0.0 <= share <= 1.0:
             yield _say("ignored", "optimizer-offload-fraction", f"{share:g} is accepted; wanted 0 to 1")
     if moved:
         for name in ("exp-avg-dtype", "exp-avg-sq-dtype", "main-params-dtype"):
-            if read.text(name, "fp32") != "fp32":
+            if (read.word(name) or "fp32") != "fp32":
                 yield _say("ignored", name, "states on the host stay fp32 under --optimizer-cpu-offload")
-    layers = read.count("cpu-offloading-num-layers", 0)
-    if layers:
-        if read.count("pipeline-model-parallel-size", 1) > 1:
+    if read.number("cpu-offloading-num-layers"):
+        if (read.number("pipeline-model-parallel-size") or 1) > 1:
             yield _say("rejected", "cpu-offloading-num-layers", "needs one pipeline stage (TC:1884)")
         if read.has("recompute-granularity"):
             yield _say("rejected", "cpu-offloading-num-layers", "excludes recomputation (TC:1899)")
@@ -142,29 +274,29 @@ def _sharding(read: Reader) -> Iterator[Finding]:
             yield _say("rejected", "overlap-param-gather", "needs --overlap-grad-reduce (A:1023)")
     if read.has("data-parallel-sharding-strategy") and not read.has("use-megatron-fsdp"):
         yield _say("ignored", "data-parallel-sharding-strategy", "acts with --use-megatron-fsdp only")
-    if read.has("use-megatron-fsdp") and read.text("ckpt-format", "torch_dist") != "fsdp_dtensor":
+    if read.has("use-megatron-fsdp") and (read.word("ckpt-format") or "torch_dist") != "fsdp_dtensor":
         yield _say("rejected", "use-megatron-fsdp", "needs --ckpt-format fsdp_dtensor (A:1150)")
 
 
 def _parallel(read: Reader) -> Iterator[Finding]:
-    tp, cp = read.count("tensor-model-parallel-size", 1), read.count("context-parallel-size", 1)
+    tp, cp = read.number("tensor-model-parallel-size", 1), read.number("context-parallel-size", 1)
+    tp, cp = tp or 1, cp or 1
     if read.has("sequence-parallel") and tp == 1:
         yield _say("ignored", "sequence-parallel", "switched off without a word at TP 1 (A:1432)")
     if read.has("tp-comm-overlap") and not read.has("sequence-parallel"):
         yield _say("rejected", "tp-comm-overlap", "needs --sequence-parallel")
-    heads = read.count("num-attention-heads")
-    if tp and not shares_out(heads, tp):
+    heads, groups = read.number("num-attention-heads"), read.number("num-query-groups")
+    if heads is not None and not shares_out(heads, tp):
         yield _say("rejected", "num-attention-heads", f"{heads} heads do not divide over TP {tp} (TC:1446)")
-    if read.has("group-query-attention") and tp:
-        groups = read.count("num-query-groups")
+    if read.has("group-query-attention"):
         if groups and not shares_out_or_copies(groups, tp):
             yield _say("rejected", "num-query-groups", f"{groups} groups and TP {tp} do not divide (TC:1461)")
     elif read.has("num-query-groups"):
         yield _say("ignored", "num-query-groups", "acts with --group-query-attention only")
-    seq = read.count("seq-length")
-    if read.count("max-position-embeddings", 0) < seq:
+    seq, positions = read.number("seq-length"), read.number("max-position-embeddings")
+    if seq is not None and (positions or 0) < seq:
         yield _say("rejected", "max-position-embeddings", f"below the sequence of {seq} (A:1354), or missing")
-    if cp > 1 and seq % (2 * cp):
+    if seq is not None and cp > 1 and seq % (2 * cp):
         yield _say("rejected", "seq-length", f"{seq} is no multiple of 2 x CP {cp} (A:1336)")
     if tp > 1 or cp > 1:
         yield _say(
@@ -196,14 +328,21 @@ def _interleaving(read: Reader) -> Iterator[Finding]:
         yield _say("rejected", used[0], "the layout already says the virtual stages (A:928)")
     if len(used) == 2:
         yield _say("rejected", used[0], f"and --{used[1]} exclude each other (A:928)")
-    stages = read.count("pipeline-model-parallel-size", 1)
+    stages, layers = read.number("pipeline-model-parallel-size", 1), read.number("num-layers")
     if used and stages == 1:
         yield _say("rejected", used[0], "needs more than one pipeline stage (A:1002)")
-    if used and stages > 1:
-        per = read.count(used[0])
-        total = read.count("num-layers") // stages
+    if used and stages and stages > 1 and layers is not None:
+        per, total = read.number(used[0]) or 0, layers // stages
         chunk = per if used[0] == ways[0] else total // max(per, 1)
         if not chunk or total % chunk:
             yield _say(
                 "ignored", used[0], f"{total} layers of a stage do not divide: fails when the model is built"
             )
+
+
+def _share(text: str | None) -> float | None:
+    """The number, or None where there is none."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None

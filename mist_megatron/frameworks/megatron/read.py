@@ -1,16 +1,15 @@
-"""A Megatron command line, as written in a shell script, a list or our own files -> flags -> Plan. Pure."""
+"""The plan that the flags of a Megatron command line describe. Pure."""
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, cast
 
 from mist_megatron.errors import InputError
+from mist_megatron.frameworks.megatron.command import OPEN_VALUE, Options, shown
 from mist_megatron.frameworks.megatron.patches import Patch
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
@@ -21,96 +20,58 @@ from mist_megatron.spec.schedule import usual_schedule
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.table import TARGETS
 
-Options = Mapping[str, tuple[str, ...]]
-"""Flag without its dashes -> its values; of a repeated flag the last counts, as in argparse."""
-
-_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?$", re.S)
-_ASSIGNED = re.compile(r"^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=([^\s;()]+)[ \t]*(?:#.*)?$", re.M)
-_VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
-_MOST_INDIRECT, _MOST_TEXT = 8, 1 << 20
-_QUOTED_FLAGS = re.compile(r"(?:^|(?<==)|(?<=\s))--[A-Za-z]")
-_SHELL_END = re.compile(r"[)&|;]+$")
-
-
-def read_command(text: str, where: str) -> Options:
-    """Flags of a shell script (comments, continuations, arrays), a JSON list, or args.json."""
-    stripped = text.lstrip()
-    if stripped.startswith(("{", "[")):
-        return options_of(_from_json(text, where))
-    try:
-        words = shlex.split(_filled_in(text.replace("\\\n", " ")), comments=True)
-    except ValueError as error:
-        raise InputError(f"{where}: not a command line: {error}") from None
-    return options_of([part for word in words for part in _unpacked(word)])
-
-
-def _unpacked(word: str) -> list[str]:
-    """Flags kept in one quoted string (GPT_ARGS="--num-layers 32 ..."), as in Megatron's own examples."""
-    inner = _QUOTED_FLAGS.search(word)
-    if not inner or not re.search(r"\s", word):
-        return [word]
-    try:
-        return shlex.split(word[inner.start() :].lstrip("=\"'"), comments=True)
-    except ValueError:
-        return [word]
-
-
-def _filled_in(text: str) -> str:
-    """Variables of the script itself ("TP=2 ... $TP") and defaults ("${TP:-2}"); others stay as they are."""
-    known = {m.group(1): m.group(2).strip("\"'") for m in _ASSIGNED.finditer(text)}
-
-    def value(match: re.Match[str]) -> str:
-        name = match.group("braced") or match.group("bare")
-        return known.get(name) or match.group("default") or match.group()
-
-    for _ in range(_MOST_INDIRECT):
-        text, before = _VARIABLE.sub(value, text), text
-        if text == before or len(text) > _MOST_TEXT:
-            break
-        known = {name: _VARIABLE.sub(value, item) for name, item in known.items()}
-    return text
-
-
-def _from_json(text: str, where: str) -> list[str]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{where}: not JSON: {error}") from None
-    words = found.get("arguments") if isinstance(found, dict) else found
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise InputError(f"{where}: wanted a list of words, or a mapping with one under `arguments`")
-    return words
-
-
-def options_of(words: list[str]) -> Options:
-    """Group words under the flag before them; words before the first flag belong to launchers."""
-    found: dict[str, tuple[str, ...]] = {}
-    name = None
-    for word in words:
-        flagged = _FLAG.match(word)
-        if flagged:
-            name, equals, value = word.removeprefix("--").partition("=")
-            found[name] = (value,) if equals else ()
-        elif name is not None:
-            if _SHELL_END.fullmatch(word) or "=(" in word or word in {"exec", "torchrun", "python"}:
-                name = None  # the end of an array or of a command
-                continue
-            found[name] = (*found[name], word)
-    return found
+MOST_STAGES = 1 << 16
+"""No cluster has more GPUs than this, and each pipeline stage needs one."""
+MOST_LAYERS_TOLD = 20_000
+"""Letters that a pipeline layout may stand for; twice the deepest model that is priced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Typed access to options, with one-line errors."""
+    """Typed access to options. `count`, `share` and `text` insist on a value, with one-line errors; `number`
+    and `word` give None where nothing is said, or where it is open."""
 
     options: Options
     where: str
+    maybe: Mapping[str, str] = field(default_factory=dict)
+    """Flags that stand there or not -> what decides."""
+    unsure: list[str] = field(default_factory=list, compare=False)
+    """Flags that were asked for and are open: what follows from them is no finding."""
 
     def has(self, name: str) -> bool:
+        if name in self.maybe:
+            self.unsure.append(name)
         return name in self.options
+
+    def word(self, name: str) -> str | None:
+        """The first value, or None."""
+        if name in self.maybe:
+            self.unsure.append(name)
+        values = self.options.get(name, ())
+        if not values:
+            return None
+        if OPEN_VALUE.search(values[0]):
+            self.unsure.append(name)
+            return None
+        return values[0]
+
+    def number(self, name: str, default: int | None = None) -> int | None:
+        """The value as a whole number, the default where the flag is missing, None where it is neither."""
+        text = self.word(name)
+        if text is None:
+            return default if name not in self.options else None
+        try:
+            return int(text)
+        except ValueError:
+            return None
 
     def text(self, name: str, default: str | None = None) -> str:
         values = self.options.get(name, ())
+        if values and (marks := OPEN_VALUE.findall(values[0])):
+            raise InputError(
+                f"{self.where}: --{name} is left open by {', '.join(dict.fromkeys(marks))}",
+                details=("it is needed to price the run",),
+            )
         if values:
             return values[0]
         if default is None:
@@ -122,36 +83,65 @@ class Reader:
         try:
             value = int(text)
         except ValueError:
-            raise InputError(f"{self.where}: --{name} is {text!r}; wanted a whole number") from None
-        if value < 0:
-            raise InputError(f"{self.where}: --{name} is {value}; wanted a whole number from 0 up")
+            raise InputError(f"{self.where}: --{name} is {cut(text)!r}; wanted a whole number") from None
+        if value < 0 or value > 1 << 62:
+            raise InputError(f"{self.where}: --{name} is {cut(text)}; wanted a whole number from 0 up")
         return value
 
     def share(self, name: str, default: float) -> float:
         text = self.text(name, str(default))
         try:
-            return float(text)
+            value = float(text)
         except ValueError:
-            raise InputError(f"{self.where}: --{name} is {text!r}; wanted a number") from None
+            raise InputError(f"{self.where}: --{name} is {cut(text)!r}; wanted a number") from None
+        if not -1e300 < value < 1e300:
+            raise InputError(f"{self.where}: --{name} is {cut(text)}; wanted a finite number")
+        return value
+
+
+def cut(text: str) -> str:
+    """A value as a message can show it."""
+    text = shown(text)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def parse_layout(text: str, where: str) -> list[int]:
     """Decoder layers of each virtual stage, in the order of the layout (virtual stages outermost)."""
-    body = re.sub(r"\s|,", "", text)
-    while "(" in body:
-        wider = re.sub(
-            r"\(([^()]*)\)(?:\*(\d+))?", lambda m: m.group(1) * int(m.group(2) or 1), body, count=1
-        )
-        if wider == body or len(wider) > 100_000:
-            raise InputError(f"{where}: --pipeline-model-parallel-layout {text!r} has unmatched parentheses")
-        body = wider
-    body = re.sub(r"([A-Za-z|])\*(\d+)", lambda m: m.group(1) * min(int(m.group(2)), 10_000), body)
-    if not re.fullmatch(r"E[tm|]*L", body):
+    spelled = _spelled_out(re.sub(r"\s|,", "", text), text, where)
+    if not re.fullmatch(r"E[tm|]*L", spelled):
         raise InputError(
-            f"{where}: --pipeline-model-parallel-layout {text!r} is not a layout",
+            f"{where}: --pipeline-model-parallel-layout {cut(text)!r} is not a layout",
             details=("wanted E, then t for layers and | between stages, then L: Ett|ttL",),
         )
-    return [part.count("t") for part in body.split("|")]
+    return [part.count("t") for part in spelled.split("|")]
+
+
+def _spelled_out(body: str, text: str, where: str) -> str:
+    """A layout without its products: `(t|)*3` and `t*4` written out, as long as that is bounded."""
+    open_parts: list[list[str]] = [[]]
+    for match in re.finditer(r"[A-Za-z|()]|\*\d+|.", body):
+        token, current = match.group(), open_parts[-1]
+        if token == "(":
+            open_parts.append([])
+        elif token == ")" and len(open_parts) > 1:
+            open_parts.pop()
+            open_parts[-1].append("".join(current))
+        elif token[0] == "*" and current and len(token) > 1:
+            times = int(token[1:]) if len(token) < 9 else MOST_LAYERS_TOLD + 1
+            if len(current[-1]) * times > MOST_LAYERS_TOLD:
+                raise InputError(
+                    f"{where}: --pipeline-model-parallel-layout {cut(text)!r} stands for more than "
+                    f"{MOST_LAYERS_TOLD} letters"
+                )
+            current[-1] = current[-1] * times
+        else:
+            current.append(token)
+    if len(open_parts) > 1 or sum(map(len, open_parts[0])) > MOST_LAYERS_TOLD:
+        raise InputError(
+            f"{where}: --pipeline-model-parallel-layout {cut(text)!r} has unmatched parentheses, or stands "
+            f"for more than {MOST_LAYERS_TOLD} letters"
+        )
+    return "".join(open_parts[0])
 
 
 def model_of(read: Reader, vocab: int | None) -> ModelSpec:
@@ -225,6 +215,8 @@ def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpe
     """The plan that a command line and its per-stage arguments describe."""
     read = Reader(options=common, where=where)
     pp, cp = read.count("pipeline-model-parallel-size", 1), read.count("context-parallel-size", 1)
+    if pp > MOST_STAGES:
+        raise InputError(f"{where}: {pp} pipeline stages; wanted at most {MOST_STAGES}, one for each GPU")
     readers = [Reader(options={**common, **options}, where=where) for options in per_stage] or [read] * pp
     grids = _grids(readers, cluster.gpus, cp, where)
     training = training_of(read)
@@ -331,9 +323,6 @@ def _stage(read: Reader, layers: int, plain: StagePlan, vpp: int) -> StagePlan:
     moved = read.share("optimizer-offload-fraction", 1.0) if read.has("optimizer-cpu-offload") else 0.0
     offload = Offload(optimizer=min(max(moved, 0.0), 1.0))
     zero: Zero = 1 if read.has("use-distributed-optimizer") else 0
-    if read.has("use-megatron-fsdp"):
-        strategy = read.text("data-parallel-sharding-strategy", "optim_grads_params")
-        zero = cast(Zero, {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(strategy, 3))
     return StagePlan(
         layers=layers,
         nodes=plain.nodes,

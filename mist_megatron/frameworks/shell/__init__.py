@@ -1,0 +1,1 @@
+"""Launch scripts read as bash would read them, without starting anything."""

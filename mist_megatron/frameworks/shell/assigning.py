@@ -1,0 +1,102 @@
+"""Assignments of a script: `X=...`, `X+=...`, `X[i]=...`, `X=( ... )`, `declare`. They change Variables."""
+
+from __future__ import annotations
+
+import re
+
+from mist_megatron.frameworks.shell.tokens import Lexer, Text, Word
+from mist_megatron.frameworks.shell.values import OPEN, Value, Variables, as_text
+
+DECLARING = {"export", "declare", "local", "readonly", "typeset"}
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=", re.S)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_KEY = re.compile(r"\[([^\]]*)\]=")
+_MOST_GAP = 64
+
+
+def _start(word: Word) -> str:
+    """The unquoted text that a word begins with."""
+    first = word.parts[0] if word.parts else None
+    return first.text if isinstance(first, Text) and not first.quoted else ""
+
+
+def assignment(word: Word) -> re.Match[str] | None:
+    """`NAME=` at the start of a word."""
+    return _ASSIGNMENT.match(_start(word))
+
+
+def declared(words: list[Word]) -> set[str]:
+    """The names that a declaration is about."""
+    starts = (_NAME.match(_start(word)) for word in words)
+    return {match.group() for match in starts if match}
+
+
+def declare(variables: Variables, words: list[Word], kind: str) -> None:
+    """`export X=1`, `local X`, `declare -A X=(...)`."""
+    by_key = False
+    for word in words:
+        match, plain = assignment(word), word.plain or ""
+        if match:
+            assign(variables, word, match, by_key=by_key)
+        elif plain.startswith("-"):
+            by_key = by_key or "A" in plain
+        elif kind == "local" and _NAME.fullmatch(plain):
+            variables.known[plain] = ""
+        elif by_key and plain:
+            variables.known[plain] = {}
+
+
+def assign(variables: Variables, word: Word, match: re.Match[str], *, by_key: bool = False) -> None:
+    """Carry out the assignment that a word is."""
+    name, index, adds = match.group(1), match.group(2), bool(match.group(3))
+    before = variables.known.get(name)
+    if word.elements is not None:
+        array = _array(variables, word.elements, before if adds else None, by_key=by_key)
+        variables.assign(name, array)
+        return
+    rest = Text(_start(word)[match.end() :], quoted=False)
+    text = variables.text(Word((rest, *word.parts[1:]), word.line))
+    if index is not None:
+        variables.assign(name, _with_item(before, index, text, variables))
+    elif not adds:
+        variables.assign(name, text)
+    elif isinstance(before, list):
+        variables.assign(name, [as_text(before[:1]) + text, *before[1:]])
+    else:
+        variables.assign(name, as_text(variables.look_up(name)) + text)
+
+
+def _array(variables: Variables, elements: tuple[Word, ...], before: Value | None, *, by_key: bool) -> Value:
+    keyed = [_KEY.match(_start(element)) for element in elements]
+    if by_key or isinstance(before, dict) or (elements and all(keyed)):
+        made = dict(before) if isinstance(before, dict) else {}
+        for element, match in zip(elements, keyed, strict=True):
+            if match:
+                key, _, value = variables.text(element).removeprefix("[").partition("]=")
+                made[key] = value
+        return made
+    start = before if isinstance(before, list) else [before] if isinstance(before, str) and before else []
+    return [*start, *variables.fields(elements)]
+
+
+def _with_item(before: Value | None, index: str, text: str, variables: Variables) -> Value:
+    """An array with one item set; an index that is open or far away leaves it as it was."""
+    if isinstance(before, dict):
+        return {**before, index.strip("\"'"): text}
+    items = list(before) if isinstance(before, list) else [] if before is None else [before]
+    at = variables.number_text(index)
+    if OPEN.search(at) or not 0 <= int(at) <= len(items) + _MOST_GAP:
+        return items
+    items += [""] * (int(at) + 1 - len(items))
+    items[int(at)] = text
+    return items
+
+
+def filled_document(text: str, variables: Variables) -> str:
+    """A heredoc with its variables filled in; quotes in it stay."""
+    pieces = [
+        piece if piece == '"' else variables.text(Lexer(piece, variables.where).rest_of_braces(quoted=True))
+        for piece in re.split(r"(\")", text)
+        if piece
+    ]
+    return "".join(pieces)
