@@ -23,6 +23,17 @@ no more than w + 1 micro-batches all forwards come before all backwards, the rou
 is G - 1. Every bracket is a path through the schedule, so T is never above the longest one; tests hold it
 against that one on random stages. With equal t_i both forms are one.
 
+A search needs a sum over stages that can be told from the end. With S = sum_j t_j, g_b = min(f_b, b_b) and
+w capped at G - 1, the waits are at least 2 D_b - w t_b (where there are more than w + 1 micro-batches) and at
+least D_b - w g_b, so that
+
+    T >= max_b u_b + max_i (d_i + sum_{j>=i} t_j),    u_b = (G - 1) t_b + max(D_b - w t_b, -w g_b)
+
+which is T itself unless stages behind a slow one are so fast that its warm-up passes fill a wait altogether,
+one that hands on more slowly is before it, or what follows below adds something. u_b and the last term grow
+with every t, d and D_b, so that this is what `search/assign.py` minimises: no plan that it rules out is
+faster by T. What of a stage's first pass delays others, and activations that leave late, count in T only.
+
 What the first micro-batch offloads leaves behind the optimizer states of a stage that steps while it waits
 for it, and these leave as fast as others come in, in a share of that wait: only what of d_i is states alone
 hides behind all of it. The rest comes on top of what made the micro-batch late before (`Late`).

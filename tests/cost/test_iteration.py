@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from mist_megatron.cost.iteration import StageTiming, iteration_time
+from mist_megatron.cost.iteration import NEVER_LATE, Late, StageTiming, iteration_time
+from mist_megatron.search.points import Point, value_of
 
 
 def late_makespan(late: list[float], micro_batches: int) -> float:
@@ -189,3 +191,47 @@ def test_parts_add_up_and_bubble_is_the_waiting_share() -> None:
     result = iteration_time(timing, 12)
     assert result.total_s == pytest.approx(result.steady_s + result.ramp_s + result.first_and_last_s)
     assert result.bubble_fraction == pytest.approx(3.0 / 15.25)
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_no_step_takes_less_than_what_a_search_minimises(hides):
+    """Of random stages, some of which hand on late, gather first or send in turn, what a search knows of them
+    is never above the time that is told, and is that time where stages are not too unlike."""
+    rng = np.random.default_rng(5)
+    exact = 0
+    for index in range(4000):
+        count, grad_accum = int(rng.integers(1, 7)), int(rng.choice([1, 2, 3, 5, 8, 32]))
+        spread = float(rng.choice([0.05, 0.5, 2.0]))
+        odd = index % 4 == 3
+        stages, points = [], []
+        for position in range(count):
+            t_s = float(1.0 + spread * rng.random())
+            in_turn_s = 0.1 * t_s * (index % 3 == 0)
+            forward_s = (t_s - in_turn_s) * float(rng.uniform(0.2, 0.5))
+            d_s, step_s = (float(rng.random()) for _ in range(2))
+            first_s = 0.2 * float(rng.random()) * odd
+            late_s = 0.2 * float(rng.random()) * odd * (position > 0)
+            late = Late(late_s, float(rng.random()), float(rng.random()), float(rng.uniform(0.2, 1.0)))
+            timing = StageTiming(
+                stable_s=t_s,
+                delta_s=d_s + step_s + late_s + first_s,
+                forward_s=forward_s,
+                first_s=first_s,
+                in_turn_s=in_turn_s,
+                step_s=step_s,
+                late=late if late_s else NEVER_LATE,
+            )
+            known_d_s = d_s + step_s * hides + first_s * (position == 0)
+            ramp_s = t_s - in_turn_s
+            longer_s = max(forward_s, ramp_s - forward_s)
+            points.append(Point(ramp_s, longer_s, in_turn_s, known_d_s, 0.0 if hides else step_s))
+            stages.append(timing)
+        least_s, told_s = (
+            value_of(points, grad_accum),
+            iteration_time(stages, grad_accum, step_hides=hides).total_s,
+        )
+        assert least_s <= told_s * (1 + 1e-12)
+        if not odd and spread == 0.05:
+            assert least_s == pytest.approx(told_s, rel=1e-9)
+            exact += 1
+    assert exact > 500

@@ -181,3 +181,31 @@ def agree(found: SearchResult | None, best_s: float) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_the_fastest_of_all_plans_is_told(seed: int) -> None:
     agree(*told_and_true(seed))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_more_plans_asked_for_do_not_change_the_best(seed: int) -> None:
+    job, space = random_job(100 + seed)
+    evaluator = evaluator_of(job)
+    alone = searched(evaluator, space)
+    for top in (2, 3, 5):
+        several = searched(evaluator, space, top=top)
+        assert (alone is None) == (several is None)
+        if alone is not None and several is not None:
+            assert several.objective_s <= alone.objective_s / (1 - alone.gap) * (1 + 1e-9)
+            assert alone.objective_s <= several.objective_s / (1 - several.gap) * (1 + 1e-9)
+            told = [solution.value_s for solution in several.solutions]
+            assert told == sorted(told) and told[0] == several.objective_s
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_larger_space_is_no_slower(seed: int) -> None:
+    job, _ = random_job(200 + 2 * seed)
+    evaluator = evaluator_of(job)
+    largest = searched(evaluator, space_named("mist"))
+    for name in ("aceso", "mist-offload", "mist-ckpt", "megatron"):
+        found = searched(evaluator, space_named(name))
+        if found is not None:
+            assert largest is not None
+            assert largest.bound_s <= found.objective_s * (1 + 1e-9)
+            assert largest.objective_s <= found.objective_s / (1 - largest.gap) * (1 + 1e-9)
