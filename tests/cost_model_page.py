@@ -35,7 +35,7 @@ class Equation:
 
 ITERATION = (
     Equation(
-        "One step, as searches bound it",
+        "One step of equal stages, and of chunks",
         "T1 = (G - 1) max_i t_i + sum_i t_i + max_i (d_i - sum_{j<i} t_j)",
         "Mist (EuroSys 2025), eq. 1",
         "cost.iteration:iteration_time",

@@ -14,7 +14,7 @@ VERIFIERS = ("simulate",)
 
 @dataclass(frozen=True)
 class Verification:
-    """The plans of a search, fastest first by the events; `ranks` are those of the search (eq. 1), from 0."""
+    """The plans of a search, fastest first by the events; `ranks` are those of the search from 0."""
 
     ranks: tuple[int, ...]
     simulations: tuple[Simulation, ...]

@@ -88,7 +88,7 @@ def show_verified(people: Console, checked: Verification) -> None:
             total, passes, waiting = (f"{part_s / found.iteration_s:+.1%}" for part_s in parts_s)
             parts = (total, passes, waiting)
         rows.append([f"{found.iteration_s:.4g}", str(rank + 1), *parts, plan])
-    columns = ("events, s", "rank by eq. 1", "predict off by", "passes", "waiting", "plan")
+    columns = ("events, s", "rank by predict", "predict off by", "passes", "waiting", "plan")
     people.print(table(columns, rows, right=columns[:-1]))
     said = (
         "the events rank the plans differently" if checked.reranked else "the events agree with the ranking"

@@ -21,7 +21,7 @@ class ExecutionChoice:
     job: Job
     limits: Limits
     must_win: bool = True
-    """Searched only for what eq. 1 finds to be faster than the choices before it."""
+    """Searched only for what is faster than the choices before it."""
 
 
 def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
