@@ -96,31 +96,31 @@ def read_kineto(document: object, where: str, hints: Hints) -> Imported:
         call: _identity(event) for event in complete
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and (call := _launch(event)) is not None
     }  # fmt: skip
-    found = _Found()
+    work = _Found()
     calls: dict[int | None, float] = {}
     for event in complete:
         if event.get("cat") == "gpu_memcpy":
-            _copy(event, found)
+            _copy(event, work)
         elif event.get("cat") == "kernel" and "nccl" in str(event.get("name", "")).lower():
-            _collective(event, found, hints, where)
+            _collective(event, work, hints, where)
         elif event.get("cat") == "kernel":
             # Older traces say only which call launched a kernel, and of the call which operator it served.
             identity = _identity(event) or launches.get(_launch(event) or 0)
             if identity not in operators:
-                found.skip("kernels that no recorded operator launched")
+                work.skip("kernels that no recorded operator launched")
             else:
                 calls[identity] = calls.get(identity, 0.0) + _duration_s(event)
     for identity, seconds in calls.items():
-        _operator(operators[identity], seconds, found)
-    if not found.seconds:
+        _operator(operators[identity], seconds, work)
+    if not work.seconds:
         raise InputError(
             f"{where}: {len(events)} events, but no product, attention, copy or collective with its size",
             details=(
-                *(f"{reason}: {count}" for reason, count in found.left_out.items()),
+                *(f"{reason}: {count}" for reason, count in work.left_out.items()),
                 "try: torch.profiler with CUDA activities and record_shapes=True",
             ),
         )
-    return _imported(found, header, where, hints)
+    return _imported(work, header, where, hints)
 
 
 def _checked(event: object, place: str) -> Mapping[str, object] | None:

@@ -166,9 +166,9 @@ def _program(setting: _Setting, line: str) -> None:
     """`all_reduce_perf -b 8 -e 8G` in a log, or the name of a file."""
     if setting.program:
         return
-    found = re.search(r"\b(" + "|".join((*PROGRAMS, *OTHERS)) + r")_perf\b", line)
-    if found:
-        setting.program = found.group(1)
+    program = re.search(r"\b(" + "|".join((*PROGRAMS, *OTHERS)) + r")_perf\b", line)
+    if program:
+        setting.program = program.group(1)
 
 
 def _text_row(cells: Sequence[str], columns: Sequence[str], place: str, number: int) -> _Row:

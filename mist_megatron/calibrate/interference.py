@@ -166,13 +166,13 @@ def trusted(runs: CoRuns) -> tuple[CoRuns, dict[str, int]]:
 def interference_sets(fit: InterferenceFit, source: str) -> tuple[InterferenceSet, ...]:
     """As a profile holds them: pairs first; sets without any identified factor or point are left out,
     since readers of a profile then take the largest factor of the subsets, as the fit does."""
-    found = []
+    sets = []
     for bits in sorted(_SETS, key=lambda bits: (bits.bit_count(), bits)):
         members = [stream for stream in range(4) if bits >> stream & 1]
         if not fit.points[bits] and not fit.identified[bits, members].any():
             continue
         error = fit.set_error[bits]
-        found.append(
+        sets.append(
             InterferenceSet(
                 streams=tuple(STREAMS[stream] for stream in members),
                 factors=tuple(float(f"{fit.factors[bits, stream]:.4g}") for stream in members),
@@ -183,7 +183,7 @@ def interference_sets(fit: InterferenceFit, source: str) -> tuple[InterferenceSe
                 error=None if math.isnan(error) else round(float(error), 4),
             )
         )
-    return tuple(found)
+    return tuple(sets)
 
 
 def with_base(

@@ -114,12 +114,12 @@ def read_measurements(text: str, where: str) -> Raw:
         place = f"{where}, line {number}"
         mapping = _object(line, place)
         if "conditions" in mapping:
-            found = _conditions(mapping["conditions"], place)
-            before = conditions.setdefault(found.identity, found)
+            condition = _conditions(mapping["conditions"], place)
+            before = conditions.setdefault(condition.identity, condition)
             if (before.device, before.backend, before.precision) != (
-                found.device, found.backend, found.precision,
+                condition.device, condition.backend, condition.precision,
             ):  # fmt: skip
-                raise InputError(f"{place}: conditions {found.identity!r} were others before")
+                raise InputError(f"{place}: conditions {condition.identity!r} were others before")
         else:
             points.append(_point(mapping, place, number))
             if points[-1].conditions not in conditions:
@@ -274,10 +274,10 @@ def _point(mapping: Mapping[str, object], place: str, number: int) -> Measuremen
 def _at_once(mapping: Mapping[str, object], place: str) -> int:
     """`at_once` of copies and host Adam, `world` of streams that run together."""
     name = "at_once" if "at_once" in mapping else "world"
-    found = number_of(mapping, name, place) if name in mapping else 1.0
-    if found < 1.0 or found != int(found):
-        raise InputError(f"{place}: {name} is {found:g}; wanted a whole number from 1")
-    return int(found)
+    count = number_of(mapping, name, place) if name in mapping else 1.0
+    if count < 1.0 or count != int(count):
+        raise InputError(f"{place}: {name} is {count:g}; wanted a whole number from 1")
+    return int(count)
 
 
 def number_of(mapping: Mapping[str, object], name: str, place: str) -> float:

@@ -49,42 +49,42 @@ def excess(table: Array, *, waiting: bool) -> Array:
     """Left side minus right side of (*), in a fixed order: above 0 where more work would end sooner. Of
     several tables at once, too: all but the last two axes are tables."""
     slopes = _slopes_of_nothing(table)
-    found = []
+    parts = []
     for bits in _SETS:
         _add_slopes(slopes, table, bits, waiting=waiting)
-        found.append(_done(_beside(bits, slopes, waiting=waiting), _speeds(table, bits)) - 1.0)
-    return np.concatenate(found, axis=-1)
+        parts.append(_done(_beside(bits, slopes, waiting=waiting), _speeds(table, bits)) - 1.0)
+    return np.concatenate(parts, axis=-1)
 
 
 def broken_sets(table: Array, *, waiting: bool) -> tuple[int, ...]:
     """The bit sets of streams that break (*), by more than a profile's digits."""
     slopes = _slopes_of_nothing(table)
-    found = []
+    broken = []
     for bits in _SETS:
         _add_slopes(slopes, table, bits, waiting=waiting)
         most = (_beside(bits, slopes, waiting=waiting) @ _speeds(table, bits)).max()
         if most > 1.0 + 10.0**-DIGITS:
-            found.append(bits)
-    return tuple(found)
+            broken.append(bits)
+    return tuple(broken)
 
 
 def monotone(table: Array, *, waiting: bool) -> Array:
     """A table that fulfils (*) near this one, with factors of a profile's digits: small sets first, each set
     moves towards factors no less than those of its subsets as far as it must. A stream that is not faster
     than in some smaller set keeps its factor."""
-    found = np.ones((16, 4))
+    factors = np.ones((16, 4))
     slopes = _slopes_of_nothing(table)
     for bits in _SETS:
         members = _members(bits)
         if len(members) > 1:
-            compared = [found[bits & ~(1 << k)] for k in members]
+            compared = [factors[bits & ~(1 << k)] for k in members]
             if waiting and bits & _BLOCKING == _COMPUTE:
-                compared.append(found[bits ^ _BLOCKING])
+                compared.append(factors[bits ^ _BLOCKING])
             slow = 1.0 / np.max([table[bits], *compared], axis=0)
             moved = _moved(1.0 / table[bits], slow, _beside(bits, slopes, waiting=waiting)[:, :4])
-            found[bits, members] = _raised(1.0 / moved[members])
-        _add_slopes(slopes, found, bits, waiting=waiting)
-    return found
+            factors[bits, members] = _raised(1.0 / moved[members])
+        _add_slopes(slopes, factors, bits, waiting=waiting)
+    return factors
 
 
 def _moved(speeds: Array, slow: Array, beside: Array) -> Array:

@@ -52,16 +52,16 @@ class FigureView:
 
 def figures(profile: Profile) -> list[FigureView]:
     """All single figures, in the order of the file."""
-    found: list[tuple[str, Quantity]] = []
+    named: list[tuple[str, Quantity]] = []
     for group in (profile.kernels, profile.links, profile.host):
         for item in fields(group):
             value = getattr(group, item.name)
             if isinstance(value, Quantity):
-                found.append((item.name, value))
-    found.append(("adam_bytes_per_parameter", profile.adam_bytes_per_parameter))
+                named.append((item.name, value))
+    named.append(("adam_bytes_per_parameter", profile.adam_bytes_per_parameter))
     if profile.clock_mhz is not None:
-        found.append(("clock_mhz", profile.clock_mhz))
-    return [_view(profile, name, quantity) for name, quantity in found]
+        named.append(("clock_mhz", profile.clock_mhz))
+    return [_view(profile, name, quantity) for name, quantity in named]
 
 
 def _view(profile: Profile, name: str, quantity: Quantity) -> FigureView:
@@ -91,7 +91,7 @@ def measured_count(profile: Profile) -> Count:
 
 def table_views(profile: Profile) -> list[dict[str, object]]:
     """Size of each table and the range of each of its columns."""
-    found = []
+    views = []
     for table in profile.tables:
         columns = TABLE_COLUMNS[table.operator]
         ranges = {
@@ -99,20 +99,20 @@ def table_views(profile: Profile) -> list[dict[str, object]]:
             for at, name in enumerate(columns)
             if table.rows
         }
-        found.append(
+        views.append(
             {"operator": table.operator, "precision": table.precision, "rows": len(table.rows),
              "origin": profile.sources[table.source].origin, "source": table.source, "ranges": ranges}
         )  # fmt: skip
-    return found
+    return views
 
 
 def gaps(profile: Profile, gpu: GpuSpec | None) -> list[str]:
     """What nobody measured, in the order in which it matters to a plan."""
-    found = []
+    told = []
     tables = {table.operator for table in profile.tables}
     missing = [name for name in _NEEDED if name not in tables]
     if missing:
-        found.append(f"no operator table of {', '.join(missing)}: shapes are extrapolated from curves")
+        told.append(f"no operator table of {', '.join(missing)}: shapes are extrapolated from curves")
     guessed: dict[str, list[str]] = {}
     for view in figures(profile):
         if not view.measured:
@@ -120,35 +120,35 @@ def gaps(profile: Profile, gpu: GpuSpec | None) -> list[str]:
     for source, names in guessed.items():
         about = profile.sources[source]
         sigma = "" if about.uncertainty is None else f", +-{about.uncertainty:.0%}"
-        found.append(f"{about.origin}{sigma}: {', '.join(names)}")
-    found += _missing_collectives(profile, gpu)
-    found += _interference_gaps(profile)
+        told.append(f"{about.origin}{sigma}: {', '.join(names)}")
+    told += _missing_collectives(profile, gpu)
+    told += _interference_gaps(profile)
     if profile.host.both_bytes_per_s is None:
-        found.append("copies both ways at once were not measured: taken as independent of each other")
+        told.append("copies both ways at once were not measured: taken as independent of each other")
     if profile.clock_mhz is None:
-        found.append("the clock under measurement is not known")
+        told.append("the clock under measurement is not known")
     if not profile.versions:
-        found.append("versions of driver, CUDA, NCCL and torch are not known")
-    return found
+        told.append("versions of driver, CUDA, NCCL and torch are not known")
+    return told
 
 
 def _missing_collectives(profile: Profile, gpu: GpuSpec | None) -> list[str]:
     node = 8 if gpu is None else gpu.usual_gpus_per_node
     sizes = [size for size in (2, 4, 8, 16, 72) if size <= node]
-    found = []
+    told = []
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "send_recv"):
         have = {curve.ranks for curve in profile.collectives if curve.kind == kind and curve.nodes == 1}
         wanted = [size for size in (sizes if kind != "send_recv" else [2]) if size not in have]
         if wanted:
             numbers = ", ".join(map(str, wanted))
-            found.append(f"{kind} inside a node: no curve of {numbers} ranks; the link's share is used")
+            told.append(f"{kind} inside a node: no curve of {numbers} ranks; the link's share is used")
     if not any(curve.nodes > 1 for curve in profile.collectives):
-        found.append("no collective between nodes was measured: the network's share is used")
-    return found
+        told.append("no collective between nodes was measured: the network's share is used")
+    return told
 
 
 def _interference_gaps(profile: Profile) -> list[str]:
-    found = []
+    told = []
     known = {frozenset(item.streams) for item in profile.interference}
     if not known:
         return ["co-run slowdowns were not measured: streams are taken as independent"]
@@ -159,7 +159,7 @@ def _interference_gaps(profile: Profile) -> list[str]:
         if bits.bit_count() > 1 and frozenset(_streams_of(bits).split("+")) not in known:
             missing.append(_streams_of(bits))
     if missing:
-        found.append(f"co-run sets without measurements (their subsets' factors hold): {', '.join(missing)}")
+        told.append(f"co-run sets without measurements (their subsets' factors hold): {', '.join(missing)}")
     open_factors = [
         f"{stream} in {'+'.join(item.streams)}"
         for item in profile.interference
@@ -167,16 +167,16 @@ def _interference_gaps(profile: Profile) -> list[str]:
         if not sure
     ]
     if open_factors:
-        found.append(f"co-run factors that the points do not determine: {', '.join(open_factors)}")
+        told.append(f"co-run factors that the points do not determine: {', '.join(open_factors)}")
     broken = [_streams_of(b) for b in broken_sets(np.array(slowdowns(profile.interference)), waiting=False)]
     if broken:
-        found.append(f"co-run factors by which more work ends sooner: {', '.join(broken)}; fit them again")
+        told.append(f"co-run factors by which more work ends sooner: {', '.join(broken)}; fit them again")
     foreign = [
         "+".join(i.streams) for i in profile.interference if profile.sources[i.source].origin == "assumed"
     ]
     if foreign:
-        found.append(f"co-run factors of another machine: {', '.join(foreign)}")
-    return found
+        told.append(f"co-run factors of another machine: {', '.join(foreign)}")
+    return told
 
 
 def _streams_of(bits: int) -> str:

@@ -282,8 +282,8 @@ def _keys_at(kind: object, path: tuple[object, ...]) -> list[str]:
 
 
 def _near(path: tuple[object, ...], names: list[str]) -> str | None:
-    found = get_close_matches(str(path[-1]), names, n=1, cutoff=0.6)
-    return found[0] if found else None
+    matches = get_close_matches(str(path[-1]), names, n=1, cutoff=0.6)
+    return matches[0] if matches else None
 
 
 def _more(count: int) -> str:

@@ -91,15 +91,15 @@ def _bytes_of(path: Path, most_bytes: int) -> bytes:
     """Opened without waiting: a pipe that nobody writes to would hold the program forever."""
     # Windows opens neither folders nor pipes this way, and has no such flag.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
         os.close(handle)
-        kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
         raise InputError(f"{path} is {kind}; wanted a file")
     with os.fdopen(handle, "rb") as file:
         # Files that are made while they are read, as in /proc, give no size beforehand.
         data = file.read(most_bytes + 1)
-    size = max(found.st_size, len(data))
+    size = max(status.st_size, len(data))
     if size > most_bytes:
         raise InputError(f"{path} has {size} bytes; wanted at most {most_bytes}: is this the right file?")
     return data

@@ -66,15 +66,15 @@ def profile_from_text(text: str, where: str, read_table: Callable[[str], bytes])
         tables.append(table)
     body = {key: value for key, value in raw.items() if key != "content_hash"}
     digest.update(json.dumps(body, sort_keys=True).encode())
-    found = digest.hexdigest()[:16]
-    if document.content_hash and document.content_hash != found:
+    actual_hash = digest.hexdigest()[:16]
+    if document.content_hash and document.content_hash != actual_hash:
         raise ProfileError(
-            f"{where}: content hash is {found}, the file says {document.content_hash}; "
+            f"{where}: content hash is {actual_hash}, the file says {document.content_hash}; "
             "it was changed by hand: correct the data by its builder, or delete the content_hash line"
         )
     try:
         said = {field.name: getattr(document, field.name) for field in fields(ProfileBody)}
-        profile = Profile(**{**said, "tables": tuple(tables), "content_hash": found})
+        profile = Profile(**{**said, "tables": tuple(tables), "content_hash": actual_hash})
         check_units(profile)
     except ProfileError as error:
         raise ProfileError(f"{where}: {error.message}") from None

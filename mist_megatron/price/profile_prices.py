@@ -238,8 +238,8 @@ class ProfilePrices:
         if table is None:
             return Priced(np.asarray(roofline / clock))
         asked = _logarithms(name, np.stack([array.reshape(-1) for array in arrays], axis=1))
-        found = table.answer(asked, roofline.reshape(-1))
-        return Priced(np.asarray(found.seconds.reshape(shape) / clock), found.marks.reshape(shape))
+        answer = table.answer(asked, roofline.reshape(-1))
+        return Priced(np.asarray(answer.seconds.reshape(shape) / clock), answer.marks.reshape(shape))
 
     def _memory_pass(self, work: MemoryPass) -> Priced:
         moved = np.asarray(work.moved_bytes, dtype=np.float64)

@@ -78,10 +78,10 @@ def parse_scales(texts: Sequence[str]) -> Scales:
             )
         if kind not in known:
             raise InputError(f"--scale {text!r}: unknown {what} {kind!r}; known: {', '.join(known)}")
-        found = operators if what == "op" else links
-        if kind in found:
+        factors = operators if what == "op" else links
+        if kind in factors:
             raise InputError(f"--scale {text!r}: {what} {kind} is given twice; wanted it once")
-        found[kind] = _factor(text, number)
+        factors[kind] = _factor(text, number)
     return Scales(MappingProxyType(operators), MappingProxyType(links))
 
 

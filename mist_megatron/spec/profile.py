@@ -275,16 +275,16 @@ class Profile(ProfileBody):
 
 def sources_used(profile: Profile) -> list[tuple[str, str]]:
     """(what, source key) of every number in a profile."""
-    found: list[tuple[str, str]] = []
+    named: list[tuple[str, str]] = []
     for group in (profile.kernels, profile.links, profile.host):
         for item in fields(group):
             value = getattr(group, item.name)
             if isinstance(value, Quantity):
-                found.append((item.name, value.source))
-    found.append(("adam_bytes_per_parameter", profile.adam_bytes_per_parameter.source))
+                named.append((item.name, value.source))
+    named.append(("adam_bytes_per_parameter", profile.adam_bytes_per_parameter.source))
     if profile.clock_mhz is not None:
-        found.append(("clock_mhz", profile.clock_mhz.source))
-    found += [(f"interference {'+'.join(item.streams)}", item.source) for item in profile.interference]
-    found += [(f"{item.kind} of {item.ranks}", item.source) for item in profile.collectives]
-    found += [(f"table {table.operator}", table.source) for table in profile.tables]
-    return found
+        named.append(("clock_mhz", profile.clock_mhz.source))
+    named += [(f"interference {'+'.join(item.streams)}", item.source) for item in profile.interference]
+    named += [(f"{item.kind} of {item.ranks}", item.source) for item in profile.collectives]
+    named += [(f"table {table.operator}", table.source) for table in profile.tables]
+    return named
