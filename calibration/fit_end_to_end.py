@@ -68,8 +68,11 @@ HOST = {**asdict(EAGER_PYTORCH), ZERO3_SHARE: ZERO3_NETWORK_SHARE}
 COLLECTIVE_RATE = "collective_rate"
 """Bandwidth of a profile's collectives over what its curves say."""
 SINGLE_GEMM = frozenset({"gemm_peak_fraction", "gemm_half_area", "gemm_half_depth"})
-ASIDE = ("attention_forward_fraction", "attention_backward_fraction", "attention_half_seq")
-"""Fitted along, not kept: the runs with fused attention are of 2023, with its first Triton kernels."""
+ASIDE = "triton_2023."
+"""Begins the names of figures that are fitted along and not kept: those of llm-foundry's attention, which ran
+the first Triton kernels of FlashAttention."""
+OLD_KERNELS = ("llm-foundry",)
+"""Sources whose rows have these figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +90,9 @@ class Chip:
 
 _COMMON = {
     "memory_latency_s": 2.5e-6,
-    "attention_forward_fraction": 0.45,
-    "attention_backward_fraction": 0.24,
-    "attention_half_seq": 550.0,
+    f"{ASIDE}attention_forward_fraction": 0.45,
+    f"{ASIDE}attention_backward_fraction": 0.24,
+    f"{ASIDE}attention_half_seq": 550.0,
     "inter_fraction": 0.68,
     "inter_hop_latency_s": 2.0e-5,
 }
@@ -109,9 +112,12 @@ CHIPS: Mapping[str, Chip] = {
     "h100": Chip(
         gpus=("h100-sxm-80gb",),
         start={"gemm_peak_fraction": 0.68, "gemm_half_area": 2e6, "gemm_half_depth": 115.0,
-               "memory_fraction": 0.65, **_COMMON, "inter_fraction": 0.5},
-        held={"memory_fraction": 3e-2},
-        sources=("llm-foundry",),
+               "memory_fraction": 0.65, **_COMMON, "inter_fraction": 0.74,
+               "attention_forward_fraction": 0.6, "attention_backward_fraction": 0.5},
+        # A network cannot give more than it has; attention is what FlashAttention-3's authors measured.
+        held={"memory_fraction": 3e-2, "inter_fraction": 0.1, "gemm_half_area": 3e-3, "gemm_half_depth": 3e-3,
+              "attention_forward_fraction": 1e-2, "attention_backward_fraction": 1e-2},
+        sources=("llm-foundry", "nvidia_h100_bf16"),
     ),
     # Tables of isolated products say what a cool chip does; under a training load power limits its clock.
     "b200": Chip(
@@ -184,27 +190,39 @@ class Modeller:
         self, values: Parameters, layers: Mapping[str, LayerRatios] | None = None
     ) -> Callable[[MeasuredRow], Predicted]:
         """`layers`: by GPU, ratios of whole layers that go with the figures."""
-        profiles = {gpu: changed(base, values) for gpu, base in self._bases.items()}
-        for gpu, ratios in (layers or {}).items():
-            profiles[gpu] = with_layers(profiles[gpu], ratios, "fitted")
+        profiles = {}
+        for gpu, base in self._bases.items():
+            for old in (False, True):
+                profile = changed(base, _figures_of(values, old=old))
+                ratios = (layers or {}).get(gpu)
+                profiles[gpu, old] = profile if ratios is None else with_layers(profile, ratios, "fitted")
         evaluators: dict[Any, StageEvaluator] = {}
 
         def predict(row: MeasuredRow) -> Predicted:
             assert row.plan is not None
-            job = job_of(row.plan)
-            if job not in evaluators:
-                profile = profiles[job.cluster.gpu.name]
+            job, old = job_of(row.plan), row.group.startswith(OLD_KERNELS)
+            if (job, old) not in evaluators:
+                profile = profiles[job.cluster.gpu.name, old]
                 prices = prices_of(profile, job.cluster, job.training.precision)
                 if job not in self._compiled:
                     self._compiled[job] = make_evaluator(job, prices, cache=kept_programs())
                 made = StageEvaluator(job, prices, self._compiled[job].stage)
                 made._context = replace(made._context, facts=_under(made._context.facts, values))
-                evaluators[job] = made
+                evaluators[job, old] = made
             return Predicted(
-                iteration_s=seconds_of(row.plan, evaluators[job]), stage_peak_bytes=(), extrapolated_share=0.0
+                iteration_s=seconds_of(row.plan, evaluators[job, old]),
+                stage_peak_bytes=(),
+                extrapolated_share=0.0,
             )
 
         return predict
+
+
+def _figures_of(values: Parameters, *, old: bool) -> dict[str, float]:
+    """The figures of a row: where its kernels are old, with those that are fitted aside."""
+    kept = {name: value for name, value in values.items() if not name.startswith(ASIDE)}
+    aside = {name.removeprefix(ASIDE): value for name, value in values.items() if name.startswith(ASIDE)}
+    return {**kept, **aside} if old else kept
 
 
 def _under(facts: TrafficFacts, values: Parameters) -> TrafficFacts:
@@ -331,8 +349,8 @@ def fitted_part(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: 
         )
         error = summary(unseen)["time_mape"]
         print(f"figures: on unseen groups {error:.2%}")
-    print("aside: " + ", ".join(f"{name} {values[name]:.3g}" for name in ASIDE if name in values))
-    figures = {n: float(f"{v:.4g}") for n, v in values.items() if n not in HOST and n not in ASIDE}
+    print("aside: " + ", ".join(f"{name} {values[name]:.3g}" for name in values if name.startswith(ASIDE)))
+    figures = {n: float(f"{v:.4g}") for n, v in values.items() if n not in HOST and not n.startswith(ASIDE)}
     part: dict[str, Any] = {
         "source": "measured iterations, through this cost model: " + ", ".join(sorted(rows)),
         "gpus": list(chip.gpus),

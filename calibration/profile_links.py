@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 from profile_recipes import Draft, Inputs, Recipe
@@ -142,4 +143,13 @@ def interference_rows(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
         if own
         else Source(origin="assumed", text=f"{text}; another machine", uncertainty=0.3)
     )
-    draft.interference += interference_sets(fit, "interference")
+    sets = interference_sets(fit, "interference")
+    if recipe.beside_compute is not None:
+        factors = (recipe.beside_compute,) * 2
+        sets = [
+            replace(item, factors=factors, source="assumed", points=None, error=None, sigma=None)
+            if item.streams == ("C", "G2G")
+            else item
+            for item in sets
+        ]
+    draft.interference += sets

@@ -386,10 +386,12 @@ def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: 
 
 
 def host_seconds(grid: StageGrid, context: TimeContext) -> Array:
-    """Host work per micro-batch. Every chunk of an interleaved stage meets its neighbours for itself."""
+    """Host work per micro-batch. Every chunk of an interleaved stage meets its neighbours for itself; where
+    transfers run beside compute it waits for none of them, and the bookkeeping of one exchange is left."""
     if Term.HOST_WORK in context.without:
         return ZERO
-    exchange_s = grid.vpp * context.facts.host.per_exchange_s if grid.stages > 1 else 0.0
+    exchanges = 1 if context.facts.pipeline.sends_overlap_when_interleaved else grid.vpp
+    exchange_s = exchanges * context.facts.host.per_exchange_s if grid.stages > 1 else 0.0
     return np.asanyarray(context.facts.host.per_micro_batch_s + exchange_s)
 
 
