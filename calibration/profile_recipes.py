@@ -113,7 +113,7 @@ RECIPES = (
            note="kernels as fitted on H100, the same chip with more and faster memory"),
     Recipe(gpu="b200-sxm-180gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB",
            fitted="b200"),
-    Recipe(gpu="gb200-186gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB", fitted="b200",
+    Recipe(gpu="gb200-186gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB", fitted="gb200",
            note="kernels as measured on B200"),
 )  # fmt: skip
 

@@ -30,6 +30,10 @@ GPUS: Mapping[str, str] = {
     "A100-80 SXM (Selene)": "a100-sxm-80gb",
     "A100-80 SXM (Jean Zay)": "a100-sxm-80gb",
     "A100-80 SXM (NDm A100 v4)": "a100-sxm-80gb",
+    "H100 SXM 80GB": "h100-sxm-80gb",
+    "B200": "b200-sxm-180gb",
+    "GB200 NVL72": "gb200-186gb",
+    "GB300 NVL72": "gb300-288gb",
 }
 NETWORK_GB_PER_S: Mapping[str, int] = {
     "8x200Gb HDR IB/node, NVLink3": 200,
@@ -57,6 +61,11 @@ class Source:
     """Where the publication does not print it."""
     tiers: tuple[str, ...] = ("A",)
     """Which of its rows are taken, by what is known of them."""
+    family: str = "gpt"
+    tied: bool = True
+    tuned: bool = False
+    """Reductions, gathers and tensor-parallel collectives overlap, sequences are split, losses are fused;
+    rows of experts, of adapters, of Megatron-FSDP, of 4 bits and with recomputation are left out."""
 
 
 SOURCES = (
@@ -78,6 +87,10 @@ SOURCES = (
     # behind nothing, so no overlap is assumed.
     Source(begins="DeepSpeed on Azure", short="azure", framework="deepspeed", flash_attention=False,
            linear_bias=True, dropout=0.1, grad_bytes=2, vocab="50304", tiers=("A", "B")),
+    # NVIDIA's performance summaries; the flags are those of its recipes, which the tables do not print.
+    Source(begins="Megatron-Bridge perf summary", short="megatron-bridge", framework="megatron-core",
+           flash_attention=True, linear_bias=False, dropout=0.0, grad_bytes=2, family="llama", tied=False,
+           tuned=True),
 )  # fmt: skip
 
 
@@ -89,6 +102,8 @@ def converted(runs: Iterable[Mapping[str, str]]) -> dict[tuple[str, str], list[d
         gpu = GPUS.get(run["hardware"])
         if source is None or gpu is None or run["tier"] not in source.tiers:
             continue
+        if source.tuned and not _plain(run):
+            continue
         gpus = int(run["n_gpus"])
         per_node = min(int(run["gpus_per_node"]), gpus)
         if gpus % per_node == 0:
@@ -97,27 +112,43 @@ def converted(runs: Iterable[Mapping[str, str]]) -> dict[tuple[str, str], list[d
     return found
 
 
+def _plain(run: Mapping[str, str]) -> bool:
+    """Whether dense layers alone were trained, in 16 or 8 bits, every activation kept."""
+    odd = ("LoRA" in run["model"], "FSDP" in run["zero_or_fsdp"], "nvfp4" in run["precision"])
+    return not any(odd) and run["recompute"] == "none" and (run["ep"] or "1") == "1"
+
+
+def _precision(printed: str) -> str:
+    return "fp8" if "fp8" in printed else "bf16" if "bf16" in printed else "fp16"
+
+
 def _row(run: Mapping[str, str], source: Source, gpu: str, nodes: int, per_node: int) -> dict[str, str]:
     vpp = int(run["vpp"] or 1)
     network = NETWORK_GB_PER_S.get(run["interconnect"])
     sharded = run["zero_or_fsdp"]
-    levels = {"FULL_SHARD": 3, "ZeRO-3": 3, "SHARD_G": 2, "ZeRO-1": 1}
+    levels = {"FULL_SHARD": 3, "ZeRO-3": 3, "SHARD_G": 2, "ZeRO-1": 1, "dist-opt": 1}
     zero = next((level for name, level in levels.items() if name in sharded), 0)
     pure = "mp mode PURE" in run["note"]
+    tensor = source.tuned and int(run["tp"]) > 1
+    overlaps = ["grad-reduce", "param-gather", *(["tp"] if tensor else [])] if source.tuned else ["none"]
+    notes = [f"({network} GB/s per node)"] if network else []
+    notes += ["fused cross entropy"] if source.tuned else []
     return {
         "id": run["row_id"], "source": run["source"], "gpu": gpu, "nodes": str(nodes),
-        "gpus_per_node": str(per_node), "framework": source.framework, "model": run["model"], "family": "gpt",
+        "gpus_per_node": str(per_node), "framework": source.framework, "model": run["model"],
+        "family": source.family,
         "layers": run["layers"], "hidden": run["hidden"], "ffn_hidden": run["ffn"], "heads": run["heads"],
         "kv_heads": run["kv_heads"] or run["heads"], "vocab": run["vocab"] or source.vocab,
-        "tied_embeddings": "1", "linear_bias": str(int(source.linear_bias)),
+        "tied_embeddings": str(int(source.tied)), "linear_bias": str(int(source.linear_bias)),
         "seq_len": run["seq"], "global_batch": run["gbs"], "micro_batch": run["mbs"],
         "dp": run["dp"], "tp": run["tp"], "pp": run["pp"], "vpp": str(vpp),
-        "cp": run["cp"] or "1", "sequence_parallel": "0", "schedule": "interleaved" if vpp > 1 else "1f1b",
+        "cp": run["cp"] or "1", "sequence_parallel": str(int(tensor)),
+        "schedule": "interleaved" if vpp > 1 else "1f1b",
         "zero": str(zero), "recompute": run["recompute"], "flash_attention": str(int(source.flash_attention)),
-        "precision": "bf16" if "bf16" in run["precision"] else "fp16", "dropout": str(source.dropout),
-        "comm_overlap": "none", "grad_bytes": "2" if pure else str(source.grad_bytes),
+        "precision": _precision(run["precision"]), "dropout": str(source.dropout),
+        "comm_overlap": ", ".join(overlaps), "grad_bytes": "2" if pure else str(source.grad_bytes),
         "measured_s": run["step_time_s"], "group": f"{source.short} {run['model']} {run['seq']}",
-        "note": f"({network} GB/s per node)" if network else "",
+        "note": "; ".join(notes),
     }  # fmt: skip
 
 

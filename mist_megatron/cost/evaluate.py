@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -90,7 +91,17 @@ class StageEvaluator:
 
     def work(self, grid: StageGrid) -> StageWork:
         """What the stages have to do, alone on each stream."""
-        return stage_work(grid, self.loads(grid), self._context)
+        linked = self._linked(grid)
+        return stage_work(linked, self.loads(linked), self._context)
+
+    def _linked(self, grid: StageGrid) -> StageGrid:
+        """Nodes that fast links join count as one; where a stage has no whole number of such domains, as many
+        as share it out evenly."""
+        most, gpus = self.job.cluster.linked_gpus, grid.nodes * grid.gpus_per_node
+        if most == self.job.cluster.gpus_per_node:
+            return grid
+        inside = gpus if gpus <= most else math.gcd(gpus, most)
+        return replace(grid, nodes=gpus // inside, gpus_per_node=inside)
 
     def terms(self, grid: StageGrid) -> StageTerms:
         """Every named part of t and d."""
@@ -170,7 +181,7 @@ class StageEvaluator:
 
     def provenance(self, grid: StageGrid) -> dict[str, Array]:
         """Seconds of a micro-batch that the profile held exactly, interpolated, or extrapolated."""
-        pairs = self._priced(grid)
+        pairs = self._priced(self._linked(grid))
         kinds = [("block", grid.layers)]
         kinds += [("embedding", np.ones(()))] if grid.role.has_embedding else []
         kinds += [("head", np.ones(()))] if grid.role.has_head else []
@@ -185,7 +196,7 @@ class StageEvaluator:
 
     def loads(self, grid: StageGrid) -> StageLoads:
         """Passes and sizes of the layers of a stage's role, over the grid's micro-batch and tp axes."""
-        pairs = self._priced(grid)
+        pairs = self._priced(self._linked(grid))
         role = grid.role
         embedding, head = pairs.load("embedding"), pairs.load("head") if role.has_head else None
         block = pairs.load("block")
@@ -356,7 +367,7 @@ def _time_context(job: Job, prices: Prices, facts: MemoryFacts, without: frozens
         optimizer_bytes=float(facts.optimizer_bytes),
         tensor_collectives_overlap=bool(execution.tp_comm_overlap),
         cluster_gpus=job.cluster.gpus,
-        cluster_gpus_per_node=job.cluster.gpus_per_node,
+        cluster_gpus_per_node=job.cluster.linked_gpus,
         context_parallel=execution.context_parallel,
         model_layers=job.model.layers,
         without=without,

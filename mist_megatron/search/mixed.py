@@ -107,7 +107,7 @@ def _least_times(
 def _less_s(borders: Borders | None, index: int, mesh: EqualPipeline, job: Job) -> tuple[float, float, float]:
     if borders is None:
         return 0.0, 0.0, 0.0
-    inside = mesh.gpus < job.cluster.gpus_per_node
+    inside = mesh.gpus < job.cluster.linked_gpus
     first, middle, last = (borders.least_s(role, index, parts_of_nodes=inside) for role in ROLES)
     return first, middle, last
 
@@ -168,7 +168,7 @@ def solve_mixed(question: SearchProblem, mixture: MixedFamily, bound: MixedBound
     elif not improves(pipelines, mixture.grad_accum, best_s, question.tick):
         return Solved(tally=tally)
     else:
-        pairs = Pairs(bound.borders, slots.meshes(), job.cluster.gpus_per_node)
+        pairs = Pairs(bound.borders, slots.meshes(), job.cluster.linked_gpus)
         exact = _pipelines(question, mixture, lambda key: slots.pair_fronts(key, pairs.pairs))
         follows = pairs.follows() & _kinds_beside(mixture, pairs.pairs)
         exact = replace(exact, between=pairs, neighbours=follows)

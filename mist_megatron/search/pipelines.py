@@ -100,7 +100,7 @@ def shapes(job: Job, space: Space, limits: Limits) -> Iterator[EqualPipeline]:
 
 def tensor_sizes(job: Job, space: Space, limits: Limits, gpus: int) -> tuple[int, ...]:
     """Tensor-parallel sizes inside so many GPUs of a node."""
-    sizes = divisors(min(gpus, job.cluster.gpus_per_node))
+    sizes = divisors(min(gpus, job.cluster.linked_gpus))
     return tuple(tp for tp in sizes if _tensor_parallel_allowed(job, space, limits, tp))
 
 
@@ -228,7 +228,7 @@ def _conflict(job: Job, space: Space, limits: Limits) -> str | None:
 
 
 def _every_tensor_size(job: Job) -> tuple[int, ...]:
-    return tuple(tp for tp in divisors(job.cluster.gpus_per_node) if splits(job.model, tp))
+    return tuple(tp for tp in divisors(job.cluster.linked_gpus) if splits(job.model, tp))
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -40,6 +40,8 @@ class _Sheet:
     network: str
     network_gb_per_s: float
     per_node: int = 8
+    linked: int = 1
+    """GPUs of an NVLink domain over several nodes."""
 
 
 _SHEETS: dict[str, _Sheet] = {
@@ -218,6 +220,7 @@ _SHEETS: dict[str, _Sheet] = {
         network="4 x 400 Gb/s adapters per tray of 4 GPUs",
         network_gb_per_s=200.0,
         per_node=4,
+        linked=72,
     ),
     "mi300x-192gb": _Sheet(
         source="AMD Instinct MI300X datasheet",
@@ -362,6 +365,7 @@ _SHEETS: dict[str, _Sheet] = {
         network="4 x 800 Gb/s adapters per tray of 4 GPUs",
         network_gb_per_s=400.0,
         per_node=4,
+        linked=72,
     ),
     "mi250x-128gb": _Sheet(
         source="AMD Instinct MI250X datasheet (both dies)",
@@ -413,6 +417,7 @@ def _gpu(name: str, sheet: _Sheet) -> GpuSpec:
         usual_network=sheet.network,
         inter_bytes_per_s=figure(sheet.network_gb_per_s * 1e9, sheet.network),
         usual_gpus_per_node=sheet.per_node,
+        linked_gpus=sheet.linked,
     )
 
 

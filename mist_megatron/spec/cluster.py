@@ -48,10 +48,14 @@ class GpuSpec:
     inter_bytes_per_s: Figure
     """Usual network of one NODE, one direction, all adapters together."""
     usual_gpus_per_node: int
+    linked_gpus: int = 1
+    """GPUs of several nodes that the links of `intra_bytes_per_s` join (an NVLink domain of a rack)."""
 
     def __post_init__(self) -> None:
         check.name("GPU", self.name)
-        check.at_least(f"GPU {self.name}", 1, usual_gpus_per_node=self.usual_gpus_per_node)
+        check.at_least(
+            f"GPU {self.name}", 1, usual_gpus_per_node=self.usual_gpus_per_node, linked_gpus=self.linked_gpus
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,13 @@ class ClusterSpec:
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def linked_gpus(self) -> int:
+        """GPUs that the fast links join: of a node, or of as many whole nodes of a domain as share the
+        cluster out evenly."""
+        most = min(max(self.gpu.linked_gpus // self.gpus_per_node, 1), self.nodes)
+        return self.gpus_per_node * max(count for count in range(1, most + 1) if self.nodes % count == 0)
 
 
 def cluster_of(gpu: GpuSpec, gpus: int, gpus_per_node: int | None = None) -> ClusterSpec:

@@ -157,8 +157,8 @@ class Plan:
         return groups_of(self.stages[index].mesh(self.execution.context_parallel), group, first)
 
     def nodes_of(self, ranks: Iterable[int]) -> frozenset[int]:
-        """Nodes on which these logical ranks run."""
-        return frozenset(self.gpu_of[rank] // self.cluster.gpus_per_node for rank in ranks)
+        """Nodes, or domains of them, on which these logical ranks run."""
+        return frozenset(self.gpu_of[rank] // self.cluster.linked_gpus for rank in ranks)
 
     def hops_across(self) -> dict[tuple[int, int], bool]:
         """Whether a border lies between nodes, by its two stages. A border that lies both ways is as slow as
@@ -168,7 +168,7 @@ class Plan:
         for left in range(stages):
             right = (left + 1) % stages
             one, other = ([gpu_of[rank] for rank in self.ranks(stage)] for stage in (left, right))
-            far = lies_across(one, other, self.cluster.gpus_per_node)
+            far = lies_across(one, other, self.cluster.linked_gpus)
             across[min(left, right), max(left, right)] = far
         return across
 
