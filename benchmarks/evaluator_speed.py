@@ -22,13 +22,14 @@ import numpy as np  # noqa: E402  (after the thread limits)
 from plain_overlap import overlapped_time_of_row  # noqa: E402
 
 from mist_megatron.cost.compile import Program  # noqa: E402
-from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, StageRole, make_evaluator  # noqa: E402
+from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, make_evaluator  # noqa: E402
 from mist_megatron.price.datasheet import datasheet_prices  # noqa: E402
 from mist_megatron.price.prices import Collective, DeviceAdam  # noqa: E402
 from mist_megatron.spec import catalogue, presets  # noqa: E402
 from mist_megatron.spec.cluster import cluster_of  # noqa: E402
 from mist_megatron.spec.job import Job  # noqa: E402
 from mist_megatron.spec.kinds import KINDS, alike, per_kind  # noqa: E402
+from mist_megatron.spec.mesh import StageRole  # noqa: E402
 from mist_megatron.spec.training import TrainingSpec  # noqa: E402
 
 AXES = (

@@ -51,12 +51,12 @@ from mist_megatron.calibrate.refit import (
 from mist_megatron.calibrate.rows import MeasuredRow, read_rows
 from mist_megatron.calibrate.validate import Outcome, Predicted, outcomes_of, summary
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
-from mist_megatron.cost.grid import role_of
 from mist_megatron.cost.iteration import StageTiming, iteration_time
 from mist_megatron.cost.predict import grid_of, job_of
 from mist_megatron.price.profile_prices import prices_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.mesh import role_of
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.profile import KernelCurves, LinkCurves, Profile, Quantity
 from mist_megatron.targets.deepspeed import ZERO3_NETWORK_SHARE

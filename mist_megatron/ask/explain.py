@@ -10,9 +10,9 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.derivation import Derivation, StageDerivation, Step, derive
 from mist_megatron.cost.explain import Section, symbol_table
 from mist_megatron.cost.explain import explain as general_expressions
-from mist_megatron.cost.grid import role_of
 from mist_megatron.cost.predict import grid_of, job_of
 from mist_megatron.errors import InputError
+from mist_megatron.spec.mesh import role_of
 from mist_megatron.spec.plan import Plan
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.phases import (
     NOTHING_BETWEEN,
     Between,
@@ -38,6 +38,7 @@ from mist_megatron.cost.traffic import gathers_on_arrival, reduces_by_chunk
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, edge_grid, kept_layer
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.price.prices import Array
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.term import Term
 
 

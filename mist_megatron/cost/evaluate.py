@@ -10,22 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.closed_form import closed_form
-from mist_megatron.cost.communication import nodes_spanned
-from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, Array, StageCost, StageGrid, StageRole, recompute_values
+from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, Array, StageCost, StageGrid, recompute_values
 from mist_megatron.cost.program_cache import Store, load_or_build
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
-from mist_megatron.cost.stage import Groups, PassTime, StageProgram, price_passes, with_unfused_softmax
+from mist_megatron.cost.stage import PassTime, StageProgram, price_passes, with_unfused_softmax
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
 from mist_megatron.cost.work import StageWork, stage_work
 from mist_megatron.price.deterministic import DeterministicPrices
 from mist_megatron.price.prices import LayerShape, Prices
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.mesh import Mesh, StageRole
 from mist_megatron.spec.recompute import Recompute
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.facts import MemoryFacts
 from mist_megatron.targets.table import TARGETS
 
-__all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "StageRole", "make_evaluator"]
+__all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "make_evaluator"]
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class StageEvaluator:
     def _pairs(self, pairs: Sequence[Array], grid: StageGrid) -> _Pairs:
         """Prices of pairs, a column each."""
         sizes = self.stage.program.run(self.layer_values(grid, pairs[0], pairs[1]))
-        passes = price_passes(self.stage, sizes, self.prices, self._groups(pairs[1], grid))
+        passes = price_passes(self.stage, sizes, self.prices, self._mesh(pairs[1], grid))
         if self._context.facts.softmax_falls_back and not self.job.training.flash_attention:
             matrices = pairs[0] * self.job.model.heads / pairs[1]
             scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
@@ -251,14 +251,10 @@ class StageEvaluator:
         ratio = self.prices.layer_ratio(LayerShape(pairs[0], seq, hidden, heads, pairs[1]))
         return {key: found.scaled(ratio) if key[0] == "block" else found for key, found in passes.items()}
 
-    def _groups(self, tp: Array, grid: StageGrid) -> Groups:
-        context = np.full_like(tp, float(self.job.execution.context_parallel))
-        return Groups(
-            tensor_ranks=tp,
-            tensor_nodes=nodes_spanned(tp, np.ones(()), grid.gpus_per_node),
-            context_ranks=context,
-            context_nodes=nodes_spanned(context, tp, grid.gpus_per_node),
-        )
+    def _mesh(self, tp: Array, grid: StageGrid) -> Mesh[Array]:
+        """One data-parallel replica: layers talk inside of it only."""
+        cp = np.full_like(tp, float(self.job.execution.context_parallel))
+        return Mesh(tp=tp, cp=cp, dp=np.ones(()), gpus_per_node=grid.gpus_per_node)
 
 
 class _Pairs:

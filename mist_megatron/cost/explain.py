@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from sympy import Expr, factor_terms
 
 from mist_megatron.cost import symbols
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import backward_flops, forward_flops
 from mist_megatron.cost.memory import stage_memory
 from mist_megatron.cost.operators import Operator, Work, WorkKind
 from mist_megatron.cost.symbolic import layer_graphs, layer_options, size_expressions
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.targets.table import TARGETS
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.spec.kinds import PerKind, per_kind
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.recompute import PARTIAL, Recompute
 
 Array = NDArray[np.float64]
@@ -22,32 +22,6 @@ RECOMPUTE_SYMBOLS = {kind: kind[:3] for kind in PARTIAL}
 def recompute_values(recompute: Recompute) -> dict[str, float]:
     """What these stand for."""
     return {name: float(kind == recompute) for kind, name in RECOMPUTE_SYMBOLS.items()}
-
-
-class StageRole(Enum):
-    """Where in the pipeline a stage stands: decides embedding, head and boundary transfers."""
-
-    FIRST = "first"
-    MIDDLE = "middle"
-    LAST = "last"
-    ONLY = "only"
-
-    @property
-    def has_embedding(self) -> bool:
-        return self in (StageRole.FIRST, StageRole.ONLY)
-
-    @property
-    def has_head(self) -> bool:
-        return self in (StageRole.LAST, StageRole.ONLY)
-
-
-def role_of(position: int, stages: int) -> StageRole:
-    """The role of stage `position` (from 0) in a pipeline of `stages`."""
-    if stages == 1:
-        return StageRole.ONLY
-    if position == 0:
-        return StageRole.FIRST
-    return StageRole.LAST if position == stages - 1 else StageRole.MIDDLE
 
 
 @dataclass(frozen=True, kw_only=True)

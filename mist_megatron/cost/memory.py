@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from sympy import Expr, Integer, Max
 
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import CORE, LayerOptions, block, embedding, head, parameters, saved_bytes
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import (
@@ -43,6 +42,7 @@ from mist_megatron.cost.symbols import (
     B,
     S,
 )
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
 from mist_megatron.targets.facts import MemoryFacts, Modules

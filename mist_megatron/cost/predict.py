@@ -11,11 +11,12 @@ import numpy as np
 from mist_megatron.cost.borders import exchanges_seconds
 from mist_megatron.cost.closed_form import Refinement, closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid, StageRole, role_of
+from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.schedule import in_flight

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned
-from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext
-from mist_megatron.cost.traffic import replicas
+from mist_megatron.cost.traffic import replica_nodes
 from mist_megatron.cost.work import LayerWork, StageWork, hop_seconds
 from mist_megatron.price.prices import Array
+from mist_megatron.spec.mesh import StageRole, boundary_crossing_share
 
 
 def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
@@ -163,6 +163,6 @@ def sent_beside_reductions(work: StageWork) -> Array:
     grid, context = work.grid, work.context
     share = _crossing_share(grid, context, None)
     inside, across = hop_seconds(work.loads.boundary_bytes, context)
-    spanned = np.minimum(nodes_spanned(replicas(grid, context), grid.tp, grid.gpus_per_node), grid.nodes)
+    spanned = replica_nodes(grid, context)
     sent_s = np.where(spanned > 1.0, share * across, (1.0 - share) * inside)
     return np.asanyarray(grid.vpp * sent_s * grid.stages / context.model_layers)

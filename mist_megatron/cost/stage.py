@@ -28,7 +28,7 @@ from mist_megatron.price.prices import (
     Priced,
     Prices,
 )
-from mist_megatron.spec.mesh import Group
+from mist_megatron.spec.mesh import Group, Mesh
 from mist_megatron.spec.profile import CollectiveKind
 from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
 
@@ -55,8 +55,8 @@ class WorkItem:
     kernels: int
     backward: bool
     """Of attention only, whose backward is priced from a table of its own."""
-    context: bool
-    """A collective over the context-parallel group; others are over the tensor-parallel one."""
+    group: Group
+    """Whose ranks meet in a collective."""
     eight_bit: bool = False
     """A product of 8-bit operands."""
 
@@ -87,7 +87,7 @@ class StageProgram:
         return {
             "program": program_to_document(self.program),
             "memory": {role: program_to_document(program) for role, program in self.memory.items()},
-            "items": [[i.kind, i.kernels, i.backward, i.context, i.eight_bit] for i in self.items],
+            "items": [[i.kind, i.kernels, i.backward, i.group, i.eight_bit] for i in self.items],
             "uses": [[u.layer, u.run, u.item, u.count, u.weight_grad] for u in self.uses],
         }
 
@@ -98,8 +98,8 @@ def stage_program_from_document(document: Any) -> StageProgram | None:
         program = program_from_document(document["program"])
         memory = {str(role): program_from_document(raw) for role, raw in document["memory"].items()}
         items = tuple(
-            WorkItem(str(kind), int(kernels), bool(backward), bool(context), bool(eight_bit))
-            for kind, kernels, backward, context, eight_bit in document["items"]
+            WorkItem(str(kind), int(kernels), bool(backward), Group(group), bool(eight_bit))
+            for kind, kernels, backward, group, eight_bit in document["items"]
         )
         uses = tuple(
             Use(str(layer), str(run), int(item), int(count), bool(weight))
@@ -149,12 +149,11 @@ class _WorkTable:
             sizes = _sizes(work)
             kind = work.kind.value
             is_backward = backward and kind == "attention"
-            context = work.group is Group.CONTEXT
-            key = (kind, work.kernels, is_backward, context, work.eight_bit, tuple(sizes.values()))
+            key = (kind, work.kernels, is_backward, work.group, work.eight_bit, tuple(sizes.values()))
             if key not in self._index:
                 index = len(self.items)
                 self._index[key] = index
-                self.items.append(WorkItem(kind, work.kernels, is_backward, context, work.eight_bit))
+                self.items.append(WorkItem(kind, work.kernels, is_backward, work.group, work.eight_bit))
                 self.expressions.update({f"w{index}.{name}": e for name, e in sizes.items()})
             use = (layer, run, self._index[key], work.makes_weight_grad)
             self._counts[use] = self._counts.get(use, 0) + 1
@@ -256,25 +255,15 @@ def with_unfused_softmax(
     return result
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Sizes of the groups that share a layer, arrays over the priced combinations."""
-
-    tensor_ranks: Array
-    tensor_nodes: Array
-    context_ranks: Array
-    context_nodes: Array
-
-
 def price_passes(
     stage: StageProgram,
     sizes: Mapping[str, Array],
     prices: Prices,
-    groups: Groups,
+    mesh: Mesh[Array],
 ) -> dict[tuple[str, str], PassTime]:
     """Seconds of every (layer kind, pass); `sizes` are the program's outputs."""
-    priced = [_price(item, index, sizes, prices, groups) for index, item in enumerate(stage.items)]
-    shape = np.broadcast_shapes(groups.tensor_ranks.shape, *(p.seconds.shape for p in priced))
+    priced = [_price(item, index, sizes, prices, mesh) for index, item in enumerate(stage.items)]
+    shape = np.broadcast_shapes(mesh.tp.shape, *(p.seconds.shape for p in priced))
     result: dict[tuple[str, str], PassTime] = {}
     for layer in LAYER_KINDS:
         for run in PASSES:
@@ -283,9 +272,9 @@ def price_passes(
                 if use.layer == layer and use.run == run:
                     item = stage.items[use.item]
                     _add_use(sums, use, item, priced[use.item])
-                    if item.kind not in ("gemm", "attention", "memory") and not item.context:
+                    if item.kind not in ("gemm", "attention", "memory") and item.group is Group.TENSOR:
                         happens = priced[use.item].seconds > 0.0
-                        sums["peers"] += use.count * happens * (groups.tensor_ranks - 1.0)
+                        sums["peers"] += use.count * happens * (mesh.tp - 1.0)
             result[layer, run] = PassTime(**sums)
     return result
 
@@ -295,7 +284,7 @@ def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced) -
         sums["compute_s"] += use.count * priced.seconds
         sums["launches"] += use.count * item.kernels
     else:
-        sums["context_s" if item.context else "collective_s"] += use.count * priced.seconds
+        sums["context_s" if item.group is Group.CONTEXT else "collective_s"] += use.count * priced.seconds
     if item.kind == "attention":
         sums["attention_s"] += use.count * priced.seconds
     sums["exact_s"] += use.count * priced.exact_s
@@ -310,7 +299,7 @@ def _price(
     index: int,
     sizes: Mapping[str, Array],
     prices: Prices,
-    groups: Groups,
+    mesh: Mesh[Array],
 ) -> Priced:
     if item.kind == "gemm":
         m, n, k, batch = (sizes[f"w{index}.{name}"] for name in _FIELDS["gemm"])
@@ -321,7 +310,6 @@ def _price(
     moved = sizes[f"w{index}.bytes"]
     if item.kind == "memory":
         return prices.of(MemoryPass(moved, item.kernels))
-    ranks = groups.context_ranks if item.context else groups.tensor_ranks
-    nodes = groups.context_nodes if item.context else groups.tensor_nodes
+    ranks, nodes = mesh.size(item.group), mesh.nodes(item.group)
     kind: CollectiveKind = item.kind  # type: ignore[assignment]
     return prices.of(Collective(kind, moved, ranks, nodes))

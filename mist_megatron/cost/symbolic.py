@@ -11,13 +11,13 @@ from sympy import Expr, Integer
 
 from mist_megatron.cost import layers
 from mist_megatron.cost.compile import compile_expressions
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import edge_parameters, layer_memory, stage_memory
 from mist_megatron.cost.operators import Operator
 from mist_megatron.cost.shapes import ACTIVATION
 from mist_megatron.cost.stage import StageProgram, build_stage_program
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.targets.table import TARGETS
 
 

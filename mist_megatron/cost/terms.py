@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mist_megatron.cost.grid import StageGrid
 from mist_megatron.price.prices import Array, Prices
+from mist_megatron.spec.mesh import Mesh
 from mist_megatron.spec.term import AT_STEP, IN_STEPPING_PASS, Term
 from mist_megatron.targets.facts import TrafficFacts
 
@@ -90,6 +92,11 @@ class TimeContext:
     """Terms that are left out, for comparison with models that leave them out."""
     recomputes_first_layers: bool = True
     """Of a stage's layers the first are the recomputed ones; its last ones otherwise."""
+
+    def mesh(self, grid: StageGrid) -> Mesh[Array]:
+        """Ranks of the stages of a grid."""
+        cp = np.asarray(float(self.context_parallel))
+        return Mesh(tp=grid.tp, cp=cp, dp=grid.dp, gpus_per_node=grid.gpus_per_node)
 
 
 @dataclass(frozen=True)

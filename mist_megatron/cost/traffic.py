@@ -7,10 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-from mist_megatron.cost.communication import nodes_spanned
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.terms import ZERO, LayerLoad, TimeContext
 from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostCopy
+from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.profile import CollectiveKind
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.facts import TrafficFacts
@@ -142,18 +142,25 @@ def collective(kind: CollectiveKind, message_bytes: Array, grid: StageGrid, cont
     ranks = replicas(grid, context)
     if not np.any(ranks > 1.0):
         return ZERO
-    nodes = np.minimum(nodes_spanned(ranks, grid.tp, grid.gpus_per_node), grid.nodes)
+    nodes = replica_nodes(grid, context)
     share = context.facts.zero3.network_share
     if share < 1.0:
         message_bytes = message_bytes / np.where((grid.zero >= 3) & (nodes > 1.0), share, 1.0)
-    work = Collective(kind, message_bytes, ranks, nodes, strided=np.asarray(grid.tp > 1.0))
+    work = Collective(
+        kind, message_bytes, ranks, nodes, strided=np.asarray(context.mesh(grid).stride(Group.DATA) > 1.0)
+    )
     seconds = context.prices.of(work).seconds
     return np.where(ranks > 1.0, seconds, 0.0)
 
 
 def replicas(grid: StageGrid, context: TimeContext) -> Array:
-    """Ranks with the same weights: data-parallel ones, and context-parallel ones, which see other tokens."""
-    return grid.dp * context.context_parallel
+    """Ranks with the same weights."""
+    return context.mesh(grid).size(Group.DATA)
+
+
+def replica_nodes(grid: StageGrid, context: TimeContext) -> Array:
+    """Nodes on which they lie."""
+    return np.minimum(context.mesh(grid).nodes(Group.DATA), grid.nodes)
 
 
 def bucketed(kind: CollectiveKind, layer_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:

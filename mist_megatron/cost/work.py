@@ -26,6 +26,7 @@ from mist_megatron.cost.traffic import (
 )
 from mist_megatron.price.overlap import overlapped_time
 from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostAdam, MemoryPass
+from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.facts import TrafficFacts
 
@@ -408,7 +409,7 @@ def boundary_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> B
 
 def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
     """A broadcast in a tensor-parallel group: a ring passes every byte once, as a gather does."""
-    nodes = np.ceil(grid.tp / context.cluster_gpus_per_node)
+    nodes = replace(context.mesh(grid), gpus_per_node=context.cluster_gpus_per_node).nodes(Group.TENSOR)
     seconds = context.prices.of(Collective("all_gather", whole_bytes, grid.tp, nodes)).seconds
     return np.where(grid.tp > 1.0, seconds, 0.0)
 

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.sends import sent_to_neighbours
 from mist_megatron.cost.work import boundary_work, hop_seconds
 from mist_megatron.search.choices import AXES, Array, Ints, StageSlot, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.spec.mesh import StageRole
 
 ROLES = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid, StageRole, role_of
+from mist_megatron.cost.grid import StageGrid
 from mist_megatron.search.choices import fractions
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, Front
@@ -25,6 +25,7 @@ from mist_megatron.search.points import steady_s as steady_of
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_prices import Times
 from mist_megatron.spec.kinds import alike
+from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.term import Term
 
 Array = NDArray[np.float64]

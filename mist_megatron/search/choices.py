@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.cost.grid import StageGrid, StageRole, role_of
+from mist_megatron.cost.grid import StageGrid
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.spec.kinds import KINDS, Range, per_kind
+from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
 from mist_megatron.spec.schedule import in_flight, usual_schedule
 from mist_megatron.targets.facts import GradientCase, HostGradients

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mist_megatron.cost.grid import StageRole, role_of
 from mist_megatron.search.assign import Assignment, Pipelines, assign, improves, in_line
 from mist_megatron.search.borders import ROLES
 from mist_megatron.search.bounds import EqualBound, SearchProblem
@@ -17,6 +16,7 @@ from mist_megatron.search.points import Ends, steady_s
 from mist_megatron.search.solution import Solved, stage_choice, told
 from mist_megatron.search.stage_fronts import StageConfigs, StageTimes, Tally, slot_configs
 from mist_megatron.search.stage_prices import Times, beyond_linear
+from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
 
 

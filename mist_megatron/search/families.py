@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.search.assign import Size
 from mist_megatron.search.borders import ROLES
 from mist_megatron.search.bounds import SearchProblem
@@ -16,7 +15,7 @@ from mist_megatron.search.pipelines import EqualPipeline, divisors, stage_levels
 from mist_megatron.search.points import Array, Flags
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.mesh import data_parallel_size
+from mist_megatron.spec.mesh import StageRole, data_parallel_size
 from mist_megatron.targets.table import TARGETS
 
 

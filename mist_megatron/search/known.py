@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.traffic import bucketed
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import Array
@@ -23,6 +23,7 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import alike, narrower
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.targets.table import TARGETS
 
 Item = EqualPipeline | MixedFamily

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.search.choices import AXES, Array, Choices, StageSlot, slot_at, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_prices import ends_of, with_axes
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.recompute import Recompute
 
 AT_ONCE = 500

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.search.assign import Pipelines, Size, StageFronts, assign, improves
 from mist_megatron.search.borders import ROLES, Borders, Pairs, sides_of
 from mist_megatron.search.bounds import LeastTimes, SearchProblem, least_passes, least_times
@@ -42,6 +41,7 @@ from mist_megatron.search.stage_fronts import (
     with_column,
 )
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.term import Term
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.search.choices import AXES, Array, Choices, StageSlot, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_prices import HeldMemory, corner_moments, ends_of, with_axes
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.recompute import Recompute
 
 AT_ONCE = 200_000

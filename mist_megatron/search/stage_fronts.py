@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.search.choices import AXES, Array, Choices, Rows, StageSlot
 from mist_megatron.search.points import Front, pareto
 from mist_megatron.search.stage_prices import RolePrices, SlotPrices
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
 
 Flags = NDArray[np.bool_]

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid, StageRole
+from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.predict import in_turn_share, refined
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
 from mist_megatron.search.choices import (
@@ -27,6 +27,7 @@ from mist_megatron.search.choices import (
     StageSlot,
     stage_grid,
 )
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.recompute import Recompute
 from mist_megatron.spec.term import Term
 

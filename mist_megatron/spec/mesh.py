@@ -1,4 +1,5 @@
-"""Ranks of a pipeline stage: how they are numbered, which of them talk to each other, and on how many nodes.
+"""Ranks of a pipeline stage: how they are numbered, which of them talk to each other, on how many nodes; and
+how stages lie beside each other.
 
 No other file computes with ranks. A new axis is a field of Mesh, its place in AXES, and the groups along it.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -99,6 +100,53 @@ def lies_across(one: Sequence[int], other: Sequence[int], gpus_per_node: int) ->
     return any(
         few[k * len(few) // len(many)] // gpus_per_node != gpu // gpus_per_node for k, gpu in enumerate(many)
     )
+
+
+class StageRole(Enum):
+    """Where in the pipeline a stage stands: decides embedding, head and boundary transfers."""
+
+    FIRST = "first"
+    MIDDLE = "middle"
+    LAST = "last"
+    ONLY = "only"
+
+    @property
+    def has_embedding(self) -> bool:
+        return self in (StageRole.FIRST, StageRole.ONLY)
+
+    @property
+    def has_head(self) -> bool:
+        return self in (StageRole.LAST, StageRole.ONLY)
+
+
+def role_of(position: int, stages: int) -> StageRole:
+    """The role of stage `position` (from 0) in a pipeline of `stages`."""
+    if stages == 1:
+        return StageRole.ONLY
+    if position == 0:
+        return StageRole.FIRST
+    return StageRole.LAST if position == stages - 1 else StageRole.MIDDLE
+
+
+def boundary_crossing_share(
+    stages: int, stage_gpus: int, gpus_per_node: int, role: StageRole | None = None
+) -> float:
+    """Share of a pipeline's boundaries that lie between nodes: all when a stage fills nodes, else one
+    boundary per node border. Of a role's own boundaries: where several stages share a node, the first and the
+    last one have their neighbour beside them (unless the last one has a node to itself), and the borders are
+    left to the stages between, on the mean."""
+    if stages <= 1:
+        return 0.0
+    if stage_gpus >= gpus_per_node:
+        return 1.0
+    a_node = gpus_per_node // stage_gpus
+    borders = (stages - 1) // a_node
+    if role is None:
+        return borders / (stages - 1)
+    first_crosses, last_crosses = float(a_node == 1), float((stages - 1) % a_node == 0)
+    if role is not StageRole.MIDDLE:
+        return last_crosses if role is StageRole.LAST else first_crosses
+    return (2.0 * borders - first_crosses - last_crosses) / (2.0 * max(stages - 2, 1))
 
 
 def shares_out(count: int, ranks: int) -> bool:

@@ -18,6 +18,7 @@ from mist_megatron.cost.compile import (
 from mist_megatron.cost.program_cache import load_or_build
 from mist_megatron.cost.stage import StageProgram, Use, WorkItem
 from mist_megatron.formats.files import CacheFolder
+from mist_megatron.spec.mesh import Group
 
 X, Y, Z = sp.symbols("x y z", nonnegative=True)
 EXPRESSIONS = {
@@ -76,7 +77,7 @@ def test_foreign_documents_are_refused(damage) -> None:  # type: ignore[no-untyp
 def stage() -> StageProgram:
     return StageProgram(
         compile_expressions({"w0.bytes": X * 2}),
-        (WorkItem("memory", 1, False, False),),
+        (WorkItem("memory", 1, False, Group.TENSOR),),
         (Use("block", "forward", 0, 2, False),),
     )
 

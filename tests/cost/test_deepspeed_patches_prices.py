@@ -14,11 +14,11 @@ import pytest
 from test_evaluate_terms import GRID, PARAMETERS, array, terms_of
 
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.plan import Execution
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.training import TrainingSpec

@@ -11,12 +11,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, StageRole, make_evaluator
+from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, make_evaluator
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import LinkOverrides, cluster_of
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import KINDS, per_kind
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.plan import TARGET_NAMES
 from mist_megatron.spec.training import TrainingSpec
 

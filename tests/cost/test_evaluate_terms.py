@@ -11,8 +11,7 @@ import pytest
 from plain_overlap import no_interference
 
 from mist_megatron.cost.closed_form import closed_form
-from mist_megatron.cost.communication import boundary_crossing_share, nodes_spanned
-from mist_megatron.cost.grid import StageGrid, StageRole, role_of
+from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.terms import LayerLoad, StageLoads, TimeContext
 from mist_megatron.cost.work import exposed_beside_products, stage_work
 from mist_megatron.price.prices import (
@@ -29,6 +28,7 @@ from mist_megatron.price.prices import (
     Work,
 )
 from mist_megatron.spec.kinds import alike
+from mist_megatron.spec.mesh import AXES, Group, Mesh, StageRole, boundary_crossing_share, role_of
 from mist_megatron.spec.plan import Execution
 from mist_megatron.targets.table import TARGETS
 
@@ -365,9 +365,17 @@ def test_stages_cross_as_many_node_borders_as_there_are(
 
 
 def test_groups_and_nodes() -> None:
-    assert nodes_spanned(np.array([8.0]), np.array([1.0]), 8)[0] == 1
-    assert nodes_spanned(np.array([16.0]), np.array([1.0]), 8)[0] == 2
+    def mesh(**sizes: float) -> Mesh[Any]:
+        arrays = {axis: array(sizes.get(axis, 1)) for axis in AXES}
+        return Mesh(**arrays, gpus_per_node=8)
+
+    assert mesh(tp=8).nodes(Group.TENSOR) == 1
+    assert mesh(tp=16).nodes(Group.TENSOR) == 2
     # Data parallel over 8 ranks with tensor parallel 4 on nodes of 8: two ranks a node.
-    assert nodes_spanned(np.array([8.0]), np.array([4.0]), 8)[0] == 4
+    assert mesh(dp=8, tp=4).nodes(Group.DATA) == 4
+    # Each context-parallel rank of 2 has a tensor-parallel group for itself, and so has each of 4 replicas.
+    assert mesh(dp=4, cp=2, tp=4).size(Group.DATA) == 8
+    assert mesh(dp=4, cp=2, tp=4).stride(Group.CONTEXT) == 4
+    assert mesh(dp=4, cp=2, tp=4).nodes(Group.CONTEXT) == 1
     assert [role_of(i, 3) for i in range(3)] == [StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST]
     assert role_of(0, 1) is StageRole.ONLY

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from mist_megatron.cost import symbols as s
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.presets import preset
 from mist_megatron.targets.mist import MEMORY
 

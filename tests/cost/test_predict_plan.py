@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
-from mist_megatron.cost.grid import StageRole, role_of
 from mist_megatron.cost.predict import grid_of, job_of, model_flops, predict, prediction_document
 from mist_megatron.formats.plan_yaml import plan_from_text
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import presets
 from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 

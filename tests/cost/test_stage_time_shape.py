@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, StageRole, make_evaluator
+from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, make_evaluator
 from mist_megatron.formats.files import CacheFolder
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.price.overlap import Array
@@ -19,6 +19,7 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import alike, per_kind
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.training import TrainingSpec
 

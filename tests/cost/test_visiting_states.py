@@ -12,9 +12,9 @@ import pytest
 from test_evaluate_terms import GRID, HOP_S, HOST_S, PARAMETERS, array, terms_of
 
 from mist_megatron.cost import symbols as s
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.targets.megatron import PATCHED_MEMORY
 

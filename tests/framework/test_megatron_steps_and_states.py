@@ -18,10 +18,10 @@ from patch_mutations import MUTATIONS
 from test_megatron_patches import Runs, assert_close, assert_same, run_all
 
 from mist_megatron.cost import symbols as s
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
 from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.targets.megatron import PATCHED_MEMORY
 
 STEPS = {"decoupled_steps": [1, 1]}

@@ -16,10 +16,10 @@ pytest.importorskip("transformers", reason="needs the test framework environment
 import warm_start_server
 
 from mist_megatron.cost import symbols as s
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
 from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.targets.deepspeed import MEMORY
 
 SHAPES = [

@@ -11,10 +11,10 @@ pytest.importorskip("deepspeed", reason="needs the test framework environment")
 from ranks import run_ranks
 
 from mist_megatron.cost import symbols as s
-from mist_megatron.cost.grid import StageRole
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import stage_memory
 from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.targets import deepspeed, megatron
 
 
