@@ -90,10 +90,11 @@ PATCHED_MEMORY = replace(MEMORY, gradients_return=True)
 
 
 def patched_capability(precision: Precision | None, execution: Execution | None) -> Capability:
-    """Transformer Engine keeps 8-bit copies of weights that the patch does not see; nobody tried it."""
+    """Transformer Engine keeps 8-bit copies of weights and of activations that the patches do not see: nobody
+    tried them together, and activation_offload refuses to start there."""
     able = PATCHED_CAPABILITY
     if precision == "fp8":
-        return replace(able, offload=replace(able.offload, weights="none", grads="none"))
+        return replace(able, offload=replace(able.offload, weights="none", grads="none", activations="none"))
     return able
 
 

@@ -32,12 +32,12 @@ def plan_with(offload: Offload, precision: str) -> Plan:
     )
 
 
-def test_weights_and_gradients_of_fp8_layers_stay() -> None:
-    for offload in (Offload(weights=0.5), Offload(grads=0.5)):
+def test_weights_gradients_and_activations_of_fp8_layers_stay() -> None:
+    for offload in (Offload(weights=0.5), Offload(grads=0.5), Offload(activations=0.5)):
         assert not violations(plan_with(offload, "bf16"))
         (rule,) = violations(plan_with(offload, "fp8"))
         assert "it keeps" in rule
-    assert not violations(plan_with(Offload(optimizer=0.5, activations=0.5), "fp8"))
+    assert not violations(plan_with(Offload(optimizer=0.5), "fp8"))
 
 
 @pytest.mark.parametrize("target", ["deepspeed", "deepspeed+patches", "mist"])

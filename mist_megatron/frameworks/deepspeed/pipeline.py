@@ -1,6 +1,6 @@
 """The JSONs of a DeepSpeed pipeline's stages, read again: whether they fit each other and stages.json. Pure.
 
-`mist_patches.deepspeed_stage_files` refuses the same when training starts; there nothing of the tuner is
+`mist_patches.deepspeed.stage_files` refuses the same when training starts; there nothing of the tuner is
 installed, so that the rule stands twice, and a test holds one against the other.
 """
 
