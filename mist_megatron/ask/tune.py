@@ -177,7 +177,7 @@ class Tuned:
         return replace(self, files=tuple(sorted(texts)))
 
     def to_dict(self) -> dict[str, Any]:
-        """What `tune --json` prints."""
+        """What `tune --json` prints; its `gain` takes the searches of `baselines`."""
         best_s = self.iteration_s
         gain = {
             name: {"iteration_s": time_s, "speedup": time_s / best_s}

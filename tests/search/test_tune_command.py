@@ -61,7 +61,7 @@ def test_tune_writes_nothing_without_out(mist, tmp_path):
 
 def test_what_is_proved_reads_as_a_sentence_where_there_is_no_pipeline(mist):
     done = mist("tune", "--model", "gpt2", "--gpus", "2", "--global-batch", "4", "--target", "deepspeed")
-    assert "no plan of space full on this target is faster by eq. 1" in " ".join(done.out.split())
+    assert "no plan of space full on this target is faster (" in " ".join(done.out.split())
 
 
 def test_workers_find_the_same(mist):
