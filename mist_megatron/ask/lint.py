@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from mist_megatron.frameworks.deepspeed.read import (
     read_config,
     with_patches,
 )
-from mist_megatron.frameworks.file_kinds import kind_of
+from mist_megatron.frameworks.file_kinds import kind_of, mapping_of
 from mist_megatron.frameworks.findings import Finding, keeps_from_pricing
 from mist_megatron.frameworks.folder import FRAMEWORKS
 from mist_megatron.frameworks.loose_json import read_loose
@@ -43,6 +44,7 @@ from mist_megatron.frameworks.megatron.command import (
 from mist_megatron.frameworks.megatron.lint import lint_command, lint_megatron, missing_sizes, version_notes
 from mist_megatron.frameworks.megatron.read import Reader, model_of, plan_of, training_of, with_stages
 from mist_megatron.frameworks.stages_json import check_stages
+from mist_megatron.frameworks.trainer_yaml import adapter_findings, filled, named_config
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
@@ -117,6 +119,8 @@ def lint(
     """
     path = _in_folder(Path(file))
     text = read_text(path)
+    if kind_of(text) == "mapping":
+        return _priced(_trainer(text, path, words, checkpointing=checkpointing))
     is_config = kind_of(text) == "configuration"
     beside = None if is_config else _config_beside(text, path)
     if is_config:
@@ -126,11 +130,36 @@ def lint(
         linted = replace(linted, findings=(*linted.findings, *_arguments(text, linted.plan, path)))
     else:
         linted = _megatron(text, path, words, given or {})
+    return _priced(linted)
+
+
+def _priced(linted: Linted) -> Linted:
+    """With its price, where nothing keeps from one."""
     if keeps_from_pricing(linted.findings):
         linted = replace(linted, plan=None)
     if linted.plan is None:
         return linted
     return replace(linted, prediction=predict(linted.plan, what_if=True).prediction)
+
+
+def _trainer(text: str, file: Path, words: JobWords, *, checkpointing: bool) -> Linted:
+    """The DeepSpeed configuration that a trainer's YAML names or holds."""
+    document = mapping_of(text, str(file))
+    named = named_config(document, str(file))
+    if named.path is None:
+        config = named.config
+    else:
+        places = [folder / named.path for folder in (file.parent, *file.parent.parents)]
+        path = next((place for place in places if place.is_file()), None)
+        if path is None:
+            raise InputError(
+                f"{file}: it names {named.path}, which is not there",
+                details=("try: lint it beside that file, or lint that file itself",),
+            )
+        config, file = read_loose(read_text(path), str(path)), path
+    told = json.dumps(filled(config, named.fills))
+    linted = _deepspeed(told, file, words, checkpointing=checkpointing)
+    return replace(linted, findings=(*adapter_findings(document), *linted.findings))
 
 
 def _in_folder(path: Path) -> Path:

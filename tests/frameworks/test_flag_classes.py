@@ -1,0 +1,63 @@
+"""Every flag of the real parser is classed by what it does to a price."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mist_megatron.frameworks.megatron.command import options_of, read_command_line
+from mist_megatron.frameworks.megatron.flag_classes import CLASSES, class_of, unpriced_flags
+from mist_megatron.frameworks.megatron.lint import lint_command, lint_megatron
+
+ROOT = Path(__file__).resolve().parents[2]
+KNOWN = frozenset(json.loads((ROOT / "launch" / "megatron_flags.json").read_text("utf-8"))["flags"])
+
+
+def test_every_flag_of_the_parser_is_classed() -> None:
+    assert [flag for flag in sorted(KNOWN) if class_of(flag.removeprefix("--")) is None] == []
+
+
+def test_the_table_names_only_flags_that_there_are_and_each_once() -> None:
+    said = [name for group in CLASSES for name in group.flags.split()]
+    assert len(said) == len(set(said))
+    for name in said:
+        start = f"--{name.removesuffix('*')}"
+        assert any(flag.startswith(start) for flag in KNOWN) if name.endswith("*") else start in KNOWN, name
+
+
+SHAPE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --bf16"
+
+
+@pytest.mark.parametrize(
+    ("added", "named"),
+    [
+        ("--num-experts 8 --moe-router-topk 2", ["num-experts"]),
+        ("--multi-latent-attention --kv-lora-rank 512", ["multi-latent-attention"]),
+        ("--mtp-num-layers 1", ["mtp-num-layers"]),
+        ("--use-torch-fsdp2", ["use-torch-fsdp2"]),
+        ("--hybrid-layer-pattern M-M*", ["hybrid-layer-pattern"]),
+        ("--optimizer sgd", ["optimizer"]),
+        ("--optimizer muon", ["optimizer"]),
+        ("--window-size 4096,0", ["window-size"]),
+        ("--fp4-format e2m1", ["fp4-format"]),
+        ("--optimizer adam --num-experts 1 --lr 1e-4 --transformer-impl transformer_engine", []),
+    ],
+)
+def test_what_is_not_priced_is_named(added: str, named: list[str]) -> None:
+    options = options_of(f"{SHAPE} {added}".split())
+    assert [name for name, _ in unpriced_flags(options)] == named
+    findings = lint_megatron(options, "", "x", KNOWN)
+    assert [f.key for f in findings if f.level == "unpriced"] == [f"--{name}" for name in named]
+
+
+def test_wild_scripts_are_read(measured_dir: Path) -> None:
+    """Launch scripts of public repositories: each gives the command that it starts."""
+    scripts = sorted((measured_dir / "wild" / "mg").glob("*"))
+    if not scripts:
+        pytest.skip("no scripts of public repositories beside the measured rows")
+    for path in scripts:
+        command = read_command_line(path.read_text("utf-8"), path.name)
+        assert {"num-layers", "hidden-size", "num-attention-heads"} <= set(command.options), path.name
+        lint_command(command, path.name, KNOWN)
