@@ -23,7 +23,6 @@ UNPRICED: Mapping[str, tuple[str, frozenset[object]]] = {
     "bf16.bf16_optimizer_states": ("states of another size", frozenset({False})),
     "bf16.immediate_grad_update": ("gradients live shorter", frozenset({False})),
     "fp16.fp16_master_weights_and_grads": ("states of another size", frozenset({False})),
-    "fp16.auto_cast": ("casts inputs, for models that are not in fp16", frozenset({False})),
     "torch_autocast.enabled": ("keeps weights in 4 bytes and casts them", frozenset({False})),
     "hybrid_engine.enabled": ("generates text between steps", frozenset({False})),
     "data_efficiency.enabled": ("drops tokens or shortens sequences on the way", frozenset({False})),
