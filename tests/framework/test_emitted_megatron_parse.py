@@ -259,6 +259,7 @@ WRONG = [
     ("--warmup 10", ""),
     ("--model-parallel-size 2", ""),
     ("--no-position-embedding", ""),
+    ("--no-position-embedding --use-rotary-position-embeddings", ""),
 ]
 
 

@@ -180,8 +180,8 @@ def _unknown(names: tuple[str, ...], known: frozenset[str]) -> Iterator[Finding]
 
 def _removed(read: Reader) -> Iterator[Finding]:
     for name, instead in REMOVED.items():
-        rope = name == "no-position-embedding" and read.word("position-embedding-type") == "rope"
-        if read.has(name) and not rope:
+        rotary = read.has("use-rotary-position-embeddings") or read.word("position-embedding-type") == "rope"
+        if read.has(name) and not (rotary and name == "no-position-embedding"):
             yield _say("rejected", name, f"no longer valid; use {instead}")
 
 
