@@ -217,10 +217,10 @@ class StageEvaluator:
         """Distinct (micro-batch, tp) pairs of the grid, each priced when it is first met: few values of both
         make up all grids of a search."""
         micro_batch, tp = np.broadcast_arrays(grid.micro_batch, grid.tp)
-        found, positions = np.unique(micro_batch.reshape(-1) + 1j * tp.reshape(-1), return_inverse=True)
+        distinct, positions = np.unique(micro_batch.reshape(-1) + 1j * tp.reshape(-1), return_inverse=True)
         key = (grid.gpus_per_node, grid.sequence_parallel, grid.recompute)
         rows, priced = self._memo.get(key, ({}, None))
-        pairs: list[complex] = found.tolist()
+        pairs: list[complex] = distinct.tolist()
         new = np.array([pair for pair in pairs if pair not in rows])
         if new.size or priced is None:
             more = self._pairs((new.real, new.imag), grid)
@@ -249,7 +249,7 @@ class StageEvaluator:
         model, seq = self.job.model, np.asarray(float(self.job.training.seq_len))
         hidden, heads = np.asarray(float(model.hidden)), np.asarray(float(model.heads))
         ratio = self.prices.layer_ratio(LayerShape(pairs[0], seq, hidden, heads, pairs[1]))
-        return {key: found.scaled(ratio) if key[0] == "block" else found for key, found in passes.items()}
+        return {key: one.scaled(ratio) if key[0] == "block" else one for key, one in passes.items()}
 
     def _mesh(self, tp: Array, grid: StageGrid) -> Mesh[Array]:
         """One data-parallel replica: layers talk inside of it only."""

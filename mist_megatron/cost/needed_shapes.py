@@ -89,7 +89,7 @@ def needed_shapes(models: Sequence[ModelSpec], wanted: ShapeRange) -> NeededShap
 
 def _splits(model: ModelSpec, wanted: ShapeRange, left_out: list[str]) -> list[int]:
     """Tensor-parallel sizes that cut the model evenly."""
-    found = []
+    even = []
     for size in wanted.tensor_parallel:
         uneven = next(
             (
@@ -100,15 +100,15 @@ def _splits(model: ModelSpec, wanted: ShapeRange, left_out: list[str]) -> list[i
             None,
         )
         if uneven is None:
-            found.append(size)
+            even.append(size)
         else:
             left_out.append(f"{model.name} with tp {size}: does not divide {uneven}")
-    if not found:
+    if not even:
         raise InputError(
             f"--tp: {model.name} runs with none of {', '.join(map(str, wanted.tensor_parallel))}",
             details=tuple(left_out),
         )
-    return found
+    return even
 
 
 def _works(operators: Iterable[Operator]) -> list[Work]:
@@ -132,9 +132,9 @@ def _evaluated(
             for name, size in zip(labels, row, strict=True)
         }
     )
-    found = program.run(_values(model, wanted, splits))
+    outputs = program.run(_values(model, wanted, splits))
     count = len(wanted.micro_batches) * len(wanted.seq_lens) * len(splits) * 2
-    columns = [[np.broadcast_to(found[name], (count,)).tolist() for name in labels] for labels in names]
+    columns = [[np.broadcast_to(outputs[name], (count,)).tolist() for name in labels] for labels in names]
     return [(work, list(zip(*column, strict=True))) for work, column in zip(works, columns, strict=True)]
 
 

@@ -110,7 +110,7 @@ def stage_program_from_document(document: Any) -> StageProgram | None:
     sane = all(
         u.layer in LAYER_KINDS and u.run in PASSES and 0 <= u.item < len(items) and u.count > 0 for u in uses
     )
-    whole = {role: found for role, found in memory.items() if found is not None}
+    whole = {role: program for role, program in memory.items() if program is not None}
     if program is None or not sane or len(whole) < len(memory):
         return None
     return StageProgram(program, items, uses, whole)
@@ -247,10 +247,10 @@ def with_unfused_softmax(
     # backward undoes them: 6 + 8 + 8 + 6. `scores_bytes` has 2 bytes an element.
     again = [(kind, 14.5, 5) for kind in kinds_that_drop("attention_core")]
     for run, passed_bytes, kernels in (("forward", 14.5, 5), *again, ("backward", 14.0, 4)):
-        found = passes["block", run]
+        passed = passes["block", run]
         seconds = prices.of(MemoryPass(passed_bytes * scores_bytes, kernels)).seconds * falls_back
         result["block", run] = replace(
-            found, compute_s=found.compute_s + seconds, launches=found.launches + kernels * falls_back
+            passed, compute_s=passed.compute_s + seconds, launches=passed.launches + kernels * falls_back
         )
     return result
 

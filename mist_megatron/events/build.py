@@ -168,10 +168,10 @@ class _Builder:
         elif step.kind is not PassKind.WEIGHT:
             source = self.source_of(step.kind, virtual)
             if source is not None:
-                found = self.arrived.get((*source, step.micro_batch))
-                if found is None:
+                arrival = self.arrived.get((*source, step.micro_batch))
+                if arrival is None:
                     return False
-                given = [found]
+                given = [arrival]
         rank, stage = self.ranks[number], self.work.stages[number]
         sent = given[0] if given and self.built.kind[given[0]] == "send" else None
         handed = [] if sent is None else self.hand_on_inside(number, step, sent)

@@ -39,20 +39,20 @@ class Disagreement:
         return max(range(len(pairs)), key=lambda stage: abs(pairs[stage][0] - pairs[stage][1]))
 
 
-def disagreement(found: Simulation) -> Disagreement | None:
+def disagreement(simulation: Simulation) -> Disagreement | None:
     """None for schedules without a closed form."""
-    if found.closed_form_s is None:
+    if simulation.closed_form_s is None:
         return None
-    stages = found.prediction.stages
-    played = _stable_times(found)
+    stages = simulation.prediction.stages
+    played = _stable_times(simulation)
     timings = [_stretched(timing_of(stages, position), stable_s) for position, stable_s in enumerate(played)]
-    plan = found.plan
+    plan = simulation.plan
     between_s = iteration_time(
-        timings, plan.grad_accum, plan.schedule, plan.vpp, step_hides=found.prediction.step_hides
+        timings, plan.grad_accum, plan.schedule, plan.vpp, step_hides=simulation.prediction.step_hides
     ).total_s
     return Disagreement(
-        passes_s=found.closed_form_s - between_s,
-        waiting_s=between_s - found.iteration_s,
+        passes_s=simulation.closed_form_s - between_s,
+        waiting_s=between_s - simulation.iteration_s,
         closed_stable_s=tuple(timing_of(stages, position).stable_s for position in range(len(stages))),
         played_stable_s=played,
     )
@@ -64,16 +64,16 @@ def _stretched(timing: StageTiming, stable_s: float) -> StageTiming:
     return replace(timing, stable_s=stable_s, forward_s=forward_s)
 
 
-def _stable_times(found: Simulation) -> tuple[float, ...]:
+def _stable_times(simulation: Simulation) -> tuple[float, ...]:
     """Mean time of a micro-batch on each stage from when its inputs are there, first and last left out, and
     the transfers for which the stage stops. Of two micro-batches none is stable: nothing speaks against t."""
-    timeline, built = found.timeline, found.built
-    count = found.plan.grad_accum
+    timeline, built = simulation.timeline, simulation.built
+    count = simulation.plan.grad_accum
     chosen = range(1, count - 1)
     if not chosen:
-        stages = found.prediction.stages
+        stages = simulation.prediction.stages
         return tuple(timing_of(stages, position).stable_s for position in range(len(stages)))
-    sums = [0.0] * len(found.plan.stages)
+    sums = [0.0] * len(simulation.plan.stages)
     for span in built.spans:
         if span.step.micro_batch in chosen:
             sums[span.stage] += float(timeline.end_s[span.last] - timeline.start_s[span.first])

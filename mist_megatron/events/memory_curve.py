@@ -92,8 +92,8 @@ def _moments(
     beyond_of = {name.removeprefix("beyond."): size for name, size in sizes.items() if "beyond." in name}
 
     def worst(names: Set[str]) -> dict[float, float]:
-        found = [size for name, size in beyond_of.items() if name in names]
-        most = np.max([held, *(held + beyond for beyond in found)], axis=0)
+        sizes = [size for name, size in beyond_of.items() if name in names]
+        most = np.max([held, *(held + beyond for beyond in sizes)], axis=0)
         return dict(zip(numbers, most.tolist(), strict=True))
 
     between = held + np.where(np.array(numbers) > 0.0, sizes["activations"], 0.0)

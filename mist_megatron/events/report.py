@@ -35,25 +35,25 @@ def simulation_document(simulation: Simulation, *, every_rank: bool = False) -> 
 
 
 def _disagreement(simulation: Simulation) -> dict[str, Any] | None:
-    found = disagreement(simulation)
-    if found is None:
+    both = disagreement(simulation)
+    if both is None:
         return None
     return {
-        "passes_s": found.passes_s,
-        "waiting_s": found.waiting_s,
-        "closed_stable_s": list(found.closed_stable_s),
-        "played_stable_s": list(found.played_stable_s),
+        "passes_s": both.passes_s,
+        "waiting_s": both.waiting_s,
+        "closed_stable_s": list(both.closed_stable_s),
+        "played_stable_s": list(both.played_stable_s),
     }
 
 
 def devices(simulation: Simulation, *, every_rank: bool) -> list[dict[str, Any]]:
     """One entry per stage, or one per rank: ranks of a stage do the same at the same time."""
-    found = []
+    documents = []
     for usage in simulation.usage:
         ranks = list(simulation.plan.ranks(usage.device))
         shares: Sequence[list[int]] = [[rank] for rank in ranks] if every_rank else [ranks]
-        found += [{"stage": usage.device, "ranks": share, **_usage(usage)} for share in shares]
-    return found
+        documents += [{"stage": usage.device, "ranks": share, **_usage(usage)} for share in shares]
+    return documents
 
 
 def _usage(usage: DeviceUsage) -> dict[str, Any]:

@@ -150,11 +150,11 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         key = (grids[position].role, stage)
         if key not in kinds:
             kinds[key] = _priced(plan, position, evaluator)
-        found, work = kinds[key]
-        chunks, crossing = _chunks(plan, position, found, layer), _between_nodes(plan, position)
+        layer_kinds, work = kinds[key]
+        chunks, crossing = _chunks(plan, position, layer_kinds, layer), _between_nodes(plan, position)
         stages.append(replace(work, chunks=chunks, between_nodes=crossing))
         layer += stage.layers
-    prices = {work for found, _ in kinds.values() for work in found.passes()}
+    prices = {work for layer_kinds, _ in kinds.values() for work in layer_kinds.passes()}
     facts = context.facts
     return Workload(
         plan=plan,
