@@ -305,14 +305,28 @@ def _not_linear(evaluator: StageEvaluator, grid: StageGrid) -> _Fine | None:
     what a stage waits for its first micro-batch, which is not known of it alone, or not at all."""
     if _is_linear(evaluator, grid):
         return None
-    zero = np.zeros((1,) * (len(AXES) + 1))
-    found: _Fine = []
-    for ckpt in (zero, zero + 1.0, np.maximum(grid.layers - 1.0, 1.0)):
-        fine = refined(evaluator, replace(grid, ckpt=ckpt))
-        found.append((ckpt, (fine.stable_s, fine.delta_s - fine.late_s)))
-        if len(found) == 1 and not np.any(fine.late_s):
-            break
+    one = np.ones((1,) * (len(AXES) + 1))
+    window = grid.layers
+    ends = window if len(window) < 3 else window[[0, -1]]
+    none = refined(evaluator, replace(grid, layers=ends, ckpt=0.0 * one))
+    stable_s, extra_s = (_along(part, ends, window) for part in (none.stable_s, none.delta_s - none.late_s))
+    found: _Fine = [(0.0 * one, (stable_s, extra_s))]
+    if np.any(none.late_s):
+        # Of layers that are not recomputed, however many others are.
+        kept = np.concatenate([one, np.maximum(window[-1:] - 1.0, 1.0)])
+        late_s = refined(evaluator, replace(grid, layers=kept + 1.0, ckpt=one)).late_s
+        for ckpt in (one, np.maximum(window - 1.0, 1.0)):
+            found.append((ckpt, (stable_s, -_along(late_s, kept, window - ckpt))))
     return found
+
+
+def _along(values: Array, ends: Array, wanted: Array) -> Array:
+    """Between two numbers of layers, or at the one or two that there are."""
+    whole = with_axes(np.asarray(values), len(AXES) + 1)
+    if whole.shape[0] == 1 or ends[-1] == ends[0]:
+        return whole[:1]
+    along = np.clip((wanted - ends[0]) / (ends[-1] - ends[0]), 0.0, 1.0)
+    return np.asarray(whole[:1] + along * (whole[-1:] - whole[:1]))
 
 
 class HeldMemory:
