@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from mist_megatron.frameworks.megatron.recompute import recompute_settings
 from mist_megatron.frameworks.megatron.write import distributed_optimizer, layout, offloads_optimizer
 from mist_megatron.spec.plan import Plan
 
@@ -51,14 +52,8 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
         model["pipeline_model_parallel_layout"] = layout(plan)
     if plan.vpp > 1:
         model["virtual_pipeline_model_parallel_size"] = plan.vpp
-    if stage.recompute == "full" and stage.ckpt:
-        model |= {
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": stage.ckpt // plan.vpp,
-        }
-    if stage.recompute == "selective":
-        model |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    for name, value in recompute_settings(stage, plan.vpp).items():
+        model[name.replace("-", "_")] = [value] if name == "recompute-modules" else value
     optimizer: dict[str, Any] = {"use_distributed_optimizer": distributed_optimizer(plan)}
     if offloads_optimizer(plan):
         optimizer |= {

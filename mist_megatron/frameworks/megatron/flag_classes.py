@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from mist_megatron.frameworks.megatron.recompute import MODULES
+
 FlagKind = Literal["priced", "indifferent", "unpriced"]
 
 
@@ -161,7 +163,7 @@ CLASSES: Sequence[FlagClass] = (
         "cpu-offloading-num-layers fine-grained-activation-offloading",
     ),
     _unpriced("states in host memory are priced as Megatron's own", "use-torch-optimizer-for-cpu-offload"),
-    _unpriced("only what --recompute-activations does is priced", "recompute-modules", "core_attn"),
+    _unpriced("only what --recompute-activations does is priced", "recompute-modules", *MODULES.values()),
     _unpriced(
         "recomputation of other parts is not priced",
         "distribute-saved-activations mlp-chunks-for-training mlp-chunks-for-prefill",

@@ -23,6 +23,7 @@ from mist_megatron.frameworks.megatron.flag_classes import class_of, unpriced_fl
 from mist_megatron.frameworks.megatron.model import VERSION as PARSER_VERSION
 from mist_megatron.frameworks.megatron.patches import Patch
 from mist_megatron.frameworks.megatron.read import Reader, cut
+from mist_megatron.frameworks.megatron.recompute import PARTS, WHOLE_LAYERS
 from mist_megatron.spec.mesh import shares_out, shares_out_or_copies
 
 GRIDS_NEED = (
@@ -202,19 +203,19 @@ def _numbers(read: Reader) -> Iterator[Finding]:
 def _recompute(read: Reader) -> Iterator[Finding]:
     kind = read.word("recompute-granularity") or "none"
     method, layers = read.has("recompute-method"), read.has("recompute-num-layers")
-    if kind == "full" and not (method and layers):
+    if kind == WHOLE_LAYERS and not (method and layers):
         yield _say(
             "rejected",
             "recompute-granularity",
             "full needs --recompute-method and --recompute-num-layers (TC:1911)",
         )
-    if kind == "selective" and (method or layers):
+    if kind == PARTS and (method or layers):
         yield _say(
             "rejected", "recompute-granularity", "selective forbids method and number of layers (TC:1932)"
         )
     if kind == "none" and (method or layers) and not read.has("recompute-activations"):
         yield _say("ignored", "recompute-num-layers", "nothing is recomputed without --recompute-granularity")
-    if kind == "full" and layers:
+    if kind == WHOLE_LAYERS and layers:
         asked, total = read.number("recompute-num-layers"), read.number("num-layers")
         most = (
             None
@@ -226,7 +227,7 @@ def _recompute(read: Reader) -> Iterator[Finding]:
         uneven = read.has("pipeline-model-parallel-layout")
         if asked is not None and most is not None and asked > most and not uneven:
             yield _say("ignored", "recompute-num-layers", f"{asked} is accepted for a stage of {most} layers")
-    if read.has("distribute-saved-activations") and (kind != "full" or read.has("sequence-parallel")):
+    if read.has("distribute-saved-activations") and (kind != WHOLE_LAYERS or read.has("sequence-parallel")):
         yield _say("rejected", "distribute-saved-activations", "needs full recomputation, TP > 1, no SP")
 
 

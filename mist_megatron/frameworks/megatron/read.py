@@ -11,11 +11,11 @@ from typing import Any, cast
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.megatron.command import OPEN_VALUE, Options, shown
 from mist_megatron.frameworks.megatron.patches import Patch
+from mist_megatron.frameworks.megatron.recompute import PARTS, WHOLE_LAYERS, kind_of
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import Activation, ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
-from mist_megatron.spec.recompute import SEARCHED, Recompute
 from mist_megatron.spec.schedule import usual_schedule
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.table import TARGETS
@@ -313,13 +313,12 @@ def _stage(read: Reader, layers: int, plain: StagePlan, vpp: int) -> StagePlan:
     """ZeRO level, recomputation and offload of one stage."""
     granularity = read.text("recompute-granularity", "none")
     if read.has("recompute-activations"):
-        granularity = "selective"
+        granularity = PARTS
     ckpt = 0
-    if granularity == "full":
+    if granularity == WHOLE_LAYERS:
         asked = read.count("recompute-num-layers", 1)
         block = read.text("recompute-method", "uniform") == "block"
         ckpt = min(asked, layers // vpp) * vpp if block else layers
-    kinds: dict[str, Recompute] = {kind: kind for kind in SEARCHED}
     moved = read.share("optimizer-offload-fraction", 1.0) if read.has("optimizer-cpu-offload") else 0.0
     offload = Offload(optimizer=min(max(moved, 0.0), 1.0))
     zero: Zero = 1 if read.has("use-distributed-optimizer") else 0
@@ -332,7 +331,7 @@ def _stage(read: Reader, layers: int, plain: StagePlan, vpp: int) -> StagePlan:
         micro_batch=plain.micro_batch,
         zero=zero,
         ckpt=ckpt,
-        recompute=kinds.get(granularity, "full"),
+        recompute=kind_of(granularity, read.word("recompute-modules")),
         offload=offload,
     )
 

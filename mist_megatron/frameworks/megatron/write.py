@@ -16,6 +16,7 @@ from mist_megatron.frameworks.megatron.model import (
     vocabulary_divisor,
 )
 from mist_megatron.frameworks.megatron.patches import patches
+from mist_megatron.frameworks.megatron.recompute import recompute_settings
 from mist_megatron.frameworks.megatron.rules import refusals
 from mist_megatron.frameworks.refusal import refuse
 from mist_megatron.frameworks.stages_json import chunk_layers, stages_document
@@ -133,8 +134,8 @@ def execution_flags(plan: Plan) -> Flags:
 def stage_flags(plan: Plan, index: int) -> Flags:
     """Arguments of one stage's ranks, put behind the common ones.
 
-    Recomputed layers are counted in each virtual stage (core/recompute.py:167). A fraction of 0 is said too:
-    the parser's own default is 1. A stage's own grid is said where grids differ.
+    An offloaded fraction of 0 is said too: the parser's own default is 1. A stage's own grid is said where
+    grids differ.
     """
     stage = plan.stages[index]
     return (
@@ -145,17 +146,7 @@ def stage_flags(plan: Plan, index: int) -> Flags:
             *vocabulary_flags(plan, index),
             *when(plan.sequence_parallel and stage.tp > 1, flag("--sequence-parallel")),
         ),
-        *when(
-            stage.recompute == "full" and stage.ckpt > 0,
-            flag("--recompute-granularity", "full"),
-            flag("--recompute-method", "block"),
-            flag("--recompute-num-layers", stage.ckpt // plan.vpp),
-        ),
-        *when(
-            stage.recompute == "selective",
-            flag("--recompute-granularity", "selective"),
-            flag("--recompute-modules", "core_attn"),
-        ),
+        *(flag(f"--{name}", value) for name, value in recompute_settings(stage, plan.vpp).items()),
         *when(offloads_optimizer(plan), flag("--optimizer-offload-fraction", f"{stage.offload.optimizer:g}")),
     )
 
