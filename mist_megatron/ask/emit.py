@@ -21,7 +21,7 @@ from mist_megatron.frameworks.launch import LaunchSources
 from mist_megatron.resources import data_folder
 from mist_megatron.spec import check
 from mist_megatron.spec.plan import Plan, TargetName
-from mist_megatron.targets.table import TARGETS
+from mist_megatron.targets.table import EMITTED
 
 PROBE_LIMIT_S = 120.0
 """Importing DeepSpeed and torch from a slow network disk takes up to a minute."""
@@ -58,7 +58,7 @@ def emit(
     """
     plan = load_plan(plan)
     if target is not None:
-        check.known("--target", "target", target, tuple(name for name in TARGETS if TARGETS[name].framework))
+        check.known("--target", "target", target, EMITTED)
         plan = replace(plan, target=cast(TargetName, target))
     files = framework_files(plan)
     if out is not None:

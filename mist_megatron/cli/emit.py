@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from mist_megatron.cli.output import OutputOptions
+from mist_megatron.spec.check import either
+from mist_megatron.targets.table import EMITTED
 
 
 def emit(
@@ -15,9 +17,7 @@ def emit(
     *,
     target: Annotated[
         str | None,
-        typer.Option(
-            help="megatron, megatron+patches, deepspeed or deepspeed+patches; the plan's own by default."
-        ),
+        typer.Option(help=f"{either(EMITTED)}; the plan's own by default."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     force: Annotated[

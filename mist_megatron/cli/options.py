@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from mist_megatron.cli.expand import OptionGroup
+from mist_megatron.spec.check import either
+from mist_megatron.spec.plan import TARGET_NAMES
 
 if TYPE_CHECKING:  # read when a job is read: --help and completion need none of it
     from mist_megatron.ask.job_words import JobWords
@@ -66,9 +68,7 @@ class JobOptions(OptionGroup):
     dropout: Annotated[float | None, typer.Option(help="Dropout probability.", rich_help_panel=PANEL)] = None
     target: Annotated[
         str | None,
-        typer.Option(
-            help="mist, megatron, megatron+patches, deepspeed or deepspeed+patches.", rich_help_panel=PANEL
-        ),
+        typer.Option(help=f"{either(TARGET_NAMES)}.", rich_help_panel=PANEL),
     ] = None
     memory_limit: Annotated[
         str | None, typer.Option(help="Budget per GPU, such as 76GiB.", rich_help_panel=PANEL)

@@ -1,4 +1,4 @@
-"""Plan -> the folder of files that starts it: path -> text, pure. formats/write.py puts them on disk."""
+"""Plan -> the folder of files that starts it: path -> text, pure. formats/files.py puts them on disk."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from mist_megatron.frameworks.deepspeed.files import DEEPSPEED
 from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources
 from mist_megatron.frameworks.megatron.files import MEGATRON
+from mist_megatron.spec.check import either
 from mist_megatron.spec.plan import Plan, TargetName
 from mist_megatron.targets.facts import FrameworkName
-from mist_megatron.targets.table import TARGETS
+from mist_megatron.targets.table import EMITTED, TARGETS
 
 FRAMEWORKS: Mapping[FrameworkName, Framework] = MappingProxyType(
     {"megatron": MEGATRON, "deepspeed": DEEPSPEED}
@@ -25,7 +26,7 @@ def framework_of(target: TargetName) -> Framework:
     if name is None:
         raise InputError(
             f"target {target} is a model of costs, no framework: nothing can be written for it",
-            details=("try: --target megatron+patches, megatron, deepspeed+patches or deepspeed",),
+            details=(f"try: --target {either(EMITTED)}",),
         )
     return FRAMEWORKS[name]
 

@@ -51,6 +51,11 @@ def known(where: str, what: str, got: str, names: tuple[str, ...]) -> None:
         raise InputError(f"{where}: unknown {what} {got!r}{hint}")
 
 
+def either(names: tuple[str, ...]) -> str:
+    """`one, two or three`, for people."""
+    return " or ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
+
+
 LONGEST_NAME = 200
 """Names become words of messages, folder names and table cells; longer ones are a mistake."""
 

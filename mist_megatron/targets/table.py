@@ -1,4 +1,4 @@
-"""All targets by name: a new one is a line here, in `TargetName` and in `frameworks/table.py`."""
+"""All targets by name: a new one is a line here, in `TargetName` and in `frameworks/folder.py`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from mist_megatron.targets.mist import MIST
 
 _ALL = (MEGATRON, MEGATRON_PATCHES, DEEPSPEED, DEEPSPEED_PATCHES, MIST)
 TARGETS: Mapping[TargetName, Target] = MappingProxyType({target.name: target for target in _ALL})
+
+
+EMITTED: tuple[TargetName, ...] = tuple(name for name, target in TARGETS.items() if target.framework)
+"""Those that files can be written for; the others are models of costs."""
 
 
 def targets_of(framework: FrameworkName) -> tuple[TargetName, ...]:
