@@ -23,7 +23,7 @@ from mist_megatron.events.trace import processes, slice_count, trace_pieces
 from mist_megatron.formats.files import write_pieces
 from mist_megatron.price.what_if import Scales, parse_scales, scaled_prices
 from mist_megatron.spec.plan import Plan
-from mist_megatron.spec.schedule import INTERLEAVED
+from mist_megatron.spec.schedule import INTERLEAVED, SCHEDULES
 from mist_megatron.targets.rules import violations
 
 AS_PRICED = parse_scales(())
@@ -170,15 +170,16 @@ def rescheduled(plan: Plan, schedule: str | None, vpp: int | None) -> Plan:
         if vpp is not None:
             raise InputError(f"--vpp is {vpp} without --schedule; try: --schedule {INTERLEAVED} --vpp {vpp}")
         return plan
+    chunked = schedule in SCHEDULES and SCHEDULES[schedule].chunked
     try:
-        changed = with_schedule(plan, schedule, vpp if schedule == INTERLEAVED else None)
+        changed = with_schedule(plan, schedule, vpp if chunked else None)
     except InputError as error:
         words = error.message.removeprefix("plan: ")
         if words.startswith("--"):
             raise
         asked = f"--schedule {schedule}" if vpp is None else f"--schedule {schedule} --vpp {vpp}"
         raise InputError(f"{asked}: {words}", details=error.details) from None
-    if vpp is not None and schedule != INTERLEAVED:
+    if vpp is not None and not chunked:
         raise InputError(f"--vpp is {vpp} with --schedule {schedule}; only schedule {INTERLEAVED} has chunks")
     return changed
 

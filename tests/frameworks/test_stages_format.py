@@ -15,6 +15,7 @@ from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Plan, StagePlan, TargetName
+from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.spec.training import TrainingSpec
 
 
@@ -54,6 +55,7 @@ def test_what_lint_takes_is_what_training_takes() -> None:
     assert names(stages_json._Document) == set(stage_shape.DOCUMENT)
     assert names(stages_json._Stage) == set(stage_shape.STAGE)
     assert names(Offload) == set(stage_shape.OFFLOAD)
+    assert set(stage_shape.RECOMPUTE) == set(RECOMPUTE_KINDS)
     assert stages_json.SCHEMA == READ_SCHEMA
     for document in WRITTEN:
         assert stages_json.check_stages(document, "stages.json") == document
