@@ -21,7 +21,7 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
-from mist_megatron.spec.recompute import Recompute
+from mist_megatron.spec.recompute import RECOMPUTES, Recompute
 from mist_megatron.spec.schedule import ONE_F_ONE_B, ScheduleName
 from mist_megatron.spec.training import Precision, TrainingSpec
 from mist_megatron.targets.facts import Target
@@ -331,7 +331,7 @@ def _stages(row: _Row, training: TrainingSpec) -> tuple[tuple[StagePlan, ...], i
         zero=cast(Zero, zero),
         recompute=recompute,
     )
-    if recompute == "full":
+    if RECOMPUTES[recompute].whole_layers:
         stage = replace(stage, ckpt=stage.layers)
     if training.global_batch % (micro * dp):
         raise _Inexpressible(

@@ -30,7 +30,7 @@ from mist_megatron.events.engine import Deadlock, Program, Stream, Timeline
 from mist_megatron.events.step_events import end_of_iteration, on_arrival, reduced
 from mist_megatron.events.tasks import LayerTasks, NamedLayer, PassTasks, StageTasks, Workload
 from mist_megatron.spec.passes import Order, Pass, PassKind
-from mist_megatron.spec.schedule import ONE_F_ONE_B, SCHEDULES
+from mist_megatron.spec.schedule import SCHEDULES
 
 KINDS = (
     "forward",
@@ -110,7 +110,8 @@ class _Builder:
         self.arrived: dict[tuple[PassKind, int, int], int] = {}
         # Micro-batch and layer -> the copy with which its activations have left; they come back after it.
         self.offloaded: dict[tuple[int, str], int] = {}
-        self.in_turn = work.sends_in_turn and schedule == ONE_F_ONE_B and len(work.stages) > 1
+        stops = work.sends_in_turn and SCHEDULES[schedule].stops_for_neighbours
+        self.in_turn = stops and len(work.stages) > 1
         # Where neighbours stop for each other: stage -> the pass whose result nobody has taken yet, and
         # stage -> the transfer that its next pass is for.
         self.outgoing: dict[int, Pass] = {}

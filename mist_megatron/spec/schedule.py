@@ -61,6 +61,9 @@ class Schedule:
     """None where only events can tell."""
     chunked: bool = False
     """Ranks have several model chunks each."""
+    stops_for_neighbours: bool = False
+    """Events play it with neighbours that stop for each other, on targets where they do
+    (`PipelineFacts.sends_in_turn`); no such target runs another schedule."""
     splits_backward: bool = False
     """Into a pass for the input's gradient and one for the weights'."""
     check: Callable[[Sequence[int], int, int], None] = lambda layers, grad_accum, vpp: None
@@ -181,6 +184,7 @@ def _interleaved_in_flight(stage: int, stages: int, grad_accum: int, vpp: int) -
 _ALL = (
     Schedule(
         name=ONE_F_ONE_B,
+        stops_for_neighbours=True,
         orders=_each(one_forward_one_backward),
         closed_form=ClosedForm(
             in_flight=lambda stage, stages, grad_accum, vpp: float(min(stages - stage, grad_accum)),
