@@ -34,8 +34,9 @@ class Explained:
         """What was computed for the plan, by title: of the stage, then of the whole plan."""
         steps = self.derivation.stages[self.stage].steps
         names = [step.name for step in steps]
-        # The stage's memory is told after its d and ends with its peak.
+        # The stage's memory is told after its d; what is made of its peak follows that.
         begins, ends = names.index("d") + 1, names.index("peak_bytes") + 1
+        ends += sum(name.startswith("memory.") for name in names[ends:])
         return {
             "time": (*steps[:begins], *steps[ends:]),
             "memory": steps[begins:ends],

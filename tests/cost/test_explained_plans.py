@@ -127,6 +127,19 @@ def test_printed_expressions_come_to_what_predict_says(seed: int) -> None:
     assert close(scope.values["iteration_s"], prediction.iteration_s, 0.0)
 
 
+@pytest.mark.parametrize("seed", range(0, PLANS, 9))
+def test_sections_can_be_read_from_the_top(seed: int) -> None:
+    """The command line and the page tell a stage's time, then its memory: no line needs a later one."""
+    plan = random_plan(seed)
+    document = printed(plan)
+    scope = Scope(
+        document["stages"][0]["values"], evaluator_for(job_of(plan))[0].prices, document["interference"]
+    )
+    for section in ("time", "memory"):
+        scope.run(document["sections"][section])
+    assert scope.values["memory.transient"] <= scope.values["peak_bytes"]
+
+
 def test_all_targets_are_among_the_plans() -> None:
     plans = [random_plan(seed) for seed in range(PLANS)]
     targets = {"mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches"}
