@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from mist_megatron.ask.plan_words import lines_repr
 from mist_megatron.ask.plans import PlanLike, load_plan
+from mist_megatron.ask.words import with_words
 from mist_megatron.errors import EmitError
 from mist_megatron.formats.files import read_text, write_artifacts
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema, schema_from_text
@@ -49,6 +50,7 @@ class Emitted:
         )
 
 
+@with_words
 def emit(
     plan: PlanLike, *, target: str | None = None, out: str | Path | None = None, force: bool = False
 ) -> Emitted:

@@ -16,7 +16,7 @@ from mist_megatron.ask.plan_words import (
     title_words,
 )
 from mist_megatron.ask.plans import PlanLike, load_plan
-from mist_megatron.ask.words import texts
+from mist_megatron.ask.words import texts, with_words
 from mist_megatron.cost.predict import Prediction, job_of, prediction_document
 from mist_megatron.cost.predict import predict as predict_plan
 from mist_megatron.spec.plan import Plan
@@ -65,6 +65,7 @@ class Predicted:
         return lines_repr(self, lines)
 
 
+@with_words
 def predict(plan: PlanLike, *, what_if: bool = False, without: str | Sequence[str] = ()) -> Predicted:
     """Time and memory of a plan, with every term, and what binds it.
 

@@ -15,6 +15,7 @@ from mist_megatron.ask.emit import framework_files
 from mist_megatron.ask.recipe_build import build_recipe
 from mist_megatron.ask.recipe_jobs import RecipeJob, read_jobs
 from mist_megatron.ask.recipe_pages import HAND_MADE, index_page, speed_up
+from mist_megatron.ask.words import with_words
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import parse
 from mist_megatron.formats.files import load_plan, read_text, write_artifacts, write_file
@@ -45,6 +46,7 @@ def recipe_named(name: str) -> Path:
     return known[name]
 
 
+@with_words
 def recipe(name: str) -> Plan:
     """The tuned plan of a recipe that comes with this package, see `mist-megatron recipes`."""
     return load_plan(recipe_named(name))

@@ -10,6 +10,7 @@ from typing import Any
 
 from mist_megatron.ask.evaluators import evaluator_for, kept_programs
 from mist_megatron.ask.plan_words import columns, lines_repr
+from mist_megatron.ask.words import with_words
 from mist_megatron.calibrate.refit import cross_validated, learn_layers
 from mist_megatron.calibrate.rows import MeasuredRow, read_rows
 from mist_megatron.calibrate.scatter import svg_scatter
@@ -77,6 +78,7 @@ class Validated:
         return lines_repr(self, columns(rows))
 
 
+@with_words
 def validate(
     files: str | Path | Sequence[str | Path],
     *,

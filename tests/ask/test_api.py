@@ -8,9 +8,11 @@ import inspect
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import pytest
 
 import mist_megatron as mm
@@ -144,6 +146,56 @@ def test_failures_have_the_words_of_the_command_line(mist, words: dict[str, Any]
     ran = mist("tune", *typed(words))
     assert ran.code == caught.value.exit_code
     assert ran.err == "".join(f"{line}\n" for line in f"error: {caught.value}".splitlines())
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda: mm.job(model="gpt2", gpus=2.5), "--gpus is 2.5; wanted a whole number"),
+        (lambda: mm.job(model="gpt2", gpus=True), "--gpus is True; wanted a whole number"),
+        (lambda: mm.job(model="gpt2", gpus="8"), "--gpus is '8'; wanted a whole number"),
+        (lambda: mm.job(model="gpt2", gpus=8, gpu=""), "--gpu is empty; wanted a value"),
+        (lambda: mm.job(model="gpt2", gpus=8, seq=1e3), "--seq is 1000.0; wanted a whole number"),
+        (lambda: mm.job(model="gpt2", gpus=8, dropout="none"), "--dropout is 'none'; wanted a number"),
+        (
+            lambda: mm.job(model="gpt2", gpus=8, flash_attention="no"),
+            "--flash-attention is 'no'; wanted True or False",
+        ),
+        (lambda: mm.job(model=7, gpus=8), "--model is 7; wanted a text or a ModelSpec"),
+        (lambda: mm.tune("gpt2"), "job is 'gpt2'; wanted a Job"),
+        (lambda: mm.tune(**SMALL, fix=2), "--fix is 2; wanted a text or several of them or a mapping"),
+        (
+            lambda: mm.tune(**SMALL, forbid=["zero", 3]),
+            "--forbid is ['zero', 3]; wanted a text or several of them",
+        ),
+        (lambda: mm.tune(**SMALL, out=" "), "--out is empty; wanted a value"),
+        (
+            lambda: mm.compare(**SMALL, space=[3]),
+            "--space is [3]; wanted a text or a Space or several of them",
+        ),
+        (lambda: mm.predict(RECIPE, without=3), "--without is 3; wanted a text or several of them"),
+        (lambda: mm.simulate(RECIPE, vpp="2"), "--vpp is '2'; wanted a whole number"),
+        (lambda: mm.simulate(RECIPE, scale=0.5), "--scale is 0.5; wanted a text or several of them"),
+        (lambda: mm.emit(RECIPE, out="", force=True), "--out is empty; wanted a value"),
+        (lambda: mm.emit(RECIPE, target=3), "--target is 3; wanted a text"),
+        (lambda: mm.validate(""), "files is empty; wanted a value"),
+        (lambda: mm.lint(""), "file is empty; wanted a value"),
+        (lambda: mm.convert(mm.recipe("gpt3-7b-2x8-l4")), "ds_config is a Plan; wanted a text or a path"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(ask: Callable[[], object], says: str) -> None:
+    """Half a GPU would be taken, an empty text would be the default, and others fail somewhere far away."""
+    with pytest.raises(mm.InputError) as caught:
+        ask()
+    assert caught.value.message == says
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    """Of a table that jobs are made from: answers can be written as JSON and YAML like any others."""
+    words = {"gpus": np.int64(2), "global_batch": np.int32(16), "memory_limit": np.float32(2e10)}
+    tuned = mm.tune(**{**SMALL, **words}, target="megatron", space="megatron", out=tmp_path / "run")
+    assert json.loads(json.dumps(tuned.to_dict()))["cluster"]["nodes"] == 1
+    assert mm.predict(tmp_path / "run" / "plan.yaml").iteration_s == tuned.iteration_s
 
 
 def test_wrong_arguments_are_answered_with_the_nearest() -> None:
