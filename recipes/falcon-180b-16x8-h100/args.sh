@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034  # read by train.sh
 HUGGINGFACE_ARGS=(
-  --per_device_train_batch_size 2
-  --gradient_accumulation_steps 2
+  --per_device_train_batch_size 1
+  --gradient_accumulation_steps 4
   --bf16 True
   --gradient_checkpointing True
 )
@@ -10,13 +10,12 @@ HUGGINGFACE_ARGS=(
 MEGATRON_DEEPSPEED_ARGS=(
   --deepspeed
   --zero-stage 3
-  --micro-batch-size 2
+  --micro-batch-size 1
   --global-batch-size 512
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 1
   --no-pipeline-parallel
   --bf16
-  --cpu-optimizer
   --deepspeed-activation-checkpointing
   --checkpoint-activations
 )

@@ -22,8 +22,11 @@ MEGATRON_ARGS=(
   --global-batch-size 512
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 4
-  --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10L'
+  --pipeline-model-parallel-layout 'Et*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5L'
   --use-distributed-optimizer
+  --optimizer-cpu-offload
+  --use-precision-aware-optimizer
+  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
 )

@@ -23,13 +23,10 @@ MEGATRON_ARGS=(
   --micro-batch-size 1
   --global-batch-size 512
   --tensor-model-parallel-size 4
-  --pipeline-model-parallel-size 2
+  --pipeline-model-parallel-size 4
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10|t*10|t*10|t*10|t*10L'
+  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
   --use-distributed-optimizer
-  --optimizer-cpu-offload
-  --use-precision-aware-optimizer
-  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
 )
