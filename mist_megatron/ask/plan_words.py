@@ -223,3 +223,12 @@ def lines_repr(result: object, lines: Iterable[str]) -> str:
     listed = list(lines)
     more = [f"... {len(listed) - MOST_LINES} more"] if len(listed) > MOST_LINES else []
     return "\n  ".join([f"{type(result).__name__}:", *listed[:MOST_LINES], *more])
+
+
+PROVED = 1e-6
+"""A relative gap that is smaller is none."""
+
+
+def faster_words(gap: float) -> str:
+    """What no plan of a space is, where the best is this far from the bound."""
+    return "faster" if gap < PROVED else f"more than {gap:.2%} faster"

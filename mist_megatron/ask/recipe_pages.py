@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mist_megatron.ask.plan_words import GIB, offload_words, place_words, recompute_words, shape_words
+from mist_megatron.ask.plan_words import (
+    GIB,
+    faster_words,
+    offload_words,
+    place_words,
+    recompute_words,
+    shape_words,
+)
 from mist_megatron.frameworks.folder import framework_of
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.table import TARGETS
@@ -76,7 +83,8 @@ def _beaten(plan: Plan, space: str) -> str:
 def _proof(about: Mapping[str, Any]) -> str:
     alike = " with stages on equal grids" if "unequal" in about.get("forbid", ()) else ""
     if about.get("status") == "optimal":
-        return f"no plan of space {about['space']}{alike} is faster under this cost model"
+        faster = faster_words(about["gap"])
+        return f"no plan of space {about['space']}{alike} is {faster} under this cost model"
     return f"within {about['gap']:.1%} of the bound"
 
 

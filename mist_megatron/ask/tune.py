@@ -17,6 +17,7 @@ from mist_megatron.ask.baselines import best_by_hand
 from mist_megatron.ask.emit import framework_files
 from mist_megatron.ask.evaluators import evaluator_for, profile_hash
 from mist_megatron.ask.plan_words import (
+    faster_words,
     lines_repr,
     reasons,
     shape_words,
@@ -48,8 +49,6 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.table import TARGETS
 
-PROVED = 1e-6
-"""A relative gap that is smaller is none."""
 FULL = space_named("full")
 SETTINGS = Settings()
 SILENT = Watch()
@@ -364,8 +363,7 @@ def proof_words(tuned: Tuned) -> str:
         stages = "stages of any sizes" if result.space.unequal else "stages of equal sizes"
         pipelines = f", {stages}," if result.space.pipeline else ""
         space = f"plan of space {result.space.name} on this target{pipelines}"
-        faster = "faster" if result.gap < PROVED else f"more than {result.gap:.2%} faster"
-        proof = f"proved: no {space} is {faster}"
+        proof = f"proved: no {space} is {faster_words(result.gap)}"
     else:
         proof = f"{result.status.value}: within {result.gap:.1%} of the bound {result.bound_s:.4g} s"
     return (

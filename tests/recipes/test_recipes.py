@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,13 @@ def test_nothing_hand_made_is_faster(name):
     for space in same_rules:
         time_s = compared[space]["iteration_s"]
         assert time_s is None or time_s >= plan.prediction["iteration_s"] * (1 - 1e-4)
+
+
+def test_why_says_how_much_faster_a_plan_may_be():
+    plan = plan_of("gpt3-7b-2x8-l4")
+    assert " is faster under this cost model" in why_page(plan)
+    open_by = replace(plan, provenance={**(plan.provenance or {}), "gap": 0.0123})
+    assert " is more than 1.23% faster under this cost model" in why_page(open_by)
 
 
 def test_a_sample_is_found_again():
