@@ -438,8 +438,6 @@ def _most_by_gpus(options: _Options | None, ends: Ends, most_s: float) -> list[t
     """(GPUs, most layers under the cap) for each number of GPUs."""
     if options is None or not options.sizes:
         return []
-    most: dict[int, int] = {}
-    for (layers, gpus, _), least_s in zip(options.sizes, options.least_steady_s(ends), strict=True):
-        if least_s <= most_s and layers > most.get(gpus, 0):
-            most[gpus] = layers
-    return list(most.items())
+    fast = options.least_steady_s(ends) <= most_s
+    # Layers ascend: the last of a number of GPUs is the most.
+    return list(dict(zip(options.gpus[fast].tolist(), options.layers[fast].tolist(), strict=True)).items())

@@ -83,13 +83,10 @@ class RolePrices:
         layers = np.array(window, dtype=np.float64).reshape(-1, 1, *one)
         ends = [ends_of(c) for c in counts]
         self._ends = replace(self.grid, layers=layers, ckpt=np.stack(ends).reshape(len(window), -1, *one))
-        # t hardly ever depends on the optimizer's fraction, and d is not always asked for: the ends tell.
-        offloads = ends_of(self.axes["optimizer"])
-        times = Times.of(evaluator, self._ends.offloading(optimizer=offloads))
-        self._all_times = times if self.axes["optimizer"].size <= offloads.size else None
+        times = Times.of(evaluator, self._ends)
         self.stable = _padded(times.stable)
-        if any(np.shape(part)[-1] > 1 for part in _parts(self.stable)):
-            self.stable = _padded(Times.of(evaluator, self._ends).stable)
+        self.extras = _padded(times.delta), _padded(times.step)
+        """d without the step that waits for all stages, and that step."""
         if len({len(c) for c in counts}) == 1:
             ckpt = np.stack(counts).reshape(len(window), -1, *one)
         else:
@@ -98,12 +95,6 @@ class RolePrices:
         self.in_turn_s = float(np.max(times.in_turn_s))
         self.layer_backward_s = float(np.max(evaluator.loads(self.grid).block.backward_s))
         self._fine = _not_linear(evaluator, replace(self.grid, layers=layers))
-
-    @cached_property
-    def extras(self) -> tuple[Linear, Linear]:
-        """d without the step that waits for all stages, and that step."""
-        times = self._all_times or Times.of(self.evaluator, self._ends)
-        return _padded(times.delta), _padded(times.step)
 
     @cached_property
     def beyond(self) -> Beyond | None:
@@ -224,6 +215,8 @@ class SlotPrices:
 
         def priced(linear: Linear) -> Array:
             def part(array: Array) -> Array:
+                if array.size == 1:
+                    return array.reshape(-1)
                 kind = self._all_recomputed(array.shape[0])[rows[0]]
                 spread = np.broadcast_to(array, (array.shape[0], *self.size[1:]))
                 return np.asarray(spread[(kind, *rows[1:])], dtype=np.float64)
@@ -231,7 +224,7 @@ class SlotPrices:
             value = part(linear.fixed) + self.layers * part(linear.per_layer)
             if np.any(linear.per_ckpt):
                 value = value + self.counts[rows[0]] * part(linear.per_ckpt)
-            return np.asarray(value, dtype=np.float64)
+            return np.broadcast_to(np.asarray(value, dtype=np.float64), rows[0].shape)
 
         delta, step = self.extras()
         d_s = priced(delta)
