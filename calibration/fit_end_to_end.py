@@ -128,7 +128,7 @@ CHIPS: Mapping[str, Chip] = {
     "gb200": Chip(
         gpus=("gb200-186gb",),
         start={"sustained_fraction": 1.0},
-        sources=("nvidia_gb200", "megatron-bridge"),
+        sources=("megatron-bridge",),
     ),
     # Collectives over PCIe were published as fits to sweeps of all sizes; training sends large messages.
     "a100-pcie": Chip(
