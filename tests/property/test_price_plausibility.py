@@ -26,8 +26,8 @@ PROFILES = sorted(
 HIDDEN = (2048.0, 4096.0, 5120.0, 8192.0, 12288.0)
 TOKENS = 2.0 ** np.arange(9, 17.01, 0.25)
 CREDIBLE = {"b200-sxm-180gb": 0.65, "gb200-186gb": 0.73, "h100-sxm-80gb": 0.75, "h200-sxm-141gb": 0.75}
-"""Best share of the peak of matrix products in training; 0.9 for older chips, whose clocks hold. On GB200 others
-measured products of 1,822 of 2,500 TFLOP/s."""
+"""Best share of the peak of matrix products in training; 0.9 for older chips, whose clocks hold. On GB200
+others measured products of 1,822 of 2,500 TFLOP/s."""
 UTILISED = {"a100-sxm-80gb": 0.78, "h100-sxm-80gb": 0.65, "b200-sxm-180gb": 0.60}
 """Model FLOPs utilisation of dense models in 16 bits. It counts the full square of attention, of which causal
 kernels compute half: 3 % here."""
