@@ -96,6 +96,8 @@ def validate(
     if cross_validate and by == "simulate":
         raise InputError("--by simulate: wanted no --cross-validate, which learns through the closed form")
     paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
+    if not paths:
+        raise InputError("files: none is named; wanted at least one CSV file of measured runs")
     read = {path: read_rows(read_text(path), str(path)) for path in paths}
     total = sum(row.plan is not None for rows in read.values() for row in rows)
     predict = counted(predictor(by_events=by == "simulate"), progress or silent, total)

@@ -28,7 +28,7 @@ MOST_LAYER_PASSES = 1_000_000
 10 to 20 microseconds an event)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # it holds arrays: two simulations are two things
 class Simulation:
     """What the events of one iteration say; one device stands for all ranks of its stage."""
 

@@ -248,3 +248,11 @@ def test_every_word_is_in_the_signature() -> None:
     parameters = inspect.signature(mm.tune).parameters
     assert list(parameters) == ["job", "watch", "executor", *get_type_hints(TuneWords)]
     assert get_args(parameters["model"].annotation)[-1] is type(None)
+
+
+def test_answers_can_be_compared_and_an_empty_question_is_refused() -> None:
+    one, other = mm.simulate(RECIPE), mm.simulate(RECIPE)
+    assert one == one
+    assert isinstance(one == other, bool)
+    with pytest.raises(mm.InputError, match="wanted at least one CSV file"):
+        mm.validate([])
