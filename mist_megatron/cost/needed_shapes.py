@@ -17,6 +17,7 @@ from mist_megatron.cost.layers import LayerOptions, block, embedding, head
 from mist_megatron.cost.operators import Layout, Operator, Work, WorkKind
 from mist_megatron.cost.sizes import padded_vocabulary
 from mist_megatron.errors import InputError
+from mist_megatron.spec.mesh import splits
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.targets.table import TARGETS
@@ -89,20 +90,14 @@ def needed_shapes(models: Sequence[ModelSpec], wanted: ShapeRange) -> NeededShap
 
 def _splits(model: ModelSpec, wanted: ShapeRange, left_out: list[str]) -> list[int]:
     """Tensor-parallel sizes that cut the model evenly."""
+    counts = {"heads": model.heads, "ffn_hidden": model.ffn_hidden, "kv_heads": model.kv_heads}
     even = []
     for size in wanted.tensor_parallel:
-        uneven = next(
-            (
-                f"{name} {count}"
-                for name, count in (("heads", model.heads), ("ffn_hidden", model.ffn_hidden))
-                if count % size
-            ),
-            None,
-        )
-        if uneven is None:
+        if splits(model, size):
             even.append(size)
-        else:
-            left_out.append(f"{model.name} with tp {size}: does not divide {uneven}")
+            continue
+        uneven = next(f"{name} {count}" for name, count in counts.items() if count % size)
+        left_out.append(f"{model.name} with tp {size}: does not divide {uneven}")
     if not even:
         raise InputError(
             f"--tp: {model.name} runs with none of {', '.join(map(str, wanted.tensor_parallel))}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,9 @@ def test_grouped_heads_and_uneven_splits() -> None:
     assert found.attention == ((1, 4096, 2, 1, 128), (1, 4096, 32, 8, 128))
     falcon = needed_shapes([PRESETS["falcon-7b"]], wanted)
     assert falcon.left_out == ("falcon-7b with tp 16: does not divide heads 71",)
+    three = replace(PRESETS["gpt3-2.7b"], heads=12, kv_heads=3, head_dim=128, hidden=1536, ffn_hidden=6144)
+    thirds = needed_shapes([three], replace(wanted, tensor_parallel=(1, 4)))
+    assert thirds.left_out == ("gpt3-2.7b with tp 4: does not divide kv_heads 3",)
     with pytest.raises(InputError, match="none of 3"):
         needed_shapes([PRESETS["gpt3-7b"]], ShapeRange(tensor_parallel=(3,)))
 
