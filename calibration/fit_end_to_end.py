@@ -114,7 +114,7 @@ CHIPS: Mapping[str, Chip] = {
         start={"gemm_peak_fraction": 0.68, "gemm_half_area": 2e6, "gemm_half_depth": 115.0,
                "memory_fraction": 0.65, **_COMMON, "inter_fraction": 0.74,
                "attention_forward_fraction": 0.6, "attention_backward_fraction": 0.5},
-        # A network cannot give more than it has; attention is what FlashAttention-3's authors measured.
+        # A network cannot give more than it has; attention stays near what is assumed of current kernels.
         held={"memory_fraction": 3e-2, "inter_fraction": 0.1, "gemm_half_area": 3e-3, "gemm_half_depth": 3e-3,
               "attention_forward_fraction": 1e-2, "attention_backward_fraction": 1e-2},
         sources=("llm-foundry", "nvidia_h100_bf16"),
