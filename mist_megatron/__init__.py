@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mist_megatron.ask.convert import convert as convert
     from mist_megatron.ask.emit import Emitted as Emitted
     from mist_megatron.ask.emit import emit as emit
+    from mist_megatron.ask.explain import Explained as Explained
+    from mist_megatron.ask.explain import explain as explain
     from mist_megatron.ask.job_words import job as job
     from mist_megatron.ask.lint import Linted as Linted
     from mist_megatron.ask.lint import lint as lint
@@ -58,6 +60,7 @@ _HOME = {
     "ask.compare": "compare Compared",
     "ask.predict": "predict Predicted",
     "ask.simulate": "simulate Simulated",
+    "ask.explain": "explain Explained",
     "ask.lint": "lint Linted",
     "ask.convert": "convert Converted",
     "ask.emit": "emit Emitted",

@@ -6,17 +6,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.plan_words import lines_repr, shape_words, title_words
+from mist_megatron.ask.plans import PlanLike, load_plan
+from mist_megatron.ask.words import texts, with_words
 from mist_megatron.cost.derivation import Derivation, StageDerivation, Step, derive
 from mist_megatron.cost.explain import Section, symbol_table
 from mist_megatron.cost.explain import explain as general_expressions
 from mist_megatron.cost.predict import grid_of, job_of
 from mist_megatron.errors import InputError
+from mist_megatron.price.overlap import STREAMS
 from mist_megatron.spec.mesh import role_of
 from mist_megatron.spec.plan import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Explained:
     """A plan's expressions; those of memory and operators in general are of one stage."""
 
@@ -42,6 +48,34 @@ class Explained:
             "memory": steps[begins:ends],
             "iteration": self.derivation.steps,
         }
+
+    @property
+    def slowdowns(self) -> tuple[tuple[str, ...], ...]:
+        """What `overlap(...)` stretches by: streams that run at once, and the factor of each of them."""
+        table = self.derivation.interference
+        together = [
+            (bits, [at for at in range(len(STREAMS)) if bits >> at & 1]) for bits in range(1, len(table))
+        ]
+        return tuple(
+            (
+                " + ".join(STREAMS[at] for at in active),
+                ", ".join(f"{STREAMS[at]} {table[bits][at]:.3g}" for at in active),
+            )
+            for bits, active in together
+            if len(active) > 1 and not np.allclose(table[bits], 1.0)
+        )
+
+    def __repr__(self) -> str:
+        told = [
+            f"{step.name} = {step.expression}  ({step.value:.6g} {step.unit})"
+            for step in self.lines["iteration"]
+        ]
+        lines = [
+            f"{title_words(self.plan)}: {shape_words(self.plan)}",
+            f"stage {self.stage} of {len(self.plan.stages)}, prices of {self.prices}",
+            *told,
+        ]
+        return lines_repr(self, lines)
 
     def to_dict(self) -> dict[str, Any]:
         """What `explain --json` prints."""
@@ -72,12 +106,17 @@ def _documents(steps: Iterable[Step]) -> list[dict[str, Any]]:
     ]
 
 
-def explain(plan: Plan, *, stage: int = 0, without: Sequence[str] = ()) -> Explained:
-    """The expressions behind `predict` of a plan, and each step of what it computes."""
+@with_words
+def explain(plan: PlanLike, *, stage: int = 0, without: str | Sequence[str] = ()) -> Explained:
+    """The expressions behind `predict` of a plan, and each step of what it computes.
+
+    `stage` is the one whose memory is written out; `without` leaves named terms out.
+    """
+    plan = load_plan(plan)
     if not 0 <= stage < len(plan.stages):
         raise InputError(f"--stage is {stage}; the plan has stages 0 to {len(plan.stages) - 1}")
     job = job_of(plan)
-    evaluator, prices = evaluator_for(job, without=frozenset(without))
+    evaluator, prices = evaluator_for(job, without=frozenset(texts(without)))
     values = evaluator.memory_values(grid_of(plan, stage))
     return Explained(
         plan=plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -19,6 +20,8 @@ TOLD_FROM = 0.005
 """Disagreements below half a percent are told as one figure."""
 MOST_ROWS = 16
 """Lines of stages that `repr` shows."""
+COLUMNS = 80
+"""Width of a `repr`."""
 MOST_LINES = 32
 """Lines of a `repr`: of a screen."""
 
@@ -220,9 +223,16 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def lines_repr(result: object, lines: Iterable[str]) -> str:
     """`repr` of a result: what it is, then what it says, indented, as much as a screen holds."""
-    listed = list(lines)
+    listed = [part for line in lines for part in _wrapped(line)]
     more = [f"... {len(listed) - MOST_LINES} more"] if len(listed) > MOST_LINES else []
     return "\n  ".join([f"{type(result).__name__}:", *listed[:MOST_LINES], *more])
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line within a screen's width, blanks of tables kept; what goes over is indented further."""
+    return textwrap.wrap(
+        line, COLUMNS - 2, subsequent_indent="  ", replace_whitespace=False, break_on_hyphens=False
+    ) or [""]
 
 
 PROVED = 1e-6

@@ -21,7 +21,7 @@ def explain(
     output: OutputOptions,
 ) -> None:
     """The expressions behind `predict`: operators, memory terms and times in symbols."""
-    from mist_megatron.formats.files import load_plan
+    from mist_megatron.ask.plans import load_plan
 
     show_expressions(load_plan(plan), output, stage=stage)
 
@@ -52,3 +52,6 @@ def show_expressions(plan: Plan, output: OutputOptions, *, stage: int = 0) -> No
             if step.expression != "0":
                 value = f"  ({step.value:.6g} {step.unit})".replace(" )", ")")
                 people.print(f"{step.name} = {step.expression}{value}", soft_wrap=True, markup=False)
+    if explained.slowdowns:
+        people.print("\n[bold]what overlap(...) is stretched by, where streams run at once[/bold]")
+        people.print(table(("at once", "slower by"), explained.slowdowns))
