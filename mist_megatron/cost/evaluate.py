@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, Array, StageCost, StageGrid, recompute_values
+from mist_megatron.cost.priced_parts import require_priced
 from mist_megatron.cost.program_cache import Store, load_or_build
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
 from mist_megatron.cost.stage import PassTime, StageProgram, price_passes, with_unfused_softmax
@@ -47,6 +48,7 @@ def make_evaluator(
 
         return stage_program_of(job)
 
+    require_priced(job.model)
     training = job.training
     eight_bit = training.precision == "fp8"
     described = repr(

@@ -1,9 +1,9 @@
 """Hugging Face config.json -> ModelSpec, with the defaults that transformers applies to absent keys.
 
 A config is refused rather than half understood: an unknown architecture by name, and options that change
-the shape in ways no ModelSpec can say (ALiBi, query-key norms, mixtures of experts). Which keys a model
-reads, and what an absent one means, is what transformers 5 builds; a test counts
-the parameters of its modules.
+the shape in ways no ModelSpec can say (ALiBi, state-space layers, windows on some layers only). Which keys
+a model reads, and what an absent one means, is what transformers 5 builds; a test counts the parameters of
+its modules.
 
 A sliding attention window that every layer has (Mistral) is priced as full attention: it is full up to the
 window, and slower than the real thing beyond it.
@@ -12,129 +12,38 @@ window, and slower than the real thing beyond it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from mist_megatron.errors import InputError
+from mist_megatron.formats.huggingface_config import Config, even, gated_model
+from mist_megatron.formats.huggingface_experts import EXPERT_READERS
 from mist_megatron.spec import check
-from mist_megatron.spec.model import Activation, ModelSpec
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu",
-    "gelu_fast": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
+from mist_megatron.spec.model import ModelSpec
 
 
-class _Config:
-    """Typed access to a config's keys; a wrong type is named with its key."""
-
-    def __init__(self, values: Mapping[str, object], where: str) -> None:
-        self.values, self.where = values, where
-
-    def integer(self, *names: str, default: int | None = None, null: int | None = None) -> int:
-        """The first key that is given; `default` where none is; `null`, or the default, where it is null."""
-        for name in names:
-            value = self.values.get(name)
-            if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise InputError(f"{self.where}: {name} is {value!r}; wanted a whole number")
-                return value
-        if null is not None and any(name in self.values for name in names):
-            return null
-        if default is None:
-            raise InputError(f"{self.where}: key {names[0]} is missing")
-        return default
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise InputError(f"{self.where}: {name} is {value!r}; wanted true or false")
-        return value
-
-    def activation(self, name: str, default: str) -> Activation:
-        value = self.values.get(name, default)
-        if not isinstance(value, str) or value not in _ACTIVATIONS:
-            raise InputError(f"{self.where}: {name} is {value!r}; wanted one of {', '.join(_ACTIVATIONS)}")
-        return _ACTIVATIONS[value]
-
-    def refuse(self, name: str, why: str) -> None:
-        """Where a key is set at all."""
-        if self.values.get(name):
-            raise InputError(f"{self.where}: {name} is {_short(self.values[name])}: {why}")
-
-    def demand(self, name: str, value: bool, why: str) -> None:
-        """Where a flag must have its usual value, which is also what absence means."""
-        if self.flag(name, value) != value:
-            raise InputError(f"{self.where}: {name} is {str(not value).lower()}: {why}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _even(config: _Config, hidden: int, heads: int) -> int:
-    """Width of a head where the architecture has no key for it."""
-    if heads < 1 or hidden % heads:
-        raise InputError(f"{config.where}: attention heads ({heads}) must divide the hidden size ({hidden})")
-    return hidden // heads
-
-
-def _gated(config: _Config, name: str, **kind: Any) -> ModelSpec:
-    """RMSNorm, rotary positions, a gated MLP: what the readers of LLaMA's relatives share."""
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    kv_heads = kind.pop("kv_heads", None)
-    head_dim = kind.pop("head_dim", None) or config.integer("head_dim", default=0)
-    defaults: dict[str, Any] = {
-        "activation": config.activation("hidden_act", "silu"),
-        "tied_embeddings": config.flag("tie_word_embeddings", False),
-    }
-    return ModelSpec(
-        name=name,
-        family="llama",
-        layers=config.integer("num_hidden_layers"),
-        hidden=hidden,
-        ffn_hidden=config.integer("intermediate_size"),
-        heads=heads,
-        kv_heads=config.integer("num_key_value_heads", default=kv_heads or heads, null=heads),
-        vocab=config.integer("vocab_size"),
-        head_dim=head_dim or _even(config, hidden, heads),
-        gated_mlp=True,
-        norm="rmsnorm",
-        **{**defaults, **kind},
-    )
-
-
-def _llama(config: _Config, name: str) -> ModelSpec:
+def _llama(config: Config, name: str) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     if config.flag("mlp_bias", False) != bias:
         raise InputError(f"{config.where}: attention_bias and mlp_bias differ, which no layer here can have")
-    return _gated(config, name, linear_bias=bias)
+    return gated_model(config, name, linear_bias=bias)
 
 
-def _mistral(config: _Config, name: str) -> ModelSpec:
-    return _gated(config, name, kv_heads=8)
+def _mistral(config: Config, name: str) -> ModelSpec:
+    return gated_model(config, name, kv_heads=8)
 
 
-def _qwen2(config: _Config, name: str) -> ModelSpec:
+def _qwen2(config: Config, name: str) -> ModelSpec:
     config.demand("use_sliding_window", False, "windows on some layers only are not modelled")
-    return _gated(config, name, kv_heads=32, qkv_bias=True)
+    return gated_model(config, name, kv_heads=32, qkv_bias=True)
 
 
-def _phi3(config: _Config, name: str) -> ModelSpec:
-    return _gated(config, name)
+def _phi3(config: Config, name: str) -> ModelSpec:
+    return gated_model(config, name)
 
 
-def _gemma(config: _Config, name: str) -> ModelSpec:
+def _gemma(config: Config, name: str) -> ModelSpec:
     config.demand("attention_bias", False, "biases on the attention alone are not modelled")
     config.demand("use_bidirectional_attention", False, "attention without a causal mask is not modelled")
-    return _gated(
+    return gated_model(
         config,
         name,
         kv_heads=16,
@@ -144,7 +53,7 @@ def _gemma(config: _Config, name: str) -> ModelSpec:
     )
 
 
-def _starcoder2(config: _Config, name: str) -> ModelSpec:
+def _starcoder2(config: Config, name: str) -> ModelSpec:
     hidden = config.integer("hidden_size", default=3072)
     heads = config.integer("num_attention_heads", default=24)
     return ModelSpec(
@@ -156,14 +65,14 @@ def _starcoder2(config: _Config, name: str) -> ModelSpec:
         heads=heads,
         kv_heads=config.integer("num_key_value_heads", default=2),
         vocab=config.integer("vocab_size", default=49152),
-        head_dim=config.integer("head_dim", default=0) or _even(config, hidden, heads),
+        head_dim=config.integer("head_dim", default=0) or even(config, hidden, heads),
         activation=config.activation("hidden_act", "gelu_pytorch_tanh"),
         linear_bias=config.flag("use_bias", True),
         tied_embeddings=config.flag("tie_word_embeddings", True),
     )
 
 
-def _falcon(config: _Config, name: str) -> ModelSpec:
+def _falcon(config: Config, name: str) -> ModelSpec:
     config.refuse("alibi", "ALiBi positions are not modelled; Falcon-RW is not supported")
     for old, now in (
         ("n_head", "num_attention_heads"),
@@ -192,7 +101,7 @@ def _falcon(config: _Config, name: str) -> ModelSpec:
         heads=heads,
         kv_heads=config.integer("num_kv_heads", default=heads) if new else 1 if multi_query else heads,
         vocab=config.integer("vocab_size", default=65024),
-        head_dim=_even(config, hidden, heads),
+        head_dim=even(config, hidden, heads),
         activation=config.activation("activation", "gelu"),
         parallel_block=parallel,
         parallel_norms=norms,
@@ -201,7 +110,7 @@ def _falcon(config: _Config, name: str) -> ModelSpec:
     )
 
 
-def _gpt2(config: _Config, name: str) -> ModelSpec:
+def _gpt2(config: Config, name: str) -> ModelSpec:
     hidden = config.integer("n_embd", "hidden_size", default=768)
     heads = config.integer("n_head", "num_attention_heads", default=12)
     return ModelSpec(
@@ -213,7 +122,7 @@ def _gpt2(config: _Config, name: str) -> ModelSpec:
         heads=heads,
         kv_heads=heads,
         vocab=config.integer("vocab_size", default=50257),
-        head_dim=_even(config, hidden, heads),
+        head_dim=even(config, hidden, heads),
         activation=config.activation("activation_function", "gelu_new"),
         linear_bias=True,
         rotary=False,
@@ -222,7 +131,7 @@ def _gpt2(config: _Config, name: str) -> ModelSpec:
     )
 
 
-def _gpt_neox(config: _Config, name: str) -> ModelSpec:
+def _gpt_neox(config: Config, name: str) -> ModelSpec:
     config.demand("attention_bias", True, "biases on the MLP alone are not modelled")
     hidden = config.integer("hidden_size", default=6144)
     heads = config.integer("num_attention_heads", default=64)
@@ -236,7 +145,7 @@ def _gpt_neox(config: _Config, name: str) -> ModelSpec:
         heads=heads,
         kv_heads=heads,
         vocab=config.integer("vocab_size", default=50432),
-        head_dim=_even(config, hidden, heads),
+        head_dim=even(config, hidden, heads),
         activation=config.activation("hidden_act", "gelu"),
         parallel_block=parallel,
         parallel_norms=2 if parallel else 1,
@@ -245,7 +154,7 @@ def _gpt_neox(config: _Config, name: str) -> ModelSpec:
     )
 
 
-def _opt(config: _Config, name: str) -> ModelSpec:
+def _opt(config: Config, name: str) -> ModelSpec:
     hidden = config.integer("hidden_size", default=768)
     heads = config.integer("num_attention_heads", default=12)
     if config.integer("word_embed_proj_dim", default=hidden) != hidden:
@@ -264,7 +173,7 @@ def _opt(config: _Config, name: str) -> ModelSpec:
         heads=heads,
         kv_heads=heads,
         vocab=config.integer("vocab_size", default=50272),
-        head_dim=_even(config, hidden, heads),
+        head_dim=even(config, hidden, heads),
         activation=config.activation("activation_function", "relu"),
         linear_bias=config.flag("enable_bias", True),
         rotary=False,
@@ -275,7 +184,7 @@ def _opt(config: _Config, name: str) -> ModelSpec:
     )
 
 
-_READERS: dict[str, Callable[[_Config, str], ModelSpec]] = {
+_READERS: dict[str, Callable[[Config, str], ModelSpec]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
@@ -286,10 +195,10 @@ _READERS: dict[str, Callable[[_Config, str], ModelSpec]] = {
     "gemma": _gemma,
     "phi3": _phi3,
     "starcoder2": _starcoder2,
+    **EXPERT_READERS,
 }
 
 _REASONS = {
-    "qwen3": "query-key norms are not modelled",
     "olmo": "norms without weights are not modelled",
     "olmo2": "query-key norms are not modelled",
     "gemma2": "norms after attention and MLP are not modelled",
@@ -298,11 +207,12 @@ _REASONS = {
     "mpt": "ALiBi positions are not modelled",
     "gptj": "a bias on the output projection is not modelled",
     "phi": "a bias on the output projection is not modelled",
-    "mixtral": "mixtures of experts are not modelled",
-    "qwen2_moe": "mixtures of experts are not modelled",
-    "qwen3_moe": "mixtures of experts are not modelled",
-    "deepseek_v2": "mixtures of experts are not modelled",
-    "deepseek_v3": "mixtures of experts are not modelled",
+    "gpt_oss": "attention windows on some layers only are not modelled",
+    "llama4": "models that see images are not modelled; give the config of the text model",
+    "llama4_text": "attention in chunks on some layers only is not modelled",
+    "qwen3_next": "gated delta layers are not modelled",
+    "nemotron_h": "Mamba layers are not modelled",
+    "phimoe": "biases on the attention alone are not modelled",
 }
 """Why some well-known architectures are refused; the others are simply not known."""
 
@@ -321,9 +231,10 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
         raise InputError(
             f"{where}: architecture {shown!r} is not supported{reason}; supported: {', '.join(_READERS)}"
         )
-    config = _Config(values, where)
-    for experts in ("num_local_experts", "num_experts", "n_routed_experts"):
-        config.refuse(experts, "mixtures of experts are not modelled")
+    config = Config(values, where)
+    if kind not in EXPERT_READERS:
+        for experts in ("num_local_experts", "num_experts", "n_routed_experts"):
+            config.refuse(experts, f"no architecture {kind} has experts")
     config.refuse("add_cross_attention", "attention to an encoder is not modelled")
     config.refuse("is_encoder_decoder", "models with an encoder are not modelled")
     config.refuse(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build
+from mist_megatron.spec.experts import ExpertSpec, LatentAttention
 from mist_megatron.spec.model import Activation, Family, ModelSpec, Norm
 
 T = TypeVar("T")
@@ -59,6 +60,25 @@ class ModelDocument:
     """Token table and output projection are one. Default: gpt."""
     final_norm: bool = True
     """A norm before the output projection."""
+    experts: ExpertSpec | None = None
+    """Mixture of experts in place of the MLP."""
+    latent_attention: LatentAttention | None = None
+    """Multi-head latent attention; give kv_heads = heads and head_dim = nope + rope columns."""
+    qk_norm: bool = False
+    """A norm on each query and key head."""
+    sinks: bool = False
+    """A trained number per head in the attention's softmax."""
+    mtp_layers: int = 0
+    """Depths of multi-token prediction."""
+
+
+PARTS = ("experts", "latent_attention", "qk_norm", "sinks", "mtp_layers")
+"""Keys that few models have; written only where they say something."""
+
+
+def model_to_mapping(model: ModelSpec) -> dict[str, object]:
+    """All keys of a model but the parts that it does not have."""
+    return {key: value for key, value in asdict(model).items() if value or key not in PARTS}
 
 
 def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:
@@ -95,6 +115,7 @@ def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:
         learned_positions=document.learned_positions,
         tied_embeddings=_or(document.tied_embeddings, gpt),
         final_norm=document.final_norm,
+        **{key: getattr(document, key) for key in PARTS},
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import Inline, build_versioned, parse, to_yaml
-from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.formats.model_yaml import model_from_mapping, model_to_mapping
 from mist_megatron.spec import catalogue, check, presets
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
 from mist_megatron.spec.model import ModelSpec
@@ -140,7 +140,7 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
         "schema": SCHEMA,
         "model": plan.model.name
         if presets.PRESETS.get(plan.model.name) == plan.model
-        else asdict(plan.model),
+        else model_to_mapping(plan.model),
         "training": asdict(plan.training),
         "cluster": {
             "gpu": gpu.name if catalogue.CATALOGUE.get(gpu.name) == gpu else asdict(gpu),

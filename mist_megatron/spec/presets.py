@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mist_megatron.spec import check
+from mist_megatron.spec.expert_presets import expert_presets
 from mist_megatron.spec.model import Family, ModelSpec
 
 PUBLISHED_PARAMETERS: Mapping[str, tuple[int, str]] = MappingProxyType(
@@ -168,7 +169,7 @@ def _public() -> tuple[ModelSpec, ...]:
 def _all() -> dict[str, ModelSpec]:
     families: tuple[tuple[Family, str], ...] = (("gpt", "gpt3"), ("llama", "llama"), ("falcon", "falcon"))
     mist = [_mist(family, prefix, size) for family, prefix in families for size in _MIST_SIZES]
-    return {spec.name: spec for spec in (*mist, *_public())}
+    return {spec.name: spec for spec in (*mist, *_public(), *expert_presets())}
 
 
 PRESETS: Mapping[str, ModelSpec] = MappingProxyType(_all())

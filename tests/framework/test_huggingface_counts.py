@@ -26,7 +26,37 @@ MISTRAL, QWEN2 = {**LLAMA, "model_type": "mistral"}, {**LLAMA, "model_type": "qw
 GEMMA, PHI3 = {**LLAMA, "model_type": "gemma"}, {**LLAMA, "model_type": "phi3", "pad_token_id": 0}
 STARCODER2 = {**LLAMA, "model_type": "starcoder2"}
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+QWEN3, QWEN3_MOE = {**QWEN2, "model_type": "qwen3"}, {**QWEN2, **EXPERTS, "model_type": "qwen3_moe"}
+QWEN2_MOE = {**QWEN3_MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 40}
+MIXTRAL = {**LLAMA, **GROUPED, "model_type": "mixtral", "num_local_experts": 4}
+LATENT = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 24,
+          "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4,
+          "v_head_dim": 10, "num_key_value_heads": 4}  # fmt: skip
+DEEPSEEK_V2 = {**LLAMA, **LATENT, "model_type": "deepseek_v2"}
+DEEPSEEK_V3 = {**LLAMA, **LATENT, "model_type": "deepseek_v3", "first_k_dense_replace": 1}
+GLM4 = {**LLAMA, **GROUPED, "model_type": "glm4_moe", "head_dim": 16, "n_routed_experts": 8,
+        "moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_hidden_layers": 3}  # fmt: skip
+
 EXACT = {
+    "mixtral": MIXTRAL,
+    "mixtral, wide heads": {**MIXTRAL, "head_dim": 24},
+    "qwen3": {**QWEN3, **GROUPED, "head_dim": 16},
+    "qwen3, head_dim and kv heads by default": {**QWEN3, "num_attention_heads": 32},
+    "qwen3_moe": {**QWEN3_MOE, **GROUPED, "head_dim": 16},
+    "qwen3_moe, experts by default": {**QWEN3, "model_type": "qwen3_moe", "head_dim": 16},
+    "qwen3_moe, every second layer": {**QWEN3_MOE, "decoder_sparse_step": 2, "num_hidden_layers": 5},
+    "qwen2_moe": {**QWEN2_MOE, **GROUPED},
+    "qwen2_moe, no bias": {**QWEN2_MOE, **GROUPED, "qkv_bias": False},
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v2, no latent of queries": {**DEEPSEEK_V2, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3, all mixtures": {
+        **DEEPSEEK_V3, "n_shared_experts": 1, "first_k_dense_replace": 0
+    },
+    "deepseek_v3, dense throughout": {**DEEPSEEK_V3, "first_k_dense_replace": 3},
+    "glm4_moe": {**GLM4, "attention_bias": True},
+    "glm4_moe, norms of heads": {**GLM4, "use_qk_norm": True, "first_k_dense_replace": 2},
     "llama": LLAMA,
     "llama, grouped": {**LLAMA, **GROUPED},
     "llama, kv heads null": {**LLAMA, "num_key_value_heads": None},
@@ -117,7 +147,11 @@ REFUSED = {
     "qwen2, windows": (
         {**QWEN2, **GROUPED, "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"
     ),
-    "qwen3": ({**LLAMA, "model_type": "qwen3", "head_dim": 16}, "query-key norms"),
+    "qwen3, attention biased": (
+        {**LLAMA, "model_type": "qwen3", "head_dim": 16, "attention_bias": True}, "biases on the attention"
+    ),
+    "qwen3_moe, dense at places": ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers"),
+    "deepseek_v3, biased": ({**DEEPSEEK_V3, "attention_bias": True}, "biases of latent attention"),
     "gemma, attention biased": (
         {**GEMMA, "num_key_value_heads": 4, "attention_bias": True}, "attention_bias is true"
     ),

@@ -10,6 +10,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.files import load_model
 from mist_megatron.formats.huggingface import model_from_huggingface
 from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.spec.expert_presets import PUBLISHED
 from mist_megatron.spec.presets import PRESETS, PUBLISHED_PARAMETERS
 
 MIST = {"1.3b": (2048, 24, 16), "2.7b": (2560, 32, 32), "7b": (4096, 32, 32), "13b": (5120, 40, 40),
@@ -21,6 +22,43 @@ def test_published_parameter_counts(name):
     published, source = PUBLISHED_PARAMETERS[name]
     assert source
     assert PRESETS[name].parameters == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_counts_of_experts(name):
+    """Totals are published to a million, what a token meets to ten million."""
+    total, active, source = PUBLISHED[name]
+    assert source
+    assert abs(PRESETS[name].parameters - total) < 0.6e6
+    assert abs(PRESETS[name].active_parameters - active) < 6e6
+
+
+@pytest.mark.parametrize(
+    ("name", "depths"), [("deepseek-v3", 11.61e9), ("glm-4.5", 3.99e9), ("glm-4.5-air", 2.38e9)]
+)
+def test_published_counts_of_multi_token_prediction(name, depths):
+    assert abs(PRESETS[name].mtp_parameters - depths) < 6e6
+
+
+EXPERTS = {"count": 8, "top_k": 2, "ffn_hidden": 32}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"experts": {**EXPERTS, "top_k": 9}}, "top_k is 9; wanted at most count"),
+        ({"experts": {**EXPERTS, "shared_gate": True}}, "shared_gate is true without shared experts"),
+        ({"experts": {**EXPERTS, "first_dense": 9}}, "leave none of the"),
+        ({"experts": {**EXPERTS, "every": 0}}, "every"),
+        ({"experts": EXPERTS, "parallel_block": True}, "parallel block"),
+        ({"latent_attention": {"kv_lora": 16}}, "nope_head_dim"),
+        ({"mtp_layers": -1}, "mtp_layers"),
+    ],
+)
+def test_parts_that_contradict_are_refused(change, words):
+    with pytest.raises(InputError, match=words) as caught:
+        model_from_mapping({**SMALL, **change}, "model.yaml")
+    assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize("family", ["gpt3", "llama", "falcon"])
