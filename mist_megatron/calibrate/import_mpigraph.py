@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from mist_megatron.calibrate.imported import NO_DEVICE, Hints, Imported, identity_of
 from mist_megatron.calibrate.measurements import Conditions, Measurement, checked
+from mist_megatron.calibrate.nccl_tables import TAGS
 from mist_megatron.errors import InputError
 
 USUAL_BYTES = float(1 << 20)
@@ -35,9 +36,10 @@ def read_mpigraph(text: str, where: str, hints: Hints) -> Imported:
     points: list[Measurement] = []
     names: list[str] = []
     direction, row = "", 0
+    dead = 0
     for number, line in enumerate(text.splitlines(), start=1):
         place = f"{where}, line {number}"
-        cells = line.split()
+        cells = TAGS.sub("", line).split()
         if cells and cells[0].lower() in _DIRECTIONS and len(cells) > 2 and not _is_number(cells[-1]):
             _whole(direction, names, row, place)
             direction, names, row = _DIRECTIONS[cells[0].lower()], _names(cells[1:], place), 0
@@ -49,7 +51,9 @@ def read_mpigraph(text: str, where: str, hints: Hints) -> Imported:
             continue
         rates = _row(cells, names, row, place)
         for column, rate in enumerate(rates):
-            if column != row:
+            if column != row and rate == 0.0:
+                dead += 1
+            elif column != row:
                 point = Measurement(
                     kind="link", label=direction, seconds=size / rate, line=number,
                     sizes={"bytes": size, "row": float(row), "column": float(column)},
@@ -60,7 +64,8 @@ def read_mpigraph(text: str, where: str, hints: Hints) -> Imported:
     _whole(direction, names, row, f"{where}, line {len(text.splitlines())}")
     if not points:
         raise InputError(f"{where}: no bandwidth matrix; wanted a line `Send NODE NODE ...` and one a node")
-    return Imported(kind="mpigraph", conditions=(condition,), points=tuple(points))
+    notes = (f"{dead} pairs of 0 MB/s: dead links, left out",) if dead else ()
+    return Imported(kind="mpigraph", conditions=(condition,), points=tuple(points), notes=notes)
 
 
 def _names(cells: Sequence[str], place: str) -> list[str]:
@@ -87,8 +92,8 @@ def _row(cells: Sequence[str], names: Sequence[str], row: int, place: str) -> li
         if column == row:
             rates.append(0.0)
             continue
-        if rate is None or rate <= 0.0:
-            raise InputError(f"{place}: {names[row]} to {names[column]} is {text!r}; wanted MB/s above 0")
+        if rate is None or rate < 0.0:
+            raise InputError(f"{place}: {names[row]} to {names[column]} is {text!r}; wanted MB/s from 0")
         rates.append(rate * 1e6)
     return rates
 

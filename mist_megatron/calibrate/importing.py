@@ -10,6 +10,7 @@ from mist_megatron.calibrate.import_mpigraph import read_mpigraph
 from mist_megatron.calibrate.import_nccl_tests import read_nccl_json, read_nccl_text
 from mist_megatron.calibrate.imported import KINDS, Hints, Imported, Kind
 from mist_megatron.calibrate.measurements import read_measurements
+from mist_megatron.calibrate.nccl_tables import TAGS
 from mist_megatron.errors import InputError
 
 
@@ -31,7 +32,7 @@ def read_output(text: str, where: str, hints: Hints, kind: Kind | None = None) -
 
 def kind_of(text: str, where: str) -> Kind:
     """Told by what only that tool writes."""
-    head = text.lstrip()[:200_000]
+    head = TAGS.sub("", text[:200_000]).lstrip()
     first = head.split("\n", 1)[0]
     if head.startswith(("{", "[")):
         if re.search(r'"(traceEvents|deviceProperties|schemaVersion|distributedInfo)"', head):
@@ -44,7 +45,8 @@ def kind_of(text: str, where: str) -> Kind:
             return "kineto"
     elif re.search(r"mpiGraph", head) or re.search(r"(?im)^\s*(send|recv)\b[^\n]*\n\s*\S+[ \t]+[\d.]", head):
         return "mpigraph"
-    elif re.search(r"(?m)^#.*(nThread|algbw|nccl-tests)|_perf\b", head):
+    elif re.search(r"#.*(nThread|algbw|nccl-tests)|_perf\b|nThread \d+ nGpus \d+", text):
+        # Anywhere: thousands of lines of NCCL_DEBUG may stand before.
         return "nccl-tests"
     raise InputError(
         f"{where}, line 1: {first[:60]!r}: not the output of a known tool",
