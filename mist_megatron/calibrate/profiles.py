@@ -90,7 +90,7 @@ def _load_profile(path: Path, _changed: int) -> Profile:
 
 
 def write_profile(profile: Profile, out: Path, *, force: bool) -> list[Path]:
-    """The YAML and its tables beside it; tables first, so that no YAML names a table that is not there."""
+    """The YAML and its tables beside it, which take their places together: no YAML beside others' tables."""
     from mist_megatron.formats.profile_yaml import profile_to_files
 
     if out.suffix not in (".yaml", ".yml"):
@@ -102,11 +102,12 @@ def write_profile(profile: Profile, out: Path, *, force: bool) -> list[Path]:
     }
     files = profile_to_files(profile, names)
     body = files.pop(f"{profile.name}.yaml")
-    paths = {out.parent / name: data for name, data in files.items()} | {out: body}
+    texts = {**files, out.name: body}
+    paths = [out.parent / name for name in texts]
     taken = [path for path in paths if path.exists()]
     if taken and not force:
         raise InputError(
             f"{taken[0]} exists", details=("nothing was written", "try: --force, or another --out")
         )
-    write_together(paths)
-    return list(paths)
+    write_together(out.parent, texts)
+    return paths

@@ -10,7 +10,6 @@ import io
 import os
 import shutil
 import stat
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from mist_megatron.errors import InputError
+from mist_megatron.formats.aside import is_aside, name_aside, recover, take_places
 from mist_megatron.formats.document import parse
 from mist_megatron.formats.huggingface import is_huggingface, model_from_huggingface
 from mist_megatron.formats.model_yaml import model_from_mapping
@@ -88,7 +88,9 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _bytes_of(path: Path, most_bytes: int) -> bytes:
-    """Opened without waiting: a pipe that nobody writes to would hold the program forever."""
+    """Opened without waiting: a pipe that nobody writes to would hold the program forever. Where a writer
+    died while files took their places, they take them first."""
+    recover(path.parent)
     # Windows opens neither folders nor pipes this way, and has no such flag.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     status = os.fstat(handle)
@@ -152,14 +154,15 @@ def written_on(path: Path) -> str:
 def write_artifacts(out: Path, artifacts: Artifacts, *, force: bool = False) -> tuple[Path, ...]:
     """Write the folder `out`; returns the files written.
 
-    All files are written aside first and put in place by renaming, so that an interrupt, a full disk or a
-    bad path leaves what was there before. A new folder appears in one step. One that is there stays the same
-    folder, which may be a shell's current one or where a disk is mounted: with `force` each file replaces its
-    namesake in one step; other files (checkpoints, say) stay untouched.
+    All files are written aside first, so that an interrupt, a full disk or a bad path leaves what was there
+    before. A new folder appears in one step. One that is there stays the same folder, which may be a shell's
+    current one or where a disk is mounted: with `force` the files take the places of their namesakes
+    together (`aside.take_places`); other files (checkpoints, say) stay untouched.
     """
     _check_paths(artifacts)
     out = _resolved(out)
-    taken = out.exists() and any(out.iterdir())
+    recover(out if out.exists() else out.parent)
+    taken = out.exists() and not all(map(is_aside, out.iterdir()))
     if taken and not force:
         raise InputError(
             f"output folder {out} is not empty",
@@ -171,7 +174,8 @@ def write_artifacts(out: Path, artifacts: Artifacts, *, force: bool = False) -> 
         for name, text in artifacts.items():
             _write_one(aside / name, text)
         if out.exists():
-            _put_in_place(aside, out, artifacts, empty=not taken)
+            _refuse_folders(out, artifacts)
+            take_places(aside, out)
         else:
             aside.rename(out)
     except OSError as error:
@@ -204,7 +208,7 @@ def write_pieces(path: Path, pieces: Iterable[str]) -> Path:
             _pour(pieces, False, path)
         else:
             # A link stays a link.
-            _replace_together({path.resolve(): partial(_pour, pieces, path.suffix == ".gz")})
+            _replace(path.resolve(), partial(_pour, pieces, path.suffix == ".gz"))
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -214,19 +218,25 @@ def write_pieces(path: Path, pieces: Iterable[str]) -> Path:
     return path
 
 
-def write_together(files: Mapping[Path, bytes]) -> None:
-    """Write several files, which take their places in this order once all are written aside."""
-    for path in files:
-        if path.is_dir():
-            raise InputError(f"cannot write {path}: it is a folder", details=("nothing was written",))
-        _make_parent(path)
+def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write several files of one folder, which take their places together once all are written aside."""
+    _make_parent(folder / "any")
+    recover(folder)
+    aside = name_aside(folder)
     try:
-        _replace_together({path: partial(_pour_bytes, data) for path, data in files.items()})
+        for name, data in files.items():
+            if (folder / name).is_dir():
+                raise IsADirectoryError(None, "it is a folder", str(folder / name))
+            aside.mkdir(exist_ok=True)
+            (aside / name).write_bytes(data)
+        take_places(aside, folder)
     except OSError as error:
         raise InputError(
             f"cannot write {error.filename or 'the files'}: {error.strerror or error}",
             details=("nothing was written",),
         ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -250,24 +260,20 @@ class CacheFolder:
         """Whole or not at all, readable by its owner alone."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _replace_together({self.folder / name: partial(_pour_bytes, data)}, mode=0o600)
+            _replace(self.folder / name, lambda aside: _pour_bytes(data, aside), mode=0o600)
 
 
-def _replace_together(files: Mapping[Path, Pour], *, mode: int | None = None) -> None:
-    """Each file is written aside, in the folder where it belongs; then each takes its place by renaming."""
-    aside: list[tuple[Path, Path]] = []
+def _replace(path: Path, pour: Pour, *, mode: int | None = None) -> None:
+    """The file is written aside, in the folder where it belongs; then it takes its place by renaming."""
+    recover(path.parent)
+    written = name_aside(path.parent)
     try:
-        for path, pour in files.items():
-            handle, name = tempfile.mkstemp(prefix=f".{path.name[:200]}.", dir=path.parent)
-            os.close(handle)
-            aside.append((Path(name), path))
-            pour(Path(name))
-            Path(name).chmod(_usual_mode(path) if mode is None else mode)
-        for written, path in aside:
-            written.replace(path)
+        written.touch(0o600, exist_ok=False)
+        pour(written)
+        written.chmod(_usual_mode(path) if mode is None else mode)
+        written.replace(path)
     finally:
-        for written, _ in aside:
-            written.unlink(missing_ok=True)
+        written.unlink(missing_ok=True)
 
 
 def _usual_mode(path: Path) -> int:
@@ -304,8 +310,8 @@ def _aside(out: Path) -> Path:
     """On the disk of the folder: inside it where it is there, beside it where it is not."""
     parent = out if out.exists() else out.parent
     try:
-        aside = Path(tempfile.mkdtemp(prefix=f".{out.name[:200]}.", dir=parent))
-        aside.chmod(0o777 & ~_umask())
+        aside = name_aside(parent)
+        aside.mkdir()
         return aside
     except OSError as error:
         raise InputError(f"cannot write in {parent}: {error.strerror or error}") from error
@@ -340,20 +346,11 @@ def _write_one(path: Path, text: str) -> None:
     path.chmod(_usual_mode(path))
 
 
-def _put_in_place(aside: Path, out: Path, artifacts: Artifacts, *, empty: bool) -> None:
-    """Files of a folder that is there, by one rename each; one that was empty is so again if that fails."""
-    for name in artifacts:  # all that may be refused is refused before the first file is replaced
+def _refuse_folders(out: Path, artifacts: Artifacts) -> None:
+    """All that may be refused is refused before the first file is replaced."""
+    for name in artifacts:
         if (out / name).is_dir():
             raise IsADirectoryError(f"{name} is a folder there")
-    try:
-        for name in artifacts:
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
-        for name in artifacts:
-            (aside / name).replace(out / name)
-    except BaseException:
-        if empty:
-            for name in {PurePosixPath(name).parts[0] for name in artifacts}:
-                shutil.rmtree(out / name, ignore_errors=True)
-                with contextlib.suppress(OSError):
-                    (out / name).unlink()
-        raise
+        for folder in PurePosixPath(name).parents:
+            if (out / folder).exists() and not (out / folder).is_dir():
+                raise NotADirectoryError(f"{folder} is a file there, wanted a folder")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gzip
 import os
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats import files
+from mist_megatron.formats.aside import name_aside, recover
 from mist_megatron.formats.files import write_artifacts, write_file, write_pieces
 
 FILES = {"a.txt": "one\n", "sub/b.sh": "#!/bin/sh\n"}
@@ -49,25 +51,22 @@ def test_the_current_folder_is_filled_not_replaced(tmp_path: Path, monkeypatch: 
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("replaced", [0, 1])
-def test_an_empty_folder_is_empty_again_after_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: int
+def test_an_interrupt_while_files_take_their_places_waits_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes while the files are put in place."""
-    put: list[Path] = []
-    replace = Path.replace
+    replace, calls = Path.replace, []
 
     def interrupted(path: Path, target: Path) -> Path:
-        if len(put) == replaced:
+        calls.append(path)
+        if len(calls) == 2:
             raise KeyboardInterrupt
-        put.append(target)
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_artifacts(tmp_path, FILES)
-    assert len(put) == replaced
-    assert list(tmp_path.iterdir()) == []
+    assert listing(tmp_path) == FILES
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "sub"]
 
 
 def test_a_folder_with_something_in_it_needs_force(tmp_path: Path) -> None:
@@ -139,6 +138,88 @@ def test_a_folder_in_the_place_of_a_file_replaces_nothing(tmp_path: Path) -> Non
 def test_no_name_leaves_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="inside the output folder"):
         write_artifacts(tmp_path / "out", {name: "x"})
+
+
+OLD = {"a.txt": "old", "sub/b.sh": "old", "c.txt": "old"}
+TOGETHER = {"a.txt": "new", "sub/b.sh": "new", "d/e.txt": "new", "f.txt": "new"}
+MOST_EVENTS = 200
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
+
+
+def killed_at(event: int, act: Callable[[], object]) -> bool:
+    """Whether a process of its own died at its so many-th change of the file system, without any clean-up."""
+    process = os.fork()
+    if process == 0:
+        seen = 0
+
+        def die(name: str, arguments: tuple[object, ...]) -> None:
+            nonlocal seen
+            seen += name in EVENTS and not (name == "open" and arguments[1] == "r")
+            if seen == event:
+                os._exit(9)
+
+        sys.addaudithook(die)
+        act()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 9
+
+
+def visible(folder: Path) -> dict[str, str]:
+    return {name: text for name, text in listing(folder).items() if not name.startswith(".mist-")}
+
+
+@pytest.mark.parametrize("there", ["nothing", "empty", "old"])
+def test_killed_at_every_change_of_the_file_system(tmp_path: Path, there: str) -> None:
+    """Files are those of before or those of after, never of both; who reads gets all of one of them; the next
+    writer needs no more than it would have, and leaves nothing of the dead one."""
+    outcomes = set()
+    for event in range(1, MOST_EVENTS):
+        out = tmp_path / f"{event}" / "out"
+        out.parent.mkdir()
+        if there != "nothing":
+            out.mkdir()
+        if there == "old":
+            write_artifacts(out, OLD, force=True)
+        if not killed_at(event, lambda out=out: write_artifacts(out, TOGETHER, force=there == "old")):
+            break
+        left = set(visible(out).items()) if out.exists() else set()
+        kept = {("c.txt", "old")} & left
+        assert left - kept <= set(TOGETHER.items()) or left <= set(OLD.items()), event
+        if (out / "a.txt").exists() or there == "old":
+            whole = TOGETHER if files.read_text(out / "a.txt") == "new" else OLD
+            outcomes.add(whole["a.txt"])
+            assert {**OLD, **visible(out)} == {**OLD, **whole}, event
+        recover(out)
+        again = there == "old" or (out.exists() and bool(visible(out)))
+        write_artifacts(out, TOGETHER, force=again)
+        assert visible(out) == {**TOGETHER, **dict(kept)}, event
+        assert not list(out.parent.rglob(".mist-*")), event
+    assert 10 < event < MOST_EVENTS - 1
+    assert outcomes == {"old", "new"} if there == "old" else outcomes <= {"new"}
+
+
+def test_a_file_of_its_own_is_whole_wherever_its_writer_dies(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    for event in range(1, MOST_EVENTS):
+        path.write_text("old")
+        if not killed_at(event, lambda: write_file(path, "new", force=True)):
+            break
+        assert path.read_text() in ("old", "new")
+    assert 2 < event < MOST_EVENTS - 1
+    assert path.read_text() == "new"
+    assert [each.name for each in tmp_path.iterdir()] == ["f.json"]
+
+
+def test_what_is_not_ours_or_of_a_living_writer_stays(tmp_path: Path) -> None:
+    alive = tmp_path / name_aside(tmp_path).name
+    elsewhere = tmp_path / ".mist-new-another.host-1-abcdef12"
+    for path in (alive, elsewhere):
+        path.mkdir()
+    write_artifacts(tmp_path, FILES)
+    assert alive.exists() and elsewhere.exists()
+    os.utime(elsewhere, (0, 0))
+    files.read_text(tmp_path / "a.txt")
+    assert alive.exists() and not elsewhere.exists()
 
 
 def test_one_file(tmp_path: Path) -> None:
