@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import get_context
@@ -136,10 +136,16 @@ def _built(jobs: Mapping[str, RecipeJob], workers: int) -> Built:
     if workers == 1 or len(order) == 1:
         yield from ((name, build_recipe(name, jobs[name])) for name in order)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        running = {pool.submit(build_recipe, name, jobs[name]): name for name in order}
-        for future in as_completed(running):
-            yield running[future], future.result()
+    left = dict.fromkeys(order)
+    try:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            running = {pool.submit(build_recipe, name, jobs[name]): name for name in order}
+            for future in as_completed(running):
+                built = future.result()
+                del left[running[future]]
+                yield running[future], built
+    except BrokenExecutor:  # a worker was killed, for its memory say: what is left is built here
+        yield from ((name, build_recipe(name, jobs[name])) for name in left)
 
 
 def _left_over(folder: Path, texts: Mapping[str, str]) -> list[Path]:

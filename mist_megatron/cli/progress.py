@@ -50,7 +50,15 @@ def search_watch() -> Iterator[Watch]:
                 best = f"best {best_s:.4g} s" if best_s < float("inf") else ""
                 bar.update(task, completed=done, total=total, description=best)
 
-            yield Watch(progress=progress, stop=stop)
+            told: set[str] = set()
+
+            def tell(words: str) -> None:
+                """Once, however many searches say it."""
+                if words not in told:
+                    bar.console.print(f"note: {words}", markup=False)
+                told.add(words)
+
+            yield Watch(progress=progress, stop=stop, tell=tell)
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import pickle
 from bisect import insort
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
@@ -104,6 +104,8 @@ class Watch:
     progress: Callable[[int, int, float], None] = lambda done, total, best_s: None
     stop: Callable[[], Status | None] = lambda: None
     """Asked every few milliseconds of work: a status ends the search with what it has."""
+    tell: Callable[[str], None] = lambda words: None
+    """What a user should know, though it changes no answer."""
 
 
 def search(
@@ -277,7 +279,6 @@ class _Run:
         """What each item gives that may be better than the best so far."""
         if self.executor is not None:
             yield from self._answers_of(*self.executor, order)
-            return
         while (pair := self._due(order)) is not None:
             bound, item = pair
             self.under_way_s = [bound.value_s]
@@ -303,27 +304,41 @@ class _Run:
         return pair
 
     def _answers_of(self, executor: Executor, workers: int, order: Order) -> Iterator[Solved]:
-        """The same with so many items at a time in other processes."""
+        """The same with so many items at a time in other processes. Where these break (one was killed, for
+        its memory say), what they had not answered is put off until it is solved here."""
         told = pickle.dumps(self.shared)
-        running: dict[Future[Solved], float] = {}
+        running: dict[Future[Solved], Pair] = {}
+        pair: Pair | None = None
         try:
             while True:
                 while len(running) < workers and (pair := self._due(order)) is not None:
                     bound, item = pair
-                    future = executor.submit(solve_told, told, item, bound, self._beat(item))
-                    running[future] = bound.value_s
-                    self.under_way_s = list(running.values())
+                    running[executor.submit(solve_told, told, item, bound, self._beat(item))] = pair
+                    pair = None
+                    self._under_way(running.values())
                 if not running:
                     return
                 done, _ = wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield future.result()
                     del running[future]
-                    self.under_way_s = list(running.values())
+                    self._under_way(running.values())
                 self.tick()
+        except BrokenExecutor:
+            self.watch.tell("a worker process died (killed for its memory?); the search goes on without them")
+            self.executor = None
+            left = [*running.values(), *([pair] if pair else [])]
+            self._under_way(left)
+            for bound, item in left:
+                self.tick()
+                yield solve(self.question, item, bound, self._beat(item))
+            self._under_way(())
         finally:
             for future in running:
                 future.cancel()
+
+    def _under_way(self, pairs: Collection[Pair]) -> None:
+        self.under_way_s = [bound.value_s for bound, _ in pairs]
 
     def _beat(self, item: Item) -> float:
         """A shape that has a plan among the best must find a better one of its own."""

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from jobs import evaluator_of, small_job
@@ -105,6 +107,36 @@ def test_an_interrupt_acts_inside_a_shape():
     assert half.objective_s >= whole.objective_s
     assert half.bound_s <= whole.objective_s
     assert half.shapes_solved <= whole.shapes_solved
+
+
+class Dying(Executor):
+    """Answers some, then loses what it has under way, as a pool does whose process was killed."""
+
+    def __init__(self, lives: int) -> None:
+        self.lives = lives
+
+    def submit(self, function, /, *arguments, **named):
+        self.lives -= 1
+        if self.lives < -1:
+            raise BrokenProcessPool
+        future = Future()
+        if self.lives < 0:
+            future.set_exception(BrokenProcessPool())
+        else:
+            future.set_result(function(*arguments, **named))
+        return future
+
+
+@pytest.mark.parametrize("lives", [0, 1, 6])
+def test_a_killed_worker_loses_nothing(lives):
+    evaluator = evaluator_of(small_job("mist", gpus=8, layers=12, batch=64, limit_gib=4.0))
+    space, settings = space_named("mist"), Settings(top=3)
+    whole = search(evaluator, space, settings)
+    said: list[str] = []
+    found = search(evaluator, space, settings, Watch(tell=said.append), Dying(lives), 2)
+    assert found.solutions == whole.solutions
+    assert (found.status, found.bound_s) == (Status.OPTIMAL, whole.bound_s)
+    assert len(said) == 1 and "worker process died" in said[0]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
