@@ -76,11 +76,11 @@ SOURCES = (
     Source(begins="Megatron-LM SC21", short="sc21", framework="megatron-lm", flash_attention=False,
            linear_bias=True, dropout=0.1, grad_bytes=4),
     # Megatron-DeepSpeed pipelines with ZeRO 1, the same kernels.
-    Source(begins="BigScience tr11-176B", short="bigscience", framework="megatron-deepspeed",
+    Source(begins="BigScience tr11-176B", short="bigscience", framework="deepspeed-pipeline",
            flash_attention=False, linear_bias=True, dropout=0.0, grad_bytes=4),
-    Source(begins="BLOOM", short="bigscience", framework="megatron-deepspeed", flash_attention=False,
+    Source(begins="BLOOM", short="bigscience", framework="deepspeed-pipeline", flash_attention=False,
            linear_bias=True, dropout=0.0, grad_bytes=4),
-    Source(begins="MT-NLG", short="mt-nlg", framework="megatron-deepspeed", flash_attention=False,
+    Source(begins="MT-NLG", short="mt-nlg", framework="deepspeed-pipeline", flash_attention=False,
            linear_bias=True, dropout=0.1, grad_bytes=4),
     # ZeRO 3; step times from FLOP/s with this vocabulary, most of them read off a bar chart (2 TFLOP/s). Of
     # one model on one cluster they are m * c + x for 1 to 32 sequences m a GPU: gathers and reductions hide

@@ -53,6 +53,12 @@ NEAR = 0.1
 so that a shape next to a measured one costs about what that does."""
 EIGHT_BIT_GEMM = "gemm_eight_bit"
 """Name under which measured products of 8-bit operands are looked up."""
+ALIGNED = 8
+"""Elements of 16 bits in the 16 bytes that tensor cores' kernels load at once. Batched products of unfused
+attention whose head size is no multiple of that run without tensor cores ..."""
+WITHOUT_TENSOR_CORES = 16.0
+"""... and take so many times as long: 312 over 19.5 TFLOP/s (A100 datasheet, fp16 by tensor cores and fp32).
+Two runs of BigScience that differ in heads alone (sizes 144 and 108) are 1.304 apart, with this 1.319."""
 CHUNK = 1 << 20
 """Distances held at once."""
 
@@ -205,6 +211,8 @@ class ProfilePrices:
         many_half = np.where(many, faster * (c.batched_gemm_half_area or c.gemm_half_area).value, half_area)
         half_depth = np.asarray(faster * c.gemm_half_depth.value)
         busy = products_s(area, k, peak * many_share, many_half, half_depth)
+        unaligned = many & ((np.mod(n, ALIGNED) > 0.0) | (np.mod(k, ALIGNED) > 0.0))
+        busy = busy * np.where(unaligned, WITHOUT_TENSOR_CORES, 1.0)
         operand_bytes = 1.0 if work.eight_bit else 2.0
         moved = batch * (operand_bytes * (m * k + k * n) + 2.0 * m * n) / self._memory_rate
         return np.asarray(np.maximum(np.maximum(busy, moved), work.kernels * c.launch_s.value))

@@ -228,8 +228,9 @@ DEEPSPEED = Target(
     traffic=traffic_facts,
     hand_made=HAND_MADE,
     all_by_hand=True,
-    # Fully sharded data parallel is ZeRO-3 by another name.
-    measured_as=("deepspeed", "deepspeed-zero", "fsdp"),
+    # Fully sharded data parallel is ZeRO-3 by another name. Pipelines of Megatron-DeepSpeed run on
+    # DeepSpeed's engine, which sends in turn and adds gradients up in a pass of its own.
+    measured_as=("deepspeed", "deepspeed-zero", "deepspeed-pipeline", "fsdp"),
 )
 DEEPSPEED_PATCHES = Target(
     name="deepspeed+patches",

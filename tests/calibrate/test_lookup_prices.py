@@ -104,3 +104,15 @@ def test_interference_has_a_factor_for_every_stream_of_every_set(prices) -> None
     assert table.shape == (16, 4)
     assert (table >= 1.0).all()
     assert (table[[0, 1, 2, 4, 8]] == 1.0).all()
+
+
+def test_heads_of_odd_size_run_without_tensor_cores() -> None:
+    """Attention's products, 108 wide, beside those of 112: BigScience's runs say some 16 times as long."""
+    cluster = cluster_of(CATALOGUE["a100-sxm-80gb"], 8)
+    prices = prices_of(profile_of(cluster), cluster, "fp16")
+    whole = array(2048.0)
+    odd, even = (prices.of(Gemm(whole, whole, array(size), array(64.0))).seconds for size in (108.0, 112.0))
+    assert 12.0 < float(odd[0] / even[0]) < 17.0
+    # One large product is padded by its library: nothing says that it falls as far.
+    odd, even = (prices.of(Gemm(whole, whole, array(size), array(1.0))).seconds for size in (1800.0, 1796.0))
+    assert float(odd[0] / even[0]) == pytest.approx(1800 / 1796, rel=0.01)

@@ -35,6 +35,11 @@ def test_a_row_becomes_its_plan() -> None:
     assert row.measured_s == 1.5 and row.group == "g"
 
 
+def test_pipelines_of_deepspeed_are_priced_as_its_engine_runs_them() -> None:
+    (row,) = read_rows(changed("framework", "deepspeed-pipeline"), "runs.csv")
+    assert row.plan is not None and row.plan.target == "deepspeed"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
