@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from mist_megatron.cli.expand import OptionGroup
+from mist_megatron.errors import visible
 
 MOST_FOLDED = 44
 """A longer word (a path, say) may be cut by a column; of shorter ones a table keeps every word whole."""
@@ -32,7 +34,13 @@ HANGING = "    "
 
 
 class WholeWords(Console):
-    """A console that wraps between words only: a path that was cut in two cannot be copied."""
+    """A console that wraps between words only: a path that was cut in two cannot be copied. What commands a
+    terminal is written as escapes, whichever file it came from: colours are this program's alone."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control or text.isprintable() else Segment(_tame(text), style)
 
     def print(self, *objects: Any, **settings: Any) -> None:
         if len(objects) != 1 or not isinstance(objects[0], (str, Text)) or self._left_whole(settings):
@@ -49,6 +57,10 @@ class WholeWords(Console):
     def _left_whole(self, settings: Mapping[str, Any]) -> bool:
         """Sentences that pipes get in one line, for other programs; no terminal wraps between words."""
         return bool(settings.get("soft_wrap")) and not self.is_terminal and self.width >= PIPED
+
+
+def _tame(text: str) -> str:
+    return "\n".join(map(visible, text.split("\n")))
 
 
 def _wrapped_at(text: str, width: int) -> list[int]:
@@ -173,7 +185,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Seque
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
+        made.add_row(*(Text(_tame(cell)) for cell in row))
     return made
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from mist_megatron.cli.expand import expand_groups
 from mist_megatron.cli.options import JobOptions
-from mist_megatron.cli.output import OutputOptions, emit_json
+from mist_megatron.cli.output import OutputOptions, console, emit_json, table
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7]")
 
@@ -83,3 +83,13 @@ def test_groups_of_options_become_single_options() -> None:
     values = dict.fromkeys(names[1:], None) | {"model": "gpt2", "json": True}
     flat(name="x", **values)
     assert (seen["name"], seen["job"].model, seen["output"].json) == ("x", "gpt2", True)
+
+
+@pytest.mark.parametrize("said", [lambda text: table(("what",), [(text,)]), lambda text: text])
+def test_words_of_files_command_no_terminal(capsys, said):
+    """Whatever a table or a sentence quotes: no escape, no change of direction reaches the terminal."""
+    console().print(said("run\x1b[2J of\u202e node\x1b]0;title\x9d\nnext"), markup=False)
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable()
+    assert "run\\x1b[2J of\\u202e node\\x1b]0;title\\x9d" in out
+    assert out.rstrip().endswith("next")

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mist_megatron.errors import InputError, MistError
-from mist_megatron.formats.document import parse
+from mist_megatron.formats.document import MOST_JSON, MOST_YAML, parse
 from mist_megatron.formats.files import load_mapping, load_model, load_plan, read_text
 from mist_megatron.formats.huggingface import model_from_huggingface
 from mist_megatron.formats.model_yaml import model_from_mapping
@@ -63,6 +63,11 @@ def test_paths_that_cannot_be_read(reader, path):
 
 def test_a_name_that_is_too_long_for_a_file_is_no_preset():
     refused(lambda: load_model("a" * 5000), "unknown model preset")
+
+
+@pytest.mark.parametrize("text", ["a: 1\n" * (MOST_YAML // 4), '{"a": [' + "1," * (MOST_JSON // 2) + "1]}"])
+def test_documents_that_would_take_minutes_are_refused_by_their_size(text):
+    refused(lambda: parse(text, "plan"), "characters", "at most")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
