@@ -18,7 +18,7 @@ from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import TARGET_NAMES, TargetName
 from mist_megatron.spec.training import Precision, TrainingSpec
 
-Taken = TypeVar("Taken", str, int)
+Taken = TypeVar("Taken", str, int, float)
 
 
 class JobWords(TypedDict, total=False):
@@ -173,12 +173,16 @@ def _training(
         why = "" if modern else f"{cluster.gpu.name} is older than the kernel"
         flash = modern
         _taken(defaults, "--flash-attention" if flash else "--no-flash-attention", "", why)
+    if dropout is None:
+        dropout = model.constants.dropout
+        if dropout:
+            _taken(defaults, "--dropout", dropout, "the model's own")
     return TrainingSpec(
         global_batch=batch,
         seq_len=seq,
         precision=cast(Precision, precision),
         flash_attention=flash,
-        dropout=0.0 if dropout is None else dropout,
+        dropout=dropout,
     )
 
 

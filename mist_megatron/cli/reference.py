@@ -45,6 +45,7 @@ def _sections() -> list[tuple[str, str, type[Any]]]:
     from mist_megatron.formats.model_yaml import ModelDocument
     from mist_megatron.formats.plan_yaml import ClusterDocument, PlanDocument
     from mist_megatron.spec.cluster import LinkOverrides
+    from mist_megatron.spec.constants import ModelConstants
     from mist_megatron.spec.kinds import Offload
     from mist_megatron.spec.plan import Execution, StagePlan
     from mist_megatron.spec.training import TrainingSpec
@@ -58,6 +59,7 @@ def _sections() -> list[tuple[str, str, type[Any]]]:
         ("`stages[].offload`", "Fractions from 0 to 1.", Offload),
         ("`execution`", "null takes what the target does by default.", Execution),
         ("`model`, when it is a mapping", "The same keys as in a file for `--model`.", ModelDocument),
+        ("`model.constants`", "What no shape tells and decides what is trained.", ModelConstants),
     ]
 
 

@@ -12,9 +12,11 @@ window, and slower than the real thing beyond it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.huggingface_config import Config, even, gated_model
+from mist_megatron.formats.huggingface_constants import constants_from_huggingface
 from mist_megatron.formats.huggingface_experts import EXPERT_READERS
 from mist_megatron.spec import check
 from mist_megatron.spec.model import ModelSpec
@@ -244,7 +246,7 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
     given = values.get("_name_or_path")
     name = given.rsplit("/", 1)[-1] if isinstance(given, str) and given.strip("/. ") else kind
     check.name(f"{where}: _name_or_path", name)
-    return _READERS[kind](config, name)
+    return replace(_READERS[kind](config, name), constants=constants_from_huggingface(values, where))
 
 
 def _refuse_other_heads(values: Mapping[str, object], where: str) -> None:

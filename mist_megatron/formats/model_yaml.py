@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build
+from mist_megatron.spec.constants import ModelConstants
 from mist_megatron.spec.experts import ExpertSpec, LatentAttention
 from mist_megatron.spec.model import Activation, Family, ModelSpec, Norm
 
@@ -60,6 +61,8 @@ class ModelDocument:
     """Token table and output projection are one. Default: gpt."""
     final_norm: bool = True
     """A norm before the output projection."""
+    constants: ModelConstants = ModelConstants()
+    """What no shape tells, below."""
     experts: ExpertSpec | None = None
     """Mixture of experts in place of the MLP."""
     latent_attention: LatentAttention | None = None
@@ -78,7 +81,10 @@ PARTS = ("experts", "latent_attention", "qk_norm", "sinks", "mtp_layers")
 
 def model_to_mapping(model: ModelSpec) -> dict[str, object]:
     """All keys of a model but the parts that it does not have."""
-    return {key: value for key, value in asdict(model).items() if value or key not in PARTS}
+    written = {key: value for key, value in asdict(model).items() if value or key not in PARTS}
+    usual = asdict(ModelConstants())
+    constants = {key: value for key, value in asdict(model.constants).items() if value != usual[key]}
+    return {**written, "constants": constants}
 
 
 def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:
@@ -115,6 +121,7 @@ def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:
         learned_positions=document.learned_positions,
         tied_embeddings=_or(document.tied_embeddings, gpt),
         final_norm=document.final_norm,
+        constants=document.constants,
         **{key: getattr(document, key) for key in PARTS},
     )
 

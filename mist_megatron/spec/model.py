@@ -7,6 +7,7 @@ from typing import Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.constants import ModelConstants
 from mist_megatron.spec.experts import ExpertSpec, LatentAttention
 from mist_megatron.spec.training import LONGEST_SEQUENCE
 
@@ -58,6 +59,8 @@ class ModelSpec:
     """Rows of a learned position table; 0 for none."""
     tied_embeddings: bool = False
     final_norm: bool = True
+    constants: ModelConstants = ModelConstants()
+    """Rotary base, norm epsilon, dropout and other numbers that no shape tells."""
     experts: ExpertSpec | None = None
     """Layers whose MLP is a mixture of experts; `ffn_hidden` is that of the other layers."""
     latent_attention: LatentAttention | None = None

@@ -7,12 +7,14 @@ something else, are `falcon-7b-mist` and `falcon-40b-mist`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from mist_megatron.spec import check
 from mist_megatron.spec.expert_presets import expert_presets
 from mist_megatron.spec.model import Family, ModelSpec
+from mist_megatron.spec.preset_constants import constants_of
 
 PUBLISHED_PARAMETERS: Mapping[str, tuple[int, str]] = MappingProxyType(
     {
@@ -34,11 +36,18 @@ PUBLISHED_PARAMETERS: Mapping[str, tuple[int, str]] = MappingProxyType(
         "llama3-8b": (8_030_261_248, "Hugging Face meta-llama/Meta-Llama-3-8B"),
         "llama3-70b": (70_553_706_496, "Hugging Face meta-llama/Meta-Llama-3-70B"),
         "llama3-405b": (405_853_388_800, "Hugging Face meta-llama/Llama-3.1-405B"),
+        "llama3.1-8b": (8_030_261_248, "Hugging Face meta-llama/Llama-3.1-8B"),
+        "llama3.1-70b": (70_553_706_496, "Hugging Face meta-llama/Llama-3.1-70B"),
         "llama3.2-1b": (1_235_814_400, "Hugging Face meta-llama/Llama-3.2-1B"),
         "llama3.2-3b": (3_212_749_824, "Hugging Face meta-llama/Llama-3.2-3B"),
         "mistral-7b": (7_241_732_096, "Hugging Face mistralai/Mistral-7B-v0.1"),
+        "mistral-7b-v0.3": (7_248_023_552, "Hugging Face mistralai/Mistral-7B-v0.3"),
+        "mistral-nemo-12b": (12_247_782_400, "Hugging Face mistralai/Mistral-Nemo-Base-2407"),
+        "mistral-small-24b": (23_572_403_200, "Hugging Face mistralai/Mistral-Small-24B-Base-2501"),
+        "phi4": (14_659_507_200, "Hugging Face microsoft/phi-4"),
         "qwen2.5-0.5b": (494_032_768, "Hugging Face Qwen/Qwen2.5-0.5B"),
         "qwen2.5-1.5b": (1_543_714_304, "Hugging Face Qwen/Qwen2.5-1.5B"),
+        "qwen2.5-3b": (3_085_938_688, "Hugging Face Qwen/Qwen2.5-3B"),
         "qwen2.5-7b": (7_615_616_512, "Hugging Face Qwen/Qwen2.5-7B"),
         "qwen2.5-14b": (14_770_033_664, "Hugging Face Qwen/Qwen2.5-14B"),
         "qwen2.5-32b": (32_763_876_352, "Hugging Face Qwen/Qwen2.5-32B"),
@@ -151,11 +160,18 @@ def _public() -> tuple[ModelSpec, ...]:
         _llama("llama3-8b", (32, 4096, 32, 8), 14336, 128256),
         _llama("llama3-70b", (80, 8192, 64, 8), 28672, 128256),
         _llama("llama3-405b", (126, 16384, 128, 8), 53248, 128256),
+        _llama("llama3.1-8b", (32, 4096, 32, 8), 14336, 128256),
+        _llama("llama3.1-70b", (80, 8192, 64, 8), 28672, 128256),
         _llama("llama3.2-1b", (16, 2048, 32, 8), 8192, 128256, **tied),
         _llama("llama3.2-3b", (28, 3072, 24, 8), 8192, 128256, **tied),
         _llama("mistral-7b", (32, 4096, 32, 8), 14336, 32000),
+        _llama("mistral-7b-v0.3", (32, 4096, 32, 8), 14336, 32768),
+        _llama("mistral-nemo-12b", (40, 5120, 32, 8), 14336, 131072, head_dim=128),
+        _llama("mistral-small-24b", (40, 5120, 32, 8), 32768, 131072, head_dim=128),
+        _llama("phi4", (40, 5120, 40, 10), 17920, 100352),
         _llama("qwen2.5-0.5b", (24, 896, 14, 2), 4864, 151936, **qwen, **tied),
         _llama("qwen2.5-1.5b", (28, 1536, 12, 2), 8960, 151936, **qwen, **tied),
+        _llama("qwen2.5-3b", (36, 2048, 16, 2), 11008, 151936, **qwen, **tied),
         _llama("qwen2.5-7b", (28, 3584, 28, 4), 18944, 152064, **qwen),
         _llama("qwen2.5-14b", (48, 5120, 40, 8), 13824, 152064, **qwen),
         _llama("qwen2.5-32b", (64, 5120, 40, 8), 27648, 152064, **qwen),
@@ -169,7 +185,8 @@ def _public() -> tuple[ModelSpec, ...]:
 def _all() -> dict[str, ModelSpec]:
     families: tuple[tuple[Family, str], ...] = (("gpt", "gpt3"), ("llama", "llama"), ("falcon", "falcon"))
     mist = [_mist(family, prefix, size) for family, prefix in families for size in _MIST_SIZES]
-    return {spec.name: spec for spec in (*mist, *_public(), *expert_presets())}
+    shapes = (*mist, *_public(), *expert_presets())
+    return {spec.name: replace(spec, constants=constants_of(spec.name)) for spec in shapes}
 
 
 PRESETS: Mapping[str, ModelSpec] = MappingProxyType(_all())

@@ -8,6 +8,7 @@ import json
 import re
 import warnings
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import megatron_parser
 from mist_megatron.frameworks.megatron import write as megatron
 from mist_megatron.frameworks.megatron.command import options_of
 from mist_megatron.frameworks.megatron.lint import lint_megatron
+from mist_megatron.frameworks.megatron.model import model_refusals
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
@@ -206,8 +208,61 @@ def check(plan: Plan, index: int, parsed) -> None:
     assert config.add_bias_linear == plan.model.linear_bias
     assert (config.add_qkv_bias or config.add_bias_linear) == (plan.model.qkv_bias or plan.model.linear_bias)
     assert args.untie_embeddings_and_output_weights != plan.model.tied_embeddings
-    divisor = args.make_vocab_size_divisible_by * stage.tp
-    assert plan.model.vocab % divisor == 0 or args.make_vocab_size_divisible_by == 1
+    check_constants(plan, parsed)
+
+
+def check_constants(plan: Plan, parsed) -> None:
+    """What decides which model is trained."""
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+
+    args, config, constants = parsed.args, parsed.config, plan.model.constants
+    assert config.layernorm_epsilon == constants.norm_epsilon
+    assert config.init_method_std == constants.init_std
+    same = plan.training.dropout == constants.dropout
+    dropouts = (
+        (constants.hidden_dropout, constants.attention_dropout) if same else (plan.training.dropout,) * 2
+    )
+    assert (config.hidden_dropout, config.attention_dropout) == dropouts
+    assert config.qk_layernorm == plan.model.qk_norm
+    windowed = 0 < constants.window < plan.training.seq_len
+    assert config.window_size == ((constants.window - 1, 0) if windowed else None)
+    if plan.model.rotary:
+        assert args.position_embedding_type == "rope"
+        assert (args.rotary_base, args.rotary_percent) == (constants.rotary_base, constants.rotary_share)
+        assert args.use_rope_scaling == (constants.rotary_scaling == "llama3")
+        if args.use_rope_scaling:
+            assert args.rope_scaling_factor == constants.rotary_factor
+        stretched = constants.rotary_factor if constants.rotary_scaling == "linear" else None
+        assert args.rotary_seq_len_interpolation_factor == stretched
+    together = lcm(*(stage.tp for stage in plan.stages))
+    rows = vocab_size_with_padding(plan.model.vocab, args, logging_enabled=False)
+    assert rows == -(-plan.model.vocab // (128 * together)) * 128 * together
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_every_preset_is_built_with_its_constants(name: str) -> None:
+    """Of the models that the command line of Megatron can say; what it cannot say is refused."""
+    model = serial(name)
+    if model_refusals(model):
+        assert model.activation == "relu" or model.experts, f"{name} can be said"
+        return
+    tp = max(tp for tp in (1, 2, 4, 8) if model.heads % tp == 0 and model.kv_heads % tp == 0)
+    stage = StagePlan(layers=model.layers, nodes=1, gpus_per_node=tp, dp=1, tp=tp, micro_batch=1, zero=0)
+    plan = Plan(
+        model=model,
+        training=TrainingSpec(global_batch=8, seq_len=1024, dropout=model.constants.dropout),
+        cluster=ClusterSpec(gpu=catalogue.gpu("h100-sxm-80gb"), nodes=1, gpus_per_node=tp),
+        target="megatron",
+        grad_accum=8,
+        stages=(stage,),
+    )
+    if model.constants.window:
+        plan = replace(plan, training=replace(plan.training, seq_len=8192))
+    argv = [*megatron.rank_arguments(plan, 0), *USER_ARGS.split()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parsed = megatron_parser.parse(argv, world=tp, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    check_constants(plan, parsed)
 
 
 def test_parser_can_refuse() -> None:

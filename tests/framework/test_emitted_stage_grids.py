@@ -62,7 +62,7 @@ def test_what_stages_json_says() -> None:
         said = dict(zip(words[::2], words[1::2], strict=True))
         assert said["--tensor-model-parallel-size"] == str(tp)
         assert said["--micro-batch-size"] == str(size)
-        assert tp * int(said["--make-vocab-size-divisible-by"]) == 4, "100 = 4 * 25, for both stages"
+        assert tp * int(said["--make-vocab-size-divisible-by"]) == 256, "one size for both stages"
 
 
 def test_stages_of_different_sizes_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

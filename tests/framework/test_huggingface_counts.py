@@ -121,10 +121,14 @@ DEFAULTS = {
 }
 
 
+def read_by_transformers(config):
+    values = dict(config)
+    return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+
+
 def built(config):
     """Parameters of transformers' own modules, without memory for them."""
-    values = dict(config)
-    read = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    read = read_by_transformers(config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(read)
     model.tie_weights()
@@ -172,3 +176,90 @@ def test_what_no_model_here_can_say_is_refused_by_name(name):
     with pytest.raises(InputError, match=words) as caught:
         model_from_huggingface(config, "config.json")
     assert "\n" not in caught.value.message
+
+
+KINDS = {kind: {**config, "num_attention_heads": 4, "num_key_value_heads": 4} for kind, config in (
+    ("llama", LLAMA), ("mistral", MISTRAL), ("qwen2", QWEN2), ("qwen3", QWEN3), ("gemma", GEMMA),
+    ("phi3", PHI3), ("starcoder2", STARCODER2), ("falcon", FALCON), ("gpt2", GPT2), ("gpt_neox", NEOX),
+    ("opt", OPT), ("mixtral", MIXTRAL), ("qwen3_moe", QWEN3_MOE), ("qwen2_moe", QWEN2_MOE),
+    ("deepseek_v2", DEEPSEEK_V2), ("deepseek_v3", DEEPSEEK_V3), ("glm4_moe", GLM4),
+)}  # fmt: skip
+SAID = {
+    # What a config may say of its constants, each other than any default.
+    "rms_norm_eps": 3e-4, "layer_norm_epsilon": 4e-4, "layer_norm_eps": 5e-4, "norm_epsilon": 6e-4,
+    "initializer_range": 0.03, "init_std": 0.04, "attention_dropout": 0.21, "attn_pdrop": 0.22,
+    "hidden_dropout": 0.23, "resid_pdrop": 0.24, "residual_dropout": 0.25, "dropout": 0.26,
+    "sliding_window": 17, "rope_theta": 70000, "rotary_emb_base": 80000, "rotary_pct": 0.5,
+}  # fmt: skip
+
+
+def constants_of_transformers(config):
+    """The numbers that the modules of transformers hold: norms, dropouts, inverse frequencies."""
+    read = read_by_transformers(config)
+    model = transformers.AutoModelForCausalLM.from_config(read)
+    modules = [module for module in model.modules() if "Norm" in type(module).__name__]
+    epsilon = {next(getattr(m, n) for n in ("eps", "variance_epsilon") if hasattr(m, n)) for m in modules}
+    rotary = [m for m in model.modules() if hasattr(m, "inv_freq")]
+    frequencies = rotary[0].inv_freq if rotary else None
+    return epsilon.pop(), frequencies, read
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("said", [{}, SAID], ids=["defaults", "all said"])
+def test_constants_are_those_of_transformers(kind, said):
+    has = read_by_transformers(KINDS[kind]).to_dict().keys() | {"rope_theta", "rotary_emb_base", "rotary_pct"}
+    config = {**KINDS[kind], **{key: value for key, value in said.items() if key in has}}
+    read = model_from_huggingface(config, "config.json")
+    constants = read.constants
+    epsilon, frequencies, theirs = constants_of_transformers(config)
+    assert constants.norm_epsilon == epsilon
+    assert constants.init_std == getattr(theirs, "initializer_range", getattr(theirs, "init_std", None))
+    names = ("hidden_dropout", "resid_pdrop", "residual_dropout", "dropout")
+    hidden = next((getattr(theirs, n) for n in names if hasattr(theirs, n)), 0.0)
+    attention = theirs.attn_pdrop if kind == "gpt2" else theirs.attention_dropout
+    assert (constants.hidden_dropout, constants.attention_dropout) == (hidden, attention)
+    assert constants.window == (getattr(theirs, "sliding_window", None) or 0)
+    if read.rotary:
+        latent = read.latent_attention
+        rotated = int(read.head_dim * constants.rotary_share) if latent is None else latent.rope_head_dim
+        ours = constants.rotary_base ** -(torch.arange(0, rotated, 2) / rotated)
+        torch.testing.assert_close(ours, frequencies, rtol=1e-5, atol=0)
+    else:
+        assert frequencies is None
+
+
+SCALINGS = {
+    "linear": {"type": "linear", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192},
+    "none": {"rope_type": "default"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("form", ["old", "new"])
+def test_scaled_positions_are_read_in_both_forms(kind, form):
+    scaling = SCALINGS[kind]
+    old = {"rope_theta": 500000.0, "rope_scaling": scaling}
+    new = {"rope_parameters": {"rope_theta": 500000.0, **scaling}}
+    config = {**LLAMA, **(old if form == "old" else new)}
+    theirs = read_by_transformers(config).rope_parameters
+    constants = model_from_huggingface(config, "config.json").constants
+    assert constants.rotary_base == theirs["rope_theta"] == 500000
+    assert constants.rotary_scaling == theirs["rope_type"].replace("default", "none") == kind
+    assert constants.rotary_factor == theirs.get("factor", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_scaling": {"type": "made-up", "factor": 2.0}}, "rope_type is 'made-up'"),
+        ({"rope_scaling": {**SCALINGS["llama3"], "low_freq_factor": 2.0}}, "low_freq_factor is 2.0"),
+        ({"rope_scaling": "linear"}, "wanted a mapping"),
+        ({"rope_theta": "1e6"}, "wanted a number"),
+        ({"rope_theta": 1e4 + 0.5}, "wanted a whole number"),
+    ],
+)
+def test_positions_that_are_not_understood_are_refused(change, words):
+    with pytest.raises(InputError, match=words):
+        model_from_huggingface({**LLAMA, **change}, "config.json")

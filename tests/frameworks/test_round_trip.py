@@ -15,9 +15,11 @@ from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_from_mapping
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.frameworks.megatron.command import options_of, read_command
+from mist_megatron.frameworks.megatron.model import dropouts, windowed_attention
 from mist_megatron.frameworks.megatron.read import parse_layout, plan_of, with_stages
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.constants import ModelConstants
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
@@ -98,7 +100,17 @@ def same(read: Plan, written: Plan) -> None:
     shape = replace(
         read.model, name=written.model.name, family=written.model.family, vocab=written.model.vocab
     )
-    assert shape == written.model
+    assert shape == replace(written.model, constants=in_effect(written))
+
+
+def in_effect(written: Plan) -> ModelConstants:
+    """What the flags say: the job's dropout where it is another than the model's, and no window that the
+    sequence does not fill."""
+    hidden, attention = dropouts(written.model, written.training)
+    windowed = windowed_attention(written.model, written.training)
+    window = written.model.constants.window if windowed else 0
+    constants = written.model.constants
+    return replace(constants, hidden_dropout=hidden, attention_dropout=attention, window=window)
 
 
 @pytest.mark.parametrize("name", PLANS)

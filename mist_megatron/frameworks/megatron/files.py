@@ -26,7 +26,7 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
     flags = common_flags(plan)
     document = stages(plan)
     facts = {**launch_facts(plan, "megatron"), "environment": document["environment"]}
-    facts |= {"version": VERSION, "vocab": plan.model.vocab, "rotary": plan.model.rotary}
+    facts |= {"version": VERSION, "vocab": plan.model.vocab}
     listed = {
         "arguments": arguments(flags),
         "environment": document["environment"],

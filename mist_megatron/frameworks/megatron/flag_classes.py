@@ -47,7 +47,7 @@ CLASSES: Sequence[FlagClass] = (
         "num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention "
         "num-query-groups swiglu normalization disable-bias-linear add-qkv-bias position-embedding-type "
         "use-rotary-position-embeddings max-position-embeddings untie-embeddings-and-output-weights "
-        "vocab-size padded-vocab-size make-vocab-size-divisible-by",
+        "vocab-size padded-vocab-size make-vocab-size-divisible-by qk-layernorm",
     ),
     _priced(
         "the run",
@@ -138,7 +138,7 @@ CLASSES: Sequence[FlagClass] = (
     _unpriced("attention over a window is cheaper than the priced one", "window-size"),
     _unpriced(
         "attention of another kind than the priced one",
-        "softmax-type attention-output-gate qk-l2-norm qk-layernorm qk-clip use-kitchen-attention "
+        "softmax-type attention-output-gate qk-l2-norm qk-clip use-kitchen-attention "
         "kitchen-attention-backend log-max-attention-logit ",
     ),
     _unpriced(

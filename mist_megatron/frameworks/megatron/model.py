@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mist_megatron.frameworks.flags import Flags, flag, when
 from mist_megatron.frameworks.refusal import Refusal
+from mist_megatron.spec.constants import ModelConstants
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.training import TrainingSpec
 
@@ -31,6 +32,7 @@ def model_refusals(model: ModelSpec) -> tuple[Refusal, ...]:
                 instead="--target deepspeed with the Hugging Face implementation of the model",
             )
         )
+    found += [*_part_refusals(model), *_constant_refusals(model)]
     if not model.final_norm:
         found.append(
             Refusal(
@@ -42,9 +44,45 @@ def model_refusals(model: ModelSpec) -> tuple[Refusal, ...]:
     return tuple(found)
 
 
+def _part_refusals(model: ModelSpec) -> list[Refusal]:
+    """Parts that no flag is written for, so that another model would be trained."""
+    parts = {
+        "experts": model.experts is not None,
+        "latent attention": model.latent_attention is not None,
+        "attention sinks": model.sinks,
+        "multi-token prediction": model.mtp_layers > 0,
+    }
+    return [
+        Refusal(
+            rule="flags are written for attention and one MLP per layer",
+            got=f"{model.name} has {part}",
+            instead="a model without it",
+        )
+        for part, there in parts.items()
+        if there
+    ]
+
+
+def _constant_refusals(model: ModelSpec) -> list[Refusal]:
+    """Scalings of rotary positions that the command line of dense models cannot say."""
+    kind, factor = model.constants.rotary_scaling, model.constants.rotary_factor
+    said = kind in ("none", "llama3") or (kind == "linear" and factor.is_integer())
+    if said or not model.rotary:
+        return []
+    return [
+        Refusal(
+            rule=f"megatron-core {VERSION} has flags for llama3 and whole linear scaling of rotary positions",
+            got=f"{model.name} scales them by {kind} {factor:g}",
+            instead="--target deepspeed with the Hugging Face implementation of the model",
+        )
+    ]
+
+
 def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
-    """Shape, norm, positions, biases, dropout."""
+    """Shape, norm, positions, biases, dropout, initialisation."""
     grouped = model.kv_heads != model.heads
+    hidden_dropout, attention_dropout = dropouts(model, training)
+    windowed = windowed_attention(model, training)
     return (
         flag("--num-layers", model.layers),
         flag("--hidden-size", model.hidden),
@@ -53,34 +91,55 @@ def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
         flag("--kv-channels", model.head_dim),
         *when(grouped, flag("--group-query-attention"), flag("--num-query-groups", model.kv_heads)),
         flag("--normalization", "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"),
+        flag("--norm-epsilon", model.constants.norm_epsilon),
+        *when(model.qk_norm, flag("--qk-layernorm")),
         *when(model.gated_mlp, flag("--swiglu")),
         *when(not model.linear_bias, flag("--disable-bias-linear")),
         *when(model.qkv_bias and not model.linear_bias, flag("--add-qkv-bias")),
         *when(not model.tied_embeddings, flag("--untie-embeddings-and-output-weights")),
         *position_flags(model, training),
         flag("--seq-length", training.seq_len),
-        flag("--hidden-dropout", training.dropout),
-        flag("--attention-dropout", training.dropout),
+        # The first number counts the tokens before the current one.
+        *when(windowed, flag("--window-size", f"{model.constants.window - 1},0")),
+        flag("--hidden-dropout", hidden_dropout),
+        flag("--attention-dropout", attention_dropout),
+        flag("--init-method-std", model.constants.init_std),
     )
+
+
+def dropouts(model: ModelSpec, training: TrainingSpec) -> tuple[float, float]:
+    """After attention and MLP, and inside attention: the model's own two, unless the job says another."""
+    constants = model.constants
+    if training.dropout == constants.dropout:
+        return constants.hidden_dropout, constants.attention_dropout
+    return training.dropout, training.dropout
+
+
+def windowed_attention(model: ModelSpec, training: TrainingSpec) -> bool:
+    """Whether the window is shorter than the sequence: it does nothing else."""
+    return 0 < model.constants.window < training.seq_len
 
 
 def position_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
     """Rotary, a learned table, or none; Megatron wants max-position-embeddings >= seq-length for all."""
     kind = "rope" if model.rotary else "learned_absolute" if model.learned_positions else "none"
     rows = training.seq_len if model.rotary else max(model.learned_positions, training.seq_len)
-    return (flag("--position-embedding-type", kind), flag("--max-position-embeddings", rows))
+    return (
+        flag("--position-embedding-type", kind),
+        flag("--max-position-embeddings", rows),
+        *when(model.rotary, *rotary_flags(model.constants)),
+    )
 
 
-def vocabulary_divisor(vocab: int, tp: int) -> int:
-    """Keep Megatron from padding the table beyond what the plan counts.
-
-    It pads to a multiple of (divisor x TP). The divisor is the largest power of two up to Megatron's own 128
-    that leaves the planned size as it is; where TP itself does not divide it, 1 pads least.
-    """
-    divisor = 128
-    while divisor > 1 and vocab % (divisor * tp):
-        divisor //= 2
-    return divisor
+def rotary_flags(constants: ModelConstants) -> Flags:
+    """Base, share of a head and scaling: all said, since a default is another model."""
+    kind, factor = constants.rotary_scaling, constants.rotary_factor
+    return (
+        flag("--rotary-base", constants.rotary_base),
+        flag("--rotary-percent", constants.rotary_share),
+        *when(kind == "llama3", flag("--use-rope-scaling"), flag("--rope-scaling-factor", factor)),
+        *when(kind == "linear", flag("--rotary-seq-len-interpolation-factor", f"{factor:.0f}")),
+    )
 
 
 def precision_flags(training: TrainingSpec) -> Flags:

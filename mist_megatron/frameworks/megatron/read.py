@@ -13,6 +13,7 @@ from mist_megatron.frameworks.megatron.command import OPEN_VALUE, Options, shown
 from mist_megatron.frameworks.megatron.patches import Patch
 from mist_megatron.frameworks.megatron.recompute import PARTS, WHOLE_LAYERS, kind_of
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.constants import ModelConstants, RotaryScaling
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import Activation, ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
@@ -171,6 +172,29 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
         rotary=rotary,
         learned_positions=0 if rotary or kind == "none" else read.count("max-position-embeddings"),
         tied_embeddings=not read.has("untie-embeddings-and-output-weights"),
+        qk_norm=read.has("qk-layernorm"),
+        constants=constants_of(read, rotary=rotary),
+    )
+
+
+def constants_of(read: Reader, *, rotary: bool) -> ModelConstants:
+    """What the flags say beside the shape; Megatron's defaults where they say nothing."""
+    kind, factor = "none", 1.0
+    if rotary and read.has("use-rope-scaling"):
+        kind, factor = "llama3", read.share("rope-scaling-factor", 8.0)
+    elif rotary and read.has("rotary-seq-len-interpolation-factor"):
+        kind, factor = "linear", read.share("rotary-seq-len-interpolation-factor", 1.0)
+    window = read.text("window-size", "").strip("()").partition(",")[0]
+    return ModelConstants(
+        rotary_base=read.count("rotary-base", 10_000) if rotary else 10_000,
+        rotary_share=read.share("rotary-percent", 1.0) if rotary else 1.0,
+        rotary_scaling=cast(RotaryScaling, kind),
+        rotary_factor=factor,
+        norm_epsilon=read.share("norm-epsilon", 1e-5),
+        init_std=read.share("init-method-std", 0.02),
+        hidden_dropout=read.share("hidden-dropout", 0.1),
+        attention_dropout=read.share("attention-dropout", 0.1),
+        window=int(window) + 1 if window.isdecimal() else 0,
     )
 
 

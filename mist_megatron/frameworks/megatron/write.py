@@ -13,7 +13,6 @@ from mist_megatron.frameworks.megatron.model import (
     attention_flags,
     model_flags,
     precision_flags,
-    vocabulary_divisor,
 )
 from mist_megatron.frameworks.megatron.patches import patches
 from mist_megatron.frameworks.megatron.recompute import recompute_settings
@@ -22,6 +21,7 @@ from mist_megatron.frameworks.refusal import refuse
 from mist_megatron.frameworks.stages_json import chunk_layers, stages_document
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.rules import require_runnable
+from mist_megatron.targets.table import TARGETS
 
 
 def common_flags(plan: Plan) -> Flags:
@@ -61,10 +61,11 @@ def grid_flags(plan: Plan) -> Flags:
 
 
 def vocabulary_flags(plan: Plan, index: int) -> Flags:
-    """Megatron pads to a multiple of (divisor x the rank's TP); all stages must come to the same size."""
+    """Megatron pads to a multiple of (divisor x the rank's TP), as the price counts; where TP differs, all
+    stages must come to the same size."""
+    divisor = TARGETS[plan.target].memory(plan.execution).vocabulary_multiple
     together = lcm(*(stage.tp for stage in plan.stages))
-    multiple = vocabulary_divisor(plan.model.vocab, together) * together
-    return (flag("--make-vocab-size-divisible-by", multiple // plan.stages[index].tp),)
+    return (flag("--make-vocab-size-divisible-by", divisor * together // plan.stages[index].tp),)
 
 
 def layout(plan: Plan) -> str:

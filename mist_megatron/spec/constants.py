@@ -1,0 +1,63 @@
+"""Numbers of a model that decide what is trained: who builds it from a shape alone builds another model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mist_megatron.errors import InputError
+from mist_megatron.spec import check
+
+RotaryScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConstants:
+    """What a checkpoint's configuration says beside its shape. Of these only dropout and the window cost
+    time or memory."""
+
+    rotary_base: int = 10_000
+    """Theta of rotary positions."""
+    rotary_share: float = 1.0
+    """Part of a head that is rotated."""
+    rotary_scaling: RotaryScaling = "none"
+    """How positions beyond those of a first training are made; llama3 with its published figures (low 1,
+    high 4, 8,192 original positions)."""
+    rotary_factor: float = 1.0
+    """Of that scaling."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance in every norm."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights."""
+    hidden_dropout: float = 0.0
+    """Probability, of embeddings and after attention and MLP."""
+    attention_dropout: float = 0.0
+    """Probability, inside attention."""
+    window: int = 0
+    """Tokens that a token attends to, itself included, in every layer; 0 for all before it. Priced as all
+    before it, which is right up to the window and an upper bound beyond it."""
+
+    def __post_init__(self) -> None:
+        check.at_least("model constants", 1, rotary_base=self.rotary_base)
+        check.at_least("model constants", 0, window=self.window)
+        shares = {"hidden_dropout": self.hidden_dropout, "attention_dropout": self.attention_dropout}
+        for name, value in shares.items():
+            if not 0.0 <= value < 1.0:
+                raise InputError(f"model constants: {name} is {value}; wanted from 0 to below 1")
+        above = {
+            "rotary_factor": self.rotary_factor,
+            "norm_epsilon": self.norm_epsilon,
+            "init_std": self.init_std,
+        }
+        for name, value in above.items():
+            if not 0.0 < value < float("inf"):
+                raise InputError(f"model constants: {name} is {value}; wanted a number above 0")
+        if not 0.0 < self.rotary_share <= 1.0:
+            raise InputError(
+                f"model constants: rotary_share is {self.rotary_share}; wanted above 0, at most 1"
+            )
+
+    @property
+    def dropout(self) -> float:
+        """The larger of the two: whether there are masks to keep."""
+        return max(self.hidden_dropout, self.attention_dropout)
