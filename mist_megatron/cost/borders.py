@@ -24,6 +24,7 @@ import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.placed import Spans, send_seconds
 from mist_megatron.cost.work import boundary_work, hop_seconds
 from mist_megatron.spec.plan import Plan
 
@@ -40,9 +41,32 @@ def border_seconds(
     found = {}
     for left, (one, other) in enumerate(pairwise(grids)):
         if not alike(one, other):
-            seconds = crossing_seconds(one, other, evaluator, across=across[left, left + 1])
+            spans = _spans_of(one, behind=True)
+            seconds = crossing_seconds(one, other, evaluator, across=across[left, left + 1], spans=spans)
             found[left, left + 1] = seconds, seconds
+        elif one.placed is not None:
+            found[left, left + 1] = _sent_seconds((one, other), one.placed.after, evaluator)
+    last, first = grids[-1], grids[0]
+    if plan.vpp > 1 and last.placed is not None:
+        found[0, len(grids) - 1] = _sent_seconds((last, first), last.placed.after, evaluator)
     return found
+
+
+def _sent_seconds(
+    both: tuple[StageGrid, StageGrid], spans: Spans, evaluator: StageEvaluator
+) -> tuple[float, float]:
+    """Forward and backward, between stages that are alike, as long as the slower of both sends."""
+    prices = evaluator.time_context.prices
+    sizes = [np.asanyarray(_moved_bytes(grid, evaluator)) for grid in both]
+    seconds = max(send_seconds(size, spans, prices).item() for size in sizes)
+    return seconds, seconds
+
+
+def _spans_of(grid: StageGrid, *, behind: bool) -> Spans:
+    """Of the sends to the stage behind or before; empty where their numbers say it all."""
+    if grid.placed is None:
+        return ()
+    return grid.placed.after if behind else grid.placed.before
 
 
 def exchanges_seconds(
@@ -54,12 +78,20 @@ def exchanges_seconds(
     found = {}
     for stage, grid in enumerate(grids):
         borders = [
-            (grids[other], across[min(stage, other), max(stage, other)]) if 0 <= other <= last else None
+            (
+                grids[other],
+                across[min(stage, other), max(stage, other)],
+                _spans_of(grid, behind=other > stage),
+            )
+            if 0 <= other <= last
+            else None
             for other in (stage + 1, stage - 1)
         ]
         if any(border is not None and not alike(grid, border[0]) for border in borders):
             there, back = (
-                None if border is None else crossing_seconds(grid, border[0], evaluator, across=border[1])
+                None
+                if border is None
+                else crossing_seconds(grid, border[0], evaluator, across=border[1], spans=border[2])
                 for border in borders
             )
             found[stage] = sent_and_handed_on(there, back, handed_on_seconds(grid, evaluator))
@@ -82,11 +114,17 @@ def alike(one: StageGrid, other: StageGrid) -> bool:
     )
 
 
-def crossing_seconds(one: StageGrid, other: StageGrid, evaluator: StageEvaluator, *, across: bool) -> float:
+def crossing_seconds(
+    one: StageGrid, other: StageGrid, evaluator: StageEvaluator, *, across: bool, spans: Spans = ()
+) -> float:
     """How long a border makes both its stages stand still, once per micro-batch on its way there and once on
     its way back."""
     part_bytes = np.asanyarray(min(_moved_bytes(grid, evaluator) for grid in (one, other)))
-    hop_s = hop_seconds(part_bytes, evaluator.time_context)[1 if across else 0]
+    context = evaluator.time_context
+    if spans:
+        hop_s = send_seconds(part_bytes, spans, context.prices)
+    else:
+        hop_s = hop_seconds(part_bytes, context)[1 if across else 0]
     seconds: float = max(parts_moved(one, other), parts_moved(other, one)) * hop_s.item()
     return seconds
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator, _PricedPairs
 from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, StageGrid
-from mist_megatron.cost.predict import StagePrediction, grid_of, iteration_of, priced_stages
+from mist_megatron.cost.predict import StagePrediction, grids_of, iteration_of, priced_stages
 from mist_megatron.cost.recorded import Node, Recorded, RecordingPrices, Same, node_of, symbol, with_symbols
 from mist_megatron.cost.terms import StageLoads
 from mist_megatron.cost.work import StageWork
@@ -106,7 +106,7 @@ def _symbols(values: Mapping[str, Any], scope: int | None) -> dict[str, Any]:
 
 def _recorded_grid(plan: Plan, position: int) -> StageGrid:
     """A stage's configuration in symbols."""
-    grid = grid_of(plan, position)
+    grid = grids_of(plan)[position]
     names = {"layers": "l", "ckpt": "c", "in_flight": "p", "micro_batch": "b", "dp": "dp", "tp": "tp"}
     values = {field: symbol(name, getattr(grid, field), position) for field, name in names.items()}
     offload = {kind: symbol(OFFLOAD_SYMBOLS[kind], value, position) for kind, value in grid.offload.items()}

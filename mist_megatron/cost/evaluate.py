@@ -220,7 +220,7 @@ class StageEvaluator:
         make up all grids of a search."""
         micro_batch, tp = np.broadcast_arrays(grid.micro_batch, grid.tp)
         distinct, positions = np.unique(micro_batch.reshape(-1) + 1j * tp.reshape(-1), return_inverse=True)
-        key = (grid.gpus_per_node, grid.sequence_parallel, grid.recompute)
+        key = (grid.gpus_per_node, grid.sequence_parallel, grid.recompute, grid.placed)
         rows, priced = self._memo.get(key, ({}, None))
         pairs: list[complex] = distinct.tolist()
         new = np.array([pair for pair in pairs if pair not in rows])
@@ -235,7 +235,7 @@ class StageEvaluator:
     def _pairs(self, pairs: Sequence[Array], grid: StageGrid) -> _Pairs:
         """Prices of pairs, a column each."""
         sizes = self.stage.program.run(self.layer_values(grid, pairs[0], pairs[1]))
-        passes = price_passes(self.stage, sizes, self.prices, self._mesh(pairs[1], grid))
+        passes = price_passes(self.stage, sizes, self.prices, self._mesh(pairs[1], grid), grid.placed)
         if self._context.facts.softmax_falls_back and not self.job.training.flash_attention:
             matrices = pairs[0] * self.job.model.heads / pairs[1]
             scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from mist_megatron.cost.placed import Placed
 from mist_megatron.spec.kinds import PerKind, per_kind
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.recompute import PARTIAL, Recompute
@@ -50,6 +51,8 @@ class StageGrid:
     bridged: bool = False
     """Neighbours may be on other grids: one rank of each tensor-parallel group sends and receives whole
     activations, and hands them on inside its group."""
+    placed: Placed | None = None
+    """Where its ranks are, if not where their numbers say."""
 
     def offloading(self, **fractions: Array) -> StageGrid:
         """The same with other fractions of these kinds of bytes in host memory."""

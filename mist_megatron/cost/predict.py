@@ -13,6 +13,7 @@ from mist_megatron.cost.closed_form import Refinement, closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
+from mist_megatron.cost.placed import placed_stages
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
@@ -102,8 +103,14 @@ def bridged(plan: Plan) -> bool:
     return plan.grids_differ and TARGETS[plan.target].capability.bridge is not None
 
 
+def grids_of(plan: Plan) -> list[StageGrid]:
+    """The configurations of a plan's stages, each where its ranks are."""
+    placed = placed_stages(plan)
+    return [replace(grid_of(plan, position), placed=where) for position, where in enumerate(placed)]
+
+
 def grid_of(plan: Plan, position: int) -> StageGrid:
-    """The one configuration of a plan's stage, as the evaluator asks for it."""
+    """The one configuration of a plan's stage, as the evaluator asks for it, wherever it is."""
     stage, stages = plan.stages[position], len(plan.stages)
     held = in_flight(plan.schedule, position, stages, plan.grad_accum, plan.vpp)
     return StageGrid(
@@ -129,7 +136,7 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
 
 def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
     """Price every stage and put them together; `evaluator` is of `job_of(plan)`."""
-    grids = [grid_of(plan, position) for position in range(len(plan.stages))]
+    grids = grids_of(plan)
     stages = priced_stages(plan, grids, evaluator)
     time = iteration_of(plan, stages, evaluator, plan.grad_accum)
     training = plan.training

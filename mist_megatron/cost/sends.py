@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.placed import Spans, send_seconds
 from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext
 from mist_megatron.cost.traffic import replica_nodes
 from mist_megatron.cost.work import LayerWork, StageWork, hop_seconds
@@ -28,13 +30,30 @@ def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
     share = _crossing_share(grid, context, None if overlaps else grid.role)
     inside, across = boundary.inside_s, boundary.across_s
     hop = (1.0 - share) * inside + share * across + boundary.handed_on_s
-    if overlaps:
+    if grid.placed is not None:
+        sides = _placed_hops(work, (grid.placed.before, grid.placed.after))
+        if overlaps:
+            every = _placed_hops(work, grid.placed.every_border)
+            return _sent_beside_chunks(_Sends(work, _mean(every), (sides[0], sides[-1])))
+        hop = _mean(sides)
+    elif overlaps:
         # At a border of nodes a stage has one neighbour on each side of it.
         own = (inside, across) if 0.0 < share < 1.0 else (hop, hop)
         return _sent_beside_chunks(_Sends(work, hop, own))
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     each = 2.0 if context.facts.pipeline.sends_in_turn else 1.0
     return Linear(each * exchanges * grid.vpp * hop), None
+
+
+def _placed_hops(work: StageWork, borders: Sequence[Spans]) -> list[Array]:
+    """A boundary tensor over each of these borders, and handed on."""
+    boundary = work.boundary
+    seconds = [send_seconds(boundary.sent_bytes, spans, work.context.prices) for spans in borders if spans]
+    return [one + boundary.handed_on_s for one in seconds]
+
+
+def _mean(values: Sequence[Array]) -> Array:
+    return sum(values, start=ZERO) / len(values)
 
 
 def _beside_chunks(grid: StageGrid, context: TimeContext) -> bool:
@@ -161,8 +180,14 @@ def slowed_by_reduction(work: StageWork, reduction: Array) -> Array:
 def sent_beside_reductions(work: StageWork) -> Array:
     """A layer's share of a send between chunks, as far as it goes over links that reductions go over too."""
     grid, context = work.grid, work.context
-    share = _crossing_share(grid, context, None)
-    inside, across = hop_seconds(work.loads.boundary_bytes, context)
     spanned = replica_nodes(grid, context)
-    sent_s = np.where(spanned > 1.0, share * across, (1.0 - share) * inside)
+    if grid.placed is not None:
+        alike = [any((span.nodes > 1) == bool(spanned > 1.0) for span in spans)
+                 for spans in grid.placed.every_border]  # fmt: skip
+        hops = _placed_hops(work, grid.placed.every_border)
+        sent_s = _mean([hop * same for hop, same in zip(hops, alike, strict=True)])
+    else:
+        share = _crossing_share(grid, context, None)
+        inside, across = hop_seconds(work.loads.boundary_bytes, context)
+        sent_s = np.where(spanned > 1.0, share * across, (1.0 - share) * inside)
     return np.asanyarray(grid.vpp * sent_s * grid.stages / context.model_layers)

@@ -18,6 +18,7 @@ from mist_megatron.cost.compile import (
     program_from_document,
     program_to_document,
 )
+from mist_megatron.cost.placed import Placed, slowest
 from mist_megatron.price.overlap import one_step
 from mist_megatron.price.prices import (
     Array,
@@ -260,9 +261,10 @@ def price_passes(
     sizes: Mapping[str, Array],
     prices: Prices,
     mesh: Mesh[Array],
+    placed: Placed | None = None,
 ) -> dict[tuple[str, str], PassTime]:
     """Seconds of every (layer kind, pass); `sizes` are the program's outputs."""
-    priced = [_price(item, index, sizes, prices, mesh) for index, item in enumerate(stage.items)]
+    priced = [_price(item, index, sizes, prices, mesh, placed) for index, item in enumerate(stage.items)]
     shape = np.broadcast_shapes(mesh.tp.shape, *(p.seconds.shape for p in priced))
     result: dict[tuple[str, str], PassTime] = {}
     for layer in LAYER_KINDS:
@@ -300,6 +302,7 @@ def _price(
     sizes: Mapping[str, Array],
     prices: Prices,
     mesh: Mesh[Array],
+    placed: Placed | None,
 ) -> Priced:
     if item.kind == "gemm":
         m, n, k, batch = (sizes[f"w{index}.{name}"] for name in _FIELDS["gemm"])
@@ -312,4 +315,5 @@ def _price(
         return prices.of(MemoryPass(moved, item.kernels))
     ranks, nodes = mesh.size(item.group), mesh.nodes(item.group)
     kind: CollectiveKind = item.kind  # type: ignore[assignment]
-    return prices.of(Collective(kind, moved, ranks, nodes))
+    work = Collective(kind, moved, ranks, nodes)
+    return prices.of(work) if placed is None else slowest(work, placed.of(item.group), prices)

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.placed import slowest
 from mist_megatron.cost.terms import ZERO, LayerLoad, TimeContext
 from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostCopy
 from mist_megatron.spec.mesh import Group
@@ -149,7 +150,11 @@ def collective(kind: CollectiveKind, message_bytes: Array, grid: StageGrid, cont
     work = Collective(
         kind, message_bytes, ranks, nodes, strided=np.asarray(context.mesh(grid).stride(Group.DATA) > 1.0)
     )
-    seconds = context.prices.of(work).seconds
+    if grid.placed is not None:
+        priced = slowest(work, grid.placed.of(Group.DATA), context.prices)
+    else:
+        priced = context.prices.of(work)
+    seconds = priced.seconds
     return np.where(ranks > 1.0, seconds, 0.0)
 
 
@@ -160,6 +165,8 @@ def replicas(grid: StageGrid, context: TimeContext) -> Array:
 
 def replica_nodes(grid: StageGrid, context: TimeContext) -> Array:
     """Nodes on which they lie."""
+    if grid.placed is not None:
+        return np.asarray(float(grid.placed.nodes(Group.DATA)))
     return np.minimum(context.mesh(grid).nodes(Group.DATA), grid.nodes)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.placed import slowest
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term
 from mist_megatron.cost.traffic import (
     Traffic,
@@ -81,6 +82,8 @@ class BoundaryWork:
     """... or on another, ..."""
     handed_on_s: Array
     """... and then, over a bridge, from the rank that received it to the rest of its tensor group."""
+    sent_bytes: Array
+    """What a rank that sends sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +290,9 @@ def _step_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Mapp
         message = context.grad_bytes * loads.tied_parameters
         pair = np.asarray(2.0)
         nodes = np.asarray(2.0 if context.cluster_gpus > context.cluster_gpus_per_node else 1.0)
-        step[Term.TIED_EMBEDDINGS] = Linear(prices.of(Collective("all_reduce", message, pair, nodes)).seconds)
+        work = Collective("all_reduce", message, pair, nodes)
+        priced = prices.of(work) if grid.placed is None else slowest(work, grid.placed.tied, prices)
+        step[Term.TIED_EMBEDDINGS] = Linear(priced.seconds)
     share = count / np.where(zero >= 1, replicas(grid, context), 1.0)
     if facts.host_copies.states_visit:
         _visits(grid, count, context, step)
@@ -400,17 +405,24 @@ def boundary_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> B
     """What one boundary tensor takes; over a bridge one rank sends and receives it whole."""
     if not grid.bridged:
         inside_s, across_s = hop_seconds(loads.boundary_bytes, context)
-        return BoundaryWork(inside_s=inside_s, across_s=across_s, handed_on_s=ZERO)
+        return BoundaryWork(
+            inside_s=inside_s, across_s=across_s, handed_on_s=ZERO, sent_bytes=loads.boundary_bytes
+        )
     whole_bytes = loads.boundary_bytes * (grid.tp if grid.sequence_parallel else 1.0)
     inside_s, across_s = hop_seconds(whole_bytes, context)
     handed_on_s = _handed_on(whole_bytes, grid, context)
-    return BoundaryWork(inside_s=inside_s, across_s=across_s, handed_on_s=handed_on_s)
+    return BoundaryWork(inside_s=inside_s, across_s=across_s, handed_on_s=handed_on_s, sent_bytes=whole_bytes)
 
 
 def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
     """A broadcast in a tensor-parallel group: a ring passes every byte once, as a gather does."""
     nodes = replace(context.mesh(grid), gpus_per_node=context.cluster_gpus_per_node).nodes(Group.TENSOR)
-    seconds = context.prices.of(Collective("all_gather", whole_bytes, grid.tp, nodes)).seconds
+    work = Collective("all_gather", whole_bytes, grid.tp, nodes)
+    if grid.placed is not None:
+        return np.where(
+            grid.tp > 1.0, slowest(work, grid.placed.of(Group.TENSOR), context.prices).seconds, 0.0
+        )
+    seconds = context.prices.of(work).seconds
     return np.where(grid.tp > 1.0, seconds, 0.0)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from mist_megatron.cost.borders import Border, border_seconds
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.predict import grid_of
+from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.predict import grids_of
 from mist_megatron.cost.traffic import reduces_by_chunk
 from mist_megatron.cost.work import LayerWork, PassWork
 from mist_megatron.spec.mesh import Group
@@ -145,11 +146,11 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
     context = evaluator.time_context
     kinds: dict[Any, tuple[_Kinds, StageTasks]] = {}
     stages, layer = [], 0
-    grids = [grid_of(plan, position) for position in range(len(plan.stages))]
+    grids = grids_of(plan)
     for position, stage in enumerate(plan.stages):
-        key = (grids[position].role, stage)
+        key = (grids[position].role, stage, grids[position].placed)
         if key not in kinds:
-            kinds[key] = _priced(plan, position, evaluator)
+            kinds[key] = _priced(grids[position], evaluator)
         layer_kinds, work = kinds[key]
         chunks, crossing = _chunks(plan, position, layer_kinds, layer), _between_nodes(plan, position)
         stages.append(replace(work, chunks=chunks, between_nodes=crossing))
@@ -200,8 +201,7 @@ class _Kinds:
         return [one for k in kinds for one in (k.first, k.forward, k.backward, k.last)]
 
 
-def _priced(plan: Plan, position: int, evaluator: StageEvaluator) -> tuple[_Kinds, StageTasks]:
-    grid = grid_of(plan, position)
+def _priced(grid: StageGrid, evaluator: StageEvaluator) -> tuple[_Kinds, StageTasks]:
     work = evaluator.work(grid)
     kept = _layer(work.kept)
     recomputed = kept if work.recomputed is work.kept else _layer(work.recomputed)

@@ -150,6 +150,10 @@ class Inline(dict[str, object]):
     """A mapping that is written on one line."""
 
 
+class Row(list[object]):
+    """A list that is written on one line."""
+
+
 @cache
 def _yaml_dumper() -> type[yaml.SafeDumper]:
     import yaml
@@ -168,7 +172,11 @@ def _yaml_dumper() -> type[yaml.SafeDumper]:
         style = '"' if _UNICODE_BREAK.search(data) else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
+    def row(dumper: yaml.SafeDumper, data: Row) -> yaml.Node:
+        return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
     Dumper.add_representer(Inline, inline)
+    Dumper.add_representer(Row, row)
     Dumper.add_representer(str, text)
     # Quoted is what YAML 1.1 takes for something else than text, and also what our reader does (1e3, 0189).
     for tag, pattern, first in _PLAIN:

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mist_megatron.errors import InputError
-from mist_megatron.formats.document import Inline, build_versioned, parse, to_yaml
+from mist_megatron.formats.document import Inline, Row, build_versioned, parse, to_yaml
 from mist_megatron.formats.model_yaml import model_from_mapping, model_to_mapping
 from mist_megatron.spec import catalogue, check, presets
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
+from mist_megatron.spec.links import LinkMatrix
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName
 from mist_megatron.spec.schedule import ONE_F_ONE_B, ScheduleName
@@ -156,7 +157,7 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
         "rank_map": None if plan.rank_map is None else list(plan.rank_map),
     }
     if cluster.links != LinkOverrides():
-        written["cluster"]["links"] = _given(cluster.links)
+        written["cluster"]["links"] = _links(cluster.links)
     for key in ("memory_limit_bytes", "profile"):
         if getattr(cluster, key) is not None:
             written["cluster"][key] = getattr(cluster, key)
@@ -166,6 +167,21 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
         if getattr(plan, key) is not None:
             written[key] = json.loads(json.dumps(getattr(plan, key), default=dict))
     return written
+
+
+def _links(links: LinkOverrides) -> dict[str, object]:
+    given = _given(links)
+    if links.matrix is not None:
+        given["matrix"] = _rows(links.matrix)
+    return given
+
+
+def _rows(matrix: LinkMatrix) -> dict[str, object]:
+    """A node's links a line."""
+    known = {field.name: getattr(matrix, field.name) for field in fields(matrix)}
+    rows: list[object] = [Row(row) for row in matrix.bytes_per_s]
+    written = {**known, "hosts": Row(matrix.hosts), "bytes_per_s": rows}
+    return {name: value for name, value in written.items() if value not in (None, "")}
 
 
 def _given(value: LinkOverrides | Execution) -> dict[str, object]:

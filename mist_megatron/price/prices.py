@@ -88,6 +88,10 @@ class Collective:
     """How many nodes the group spans."""
     strided: bool | NDArray[np.bool_] = False
     """Its ranks are not neighbours."""
+    fewest: Array | None = None
+    """Ranks on that node which has fewest of them; None where all nodes have as many."""
+    bytes_per_s: Array | None = None
+    """What a GPU sends over the slowest link between its nodes, as measured; None for the cluster's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,8 @@ class ProfilePrices:
     """By operator."""
     curves: Mapping[str, tuple[CollectiveCurve, ...]] = field(default_factory=dict)
     """By kind; strided ones last, so that they replace the plain ones where both fit."""
+    loaded_share: float = 1.0
+    """What GPUs that all send at once get of a link's measured rate, each."""
 
     def of(self, work: Work) -> Priced:
         """What a piece of work takes with the device for itself."""
@@ -281,10 +283,14 @@ class ProfilePrices:
             for value in (work.moved_bytes, work.ranks, work.nodes, work.strided)
         )
         passes = ring_passes(work.kind, size)
-        latency, rate = self._link(work.kind, size, spans)
+        per_node = np.maximum(size / np.maximum(spans, 1.0), 1.0)
+        uneven = False if work.fewest is None else work.fewest != per_node
+        latency, rate = self._link(work, size, spans, per_node if work.fewest is None else work.fewest)
         marks: Kinds = EXTRAPOLATED
         for curve in self.curves.get(work.kind, ()):
-            here = size == curve.ranks
+            here = (size == curve.ranks) & ~np.asarray(uneven)
+            if work.bytes_per_s is not None and curve.nodes > 1:
+                continue  # a curve of other nodes than those of the links that were measured
             if here.any():
                 here = here & (spans == curve.nodes) & (apart >= float(curve.strided))
                 latency = np.where(here, curve.latency_s, latency)
@@ -293,17 +299,19 @@ class ProfilePrices:
         seconds = np.where((size > 1.0) & (message > 0.0), latency + passes * message / rate, 0.0)
         return Priced(seconds, marks)
 
-    def _link(self, kind: CollectiveKind, size: Array, spans: Array) -> LinkTime:
+    def _link(self, work: Collective, size: Array, spans: Array, per_node: Array) -> LinkTime:
         """Latency and bandwidth where no curve was measured."""
         c = self.profile.links
         across = spans > 1.0
         inside = self.rates.intra_bytes_per_s * c.intra_fraction.value
         # All GPUs of a node push through its adapters at once; those of one group share a ring,
         # which crosses the network once per node instead of once per GPU.
-        per_node = np.maximum(size / np.maximum(spans, 1.0), 1.0)
-        outside = self.rates.inter_bytes_per_s_per_gpu * c.inter_fraction.value * per_node
+        each: Array | float = self.rates.inter_bytes_per_s_per_gpu * c.inter_fraction.value
+        if work.bytes_per_s is not None:
+            each = work.bytes_per_s * self.loaded_share
+        outside = each * per_node
         rate = np.where(across, np.minimum(inside, outside), inside)
-        return LinkTime(self._latency(kind, size, spans, per_node), rate)
+        return LinkTime(self._latency(work.kind, size, spans, per_node), rate)
 
     def _latency(self, kind: CollectiveKind, size: Array, spans: Array, per_node: Array) -> Array:
         """A ring waits for every rank once (an all-reduce twice); between nodes an all-reduce may go up and
@@ -329,8 +337,11 @@ def prices_of(profile: Profile, cluster: ClusterSpec, precision: Precision) -> P
             "wanted a profile of the same GPU"
         )
     curves = ProfilePrices(profile=profile, rates=rates_of(cluster, precision), links=cluster.links)
+    matrix, each = cluster.links.matrix, curves.rates.inter_bytes_per_s_per_gpu
+    node = each * cluster.gpus_per_node * profile.links.inter_fraction.value
     return replace(
         curves,
+        loaded_share=1.0 if matrix is None else matrix.loaded_share(cluster.gpus_per_node, node),
         tables=_ratio_tables(curves, precision),
         curves=_curves_by_kind(profile, cluster.links),
     )

@@ -149,7 +149,8 @@ class ScaledPrices:
         intra_s = self._transfer_s(replace(work, ranks=ranks, nodes=np.minimum(nodes, 1.0)))
         # One rank of each node moves nearly the same; the ranks of a node share what it sends.
         once = (ranks - 1.0) / ranks / np.where(nodes > 1.0, (nodes - 1.0) / nodes, 1.0)
-        inter_s = self._transfer_s(replace(work, ranks=nodes, nodes=nodes)) * once * nodes / ranks
+        one_each = replace(work, ranks=nodes, nodes=nodes, fewest=None)
+        inter_s = self._transfer_s(one_each) * once * nodes / ranks
         before_s, after_s = np.maximum(intra_s, inter_s), np.maximum(intra_s / inside, inter_s / across)
         return np.where(mixed & (after_s > 0.0), before_s / np.where(after_s > 0.0, after_s, 1.0), plain)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.links import LinkMatrix
 
 MOST_GPUS = 1_000_000
 """Ten times the largest single training cluster that is known (xAI's Colossus, 2024: 100,000 GPUs)."""
@@ -70,6 +71,8 @@ class LinkOverrides:
     """Of one GPU."""
     device_to_host_bytes_per_s: float | None = None
     """Of one GPU."""
+    matrix: LinkMatrix | None = None
+    """What was measured between the nodes, each pair for itself; in the order of the cluster's nodes."""
 
     def __post_init__(self) -> None:
         check.positive(
@@ -103,6 +106,11 @@ class ClusterSpec:
         if self.profile is not None:
             # It may be a path.
             check.name("cluster: profile", self.profile, longest=4096)
+        matrix = self.links.matrix
+        if matrix is not None and len(matrix.hosts) != self.nodes:
+            raise InputError(
+                f"cluster: links has {len(matrix.hosts)} hosts; wanted one for each of its {self.nodes} nodes"
+            )
 
     @property
     def gpus(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
@@ -62,5 +63,6 @@ def parse_links(items: tuple[str, ...], links: LinkOverrides) -> LinkOverrides:
         if given.setdefault(name, speed) != speed:
             raise InputError(f"--bandwidth: {name} is both {given[name]} and {speed}")
         text = speed[:-2] if speed.lower().endswith("/s") else speed
-        links = replace(links, **{LINK_NAMES[name]: parse_bytes(text, f"--bandwidth {name}")})
+        given_rate: dict[str, Any] = {LINK_NAMES[name]: parse_bytes(text, f"--bandwidth {name}")}
+        links = replace(links, **given_rate)
     return links

@@ -93,13 +93,16 @@ def data_parallel_size(gpus: int, *, tp: int, cp: int) -> int:
     return 0 if rest else size
 
 
-def lies_across(one: Sequence[int], other: Sequence[int], gpus_per_node: int) -> bool:
-    """Whether some of the neighbours in two stages on these GPUs are on different nodes: a rank's neighbour
-    is the rank at the same place of the other stage."""
+def neighbours(one: Sequence[int], other: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Ranks, or GPUs, of two stages that send to each other: a rank's neighbour is the rank at the same place
+    of the other stage."""
     few, many = sorted((one, other), key=len)
-    return any(
-        few[k * len(few) // len(many)] // gpus_per_node != gpu // gpus_per_node for k, gpu in enumerate(many)
-    )
+    return tuple((few[k * len(few) // len(many)], rank) for k, rank in enumerate(many))
+
+
+def lies_across(one: Sequence[int], other: Sequence[int], gpus_per_node: int) -> bool:
+    """Whether some of the neighbours in two stages on these GPUs are on different nodes."""
+    return any(a // gpus_per_node != b // gpus_per_node for a, b in neighbours(one, other))
 
 
 class StageRole(Enum):

@@ -1,0 +1,149 @@
+"""Where the ranks of a plan's stages really are: how many nodes each group touches, and over which links.
+
+Without a map of ranks and without measured links, groups lie as their numbers say (`Mesh.nodes`) and every
+link is as fast as the cluster's. A map may tear a group apart, or bring two stages together, and a matrix of
+links makes it matter which nodes they are on. One device stands for a stage, so the slowest of its groups of
+a kind stands for all of them, as in Pipette's T_PP = max over (y, z).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from mist_megatron.errors import InputError
+from mist_megatron.price.prices import Array, Collective, Priced, Prices
+from mist_megatron.spec.links import LinkMatrix
+from mist_megatron.spec.mesh import Group, Ranks, neighbours
+from mist_megatron.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Span:
+    """What ranks that talk to each other have between them."""
+
+    nodes: int
+    """Or domains of nodes that fast links join."""
+    fewest: int
+    """Ranks on that node which has fewest of them: so many share what enters and leaves it."""
+    bytes_per_s: float | None = None
+    """Of one GPU over the slowest link that a ring over the nodes uses; None for the cluster's."""
+
+
+Spans = tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The ranks of one stage."""
+
+    groups: tuple[tuple[Group, Spans], ...]
+    """Of each kind of group, those that differ."""
+    before: Spans
+    """Sends between the stage before and this one; empty where there is none."""
+    after: Spans
+    every_border: tuple[Spans, ...]
+    """All that a micro-batch passes on its way; with chunks, from the last stage to the first too."""
+    tied: Spans
+    """Of the first and the last stage, whose ranks may hold the same embedding."""
+
+    def of(self, group: Group) -> Spans:
+        """Of one kind of group."""
+        return dict(self.groups)[group]
+
+    def nodes(self, group: Group) -> int:
+        """Most that a group of a kind touches."""
+        return max(span.nodes for span in self.of(group))
+
+
+def placed_stages(plan: Plan) -> tuple[Placed | None, ...]:
+    """Of each stage; None where numbers say it all: no links were measured, and no group or border of the
+    plan's map touches other nodes than without a map."""
+    nowhere: tuple[Placed | None, ...] = (None,) * len(plan.stages)
+    if plan.cluster.links.matrix is None:
+        if plan.rank_map is None or plan.rank_map == tuple(range(plan.gpus)):
+            return nowhere
+        mapped = tuple(_placed(plan, position) for position in range(len(plan.stages)))
+        plain = replace(plan, rank_map=tuple(range(plan.gpus)))
+        if mapped == tuple(_placed(plain, position) for position in range(len(plan.stages))):
+            return nowhere
+        return mapped
+    return tuple(_placed(plan, position) for position in range(len(plan.stages)))
+
+
+def _placed(plan: Plan, position: int) -> Placed:
+    last = len(plan.stages) - 1
+    borders = [_border(plan, left, left + 1) for left in range(last)]
+    every = [*borders, _border(plan, last, 0)] if plan.vpp > 1 and last else borders
+    around = plan.vpp > 1
+    return Placed(
+        groups=tuple((group, _spans(plan, plan.groups(position, group))) for group in Group),
+        before=every[position - 1] if (position or around) and last else (),
+        after=every[position] if (position < last or around) and last else (),
+        every_border=tuple(every),
+        tied=_border(plan, last, 0),
+    )
+
+
+def _border(plan: Plan, one: int, other: int) -> Spans:
+    return _spans(plan, neighbours(plan.ranks(one), plan.ranks(other)))
+
+
+def _spans(plan: Plan, groups: Iterable[Ranks]) -> Spans:
+    """Of groups of logical ranks, the slowest of those that are spread alike."""
+    cluster, gpu_of = plan.cluster, plan.gpu_of
+    a_node, a_domain = cluster.gpus_per_node, cluster.linked_gpus
+    found: dict[tuple[int, int], float | None] = {}
+    seen: set[tuple[int, ...]] = set()
+    for ranks in groups:
+        nodes = tuple(gpu_of[rank] // a_node for rank in ranks)
+        if nodes in seen:
+            continue
+        seen.add(nodes)
+        domains = [node * a_node // a_domain for node in nodes]
+        count = len(set(domains))
+        key = count, min(domains.count(domain) for domain in set(domains))
+        rate = None if count == 1 else _ring_bytes_per_s(nodes, domains, cluster.links.matrix)
+        before = found.get(key)
+        found[key] = rate if before is None or rate is None else min(rate, before)
+    return tuple(Span(*key, found[key]) for key in sorted(found))
+
+
+def _ring_bytes_per_s(
+    nodes: Sequence[int], domains: Sequence[int], matrix: LinkMatrix | None
+) -> float | None:
+    """Of the slowest link of a ring in the order of ranks, each domain entered once, either way round."""
+    if matrix is None:
+        return None
+    first = {domain: node for node, domain in zip(reversed(nodes), reversed(domains), strict=True)}
+    order = [first[domain] for domain in dict.fromkeys(domains)]
+    links = [link for a, b in pairwise([*order, order[0]]) for link in ((a, b), (b, a))]
+    slow = min(links, key=lambda link: matrix.rate(*link))
+    if matrix.rate(*slow) <= 0.0:
+        one, other = (matrix.hosts[node] for node in slow)
+        raise InputError(
+            f"links: {one} to {other} carries nothing, and the plan sends over it",
+            details=("try: mist-megatron place, which avoids dead links",),
+        )
+    return matrix.rate(*slow)
+
+
+def slowest(work: Collective, spans: Spans, prices: Prices) -> Priced:
+    """A collective over the slowest of these groups."""
+    priced = [prices.of(_over(work, span)) for span in spans]
+    return max(priced, key=lambda one: float(np.max(one.seconds)))
+
+
+def _over(work: Collective, span: Span) -> Collective:
+    rate = None if span.bytes_per_s is None else np.asarray(span.bytes_per_s)
+    nodes, fewest = np.asarray(float(span.nodes)), np.asarray(float(span.fewest))
+    return replace(work, nodes=nodes, fewest=fewest, bytes_per_s=rate)
+
+
+def send_seconds(message_bytes: Array, spans: Spans, prices: Prices) -> Array:
+    """One transfer between the neighbours that are farthest apart."""
+    work = Collective("send_recv", message_bytes, np.asarray(2.0), np.asarray(1.0))
+    return slowest(work, spans, prices).seconds
