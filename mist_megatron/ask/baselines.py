@@ -8,7 +8,7 @@ from dataclasses import replace
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.execution import execution_choices
-from mist_megatron.search.search import SearchResult, Settings, Status, search
+from mist_megatron.search.search import SearchResult, Settings, Status, Way, search_ways
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import TargetName
@@ -43,15 +43,20 @@ def best_by_hand(asked: Job, searched: SearchResult) -> dict[str, float]:
     for name in hand_made_spaces(job):
         if name == searched.space.name:
             continue
-        space, seconds = space_named(name), []
-        for choice in execution_choices(job, space, Limits()):
-            evaluator, _ = evaluator_for(choice.job)
-            try:
-                result = search(evaluator, space, Settings(limits=choice.limits, known=known))
-            except (InputError, NoFeasiblePlan):
-                continue
-            known = (*known, *result.known)
-            seconds.append(result.objective_s)
-        if seconds:
-            best[name] = min(seconds)
+        space = space_named(name)
+        ways = [
+            Way(
+                evaluator=evaluator_for(choice.job)[0],
+                limits=choice.limits,
+                keeps=choice.keeps,
+                mixes=choice.mixes,
+            )
+            for choice in execution_choices(job, space, Limits())
+        ]
+        try:
+            result = search_ways(ways, space, Settings(known=known))
+        except (InputError, NoFeasiblePlan):
+            continue
+        known = (*known, *result.known)
+        best[name] = result.objective_s
     return best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -29,24 +29,23 @@ from mist_megatron.ask.simulate import play
 from mist_megatron.ask.verify import Verification
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import Prediction, predict, prediction_document
-from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_mapping, plan_to_yaml
-from mist_megatron.search.execution import ExecutionChoice, execution_choices
+from mist_megatron.search.execution import execution_choices
 from mist_megatron.search.search import (
-    NoneFaster,
     SearchResult,
     Settings,
     Status,
     StoppedEmpty,
     Watch,
-    search,
+    Way,
+    search_ways,
 )
 from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Space, space_named
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.plan import Execution, Plan
 from mist_megatron.targets.table import TARGETS
 
 FULL = space_named("full")
@@ -94,9 +93,9 @@ class Tuned:
     predictions: tuple[Prediction, ...]
     """What each plan costs."""
     result: SearchResult
-    """What the searches of all ways of execution found and proved together."""
-    evaluator: StageEvaluator
-    """Prices of the plans' way of execution."""
+    """What the search over all ways of execution found and proved."""
+    evaluators: tuple[StageEvaluator, ...]
+    """Prices of each plan's way of execution."""
     seconds: float
     """What the search took."""
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -158,12 +157,14 @@ class Tuned:
                 if watch.stop() is Status.INTERRUPTED and not self.interrupted:
                     raise KeyboardInterrupt
 
-        played = [play(plan, self.evaluator, progress=progress) for plan in self.plans]
+        pairs = zip(self.plans, self.evaluators, strict=True)
+        played = [play(plan, evaluator, progress=progress) for plan, evaluator in pairs]
         ranks = tuple(sorted(range(len(played)), key=lambda rank: played[rank].iteration_s))
         return replace(
             self,
             plans=tuple(self.plans[rank] for rank in ranks),
             predictions=tuple(self.predictions[rank] for rank in ranks),
+            evaluators=tuple(self.evaluators[rank] for rank in ranks),
             verification=Verification(ranks, tuple(played[rank] for rank in ranks)),
         )
 
@@ -212,133 +213,63 @@ def tune(
     executor: Executor | None = None,
     at_once: int = 8,
 ) -> Tuned:
-    """The fastest plans of a space that fit, best first, proved as far as the least proved of the searches.
+    """The fastest plans of a space that fit, best first, over all ways of execution that the job leaves open.
 
     `executor` and `at_once` are those of `search`. Raises NoFeasiblePlan where nothing fits; where
     the watch ended it before a plan was found, KeyboardInterrupt after an interrupt, StoppedEmpty after a
     limit of time.
     """
     started = time.monotonic()
-    ways = _Ways(job, space, settings)
-    choices = execution_choices(job, space, settings.limits)
-    for choice in choices:
-        try:
-            evaluator, origin = evaluator_for(choice.job)
-            result = search(evaluator, space, ways.settings_of(choice), watch, executor, at_once)
-            ways.answers.append(_Answer(evaluator, origin, result))
-        except NoneFaster as none:
-            ways.none_faster.append(none)
-        except NoFeasiblePlan as error:
-            ways.refused.append(error)
-        except InputError:
-            if choice is choices[0]:
-                raise  # else limits leave nothing for this way
-        if ways.interrupted:
-            break
-    if not ways.answers:
-        # What is said where nothing fits is said of the way that keeps most on the host.
-        stopped = [error for error in ways.refused if isinstance(error, StoppedEmpty)]
-        if ways.interrupted:
-            raise KeyboardInterrupt
-        raise stopped[-1] if stopped else ways.refused[-1 if choices[-1].job is job else 0]
-    return ways.best(time.monotonic() - started)
+    ways, origins = [], {}
+    for choice in execution_choices(job, space, settings.limits):
+        evaluator, origin = evaluator_for(choice.job)
+        origins[choice.job.execution] = evaluator, origin
+        ways.append(Way(evaluator=evaluator, limits=choice.limits, keeps=choice.keeps, mixes=choice.mixes))
+    try:
+        result = search_ways(ways, space, settings, watch, executor, at_once)
+    except StoppedEmpty as stopped:
+        if stopped.status is Status.INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise
+    return _told(job, space, settings, result, origins, time.monotonic() - started)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """What the search of one way of execution found."""
-
-    evaluator: StageEvaluator
-    origin: str
-    result: SearchResult
-
-    @cached_property
-    def plans(self) -> tuple[Plan, ...]:
-        return tuple(plan_of(self.evaluator, solution) for solution in self.result.solutions)
-
-    @cached_property
-    def predictions(self) -> tuple[Prediction, ...]:
-        return tuple(predict(plan, self.evaluator) for plan in self.plans)
+_Priced = Mapping[Execution, tuple[StageEvaluator, str]]
+"""By way of execution: prices, and where they are from."""
 
 
-@dataclass
-class _Ways:
-    """The searches of a job under one way of execution after another."""
-
-    job: Job
-    space: Space
-    settings: Settings
-    answers: list[_Answer] = field(default_factory=list)
-    none_faster: list[NoneFaster] = field(default_factory=list)
-    refused: list[NoFeasiblePlan] = field(default_factory=list)
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the last search ended by an interrupt, with a plan or without."""
-        last = self.refused[-1] if self.refused else None
-        empty = isinstance(last, StoppedEmpty) and last.status is Status.INTERRUPTED
-        return empty or bool(self.answers and self.answers[-1].result.status is Status.INTERRUPTED)
-
-    def settings_of(self, choice: ExecutionChoice) -> Settings:
-        """With what earlier searches learnt, and what is to be beaten."""
-        known = tuple(known for answer in self.answers for known in answer.result.known)
-        return replace(
-            self.settings,
-            limits=choice.limits,
-            below_s=self._to_beat(choice),
-            known=(*self.settings.known, *known),
+def _told(
+    job: Job, space: Space, settings: Settings, result: SearchResult, priced: _Priced, seconds: float
+) -> Tuned:
+    """What a search found, as plans with prediction and provenance."""
+    evaluators = tuple(priced[solution.execution][0] for solution in result.solutions)
+    plans = [plan_of(*pair) for pair in zip(evaluators, result.solutions, strict=True)]
+    predictions = tuple(predict(*pair) for pair in zip(plans, evaluators, strict=True))
+    about = {
+        "version": __version__,
+        "profile": priced[result.solutions[0].execution][1],
+        "profile_hash": profile_hash(job),
+        "space": space.name,
+        "grid": settings.step,
+        "solver": settings.solver,
+    }
+    proof = asdict(_proof(result, seconds))
+    told = [
+        replace(
+            plan,
+            prediction=prediction_document(prediction),
+            provenance={**about, "rank": rank, **proof},
         )
-
-    def _to_beat(self, choice: ExecutionChoice) -> float:
-        """What other ways have to beat. Where several plans are asked for, they are of one way."""
-        if not choice.must_win or (self.settings.top > 1 and choice.job is not self.job):
-            return math.inf
-        return min((answer.result.objective_s for answer in self.answers), default=math.inf)
-
-    def best(self, seconds: float) -> Tuned:
-        """The fastest, which is proved as far as the least proved of them."""
-        fastest = min(self.answers, key=lambda answer: answer.predictions[0].iteration_s)
-        results, tally = [answer.result for answer in self.answers], Tally()
-        searches: Sequence[SearchResult | NoneFaster] = [*results, *self.none_faster]
-        for one in searches:
-            tally.add(one.tally)
-        open_: list[Status] = [result.status for result in results if result.status is not Status.OPTIMAL]
-        open_ += [error.status for error in self.refused if isinstance(error, StoppedEmpty)]
-        result = replace(
-            fastest.result,
-            status=open_[-1] if open_ else Status.OPTIMAL,
-            objective_s=min(result.objective_s for result in results),
-            bound_s=min(one.bound_s for one in searches),
-            shapes=sum(one.shapes for one in searches),
-            shapes_solved=sum(one.shapes_solved for one in searches),
-            tally=tally,
-            known=tuple(known for result in results for known in result.known),
-        )
-        about = {
-            "version": __version__,
-            "profile": fastest.origin,
-            "profile_hash": profile_hash(self.job),
-            "space": self.space.name,
-            "grid": self.settings.step,
-            "solver": self.settings.solver,
-        }
-        proof = asdict(_proof(result, seconds))
-        told = [
-            replace(
-                plan,
-                prediction=prediction_document(prediction),
-                provenance={**about, "rank": rank, **proof},
-            )
-            for rank, (plan, prediction) in enumerate(zip(fastest.plans, fastest.predictions, strict=True), 1)
-        ]
-        return Tuned(
-            job=self.job,
-            plans=tuple(told),
-            predictions=fastest.predictions,
-            result=result,
-            evaluator=fastest.evaluator,
-            seconds=seconds,
-        )
+        for rank, (plan, prediction) in enumerate(zip(plans, predictions, strict=True), 1)
+    ]
+    return Tuned(
+        job=job,
+        plans=tuple(told),
+        predictions=predictions,
+        result=result,
+        evaluators=evaluators,
+        seconds=seconds,
+    )
 
 
 def _proof(result: SearchResult, seconds: float) -> Proof:

@@ -1,13 +1,16 @@
-"""Ways of execution that a job leaves open, each searched on its own: what a target does beside what.
+"""Ways of execution that a job leaves open: what runs beside what, and how many ranks split each sequence.
 
-A search prices one way. Which ways a target has, and when one is worth a search, its facts say; here they
-are cut to what the space and the limits of a search leave open, for `tune` and for what it is held against.
+Prices differ from way to way, so each has an evaluator of its own; one search covers the shapes of all. Which
+ways a target has its facts say; here they are cut to what the space and the limits of a search leave open.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.job import Job
 from mist_megatron.targets.facts import ExecutionVariant
@@ -20,29 +23,81 @@ class ExecutionChoice:
 
     job: Job
     limits: Limits
-    must_win: bool = True
-    """Searched only for what is faster than the choices before it."""
+    gathers_beside: bool = False
+    """Only shapes whose stages all gather updated weights beside their first forward pass."""
+    coprime: bool = False
+    """Only shapes whose micro-batch has no divisor in common with the ranks that split sequences."""
+
+    def keeps(self, shape: EqualPipeline) -> bool:
+        """Whether a shape is searched in this way."""
+        if self.coprime and math.gcd(shape.micro_batch, shape.cp) > 1:
+            return False
+        if not self.gathers_beside:
+            return True
+        return (shape.stages == 1 or shape.vpp > 1) and max(shape.zero) > 0 and shape.dp * shape.cp > 1
+
+    @property
+    def mixes(self) -> bool:
+        """Whether stages of different meshes are searched in this way."""
+        return not self.gathers_beside
 
 
 def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
-    """The job under each way of execution to be searched, the usual one first."""
+    """The job under each way of execution to be searched."""
     alone = replace(limits, fixed={**limits.fixed, "pp": 1})
     return [
         ExecutionChoice(
-            job if variant.execution == job.execution else replace(job, execution=variant.execution),
+            job if variant.execution == job.execution and cp == 1 else _switched(job, variant, cp),
             alone if variant.one_stage else limits,
-            variant.must_win,
+            gathers_beside=variant.gathers_beside,
+            coprime=cp > 1 and limits.allows("cp", 1) and job.execution.context_parallel == 1,
         )
         for variant in TARGETS[job.target].executions(job.execution)
         if _is_open(variant, job, space, limits)
+        for cp in context_sizes(job, space, limits)
     ]
 
 
+def _switched(job: Job, variant: ExecutionVariant, cp: int) -> Job:
+    return replace(job, execution=replace(variant.execution, context_parallel=cp))
+
+
+def context_sizes(job: Job, space: Space, limits: Limits) -> list[int]:
+    """Ranks that may split each sequence: those that the job names, or powers of two. Megatron gives each
+    rank two pieces of every sequence, from either end, and splits attention only where it is fused.
+
+    Where no limit says otherwise, micro-batches with a divisor in common with the ranks are left out: so many
+    times the replicas with that part of the micro-batch compute, keep and reduce the same, and need not pass
+    keys and values around."""
+    asked = job.execution.context_parallel
+    if asked > 1:
+        return [asked] if limits.allows("cp", asked) else []
+    able = space.context_parallel and TARGETS[job.target].capability.context_parallel
+    return [cp for cp in _powers_of_two(job) if limits.allows("cp", cp) and (able or cp == 1)]
+
+
+def _powers_of_two(job: Job) -> Iterator[int]:
+    cp = 1
+    yield cp
+    while job.training.flash_attention:
+        cp *= 2
+        if job.cluster.gpus % cp or job.training.seq_len % (2 * cp):
+            return
+        yield cp
+
+
 def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) -> bool:
+    said, execution = job.execution, variant.execution
     if variant.one_stage and not limits.allows("pp", 1):
         return False
-    if variant.execution.decoupled_step and not job.execution.decoupled_step:
+    if execution.decoupled_step and not said.decoupled_step:
         return space.decoupled_step and "decoupled_step" not in limits.forbidden
+    if execution.tp_comm_overlap and not said.tp_comm_overlap:
+        linked = "PCIe" not in job.cluster.gpu.intra_link
+        if not (linked and space.tp_comm_overlap) or "tp_comm_overlap" in limits.forbidden:
+            return False
+    if variant.gathers_beside and "overlap_param_gather" in limits.forbidden:
+        return False
     if variant.for_host_gradients:
         return apply_limits(cut_to_target(space, job.target), limits).offload.grads != "none"
     return True

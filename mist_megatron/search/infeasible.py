@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,14 +29,24 @@ TRIED = 8
 """Shapes that are solved, those with most room first, before a suggestion is given up."""
 
 
-def no_plan(evaluator: StageEvaluator, space: Space, limits: Limits) -> NoFeasiblePlan:
+class Asked(NamedTuple):
+    """One way of execution of what was searched."""
+
+    evaluator: StageEvaluator
+    space: Space
+    limits: Limits
+
+
+def no_plan(ways: Sequence[Asked]) -> NoFeasiblePlan:
     """The refusal, in words."""
-    job, cluster = evaluator.job, evaluator.job.cluster
-    found = list(shapes(job, space, limits))
-    details = list(_closest(evaluator, space, found)) if found else []
-    tries = [
-        text for text in (_more_gpus(evaluator, space, limits), _shorter(evaluator, space, limits)) if text
-    ]
+    job, space = ways[-1].evaluator.job, ways[-1].space
+    cluster, details = job.cluster, []
+    misses = [miss for miss in map(_closest, ways) if miss is not None]
+    asked = ways[-1]
+    if misses:
+        miss = min(misses, key=lambda miss: miss.peak_bytes)
+        asked, details = miss.asked, list(miss.words)
+    tries = [text for text in (_more_gpus(*asked), _shorter(*asked)) if text]
     details += (
         [f"try: {', or '.join(tries)}"] if tries else ["try: a GPU with more memory, or a smaller model"]
     )
@@ -46,8 +57,18 @@ def no_plan(evaluator: StageEvaluator, space: Space, limits: Limits) -> NoFeasib
     )
 
 
-def _closest(evaluator: StageEvaluator, space: Space, found: Sequence[EqualPipeline]) -> Iterator[str]:
+class _Miss(NamedTuple):
+    asked: Asked
+    peak_bytes: float
+    words: tuple[str, ...]
+
+
+def _closest(asked: Asked) -> _Miss | None:
     """The shape whose fullest stage holds least, layers split as evenly as they go."""
+    evaluator, space, limits = asked
+    found = list(shapes(evaluator.job, space, limits))
+    if not found:
+        return None
     layers = evaluator.job.model.layers
     lines = least_memory(evaluator, space, (sizes for shape in found for sizes in stages_of(shape)))
 
@@ -61,11 +82,12 @@ def _closest(evaluator: StageEvaluator, space: Space, found: Sequence[EqualPipel
     _, position, count = fullest(shape)
     peak, words, terms = _least_configuration(evaluator, space, shape, position, count)
     name = max(terms, key=lambda name: terms[name])
-    yield (
+    closest = (
         f"closest: {shape} {words} -> {peak / GIB:.1f} GiB per GPU, "
         f"limit {evaluator.limit_bytes / GIB:.1f} GiB"
     )
-    yield f"largest part: {PART_WORDS.get(name, name)} {terms[name] / GIB:.1f} GiB"
+    largest = f"largest part: {PART_WORDS.get(name, name)} {terms[name] / GIB:.1f} GiB"
+    return _Miss(asked, peak, (closest, largest))
 
 
 PART_WORDS = {

@@ -46,7 +46,7 @@ def floors(question: SearchProblem, items: Sequence[Item], known: Iterable[Known
     for one in known:
         if not _covers(one, question):
             continue
-        if one.job == question.evaluator.job:
+        if one.job == question.evaluator.job or beside_products(one.job, question.evaluator):
             slack = np.zeros(len(items))
         elif reduces_beside(one.job, question.evaluator):
             slack = late_reduction_s(question.evaluator, items)
@@ -73,7 +73,8 @@ _Sizes = tuple[int, ...]
 def _sizes(shape: EqualPipeline) -> _Sizes:
     """All but the levels of ZeRO."""
     pipeline = (shape.grad_accum, shape.stages, shape.nodes, shape.gpus_per_node, shape.vpp)
-    return (*pipeline, shape.dp, shape.tp, shape.micro_batch, shape.sequence_parallel, shape.bridged)
+    split = (shape.dp, shape.tp, shape.cp, shape.micro_batch)
+    return (*pipeline, *split, shape.sequence_parallel, shape.bridged)
 
 
 def _by_sizes(bounds: Mapping[Item, float]) -> dict[_Sizes, list[tuple[frozenset[int], float]]]:
@@ -107,9 +108,20 @@ def reduces_beside(job: Job, after: StageEvaluator) -> bool:
     beside = replace(late, reduction=replace(late.reduction, last_overlaps=True))
     if late == beside or target.traffic(switched) != beside:
         return False
-    slow_compute, slow_traffic = (float(factor) for factor in after.time_context.interference[0b0011, :2])
-    gains = 1.0 / slow_compute + 1.0 / slow_traffic >= 1.0 and min(slow_compute, slow_traffic) >= 1.0
-    return gains and job == replace(after.job, execution=switched)
+    return job == replace(after.job, execution=switched) and _together_gains(after)
+
+
+def beside_products(job: Job, after: StageEvaluator) -> bool:
+    """Whether `job` is the evaluator's but for tensor-parallel traffic that runs beside products there and
+    stops compute here, and running together gains."""
+    switched = replace(after.job.execution, tp_comm_overlap=True)
+    differs = not after.job.execution.tp_comm_overlap and job == replace(after.job, execution=switched)
+    return differs and _together_gains(after)
+
+
+def _together_gains(evaluator: StageEvaluator) -> bool:
+    slow_compute, slow_traffic = (float(factor) for factor in evaluator.time_context.interference[0b0011, :2])
+    return 1.0 / slow_compute + 1.0 / slow_traffic >= 1.0 and min(slow_compute, slow_traffic) >= 1.0
 
 
 def late_reduction_s(evaluator: StageEvaluator, items: Sequence[Item]) -> Array:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mist_megatron.errors import InputError
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.mesh import data_parallel_size, splits
+from mist_megatron.spec.mesh import data_parallel_size, shares_out, splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,8 @@ class EqualPipeline:
     vpp: int
     zero: tuple[int, ...]
     """Levels that each stage may choose from; one where all stages must agree."""
+    cp: int = 1
+    """Ranks that split each sequence."""
     bridged: bool = False
     """Stands beside stages on other grids, on a target that bridges them."""
 
@@ -43,6 +45,7 @@ class EqualPipeline:
 
     def __str__(self) -> str:
         parts = [f"pp={self.stages}", f"dp={self.dp}", f"tp={self.tp}", f"mbs={self.micro_batch}"]
+        parts[3:3] = [f"cp={self.cp}"] * (self.cp > 1)
         parts += [f"G={self.grad_accum}"] + [f"vpp={self.vpp}"] * (self.vpp > 1)
         return " ".join([*parts, *["sp"] * self.sequence_parallel])
 
@@ -121,7 +124,8 @@ def _with_batches(
     job: Job, space: Space, limits: Limits, grid: tuple[int, tuple[int, int], int]
 ) -> Iterator[EqualPipeline]:
     stages, (nodes, gpus_per_node), tp = grid
-    dp = data_parallel_size(nodes * gpus_per_node, tp=tp, cp=job.execution.context_parallel)
+    cp = job.execution.context_parallel
+    dp = data_parallel_size(nodes * gpus_per_node, tp=tp, cp=cp)
     batch = job.training.global_batch
     if not dp or batch % dp or not limits.allows("dp", dp):
         return
@@ -129,9 +133,9 @@ def _with_batches(
         grad_accum = batch // dp // micro_batch
         if not limits.allows("micro_batch", micro_batch) or not limits.allows("grad_accum", grad_accum):
             continue
-        for sequence_parallel in (False, True) if space.sequence_parallel and tp > 1 else (False,):
+        for sequence_parallel in _sequence_parallel(job, space, tp):
             for vpp in _chunks(job, space, limits, (stages, grad_accum)):
-                for zero in stage_levels(space, dp, stages):
+                for zero in stage_levels(space, dp * cp, stages):
                     yield EqualPipeline(
                         grad_accum=grad_accum,
                         stages=stages,
@@ -143,7 +147,18 @@ def _with_batches(
                         sequence_parallel=sequence_parallel,
                         vpp=vpp,
                         zero=zero,
+                        cp=cp,
                     )
+
+
+def _sequence_parallel(job: Job, space: Space, tp: int) -> tuple[bool, ...]:
+    """With and without, where every rank gets as much of its part of the sequence. Traffic beside products is
+    for it alone, and for ranks that fast links join."""
+    ranks = tp * job.execution.context_parallel
+    able = space.sequence_parallel and tp > 1 and shares_out(job.training.seq_len, ranks)
+    if job.execution.tp_comm_overlap:
+        return (True,) if able and tp <= job.cluster.linked_gpus else ()
+    return (False, True) if able else (False,)
 
 
 def _chunks(job: Job, space: Space, limits: Limits, schedule: tuple[int, int]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import merge
 
 from mist_megatron.search.bounds import EqualBound, SearchProblem, shape_bounds
 from mist_megatron.search.families import MixedFamily, possible_mixtures
@@ -91,48 +92,75 @@ class Queue:
 
 
 class Order:
-    """Equal stages go before unequal ones: they are the quicker to solve, and what they find prunes the
-    others."""
+    """The items of one way of execution: shapes, and mixed families."""
 
     def __init__(self, *queues: Queue) -> None:
-        self._queues = queues
-        self.done = 0
-        """Items that were given or passed over."""
+        self.queues = queues
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues))
-
-    def next(self, limit_s: float) -> Pair | None:
-        """The next item whose bound is below a limit."""
-        self.done = 0
-        for queue in self._queues:
-            pair = queue.next(limit_s)
-            if pair is not None:
-                self.done += queue.given - 1
-                return pair
-            self.done += len(queue)
-        return None
-
-    def __iter__(self) -> Iterator[Pair]:
-        """All that may fit."""
-        for queue in self._queues:
-            position = 0
-            while (pair := queue.at(position)) is not None:
-                yield pair
-                position += 1
+        return sum(map(len, self.queues))
 
     def below(self, limit_s: float) -> list[Pair]:
-        return [pair for queue in self._queues for pair in queue.below(limit_s)]
+        return [pair for queue in self.queues for pair in queue.below(limit_s)]
 
     def left_s(self) -> list[float]:
-        return [value_s for queue in self._queues for value_s in queue.left_s()]
+        return [value_s for queue in self.queues for value_s in queue.left_s()]
 
     def known(self, question: SearchProblem) -> Known:
         """For searches after this one."""
         bounds: dict[Item, float] = {}
-        for queue in self._queues:
+        for queue in self.queues:
             bounds.update(queue.known())
         return Known(job=question.evaluator.job, space=question.space, step=question.step, bounds=bounds)
+
+
+class Orders:
+    """Those of all ways. Equal stages go before unequal ones: they are the quicker to solve, and what they
+    find prunes the others."""
+
+    def __init__(self, orders: Sequence[Order]) -> None:
+        self.orders = orders
+        self._levels = list(zip(*(order.queues for order in orders), strict=True))
+        self.done = 0
+        """Items that were given or passed over."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.orders))
+
+    def next(self, limit_s: float) -> tuple[int, Pair] | None:
+        """The next item whose bound is below a limit, and which way it is of."""
+        self.done = 0
+        for queues in self._levels:
+            found: int | None = None
+            least_s = limit_s
+            for way, queue in enumerate(queues):
+                pair = queue.at(queue.given, least_s)
+                if pair is not None:
+                    found, least_s = way, pair[0].value_s
+            self.done += sum(queue.given for queue in queues)
+            if found is not None:
+                pair = queues[found].next(limit_s)
+                assert pair is not None
+                return found, pair
+            self.done += sum(len(queue) - queue.given for queue in queues)
+        return None
+
+    def __iter__(self) -> Iterator[tuple[int, Pair]]:
+        """All that may fit."""
+
+        def each(way: int, queue: Queue) -> Iterator[tuple[int, Pair]]:
+            position = 0
+            while (pair := queue.at(position)) is not None:
+                yield way, pair
+                position += 1
+
+        for queues in self._levels:
+            yield from merge(
+                *(each(way, queue) for way, queue in enumerate(queues)), key=lambda found: found[1][0].value_s
+            )
+
+    def left_s(self) -> list[float]:
+        return [value_s for order in self.orders for value_s in order.left_s()]
 
 
 def ordered(

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 import pickle
 from bisect import insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.bounds import EqualBound, SearchProblem, Solver
 from mist_megatron.search.choices import fractions
 from mist_megatron.search.equal import solve_equal
 from mist_megatron.search.families import MixedFamily, mixed_families
-from mist_megatron.search.infeasible import no_plan
+from mist_megatron.search.infeasible import Asked, no_plan
 from mist_megatron.search.known import Item, Known
 from mist_megatron.search.mixed import MixedBound, solve_mixed
 from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline, explain_no_pipeline, shapes
-from mist_megatron.search.queue import Bound, Order, Pair, ordered
+from mist_megatron.search.queue import Bound, Order, Orders, Pair, ordered
 from mist_megatron.search.solution import Solution, Solved
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.search.stage_fronts import Tally
@@ -108,6 +108,23 @@ class Watch:
     """What a user should know, though it changes no answer."""
 
 
+def every(shape: EqualPipeline) -> bool:
+    """No shape is left out."""
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way of execution: prices, and what is searched of it."""
+
+    evaluator: StageEvaluator
+    limits: Limits = field(default_factory=Limits)
+    keeps: Callable[[EqualPipeline], bool] = every
+    """Whether a shape is searched in this way."""
+    mixes: bool = True
+    """Whether stages of different meshes are."""
+
+
 def search(
     evaluator: StageEvaluator,
     space: Space,
@@ -116,30 +133,32 @@ def search(
     executor: Executor | None = None,
     at_once: int = 8,
 ) -> SearchResult:
-    """The best plans of a space for the evaluator's job.
+    """The best plans of a space for the evaluator's job, in its way of execution.
 
     `executor` is where shapes are solved - a pool of processes, or that of a cluster - with so many under way
     `at_once`; None solves them here, one by one.
     """
-    job = evaluator.job
+    way = Way(evaluator=evaluator, limits=settings.limits)
+    return search_ways([way], space, settings, watch, executor, at_once)
+
+
+def search_ways(
+    ways: Sequence[Way],
+    space: Space,
+    settings: Settings,
+    watch: Watch | None = None,
+    executor: Executor | None = None,
+    at_once: int = 8,
+) -> SearchResult:
+    """The same over several ways of execution, whose jobs differ in nothing else; each has limits of its own
+    in the place of those of `settings`."""
+    job = ways[0].evaluator.job
     require_job(job.model, job.training.precision, job.target)
     watch = watch or Watch()
-    runnable = cut_to_target(space, job.target, job.training.precision, job.execution)
-    cut = apply_limits(runnable, settings.limits)
-    question = SearchProblem(evaluator=evaluator, space=cut, step=settings.step, solver=settings.solver)
-    run = _Run(question, settings, watch, (executor, at_once) if executor else None)
+    ways, questions = _questions(ways, space, settings)
+    run = _Run(questions, settings, watch, (executor, at_once) if executor else None)
     try:
-        mixed = []
-        for mixture in mixed_families(job, cut, settings.limits):
-            run.tick()
-            mixed.append(mixture)
-        found = []
-        for shape in shapes(job, cut, settings.limits):
-            run.tick()
-            found.append(shape)
-        if not mixed and not found:
-            raise explain_no_pipeline(job, cut, settings.limits)
-        order = ordered(run.question, found, mixed, settings.known)
+        order = run.ordered(ways)
     except _Stopped as stopped:
         raise StoppedEmpty(stopped.status) from None
     status = run.all_of(order)
@@ -148,19 +167,45 @@ def search(
             raise StoppedEmpty(status)
         if settings.below_s < math.inf:
             raise NoneFaster(min([settings.below_s, *run.open_bounds]), run.tally, len(order), run.solved)
-        raise no_plan(evaluator, cut, settings.limits)
+        raise no_plan(
+            [Asked(one.evaluator, one.space, way.limits) for one, way in zip(questions, ways, strict=True)]
+        )
     objective_s = run.best[0].value_s
+    best = next(one for one in questions if one.evaluator.job.execution == run.best[0].execution)
     return SearchResult(
         solutions=tuple(found for found in run.best if found.value_s < WORST * objective_s),
         status=status,
         objective_s=objective_s,
         bound_s=min([objective_s, *run.open_bounds]),
-        space=cut,
+        space=best.space,
         shapes=len(order),
         shapes_solved=run.solved,
         tally=run.tally,
-        known=(order.known(question),),
+        known=tuple(one.known(question) for one, question in zip(order.orders, questions, strict=True)),
     )
+
+
+def _questions(
+    ways: Sequence[Way], space: Space, settings: Settings
+) -> tuple[list[Way], list[SearchProblem]]:
+    """What is asked of each way for which the limits leave something."""
+    found: list[tuple[Way, SearchProblem]] = []
+    refused: list[InputError] = []
+    for way in ways:
+        job = way.evaluator.job
+        try:
+            runnable = cut_to_target(space, job.target, job.training.precision, job.execution)
+            cut = apply_limits(runnable, way.limits)
+        except InputError as error:
+            refused.append(error)
+            continue
+        question = SearchProblem(
+            evaluator=way.evaluator, space=cut, step=settings.step, solver=settings.solver
+        )
+        found.append((way, question))
+    if not found:
+        raise refused[0]
+    return [way for way, _ in found], [question for _, question in found]
 
 
 FEW_POINTS = 128
@@ -168,8 +213,11 @@ FEW_POINTS = 128
 the step of 1/8 are 81 points, and pricing a shape is then mostly the cost of the calls."""
 
 
-def _offload_points(question: SearchProblem) -> int:
-    return math.prod(len(fractions(allowed, question.step)) for allowed in question.space.offload.values())
+def _offload_points(questions: Sequence[SearchProblem]) -> int:
+    return max(
+        math.prod(len(fractions(allowed, question.step)) for allowed in question.space.offload.values())
+        for question in questions
+    )
 
 
 class _Stopped(Exception):
@@ -184,21 +232,48 @@ class _Run:
     """The state of one search: the best so far, and what was priced."""
 
     def __init__(
-        self, question: SearchProblem, settings: Settings, watch: Watch, executor: tuple[Executor, int] | None
+        self,
+        questions: Sequence[SearchProblem],
+        settings: Settings,
+        watch: Watch,
+        executor: tuple[Executor, int] | None,
     ) -> None:
-        self.question = replace(question, tick=self.tick)
-        self.shared = question
+        self.questions = [replace(question, tick=self.tick) for question in questions]
+        self.shared = questions
         self.settings, self.watch, self.executor = settings, watch, executor
         self.best: list[Solution] = []
         """One of each shape, the fastest first."""
         self._of_shape: dict[EqualPipeline | MixedPipeline, Solution] = {}
         self.tally = Tally()
         self.solved = 0
-        self._put_off: list[Pair] = []
+        self._put_off: list[tuple[int, Pair]] = []
         self.under_way_s: list[float] = []
         """Bounds of what is being solved."""
         self.open_bounds: list[float] = []
         """Plans may be left that are as fast."""
+
+    def ordered(self, ways: Sequence[Way]) -> Orders:
+        """All shapes and mixtures of all ways; what is known of the first bounds those after it."""
+        orders: list[Order] = []
+        known, items = list(self.settings.known), 0
+        for way, question in zip(ways, self.questions, strict=True):
+            job, cut = question.evaluator.job, question.space
+            mixed = []
+            for mixture in mixed_families(job, cut, way.limits) if way.mixes else ():
+                self.tick()
+                mixed.append(mixture)
+            found = []
+            for shape in shapes(job, cut, way.limits):
+                self.tick()
+                if way.keeps(shape):
+                    found.append(shape)
+            orders.append(ordered(question, found, mixed, known))
+            known.append(orders[-1].known(question))
+            items += len(found) + len(mixed)
+        if not items:
+            asked = self.questions[-1]
+            raise explain_no_pipeline(asked.evaluator.job, asked.space, ways[-1].limits)
+        return Orders(orders)
 
     def tick(self) -> None:
         status = self.watch.stop()
@@ -235,13 +310,13 @@ class _Run:
             del self._of_shape[dropped.shape]
         del self.best[self.settings.top :]
 
-    def all_of(self, order: Order) -> Status:
+    def all_of(self, order: Orders) -> Status:
         """Every shape and mixture whose bound is below the best, the most promising first."""
         slow: list[Solution] = []
         try:
             # What must be beaten is as good as an incumbent, but for plans that are wanted besides.
             wanted = self._wants_more_than_below() or self.settings.below_s == math.inf
-            if _offload_points(self.question) > FEW_POINTS and wanted:
+            if _offload_points(self.questions) > FEW_POINTS and wanted:
                 self.quick(order)
             if self.best and self.best[0].value_s >= self.settings.below_s:
                 slow, self.best = self.best, []
@@ -257,64 +332,63 @@ class _Run:
         except _Stopped as stopped:
             bounds = [*self.under_way_s, *order.left_s()]
             if self.best:
-                bounds += [bound.value_s for bound, _ in self._put_off]
+                bounds += [bound.value_s for _, (bound, _) in self._put_off]
             left = [value_s for value_s in bounds if value_s < self.threshold_s]
             self.open_bounds += left
             return stopped.status if left else Status.OPTIMAL
         self.watch.progress(len(order), len(order), self.best[0].value_s if self.best else float("inf"))
         return Status.OPTIMAL
 
-    def quick(self, order: Order) -> None:
+    def quick(self, order: Orders) -> None:
         """First incumbents from the corners of the offload grid: without any, the whole grid of the most
         promising shapes would have to be priced for all numbers of layers."""
-        corners = replace(self.question, step=1.0)
-        for bound, item in order:
+        for way, (bound, item) in order:
             if len(self.best) >= min(self.settings.top, MOST_QUICK):
                 break
             self.tick()
-            answer = solve(corners, item, bound, math.inf)
+            answer = solve(replace(self.questions[way], step=1.0), item, bound, math.inf)
             self.take(replace(answer, left_s=math.inf))
 
-    def _answers(self, order: Order) -> Iterator[Solved]:
+    def _answers(self, order: Orders) -> Iterator[Solved]:
         """What each item gives that may be better than the best so far."""
         if self.executor is not None:
             yield from self._answers_of(*self.executor, order)
-        while (pair := self._due(order)) is not None:
-            bound, item = pair
+        while (due := self._due(order)) is not None:
+            way, (bound, item) = due
             self.under_way_s = [bound.value_s]
             self.tick()
-            yield solve(self.question, item, bound, self._beat(item))
+            yield solve(self.questions[way], item, bound, self._beat(item))
             self.under_way_s = []
-            if self.best and self._put_off and self._put_off[-1] is pair:
+            if self.best and self._put_off and self._put_off[-1] is due:
                 self._put_off.pop()  # It gave the first plan.
 
     def _wants_more_than_below(self) -> bool:
         """Whether `below_s` only asks if there is any plan so fast, next to which others are wanted then."""
         return self.settings.top > 1 and self.settings.below_s < math.inf
 
-    def _due(self, order: Order) -> Pair | None:
+    def _due(self, order: Orders) -> tuple[int, Pair] | None:
         """What is to be solved next; once there is a plan, also what was not fast enough to be the first."""
         while self.best and self._put_off:
             again = self._put_off.pop()
-            if again[0].value_s < self.threshold_s:
+            if again[1][0].value_s < self.threshold_s:
                 return again
-        pair = order.next(self.threshold_s)
-        if pair is not None and not self.best and self._wants_more_than_below():
-            self._put_off.append(pair)
-        return pair
+        due = order.next(self.threshold_s)
+        if due is not None and not self.best and self._wants_more_than_below():
+            self._put_off.append(due)
+        return due
 
-    def _answers_of(self, executor: Executor, workers: int, order: Order) -> Iterator[Solved]:
+    def _answers_of(self, executor: Executor, workers: int, order: Orders) -> Iterator[Solved]:
         """The same with so many items at a time in other processes. Where these break (one was killed, for
         its memory say), what they had not answered is put off until it is solved here."""
-        told = pickle.dumps(self.shared)
-        running: dict[Future[Solved], Pair] = {}
-        pair: Pair | None = None
+        told = [pickle.dumps(question) for question in self.shared]
+        running: dict[Future[Solved], tuple[int, Pair]] = {}
+        due: tuple[int, Pair] | None = None
         try:
             while True:
-                while len(running) < workers and (pair := self._due(order)) is not None:
-                    bound, item = pair
-                    running[executor.submit(solve_told, told, item, bound, self._beat(item))] = pair
-                    pair = None
+                while len(running) < workers and (due := self._due(order)) is not None:
+                    way, (bound, item) = due
+                    running[executor.submit(solve_told, told[way], item, bound, self._beat(item))] = due
+                    due = None
                     self._under_way(running.values())
                 if not running:
                     return
@@ -327,18 +401,18 @@ class _Run:
         except BrokenExecutor:
             self.watch.tell("a worker process died (killed for its memory?); the search goes on without them")
             self.executor = None
-            left = [*running.values(), *([pair] if pair else [])]
+            left = [*running.values(), *([due] if due else [])]
             self._under_way(left)
-            for bound, item in left:
+            for way, (bound, item) in left:
                 self.tick()
-                yield solve(self.question, item, bound, self._beat(item))
+                yield solve(self.questions[way], item, bound, self._beat(item))
             self._under_way(())
         finally:
             for future in running:
                 future.cancel()
 
-    def _under_way(self, pairs: Collection[Pair]) -> None:
-        self.under_way_s = [bound.value_s for bound, _ in pairs]
+    def _under_way(self, pairs: Collection[tuple[int, Pair]]) -> None:
+        self.under_way_s = [bound.value_s for _, (bound, _) in pairs]
 
     def _beat(self, item: Item) -> float:
         """A shape that has a plan among the best must find a better one of its own."""
@@ -375,7 +449,7 @@ def solve_told(told: bytes, item: Item, bound: Bound, best_s: float) -> Solved:
     return solve(_question(told), item, bound, best_s)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=64)
 def _question(told: bytes) -> SearchProblem:
     question: SearchProblem = pickle.loads(told)
     return question

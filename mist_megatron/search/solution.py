@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import predict
 from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline
 from mist_megatron.search.stage_fronts import StageConfigs, Tally
 from mist_megatron.spec.kinds import KINDS, Offload
-from mist_megatron.spec.plan import Plan, StagePlan, Zero
+from mist_megatron.spec.plan import Execution, Plan, StagePlan, Zero
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.spec.schedule import usual_schedule
 
@@ -26,6 +26,8 @@ class Solution:
     stages: tuple[StageChoice, ...]
     value_s: float
     """What `predict` tells of it."""
+    execution: Execution
+    """What of the target's switches is set."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ def told(
     evaluator: StageEvaluator, shape: EqualPipeline | MixedPipeline, stages: Sequence[StageChoice]
 ) -> Solution:
     """With the time that is told of it."""
-    solution = Solution(shape, tuple(stages), 0.0)
+    solution = Solution(shape, tuple(stages), 0.0, evaluator.job.execution)
     value_s = predict(plan_of(evaluator, solution), evaluator).iteration_s
-    return Solution(shape, solution.stages, value_s)
+    return replace(solution, value_s=value_s)
 
 
 def stage_choice(layers: int, configs: StageConfigs, index: int) -> StageChoice:
@@ -54,7 +56,7 @@ def stage_choice(layers: int, configs: StageConfigs, index: int) -> StageChoice:
 
 
 def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
-    """The plan that a solution stands for."""
+    """The plan that a solution stands for, of the evaluator's job in its own way of execution."""
     job, shape = evaluator.job, solution.shape
     return Plan(
         model=job.model,
@@ -68,7 +70,7 @@ def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
         schedule=usual_schedule(shape.vpp),
         vpp=shape.vpp,
         sequence_parallel=shape.sequence_parallel,
-        execution=job.execution,
+        execution=solution.execution,
     )
 
 

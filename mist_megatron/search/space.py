@@ -39,6 +39,9 @@ class Space:
     """Kinds of recomputation; of whole layers `ckpt` says how many."""
     sequence_parallel: bool = False
     interleaved: bool = False
+    context_parallel: bool = False
+    tp_comm_overlap: bool = False
+    """Whether tensor-parallel traffic may run beside products, where the job leaves it open."""
     decoupled_step: bool = False
     """Whether steps are decoupled, where the target can and the job leaves it open."""
     zero: tuple[int, ...] = (1,)
@@ -67,6 +70,7 @@ class Space:
         found += [f"{kind} recompute" for kind in self.recompute if kind in PARTIAL]
         found += ["sequence_parallel"] * self.sequence_parallel
         found += ["interleaving"] * self.interleaved + ["decoupled steps"] * self.decoupled_step
+        found += ["cp"] * self.context_parallel + ["tp overlap"] * self.tp_comm_overlap
         found += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
         found += [f"offload.{kind}" for kind, allowed in self.offload.items() if allowed != "none"]
         found += ["GPUs, dp, tp and micro-batch per stage"] * self.unequal
@@ -80,10 +84,12 @@ _SPACES = (
     ),
     Space(
         name="megatron-expert",
-        summary="megatron plus selective recompute, sequence parallelism, interleaving",
+        summary="megatron plus selective recompute, sequence and context parallelism, interleaving, overlap",
         recompute=SEARCHED,
         sequence_parallel=True,
         interleaved=True,
+        context_parallel=True,
+        tp_comm_overlap=True,
     ),
     Space(
         name="deepspeed",
@@ -149,6 +155,8 @@ _SPACES = (
         recompute=SEARCHED,
         sequence_parallel=True,
         interleaved=True,
+        context_parallel=True,
+        tp_comm_overlap=True,
         decoupled_step=True,
         zero=(0, 1, 2, 3),
         offload=ANY_FRACTION,
@@ -212,12 +220,14 @@ def cut_to_target(
     )
 
 
-LIMIT_KEYS = ("tp", "pp", "dp", "micro_batch", "grad_accum", "vpp", "zero")
+LIMIT_KEYS = ("tp", "pp", "dp", "cp", "micro_batch", "grad_accum", "vpp", "zero")
 SWITCH_KEYS = (
     "sequence_parallel",
     INTERLEAVED,
     "unequal",
     "decoupled_step",
+    "tp_comm_overlap",
+    "overlap_param_gather",
     *(f"recompute.{kind}" for kind in SEARCHED),
     *(f"offload.{kind}" for kind in KINDS),
 )

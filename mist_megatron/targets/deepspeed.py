@@ -216,7 +216,7 @@ def patched_executions(execution: Execution) -> tuple[ExecutionVariant, ...]:
     if execution.decoupled_step is not None:
         return as_asked(execution)
     decoupled = replace(execution, decoupled_step=True)
-    return (*as_asked(execution), ExecutionVariant(decoupled, one_stage=True, must_win=False))
+    return (*as_asked(execution), ExecutionVariant(decoupled, one_stage=True))
 
 
 HAND_MADE = ("deepspeed",)

@@ -310,15 +310,16 @@ class TrafficFacts:
 
 @dataclass(frozen=True)
 class ExecutionVariant:
-    """One way of execution that a plan's switches leave open, and when it is worth a search of its own."""
+    """One way of execution that a plan's switches leave open, and of which shapes it is worth a search."""
 
     execution: Execution
     one_stage: bool = False
     """Only without a pipeline."""
+    gathers_beside: bool = False
+    """Only where updated weights are gathered beside the first forward pass of every stage: without a
+    pipeline, or by chunks."""
     for_host_gradients: bool = False
     """Only where gradients may be kept on the host, which the variants before it exclude."""
-    must_win: bool = True
-    """Only for what eq. 1 finds to be faster than the variants before it."""
 
 
 def as_asked(execution: Execution) -> tuple[ExecutionVariant, ...]:
@@ -340,7 +341,7 @@ class Target:
     memory: Callable[[Execution], MemoryFacts]
     traffic: Callable[[Execution], TrafficFacts]
     executions: Callable[[Execution], tuple[ExecutionVariant, ...]] = as_asked
-    """What to search where these switches leave some open, the usual way first."""
+    """What to search where these switches leave some open."""
     hand_made: tuple[str, ...] = ()
     """Names of the spaces of what its framework's users choose by hand."""
     all_by_hand: bool = False

@@ -132,22 +132,31 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
 
 def executions(execution: Execution) -> tuple[ExecutionVariant, ...]:
     """Gradients are reduced beside the last backward pass, but where patches may keep them on the host, which
-    excludes that, also after it.
+    excludes that, also after it. The loss makes no copy of the logits in 32 bits, which gains time and memory
+    wherever it may (--deterministic-mode excludes it).
 
-    Weights are gathered beside the first forward pass where there is no pipeline. In one, each stage would
-    gather when its first micro-batch comes, one after the other (but for the few layers of the first stage),
-    what they else do all at once. Steps are decoupled when asked for by hand only: with states on the host
-    they are slower than Megatron's own step, whose copies hide behind the updates; without, what they gain
-    is the gather of weights."""
+    Tensor-parallel traffic runs beside products, which gains time and takes memory, or not. Weights are
+    gathered beside the first forward pass, or after the step, where there is no pipeline or one of chunks. In
+    1F1B each stage would gather when its first micro-batch comes, one after the other (but for the few layers
+    of the first stage), what they else do all at once."""
     is_open = execution.overlap_grad_reduce is None
+    if execution.fused_cross_entropy is None and not execution.deterministic:
+        execution = replace(execution, fused_cross_entropy=True)
     reducing = replace(execution, overlap_grad_reduce=True) if is_open else execution
-    gathers = reducing.overlap_grad_reduce and not execution.decoupled_step
     variants = [ExecutionVariant(reducing)]
-    if execution.overlap_param_gather is None and gathers:
-        variants.append(ExecutionVariant(replace(reducing, overlap_param_gather=True), one_stage=True))
+    if execution.overlap_param_gather is None and reducing.overlap_grad_reduce:
+        variants.append(ExecutionVariant(replace(reducing, overlap_param_gather=True), gathers_beside=True))
     if is_open:
         variants.append(ExecutionVariant(execution, for_host_gradients=True))
-    return tuple(variants)
+    return tuple(found for variant in variants for found in _beside_products(variant))
+
+
+def _beside_products(variant: ExecutionVariant) -> tuple[ExecutionVariant, ...]:
+    """The same with tensor-parallel traffic beside products, where that is left open, then without."""
+    execution = variant.execution
+    if execution.tp_comm_overlap is not None or execution.deterministic:
+        return (variant,)
+    return replace(variant, execution=replace(execution, tp_comm_overlap=True)), variant
 
 
 HAND_MADE = ("megatron", "megatron-expert")

@@ -17,7 +17,7 @@ from mist_megatron.search.families import mixed_families
 from mist_megatron.search.known import Known, floors, late_reduction_s, reduces_beside
 from mist_megatron.search.mixed import mixture_bounds
 from mist_megatron.search.pipelines import shapes
-from mist_megatron.search.queue import Order, Queue
+from mist_megatron.search.queue import Order, Orders, Queue
 from mist_megatron.search.search import NoneFaster, Settings, search
 from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target, space_named
@@ -201,14 +201,14 @@ def test_the_order_is_that_of_bounds_however_little_is_known():
         least = [
             bounds[item].value_s * float(rng.choice([0.0, rng.uniform(0.3, 1.0), 1.0])) for item in found
         ]
-        order = Order(Queue(found, least, bounded))
+        order = Orders([Order(Queue(found, least, bounded))])
         limit_s = bounds[wanted[len(wanted) // 3]].value_s
         given = []
-        while (pair := order.next(limit_s)) is not None:
-            given.append(pair[1])
+        while (due := order.next(limit_s)) is not None:
+            given.append(due[1][1])
         below = [item for item in wanted if bounds[item].value_s < limit_s]
         assert given == below
         assert len(looked) == len(set(looked))
         assert all(floor_s <= limit_s for item, floor_s in zip(found, least, strict=True) if item in looked)
         assert min(order.left_s()) <= min(bounds[i].value_s for i in wanted if i not in given) < math.inf
-        assert [item for _, item in order] == wanted
+        assert [item for _, (_, item) in order] == wanted

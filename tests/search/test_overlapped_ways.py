@@ -18,7 +18,8 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.spec.training import TrainingSpec
 
-OVERLAPPED = Execution(overlap_grad_reduce=True, overlap_param_gather=True)
+FUSED = Execution(fused_cross_entropy=True)
+OVERLAPPED = replace(FUSED, overlap_grad_reduce=True, overlap_param_gather=True)
 COARSE = Settings(step=0.5)
 
 
@@ -46,16 +47,15 @@ def test_a_pipeline_gathers_all_at_once():
     """Stages would gather one after the other, each when its first micro-batch comes."""
     settings = replace(COARSE, limits=Limits(fixed={"pp": 2, "dp": 2}))
     found = tune(job("megatron", gpus=4), space=space_named("megatron"), settings=settings)
-    assert found.plans[0].execution == Execution(overlap_grad_reduce=True)
+    assert found.plans[0].execution == replace(FUSED, overlap_grad_reduce=True)
     gathering = replace(found.plans[0], execution=OVERLAPPED)
     gathering_s = predict(gathering, evaluator_for(job_of(gathering))[0]).iteration_s
     assert gathering_s > found.predictions[0].iteration_s
 
 
 def test_what_the_user_says_stays():
-    said = replace(
-        job("megatron"), execution=Execution(overlap_grad_reduce=False, overlap_param_gather=False)
-    )
+    off = Execution(overlap_grad_reduce=False, overlap_param_gather=False, fused_cross_entropy=False)
+    said = replace(job("megatron"), execution=off)
     found = tune(said, space=space_named("megatron"), settings=COARSE)
     assert found.plans[0].execution == said.execution
 
@@ -66,7 +66,7 @@ def test_given_up_where_gradients_must_leave_the_gpu():
     found = tune(tight, space=space_named("full"), settings=COARSE)
     (stage,) = found.plans[0].stages
     assert stage.offload.weights > 0.0 and stage.offload.grads > 0.0
-    assert found.plans[0].execution == Execution()
+    assert found.plans[0].execution == FUSED
 
 
 def test_only_what_is_faster_than_asked():
