@@ -91,7 +91,8 @@ def sharding_flags(plan: Plan) -> Flags:
 
 def distributed_optimizer(plan: Plan) -> bool:
     """Uniform over stages; optimizer offload needs it even where there is nothing to shard (A:1884)."""
-    sharded = any(stage.zero >= 1 and stage.dp > 1 for stage in plan.stages)
+    ranks = plan.execution.context_parallel
+    sharded = any(stage.zero >= 1 and stage.dp * ranks > 1 for stage in plan.stages)
     return sharded or offloads_optimizer(plan)
 
 
