@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from mist_megatron.calibrate.imported import NO_DEVICE, Hints, Imported, identity_of
 from mist_megatron.calibrate.measurements import Conditions, Measurement, checked
@@ -23,21 +24,66 @@ USUAL_BYTES = float(1 << 20)
 _DIRECTIONS = {"send": "send", "recv": "recv", "receive": "recv"}
 
 
+class Cell(NamedTuple):
+    """One pair of one direction's matrix."""
+
+    direction: str
+    names: Sequence[str]
+    row: int
+    column: int
+    bytes_per_s: float
+    line: int
+
+
 def read_mpigraph(text: str, where: str, hints: Hints) -> Imported:
     """All pairs, both directions."""
-    message = re.search(r"(?im)^\s*msgsize\s+(\d+)", text)
-    size = float(message.group(1)) if message else USUAL_BYTES
-    if size <= 0.0:
-        raise InputError(f"{where}: MsgSize is {size:g}; wanted above 0")
+    size = _message_bytes(text, where)
     condition = Conditions(
         identity=identity_of(where, "mpigraph"), device=NO_DEVICE, backend="mpigraph", precision="bytes",
         date=hints.date, versions={},
     )  # fmt: skip
     points: list[Measurement] = []
+    dead = 0
+    for cell in _cells(text, where):
+        if cell.bytes_per_s == 0.0:
+            dead += 1
+            continue
+        point = Measurement(
+            kind="link", label=cell.direction, seconds=size / cell.bytes_per_s, line=cell.line,
+            sizes={"bytes": size, "row": float(cell.row), "column": float(cell.column)},
+            conditions=condition.identity,
+        )  # fmt: skip
+        points.append(checked(point, f"{where}, line {cell.line}"))
+    if not points:
+        raise InputError(f"{where}: no bandwidth matrix; wanted a line `Send NODE NODE ...` and one a node")
+    notes = (f"{dead} pairs of 0 MB/s: dead links, left out",) if dead else ()
+    return Imported(kind="mpigraph", conditions=(condition,), points=tuple(points), notes=notes)
+
+
+def named_pairs(text: str, where: str) -> tuple[list[tuple[str, str, float]], float]:
+    """Sender, receiver and bytes per second of each pair, both matrices; and the size of the messages. A row
+    of the Recv matrix is a receiver's."""
+    pairs = []
+    for cell in _cells(text, where):
+        row, column = cell.names[cell.row], cell.names[cell.column]
+        one, other = (row, column) if cell.direction == "send" else (column, row)
+        pairs.append((one, other, cell.bytes_per_s))
+    return pairs, _message_bytes(text, where)
+
+
+def _message_bytes(text: str, where: str) -> float:
+    message = re.search(r"(?im)^\s*msgsize\s+(\d+)", TAGS.sub("", text))
+    size = float(message.group(1)) if message else USUAL_BYTES
+    if size <= 0.0:
+        raise InputError(f"{where}: MsgSize is {size:g}; wanted above 0")
+    return size
+
+
+def _cells(text: str, where: str) -> Iterator[Cell]:
     names: list[str] = []
     direction, row = "", 0
-    dead = 0
-    for number, line in enumerate(text.splitlines(), start=1):
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
         place = f"{where}, line {number}"
         cells = TAGS.sub("", line).split()
         if cells and cells[0].lower() in _DIRECTIONS and len(cells) > 2 and not _is_number(cells[-1]):
@@ -49,23 +95,11 @@ def read_mpigraph(text: str, where: str, hints: Hints) -> Imported:
         if not names:  # `Send Bandwidth (MB/s)`: they have a line of their own
             names = _names(cells, place)
             continue
-        rates = _row(cells, names, row, place)
-        for column, rate in enumerate(rates):
-            if column != row and rate == 0.0:
-                dead += 1
-            elif column != row:
-                point = Measurement(
-                    kind="link", label=direction, seconds=size / rate, line=number,
-                    sizes={"bytes": size, "row": float(row), "column": float(column)},
-                    conditions=condition.identity,
-                )  # fmt: skip
-                points.append(checked(point, place))
+        for column, rate in enumerate(_row(cells, names, row, place)):
+            if column != row:
+                yield Cell(direction, names, row, column, rate, number)
         row += 1
-    _whole(direction, names, row, f"{where}, line {len(text.splitlines())}")
-    if not points:
-        raise InputError(f"{where}: no bandwidth matrix; wanted a line `Send NODE NODE ...` and one a node")
-    notes = (f"{dead} pairs of 0 MB/s: dead links, left out",) if dead else ()
-    return Imported(kind="mpigraph", conditions=(condition,), points=tuple(points), notes=notes)
+    _whole(direction, names, row, f"{where}, line {len(lines)}")
 
 
 def _names(cells: Sequence[str], place: str) -> list[str]:

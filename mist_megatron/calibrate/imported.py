@@ -26,6 +26,8 @@ class Hints:
     device: str | None = None
     collective: str | None = None
     gpus_per_node: int | None = None
+    gpus_at_once: int | None = None
+    """GPUs of each node that sent at once, where a matrix does not say it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,14 @@ def show(
     ] = None,
     output: OutputOptions,
 ) -> None:
-    """Every figure of a profile with its origin, what its tables cover, and its gaps."""
+    """Every figure of a profile with its origin, what its tables cover, and its gaps; or of a links.yaml the
+    map of its links, slow nodes and links, and what placement can gain at best."""
+    from mist_megatron.cli.links_report import shows_links
+
+    if shows_links(profile, output):
+        if plot is not None:
+            raise InputError(f"--plot: {profile} holds links; wanted a profile")
+        return
     from mist_megatron.calibrate.profile_view import document
     from mist_megatron.calibrate.profiles import profile_named
     from mist_megatron.cli.calibrate_show import show_profile

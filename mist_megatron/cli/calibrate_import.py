@@ -33,10 +33,28 @@ def import_outputs(
     gpus_per_node: Annotated[
         int | None, typer.Option(help="Ranks of one node in a trace of several nodes.")
     ] = None,
+    links: Annotated[
+        bool,
+        typer.Option(
+            "--links",
+            help="Read files, or folders of them, as links between nodes: logs of sendrecv_perf of pairs, "
+            "mpiGraph, CSV matrices, links.yaml; write links.yaml.",
+        ),
+    ] = False,
+    unit: Annotated[
+        str | None, typer.Option(help="With --links, of a CSV that does not say it: GB/s, Gb/s, MB/s, GiB/s.")
+    ] = None,
+    gpus_at_once: Annotated[
+        int | None,
+        typer.Option(
+            help="With --links, GPUs of each node that sent at once where a matrix does not say it."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     output: OutputOptions,
 ) -> None:
-    """Reads nccl-tests tables and JSON, mpiGraph matrices and Kineto traces into raw measurements."""
+    """Reads nccl-tests tables and JSON, mpiGraph matrices and Kineto traces into raw measurements; with
+    --links all that tells how fast nodes send to each other."""
     from mist_megatron.calibrate.imported import KINDS, Hints
     from mist_megatron.calibrate.importing import read_output
     from mist_megatron.calibrate.measurements import write_measurements
@@ -49,6 +67,13 @@ def import_outputs(
         check.known("--collective", "collective", collective, COLLECTIVES)
     if gpus_per_node is not None:
         check.at_least("calibrate import", 1, gpus_per_node=gpus_per_node)
+    if links:
+        from mist_megatron.cli.links_report import import_links
+
+        import_links(files, out, output, unit=unit, gpus_at_once=gpus_at_once, force=force)
+        return
+    if unit is not None or gpus_at_once is not None:
+        raise InputError("--unit and --gpus-at-once are of links; wanted --links beside them")
     found: dict[str, Imported] = {}
     for path in files:
         if str(path) in found:

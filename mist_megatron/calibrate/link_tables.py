@@ -1,0 +1,127 @@
+"""Bandwidths of pairs of nodes as tables of figures: a square matrix with names, or a pair a line.
+
+The unit is read off the header, the corner or the file's name; where nobody says it, it is asked for: MB/s
+for Gb/s is a factor of 125.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+
+from mist_megatron.errors import InputError
+
+UNITS = {
+    "GB/s": 1e9, "GiB/s": 2.0**30, "Gb/s": 1e9 / 8, "MB/s": 1e6, "MiB/s": 2.0**20, "Mb/s": 1e6 / 8,
+    "B/s": 1.0,
+}  # fmt: skip
+_SPELLED = re.compile(r"(?<![A-Za-z])([GM]?)(i?)([Bb])(?:it|yte)?s?(?:/s|ps|/sec|_per_s)(?![A-Za-z])")
+_SENDERS = ("sender", "src", "source", "from", "node_row", "host_a", "node_a", "a", "row")
+_RECEIVERS = ("receiver", "dst", "destination", "to", "node_col", "host_b", "node_b", "b", "column", "col")
+_GAPS = ("", "-", "nan", "na", "n/a", "null", "none", "?")
+_RUNS = ("snapshot", "run", "repeat", "repetition", "iteration", "time", "date")
+Figure = tuple[str, str, float, str]
+"""Sender, receiver, bytes per second, and which run it is of."""
+
+
+def read_table(text: str, where: str, unit: str | None = None) -> tuple[list[Figure], list[str]]:
+    """Of each pair that has a figure; and what is worth telling."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if not lines:
+        raise InputError(f"{where}: no lines of figures; wanted a table with names")
+    comments = " ".join(line for line in text.splitlines() if line.lstrip().startswith("#"))
+    separator = max(",;\t", key=lines[0].count)
+    cells = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=separator)]
+    columns = [name.lower() for name in cells[0]]
+    if any(name in _SENDERS for name in columns) and any(name in _RECEIVERS for name in columns):
+        return _pairs(cells, where, unit)
+    named = unit or _unit_in(cells[0][0]) or _unit_in(comments) or _unit_in(where.rsplit("/", 1)[-1])
+    return _square(cells, where, _factor(named, where))
+
+
+def _unit_in(text: str) -> str | None:
+    """GBps, Gb/s, MiB/s, mpigraph_MBps as its usual spelling; names of files join words with underlines."""
+    found = _SPELLED.search(text.replace("_", " ")) if text else None
+    if found is None:
+        return None
+    return f"{found[1]}{found[2]}{found[3]}/s"
+
+
+def _factor(named: str | None, where: str) -> float:
+    if named is None:
+        raise InputError(
+            f"{where}: which unit its figures have is not said",
+            details=(f"try: --unit with one of {', '.join(UNITS)}",),
+        )
+    if named not in UNITS:
+        raise InputError(f"{where}: unit {named!r}; known: {', '.join(UNITS)}")
+    return UNITS[named]
+
+
+def _square(cells: list[list[str]], where: str, factor: float) -> tuple[list[Figure], list[str]]:
+    names, rows = cells[0][1:], cells[1:]
+    while names and not names[-1]:
+        names = names[:-1]
+    given = [row[0] for row in rows]
+    if sorted(names) != sorted(given):
+        odd = sorted(set(names) ^ set(given))
+        raise InputError(
+            f"{where}: {len(given)} rows and {len(names)} columns"
+            + (f", {odd[0]!r} in one of them alone" if odd else "")
+            + "; wanted a square matrix with the same names above and before it"
+        )
+    figures = []
+    for number, row in enumerate(rows, start=2):
+        values = row[1 : 1 + len(names)]
+        if len(values) < len(names):
+            raise InputError(f"{where}, row {number}: {len(values)} figures; wanted {len(names)}: cut off?")
+        for name, text in zip(names, values, strict=True):
+            rate = None if name == row[0] else _rate(text, f"{where}, row {number}, {name}")
+            if rate is not None:
+                figures.append((row[0], name, rate * factor, ""))
+    return figures, []
+
+
+def _rate(text: str, place: str) -> float | None:
+    """None for a gap."""
+    if text.lower() in _GAPS:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0.0:
+        raise InputError(f"{place}: {text!r}; wanted a rate from 0, or nothing for a pair without one")
+    return value
+
+
+def _pairs(cells: list[list[str]], where: str, unit: str | None) -> tuple[list[Figure], list[str]]:
+    header = cells[0]
+    columns = [name.lower() for name in header]
+    sender = next(at for at, name in enumerate(columns) if name in _SENDERS)
+    receiver = next(at for at, name in enumerate(columns) if name in _RECEIVERS)
+    said = {at: named for at, name in enumerate(header) if (named := _unit_in(name)) is not None}
+    rate_at = next(iter(said), None)
+    if rate_at is None:
+        rate_at = next((at for at, name in enumerate(columns) if re.search("bandwidth|rate|bw", name)), None)
+    if rate_at is None:
+        raise InputError(f"{where}: no column of rates such as GB/s in {', '.join(header)[:100]}")
+    factor = _factor(unit or said.get(rate_at) or _unit_in(where.rsplit("/", 1)[-1]), where)
+    direction = columns.index("direction") if "direction" in columns else None
+    run_at = next((at for at, name in enumerate(columns) if name in _RUNS), None)
+    figures, gaps = [], 0
+    for number, row in enumerate(cells[1:], start=2):
+        if len(row) <= max(sender, receiver, rate_at):
+            raise InputError(f"{where}, row {number}: {len(row)} columns; wanted {len(header)}: cut off?")
+        rate = _rate(row[rate_at], f"{where}, row {number}, {header[rate_at]}")
+        if rate is None:
+            gaps += 1
+            continue
+        one, other = row[sender], row[receiver]
+        if direction is not None and row[direction].lower().startswith("re"):
+            one, other = other, one
+        if one != other:
+            figures.append((one, other, rate * factor, "" if run_at is None else row[run_at]))
+    notes = [f"{where}: {gaps} lines without a figure"] if gaps else []
+    return figures, notes

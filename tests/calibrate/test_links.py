@@ -1,0 +1,165 @@
+"""Links between nodes: from logs, matrices and tables into links.yaml, and what is told of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from nccl_output import MATRIX, nccl_row, table
+
+from mist_megatron.calibrate.imported import Hints
+from mist_megatron.calibrate.links import matrices_of, read_links
+from mist_megatron.errors import InputError
+from mist_megatron.formats.links_yaml import is_links, links_from_text, links_to_text
+
+HINTS = Hints(date="2026-11-21")
+
+
+def pair_log(one: str, other: str, gb_per_s: float, gpus: int = 1) -> str:
+    """alltoall before sendrecv, as the published programs run them."""
+    sizes = (1 << 25, 1 << 30)
+    rows = [nccl_row(size, size / gb_per_s * 1e-3, 1.0) for size in sizes]
+    text = table(rows, [one] * gpus + [other] * gpus)
+    return text.replace("all_reduce", "alltoall") + text.replace("all_reduce", "sendrecv")
+
+
+def read(*texts: tuple[str, str], **words):
+    links = [link for name, text in texts for link in read_links(text, name, HINTS, **words).links]
+    return matrices_of(links)
+
+
+def test_every_published_pair_gets_the_figure_that_its_table_prints(measured_dir):
+    """Against the matrices that were made of the same logs by other means."""
+    folder = measured_dir / "links"
+    if not folder.is_dir():
+        pytest.skip("the measured logs are not here")
+    links = []
+    for path in sorted((folder / "xxrjun_h100_pairs_cluster00").iterdir()):
+        try:
+            links += read_links(path.read_text(), path.name, HINTS).links
+        except InputError:
+            continue
+    matrices, notes = matrices_of(links)
+    assert [(len(m.hosts), len(m.unmeasured), m.gpus_at_once) for m in matrices] == [(17, 5, 1), (17, 5, 8)]
+    assert [round(m.variation, 2) for m in matrices] == [0.24, 0.02]
+    assert "5 of 136 pairs were never measured" in notes[0]
+    for matrix in matrices:
+        with (folder / f"cluster00_G{matrix.gpus_at_once}_sendrecv_GBps.csv").open(newline="") as file:
+            rows = list(csv.reader(file))
+        assert rows[0][1:] == list(matrix.hosts)
+        for row, found in zip(rows[1:], matrix.bytes_per_s, strict=True):
+            for text, rate in zip(row[1:], found, strict=True):
+                assert (rate is None) == (text == "")
+                assert rate is None or rate / 1e9 == pytest.approx(float(text), abs=0.04)
+    assert links_from_text(links_to_text(matrices), "links.yaml")[0].hosts == matrices[0].hosts
+
+
+def test_published_snapshots_are_repeats_of_each_other(measured_dir):
+    path = measured_dir / "hardware" / "pipette_bandwidth_matrix.csv"
+    links = read_links(path.read_text(), path.name, HINTS).links
+    ((matrix,), _) = matrices_of([link for link in links if "2node" not in link.run])
+    assert (len(matrix.hosts), matrix.unmeasured, matrix.repeats) == (16, (), 2)
+    assert matrix.spread == pytest.approx(0.025, abs=0.005)
+    # recv: the row receives from the column
+    receiver, sender = matrix.hosts.index("agpu1475"), matrix.hosts.index("agpu1478")
+    assert matrix.bytes_per_s[sender][receiver] == pytest.approx(19.6e9, rel=0.03)
+
+
+def test_pairs_of_several_counts_and_names_with_domains():
+    (one, eight), _ = read(
+        ("a.log", pair_log("n1", "n2", 10.0)),
+        ("b.log", pair_log("n1.cluster.example", "n2.cluster.example", 12.0)),
+        ("c.log", pair_log("n1", "n10", 40.0, gpus=8)),
+        ("d.log", pair_log("n2", "n10", 41.0, gpus=8)),
+    )
+    assert one.hosts == eight.hosts == ("n1", "n2", "n10")
+    assert one.bytes_per_s[0][1] == pytest.approx(11e9, rel=1e-3)  # two measurements of one pair
+    assert (one.repeats, one.spread) == (2, pytest.approx(2**0.5 / 11, rel=0.01))
+    assert (eight.gpus_at_once, eight.spread) == (8, None)
+    assert eight.message_bytes == 1 << 30
+    assert one.unmeasured == (("n1", "n10"), ("n2", "n10"))
+
+
+def test_both_ends_of_one_transfer_are_one_measurement():
+    (matrix,), notes = read(("net.txt", MATRIX.replace("12000.0", "0.0")))
+    assert matrix.hosts == ("n1", "n2", "n3")
+    assert (matrix.spread, matrix.repeats) == (None, 1)
+    assert any("dead links, never used" in note for note in notes)
+
+
+SQUARE = "{unit},n1,n2,n3\nn1,,10,20\nn3,21,30,\nn2,12,,-\n"
+
+
+@pytest.mark.parametrize(
+    ("unit", "rate"),
+    [("GB/s", 20e9), ("Gbps", 2.5e9), ("GiB/s", 20 * 2.0**30), ("MBps", 20e6), ("Gb/s", 2.5e9)],
+)
+def test_units_are_read_off_the_corner(unit, rate):
+    (matrix,), _ = read(("x.csv", SQUARE.format(unit=unit)))
+    assert matrix.bytes_per_s[0][2] == pytest.approx(rate)
+    assert matrix.bytes_per_s[1][2] is None
+    assert matrix.rate(1, 2) == pytest.approx(1.5 * rate)  # the other way stands for both
+
+
+def test_units_of_names_and_options():
+    assert read(("m_GBps.csv", SQUARE.format(unit="")))[0][0].bytes_per_s[0][1] == 10e9
+    assert read(("x.csv", SQUARE.format(unit="")), unit="MB/s")[0][0].bytes_per_s[0][1] == 10e6
+    text = "src\tdst\tbandwidth\nn1\tn2\t5\nn2\tn1\t40\n"
+    (matrix,), notes = read(("x.tsv", text), unit="GB/s")
+    assert matrix.bytes_per_s[1][0] == 40e9
+    assert "8.0 times as much as the other way" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("x.csv", SQUARE.format(unit=""), "which unit its figures have is not said"),
+        ("x.csv", "GB/s,n1,n2\nn1,,1\n", "wanted a square matrix"),
+        ("x.csv", "GB/s,n1,n2\nn1,,1\nn2,1\n", "row 3: 1 figures; wanted 2: cut off?"),
+        ("x.csv", "GB/s,n1,n2\nn1,,-1\nn2,1,\n", "row 2, n2: '-1'"),
+        ("x.csv", "from,to,what\nn1,n2,3\n", "no column of rates"),
+        ("x.csv", "# nothing\n", "no lines of figures"),
+        ("x.log", pair_log("n1", "n2", 9.0).split("sendrecv")[0], "no output of sendrecv_perf on two nodes"),
+        ("x.log", "hello", "not the output of a known tool"),
+        ("x.yaml", "schema: 1\nkind: links\nhosts: [a, b]\nmatrices: []\n", "matrices is empty"),
+        ("x.yaml", "schema: 1\nkind: links\nhosts: [a, b]\nmatrices: [{gb_per_s: [[1]]}]\n", "not 2 x 2"),
+        ("x.yaml", "schema: 2\nkind: links\nhosts: [a, b]\nmatrices: []\n", "schema is 2"),
+    ],
+)
+def test_broken_links_are_refused(name, text, told):
+    with pytest.raises(InputError) as caught:
+        read_links(text, name, HINTS)
+    assert told in caught.value.message
+    assert caught.value.message.startswith(name)
+
+
+def test_commands_read_a_folder_and_show_what_stands_out(ran_here, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    rates = {(a, b): 20.0 for a in range(1, 6) for b in range(a + 1, 6)}
+    rates |= {(a, b): 4.0 for a, b in rates if 3 in (a, b)} | {(1, 2): 1.5}
+    for (a, b), rate in rates.items():
+        (logs / f"{a}_{b}.log").write_text(pair_log(f"n{a}", f"n{b}", rate, gpus=4))
+    (logs / "broken.log").write_text(pair_log("n1", "n2", 9.0)[:300])
+    out = tmp_path / "links.yaml"
+    ran = ran_here("calibrate", "import", "--links", str(logs), "--out", str(out), "--json")
+    assert ran.code == 0
+    told = json.loads(ran.out)
+    assert (told["files"], len(told["refused"]), len(told["hosts"])) == (11, 1, 5)
+    assert is_links(out.read_text())
+    shown = ran_here("calibrate", "show", str(out))
+    assert "n1  ..##" in shown.out
+    assert "n3 .. .." in shown.out
+    assert "slow nodes, links on average: n3 (4 GB/s)" in shown.out
+    assert "n1 - n2 1.5" in shown.out
+    document = json.loads(ran_here("calibrate", "show", str(out), "--json").out)["matrices"][0]
+    assert [slow["host"] for slow in document["slow_nodes"]] == ["n3"]
+    assert document["best_ring_gain"] > 2.0
+    for words, message in (
+        (("--unit", "GB/s"), "wanted --links beside them"),
+        (("--links", "--gpus-at-once", "0"), "at least 1"),
+    ):
+        refused = ran_here("calibrate", "import", str(logs), *words, "--out", str(out), "--force")
+        assert refused.code == 2
+        assert message in refused.err
