@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -11,7 +12,7 @@ from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
-    from mist_megatron.calibrate.imported import Imported, Kind
+    from mist_megatron.calibrate.imported import Hints, Imported, Kind
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 
@@ -55,10 +56,7 @@ def import_outputs(
 ) -> None:
     """Reads nccl-tests tables and JSON, mpiGraph matrices and Kineto traces into raw measurements; with
     --links all that tells how fast nodes send to each other."""
-    from mist_megatron.calibrate.imported import KINDS, Hints
-    from mist_megatron.calibrate.importing import read_output
-    from mist_megatron.calibrate.measurements import write_measurements
-    from mist_megatron.formats.files import read_packed_text, write_file, written_on
+    from mist_megatron.calibrate.imported import KINDS
     from mist_megatron.spec import check
 
     if kind is not None:
@@ -74,15 +72,31 @@ def import_outputs(
         return
     if unit is not None or gpus_at_once is not None:
         raise InputError("--unit and --gpus-at-once are of links; wanted --links beside them")
+
+    def hints(date: str) -> Hints:
+        return Hints(date=date, device=device, collective=collective, gpus_per_node=gpus_per_node)
+
+    _measurements(files, out, output, hints, cast("Kind | None", kind), force=force)
+
+
+def _measurements(
+    files: list[Path],
+    out: Path,
+    output: OutputOptions,
+    hints: Callable[[str], Hints],
+    kind: Kind | None,
+    *,
+    force: bool,
+) -> None:
+    from mist_megatron.calibrate.importing import read_output
+    from mist_megatron.calibrate.measurements import write_measurements
+    from mist_megatron.formats.files import read_packed_text, write_file, written_on
+
     found: dict[str, Imported] = {}
     for path in files:
         if str(path) in found:
             raise InputError(f"{path} is given twice")
-        text = read_packed_text(path)
-        hints = Hints(
-            date=written_on(path), device=device, collective=collective, gpus_per_node=gpus_per_node
-        )
-        found[str(path)] = read_output(text, str(path), hints, cast("Kind | None", kind))
+        found[str(path)] = read_output(read_packed_text(path), str(path), hints(written_on(path)), kind)
     conditions = [item for one in found.values() for item in one.conditions]
     points = [point for one in found.values() for point in one.points]
     write_file(out, write_measurements(conditions, points), force=force)
