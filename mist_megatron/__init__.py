@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from mist_megatron.ask.predict import Predicted as Predicted
     from mist_megatron.ask.predict import predict as predict
     from mist_megatron.ask.recipes import recipe as recipe
+    from mist_megatron.ask.replay import Replayed as Replayed
+    from mist_megatron.ask.replay import replay as replay
     from mist_megatron.ask.simulate import Simulated as Simulated
     from mist_megatron.ask.simulate import simulate as simulate
     from mist_megatron.ask.tune import Tuned as Tuned
@@ -60,6 +62,7 @@ _HOME = {
     "ask.compare": "compare Compared",
     "ask.predict": "predict Predicted",
     "ask.simulate": "simulate Simulated",
+    "ask.replay": "replay Replayed",
     "ask.explain": "explain Explained",
     "ask.lint": "lint Linted",
     "ask.convert": "convert Converted",

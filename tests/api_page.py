@@ -18,11 +18,12 @@ from pathlib import Path
 import mist_megatron as mm
 from mist_megatron.ask.convert import ConvertWords
 from mist_megatron.ask.job_words import JobWords
+from mist_megatron.ask.replay import ReplayWords
 from mist_megatron.ask.simulate import SimulateWords
 from mist_megatron.ask.tune_words import AS_USUAL, TuneWords
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
-WORDS = {kind.__name__: kind for kind in (JobWords, TuneWords, ConvertWords, SimulateWords)}
+WORDS = {kind.__name__: kind for kind in (JobWords, TuneWords, ConvertWords, SimulateWords, ReplayWords)}
 
 
 def page() -> str:

@@ -28,14 +28,19 @@ MAY_IMPORT = {
     "targets": {"spec"},
     "price": {"spec"},
     "cost": {"spec", "targets", "price"},
-    "calibrate": {"spec", "formats", "targets", "price"},
+    "traces": set(),
+    "recorded": {"spec", "targets", "price", "cost", "events", "traces"},
+    "calibrate": {"spec", "formats", "targets", "price", "traces"},
     "frameworks": {"spec", "formats", "targets"},
     "search": {"spec", "targets", "price", "cost"},
     "events": {"spec", "targets", "price", "cost"},
-    "ask": {"spec", "formats", "targets", "price", "cost", "calibrate", "frameworks", "search", "events"},
+    "ask": {
+        *("spec", "formats", "targets", "price", "cost", "calibrate", "frameworks", "search", "events"),
+        *("traces", "recorded"),
+    },
     "cli": {
         *("spec", "formats", "targets", "price", "cost", "calibrate", "frameworks", "search", "events"),
-        "ask",
+        *("traces", "recorded", "ask"),
     },
 }
 HOME = {  # libraries with one home

@@ -50,6 +50,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("compare", "compare:compare", "The same job under each named search space.", SEARCH),
     CommandEntry("predict", "predict:predict", "Time and memory of a given plan, term by term.", COSTS),
     CommandEntry("simulate", "simulate:simulate", "One iteration of a plan, played event by event.", COSTS),
+    CommandEntry("replay", "replay:replay", "Recorded steps: where time goes, and what if.", COSTS),
     CommandEntry("explain", "explain:explain", "The expressions behind a prediction, in symbols.", COSTS),
     CommandEntry("validate", "validate:validate", "Predictions against measured runs in CSV files.", COSTS),
     CommandEntry("calibrate", "calibrate:CALIBRATE", "Makes, shows and lists hardware profiles.", COSTS),

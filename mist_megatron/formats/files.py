@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -71,6 +71,65 @@ def read_packed_text(path: Path) -> str:
     if len(data) > MOST_TRACE_BYTES:
         raise InputError(f"{path} unpacks to more than {MOST_TRACE_BYTES} bytes; wanted fewer iterations")
     return _decoded(data, path)
+
+
+class PackedFile:
+    """An open file, unpacked while it is read. One that ends inside gzip's data ends there: whoever reads it
+    sees that the text is cut off, and may use what came before."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self._packed = file.read(2) == GZIP
+        file.seek(0)
+        self._path = path
+        self._plain = file
+        self._unpacked = gzip.GzipFile(fileobj=file)
+        self._ended = False
+
+    def read(self, size: int, /) -> bytes:
+        """So many bytes, or what is left."""
+        if not self._packed:
+            return self._plain.read(size)
+        parts: list[bytes] = []
+        found = 0
+        while found < size and not self._ended:
+            try:
+                part = self._unpacked.read1(min(size - found, 1 << 20))
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                if not parts and not found and self._unpacked.tell() == 0:
+                    raise InputError(f"{self._path}: cut off or damaged: {error}") from None
+                self._ended = True
+                break
+            self._ended = not part
+            parts.append(part)
+            found += len(part)
+        return b"".join(parts)
+
+
+@contextlib.contextmanager
+def open_packed(path: Path) -> Iterator[PackedFile]:
+    """A large file for reading in pieces, compressed or not; or one line on why it cannot be had."""
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {_reason(error)}") from None
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise InputError(f"{path} is no plain file; wanted one")
+        yield PackedFile(path, file)
+
+
+def files_below(path: Path, endings: tuple[str, ...]) -> list[Path]:
+    """The file itself, or of a folder the files in it with one of these endings, by name."""
+    if not is_there(path):
+        raise InputError(f"{path} does not exist")
+    if not path.is_dir():
+        return [path]
+    found = sorted(one for one in path.iterdir() if one.name.endswith(endings) and one.is_file())
+    if not found:
+        raise InputError(f"{path} holds no file that ends in {', '.join(endings)}")
+    return found
 
 
 def _decoded(data: bytes, path: str | Path) -> str:

@@ -1,0 +1,218 @@
+"""Recorded steps: where their time goes, and what they would be if something were different."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from mist_megatron.ask.plan_words import columns, lines_repr
+from mist_megatron.ask.words import texts, with_words
+from mist_megatron.errors import InputError
+from mist_megatron.formats.files import files_below, open_packed, write_pieces
+from mist_megatron.recorded.engine import Played, play
+from mist_megatron.recorded.recording import WAITS, Recording, record
+from mist_megatron.recorded.report import Page, links_document, page_document, page_of, retimed_document
+from mist_megatron.recorded.steps import steps_of
+from mist_megatron.recorded.timeline import timeline_pieces
+from mist_megatron.recorded.what_if import Retimed, parse_scale, scaled
+from mist_megatron.traces.columns import Trace
+from mist_megatron.traces.reader import HOW, Reading, read_trace
+
+ENDINGS = (".json", ".json.gz")
+MOST_WITHOUT_GPU = 0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Replayed:
+    """A recording, played as it was and, where something is asked, as it would be."""
+
+    recording: Recording
+    recorded: Page
+    """Played unchanged."""
+    changed: Page | None
+    """With what was asked for; None where nothing was."""
+    retimed: tuple[Retimed, ...]
+    """What has another time in it, and from where."""
+    notes: tuple[str, ...]
+    """What the traces leave open."""
+    played: Played
+    trace: Path | None = None
+    """The timeline, where one was written."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step that is told, changed where something was asked."""
+        return (self.changed or self.recorded).step_s
+
+    def with_trace(self, path: Path) -> Replayed:
+        """Writes the replayed timeline as a Chrome trace, which `replay` reads again."""
+        write_pieces(path, timeline_pieces(self.recording, self.played))
+        return replace(self, trace=path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `replay --json` prints."""
+        return {
+            "traces": [trace.where for trace in self.recording.traces],
+            "recorded": page_document(self.recorded),
+            "what_if": None if self.changed is None else page_document(self.changed),
+            "retimed": retimed_document(self.retimed, self.recording),
+            "links": links_document(self.recording),
+            "clock_shifts_s": [shift / 1e9 for shift in self.recording.shifts_ns],
+            "notes": list(self.notes),
+            "trace": None if self.trace is None else str(self.trace),
+        }
+
+    def __repr__(self) -> str:
+        page = self.changed or self.recorded
+        ranks = len(self.recording.traces)
+        lines = [f"{ranks} rank{'s' if ranks > 1 else ''}, {step_words(page)}: {page.step_s * 1e3:.4g} ms"]
+        if self.changed is not None:
+            lines.append(f"as recorded {self.recorded.step_s * 1e3:.4g} ms")
+        rows: list[tuple[str, ...]] = [("rank", "compute", "communication", "both", "host", "idle")]
+        for one in page.ranks[:16]:
+            usage = one.usage
+            parts = (
+                usage.exposed_compute_s, usage.exposed_communication_s, usage.overlapped_s, usage.host_s,
+                usage.idle_s,
+            )  # fmt: skip
+            rows.append(
+                (str(one.rank), *(f"{part / one.window_s:.1%}" if one.window_s else "-" for part in parts))
+            )
+        return lines_repr(self, [*lines, *columns(rows)])
+
+
+def step_words(page: Page) -> str:
+    """What of the recording is told."""
+    return "the whole recording" if page.step is None else f"step {page.step}"
+
+
+class ReplayWords(TypedDict, total=False):
+    """How traces are read and what is asked of them, by the names of the options of `replay`."""
+
+    step: int | None
+    """Play this step alone, by the number of its ProfilerStep; without it everything is played and a typical
+    step told."""
+    waits: str
+    """known: edges that the trace proves; inferred: guesses for kernels that start late, too."""
+    scale: str | Sequence[str] | None
+    """kernel=REGEX:F or op=REGEX:F: what matches takes F times as long; or several of these."""
+    partial: bool
+    """Use what stands before the place where a file is cut off."""
+    trace: str | Path | None
+    """Write the replayed timeline, as a Chrome trace, to this file; compressed if it ends in .gz."""
+
+
+@with_words
+def replay(traces: str | Path | Sequence[str | Path], **words: Unpack[ReplayWords]) -> Replayed:
+    """Traces of torch.profiler, one per rank, played again: where the step goes, who waited for whom, what
+    if.
+
+    `traces` are files or folders of them.
+    """
+    waits = words.get("waits", WAITS[0])
+    if waits not in WAITS:
+        raise InputError(f"--waits: unknown choice {waits!r}; known: {', '.join(WAITS)}")
+    scales = [parse_scale(text) for text in texts(words.get("scale"))]
+    read, notes = read_traces(traces, partial=words.get("partial", False))
+    step = words.get("step")
+    recording = record(read, step, waits)
+    unchanged = play(recording.graph)
+    recorded, played, changed, retimed = (
+        page_of(recording, unchanged, step),
+        unchanged,
+        None,
+        tuple[Retimed, ...](),
+    )
+    if scales:
+        change, told = scaled(recording, scales)
+        played = play(recording.graph, change)
+        changed, retimed = page_of(recording, played, recorded.step), tuple(told)
+    answer = Replayed(
+        recording=recording, recorded=recorded, changed=changed, retimed=retimed, played=played,
+        notes=(*notes, *recording.notes),
+    )  # fmt: skip
+    target = words.get("trace")
+    return answer if target is None else answer.with_trace(Path(target))
+
+
+def read_traces(
+    traces: str | Path | Sequence[str | Path], *, partial: bool = False
+) -> tuple[list[Trace], list[str]]:
+    """The traces of one run, in order of their ranks, and what they leave open."""
+    given = [traces] if isinstance(traces, str | Path) else list(traces)
+    paths = [path for one in given for path in files_below(Path(one), ENDINGS)]
+    if not paths:
+        raise InputError("no trace is given; wanted files or folders", details=(HOW,))
+    twice = {str(path) for path in paths if paths.count(path) > 1}
+    if twice:
+        raise InputError(f"{min(twice)} is given twice")
+    read = []
+    for path in paths:
+        with open_packed(path) as file:
+            read.append(read_trace(file, str(path), Reading(partial=partial)))
+    return in_order(read)
+
+
+def in_order(traces: Sequence[Trace]) -> tuple[list[Trace], list[str]]:
+    """One trace per rank, of one run; what does not belong together is refused by name."""
+    notes = [f"{trace.where}: {note}" for trace in traces for note in trace.notes]
+    for trace in traces:
+        _check(trace, notes)
+    if len(traces) == 1:
+        trace = traces[0]
+        if trace.world is not None and trace.world > 1:
+            notes.append(
+                f"rank {trace.rank} of {trace.world} alone: how long collectives waited for others cannot "
+                "be told apart from how long they took"
+            )
+        return list(traces), notes
+    ranks = [trace.rank for trace in traces]
+    known = [rank for rank in ranks if rank is not None]
+    for rank in known:
+        if known.count(rank) > 1:
+            same = " and ".join(trace.where for trace in traces if trace.rank == rank)
+            raise InputError(f"{same} are both of rank {rank}; wanted one trace per rank")
+    if len(known) < len(ranks) and known:
+        without = next(trace.where for trace in traces if trace.rank is None)
+        raise InputError(f"{without} does not say its rank, others do: are they of one run?")
+    if not known:
+        notes.append("no trace says its rank: they are numbered in the order of their names")
+    numbered = [{step.number for step in steps_of(trace)} for trace in traces]
+    if all(numbered) and not set.intersection(*numbered):
+        raise InputError(
+            f"{traces[0].where} and {traces[-1].where} are of different steps "
+            f"({min(numbered[0])} and {min(numbered[-1])}); wanted the same steps of every rank"
+        )
+    world = next((trace.world for trace in traces if trace.world is not None), None)
+    if world is not None and world > len(traces):
+        notes.append(
+            f"{len(traces)} of {world} ranks: for ranks that are not here, waiting counts as transfer"
+        )
+    return sorted(traces, key=lambda trace: -1 if trace.rank is None else trace.rank), notes
+
+
+def _check(trace: Trace, notes: list[str]) -> None:
+    """What cannot be played, and what can only in part."""
+    if not len(trace):
+        seen = ", ".join(sorted(trace.dropped)[:4])
+        others = f" (only {seen})" if seen else ""
+        raise InputError(
+            f"{trace.where}: {trace.events_read:,} events, but no operator, call or kernel of a GPU{others}",
+            details=(HOW,),
+        )
+    gpu = trace.on_gpu
+    if not gpu.any():
+        notes.append(
+            f"{trace.where}: no GPU events: only the host's threads are played (record CUDA activities too)"
+        )
+    elif not (trace.correlation[gpu] > 0).any() and not trace.after:
+        raise InputError(
+            f"{trace.where}: kernels carry no correlation, so that nothing says what launched them",
+            details=(HOW,),
+        )
+    if gpu.any() and not len(trace.shape_table):
+        notes.append(
+            f"{trace.where}: no shapes (record_shapes was off): questions about sizes cannot be answered"
+        )

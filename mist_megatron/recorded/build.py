@@ -1,0 +1,271 @@
+"""One rank's trace becomes nodes and edges."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mist_megatron.recorded.graph import Edge, Edges, Ints, Nodes, Role
+from mist_megatron.recorded.steps import Step, steps_of
+from mist_megatron.recorded.threads import hand_overs
+from mist_megatron.recorded.waits import ROUNDING_NS, Found, blocking_copies, find_syncs, find_waits, queues
+from mist_megatron.traces.columns import Trace, Whole
+from mist_megatron.traces.nesting import Links, link
+
+SYNC_OWN_NS = 5_000.0
+"""What a synchronisation takes at least that waits for something."""
+
+
+@dataclass
+class Parts:
+    """Nodes and edges of one rank while they are collected; numbers of nodes are the rank's own."""
+
+    rank: int
+    trace: Trace
+    links: Links
+    shift_ns: float
+    """The rank's clock to the common one."""
+    nodes: list[tuple[Ints, ...]] = field(default_factory=list)
+    edges: list[tuple[Ints, Ints, int, bool, float]] = field(default_factory=list)
+    count: int = 0
+    node_of: dict[int, int] = field(default_factory=dict)
+    """Event on the GPU -> node."""
+    marks: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Place and moment -> node."""
+    steps: list[tuple[Step, int, int]] = field(default_factory=list)
+    """With the nodes of its begin and end."""
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, role: Role, event: Ints, place: Ints, start: Ints, end: Ints) -> Ints:
+        """Nodes of one role; gives back their numbers."""
+        numbers = np.arange(self.count, self.count + len(event))
+        self.nodes.append((np.full(len(event), int(role)), event, place, start, end))
+        self.count += len(event)
+        return numbers
+
+    def join(
+        self, source: Ints, target: Ints, kind: Edge, *, at_end: bool = False, lag: float = np.nan
+    ) -> None:
+        """Edges from slots to nodes."""
+        self.edges.append((np.asarray(source, np.int64), np.asarray(target, np.int64), kind, at_end, lag))
+
+    def columns(self) -> tuple[Ints, ...]:
+        """Role, event, place, start, end."""
+        if not self.nodes:
+            return tuple(np.empty(0, np.int64) for _ in range(5))
+        return tuple(np.concatenate(parts) for parts in zip(*self.nodes, strict=True))
+
+    def launch_before(self, event: int) -> int:
+        """When what ran before this on the same stream was launched; 0 where nothing did."""
+        trace = self.trace
+        same = np.flatnonzero(trace.on_gpu[:event] & (trace.place[:event] == trace.place[event]))
+        launch = int(self.links.launch[same[-1]]) if len(same) else -1
+        return int(trace.start_ns[launch]) if launch >= 0 else 0
+
+    def finished(self) -> tuple[Nodes, Edges]:
+        """What was collected, on the common clock."""
+        role, event, place, start, end = self.columns()
+        own = (end - start).astype(np.float64)
+        nodes = Nodes(
+            np.full(len(role), self.rank),
+            role,
+            event,
+            place,
+            start.astype(np.float64) + self.shift_ns,
+            end.astype(np.float64) + self.shift_ns,
+            own,
+        )
+        return _owned(nodes, self.flat_edges())
+
+    def flat_edges(self) -> Edges:
+        if not self.edges:
+            empty = np.empty(0, np.int64)
+            return Edges(empty, empty, empty, np.empty(0, np.bool_), np.empty(0))
+        sizes = [len(edge[0]) for edge in self.edges]
+        return Edges(
+            np.concatenate([edge[0] for edge in self.edges]),
+            np.concatenate([edge[1] for edge in self.edges]),
+            np.repeat([int(edge[2]) for edge in self.edges], sizes),
+            np.repeat([edge[3] for edge in self.edges], sizes),
+            np.repeat([edge[4] for edge in self.edges], sizes),
+        )  # fmt: skip
+
+
+def _owned(nodes: Nodes, edges: Edges) -> tuple[Nodes, Edges]:
+    """Synchronisations that waited take next to nothing by themselves."""
+    waits = edges.at_end & (edges.kind == Edge.SYNC)
+    ended = nodes.end_ns[edges.source[waits] // 2]
+    waited = edges.target[waits][ended > nodes.start_ns[edges.target[waits]]]
+    nodes.own_ns[waited] = np.minimum(nodes.own_ns[waited], SYNC_OWN_NS)
+    return nodes, edges
+
+
+def rank_parts(rank: int, trace: Trace, window: Step | None, shift_ns: float = 0.0) -> Parts:
+    """Everything of one rank: the whole trace, or what one step launched."""
+    parts = Parts(rank, trace, link(trace), shift_ns)
+    low, high = (0, int(trace.end_ns.max(initial=0))) if window is None else (window.start_ns, window.end_ns)
+    chosen = _chosen(trace, parts.links, window)
+    if trace.after:
+        _own_graph(parts, chosen)
+        return parts
+    order = chosen[np.lexsort((chosen, trace.start_ns[chosen]))]
+    numbers = parts.add(
+        Role.GPU, order, trace.place[order].astype(np.int64), trace.start_ns[order], trace.end_ns[order]
+    )
+    parts.node_of = dict(zip(order.tolist(), numbers.tolist(), strict=True))
+    queued, found = queues(trace, parts.links, chosen), Found(counts=parts.counts)
+    find_waits(trace, parts.links, queued, (low, high), found)
+    syncs = find_syncs(trace, parts.links, queued, (low, high), found)
+    copies = blocking_copies(trace, parts.links, chosen)
+    parts.counts["synchronisations by copies that the host waits for"] += len(copies)
+    found.syncs += list(zip(copies.tolist(), parts.links.launch[copies].tolist(), strict=True))
+    _host(parts, order, np.union1d(syncs, parts.links.launch[copies]), found, (low, high))
+    _streams(parts, order)
+    for source, target in found.waits:
+        slot, node = 2 * parts.node_of[source] + 1, parts.node_of[target]
+        parts.join(np.array([slot]), np.array([node]), Edge.WAIT)
+    return parts
+
+
+def _chosen(trace: Trace, links: Links, window: Step | None) -> Whole:
+    """What ran on the GPU for this window: what was launched in it, and of what no launch is known what
+    ran."""
+    ran = np.flatnonzero(trace.on_gpu)
+    if window is None:
+        return ran
+    launch = links.launch[ran]
+    at = np.where(launch >= 0, trace.start_ns[np.maximum(launch, 0)], trace.start_ns[ran])
+    return np.asarray(ran[(at >= window.start_ns) & (at < window.end_ns)])
+
+
+def _own_graph(parts: Parts, chosen: Whole) -> None:
+    """A trace of our own, whose events say what they wait for."""
+    trace = parts.trace
+    numbers = parts.add(
+        Role.GPU, chosen, trace.place[chosen].astype(np.int64), trace.start_ns[chosen], trace.end_ns[chosen]
+    )
+    parts.node_of = dict(zip(chosen.tolist(), numbers.tolist(), strict=True))
+    pairs = [
+        (2 * parts.node_of[one] + 1, parts.node_of[event])
+        for event in chosen.tolist() for one in trace.after.get(event, ()) if one in parts.node_of
+    ]  # fmt: skip
+    if pairs:
+        sources, targets = np.array(pairs, np.int64).T
+        parts.join(sources, targets, Edge.WAIT)
+    parts.counts["waits said by dependency ids"] += len(pairs)
+    _streams(parts, chosen)
+
+
+def _host(parts: Parts, ran: Whole, syncs: Whole, found: Found, window: tuple[int, int]) -> None:
+    """Launches, synchronisations and hand-overs of all threads, and what they launch."""
+    trace, links = parts.trace, parts.links
+    launch = links.launch[ran]
+    calls = np.unique(launch[launch >= 0])
+    start, end = trace.start_ns, trace.end_ns
+    blocking = np.isin(calls, syncs)
+    place = trace.place.astype(np.int64)
+    # What a blocking call launches, it launches at once: its start is a node of its own.
+    begins = parts.add(
+        Role.LAUNCH, calls, place[calls], start[calls], np.where(blocking, start[calls], end[calls])
+    )
+    launch_node = np.full(len(trace), -1, np.int64)
+    launch_node[calls] = begins
+    sync_nodes = parts.add(Role.SYNC, syncs, place[syncs], start[syncs], end[syncs])
+    sync_node = dict(zip(syncs.tolist(), sync_nodes.tolist(), strict=True))
+    for source, call in found.syncs:
+        slot = 2 * parts.node_of[source] + 1
+        parts.join(np.array([slot]), np.array([sync_node[call]]), Edge.SYNC, at_end=True)
+    launched = launch >= 0
+    gpu = np.array([parts.node_of[event] for event in ran[launched].tolist()], np.int64)
+    parts.join(2 * launch_node[launch[launched]], gpu, Edge.LAUNCH)
+    over = _hand_over_marks(parts, window)
+    for step in steps_of(trace):
+        if window[0] <= step.start_ns and step.end_ns <= window[1]:
+            marks = mark(parts, step.place, step.start_ns), mark(parts, step.place, step.end_ns)
+            parts.steps.append((step, *marks))
+    chain(parts, over)
+
+
+def mark(parts: Parts, place: int, at_ns: int) -> int:
+    """A moment of a thread that something hangs on."""
+    key = (place, at_ns)
+    if key not in parts.marks:
+        at = np.array([at_ns])
+        parts.marks[key] = int(parts.add(Role.MARK, np.array([-1]), np.array([place]), at, at)[0])
+    return parts.marks[key]
+
+
+def _hand_over_marks(parts: Parts, window: tuple[int, int]) -> set[int]:
+    """Nodes that wait for another thread, not for what their own did before."""
+    waiting: set[int] = set()
+    low, high = window
+    for over in hand_overs(parts.trace, parts.links, parts.counts):
+        if low <= over.from_ns and over.to_ns <= high + ROUNDING_NS:
+            source, target = (
+                mark(parts, over.from_place, over.from_ns),
+                mark(parts, over.to_place, over.to_ns),
+            )
+            parts.join(np.array([2 * source]), np.array([target]), Edge.HAND_OVER)
+            waiting.add(target)
+    return waiting
+
+
+def chain(parts: Parts, over: set[int]) -> None:
+    """What a thread does one after the other. Behind a synchronisation time counts from its end."""
+    role, _, place, start, end = parts.columns()
+    host = np.flatnonzero(role <= Role.MARK)
+    order = host[np.lexsort((role[host] != Role.MARK, start[host], place[host]))]
+    places, starts, ends = place[order].tolist(), start[order].tolist(), end[order].tolist()
+    roles = role[order].tolist()
+    sources: list[int] = []
+    targets: list[int] = []
+    at_once: list[tuple[int, int]] = []
+    current, before, prior, until = -1, -1, -1, 0
+    for at, node in enumerate(order.tolist()):
+        if places[at] != current:
+            current, before, prior, until = places[at], -1, -1, 0
+        inside = starts[at] < until
+        source = prior if inside else before
+        if source >= 0 and node in over:
+            at_once.append((source, node))
+        elif source >= 0:
+            sources.append(source)
+            targets.append(node)
+        if roles[at] == Role.SYNC:
+            before, prior, until = 2 * node + 1, source, max(until, ends[at])
+        elif not inside:
+            before = 2 * node
+    parts.join(np.array(sources, np.int64), np.array(targets, np.int64), Edge.THREAD)
+    if at_once:
+        first, second = np.array(at_once, np.int64).T
+        parts.join(first, second, Edge.THREAD, lag=0.0)
+
+
+def _streams(parts: Parts, ran: Whole) -> None:
+    """What one stream runs one after the other."""
+    trace = parts.trace
+    start, end = trace.start_ns[ran], trace.end_ns[ran]
+    launched = (parts.links.launch[ran] >= 0) | bool(trace.after)
+    nodes = np.array([parts.node_of[event] for event in ran.tolist()], np.int64)
+    place = trace.place[ran]
+    first = np.ones(len(ran), np.bool_)
+    for one in np.unique(place).tolist():
+        here = np.flatnonzero(place == one)
+        if len(here) < 2:
+            first[here[1:]] = False
+            continue
+        first[here[1:]] = False
+        reached = np.maximum.accumulate(end[here])
+        longest = np.maximum.accumulate(np.where(end[here] == reached, np.arange(len(here)), 0))[:-1]
+        later, before = here[1:], here[:-1]
+        beside = start[later] < reached[:-1] - ROUNDING_NS
+        slots = np.where(beside, 2 * nodes[before], 2 * nodes[here[longest]] + 1)
+        kept = beside | ~launched[later]
+        parts.join(slots[~kept], nodes[later[~kept]], Edge.STREAM)
+        parts.join(slots[kept], nodes[later[kept]], Edge.NEIGHBOUR)
+    alone = np.flatnonzero(first & ~launched)
+    if len(alone) and not trace.after:
+        earlier = alone[alone > 0]
+        parts.join(2 * nodes[earlier - 1], nodes[earlier], Edge.NEIGHBOUR)

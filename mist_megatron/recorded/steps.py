@@ -1,0 +1,40 @@
+"""Steps of a trace, by the profiler's own marks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from mist_megatron.traces.columns import Kind, Trace
+
+_STEP = re.compile(r"^ProfilerStep#(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One `ProfilerStep` of one rank."""
+
+    number: int
+    place: int
+    """Thread that calls the profiler's `step`."""
+    start_ns: int
+    end_ns: int
+
+    @property
+    def length_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+def steps_of(trace: Trace) -> tuple[Step, ...]:
+    """In order of time; empty where the trace was recorded without a schedule."""
+    marked = trace.names_that(_STEP.match) & (trace.kind <= Kind.ANNOTATION)
+    found: dict[int, Step] = {}
+    for event in np.flatnonzero(marked).tolist():
+        named = _STEP.match(trace.name_of(event))
+        assert named is not None
+        number = int(named.group(1))
+        step = Step(number, int(trace.place[event]), int(trace.start_ns[event]), int(trace.end_ns[event]))
+        found.setdefault(number, step)
+    return tuple(sorted(found.values(), key=lambda step: step.start_ns))

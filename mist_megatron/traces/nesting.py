@@ -1,0 +1,133 @@
+"""What belongs to what in one rank's trace: kernels to launches, launches to operators.
+
+A kernel names the call that launched it. Which operator made the call is told by its `External id`, where the
+call carries one of its own; older versions write the number of the call there, and then equal numbers are
+other operators: the operator is the innermost one that encloses the call on its thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mist_megatron.traces.columns import Kind, Trace, Whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Per event of a trace: -1 where there is none."""
+
+    launch: Whole
+    """Of what ran on the GPU: the call that launched it."""
+    parent: Whole
+    """Of what ran on the host: the innermost operator or annotation that encloses it."""
+    operator: Whole
+    """Of calls: the operator that made it."""
+    by_external: int
+    """Launches whose operator is told by External id ..."""
+    by_nesting: int
+    """... by enclosure in time ..."""
+    without: int
+    """... and by nothing."""
+    unlaunched: int
+    """Kernels and copies whose launch is not in the trace."""
+
+
+def link(trace: Trace) -> Links:
+    """All links of one rank."""
+    launch = launches(trace)
+    parent = enclosing(trace)
+    called = np.unique(launch[launch >= 0])
+    operator, by_external = _operators(trace, parent, called)
+    linked = operator[called] >= 0
+    return Links(
+        launch=launch,
+        parent=parent,
+        operator=operator,
+        by_external=by_external,
+        by_nesting=int(linked.sum()) - by_external,
+        without=int((~linked).sum()),
+        unlaunched=int((trace.on_gpu & (launch < 0)).sum()),
+    )
+
+
+def launches(trace: Trace) -> Whole:
+    """The call of the same correlation; where numbers came round, the last one before."""
+    found = np.full(len(trace), -1, np.int64)
+    calls = np.flatnonzero((trace.kind == Kind.CALL) & (trace.correlation > 0))
+    ran = np.flatnonzero(trace.on_gpu & (trace.correlation > 0))
+    if not len(calls) or not len(ran):
+        return found
+    order = np.lexsort((trace.start_ns[calls], trace.correlation[calls]))
+    calls = calls[order]
+    numbers = trace.correlation[calls]
+    first = np.searchsorted(numbers, trace.correlation[ran], "left")
+    last = np.searchsorted(numbers, trace.correlation[ran], "right") - 1
+    there = first <= last
+    chosen = calls[np.maximum(last, 0)]
+    for index in np.flatnonzero(there & (last > first)):
+        same = calls[first[index] : last[index] + 1]
+        before = same[trace.start_ns[same] <= trace.start_ns[ran[index]]]
+        chosen[index] = before[-1] if len(before) else same[0]
+    found[ran[there]] = chosen[there]
+    return found
+
+
+def enclosing(trace: Trace) -> Whole:
+    """The innermost operator or annotation around every host event, by time on its thread."""
+    found = np.full(len(trace), -1, np.int64)
+    host = np.flatnonzero(trace.kind <= Kind.CALL)
+    order = host[np.argsort(trace.place[host], kind="stable")]
+    bounds = np.flatnonzero(np.diff(trace.place[order], prepend=-1)).tolist()
+    start, end = trace.start_ns.tolist(), trace.end_ns.tolist()
+    opens = (trace.kind <= Kind.ANNOTATION).tolist()
+    parents = found.tolist()
+    for low, high in zip(bounds, [*bounds[1:], len(order)], strict=True):
+        stack: list[int] = []
+        for event in order[low:high].tolist():
+            at = start[event]
+            while stack and end[stack[-1]] <= at:
+                stack.pop()
+            if stack:
+                parents[event] = stack[-1]
+            if opens[event]:
+                stack.append(event)
+    return np.array(parents, np.int64)
+
+
+def _operators(trace: Trace, parent: Whole, calls: Whole) -> tuple[Whole, int]:
+    """The operator of every call; of the launches among them, how many are told by External id."""
+    found = np.full(len(trace), -1, np.int64)
+    every = np.flatnonzero(trace.kind == Kind.CALL)
+    host = parent[every]
+    for _ in range(64):  # annotations enclose operators, and are enclosed by few others
+        above = (host >= 0) & (trace.kind[np.maximum(host, 0)] == Kind.ANNOTATION)
+        if not above.any():
+            break
+        host = np.where(above, parent[np.maximum(host, 0)], host)
+    found[every] = host
+    if not _external_is_own(trace, calls):
+        return found, 0
+    numbered = np.flatnonzero((trace.kind == Kind.OPERATOR) & (trace.external > 0))
+    if not len(numbered):
+        return found, 0
+    numbered = numbered[np.argsort(trace.external[numbered], kind="stable")]
+    ids = trace.external[numbered]
+    at = np.minimum(np.searchsorted(ids, trace.external[every]), len(ids) - 1)
+    said = (ids[at] == trace.external[every]) & (trace.external[every] > 0)
+    found[every[said]] = numbered[at[said]]
+    return found, int(np.isin(calls, every[said]).sum())
+
+
+def _external_is_own(trace: Trace, calls: Whole) -> bool:
+    """Whether the calls' External id is anything but the number of the call itself."""
+    external = trace.external[calls]
+    carried = external > 0
+    return bool(carried.any() and (external[carried] != trace.correlation[calls][carried]).any())
+
+
+def streams_of(trace: Trace) -> NDArray[np.int64]:
+    """Places on which something ran on the GPU."""
+    return np.unique(trace.place[trace.on_gpu]).astype(np.int64)

@@ -1,0 +1,232 @@
+"""A trace file becomes columns, piece by piece: the text of a gigabyte never lies in memory as a whole.
+
+A piece ends between two events. Where that is, is tried out: text that began between two events and parses as
+a list of whole events cannot end inside one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mist_megatron.errors import InputError
+from mist_megatron.traces.builder import Builder
+from mist_megatron.traces.columns import Trace
+from mist_megatron.traces.decode import Decoder, exact_number, plain_records
+
+PIECE_BYTES = 1 << 22
+MOST_TRIES = 8
+"""Places where a piece may end that are tried before more is read."""
+MOST_UNBROKEN_BYTES = 1 << 28
+"""Text without a place between two events; more is no trace."""
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BORDER = re.compile(rb"\}\s*,\s*\{")
+HOW = "see `mist-megatron replay --how` for how to record one"
+
+
+class Source(Protocol):
+    """An open file, unpacked."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a trace is read."""
+
+    partial: bool = False
+    """Take what stands before the place where the file is cut off."""
+    fast: bool = True
+    """Parse with msgspec where it is installed."""
+    piece_bytes: int = PIECE_BYTES
+
+
+@dataclass
+class _Text:
+    """What was read and not yet used."""
+
+    source: Source
+    size: int
+    buffer: bytes = b""
+    ended: bool = False
+
+    def more(self) -> None:
+        piece = self.source.read(max(self.size, len(self.buffer)))
+        self.ended = not piece
+        self.buffer += piece
+
+
+@dataclass
+class _Document:
+    """What surrounds the events."""
+
+    header: dict[str, Any] = field(default_factory=dict)
+    is_list: bool = False
+
+
+def read_trace(source: Source, where: str, reading: Reading | None = None) -> Trace:
+    """One rank's trace; what is wrong with it is told in one line."""
+    how = reading or Reading()
+    text, document = _Text(source, how.piece_bytes), _Document()
+    builder = Builder(where)
+    decoder = Decoder(fast=how.fast)
+    _open(text, document, where)
+    for records in _pieces(text, decoder):
+        builder.add(records)
+    _close(text, document, builder, how)
+    if not builder.events_read:
+        raise InputError(f"{where}: no traceEvents; wanted a trace of torch.profiler", details=(HOW,))
+    return builder.trace(document.header)
+
+
+def _open(text: _Text, document: _Document, where: str) -> None:
+    """Up to the first event."""
+    text.more()
+    if text.buffer.startswith(b"\xef\xbb\xbf"):
+        text.buffer = text.buffer[3:]
+    start = text.buffer.lstrip()[:64]
+    if not start:
+        raise InputError(f"{where}: the file is empty")
+    _refuse_others(text.buffer, where)
+    if start.startswith(b"["):
+        document.is_list = True
+        text.buffer = text.buffer.lstrip()[1:]
+        return
+    if not start.startswith(b"{"):
+        raise InputError(
+            f"{where} begins with {start[:20]!r}; wanted a trace of torch.profiler", details=(HOW,)
+        )
+    while (found := _EVENTS.search(text.buffer)) is None:
+        if text.ended or len(text.buffer) > MOST_UNBROKEN_BYTES:
+            raise InputError(
+                f"{where}: no traceEvents; wanted a trace of torch.profiler (export_chrome_trace)",
+                details=(HOW,),
+            )
+        text.more()
+    before = text.buffer[: found.start()]
+    text.buffer = text.buffer[found.end() :]
+    try:
+        document.header.update(json.loads(before.decode("utf-8", "replace") + '"x": 0}', strict=False))
+    except (ValueError, RecursionError):
+        raise InputError(f"{where}: what stands before traceEvents is not valid JSON") from None
+    document.header.pop("x", None)
+
+
+def _refuse_others(start: bytes, where: str) -> None:
+    """Profiles of other tools, by what only they write."""
+    if start.startswith((b"SQLite format 3", b"NSYS")):
+        raise InputError(
+            f"{where} is a report of Nsight Systems; wanted a trace of torch.profiler", details=(HOW,)
+        )
+    head = start[:4096]
+    if re.search(rb'"schema"\s*:\s*"[^"]*(chakra|-)', head) and b'"nodes"' in start[:65536]:
+        raise InputError(
+            f"{where} is an execution graph (Chakra), which has no times; wanted a trace of torch.profiler",
+            details=(HOW,),
+        )
+
+
+def _pieces(text: _Text, decoder: Decoder) -> Iterator[list[Any]]:
+    """All events but those of the last piece, which stays in the buffer."""
+    while True:
+        if len(text.buffer) < text.size and not text.ended:
+            text.more()
+        found = _piece(text, decoder)
+        if text.ended:
+            if found is not None:
+                yield found
+            return
+        if found is not None:
+            yield found
+        elif len(text.buffer) > MOST_UNBROKEN_BYTES:
+            # Not a list of events any more: what stands here is told when all of it has been read.
+            while not text.ended:
+                text.more()
+        else:
+            text.more()
+
+
+def _piece(text: _Text, decoder: Decoder) -> list[Any] | None:
+    """Events up to the last place between two of them."""
+    buffer = text.buffer
+    at = len(buffer)
+    for _ in range(MOST_TRIES):
+        at = buffer.rfind(b"{", 0, at)
+        if at < 0:
+            return None
+        border = _border_before(buffer, at)
+        if border is None:
+            continue
+        try:
+            records = decoder.decode(buffer[:border])
+        except (ValueError, RecursionError):
+            continue
+        text.buffer = buffer[at:]
+        return records
+    return None
+
+
+def _border_before(buffer: bytes, brace: int) -> int | None:
+    """End of the event before this brace, where only a comma stands between."""
+    before = buffer[max(0, brace - 200) : brace].rstrip()
+    if not before.endswith(b","):
+        return None
+    before = before[:-1].rstrip()
+    return max(0, brace - 200) + len(before) if before.endswith(b"}") else None
+
+
+def _close(text: _Text, document: _Document, builder: Builder, how: Reading) -> None:
+    """The last events, and what stands behind them."""
+    while not text.ended:
+        text.more()
+    rest = text.buffer.decode("utf-8", "replace")
+    try:
+        if document.is_list:
+            # A list of events may lack its end: the format allows it.
+            closed = rest.rstrip()
+            found: Any = {"traceEvents": json.loads("[" + closed, strict=False, parse_float=exact_number)}
+        else:
+            found = json.loads('{"traceEvents": [' + rest, strict=False, parse_float=exact_number)
+    except RecursionError:
+        raise InputError(f"{builder.where}: nested too deeply; wanted a trace of torch.profiler") from None
+    except ValueError:
+        _cut_off(rest, builder, how)
+        return
+    builder.add(plain_records(found.pop("traceEvents")))
+    document.header.update(found)
+
+
+def _cut_off(rest: str, builder: Builder, how: Reading) -> None:
+    """Whole events before the place at which the text stops to be JSON."""
+    parse = json.JSONDecoder(strict=False, parse_float=exact_number).raw_decode
+    at, records = 0, []
+    while True:
+        at = _skip(rest, at)
+        try:
+            event, at = parse(rest, at)
+        except (ValueError, RecursionError):
+            break
+        records.append(event)
+    builder.add(plain_records(records))
+    left = rest[at:].strip()
+    ends = not left or (len(left) < 4096 and left.count("{") >= left.count("}"))
+    place = f"traceEvents[{builder.events_read}]"
+    if not ends:
+        raise InputError(f"{builder.where}: {place} is not valid JSON: {left[:40]!r}")
+    words = f"the file is cut off at {place}: the profiler did not finish"
+    if not how.partial:
+        raise InputError(
+            f"{builder.where}: {words}",
+            details=(f"try: --partial, which uses the {builder.events_read:,} events before it",),
+        )
+    builder.notes.append(words)
+
+
+def _skip(text: str, at: int) -> int:
+    """Behind white space and commas."""
+    while at < len(text) and text[at] in " \t\r\n,":
+        at += 1
+    return at

@@ -1,0 +1,127 @@
+"""Several ranks: collectives matched, clocks aligned, waiting told from transfer, and who was waited for."""
+
+from __future__ import annotations
+
+import pytest
+from hand_made import HandMade
+from playing import played_with, recording_of, times_of, trace_of
+
+from mist_megatron.ask.replay import in_order
+from mist_megatron.errors import InputError
+from mist_megatron.recorded.engine import play
+from mist_megatron.recorded.report import page_of
+
+COMM = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)"
+
+
+def rank(number: int, computes: float, *, clock: float = 0.0, named: bool = True) -> HandMade:
+    """Computes so long, then reduces with the others: the transfer takes 40 us, from when the last has come
+    at 205."""
+    made = HandMade(rank=number, world=3)
+    made.step(1, clock, 400)
+    made.kernel("gemm", clock, clock + 5, computes)
+    said = {}
+    if named:
+        said = {
+            "Collective name": "allreduce", "dtype": "Float", "In msg nelems": 1000, "Out msg nelems": 1000,
+            "Group size": 3, "Process Group Name": "0", "Process Group Ranks": "[0, 1, 2]", "Seq": 7,
+        }  # fmt: skip
+    begins = clock + 5 + computes
+    made.kernel(COMM, clock + 3, begins, clock + 245 - begins, **said)
+    made.call("cudaDeviceSynchronize", clock + 10, 240)
+    return made
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["communicator and Seq", "order on the stream"])
+def test_who_waited_for_whom(named: bool) -> None:
+    recording = recording_of(*(rank(k, computes, named=named) for k, computes in enumerate((50, 100, 200))))
+    page = page_of(recording, play(recording.graph), None)
+    (told,) = page.communicators
+    assert told.matched and told.calls == 1
+    assert told.transfer_s == pytest.approx(40e-6)
+    assert told.waited_s == pytest.approx((150e-6 + 100e-6) / 3)
+    assert dict(told.waited_for) == {2: pytest.approx(250e-6)}
+    assert told.size_bytes == (4000 if named else 0)
+
+
+def test_the_last_rank_decides_for_all() -> None:
+    recording = recording_of(*(rank(k, computes) for k, computes in enumerate((50.0, 100.0, 200.0))))
+    slower = play_all(recording, {0: 300.0})
+    assert slower == [
+        pytest.approx((305.0, 345.0)),
+        pytest.approx((105.0, 345.0)),
+        pytest.approx((205.0, 345.0)),
+    ]
+    faster = play_all(recording, {2: 20.0})
+    assert [end for _, end in faster] == [pytest.approx(145.0)] * 3
+
+
+def play_all(recording, lengths):  # type: ignore[no-untyped-def]
+    """Start and end of the collective, where these ranks compute so long."""
+    graph = recording.graph
+    own = graph.nodes.own_ns.copy()
+    for node, place in enumerate(graph.nodes.rank.tolist()):
+        event = int(graph.nodes.event[node])
+        named = event >= 0 and recording.traces[place].name_of(event) == "gemm"
+        if named and place in lengths:
+            own[node] = lengths[place] * 1e3
+    from mist_megatron.recorded.engine import Change
+
+    return times_of(recording, play(graph, Change(own_ns=own)), COMM)
+
+
+def test_clocks_that_differ_by_milliseconds() -> None:
+    """+-5 ms of clock change nothing: collectives end together."""
+    straight = recording_of(*(rank(k, computes) for k, computes in enumerate((50, 100, 200))))
+    skewed = recording_of(
+        *(
+            rank(k, computes, clock=clock)
+            for k, computes, clock in ((0, 50, 0), (1, 100, 5000), (2, 200, 10000))
+        )
+    )
+    pages = [page_of(one, play(one.graph), None) for one in (straight, skewed)]
+    assert pages[0].communicators == pages[1].communicators
+    assert [shift - skewed.shifts_ns[0] for shift in skewed.shifts_ns] == pytest.approx([0, 0, 0], abs=2.0)
+    assert [trace.origin_ns for trace in skewed.traces] == [0, 5_000_000, 10_000_000]
+
+
+def test_parts_add_up_to_the_step() -> None:
+    recording = recording_of(*(rank(k, computes) for k, computes in enumerate((50, 100, 200))))
+    for one in page_of(recording, play(recording.graph), None).ranks:
+        assert one.usage.makespan_s == pytest.approx(one.window_s)
+        assert one.window_s == pytest.approx(400e-6)
+    first = page_of(recording, play(recording.graph), None).ranks[0]
+    assert first.usage.exposed_compute_s == pytest.approx(50e-6)
+    assert first.usage.exposed_communication_s == pytest.approx(190e-6)
+    assert first.usage.host_s == pytest.approx(5e-6)
+
+
+def test_a_transfer_can_be_scaled_but_waiting_cannot() -> None:
+    recording = recording_of(*(rank(k, computes) for k, computes in enumerate((50, 100, 200))))
+    from mist_megatron.recorded.what_if import parse_scale, scaled
+
+    change, told = scaled(recording, [parse_scale("kernel=nccl:0.5")])
+    ends = [end for _, end in times_of(recording, play(recording.graph, change), COMM)]
+    assert ends == [pytest.approx(225.0)] * 3
+    assert [(one.kernels, one.before_s) for one in told] == [(3, pytest.approx(120e-6))]
+
+
+def test_collectives_that_do_not_fit_are_not_matched() -> None:
+    other = rank(1, 100, named=False)
+    other.kernel(COMM, 300, 320, 20)
+    recording = recording_of(rank(0, 50, named=False), other)
+    assert not recording.meetings
+    assert "not matched" in recording.notes[0]
+    assert times_of(recording, played_with(recording, {}), COMM)[0] == pytest.approx((55.0, 245.0))
+
+
+def test_traces_of_different_runs() -> None:
+    with pytest.raises(InputError, match="both of rank 0"):
+        in_order([trace_of(rank(0, 50)), trace_of(rank(0, 50))])
+    later = HandMade(rank=1, world=3)
+    later.step(5, 0, 100)
+    later.kernel("gemm", 0, 5, 10)
+    with pytest.raises(InputError, match="different steps"):
+        in_order([trace_of(rank(0, 50)), trace_of(later)])
+    _, notes = in_order([trace_of(rank(0, 50))])
+    assert any("rank 0 of 3 alone" in note for note in notes)
