@@ -114,6 +114,11 @@ class ModelSpec:
             )
 
     @property
+    def mlp_words(self) -> str:
+        """What the MLP computes between its products."""
+        return f"{'gated ' * self.gated_mlp}{self.activation}"
+
+    @property
     def query_width(self) -> int:
         """Columns of all query heads together."""
         return self.heads * self.head_dim

@@ -71,6 +71,10 @@ class Capability:
     """Products of 8-bit operands (Transformer Engine's recipes)."""
     parallel_block: bool = False
     """Layers in which attention and MLP stand side by side (Falcon, GPT-NeoX)."""
+    activations: frozenset[str] | None = None
+    """What its MLPs can compute, as `ModelSpec.mlp_words` says it; None for anything."""
+    always_final_norm: bool = False
+    """Its models end with a norm."""
     uneven_layers: bool = False
     per_stage_ckpt: bool = False
     """Each stage its own number of recomputed layers and kind of recomputation."""

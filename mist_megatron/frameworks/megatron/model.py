@@ -13,35 +13,8 @@ VERSION = "0.19.2"
 
 
 def model_refusals(model: ModelSpec) -> tuple[Refusal, ...]:
-    """Parts of a model that megatron-core has no flag for."""
-    found = []
-    if model.parallel_block:
-        found.append(
-            Refusal(
-                rule=f"megatron-core {VERSION} has no parallel attention + MLP block",
-                got=f"{model.name} computes attention and MLP of a block in parallel",
-                instead="--target deepspeed with the Hugging Face implementation of the model",
-            )
-        )
-    known = (model.activation == "silu") if model.gated_mlp else (model.activation == "gelu")
-    if not known:
-        found.append(
-            Refusal(
-                rule=f"megatron-core {VERSION} has flags for SwiGLU and plain GELU only",
-                got=f"{model.name} uses {'gated ' if model.gated_mlp else ''}{model.activation}",
-                instead="--target deepspeed with the Hugging Face implementation of the model",
-            )
-        )
-    found += [*_part_refusals(model), *_constant_refusals(model)]
-    if not model.final_norm:
-        found.append(
-            Refusal(
-                rule="Megatron's GPT always ends with a norm",
-                got=f"{model.name} has no final norm",
-                instead="final_norm: true",
-            )
-        )
-    return tuple(found)
+    """Parts of a model that no flag is written for, beyond what its target's table says."""
+    return (*_part_refusals(model), *_constant_refusals(model))
 
 
 def _part_refusals(model: ModelSpec) -> list[Refusal]:

@@ -1,0 +1,191 @@
+"""Laws that hold for every job, tried on random ones through the Python API.
+
+    python reliability/laws.py [--jobs 500] [--seed 1]
+
+Each job is small, of any target, with odd batches, nodes of three GPUs, short memory and slow links among
+them. Of its best plan is asked: that `predict` tells the same of it and finds that it fits; that its target's
+files can be written; that events tell its time within 3 %; that it stays the best whatever `--top` is, and
+when its own sizes are fixed; and that more memory, quicker links or a larger space give no slower plan.
+Printed: how often each law held, and every job that broke one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mist_megatron as mm
+
+TARGETS = ("mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches")
+RUNNABLE = TARGETS[1:]
+"""Mist's own runtime is no framework that files could be written for."""
+ROUNDING = 1e-9
+NEAR = 0.03
+EVENTS = "events tell the time within 3 %"
+"""The one law that is known to break: tiny jobs on slow links, where sends and reductions take longer than what
+they run beside."""
+SMALLER_SPACES = {
+    "mist": ("mist-zero", "mist-ckpt", "3d"),
+    "megatron": ("megatron", "megatron-expert", "3d"),
+    "megatron+patches": ("megatron", "mist-ckpt"),
+    "deepspeed": ("deepspeed",),
+    "deepspeed+patches": ("deepspeed",),
+}
+
+
+@dataclass
+class Tally:
+    """What was tried and what broke."""
+
+    held: Counter[str] = field(default_factory=Counter)
+    broke: dict[str, list[str]] = field(default_factory=dict)
+    apart: list[float] = field(default_factory=list)
+    """What `predict` tells beside what events tell, minus 1."""
+
+    def law(self, name: str, holds: bool, job: Mapping[str, Any], said: str = "") -> None:
+        if holds:
+            self.held[name] += 1
+        else:
+            self.broke.setdefault(name, []).append(f"{said}: {job_words(job)}")
+
+
+def job_words(job: Mapping[str, Any]) -> str:
+    """Enough to try it again."""
+    model = job["model"]
+    shape = f"layers={model.layers} hidden={model.hidden} heads={model.heads} vocab={model.vocab}"
+    return f"{shape} " + " ".join(f"{key}={value}" for key, value in job.items() if key != "model")
+
+
+def random_job(seed: int) -> dict[str, Any]:
+    """The arguments of `tune`."""
+    rng = random.Random(seed)
+    target = TARGETS[seed % len(TARGETS)]
+    per_node, nodes = rng.choice([(1, 1), (1, 4), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2), (8, 1)])
+    heads = rng.choice([8, 12, 16])
+    width, gated = rng.choice([64, 128]), rng.random() < 0.5
+    model = mm.ModelSpec(
+        name="small",
+        family="llama",
+        layers=rng.choice([2, 4, 6, 12]),
+        hidden=heads * width,
+        ffn_hidden=heads * 256,
+        heads=heads,
+        kv_heads=rng.choice([heads, heads // 4]),
+        head_dim=width,
+        vocab=rng.choice([8192, 50304]),
+        gated_mlp=gated,
+        activation="silu" if gated else "gelu",
+        norm="rmsnorm",
+        tied_embeddings=rng.random() < 0.3,
+    )
+    return {
+        "model": model,
+        "gpus": nodes * per_node,
+        "gpus_per_node": per_node,
+        "gpu": rng.choice(["a100-sxm-40gb", "l4-24gb", "h100-sxm-80gb", "v100-sxm-32gb"]),
+        "global_batch": nodes * per_node * rng.choice([1, 2, 4, 6]),
+        "seq": rng.choice([512, 1024, 2048]),
+        "precision": "fp16",
+        "target": target,
+        "memory_limit": f"{rng.choice([2, 4, 8, 20])}GiB",
+        "bandwidth": {"inter": f"{rng.choice([1, 5, 25])}GB/s"},
+        "grid": 0.5,
+    }
+
+
+def best(job: Mapping[str, Any], **changed: Any) -> mm.Tuned | None:
+    """The answer of `tune`; None where nothing fits."""
+    try:
+        return mm.tune(**{"top": 1, **job, **changed})
+    except mm.NoFeasiblePlan:
+        return None
+
+
+def slower(answer: mm.Tuned | None, than: mm.Tuned, by: float = ROUNDING) -> bool:
+    return answer is None or answer.prediction.iteration_s > than.prediction.iteration_s * (1.0 + by)
+
+
+def check(job: Mapping[str, Any], tally: Tally) -> None:
+    """All laws on one job."""
+    tuned = best(job)
+    if tuned is None:
+        tally.held["nothing fits"] += 1
+        return
+    plan = tuned.plan
+    told = mm.predict(plan)
+    same = abs(told.iteration_s - tuned.prediction.iteration_s) <= ROUNDING * told.iteration_s
+    tally.law("predict tells what tune told", same, job, f"{told.iteration_s} s")
+    tally.law("the plan fits", told.fits, job)
+    if job["target"] in RUNNABLE:
+        try:
+            mm.emit(plan)
+            tally.law("its files can be written", True, job)
+        except mm.MistError as error:
+            tally.law("its files can be written", False, job, str(error))
+    played = mm.simulate(plan).iteration_s
+    apart = told.iteration_s / played - 1.0
+    tally.apart.append(apart)
+    tally.law(EVENTS, abs(apart) <= NEAR, job, f"{apart:+.1%}")
+    several = best(job, top=3)
+    kept = several is not None and several.plan.stages == plan.stages
+    tally.law("the best is the same whatever --top is", kept, job)
+    own = best(job, fix=own_sizes(plan))
+    tally.law("its own sizes fixed give it again", not slower(own, tuned), job, _told(own, tuned))
+    for name, changed in easier(job):
+        answer = best(job, **changed)
+        tally.law(f"{name} is no slower", not slower(answer, tuned), job, _told(answer, tuned))
+    for space in SMALLER_SPACES[job["target"]]:
+        smaller = best(job, space=space)
+        held = smaller is None or not slower(tuned, smaller)
+        tally.law("a larger space is no slower", held, job, f"{space}: {_told(smaller, tuned)}")
+
+
+def _told(answer: mm.Tuned | None, usual: mm.Tuned) -> str:
+    said = "nothing fits" if answer is None else f"{answer.prediction.iteration_s:.6g} s"
+    return f"{said} against {usual.prediction.iteration_s:.6g} s"
+
+
+def own_sizes(plan: mm.Plan) -> list[str]:
+    """What all stages of a plan share, as `--fix` takes it."""
+    sizes = {"pp": plan.pipeline_size, "vpp": plan.vpp, "grad_accum": plan.grad_accum}
+    for name in ("dp", "tp", "micro_batch"):
+        values = {getattr(stage, name) for stage in plan.stages}
+        if len(values) == 1:
+            sizes[name] = values.pop()
+    return [f"{name}={value}" for name, value in sizes.items()]
+
+
+def easier(job: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Jobs that no plan of the first is slower on."""
+    limit = int(job["memory_limit"].removesuffix("GiB"))
+    yield "more memory", {"memory_limit": f"{limit + 2}GiB"}
+    inter = int(job["bandwidth"]["inter"].removesuffix("GB/s"))
+    yield "a quicker network", {"bandwidth": {"inter": f"{2 * inter}GB/s"}}
+
+
+def tried(jobs: int, seed: int) -> Tally:
+    tally = Tally()
+    for number in range(jobs):
+        check(random_job(seed * 1_000_000 + number), tally)
+    return tally
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--jobs", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    tally = tried(asked.jobs, asked.seed)
+    for name in sorted({*tally.held, *tally.broke}):
+        print(f"{name}: {tally.held[name]} held, {len(tally.broke.get(name, ()))} broke")
+    for name, cases in tally.broke.items():
+        print(f"\n{name}")
+        print("\n".join(f"  {case}" for case in cases))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The short form of reliability/fuzz.py: all readers, their samples, what once failed, and damaged inputs."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "reliability"))
+from fuzz import Outcome, corpus, damaged, fuzz, lines_of, try_one
+from readers import READERS, Reader
+
+from mist_megatron.errors import InputError
+
+INPUTS = 1000
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_samples_are_read(name: str) -> None:
+    assert READERS[name].samples
+    for path in READERS[name].samples:
+        READERS[name].read(path.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_files_are_read_or_refused(name: str) -> None:
+    outcome = fuzz(name, INPUTS, seed=7)
+    assert not outcome.failed, outcome.failed[0]
+    assert outcome.answers > len(READERS[name].samples) and outcome.refusals > INPUTS // 10
+
+
+def test_what_fails_is_noticed() -> None:
+    def read(text: str) -> None:
+        if "9" in text:
+            raise KeyError(text)
+        raise InputError("no \N{LINE SEPARATOR} nine") if "8" in text else InputError("nothing")
+
+    outcome = Outcome()
+    for text in ("9", "8", "7"):
+        try_one(Reader(read, ()), text, outcome)
+    assert [text for _, text in outcome.failed] == ["9"]
+    assert (outcome.inputs, outcome.answers, outcome.refusals) == (3, 0, 2)
+
+
+def test_guidance_tells_lines_apart() -> None:
+    reader, outcome = READERS["model"], Outcome()
+    text = reader.samples[0].read_text("utf-8")
+    assert lines_of(reader, text, outcome) - lines_of(reader, "a: [", outcome)
+    assert outcome.inputs == 2 and damaged(text, random.Random(1)) != text
+    assert list(corpus("no such reader")) == []

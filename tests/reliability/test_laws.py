@@ -1,0 +1,40 @@
+"""The short form of reliability/laws.py: the same laws on a few jobs of every target."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "reliability"))
+from laws import EVENTS, TARGETS, Tally, check, random_job
+
+import mist_megatron as mm
+
+JOBS_EACH = 4
+FAR = 0.2
+"""Six of 39 such jobs are more than 3 % apart, the worst 13 %."""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_laws_hold_on_random_jobs(target: str) -> None:
+    tally = Tally()
+    for number in range(JOBS_EACH):
+        check(random_job(len(TARGETS) * number + TARGETS.index(target)), tally)
+    tally.broke.pop(EVENTS, None)
+    assert not tally.broke, tally.broke
+    assert max(map(abs, tally.apart)) < FAR
+    assert tally.held["the plan fits"] + tally.held["nothing fits"] == JOBS_EACH
+
+
+def test_what_emit_refuses_no_search_begins() -> None:
+    """A plain MLP of SiLU has no flag in Megatron-core, nor has a model without a last norm."""
+    for model, words in (
+        ({"activation": "silu", "gated_mlp": False}, "computes silu"),
+        ({"final_norm": False}, "end with a norm"),
+    ):
+        job = random_job(1)
+        odd = mm.ModelSpec(**{**vars(job["model"]), **model})
+        with pytest.raises(mm.InputError, match=words):
+            mm.tune(**{**job, "model": odd})
