@@ -26,8 +26,8 @@ RUNNABLE = TARGETS[1:]
 ROUNDING = 1e-9
 NEAR = 0.03
 EVENTS = "events tell the time within 3 %"
-"""The one law that is known to break: tiny jobs on slow links, where sends and reductions take longer than what
-they run beside."""
+"""The one law that is known to break: on tiny jobs with slow links, where sends and reductions take longer
+than what they run beside."""
 SMALLER_SPACES = {
     "mist": ("mist-zero", "mist-ckpt", "3d"),
     "megatron": ("megatron", "megatron-expert", "3d"),
