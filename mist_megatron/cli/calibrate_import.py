@@ -12,7 +12,8 @@ from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
-    from mist_megatron.calibrate.imported import Hints, Imported, Kind
+    from mist_megatron.calibrate.imported import Hints as HintsType
+    from mist_megatron.calibrate.imported import Imported, Kind
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 
@@ -56,7 +57,7 @@ def import_outputs(
 ) -> None:
     """Reads nccl-tests tables and JSON, mpiGraph matrices and Kineto traces into raw measurements; with
     --links all that tells how fast nodes send to each other."""
-    from mist_megatron.calibrate.imported import KINDS
+    from mist_megatron.calibrate.imported import KINDS, Hints
     from mist_megatron.spec import check
 
     if kind is not None:
@@ -73,7 +74,7 @@ def import_outputs(
     if unit is not None or gpus_at_once is not None:
         raise InputError("--unit and --gpus-at-once are of links; wanted --links beside them")
 
-    def hints(date: str) -> Hints:
+    def hints(date: str) -> HintsType:
         return Hints(date=date, device=device, collective=collective, gpus_per_node=gpus_per_node)
 
     _measurements(files, out, output, hints, cast("Kind | None", kind), force=force)
@@ -83,7 +84,7 @@ def _measurements(
     files: list[Path],
     out: Path,
     output: OutputOptions,
-    hints: Callable[[str], Hints],
+    hints: Callable[[str], HintsType],
     kind: Kind | None,
     *,
     force: bool,
