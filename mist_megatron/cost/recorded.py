@@ -219,7 +219,8 @@ class RecordingPrices:
     prices: Prices
 
     def of(self, work: Work) -> Priced:
-        values = {field.name: getattr(work, field.name) for field in fields(work)}
+        said = {field.name: getattr(work, field.name) for field in fields(work)}
+        values = {name: value for name, value in said.items() if value is not None}
         plain = type(work)(**{name: _plain(value) for name, value in values.items()})
         seconds = float(self.prices.of(plain).seconds)
         if seconds == 0.0:
