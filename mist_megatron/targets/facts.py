@@ -71,7 +71,7 @@ class Capability:
     """Products of 8-bit operands (Transformer Engine's recipes)."""
     parallel_block: bool = False
     """Layers in which attention and MLP stand side by side (Falcon, GPT-NeoX)."""
-    activations: frozenset[str] | None = None
+    activations: tuple[str, ...] | None = None
     """What its MLPs can compute, as `ModelSpec.mlp_words` says it; None for anything."""
     always_final_norm: bool = False
     """Its models end with a norm."""

@@ -47,7 +47,7 @@ def bridge_refusals(model: ModelSpec, training: TrainingSpec, execution: Executi
 
 
 CAPABILITY = Capability(
-    activations=frozenset({"gelu", "gated silu"}),
+    activations=("gelu", "gated silu"),
     always_final_norm=True,
     zero=(0, 1),
     zero_with_pipeline=(0, 1),

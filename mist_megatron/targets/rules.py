@@ -49,7 +49,7 @@ def job_rules(model: ModelSpec, precision: Precision, target: TargetName) -> tup
     if model.parallel_block and not able.parallel_block:
         broken.append(f"model {model.name}: it has no parallel blocks (attention beside MLP)")
     if able.activations is not None and model.mlp_words not in able.activations:
-        wanted = " or ".join(sorted(able.activations))
+        wanted = " or ".join(able.activations)
         broken.append(f"model {model.name}: its MLP computes {model.mlp_words}, wanted {wanted}")
     if able.always_final_norm and not model.final_norm:
         broken.append(f"model {model.name}: its models end with a norm, wanted final_norm: true")
