@@ -65,9 +65,10 @@ if "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
   anyway=(--ignore-requires-python)
   from_source=(--no-build-isolation --no-binary megatron-core)
 fi
-# The newest Megatron-core, and the oldest one that the patches support. Both are built while all else is
+# The newest Megatron-core, and the older ones that the patches support. All are built while all else is
 # installed, in an environment of their own: a build that imports what another pip is just writing fails.
 # `pip wheel` itself cannot look for what declares another Python.
+older_megatrons=(0.16.1 0.18.0)
 megatron=$(mktemp -d)
 trap 'rm -rf "$megatron"' EXIT
 build_megatron() {
@@ -76,7 +77,7 @@ build_megatron() {
   PATH=$megatron/tools/bin:$PATH # Megatron-core's build asks `python3` for pybind11
   pip=(again "$megatron/tools/bin/python" -m pip --quiet --disable-pip-version-check)
   "${pip[@]}" install "${build_tools[@]}"
-  for version in "$(sed -n 's/^megatron-core==//p' "$pins")" 0.16.1; do
+  for version in "$(sed -n 's/^megatron-core==//p' "$pins")" "${older_megatrons[@]}"; do
     "${pip[@]}" download --no-deps ${anyway[@]+"${anyway[@]}"} ${from_source[@]+"${from_source[@]}"} \
       --dest "$megatron/$version" "megatron-core==$version"
     "${pip[@]}" wheel --no-deps ${anyway[@]+"${anyway[@]}"} --no-build-isolation \
@@ -91,10 +92,12 @@ install --constraint "$pins" ${MIST_TORCH_INDEX:+--extra-index-url "$MIST_TORCH_
 # No CUDA here: kernels are not compiled.
 DS_BUILD_OPS=0 install --constraint "$pins" deepspeed transformers accelerate
 wait "$building"
-# The oldest ones that the patches support, in folders that their tests put first on the path.
-rm -rf "$venv/megatron-0.16.1" "$venv/deepspeed-0.19.0"
-install --no-deps ${anyway[@]+"${anyway[@]}"} --target "$venv/megatron-0.16.1" "$megatron"/wheels/*-0.16.1-*
-rm "$megatron"/wheels/*-0.16.1-*
+# The older ones that the patches support, in folders that their tests put first on the path.
+rm -rf "$venv"/megatron-0.* "$venv/deepspeed-0.19.0"
+for version in "${older_megatrons[@]}"; do
+  install --no-deps ${anyway[@]+"${anyway[@]}"} --target "$venv/megatron-$version" "$megatron"/wheels/*-"$version"-*
+  rm "$megatron"/wheels/*-"$version"-*
+done
 DS_BUILD_OPS=0 install --no-deps --no-build-isolation --target "$venv/deepspeed-0.19.0" deepspeed==0.19.0
 install --no-deps ${anyway[@]+"${anyway[@]}"} "$megatron"/wheels/*
 fingerprint >"$venv/mist-ready"

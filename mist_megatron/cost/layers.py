@@ -91,24 +91,32 @@ def block(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
             eight_bit=options.eight_bit,
         ),
     )
-    if not model.parallel_block:
-        return (
-            _norm("norm1", model, options, reads="input"),
-            _gather("gather1"),
-            *attention,
-            _reduce("reduce1"),
-            _residual("residual1", options),
-            _norm("norm2", model, options, reads="middle"),
-            _gather("gather2"),
-            *mlp,
-            _reduce("reduce2"),
-            _residual("residual2", options),
-        )
-    norms: tuple[Operator, ...] = (_norm("norm1", model, options, reads="input"),)
-    if model.parallel_norms == 2:
-        norms = (*norms, _norm("norm2", model, options, reads="input"))
-    # Attention and MLP are added before the one reduction over tensor-parallel ranks.
-    return (*norms, _gather("gather1"), *attention, *mlp, _reduce("reduce1"), _residual("residual", options))
+    if model.parallel_block:
+        # Attention and MLP are added before the one reduction over tensor-parallel ranks.
+        entry = _parallel_entry(model, options)
+        return (*entry, *attention, *mlp, _reduce("reduce1"), _residual("residual", options))
+    return (
+        _norm("norm1", model, options, reads="input"),
+        _gather("gather1"),
+        *attention,
+        _reduce("reduce1"),
+        _residual("residual1", options),
+        _norm("norm2", model, options, reads="middle"),
+        _gather("gather2"),
+        *mlp,
+        _reduce("reduce2"),
+        _residual("residual2", options),
+    )
+
+
+def _parallel_entry(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    """Norms of a block whose attention and MLP stand side by side. Two norms make two tensors that enter the
+    tensor-parallel region. One makes one, whose gradients are added before they are reduced; but under
+    sequence parallelism each linear module gathers it for itself, so that it keeps only its rows."""
+    first = (_norm("norm1", model, options, reads="input"), _gather("gather1"))
+    if model.parallel_norms == 1:
+        return (*first, _gather("gather2", SP))
+    return (*first, _norm("norm2", model, options, reads="input"), _gather("gather2"))
 
 
 def embedding(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
@@ -432,16 +440,18 @@ def _dropout(name: str) -> Operator:
     )
 
 
-def _gather(name: str) -> Operator:
+def _gather(name: str, where: Expr = ONE) -> Operator:
     """Entry of a tensor-parallel region: sequence parallelism gathers the rows, in backward once more for the
-    weight gradient, and scatters the reduced input gradient; otherwise the gradient is all-reduced."""
+    weight gradient, and scatters the reduced input gradient; otherwise the gradient is all-reduced. `where`
+    is 1 in plans that have this entry and 0 in others."""
+    rows = where * GATHERED
     return Operator(
         name=name,
-        forward=(_collective(f"{name}_forward", WorkKind.ALL_GATHER, SP * GATHERED),),
+        forward=(_collective(f"{name}_forward", WorkKind.ALL_GATHER, SP * rows),),
         backward=(
-            _collective(f"{name}_again", WorkKind.ALL_GATHER, SP * GATHERED),
-            _collective(f"{name}_scatter", WorkKind.REDUCE_SCATTER, SP * GATHERED),
-            _collective(f"{name}_reduce", WorkKind.ALL_REDUCE, (1 - SP) * GATHERED),
+            _collective(f"{name}_again", WorkKind.ALL_GATHER, SP * rows),
+            _collective(f"{name}_scatter", WorkKind.REDUCE_SCATTER, SP * rows),
+            _collective(f"{name}_reduce", WorkKind.ALL_REDUCE, (1 - SP) * rows),
         ),
     )
 

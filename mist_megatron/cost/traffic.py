@@ -49,8 +49,9 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     elif facts.step.in_first_forward and not facts.step.by_place:
         # The host keeps its states: gradients go to it, new weights come back.
         on_host = grid.offload.optimizer * step_share
-        step_in = weights_out + grads_out + context.weight_bytes * on_host
-        step_out = weights_out + grads_out + context.grad_bytes * on_host
+        gradient_bytes, weight_bytes = crossing_bytes(context)
+        step_in = weights_out + grads_out + weight_bytes * on_host
+        step_out = weights_out + grads_out + gradient_bytes * on_host
     added_on_device = facts.host_copies.states_visit or not facts.step.adam_on_host
     compute: Array = ZERO
     if facts.step.in_first_forward and Term.OPTIMIZER_COMPUTE not in context.without:
@@ -108,6 +109,12 @@ def touched_parameters(grid: StageGrid, count: Array, context: TimeContext) -> A
     cut = (grid.offload.weights > 0.0) | context.facts.step.in_first_forward
     part = count / replicas(grid, context)
     return np.where(cut, np.minimum(part + 2.0 * LARGEST_SHARE * count, count), part)
+
+
+def crossing_bytes(context: TimeContext) -> tuple[float, float]:
+    """Of the gradient and of the new weight of a parameter that the host updates."""
+    both = context.facts.step.crossing_bytes
+    return (context.grad_bytes, context.weight_bytes) if both is None else (both, both)
 
 
 def step_copies_s(grid: StageGrid, share: Array, context: TimeContext) -> Array:

@@ -17,6 +17,7 @@ from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeCo
 from mist_megatron.cost.traffic import (
     Traffic,
     collective,
+    crossing_bytes,
     gathers_on_arrival,
     host_copy,
     layer_traffic,
@@ -315,8 +316,9 @@ def _step_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Mapp
     elif np.any(grid.offload.optimizer):
         still_on_device = 1.0 if facts.host_copies.states_visit else 1.0 - grid.offload.grads
         update = prices.of(HostAdam(on_host)).seconds
-        out = host_copy(context.grad_bytes * on_host * still_on_device, "d2h", context)
-        back = host_copy(context.weight_bytes * on_host, "h2d", context)
+        gradient_bytes, weight_bytes = crossing_bytes(context)
+        out = host_copy(gradient_bytes * on_host * still_on_device, "d2h", context)
+        back = host_copy(weight_bytes * on_host, "h2d", context)
         copies = np.maximum(out + back - update, 0.0) if facts.step.host_copies_overlap else out + back
         step[Term.HOST_ADAM] = Linear(update)
         step[Term.HOST_ADAM_COPIES] = Linear(copies)

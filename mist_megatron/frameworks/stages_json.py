@@ -14,6 +14,7 @@ its arguments. The format, schema 1:
       "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "SOMETHING": null},
                                              set before torch is imported; null: must not be set
       "patches": ["exact_optimizer_fraction", ...],   names that mist_patches.apply knows; may be empty
+      "parallel_norms": 1,                   only where attention and MLP of a layer stand side by side
       "stages": [
         {
           "stage": 0, "first_rank": 0, "ranks": 8,
@@ -37,7 +38,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build_versioned
@@ -86,6 +87,7 @@ def stages_document(
         "rank_of_gpu": rank_of_gpu(plan),
         "environment": dict(environment),
         "patches": list(patches),
+        **({"parallel_norms": plan.model.parallel_norms} if plan.model.parallel_block else {}),
         "stages": [
             {
                 "stage": index,
@@ -146,6 +148,7 @@ class _Document:
     environment: dict[str, str | None]
     patches: list[str]
     stages: list[_Stage]
+    parallel_norms: Literal[1, 2] | None = None
 
 
 def check_stages(document: dict[str, Any], where: str) -> dict[str, Any]:

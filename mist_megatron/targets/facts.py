@@ -221,6 +221,9 @@ class StepFacts:
     there and its weights copied to where they belong, and nothing hides these copies."""
     grad_bytes: float = 4.0
     """Per parameter of the gradients to step with: fp32, wherever they are."""
+    crossing_bytes: float | None = None
+    """Per parameter that the host updates, of its gradient on the way out and of its weight on the way back;
+    None: as wide as each is on the device."""
 
     @property
     def in_first_forward(self) -> bool:

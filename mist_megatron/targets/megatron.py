@@ -60,7 +60,7 @@ CAPABILITY = Capability(
     recompute=RECOMPUTE_KINDS,
     partial_ckpt=True,
     # No parallel_block: TransformerLayer of megatron-core 0.19 always adds attention before the MLP reads its
-    # input.
+    # input. The patch of that name changes it.
     uneven_layers=True,
     # --optimizer-offload-fraction; the fine-grained activation offload counts groups, not bytes.
     offload=replace(STAYS, optimizer="any"),
@@ -73,6 +73,7 @@ PATCHED_CAPABILITY = replace(
     CAPABILITY,
     # What patches add. ZeRO stays one for all stages: a distributed optimizer on some of them only hangs,
     # since the norm groups differ.
+    parallel_block=True,
     per_stage_ckpt=True,
     per_stage_offload=True,
     per_stage_grid=True,
@@ -93,9 +94,10 @@ PATCHED_MEMORY = replace(MEMORY, gradients_return=True)
 
 def patched_capability(precision: Precision | None, execution: Execution | None) -> Capability:
     """Transformer Engine keeps 8-bit copies of weights and of activations that the patches do not see: nobody
-    tried them together, and activation_offload refuses to start there."""
+    tried them together, and activation_offload and parallel_block refuse to start there."""
     able = PATCHED_CAPABILITY
     if precision == "fp8":
+        able = replace(able, parallel_block=False)
         return replace(able, offload=replace(able.offload, weights="none", grads="none", activations="none"))
     return able
 
@@ -126,6 +128,9 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
             adam_on_host=True,
             # --overlap-cpu-optimizer-d2h-h2d, which the emitted arguments always set.
             host_copies_overlap=True,
+            # The host's gradients and master weights are fp32 (hybrid_optimizer.py), and a copy between
+            # devices that does not block converts on the GPU (ATen/native/cuda/Copy.cu).
+            crossing_bytes=4.0,
         ),
         pipeline=PipelineFacts(sends_overlap_when_interleaved=True, later_stages_at_once=True),
         host_copies=HostCopyFacts(states_visit=True),

@@ -25,6 +25,8 @@ import typing
 
 _TRITON_ONLY = ("megatron.core.transformer.moe.ops.paged_stash", "megatron.core.ssm.ops.")
 """Modules that import Triton without a guard; only expert-parallel and state-space kernels use them."""
+_STASH = "megatron.core.transformer.moe.paged_stash"
+"""So does this one in 0.18, where its kernels are not in `ops` yet."""
 
 
 class _EmptyModule(types.ModuleType):
@@ -40,7 +42,8 @@ class _EmptyModule(types.ModuleType):
 
 class _TritonStand(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
-        if name == _TRITON_ONLY[0] or name.startswith(_TRITON_ONLY[1]):
+        kernels_inside = name == _STASH and not any(os.path.isdir(f"{p}/ops") for p in path or ())
+        if name == _TRITON_ONLY[0] or name.startswith(_TRITON_ONLY[1]) or kernels_inside:
             return importlib.util.spec_from_loader(name, self)
         return None
 

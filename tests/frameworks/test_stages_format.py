@@ -19,12 +19,13 @@ from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.spec.training import TrainingSpec
 
 
-def plan(target: TargetName, stages: int) -> Plan:
+def plan(target: TargetName, stages: int, model: str = "llama2-7b") -> Plan:
+    layers = presets.PRESETS[model].layers // stages
     stage = StagePlan(
-        layers=32 // stages, nodes=1, gpus_per_node=4 // stages, dp=4 // stages, tp=1, micro_batch=1, zero=1
+        layers=layers, nodes=1, gpus_per_node=4 // stages, dp=4 // stages, tp=1, micro_batch=1, zero=1
     )
     return Plan(
-        model=presets.PRESETS["llama2-7b"],
+        model=presets.PRESETS[model],
         training=TrainingSpec(global_batch=8 * stage.dp, seq_len=2048),
         cluster=ClusterSpec(gpu=catalogue.gpu("h100-sxm-80gb"), nodes=1, gpus_per_node=4),
         target=target,
@@ -34,7 +35,7 @@ def plan(target: TargetName, stages: int) -> Plan:
 
 
 WRITTEN = (
-    megatron.stages(plan("megatron+patches", 2)),
+    megatron.stages(plan("megatron+patches", 2, "falcon-40b")),
     deepspeed.stages(plan("deepspeed", 1)),
     deepspeed.stages(plan("deepspeed+patches", 2)),
 )

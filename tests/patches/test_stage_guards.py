@@ -199,7 +199,7 @@ def test_arguments_that_megatron_has_read_already(monkeypatch: pytest.MonkeyPatc
     assert argv == ["x"]
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.19.2", "0.19.2+cu130"])
+@pytest.mark.parametrize("version", ["0.16.1", "0.18.0", "0.19.2", "0.19.2+cu130"])
 def test_known_versions(version):
     assert version_problem("megatron-core", version, {}) is None
 
@@ -207,7 +207,7 @@ def test_known_versions(version):
 @pytest.mark.parametrize("version", ["0.15.2", "0.16.0", "0.17.1", "0.19.0rc1", "0.21.0", "1.0", "unknown"])
 def test_unknown_versions(version):
     problem = version_problem("megatron-core", version, {})
-    assert problem is not None and version in problem and "0.16.1 and 0.19.2" in problem
+    assert problem is not None and version in problem and "0.16.1, 0.18.0 and 0.19.2" in problem
     assert version_problem("megatron-core", version, {OVERRIDE: version}) is None
 
 

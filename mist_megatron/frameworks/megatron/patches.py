@@ -13,6 +13,7 @@ class Patch(StrEnum):
     """By its name in stages.json, in the order in which they are applied."""
 
     STAGE_GRIDS = "stage_grids"
+    PARALLEL_BLOCK = "parallel_block"
     DECOUPLED_STEPS = "decoupled_steps"
     OPTIMIZER_FRACTION = "exact_optimizer_fraction"
     ACTIVATION_OFFLOAD = "activation_offload"
@@ -35,6 +36,8 @@ def patches(plan: Plan) -> tuple[Patch, ...]:
     asked = {PATCH_OF[kind] for stage in plan.stages for kind, share in stage.offload.items() if share > 0}
     if plan.grids_differ:
         asked.add(Patch.STAGE_GRIDS)
+    if plan.model.parallel_block:
+        asked.add(Patch.PARALLEL_BLOCK)
     if plan.execution.decoupled_step:
         asked.add(Patch.DECOUPLED_STEPS)
     return tuple(name for name in Patch if name in asked)

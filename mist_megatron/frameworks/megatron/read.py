@@ -396,4 +396,7 @@ def with_stages(plan: Plan, document: Mapping[str, Any], where: str) -> Plan:
     target: TargetName = "megatron+patches" if patched else "megatron"
     steps = True if Patch.DECOUPLED_STEPS in document.get("patches", ()) else None
     execution = replace(plan.execution, decoupled_step=steps)
-    return replace(plan, stages=tuple(stages), target=target, execution=execution)
+    model, norms = plan.model, document.get("parallel_norms")
+    if norms is not None:
+        model = replace(model, family="falcon", parallel_block=True, parallel_norms=norms)
+    return replace(plan, model=model, stages=tuple(stages), target=target, execution=execution)

@@ -12,7 +12,8 @@ to within one tensor. Tensors that share a storage are copied once. Masks and ta
 stay, since their owner keeps them. Layers that run under activation checkpointing are left alone: what
 they save is needed again at once.
 
-Tested with torch 2.13 and with the layers of megatron-core 0.16.1 and 0.19.2 and of plain torch models.
+Tested with torch 2.13 and with the layers of megatron-core 0.16.1, 0.18.0 and 0.19.2 and
+of plain torch models.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Undo = Callable[[], None]
 Arguments = Callable[[Document, Stage], tuple[Any, ...]]
 
 RELEASES: Mapping[str, tuple[str, ...]] = {
-    "megatron-core": ("0.16.1", "0.19.2"),
+    "megatron-core": ("0.16.1", "0.18.0", "0.19.2"),
     "deepspeed": ("0.19.0", "0.19.8"),
 }
 """Framework -> the releases on which its patches were run. Each release changes code that they hook."""
@@ -60,6 +60,10 @@ def _all_stages(document: Document, stage: Stage) -> tuple[Any, ...]:
     return (document["stages"],)
 
 
+def _parallel_norms(document: Document, stage: Stage) -> tuple[Any, ...]:
+    return (document.get("parallel_norms"),)
+
+
 def _fractions(*kinds: str) -> Arguments:
     return lambda document, stage: tuple(stage["offload"][kind] for kind in kinds)
 
@@ -80,6 +84,9 @@ PATCHES: Mapping[str, Mapping[str, Patch]] = {
             "offload_block_activations",
             _fractions("activations"),
             moves=("activations",),
+        ),
+        "parallel_block": Patch(
+            "megatron.parallel_block", "parallel_block", _parallel_norms, releases=("0.19.2",)
         ),
         "decoupled_steps": Patch("megatron.decoupled_step", "decoupled_steps", _nothing, is_late=True),
         "state_offload": Patch(

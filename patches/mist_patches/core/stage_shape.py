@@ -58,6 +58,7 @@ DOCUMENT: Mapping[str, Kind] = {
     "rank_of_gpu": (lambda value: value is None or _counts(value), "null or a list of ranks"),
     "environment": (_environment, "a mapping of names to text or null"),
     "patches": WORDS,
+    "parallel_norms": (lambda value: _count(value) and value in (1, 2), "1 or 2 norms"),
     "stages": (lambda value: isinstance(value, list) and bool(value), "a list of one stage or more"),
 }
 STAGE: Mapping[str, Kind] = {

@@ -8,7 +8,7 @@ Layers that Megatron recomputes in full (`--recompute-method block`) are recogni
 alone, so the fraction counts the bytes that the stage really keeps. Where the configuration switches
 Megatron's fine-grained offload on, that does the work: `megatron.fine_grained_offload` chooses its groups.
 
-Tested with megatron-core 0.16.1 and 0.19.2.
+Tested with megatron-core 0.16.1, 0.18.0 and 0.19.2.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ are read again, and at the end of a chunk's forward pass (modules that did not r
 nothing: its forward passes meet the same hooks. Who reads parameters otherwise calls
 `flush_pending_steps()` first.
 
-Tested with megatron-core 0.16.1 and 0.19.2 (classes: see `megatron.unit_steps`).
+Tested with megatron-core 0.16.1, 0.18.0 and 0.19.2 (classes: see `megatron.unit_steps`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ steps it on another without waiting; here the step waits for the widening, not f
 Megatron pins the half-precision copies of the host's share, but not the fp32 ones that it makes of them and
 keeps, so that every step's copy back to the device would stop the host; here those are pinned.
 
-Tested with megatron-core 0.16.1 and 0.19.2.
+Tested with megatron-core 0.16.1, 0.18.0 and 0.19.2.
 """
 
 from __future__ import annotations

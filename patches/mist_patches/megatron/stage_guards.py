@@ -7,7 +7,7 @@ What: tensor-, pipeline- and context-parallel sizes that `initialize_model_paral
 compared with stages.json, and so are the copies of that file that the ranks have read. Stages on grids of
 their own (stage_grids) have a function of their own there.
 
-Tested with megatron-core 0.16.1 and 0.19.2.
+Tested with megatron-core 0.16.1, 0.18.0 and 0.19.2.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Limits, refused before training: overlap_param_gather (with weights), overlap_gr
 experts. Code that reads parameters without running the model, saving or loading must call
 `flush_pending_steps()` first.
 
-Tested with megatron-core 0.16.1 and 0.19.2.
+Tested with megatron-core 0.16.1, 0.18.0 and 0.19.2.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ clipped. It keeps the settings of that moment (learning rate, weight decay, step
 back, and calls Megatron's own step; Adam works element by element, so the parts add up to the whole step,
 bit for bit.
 
-Tested with megatron-core 0.16.1 and 0.19.2: FP32Optimizer, Float16OptimizerWithFloat16Params,
+Tested with megatron-core 0.16.1, 0.18.0 and 0.19.2: FP32Optimizer, Float16OptimizerWithFloat16Params,
 DistributedOptimizer, HybridDeviceOptimizer; torch's Adam and SGD, and an Adam that counts its steps by group
 as Transformer Engine's and Apex's do.
 """

@@ -13,7 +13,7 @@ do not stand: that is mended here too.
 0.16.1 has no layout function to wrap. There a buffer gets a bucket size that is reached exactly where a unit
 ends: it is compared once with every parameter, in the order of the buffer.
 
-Tested with megatron-core 0.16.1 and 0.19.2.
+Tested with megatron-core 0.16.1, 0.18.0 and 0.19.2.
 """
 
 from __future__ import annotations
