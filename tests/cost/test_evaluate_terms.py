@@ -228,7 +228,7 @@ def test_host_adam_of_an_offloaded_optimizer() -> None:
     share = 6 * PARAMETERS / 4 * 0.5
     assert delta["optimizer_compute"] == 0.5 * share
     assert delta["host_adam"] == 5.0 * share
-    # 2 s a byte, 4 bytes out and 4 back whatever the device has, of which 5 s pass while the host updates others.
+    # 2 s a byte, 4 bytes out and 4 back whatever the device has; 5 s pass while the host updates others.
     assert delta["host_adam_copies"] == pytest.approx((16.0 - 5.0) * share)
     _, delta = terms_of("deepspeed", replace(GRID, stages=1, zero=array(2)).offloading(optimizer=array(1.0)))
     # DeepSpeed sums in fp32 out, half-precision weights back: six bytes.
