@@ -63,7 +63,14 @@ def search_watch() -> Iterator[Watch]:
         signal.signal(signal.SIGINT, before)
 
 
-def _bar(what: str, *more: TextColumn | TimeElapsedColumn) -> Progress:
+@contextmanager
+def _bar(what: str, *more: TextColumn | TimeElapsedColumn) -> Iterator[Progress]:
+    """One that is not shown is not started: rich before 15 ends it with an empty line even then."""
     err = console(stderr=True)
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), *more)
-    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+    bar = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+    if not err.is_terminal:
+        yield bar
+        return
+    with bar:
+        yield bar

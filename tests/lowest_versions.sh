@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Runs tests of what dependencies are used for with the lowest version of each that pyproject.toml allows.
+# Needs Python 3.11 or 3.12 and internet; takes some two minutes. Arguments go to pytest.
+#
+#   MIST_LOWEST_VENV   folder of the environment (default: .venv-lowest)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${MIST_LOWEST_VENV:-.venv-lowest}
+python=${PYTHON:-python3}
+pins=$("$python" - <<'PINS'
+import re
+import tomllib
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+wanted = project["dependencies"] + [need for need in extras["test"] if re.match("pytest|hypothesis|msgspec", need)]
+print(" ".join(re.sub(r">=([0-9.]+).*", r"==\1", need) for need in wanted))
+PINS
+)
+"$python" -m venv "$venv"
+# shellcheck disable=SC2086  # one word each
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check $pins
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation hatchling editables \
+  pathspec pluggy trove-classifiers packaging
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+chosen=("$@")
+if [ "$#" -eq 0 ]; then
+  chosen=(tests/spec tests/ask/test_api.py tests/cli/test_output.py tests/cli/test_narrow_terminals.py
+    tests/cli/test_reference.py tests/cli/test_options.py tests/search/test_assign.py tests/calibrate/test_profile_file.py)
+fi
+OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -q -n 2 "${chosen[@]}"
