@@ -33,7 +33,7 @@ from mist_megatron.cost.phases import (
     steps_ahead,
 )
 from mist_megatron.cost.sends import sent_beside_reductions, sent_to_neighbours, slowed_by_reduction
-from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term
+from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
 from mist_megatron.cost.traffic import gathers_on_arrival, reduces_by_chunk
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, edge_grid, kept_layer
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
@@ -75,7 +75,8 @@ def closed_form(work: StageWork) -> StageTerms:
     delta: dict[Term, Linear] = {}
     sent, sent_beyond = sent_to_neighbours(work)
     between = _between_passes(work, sent or Linear())
-    _block_terms(work, between, stable, delta)
+    for place in range(len(work.blocks)):
+        _block_terms(work, place, between, stable, delta)
     if work.embedding is not None:
         _edge_terms(work, work.embedding, (Term.EMBEDDING, Term.EMBEDDING_TRAFFIC), stable, delta)
     if work.head is not None:
@@ -84,7 +85,9 @@ def closed_form(work: StageWork) -> StageTerms:
     for term, seconds in work.step.items():
         add_term(delta, term, seconds)
     if work.context.facts.step.in_first_forward:
-        add_term(delta, Term.OPTIMIZER_COMPUTE, Linear(per_layer=work.kept.traffic.step_compute_s))
+        for place, block in enumerate(work.blocks):
+            each = of_kind(place, block.kept.traffic.step_compute_s)
+            add_term(delta, Term.OPTIMIZER_COMPUTE, each)
     slowed_s = slowed_by_reduction(work, work.step.get(Term.GRADIENT_REDUCTION, Linear()).fixed)
     if sent is not None:
         stable[Term.PIPELINE_P2P] = sent
@@ -113,41 +116,50 @@ def _between_passes(work: StageWork, sent: Linear) -> tuple[Between, Between]:
 
 def _block_terms(
     work: StageWork,
+    place: int,
     between: tuple[Between, Between],
     stable: dict[Term, Linear],
     delta: dict[Term, Linear],
 ) -> None:
-    grid, facts, load = work.grid, work.context.facts, work.loads.block
-    kept, whole = _runs(work, between)
-    again_s = work.kept.recompute_s
-    stable[Term.FORWARD] = Linear(per_layer=load.forward_s)
-    stable[Term.BACKWARD] = Linear(per_layer=load.backward_s)
-    stable[Term.RECOMPUTE] = Linear(per_layer=again_s, per_ckpt=load.again[0] - again_s)
-    stable[Term.TENSOR_PARALLEL] = _mixed(kept.tensor_s, whole.tensor_s)
-    stable[Term.BLOCKING_DATA_PARALLEL] = _mixed(kept.blocking_s, whole.blocking_s)
-    stable[Term.EXPOSED_TRAFFIC] = _exposed(grid, kept.forward, whole.forward) + _exposed(
-        grid, kept.backward, whole.backward
-    )
-    stable[Term.PIPELINE_FILL_OF_LAYERS] = _once(
-        grid, kept.forward.alone_s + kept.backward.alone_s, whole.forward.alone_s + whole.backward.alone_s
-    )
-    first = _beyond(grid, (kept.first, kept.forward), (whole.first, whole.forward))
-    last = _beyond(grid, (kept.last, kept.backward), (whole.last, whole.backward))
+    """Of the kind of layer at that place."""
+    grid, facts, load = work.grid, work.context.facts, work.loads.blocks[place]
+    kept, whole = _runs(work, place, between)
+    forward, backward = _Way(grid, place, forward=True), _Way(grid, place, forward=False)
+    again_s = kept.layer.recompute_s
+    add_term(stable, Term.FORWARD, of_kind(place, load.forward_s))
+    add_term(stable, Term.BACKWARD, of_kind(place, load.backward_s))
+    add_term(stable, Term.RECOMPUTE, of_kind(place, again_s, load.again[0] - again_s))
+    add_term(stable, Term.TENSOR_PARALLEL, _mixed(place, kept.tensor_s, whole.tensor_s))
+    add_term(stable, Term.BLOCKING_DATA_PARALLEL, _mixed(place, kept.blocking_s, whole.blocking_s))
+    exposed = forward.exposed(kept.forward, whole.forward) + backward.exposed(kept.backward, whole.backward)
+    add_term(stable, Term.EXPOSED_TRAFFIC, exposed)
+    add_term(stable, Term.PIPELINE_FILL_OF_LAYERS, _arrivals(forward, backward, kept, whole))
+    first = forward.beyond((kept.first, kept.forward), (whole.first, whole.forward))
+    last = backward.beyond((kept.last, kept.backward), (whole.last, whole.backward))
     if gathers_on_arrival(grid, facts):
-        delta[Term.LAST_BACKWARD_TRAFFIC] = last
-        delta[Term.FIRST_GATHER] = first + Linear(per_layer=kept.gather_before_s)
+        add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last)
+        add_term(delta, Term.FIRST_GATHER, first + of_kind(place, kept.gather_before_s))
     else:
-        delta[Term.FIRST_FORWARD_TRAFFIC] = first
-        delta[Term.LAST_BACKWARD_TRAFFIC] = last
+        add_term(delta, Term.FIRST_FORWARD_TRAFFIC, first)
+        add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last)
     if reduces_by_chunk(grid, facts):
         sent_s = sent_beside_reductions(work)
         each = [_by_chunk_s(grid, run.layer.last, sent_s, work.context.interference) for run in (kept, whole)]
-        delta[Term.CHUNK_REDUCTIONS] = _mixed(*each)
+        add_term(delta, Term.CHUNK_REDUCTIONS, _mixed(place, *each))
     if facts.reduction.accumulation_pass:
         # Read two, write one; the first micro-batch has nothing to add to.
-        added_s = work.kept.accumulate_s
-        add_term(stable, Term.GRADIENT_ACCUMULATION, Linear(per_layer=added_s))
-        add_term(delta, Term.GRADIENT_ACCUMULATION, Linear(per_layer=-added_s))
+        added_s = kept.layer.accumulate_s
+        add_term(stable, Term.GRADIENT_ACCUMULATION, of_kind(place, added_s))
+        add_term(delta, Term.GRADIENT_ACCUMULATION, of_kind(place, -added_s))
+
+
+def _arrivals(forward: _Way, backward: _Way, kept: _Run, whole: _Run) -> Linear:
+    """What passes wait for before their first layer."""
+    if forward.runs_begun == backward.runs_begun:
+        both = [run.forward.alone_s + run.backward.alone_s for run in (kept, whole)]
+        return _once(forward.grid, forward.runs_begun, *both)
+    there = forward.begun(kept.forward.alone_s, whole.forward.alone_s)
+    return there + backward.begun(kept.backward.alone_s, whole.backward.alone_s)
 
 
 def _edge_terms(
@@ -190,17 +202,18 @@ def _followed(work: StageWork) -> bool:
     return not work.context.recomputes_first_layers
 
 
-def _runs(work: StageWork, between: tuple[Between, Between]) -> tuple[_Run, _Run]:
-    """Both kinds of layers."""
-    kept, ends, followed = work.kept, work.kept, _followed(work)
+def _runs(work: StageWork, place: int, between: tuple[Between, Between]) -> tuple[_Run, _Run]:
+    """Layers of the kind at that place, kept and recomputed."""
+    block = work.blocks[place]
+    kept, ends, followed = block.kept, block.kept, _followed(work)
     if followed and np.any(work.grid.offload.activations):
         # The recomputed layers' backward pass comes first: nothing that they saved has to come in before it.
         quiet = work.grid.offloading(activations=ZERO)
-        ends = kept_layer(quiet, work.loads.block, work.context)
+        ends = kept_layer(quiet, work.loads.blocks[place], work.context)
     run = _run(work, kept, ends, between, followed)
-    if work.recomputed is kept:
+    if block.recomputed is kept:
         return run, run
-    return run, _run(work, work.recomputed, work.recomputed, between, followed)
+    return run, _run(work, block.recomputed, block.recomputed, between, followed)
 
 
 def _run(
@@ -252,33 +265,48 @@ class Refinement:
     hidden_share: Array
     """Share of the wait in which states leave: as fast as others come in."""
 
+    def joined(self, other: Refinement) -> Refinement:
+        """Of two kinds of layers of a stage; states leave as slowly as those of the slower one."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in Refinement.__dataclass_fields__}
+        return Refinement(**{**sums, "hidden_share": np.minimum(self.hidden_share, other.hidden_share)})
+
 
 def refinement(work: StageWork) -> Refinement:
     """What `closed_form` has to leave out."""
-    grid = work.grid
+    found, *others = (_refinement(work, place) for place in range(len(work.blocks)))
+    for other in others:
+        found = found.joined(other)
+    return found
+
+
+def _refinement(work: StageWork, place: int) -> Refinement:
+    """The part of the kind of layer at that place."""
+    grid, block = work.grid, work.blocks[place]
     between = _between_passes(work, sent_to_neighbours(work)[0] or Linear())
-    counted, whole = _runs(work, between)
+    counted, whole = _runs(work, place, between)
     kept, none = counted, grid.ckpt == 0.0
     if _followed(work) and np.any(none & (grid.offload.activations > 0.0)):
-        alone_run = _run(work, work.kept, work.kept, between, followed=False)
+        alone_run = _run(work, block.kept, block.kept, between, followed=False)
         kept = _chosen(none, alone_run, counted)
     alone = 0.0 if Term.PIPELINE_FILL_OF_LAYERS in work.context.without else 1.0
+    forward, backward = _Way(grid, place, forward=True), _Way(grid, place, forward=False)
 
-    def seconds(one: Phase, other: Phase) -> Array:
-        term = _exposed(grid, one, other) + _once(grid, alone * one.alone_s, alone * other.alone_s)
-        return term.at(grid.layers, grid.ckpt)
+    def seconds(way: _Way, one: Phase, other: Phase) -> Array:
+        return (way.exposed(one, other) + way.begun(alone * one.alone_s, alone * other.alone_s)).at(grid)
 
     def more(run: _Run) -> Array:
         ends = ((run.first, run.forward), (whole.first, whole.forward))
         last = ((run.last, run.backward), (whole.last, whole.backward))
-        return (_beyond(grid, *ends) + _beyond(grid, *last)).at(grid.layers, grid.ckpt)
+        return (forward.beyond(*ends) + backward.beyond(*last)).at(grid)
 
-    forward_s, backward_s = seconds(kept.forward, whole.forward), seconds(kept.backward, whole.backward)
-    counted_s = seconds(counted.forward, whole.forward) + seconds(counted.backward, whole.backward)
+    forward_s = seconds(forward, kept.forward, whole.forward)
+    backward_s = seconds(backward, kept.backward, whole.backward)
+    counted_s = seconds(forward, counted.forward, whole.forward)
+    counted_s = counted_s + seconds(backward, counted.backward, whole.backward)
     gathers = [run.layer.forward.blocking_gather_s for run in (kept, whole)]
-    late_s, behind_all_s, behind_own_s, share = _late(work, kept, whole)
+    late_s, behind_all_s, behind_own_s, share = _late(work, place, kept, whole)
     return Refinement(
-        forward_s=forward_s + _mixed(*gathers).at(grid.layers, grid.ckpt),
+        forward_s=forward_s + _mixed(place, *gathers).at(grid),
         stable_s=forward_s + backward_s - counted_s,
         delta_s=more(kept) - more(counted),
         late_s=late_s,
@@ -308,7 +336,7 @@ def _chosen(where: Array, one: _Run, other: _Run) -> _Run:
     )
 
 
-def _late(work: StageWork, kept: _Run, whole: _Run) -> tuple[Array, Array, Array, Array]:
+def _late(work: StageWork, place: int, kept: _Run, whole: _Run) -> tuple[Array, Array, Array, Array]:
     """The last four of a refinement."""
     grid, factors, passes, traffic = work.grid, work.context.interference, kept.layer, kept.layer.traffic
     states_s, saved_s = traffic.step_out_s, passes.forward.copy_out_s
@@ -317,32 +345,56 @@ def _late(work: StageWork, kept: _Run, whole: _Run) -> tuple[Array, Array, Array
         return ZERO, ZERO, ZERO, np.ones(())
     quiet = replace(passes, first=replace(passes.first, copy_out_s=passes.first.copy_out_s - saved_s))
     first = steps_ahead(quiet, traffic.step_compute_s, kept.forward, factors)
-    late_s = _beyond(grid, (kept.first, first), (whole.first, whole.first)).at(grid.layers, grid.ckpt)
+    way, count = _Way(grid, place, forward=True), grid.by_kind[place]
+    late_s = way.beyond((kept.first, first), (whole.first, whole.first)).at(grid)
     streams = (traffic.step_compute_s, passes.first.gather_s, passes.first.copy_in_s, states_s)
     each_s = overlapped_time(streams, factors)
     out_s = states_s * float(factors[1 << HOST_TO_DEVICE | 1 << DEVICE_TO_HOST, DEVICE_TO_HOST])
     share = np.minimum(out_s / np.where(both, each_s, 1.0), 1.0)
     layer_s = passes.forward.compute_s + passes.forward.tensor_s + kept.forward.inside_s
     # Copies in go on meanwhile.
-    beside_s = (grid.layers - grid.ckpt) * (saved_s * out_s / np.where(both, states_s, 1.0) - layer_s)
+    beside_s = (count.layers - count.ckpt) * (saved_s * out_s / np.where(both, states_s, 1.0) - layer_s)
     return (
         np.where(both, np.maximum(late_s, 0.0), 0.0),
-        np.where(both, grid.layers * out_s + beside_s, 0.0),
-        np.where(both, (grid.layers - grid.ckpt) * out_s + beside_s, 0.0),
+        np.where(both, count.layers * out_s + beside_s, 0.0),
+        np.where(both, (count.layers - count.ckpt) * out_s + beside_s, 0.0),
         np.where(both, share, 1.0),
     )
 
 
-def _exposed(grid: StageGrid, kept: Phase, whole: Phase) -> Linear:
-    """What the layers of a pass expose; one of each run of them is its last."""
-    inside = _mixed(kept.inside_s, whole.inside_s)
-    return inside + _once(grid, kept.last_s - kept.inside_s, whole.last_s - whole.inside_s)
+@dataclass(frozen=True)
+class _Way:
+    """Passes over the layers of a stage, as one kind of layer has a share in them."""
 
+    grid: StageGrid
+    place: int
+    forward: bool
 
-def _beyond(grid: StageGrid, kept: tuple[Phase, Phase], whole: tuple[Phase, Phase]) -> Linear:
-    """What a first or last pass exposes beyond the steady one, (pass, steady) of both kinds of layers."""
-    more = [special.minus(steady) for special, steady in (kept, whole)]
-    return _exposed(grid, *more) + _once(grid, more[0].alone_s, more[1].alone_s)
+    @property
+    def runs_begun(self) -> int:
+        """Runs of layers of which such a layer is the first that the passes come to ..."""
+        return self.grid.beginning(self.place) if self.forward else self.grid.ending(self.place)
+
+    @property
+    def runs_ended(self) -> int:
+        """... and the last."""
+        return self.grid.ending(self.place) if self.forward else self.grid.beginning(self.place)
+
+    def begun(self, kept: Array, whole: Array) -> Linear:
+        """Once for each run that such a layer is the first of."""
+        return _once(self.grid, self.runs_begun, kept, whole)
+
+    def exposed(self, kept: Phase, whole: Phase) -> Linear:
+        """What layers expose; one of each run of them is its last."""
+        inside = _mixed(self.place, kept.inside_s, whole.inside_s)
+        more = kept.last_s - kept.inside_s, whole.last_s - whole.inside_s
+        return inside + _once(self.grid, self.runs_ended, *more)
+
+    def beyond(self, kept: tuple[Phase, Phase], whole: tuple[Phase, Phase]) -> Linear:
+        """What a first or last pass exposes beyond the steady one, (pass, steady) of layers that are kept
+        and of layers that are recomputed."""
+        more = [special.minus(steady) for special, steady in (kept, whole)]
+        return self.exposed(*more) + self.begun(more[0].alone_s, more[1].alone_s)
 
 
 def _begun_alone(last: Phase, layer: LayerWork) -> Phase:
@@ -365,15 +417,15 @@ def _by_chunk_s(grid: StageGrid, last: PassWork, sent_s: Array, factors: Array) 
     return np.asanyarray((reduce + (chunks - 1) * exposed_s) / chunks)
 
 
-def _mixed(kept: Array, whole: Array) -> Linear:
-    return Linear(per_layer=kept, per_ckpt=dropped_if_idle(np.asanyarray(whole - kept)))
+def _mixed(place: int, kept: Array, whole: Array) -> Linear:
+    return of_kind(place, kept, dropped_if_idle(np.asanyarray(whole - kept)))
 
 
-def _once(grid: StageGrid, kept: Array, whole: Array) -> Linear:
+def _once(grid: StageGrid, runs: int, kept: Array, whole: Array) -> Linear:
     """Once per run of layers, of which every chunk of an interleaved stage is one: of recomputed layers when
     there are no others."""
-    if not (kept.any() or whole.any()):
+    if not runs or not (kept.any() or whole.any()):
         return Linear()
     if kept is whole or not np.any(grid.ckpt):
-        return Linear(grid.vpp * kept)
-    return Linear(grid.vpp * np.where(grid.ckpt < grid.layers, kept, whole))
+        return Linear(runs * kept)
+    return Linear(runs * np.where(grid.ckpt < grid.layers, kept, whole))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, Array, StageCost, StageGrid, recompute_values
+from mist_megatron.cost.kinds import own_name, size_values
 from mist_megatron.cost.priced_parts import require_priced
 from mist_megatron.cost.program_cache import Store, load_or_build
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
@@ -20,6 +21,7 @@ from mist_megatron.cost.work import StageWork, stage_work
 from mist_megatron.price.deterministic import DeterministicPrices
 from mist_megatron.price.prices import LayerShape, Prices
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.layer import LayerKind
 from mist_megatron.spec.mesh import Mesh, StageRole
 from mist_megatron.spec.recompute import Recompute
 from mist_megatron.spec.term import Term
@@ -65,6 +67,7 @@ class StageEvaluator:
         self, job: Job, prices: Prices, stage: StageProgram, *, without: frozenset[Term] = frozenset()
     ) -> None:
         self.job = job
+        self.kinds = tuple(kind.name for kind in job.model.kinds)
         self.prices = prices
         self.stage = stage
         self.limit_bytes = job.cluster.memory_limit_bytes or limit_of(job.cluster.gpu.memory_bytes.value)
@@ -81,8 +84,8 @@ class StageEvaluator:
     def __call__(self, grid: StageGrid) -> StageCost:
         factors = self.factors(grid)
         return StageCost(
-            stable_s=factors.stable.at(grid.layers, grid.ckpt),
-            delta_s=factors.delta.at(grid.layers, grid.ckpt),
+            stable_s=factors.stable.at(grid),
+            delta_s=factors.delta.at(grid),
             peak_bytes=self.peak_bytes(grid),
         )
 
@@ -160,8 +163,7 @@ class StageEvaluator:
         return {
             **self.layer_values(grid, grid.micro_batch, grid.tp),
             "dp": grid.dp,
-            "l": grid.layers,
-            "c": grid.ckpt,
+            **self._counts(grid),
             "p": grid.in_flight,
             "z1": np.where(grid.zero >= 1, 1.0, 0.0),
             "z2": np.where(grid.zero >= 2, 1.0, 0.0),
@@ -169,13 +171,22 @@ class StageEvaluator:
             **{OFFLOAD_SYMBOLS[kind]: fraction for kind, fraction in grid.offload.items()},
         }
 
+    def _counts(self, grid: StageGrid) -> dict[str, Array | float]:
+        """Layers and recomputed layers of each kind."""
+        counts: dict[str, Array | float] = {}
+        for kind, count in zip(self.kinds, grid.by_kind, strict=True):
+            counts[own_name("l", kind)] = count.layers
+            counts[own_name("c", kind)] = count.ckpt
+        return counts
+
     def passes(self, grid: StageGrid) -> dict[str, Array]:
         """Parts of t that schedules other than 1F1B ask for."""
         loads = self.loads(grid)
         layers = [load for load in (loads.embedding, loads.head) if load is not None]
-        block = loads.block
-        forward = grid.layers * (block.forward_s + block.forward_collective_s)
-        weight_grad = grid.layers * block.weight_grad_s
+        forward = weight_grad = ZERO
+        for count, block in zip(grid.by_kind, loads.blocks, strict=True):
+            forward = forward + count.layers * (block.forward_s + block.forward_collective_s)
+            weight_grad = weight_grad + count.layers * block.weight_grad_s
         for load in layers:
             forward = forward + load.forward_s + load.forward_collective_s
             weight_grad = weight_grad + load.weight_grad_s
@@ -184,7 +195,7 @@ class StageEvaluator:
     def provenance(self, grid: StageGrid) -> dict[str, Array]:
         """Seconds of a micro-batch that the profile held exactly, interpolated, or extrapolated."""
         pairs = self._priced(self._linked(grid))
-        kinds = [("block", grid.layers)]
+        kinds = [(kind, count.layers) for kind, count in zip(self.kinds, grid.by_kind, strict=True)]
         kinds += [("embedding", np.ones(()))] if grid.role.has_embedding else []
         kinds += [("head", np.ones(()))] if grid.role.has_head else []
         sums: dict[str, Array] = {}
@@ -201,18 +212,20 @@ class StageEvaluator:
         pairs = self._priced(self._linked(grid))
         role = grid.role
         embedding, head = pairs.load("embedding"), pairs.load("head") if role.has_head else None
-        block = pairs.load("block")
+        blocks = [pairs.load(kind) for kind in self.kinds]
         if role is not StageRole.ONLY and self._context.facts.pipeline.recomputes_to_end:
-            block = replace(block, unneeded_s=np.zeros(()), unneeded_collective_s=np.zeros(()))
+            nothing = np.zeros(())
+            blocks = [replace(block, unneeded_s=nothing, unneeded_collective_s=nothing) for block in blocks]
         if head is not None and role is StageRole.ONLY:
             head = replace(head, parameters=pairs.size("head_parameters_alone"))
         tied = self.job.model.tied_embeddings and role in (StageRole.FIRST, StageRole.LAST)
         return StageLoads(
-            block=block,
+            block=blocks[0],
             embedding=embedding if role.has_embedding else None,
             head=head,
             boundary_bytes=pairs.size("boundary_bytes"),
             tied_parameters=embedding.parameters if tied else None,
+            others=dict(zip(self.kinds[1:], blocks[1:], strict=True)),
         )
 
     def _priced(self, grid: StageGrid) -> _PricedPairs:
@@ -237,21 +250,22 @@ class StageEvaluator:
         sizes = self.stage.program.run(self.layer_values(grid, pairs[0], pairs[1]))
         passes = price_passes(self.stage, sizes, self.prices, self._mesh(pairs[1], grid), grid.placed)
         if self._context.facts.softmax_falls_back and not self.job.training.flash_attention:
-            matrices = pairs[0] * self.job.model.heads / pairs[1]
-            scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
-            passes = with_unfused_softmax(passes, matrices, scores_bytes, self.prices)
-            passes = self._with_layer_ratio(passes, pairs)
+            for kind in self.job.model.kinds:
+                matrices = pairs[0] * kind.heads / pairs[1]
+                scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
+                passes = with_unfused_softmax(passes, kind.name, matrices, scores_bytes, self.prices)
+                passes = self._with_layer_ratio(passes, kind, pairs)
         facts = self._context.facts
         return _Pairs(passes, sizes, (facts.host.per_launch_s, facts.host.per_peer_s), grid.recompute)
 
     def _with_layer_ratio(
-        self, passes: dict[tuple[str, str], PassTime], pairs: Sequence[Array]
+        self, passes: dict[tuple[str, str], PassTime], kind: LayerKind, pairs: Sequence[Array]
     ) -> dict[tuple[str, str], PassTime]:
         """Whole layers as measured, where the profile knows them."""
-        model, seq = self.job.model, np.asarray(float(self.job.training.seq_len))
-        hidden, heads = np.asarray(float(model.hidden)), np.asarray(float(model.heads))
+        seq = np.asarray(float(self.job.training.seq_len))
+        hidden, heads = np.asarray(float(kind.hidden)), np.asarray(float(kind.heads))
         ratio = self.prices.layer_ratio(LayerShape(pairs[0], seq, hidden, heads, pairs[1]))
-        return {key: one.scaled(ratio) if key[0] == "block" else one for key, one in passes.items()}
+        return {key: one.scaled(ratio) if key[0] == kind.name else one for key, one in passes.items()}
 
     def _mesh(self, tp: Array, grid: StageGrid) -> Mesh[Array]:
         """One data-parallel replica: layers talk inside of it only."""
@@ -306,7 +320,7 @@ class _Pairs:
             forward_collective_s=forward.stopping_s,
             backward_collective_s=backward.stopping_s,
             parameters=self.sizes[f"{layer}_parameters"],
-            saved_bytes=self.sizes["saved_bytes"] if layer == "block" else np.zeros(()),
+            saved_bytes=self.sizes.get(f"{layer}_saved_bytes", np.zeros(())),
             dropped_s=ZERO if dropped is None else dropped.compute_s + dropped.waiting_s(*host_s),
             dropped_collective_s=ZERO if dropped is None else dropped.stopping_s,
             weight_grad_s=backward.weight_grad_s,
@@ -342,15 +356,11 @@ class _PricedPairs:
 
 def _model_values(job: Job) -> dict[str, float]:
     """Values of the symbols (`cost/symbols.py`) that do not change between configurations."""
-    model = job.model
+    seq_len = float(job.training.seq_len)
     return {
-        "s": float(job.training.seq_len),
+        "s": seq_len,
         "cp": float(job.execution.context_parallel),
-        "h": float(model.hidden),
-        "f": float(model.ffn_hidden),
-        "a": float(model.heads),
-        "k": float(model.kv_heads),
-        "e": float(model.head_dim),
+        **size_values(job.model, seq_len),
     }
 
 

@@ -14,6 +14,7 @@ from mist_megatron.cost.memory import stage_memory
 from mist_megatron.cost.operators import Operator, Work, WorkKind
 from mist_megatron.cost.symbolic import layer_graphs, layer_options, size_expressions
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.layer import OWN_KIND
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.targets.table import TARGETS
 
@@ -44,22 +45,29 @@ def explain(job: Job, role: StageRole) -> tuple[Section, ...]:
     graphs = layer_graphs(job)
     facts = TARGETS[job.target].memory(job.execution)
     memory = stage_memory(job.model, layer_options(job), facts, role)
-    block = graphs["block"]
     sizes = size_expressions(job)
+    layers = [part for kind in job.model.kinds for part in _of_kind(kind.name, graphs[kind.name], sizes)]
     return (
-        Section("operators of one layer, forward", _operators(block, backward=False)),
-        Section("operators of one layer, backward", _operators(block, backward=True)),
+        *layers,
+        Section(f"memory held by a {role.value} stage, bytes", _named(memory.terms)),
+        Section("moments that may be the peak, bytes", _named(memory.peaks)),
+    )
+
+
+def _of_kind(name: str, block: tuple[Operator, ...], sizes: dict[str, Expr]) -> tuple[Section, ...]:
+    one = "one layer" if name == OWN_KIND else f"one layer of kind {name}"
+    return (
+        Section(f"operators of {one}, forward", _operators(block, backward=False)),
+        Section(f"operators of {one}, backward", _operators(block, backward=True)),
         Section(
-            "sizes of one layer, per tensor-parallel rank",
+            f"sizes of {one}, per tensor-parallel rank",
             (
-                Line("parameters", written(sizes["block_parameters"])),
-                Line("saved bytes", written(sizes["saved_bytes"])),
+                Line("parameters", written(sizes[f"{name}_parameters"])),
+                Line("saved bytes", written(sizes[f"{name}_saved_bytes"])),
                 Line("forward FLOPs", written(forward_flops(block))),
                 Line("backward FLOPs", written(backward_flops(block))),
             ),
         ),
-        Section(f"memory held by a {role.value} stage, bytes", _named(memory.terms)),
-        Section("moments that may be the peak, bytes", _named(memory.peaks)),
     )
 
 
@@ -83,6 +91,7 @@ def _work(work: Work) -> str:
         return f"T(gemm M={m}, N={n}, K={k}, batch={batch})"
     if work.attention is not None:
         b, s, a, kv, e = (written(size) for size in work.attention)
-        return f"T(attention batch={b}, seq={s}, heads={a}, kv={kv}, width={e})"
+        share = "" if work.pairs_share is None else f", pairs share={written(work.pairs_share)}"
+        return f"T(attention batch={b}, seq={s}, heads={a}, kv={kv}, width={e}{share})"
     kind = "memory" if work.kind is WorkKind.MEMORY else work.kind.value.replace("_", "-")
     return f"T({kind} {written(work.moved_bytes)} bytes)"

@@ -25,6 +25,19 @@ def recompute_values(recompute: Recompute) -> dict[str, float]:
     return {name: float(kind == recompute) for kind, name in RECOMPUTE_SYMBOLS.items()}
 
 
+@dataclass(frozen=True)
+class LayerCount:
+    """Layers of one kind ..."""
+
+    layers: Array
+    ckpt: Array
+    """... and how many of these are recomputed in full."""
+
+
+Ends = tuple[int, int]
+"""Kinds of the first and of the last layer of a run of layers, by their places in the model's kinds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageGrid:
     """Configurations of one role and mesh; the arrays broadcast together (an open grid is cheapest)."""
@@ -53,6 +66,23 @@ class StageGrid:
     activations, and hands them on inside its group."""
     placed: Placed | None = None
     """Where its ranks are, if not where their numbers say."""
+    counts: tuple[LayerCount, ...] = ()
+    """`layers` and `ckpt` by kind of layer, where a model has several."""
+    runs: tuple[Ends, ...] = ()
+    """By chunk of the stage, where a model has several kinds."""
+
+    @property
+    def by_kind(self) -> tuple[LayerCount, ...]:
+        """Counts of each kind of layer."""
+        return self.counts or (LayerCount(self.layers, self.ckpt),)
+
+    def beginning(self, place: int) -> int:
+        """How many of its runs of layers begin with the kind at that place ..."""
+        return sum(first == place for first, _ in self.runs) if self.runs else self.vpp
+
+    def ending(self, place: int) -> int:
+        """... and how many end with it."""
+        return sum(last == place for _, last in self.runs) if self.runs else self.vpp
 
     def offloading(self, **fractions: Array) -> StageGrid:
         """The same with other fractions of these kinds of bytes in host memory."""

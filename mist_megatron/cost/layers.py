@@ -26,7 +26,8 @@ from mist_megatron.cost.shapes import (
     TOKENS,
     VOCAB_SHARE,
 )
-from mist_megatron.cost.symbols import CP, HEAD_DIM, HEADS, HIDDEN, SP, TP, B, S
+from mist_megatron.cost.symbols import CP, HEAD_DIM, HEADS, HIDDEN, SP, TP, WINDOW, B, S
+from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import RECOMPUTES, Part, Recompute
@@ -49,8 +50,8 @@ class LayerOptions:
     logits stay in 16 bits: fp8_dpa is off by default, and Megatron's output layer is none of the engine's."""
 
 
-def block(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
-    """One transformer layer."""
+def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    """One transformer layer of that shape."""
     attention = (
         *_projection_in(
             "qkv",
@@ -61,7 +62,7 @@ def block(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
         ),
         *((_rotary(),) if model.rotary else ()),
         _context_ring(),
-        *(_flash_attention(),) * options.flash_attention,
+        *(_flash_attention(model),) * options.flash_attention,
         *(() if options.flash_attention else _plain_attention(options)),
         *_projection_out(
             "attention_out",
@@ -109,7 +110,7 @@ def block(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
     )
 
 
-def _parallel_entry(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
+def _parallel_entry(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """Norms of a block whose attention and MLP stand side by side. Two norms make two tensors that enter the
     tensor-parallel region. One makes one, whose gradients are added before they are reduced; but under
     sequence parallelism each linear module gathers it for itself, so that it keeps only its rows."""
@@ -245,7 +246,7 @@ def _products(
     )
 
 
-def _norm(name: str, model: ModelSpec, options: LayerOptions, reads: str) -> Operator:
+def _norm(name: str, model: LayerSpec, options: LayerOptions, reads: str) -> Operator:
     statistics = options.norm_statistics_bytes or (8 if model.norm == "layernorm" else 4)
     return Operator(
         name=name,
@@ -333,22 +334,38 @@ def _attention_inputs() -> tuple[SavedTensor, ...]:
     )
 
 
-def _flash_attention() -> Operator:
+def _pairs_share(layer: LayerSpec) -> Expr | None:
+    """Pairs of tokens of which one sees the other, of those of causal attention; None for all of these."""
+    if layer.attention == "causal" and layer.window is None:
+        return None
+    causal = S * (S + 1) / 2
+    if layer.attention == "full":
+        return S * (S if layer.window is None else WINDOW) / causal
+    return (WINDOW * S - WINDOW * (WINDOW - 1) / 2) / causal
+
+
+def _flash_attention(layer: LayerSpec) -> Operator:
     """Fused attention core: keeps its inputs, its output and one fp32 number per row and head."""
     heads, kv_heads = HEADS / TP, KEY / HEAD_DIM
     # Causal work is half of the full square; flop counters count the square, as here.
     full = 4 * B * heads * S * S * HEAD_DIM / CP
+    share = _pairs_share(layer)
+    if layer.window is not None:
+        full = full * (WINDOW / S if layer.attention == "full" else share)
     # A context-parallel rank computes its share of the square: priced as that share of the heads.
     size = (B, S, heads / CP, kv_heads, HEAD_DIM)
     return Operator(
         name="attention",
-        forward=(Work(name="attention", kind=WorkKind.ATTENTION, flops=full, attention=size),),
+        forward=(
+            Work(name="attention", kind=WorkKind.ATTENTION, flops=full, attention=size, pairs_share=share),
+        ),
         backward=(
             Work(
                 name="attention_backward",
                 kind=WorkKind.ATTENTION,
                 flops=full * 5 / 2,
                 attention=size,
+                pairs_share=share,
                 kernels=3,
             ),
         ),
@@ -408,7 +425,7 @@ def _plain_attention(options: LayerOptions) -> tuple[Operator, ...]:
     )
 
 
-def _activation(model: ModelSpec, gates: int) -> Operator:
+def _activation(model: LayerSpec, gates: int) -> Operator:
     """Activation of the MLP, fused with the product of a gated one: keeps its input only."""
     inner = HALF * TOKENS * INNER
     return Operator(

@@ -7,10 +7,12 @@ optimizer's fraction to others, buffers may appear with the first of it: there e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sympy import Expr, Integer, Max
 
+from mist_megatron.cost.blocks import Block, blocks
 from mist_megatron.cost.layers import CORE, LayerOptions, block, embedding, head, parameters, saved_bytes
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import (
@@ -26,12 +28,10 @@ from mist_megatron.cost.shapes import (
     VOCAB_SHARE,
 )
 from mist_megatron.cost.symbols import (
-    CKPT,
     CP,
     DP,
     HIDDEN,
     IN_FLIGHT,
-    LAYERS,
     OFFLOAD,
     RECOMPUTE,
     SP,
@@ -42,6 +42,7 @@ from mist_megatron.cost.symbols import (
     B,
     S,
 )
+from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
@@ -79,7 +80,7 @@ class LayerMemory:
     """The same of its backward pass, where its saved tensors go one by one."""
 
 
-def layer_memory(model: ModelSpec, options: LayerOptions, modules: Modules) -> LayerMemory:
+def layer_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> LayerMemory:
     """Saved and transient bytes of a transformer layer."""
     operators = block(model, options)
     kept = saved_bytes(operators)
@@ -120,7 +121,7 @@ def layer_memory(model: ModelSpec, options: LayerOptions, modules: Modules) -> L
     return LayerMemory(saved, ACTIVATION, forward, backward)
 
 
-def _plain_modules(model: ModelSpec) -> Expr:
+def _plain_modules(model: LayerSpec) -> Expr:
     """What modules written in plain PyTorch keep beyond fused kernels, as in LLaMA of Hugging Face's
     transformers: an RMSNorm its input in fp32 and the normalised input in half precision, where a fused one
     keeps the input; a gated MLP silu(gate) beside gate, up and their product."""
@@ -129,15 +130,16 @@ def _plain_modules(model: ModelSpec) -> Expr:
     return norms + gelu + (HALF * TOKENS * INNER if model.gated_mlp else ZERO)
 
 
-def _composite_gelu(model: ModelSpec) -> bool:
+def _composite_gelu(model: LayerSpec) -> bool:
     """GPT-2 in transformers spells its GELU out (NewGELUActivation): beside input and output it keeps half
-    the input, the hyperbolic tangent, and one more than that. Models of its shape, with learned positions and
-    a key head for each query head, are trained with that module; later ones have a fused GELU, OPT none."""
-    like_gpt2 = model.learned_positions > 0 and model.kv_heads == model.heads
+    the input, the hyperbolic tangent, and one more than that. Models of its shape, with learned positions, a
+    key head for each query head and causal attention, are trained with that module; later ones and BERT have
+    a fused GELU, OPT none."""
+    like_gpt2 = not model.rotary and model.attention == "causal" and model.kv_heads == model.heads
     return like_gpt2 and model.activation == "gelu" and not model.gated_mlp
 
 
-def _mist_transients(model: ModelSpec, options: LayerOptions, saved: Expr) -> tuple[Expr, Expr]:
+def _mist_transients(model: LayerSpec, options: LayerOptions, saved: Expr) -> tuple[Expr, Expr]:
     """Beyond saved bytes, as measured on Mist's runtime (artifact, README and 26 stage peaks)."""
     share = INNER / HIDDEN
     norms = 16 * B * S
@@ -151,7 +153,7 @@ def _mist_transients(model: ModelSpec, options: LayerOptions, saved: Expr) -> tu
     return forward - saved + SCORES, backward - saved + SCORES
 
 
-def _norm_parameters(model: ModelSpec) -> Expr:
+def _norm_parameters(model: LayerSpec) -> Expr:
     norms = model.parallel_norms if model.parallel_block else 2
     return Integer(norms * model.norm_parameters)
 
@@ -175,31 +177,38 @@ def stage_memory(
     role: StageRole,
 ) -> StageMemory:
     """All terms and candidates of one stage."""
-    layer = layer_memory(model, options, facts.modules)
+    found = blocks(model, options)
+    kinds = tuple(_kind(block, len(found), options, facts.modules) for block in found)
     states = _states(model, options, facts, role)
     piped = facts.pipe_buffers and role is not StageRole.ONLY
     pipe = _pipe_buffers(facts, role) if piped else NO_BUFFERS
     states["buffers"] = states["buffers"] + pipe.held
     held = sum(states.values(), start=ZERO)
-    resident = LAYERS - CKPT
-    per_micro_batch = resident * layer.saved * (1 - OFFLOAD.activations) + CKPT * layer.kept_input
+    per_micro_batch = sum(
+        (
+            (kind.layers - kind.ckpt) * kind.saved * (1 - OFFLOAD.activations) + kind.ckpt * kind.kept_input
+            for kind in kinds
+        ),
+        start=ZERO,
+    )
     # Offloaded tensors pass through the GPU: one layer's on the way out, one layer's on the way back.
-    per_micro_batch_once = OFFLOAD.activations * layer.saved
+    per_micro_batch_once = OFFLOAD.activations * _most([kind.present * kind.saved for kind in kinds])
     edge = _edge_activations(model, options, facts, role) + pipe.per_micro_batch
     activations = IN_FLIGHT * (per_micro_batch + edge) + per_micro_batch_once
     others = (IN_FLIGHT - 1) * (per_micro_batch + edge)
     peaks = {
-        "backward": held + activations + layer.backward,
-        "forward": held + activations + layer.forward,
+        "backward": held + activations + _most([kind.present * kind.backward for kind in kinds]),
+        "forward": held + activations + _most([kind.present * kind.forward for kind in kinds]),
     }
     if facts.recomputes_first_layers:
-        again = others + edge + CKPT * layer.kept_input + layer.saved
-        peaks["recompute"] = held + again + layer.backward
+        kept = sum((kind.ckpt * kind.kept_input for kind in kinds), start=ZERO)
+        live = _most([kind.present * (kind.saved + kind.backward) for kind in kinds])
+        peaks["recompute"] = held + others + edge + kept + live
     else:
         # Recomputation meets everything kept; without recomputed layers nothing is made again. The live
         # layer's tensors are counted once: as made again when it is recomputed, else in activations.
-        recomputing = CKPT / Max(CKPT, 1, evaluate=False)
-        peaks["backward"] = held + activations + recomputing * layer.saved + layer.backward
+        live = _most([kind.present * (kind.recomputing * kind.saved + kind.backward) for kind in kinds])
+        peaks["backward"] = held + activations + live
     if role.has_head:
         peaks["loss"] = held + activations + _head_transients(options, facts.modules) - pipe.own_logits
     if role.has_embedding and facts.table_gradient:
@@ -221,6 +230,46 @@ def stage_memory(
             widest = _widest(model, options, role) / _sharded(Z1, DP * CP)
             peaks["layer_step"] = held + activations + facts.step.of_layer * widest * made
     return StageMemory({**states, "activations": activations}, peaks)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of layer on a stage."""
+
+    layers: Expr
+    ckpt: Expr
+    present: Expr
+    """1 where the stage has a layer of this kind."""
+    recomputing: Expr
+    """1 where it recomputes one."""
+    saved: Expr
+    kept_input: Expr
+    forward: Expr
+    backward: Expr
+
+
+def _kind(block: Block, kinds: int, options: LayerOptions, modules: Modules) -> _Kind:
+    memory = layer_memory(block.kind, options, modules)
+    return _Kind(
+        layers=block.layers,
+        ckpt=block.ckpt,
+        present=_present(block, kinds),
+        recomputing=block.ckpt / Max(block.ckpt, 1, evaluate=False),
+        saved=block.own(memory.saved),
+        kept_input=block.own(memory.kept_input),
+        forward=block.own(memory.forward),
+        backward=block.own(memory.backward),
+    )
+
+
+def _present(block: Block, kinds: int) -> Expr:
+    """1 where a stage has a layer of this kind; every stage has one of an only kind."""
+    return ONE if kinds == 1 else block.layers / Max(block.layers, 1, evaluate=False)
+
+
+def _most(sizes: Sequence[Expr]) -> Expr:
+    """The largest, over kinds of layers."""
+    return sizes[0] if len(sizes) == 1 else Max(*sizes, evaluate=False)
 
 
 @dataclass(frozen=True)
@@ -255,7 +304,8 @@ def _buckets(facts: MemoryFacts) -> Expr:
 
 def _elements(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
     first, last = edge_parameters(model, options, role)
-    return LAYERS * parameters(block(model, options)) + first + last
+    inner = sum((block.layers * block.parameters for block in blocks(model, options)), start=ZERO)
+    return inner + first + last
 
 
 def _sharded(switch: Expr, ranks: Expr) -> Expr:
@@ -265,8 +315,8 @@ def _sharded(switch: Expr, ranks: Expr) -> Expr:
 
 def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: StageRole) -> dict[str, Expr]:
     """Weights, gradients and optimizer states by ZeRO level and offload, and the buffers they need."""
-    each = parameters(block(model, options))
-    inner = LAYERS * each
+    kinds = blocks(model, options)
+    inner = sum((kind.layers * kind.parameters for kind in kinds), start=ZERO)
     first, last = edge_parameters(model, options, role)
     ranks = DP * CP
     follow = facts.edges_follow
@@ -295,14 +345,28 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     if facts.modules == "transformer_engine":
         # One unused half-precision weight gradient is kept per distinct weight shape: the real one is added
         # to the fp32 buffer inside the GEMM, and autograd is handed this instead.
-        states["buffers"] = states["buffers"] + HALF * (each - _norm_parameters(model))
+        alike = {_matrices(kind.kind): kind for kind in reversed(kinds)}
+        kept_once = sum(
+            (
+                _present(kind, len(kinds)) * (kind.parameters - _norm_parameters(kind.kind))
+                for kind in alike.values()
+            ),
+            start=ZERO,
+        )
+        states["buffers"] = states["buffers"] + HALF * kept_once
     return states
 
 
 def _widest(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
-    """Parameters of the largest of layer, embedding and head."""
-    edges = edge_parameters(model, options, role)
-    return Max(parameters(block(model, options)), *(e for e in edges if e != ZERO), evaluate=False)
+    """Parameters of the largest of layers, embedding and head."""
+    edges, kinds = edge_parameters(model, options, role), blocks(model, options)
+    layers = [_present(kind, len(kinds)) * kind.parameters for kind in kinds]
+    return Max(*layers, *(e for e in edges if e != ZERO), evaluate=False)
+
+
+def _matrices(layer: LayerSpec) -> tuple[int, ...]:
+    """What decides the shapes of a layer's matrices."""
+    return layer.hidden, layer.query_width, layer.kv_width, layer.ffn_hidden, int(layer.gated_mlp)
 
 
 def _any(fraction: Expr) -> Expr:

@@ -48,6 +48,9 @@ class Work:
     """(M, N, K, batch) of a GEMM: `batch` independent products of (M x K)(K x N)."""
     attention: tuple[Expr, Expr, Expr, Expr, Expr] | None = None
     """(batch, seq, query heads, key-value heads, head dim) on this rank, causal."""
+    pairs_share: Expr | None = None
+    """Of an attention core that is not causal over the whole sequence: its pairs of tokens, as a share of a
+    causal one's; it takes that share of its time."""
     kernels: int = 1
     """Kernel launches, for the launch-overhead floor."""
     eight_bit: bool = False

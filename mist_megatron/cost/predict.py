@@ -11,7 +11,7 @@ import numpy as np
 from mist_megatron.cost.borders import exchanges_seconds
 from mist_megatron.cost.closed_form import Refinement, closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.grid import LayerCount, StageGrid
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
 from mist_megatron.cost.placed import placed_stages
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
@@ -131,7 +131,37 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
         stages=stages,
         vpp=plan.vpp,
         bridged=bridged(plan),
+        **_kinds_of(plan, position),
     )
+
+
+def _kinds_of(plan: Plan, position: int) -> dict[str, Any]:
+    """What the layers of a stage are, where a model has several kinds."""
+    kinds, of_layer = plan.model.kinds, plan.model.kind_of_layer
+    if len(kinds) == 1:
+        return {}
+    chunks = plan.layers_of(position)
+    again = [layer for chunk in recomputed_layers(plan, position) for layer in chunk]
+    layers = [layer for chunk in chunks for layer in chunk]
+    counts = [
+        LayerCount(*(_one(sum(of_layer[layer] == place for layer in some)) for some in (layers, again)))
+        for place in range(len(kinds))
+    ]
+    return {
+        "counts": tuple(counts),
+        "runs": tuple((of_layer[chunk[0]], of_layer[chunk[-1]]) for chunk in chunks),
+    }
+
+
+def recomputed_layers(plan: Plan, position: int) -> tuple[range, ...]:
+    """Of each chunk of a stage, the layers that are recomputed in full: which ones follows the target
+    (Megatron's block method takes a chunk's first ones, Mist's runtime a stage's last)."""
+    first = TARGETS[plan.target].memory(plan.execution).recomputes_first_layers
+    # vpp divides ckpt where the target runs it; a what-if plan may leave a rest to the first chunks.
+    each, rest = divmod(plan.stages[position].ckpt, plan.vpp)
+    counts = [each + (chunk < rest) for chunk in range(plan.vpp)]
+    chunks = zip(plan.layers_of(position), counts, strict=True)
+    return tuple(chunk[:count] if first else chunk[len(chunk) - count :] for chunk, count in chunks)
 
 
 def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
@@ -232,8 +262,8 @@ def _predict_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredictio
     stable_terms_s, delta_terms_s = _at(terms.stable, grid), _at(terms.delta, grid)
     steps = steps_of(delta_terms_s, facts)
     return StagePrediction(
-        stable_s=totals(terms.stable).at(grid.layers, grid.ckpt).item(),
-        delta_s=totals(terms.delta).at(grid.layers, grid.ckpt).item(),
+        stable_s=totals(terms.stable).at(grid).item(),
+        delta_s=totals(terms.delta).at(grid).item(),
         forward_s=parts["forward_s"].item(),
         step_s=sum(delta_terms_s.get(name, 0.0) for name in steps),
         first_s=sum(delta_terms_s.get(name, 0.0) for name in first_terms(facts)),
@@ -253,7 +283,7 @@ def _predict_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredictio
 
 
 def _at(terms: Mapping[Term, Linear], grid: StageGrid) -> dict[Term, float]:
-    return {name: term.at(grid.layers, grid.ckpt).item() for name, term in terms.items()}
+    return {name: term.at(grid).item() for name, term in terms.items()}
 
 
 def _measured_share(plan: Plan, evaluator: StageEvaluator) -> dict[str, float]:
@@ -268,11 +298,16 @@ def _measured_share(plan: Plan, evaluator: StageEvaluator) -> dict[str, float]:
 
 def model_flops(model: ModelSpec, training: TrainingSpec) -> float:
     """FLOPs of one optimizer step without recomputation: 6 per weight of a matrix and token, and
-    12 layers * query width * sequence per token for full attention (Chowdhery et al. 2022, appendix B)."""
-    attention = model.query_width + 2 * model.kv_width + model.query_width
-    mlp = (3 if model.gated_mlp else 2) * model.ffn_hidden
-    matrices = model.layers * model.hidden * (attention + mlp) + model.hidden * model.vocab
-    per_token = 6.0 * matrices + 12.0 * model.layers * model.query_width * training.seq_len
+    12 layers * query width * sequence per token for full attention (Chowdhery et al. 2022, appendix B), which
+    causal attention counts as well; windows have their share of that."""
+    matrices, attended = model.hidden * model.vocab, 0.0
+    for kind in model.kinds:
+        layers = model.layers_of_kind[kind.name]
+        matrices += layers * kind.matrix_elements
+        seen = training.seq_len if kind.window is None else min(kind.window, training.seq_len)
+        share = kind.pairs_share(training.seq_len) if kind.attention == "causal" else seen / training.seq_len
+        attended += 12.0 * layers * kind.query_width * training.seq_len * share
+    per_token = 6.0 * matrices + attended
     return per_token * training.global_batch * training.seq_len
 
 

@@ -9,10 +9,10 @@ from mist_megatron.spec.model import ModelSpec
 def require_priced(model: ModelSpec) -> None:
     """Refuse a model of which a part would be left out of time and memory."""
     parts = {
-        "mixtures of experts": model.experts is not None,
-        "latent attention": model.latent_attention is not None,
-        "query-key norms": model.qk_norm,
-        "attention sinks": model.sinks,
+        "mixtures of experts": any(kind.experts is not None for kind in model.kinds),
+        "latent attention": any(kind.latent_attention is not None for kind in model.kinds),
+        "query-key norms": any(kind.qk_norm for kind in model.kinds),
+        "attention sinks": any(kind.sinks for kind in model.kinds),
         "multi-token prediction": model.mtp_layers > 0,
     }
     missing = [part for part, there in parts.items() if there]

@@ -258,4 +258,5 @@ def _function_of(work: Work, values: dict[str, Any]) -> str:
 
 
 def _asked(name: str, values: Mapping[str, Any]) -> tuple[str, tuple[Node, ...], tuple[str, ...]]:
-    return name, tuple(node_of(value) for value in values.values()), tuple(values)
+    given = {key: value for key, value in values.items() if value is not None}
+    return name, tuple(node_of(value) for value in given.values()), tuple(given)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import Spans, send_seconds
-from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext
+from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext, of_kind
 from mist_megatron.cost.traffic import replica_nodes
 from mist_megatron.cost.work import LayerWork, StageWork, hop_seconds
 from mist_megatron.price.prices import Array
@@ -103,13 +103,16 @@ def _sent_beside_chunks(sends: _Sends) -> tuple[Linear, Linear]:
     chunk that waits for nothing but the link. A layer hides its share of a send, which keeps all this linear
     in recomputed layers (chunks are equal, so a stage has no other number of layers); embedding or head hide
     waits too."""
-    work, grid = sends.work, sends.work.grid
-    kept_s, kept_d = _per_layer(sends, work.kept)
-    trip = 2.0 * (grid.stages * grid.vpp - 1) * sends.hop_s
-    if work.recomputed is work.kept:
-        return Linear(per_layer=kept_s), Linear(trip, kept_d)
-    whole_s, whole_d = _per_layer(sends, work.recomputed)
-    return Linear(per_layer=kept_s, per_ckpt=whole_s - kept_s), Linear(trip, kept_d, whole_d - kept_d)
+    grid = sends.work.grid
+    stable, delta = Linear(), Linear(2.0 * (grid.stages * grid.vpp - 1) * sends.hop_s)
+    for place, block in enumerate(sends.work.blocks):
+        kept_s, kept_d = _per_layer(sends, block.kept)
+        more_s = more_d = ZERO
+        if block.recomputed is not block.kept:
+            whole_s, whole_d = _per_layer(sends, block.recomputed)
+            more_s, more_d = whole_s - kept_s, whole_d - kept_d
+        stable, delta = stable + of_kind(place, kept_s, more_s), delta + of_kind(place, kept_d, more_d)
+    return stable, delta
 
 
 def _edge_seconds(loads: StageLoads) -> Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
     from mist_megatron.cost.operators import Operator, Work
 
-LAYER_KINDS = ("embedding", "block", "head")
+EDGES = ("embedding", "head")
+"""Layers of the model that are no transformer layers; all others are kinds of these (`spec.layer`)."""
 PASSES = ("forward", "backward", *PARTIAL, "unneeded")
 """Each of PARTIAL is what that kind of recomputation runs again of every layer; `unneeded` what
 of the forward pass full recomputation does not."""
@@ -109,7 +111,7 @@ def stage_program_from_document(document: Any) -> StageProgram | None:
     except (TypeError, KeyError, ValueError, AttributeError):
         return None
     sane = all(
-        u.layer in LAYER_KINDS and u.run in PASSES and 0 <= u.item < len(items) and u.count > 0 for u in uses
+        u.layer.isidentifier() and u.run in PASSES and 0 <= u.item < len(items) and u.count > 0 for u in uses
     )
     whole = {role: program for role, program in memory.items() if program is not None}
     if program is None or not sane or len(whole) < len(memory):
@@ -118,20 +120,23 @@ def stage_program_from_document(document: Any) -> StageProgram | None:
 
 
 def build_stage_program(
-    layers: Mapping[str, Sequence[Operator]], sizes: Mapping[str, Expr], unneeded: Sequence[Operator] = ()
+    layers: Mapping[str, Sequence[Operator]],
+    sizes: Mapping[str, Expr],
+    unneeded: Mapping[str, Sequence[Operator]] = MappingProxyType({}),
 ) -> StageProgram:
-    """`layers` maps each of LAYER_KINDS to its operators; `sizes` are further named expressions
-    (parameters, saved bytes, memory terms) compiled along, so that they share subexpressions; `unneeded` are
-    the operators of a block that full recomputation leaves out."""
+    """`layers` maps each of EDGES and each kind of layer to its operators; `sizes` are further named
+    expressions (parameters, saved bytes, memory terms) compiled along, so that they share subexpressions;
+    `unneeded` are the operators of a kind that full recomputation leaves out."""
     table = _WorkTable()
-    for kind in LAYER_KINDS:
-        for operator in layers[kind]:
+    for kind, operators in layers.items():
+        for operator in operators:
             table.add(kind, "forward", operator.forward, backward=False)
             table.add(kind, "backward", operator.backward, backward=True)
-            for recompute in kinds_that_drop(operator.part) if kind == "block" else ():
+            for recompute in () if kind in EDGES else kinds_that_drop(operator.part):
                 table.add(kind, recompute, operator.forward, backward=False)
-    for operator in unneeded:
-        table.add("block", "unneeded", operator.forward, backward=False)
+    for kind, operators in unneeded.items():
+        for operator in operators:
+            table.add(kind, "unneeded", operator.forward, backward=False)
     expressions = {**sizes, **table.expressions}
     return StageProgram(compile_expressions(expressions), tuple(table.items), table.uses())
 
@@ -170,7 +175,8 @@ def _sizes(work: Work) -> dict[str, Expr]:
     values = {"gemm": work.gemm, "attention": work.attention}.get(kind)
     if values is None:
         return {"bytes": work.moved_bytes}
-    return dict(zip(_FIELDS[kind], values, strict=True))
+    share = {} if work.pairs_share is None else {"share": work.pairs_share}
+    return {**dict(zip(_FIELDS[kind], values, strict=True)), **share}
 
 
 @dataclass(frozen=True)
@@ -236,7 +242,11 @@ get_batch_per_block); with another number per rank it falls back to separate ope
 
 
 def with_unfused_softmax(
-    passes: dict[tuple[str, str], PassTime], matrices: Array, scores_bytes: Array, prices: Prices
+    passes: dict[tuple[str, str], PassTime],
+    layer: str,
+    matrices: Array,
+    scores_bytes: Array,
+    prices: Prices,
 ) -> dict[tuple[str, str], PassTime]:
     """Where the fused softmax cannot run: conversion to fp32, scaling, mask, softmax and conversion back are
     kernels of their own, over fp32 copies of the scores."""
@@ -248,9 +258,9 @@ def with_unfused_softmax(
     # backward undoes them: 6 + 8 + 8 + 6. `scores_bytes` has 2 bytes an element.
     again = [(kind, 14.5, 5) for kind in kinds_that_drop("attention_core")]
     for run, passed_bytes, kernels in (("forward", 14.5, 5), *again, ("backward", 14.0, 4)):
-        passed = passes["block", run]
+        passed = passes[layer, run]
         seconds = prices.of(MemoryPass(passed_bytes * scores_bytes, kernels)).seconds * falls_back
-        result["block", run] = replace(
+        result[layer, run] = replace(
             passed, compute_s=passed.compute_s + seconds, launches=passed.launches + kernels * falls_back
         )
     return result
@@ -267,7 +277,7 @@ def price_passes(
     priced = [_price(item, index, sizes, prices, mesh, placed) for index, item in enumerate(stage.items)]
     shape = np.broadcast_shapes(mesh.tp.shape, *(p.seconds.shape for p in priced))
     result: dict[tuple[str, str], PassTime] = {}
-    for layer in LAYER_KINDS:
+    for layer in dict.fromkeys((*EDGES, *(use.layer for use in stage.uses))):
         for run in PASSES:
             sums = {name: np.zeros(shape) for name in PassTime.__dataclass_fields__}
             for use in stage.uses:
@@ -309,7 +319,9 @@ def _price(
         return prices.of(Gemm(m, n, k, batch, item.kernels, item.eight_bit))
     if item.kind == "attention":
         b, s, a, kv, e = (sizes[f"w{index}.{name}"] for name in _FIELDS["attention"])
-        return prices.of(Attention(b, s, a, kv, e, item.backward))
+        priced = prices.of(Attention(b, s, a, kv, e, item.backward))
+        share = sizes.get(f"w{index}.share")
+        return priced if share is None else priced.times(share)
     moved = sizes[f"w{index}.bytes"]
     if item.kind == "memory":
         return prices.of(MemoryPass(moved, item.kernels))

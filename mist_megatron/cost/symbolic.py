@@ -10,6 +10,7 @@ from dataclasses import replace
 from sympy import Expr, Integer
 
 from mist_megatron.cost import layers
+from mist_megatron.cost.blocks import blocks
 from mist_megatron.cost.compile import compile_expressions
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import edge_parameters, layer_memory, stage_memory
@@ -35,11 +36,11 @@ def layer_options(job: Job) -> LayerOptions:
 
 
 def layer_graphs(job: Job) -> dict[str, tuple[Operator, ...]]:
-    """The operators of the three kinds of layers."""
+    """The operators of the embedding, of each kind of layer, and of the head."""
     options = layer_options(job)
     return {
         "embedding": layers.embedding(job.model, options),
-        "block": layers.block(job.model, options),
+        **{block.kind.name: block.operators for block in blocks(job.model, options)},
         "head": layers.head(job.model, options),
     }
 
@@ -47,18 +48,21 @@ def layer_graphs(job: Job) -> dict[str, tuple[Operator, ...]]:
 def size_expressions(job: Job) -> dict[str, Expr]:
     """Named sizes that the time of a stage needs besides its work."""
     options = layer_options(job)
-    layer = layer_memory(job.model, options, TARGETS[job.target].memory(job.execution).modules)
+    modules = TARGETS[job.target].memory(job.execution).modules
     first, last = (
         edge_parameters(job.model, options, StageRole.FIRST),
         edge_parameters(job.model, options, StageRole.LAST),
     )
     alone = edge_parameters(job.model, options, StageRole.ONLY)
+    each: dict[str, Expr] = {}
+    for block in blocks(job.model, options):
+        each[f"{block.kind.name}_parameters"] = block.parameters
+        each[f"{block.kind.name}_saved_bytes"] = block.own(layer_memory(block.kind, options, modules).saved)
     return {
-        "block_parameters": layers.parameters(layers.block(job.model, options)),
+        **each,
         "embedding_parameters": first[0],
         "head_parameters": last[1],
         "head_parameters_alone": alone[1],
-        "saved_bytes": layer.saved,
         "boundary_bytes": ACTIVATION,
     }
 
@@ -81,7 +85,8 @@ def stage_program_of(job: Job) -> StageProgram:
     """Everything about the job's stages that does not depend on numbers."""
     graphs = layer_graphs(job)
     stops_early = TARGETS[job.target].traffic(job.execution).recompute_stops_early
-    unneeded = layers.unneeded_again(graphs["block"]) if stops_early else ()
+    kinds = [kind.name for kind in job.model.kinds] if stops_early else []
+    unneeded = {kind: layers.unneeded_again(graphs[kind]) for kind in kinds}
     program = build_stage_program(graphs, size_expressions(job), unneeded)
     memory = {role.value: compile_expressions(memory_expressions(job, role)) for role in StageRole}
     return replace(program, memory=memory)

@@ -8,11 +8,17 @@ from __future__ import annotations
 from sympy import Symbol
 
 from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, RECOMPUTE_SYMBOLS
+from mist_megatron.cost.kinds import own_name
 from mist_megatron.spec.recompute import parts_in_words
 
 
 def _symbol(name: str) -> Symbol:
     return Symbol(name, nonnegative=True)
+
+
+def own_symbol(symbol: Symbol, kind: str) -> Symbol:
+    """The same of one kind of layer, where a model has several."""
+    return _symbol(own_name(str(symbol), kind))
 
 
 B = _symbol("b")
@@ -36,6 +42,7 @@ HEADS = _symbol("a")
 KV_HEADS = _symbol("k")
 HEAD_DIM = _symbol("e")
 VOCAB = _symbol("v")
+WINDOW = _symbol("w")
 
 MEANINGS: dict[Symbol, str] = {
     B: "micro-batch: sequences per GPU and micro-step",
@@ -65,4 +72,5 @@ MEANINGS: dict[Symbol, str] = {
     KV_HEADS: "key-value heads",
     HEAD_DIM: "size of one head",
     VOCAB: "vocabulary rows, padded as the target pads them",
+    WINDOW: "keys that a token sees in windowed attention, its own among them",
 }

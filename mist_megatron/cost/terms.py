@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 
@@ -17,27 +18,60 @@ ZERO = np.zeros(())
 
 
 @dataclass(frozen=True)
-class Linear:
-    """fixed + layers * per_layer + ckpt * per_ckpt."""
+class Slope:
+    """What a layer of one kind adds, and what recomputing it in full adds to that."""
 
-    fixed: Array = field(default_factory=lambda: ZERO)
     per_layer: Array = field(default_factory=lambda: ZERO)
     per_ckpt: Array = field(default_factory=lambda: ZERO)
 
-    def at(self, layers: Array, ckpt: Array) -> Array:
+    def __add__(self, other: Slope) -> Slope:
+        return Slope(self.per_layer + other.per_layer, self.per_ckpt + other.per_ckpt)
+
+
+NO_SLOPE = Slope()
+
+
+@dataclass(frozen=True)
+class Linear:
+    """fixed + layers * per_layer + ckpt * per_ckpt, the latter two summed over the kinds of layers."""
+
+    fixed: Array = field(default_factory=lambda: ZERO)
+    per_layer: Array = field(default_factory=lambda: ZERO)
+    """Of the first kind of layer, the only one of most models."""
+    per_ckpt: Array = field(default_factory=lambda: ZERO)
+    others: tuple[Slope, ...] = ()
+    """Of the second kind and the following ones."""
+
+    @property
+    def slopes(self) -> tuple[Slope, ...]:
+        """Of each kind of layer."""
+        return Slope(self.per_layer, self.per_ckpt), *self.others
+
+    def at(self, grid: StageGrid) -> Array:
+        """Its value for the layers of each configuration."""
         value = self.fixed
-        if self.per_layer.any():
-            value = value + layers * self.per_layer
-        if self.per_ckpt.any():
-            value = value + ckpt * self.per_ckpt
+        for count, slope in zip(grid.by_kind, self.slopes, strict=False):
+            if slope.per_layer.any():
+                value = value + count.layers * slope.per_layer
+            if slope.per_ckpt.any():
+                value = value + count.ckpt * slope.per_ckpt
         return value
 
     def __add__(self, other: Linear) -> Linear:
+        pairs = zip_longest(self.others, other.others, fillvalue=NO_SLOPE)
         return Linear(
             self.fixed + other.fixed,
             self.per_layer + other.per_layer,
             self.per_ckpt + other.per_ckpt,
+            tuple(one + two for one, two in pairs),
         )
+
+
+def of_kind(place: int, per_layer: Array = ZERO, per_ckpt: Array = ZERO) -> Linear:
+    """What layers of the kind at that place take."""
+    if place == 0:
+        return Linear(per_layer=per_layer, per_ckpt=per_ckpt)
+    return Linear(others=(*(NO_SLOPE,) * (place - 1), Slope(per_layer, per_ckpt)))
 
 
 @dataclass(frozen=True)
@@ -104,12 +138,20 @@ class StageLoads:
     """The layers of a stage's role; None where the role has no such layer."""
 
     block: LayerLoad
+    """Of the first kind of layer, the only one of most models."""
     embedding: LayerLoad | None
     head: LayerLoad | None
     boundary_bytes: Array
     """One activation at a stage boundary, per rank."""
     tied_parameters: Array | None = None
     """Elements of a token table that another stage holds too, whose gradients the two stages add."""
+    others: Mapping[str, LayerLoad] = field(default_factory=dict)
+    """Of the other kinds, by their names."""
+
+    @property
+    def blocks(self) -> tuple[LayerLoad, ...]:
+        """Of each kind of layer."""
+        return self.block, *self.others.values()
 
 
 @dataclass(frozen=True)
@@ -131,10 +173,16 @@ def totals(terms: Mapping[Term, Linear]) -> Linear:
         return total
 
     values = terms.values()
+    kinds = max((len(term.others) for term in values), default=0)
+    others = [[term.others[k] for term in values if k < len(term.others)] for k in range(kinds)]
     return Linear(
         added([term.fixed for term in values]),
         added([term.per_layer for term in values]),
         added([term.per_ckpt for term in values]),
+        tuple(
+            Slope(added([slope.per_layer for slope in kind]), added([slope.per_ckpt for slope in kind]))
+            for kind in others
+        ),
     )
 
 

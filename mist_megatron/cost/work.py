@@ -13,7 +13,7 @@ import numpy as np
 
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import slowest
-from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term
+from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term, of_kind
 from mist_megatron.cost.traffic import (
     Traffic,
     collective,
@@ -74,6 +74,16 @@ class LayerWork:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockWork:
+    """A kind of transformer layer ..."""
+
+    kept: LayerWork
+    """... that is not recomputed in full, ..."""
+    recomputed: LayerWork
+    """... and that is; `kept` itself where no configuration has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BoundaryWork:
     """One boundary tensor on its way to a neighbour ..."""
 
@@ -98,6 +108,8 @@ class StageWork:
     """A layer that is not recomputed in full ..."""
     recomputed: LayerWork
     """... and one that is; `kept` itself where no configuration has one."""
+    others: Mapping[str, BlockWork]
+    """The same of the other kinds of layers, by their names."""
     embedding: LayerWork | None
     head: LayerWork | None
     boundary: BoundaryWork
@@ -106,11 +118,16 @@ class StageWork:
     step: Mapping[Term, Linear]
     """Once per optimizer step, besides what the layers' own passes have of it."""
 
+    @property
+    def blocks(self) -> tuple[BlockWork, ...]:
+        """Of each kind of transformer layer."""
+        return BlockWork(kept=self.kept, recomputed=self.recomputed), *self.others.values()
+
 
 def stage_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> StageWork:
     """The work of stages with these layers."""
-    block, edge = loads.block, edge_grid(grid, context.facts)
-    kept = kept_layer(grid, block, context)
+    edge = edge_grid(grid, context.facts)
+    first = _block_work(grid, loads.block, context)
     # Megatron's token table and logits are no modules of Transformer Engine.
     plain = replace(context, tensor_collectives_overlap=False)
     embedding, head = (
@@ -118,22 +135,27 @@ def stage_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Stag
         None if load is None else layer_work(edge, load, plain, again=(ZERO, ZERO), saved_bytes=ZERO)
         for load in (loads.embedding, loads.head)
     )
-    recomputed = kept
-    if np.any(grid.ckpt):
-        # What a recomputed layer keeps is its input, which is too small to be worth offloading.
-        recomputed = layer_work(grid, block, context, again=block.again, saved_bytes=ZERO)
     return StageWork(
         grid=grid,
         loads=loads,
         context=context,
-        kept=kept,
-        recomputed=recomputed,
+        kept=first.kept,
+        recomputed=first.recomputed,
+        others={name: _block_work(grid, load, context) for name, load in loads.others.items()},
         embedding=embedding,
         head=head,
         boundary=boundary_work(grid, loads, context),
         host_s=host_seconds(grid, context),
         step=_step_work(grid, loads, context),
     )
+
+
+def _block_work(grid: StageGrid, block: LayerLoad, context: TimeContext) -> BlockWork:
+    kept = recomputed = kept_layer(grid, block, context)
+    if np.any(grid.ckpt):
+        # What a recomputed layer keeps is its input, which is too small to be worth offloading.
+        recomputed = layer_work(grid, block, context, again=block.again, saved_bytes=ZERO)
+    return BlockWork(kept=kept, recomputed=recomputed)
 
 
 def kept_layer(grid: StageGrid, load: LayerLoad, context: TimeContext) -> LayerWork:
@@ -275,7 +297,9 @@ def _step_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Mapp
     step: dict[Term, Linear] = {}
     facts, prices, zero = context.facts, context.prices, grid.zero
     step[Term.HOST_STEP] = Linear(np.asanyarray(facts.host.per_step_s))
-    count = grid.layers * loads.block.parameters
+    count: Array = ZERO
+    for layers, block in zip(grid.by_kind, loads.blocks, strict=True):
+        count = count + layers.layers * block.parameters
     for load in (loads.embedding, loads.head):
         if load is not None:
             count = count + load.parameters
@@ -349,7 +373,8 @@ def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: Ti
 
     edges = [one(load.parameters) for load in (loads.embedding, loads.head) if load is not None]
     at_once = np.where(sharded & ~by_layer, gather, 0.0)
-    return Linear(sum(edges, start=at_once), one(loads.block.parameters))
+    layers = [of_kind(place, one(load.parameters)) for place, load in enumerate(loads.blocks)]
+    return sum(layers, start=Linear(sum(edges, start=at_once)))
 
 
 def _visits(grid: StageGrid, count: Array, context: TimeContext, step: dict[Term, Linear]) -> None:
@@ -376,8 +401,9 @@ def _steps_in_first_forward(
     if facts.step.adam_on_host and np.any(grid.offload.optimizer):
         # The thread that updates a layer launches nothing: the device has the layer before it to run.
         divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)
-        update = prices.of(HostAdam(grid.offload.optimizer * loads.block.parameters / divisor)).seconds
-        step[Term.HOST_ADAM] = Linear(per_layer=np.maximum(update - loads.block.forward_s, 0.0))
+        for place, block in enumerate(loads.blocks):
+            update = prices.of(HostAdam(grid.offload.optimizer * block.parameters / divisor)).seconds
+            add_term(step, Term.HOST_ADAM, of_kind(place, np.maximum(update - block.forward_s, 0.0)))
         if facts.step.by_place:
             add_term(step, Term.HOST_ADAM, _edges_on_host(grid, loads, divisor, context))
             step[Term.HOST_ADAM_COPIES] = Linear(_gradients_to_states(grid, share, context))
@@ -386,7 +412,8 @@ def _steps_in_first_forward(
 def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: TimeContext) -> Linear:
     """Nothing runs before the embedding, and the last layer before the head."""
     exposed: Array = ZERO
-    for load, before_s in ((loads.embedding, ZERO), (loads.head, loads.block.forward_s)):
+    before_head_s = loads.blocks[grid.runs[-1][1] if grid.runs else 0].forward_s
+    for load, before_s in ((loads.embedding, ZERO), (loads.head, before_head_s)):
         if load is not None:
             update = context.prices.of(HostAdam(grid.offload.optimizer * load.parameters / divisor)).seconds
             exposed = exposed + np.maximum(update - before_s, 0.0)

@@ -16,13 +16,12 @@ import numpy as np
 from mist_megatron.cost.borders import Border, border_seconds
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.predict import grids_of
+from mist_megatron.cost.predict import grids_of, recomputed_layers
 from mist_megatron.cost.traffic import reduces_by_chunk
 from mist_megatron.cost.work import LayerWork, PassWork
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.term import Term
-from mist_megatron.targets.table import TARGETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,16 +144,15 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
     """Ask the cost model for every distinct stage of a plan; `evaluator` is of `job_of(plan)`."""
     context = evaluator.time_context
     kinds: dict[Any, tuple[_Kinds, StageTasks]] = {}
-    stages, layer = [], 0
+    stages = []
     grids = grids_of(plan)
     for position, stage in enumerate(plan.stages):
-        key = (grids[position].role, stage, grids[position].placed)
+        key = (grids[position].role, stage, grids[position].placed, _kinds_in(plan, position))
         if key not in kinds:
             kinds[key] = _priced(grids[position], evaluator)
         layer_kinds, work = kinds[key]
-        chunks, crossing = _chunks(plan, position, layer_kinds, layer), _between_nodes(plan, position)
+        chunks, crossing = _chunks(plan, position, layer_kinds), _between_nodes(plan, position)
         stages.append(replace(work, chunks=chunks, between_nodes=crossing))
-        layer += stage.layers
     prices = {work for layer_kinds, _ in kinds.values() for work in layer_kinds.passes()}
     facts = context.facts
     return Workload(
@@ -191,22 +189,25 @@ def _between_nodes(plan: Plan, position: int) -> frozenset[str]:
 class _Kinds:
     """The kinds of layers of a stage."""
 
-    kept: LayerTasks
-    recomputed: LayerTasks
+    blocks: tuple[tuple[LayerTasks, LayerTasks], ...]
+    """Of each kind of transformer layer: kept, and recomputed."""
     embedding: LayerTasks | None
     head: LayerTasks | None
 
     def passes(self) -> list[PassTasks]:
-        kinds = [k for k in (self.kept, self.recomputed, self.embedding, self.head) if k is not None]
+        layers = [one for both in self.blocks for one in both]
+        kinds = [k for k in (*layers, self.embedding, self.head) if k is not None]
         return [one for k in kinds for one in (k.first, k.forward, k.backward, k.last)]
 
 
 def _priced(grid: StageGrid, evaluator: StageEvaluator) -> tuple[_Kinds, StageTasks]:
     work = evaluator.work(grid)
-    kept = _layer(work.kept)
-    recomputed = kept if work.recomputed is work.kept else _layer(work.recomputed)
+    blocks = []
+    for block in work.blocks:
+        kept = _layer(block.kept)
+        blocks.append((kept, kept if block.recomputed is block.kept else _layer(block.recomputed)))
     embedding, head = (None if edge is None else _layer(edge) for edge in (work.embedding, work.head))
-    step = {term: float(seconds.at(grid.layers, grid.ckpt)) for term, seconds in work.step.items()}
+    step = {term: float(seconds.at(grid)) for term, seconds in work.step.items()}
     tasks = StageTasks(
         chunks=(),
         host_s=float(work.host_s),
@@ -224,7 +225,7 @@ def _priced(grid: StageGrid, evaluator: StageEvaluator) -> tuple[_Kinds, StageTa
         ),
         hand_on_s=float(work.boundary.handed_on_s),
     )
-    return _Kinds(kept, recomputed, embedding, head), tasks
+    return _Kinds(tuple(blocks), embedding, head), tasks
 
 
 def _layer(work: LayerWork) -> LayerTasks:
@@ -263,26 +264,26 @@ def _pass(streams: PassWork, less_s: float = 0.0) -> PassTasks:
     )
 
 
-def _chunks(plan: Plan, position: int, kinds: _Kinds, first_layer: int) -> tuple[tuple[NamedLayer, ...], ...]:
-    """Layers of every chunk; which ones are recomputed follows the target (Megatron's block method takes a
-    chunk's first ones, Mist's runtime a stage's last)."""
-    stage, vpp, last = plan.stages[position], plan.vpp, len(plan.stages) - 1
-    first = TARGETS[plan.target].memory(plan.execution).recomputes_first_layers
-    per_chunk = stage.layers // vpp
-    chunks = []
+def _kinds_in(plan: Plan, position: int) -> tuple[tuple[int, ...], ...]:
+    """Kinds of the layers of a stage's chunks, where a model has several."""
+    if len(plan.model.kinds) == 1:
+        return ()
+    return tuple(plan.model.kind_of_layer[chunk.start : chunk.stop] for chunk in plan.layers_of(position))
+
+
+def _chunks(plan: Plan, position: int, kinds: _Kinds) -> tuple[tuple[NamedLayer, ...], ...]:
+    """Layers of every chunk."""
+    vpp, last, of_layer = plan.vpp, len(plan.stages) - 1, plan.model.kind_of_layer
+    chunks, again = plan.layers_of(position), recomputed_layers(plan, position)
+    played = []
     for chunk in range(vpp):
-        # vpp divides ckpt where the target runs it; a what-if plan may leave a rest to the first chunks.
-        ckpt = stage.ckpt // vpp + (chunk < stage.ckpt % vpp)
-        flags = [k < ckpt if first else k >= per_chunk - ckpt for k in range(per_chunk)]
-        # Chunk c of every stage comes before chunk c + 1 of any.
-        start = chunk * (plan.model.layers // vpp) + first_layer // vpp
         layers = [
-            NamedLayer(f"layer {start + k}", kinds.recomputed if again else kinds.kept)
-            for k, again in enumerate(flags)
+            NamedLayer(f"layer {layer}", kinds.blocks[of_layer[layer]][layer in again[chunk]])
+            for layer in chunks[chunk]
         ]
         if position == 0 and chunk == 0 and kinds.embedding is not None:
             layers.insert(0, NamedLayer("embedding", kinds.embedding))
         if position == last and chunk == vpp - 1 and kinds.head is not None:
             layers.append(NamedLayer("head", kinds.head))
-        chunks.append(tuple(layers))
-    return tuple(chunks)
+        played.append(tuple(layers))
+    return tuple(played)

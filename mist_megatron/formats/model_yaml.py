@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build
+from mist_megatron.spec import check
 from mist_megatron.spec.constants import ModelConstants
 from mist_megatron.spec.experts import ExpertSpec, LatentAttention
+from mist_megatron.spec.layer import OWN_KIND, Attention, LayerGroup, LayerKind, kind_of
 from mist_megatron.spec.model import Activation, Family, ModelSpec, Norm
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupDocument:
+    """Layers that follow each other."""
+
+    layers: int
+    """How many."""
+    pattern: tuple[str, ...]
+    """Names of their kinds, in turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +85,62 @@ class ModelDocument:
     """A trained number per head in the attention's softmax."""
     mtp_layers: int = 0
     """Depths of multi-token prediction."""
+    attention: Attention = "causal"
+    """Whether a token sees those before it only, or, `full`, all of them."""
+    window: int | None = None
+    """Keys that a token sees, its own among them; null for all that its attention lets it see."""
+    kinds: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Layers that differ, by name: the keys above in which they are not as the rest of the model says."""
+    groups: tuple[GroupDocument, ...] = ()
+    """Their order, first to last; `layers` is the sum of theirs. Without it all layers are alike."""
 
 
-PARTS = ("experts", "latent_attention", "qk_norm", "sinks", "mtp_layers")
+PARTS = ("experts", "latent_attention", "qk_norm", "sinks", "mtp_layers", "attention", "window")
 """Keys that few models have; written only where they say something."""
 
 
 def model_to_mapping(model: ModelSpec) -> dict[str, object]:
     """All keys of a model but the parts that it does not have."""
-    written = {key: value for key, value in asdict(model).items() if value or key not in PARTS}
+    defaults = {part.name: part.default for part in fields(ModelSpec) if part.name in PARTS}
+    written: dict[str, object] = {
+        key: value
+        for key, value in asdict(replace(model, groups=())).items()
+        if key != "groups" and (key not in PARTS or value != defaults[key])
+    }
     usual = asdict(ModelConstants())
-    constants = {key: value for key, value in asdict(model.constants).items() if value != usual[key]}
-    return {**written, "constants": constants}
+    written["constants"] = {
+        key: value for key, value in asdict(model.constants).items() if value != usual[key]
+    }
+    if model.groups:
+        written["kinds"] = {kind.name: _changes(kind, model) for kind in model.kinds}
+        written["groups"] = [
+            {"layers": group.layers, "pattern": [kind.name for kind in group.pattern]}
+            for group in model.groups
+        ]
+    return written
+
+
+def _changes(kind: LayerKind, model: ModelSpec) -> dict[str, object]:
+    """Keys of a kind of layer that are not the model's own."""
+    own, changed = asdict(kind_of(model, kind.name)), asdict(kind)
+    return {key: value for key, value in changed.items() if value != own[key]}
+
+
+def _groups(document: ModelDocument, model: ModelSpec, where: str) -> tuple[LayerGroup, ...]:
+    if bool(document.kinds) != bool(document.groups):
+        raise InputError(f"{where}: kinds and groups go together; wanted both or neither")
+    own = asdict(kind_of(model, OWN_KIND))
+    kinds = {
+        name: build(LayerKind, {**own, **changes, "name": name}, f"{where}: kinds.{name}")
+        for name, changes in document.kinds.items()
+    }
+    for group in document.groups:
+        for name in group.pattern:
+            check.known(f"{where}: groups", "kind of layer", name, tuple(kinds))
+    return tuple(
+        LayerGroup(layers=group.layers, pattern=tuple(kinds[name] for name in group.pattern))
+        for group in document.groups
+    )
 
 
 def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:
@@ -99,7 +155,7 @@ def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:
             )
         head_dim = document.hidden // document.heads
     gated = _or(document.gated_mlp, llama)
-    return ModelSpec(
+    model = ModelSpec(
         name=document.name,
         family=document.family,
         layers=document.layers,
@@ -124,6 +180,7 @@ def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:
         constants=document.constants,
         **{key: getattr(document, key) for key in PARTS},
     )
+    return replace(model, groups=_groups(document, model, where))
 
 
 def _or(value: T | None, default: T) -> T:

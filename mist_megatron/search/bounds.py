@@ -269,9 +269,7 @@ def least_times(
     )
     # Gradients that are on the host already need not be copied there for the update.
     times = Times.of(evaluator, grid, without=(Term.HOST_ADAM_COPIES,))
-    stable, extra, step = (
-        part.at(grid.layers, grid.ckpt) for part in (times.stable, times.delta, times.step)
-    )
+    stable, extra, step = (part.at(grid) for part in (times.stable, times.delta, times.step))
     facts = evaluator.time_context.facts
     if facts.step.in_first_forward and facts.step.by_place:
         # Offloaded weights save copies of a step between forward passes.

@@ -144,9 +144,9 @@ def _uniform_values(
             priced = Times.of(evaluator, grid)
             beyond_t, beyond_d = beyond_linear(evaluator, grid)
             prices[slot.role] = (
-                (priced.stable.at(grid.layers, grid.ckpt) - priced.in_turn_s + beyond_t) / vpp,
-                priced.delta.at(grid.layers, grid.ckpt) + beyond_d,
-                priced.step.at(grid.layers, grid.ckpt),
+                (priced.stable.at(grid) - priced.in_turn_s + beyond_t) / vpp,
+                priced.delta.at(grid) + beyond_d,
+                priced.step.at(grid),
                 priced.in_turn_s,
             )
         t_s, d_s, step_s, in_turn_s = prices[slot.role]

@@ -25,6 +25,7 @@ from mist_megatron.search.queue import Bound, Order, Orders, Pair, ordered
 from mist_megatron.search.solution import Solution, Solved
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.search.stage_fronts import Tally
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.targets.rules import require_job
 
 ROUNDING = 1e-12
@@ -154,6 +155,7 @@ def search_ways(
     in the place of those of `settings`."""
     job = ways[0].evaluator.job
     require_job(job.model, job.training.precision, job.target)
+    _require_one_kind(job.model)
     watch = watch or Watch()
     ways, questions = _questions(ways, space, settings)
     run = _Run(questions, settings, watch, (executor, at_once) if executor else None)
@@ -218,6 +220,16 @@ def _offload_points(questions: Sequence[SearchProblem]) -> int:
         math.prod(len(fractions(allowed, question.step)) for allowed in question.space.offload.values())
         for question in questions
     )
+
+
+def _require_one_kind(model: ModelSpec) -> None:
+    """Refuse what is not searched yet: every stage would have to be priced at its own place in the model."""
+    if len(model.kinds) > 1:
+        kinds = ", ".join(kind.name for kind in model.kinds)
+        raise InputError(
+            f"model {model.name}: its layers are of {len(model.kinds)} kinds ({kinds}) and only models of "
+            "one kind are searched; predict and simulate take a plan of it"
+        )
 
 
 class _Stopped(Exception):

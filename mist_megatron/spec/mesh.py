@@ -163,6 +163,10 @@ def shares_out_or_copies(count: int, ranks: int) -> bool:
 
 
 def splits(model: ModelSpec, tp: int) -> bool:
-    """Whether so many tensor-parallel ranks can share a model's matrices out."""
-    heads = shares_out(model.heads, tp) and shares_out_or_copies(model.kv_heads, tp)
-    return heads and shares_out(model.ffn_hidden, tp)
+    """Whether so many tensor-parallel ranks can share the matrices of all layers of a model out."""
+    return all(
+        shares_out(kind.heads, tp)
+        and shares_out_or_copies(kind.kv_heads, tp)
+        and shares_out(kind.ffn_hidden, tp)
+        for kind in model.kinds
+    )

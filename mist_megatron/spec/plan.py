@@ -146,6 +146,13 @@ class Plan:
         """By logical rank: the GPU on which it runs."""
         return self.rank_map or range(self.gpus)
 
+    def layers_of(self, index: int) -> tuple[range, ...]:
+        """Layers of the model in each chunk of a stage, from 0: chunk c of every stage comes before
+        chunk c + 1 of any."""
+        before, own = sum(stage.layers for stage in self.stages[:index]), self.stages[index].layers
+        starts = [chunk * (self.model.layers // self.vpp) + before // self.vpp for chunk in range(self.vpp)]
+        return tuple(range(start, start + own // self.vpp) for start in starts)
+
     def ranks(self, index: int) -> range:
         """Logical ranks of a stage."""
         first = sum(stage.gpus for stage in self.stages[:index])
@@ -234,13 +241,14 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
             f"{where}: micro_batch * dp * grad_accum = {stage.micro_batch} * {stage.dp} * {plan.grad_accum} "
             f"= {product}; wanted global_batch {plan.training.global_batch}"
         )
-    model = plan.model
-    check.divides(where, ("tp", stage.tp), (f"heads of {model.name}", model.heads))
-    if not shares_out_or_copies(model.kv_heads, stage.tp):
-        raise InputError(
-            f"{where}: tp ({stage.tp}) must divide kv_heads of {model.name} ({model.kv_heads}) "
-            "or be a multiple of it"
-        )
+    for kind in plan.model.kinds:
+        owner = plan.model.name if len(plan.model.kinds) == 1 else f"{plan.model.name}'s {kind.name} layers"
+        check.divides(where, ("tp", stage.tp), (f"heads of {owner}", kind.heads))
+        if not shares_out_or_copies(kind.kv_heads, stage.tp):
+            raise InputError(
+                f"{where}: tp ({stage.tp}) must divide kv_heads of {owner} ({kind.kv_heads}) "
+                "or be a multiple of it"
+            )
 
 
 def _check_mesh(where: str, stage: StagePlan, plan: Plan) -> None:

@@ -42,6 +42,7 @@ CAPABILITY = Capability(
     schedules=(ONE_F_ONE_B,),
     # No pipeline but one regular grid of data-parallel ranks: what an engine without a PipelineModule runs.
     parallel_block=True,
+    layer_kinds=True,
     offload=STATES_WHOLE,
     offload_needs_zero=1,
     grads_follow_optimizer=True,
@@ -82,6 +83,8 @@ def host_gradients(case: GradientCase) -> GradientRange:
 
 PATCHED_CAPABILITY = replace(
     CAPABILITY,
+    # Fractions of offloaded bytes count layers as equal.
+    layer_kinds=False,
     # The patch pipeline_stages configures a PipelineModule stage by stage. Without ZeRO, DeepSpeed 0.19.8
     # clips each stage by a norm of its own in fp32, and its bf16 optimizer cannot load in a pipeline what it
     # saved; 2 and 3 it refuses there.

@@ -75,6 +75,8 @@ class Capability:
     """What its MLPs can compute, as `ModelSpec.mlp_words` says it; None for anything."""
     always_final_norm: bool = False
     """Its models end with a norm."""
+    layer_kinds: bool = False
+    """Layers that differ, and attention that is not causal over the whole sequence."""
     uneven_layers: bool = False
     per_stage_ckpt: bool = False
     """Each stage its own number of recomputed layers and kind of recomputation."""

@@ -61,6 +61,7 @@ CAPABILITY = Capability(
     partial_ckpt=True,
     # No parallel_block: TransformerLayer of megatron-core 0.19 always adds attention before the MLP reads its
     # input. The patch of that name changes it.
+    layer_kinds=True,
     uneven_layers=True,
     # --optimizer-offload-fraction; the fine-grained activation offload counts groups, not bytes.
     offload=replace(STAYS, optimizer="any"),
@@ -74,6 +75,8 @@ PATCHED_CAPABILITY = replace(
     # What patches add. ZeRO stays one for all stages: a distributed optimizer on some of them only hangs,
     # since the norm groups differ.
     parallel_block=True,
+    # Fractions of offloaded bytes count layers as equal.
+    layer_kinds=False,
     per_stage_ckpt=True,
     per_stage_offload=True,
     per_stage_grid=True,

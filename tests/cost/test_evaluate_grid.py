@@ -102,25 +102,26 @@ def test_open_grid_equals_single_configurations(benchmark: ModuleType, target: s
 def test_factors_are_the_cost(mist: StageEvaluator) -> None:
     grid = one(ckpt=3.0, activations=0.5, optimizer=0.25, zero=2.0)
     factors, cost = mist.factors(grid), mist(grid)
-    assert float(factors.stable.at(grid.layers, grid.ckpt)) == pytest.approx(float(cost.stable_s))
-    assert float(factors.delta.at(grid.layers, grid.ckpt)) == pytest.approx(float(cost.delta_s))
+    assert float(factors.stable.at(grid)) == pytest.approx(float(cost.stable_s))
+    assert float(factors.delta.at(grid)) == pytest.approx(float(cost.delta_s))
 
 
 def test_terms_add_up(mist: StageEvaluator) -> None:
     grid = one(ckpt=3.0, activations=0.5, weights=0.5, role=StageRole.LAST)
     terms, cost = mist.terms(grid), mist(grid)
-    stable = sum(float(t.at(grid.layers, grid.ckpt)) for t in terms.stable.values())
-    delta = sum(float(t.at(grid.layers, grid.ckpt)) for t in terms.delta.values())
+    stable = sum(float(t.at(grid)) for t in terms.stable.values())
+    delta = sum(float(t.at(grid)) for t in terms.delta.values())
     assert stable == pytest.approx(float(cost.stable_s))
     assert delta == pytest.approx(float(cost.delta_s))
     assert sum(float(v) for v in mist.memory_terms(grid).values()) == pytest.approx(float(cost.peak_bytes))
 
 
 def test_work_without_traffic_is_proportional_to_layers(mist: StageEvaluator) -> None:
-    four, eight = mist.terms(one(layers=4.0)), mist.terms(one(layers=8.0))
+    half, whole = one(layers=4.0), one(layers=8.0)
+    four, eight = mist.terms(half), mist.terms(whole)
     for name in ("forward", "backward"):
-        small = float(four.stable[name].at(np.asarray(4.0), np.asarray(0.0)))
-        assert float(eight.stable[name].at(np.asarray(8.0), np.asarray(0.0))) == pytest.approx(2 * small)
+        small = float(four.stable[name].at(half))
+        assert float(eight.stable[name].at(whole)) == pytest.approx(2 * small)
 
 
 @pytest.mark.parametrize("target", ["mist", "megatron", "deepspeed"])

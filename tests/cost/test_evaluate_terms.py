@@ -125,7 +125,7 @@ def terms_of(
     loads = StageLoads(block=block, embedding=None, head=head, boundary_bytes=array(HOP_S))
     result = closed_form(stage_work(grid, loads, context))
     return tuple(  # type: ignore[return-value]
-        {name: float(term.at(grid.layers, grid.ckpt)) for name, term in terms.items()}
+        {name: float(term.at(grid)) for name, term in terms.items()}
         for terms in (result.stable, result.delta)
     )
 

@@ -130,9 +130,9 @@ def price_one_by_one(evaluator, job, shape, position, options):
         d_s = step_s = np.zeros(())
         for name, term in evaluator.terms(grid).delta.items():
             if name in AT_STEP and not evaluator.time_context.facts.step.hides:
-                step_s = step_s + term.at(grid.layers, grid.ckpt)
+                step_s = step_s + term.at(grid)
             else:
-                d_s = d_s + term.at(grid.layers, grid.ckpt)
+                d_s = d_s + term.at(grid)
         fits = cost.peak_bytes <= evaluator.limit_bytes
         fine = refined(evaluator, grid)
         # Activations that leave late are late by what a search does not know of a stage alone.

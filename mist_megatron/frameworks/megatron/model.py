@@ -14,7 +14,20 @@ VERSION = "0.19.2"
 
 def model_refusals(model: ModelSpec) -> tuple[Refusal, ...]:
     """Parts of a model that no flag is written for, beyond what its target's table says."""
-    return (*_part_refusals(model), *_constant_refusals(model))
+    return (*_part_refusals(model), *_kind_refusals(model), *_constant_refusals(model))
+
+
+def _kind_refusals(model: ModelSpec) -> list[Refusal]:
+    """Layers that no flag is written for."""
+    if len(model.kinds) == 1 and model.attention == "causal" and model.window is None:
+        return []
+    return [
+        Refusal(
+            rule="flags are not written yet for windows by layer, full attention and layers that differ",
+            got=f"{model.name} has layers of kind {', '.join(kind.name for kind in model.kinds)}",
+            instead="predict and simulate, which take its plans",
+        )
+    ]
 
 
 def _part_refusals(model: ModelSpec) -> list[Refusal]:

@@ -1,0 +1,51 @@
+"""The kinds of layers of a model, as the cost model tells them apart.
+
+Every kind is made of the same operators in the same symbols (`cost.layers`), but a size of its own has a
+symbol of its own, named after the kind: `f` is the model's inner size, `f_dense` that of its dense layers. So
+all kinds are compiled into one program, and a model of one kind has the symbols that it always had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mist_megatron.spec.layer import OWN_KIND, LayerSpec
+from mist_megatron.spec.model import ModelSpec
+
+SIZES: Mapping[str, Callable[[LayerSpec, float], float]] = {
+    "h": lambda layer, _: float(layer.hidden),
+    "f": lambda layer, _: float(layer.ffn_hidden),
+    "a": lambda layer, _: float(layer.heads),
+    "k": lambda layer, _: float(layer.kv_heads),
+    "e": lambda layer, _: float(layer.head_dim),
+    "w": lambda layer, seq_len: seq_len if layer.window is None else min(float(layer.window), seq_len),
+}
+"""Values of the symbols (`cost/symbols.py`) that a layer's shape decides, given the sequence length."""
+
+
+def own_name(symbol: str, kind: str) -> str:
+    """Of a symbol that stands for something of one kind of layer."""
+    return symbol if kind == OWN_KIND else f"{symbol}_{kind}"
+
+
+def own_sizes(model: ModelSpec) -> dict[str, dict[str, str]]:
+    """By kind of layer: the symbols whose value is its own, and their names. A size that differs for no kind
+    is the model's, whatever the sequence."""
+    longest = float("inf")
+    return {
+        kind.name: {
+            name: own_name(name, kind.name)
+            for name, value in SIZES.items()
+            if value(kind, longest) != value(model, longest)
+        }
+        for kind in model.kinds
+    }
+
+
+def size_values(model: ModelSpec, seq_len: float) -> dict[str, float]:
+    """What these symbols stand for, those of every kind among them."""
+    values = {name: value(model, seq_len) for name, value in SIZES.items()}
+    by_name = {kind.name: kind for kind in model.kinds}
+    for kind, names in own_sizes(model).items():
+        values |= {own: SIZES[name](by_name[kind], seq_len) for name, own in names.items()}
+    return values

@@ -1,0 +1,213 @@
+"""Layers of a model: their shapes, their kinds, and groups of them in the order in which tokens pass them.
+
+A model whose layers are all alike says its shape itself: `ModelSpec` is a `LayerSpec`. Any other has
+`groups`, first to last, and each has a number of layers and a pattern of kinds that its layers take in turns:
+
+    DeepSeek-V3    (3, [dense]), (58, [moe])
+    gpt-oss-120b   (36, [sliding, full])
+    Gemma 3 27B    (62, [sliding] * 5 + [full])         the last turn may break off
+
+So a kind is said once however often it comes, and a model has as many kinds as there are different layers. A
+kind is a whole `LayerSpec` with a name; `ModelSpec.kind("sliding", window=128)` makes one of the model's own
+shape. What the model says of its own shape besides is of the embedding and the head: width and norm. (A
+mixture of experts may say itself which layers have it; its model's groups follow from that.)
+
+A stage is a run of layers. Which ones follows from the order of groups and the layers of the stages before
+it (`Plan.layers_of`), so a plan says one number a stage; what the stage costs follows from how many layers
+of each kind it has, how many of them are recomputed, and which kinds stand at the ends of its runs
+(`cost.grid`). Times and bytes are linear in these counts, kind by kind; where layers of two kinds are
+neighbours, what one moves beside the other's compute is priced as beside its own.
+
+To add a property of layers: a field here (default: as before), its operators in `cost.layers.block`, its
+elements in `block_parameters` below, a symbol for each of its sizes (`cost.kinds.SIZES`, `cost.symbols`), a
+key in `formats.model_yaml`, and what a target cannot run of it in `targets.rules.job_rules`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from mist_megatron.errors import InputError
+from mist_megatron.spec import check
+from mist_megatron.spec.experts import ExpertSpec, LatentAttention
+
+Norm = Literal["layernorm", "rmsnorm"]
+Activation = Literal["gelu", "relu", "silu"]
+Attention = Literal["causal", "full"]
+
+WIDEST = 10**7
+"""Columns, heads or rows of a table: one square matrix of as many has 10^14 elements, a hundred times the
+parameters of the largest trained models; published vocabularies end below 10^6."""
+OWN_KIND = "block"
+"""Name of the kind of layer of a model that has one only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """Shape of a transformer layer."""
+
+    hidden: int
+    ffn_hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Width of one attention head; hidden / heads unless a model says otherwise."""
+    gated_mlp: bool = False
+    """Two input projections multiplied together (SwiGLU, GeGLU)."""
+    activation: Activation = "gelu"
+    norm: Norm = "layernorm"
+    norm_bias: bool = True
+    """LayerNorm has a bias; RMSNorm never has one, whatever this says."""
+    parallel_block: bool = False
+    """Attention and MLP read the same input and are added once (Falcon, GPT-NeoX)."""
+    parallel_norms: int = 1
+    """Norms before a parallel block: 1 shared (Falcon-7B) or 2 (Falcon-40B, GPT-NeoX)."""
+    linear_bias: bool = False
+    """Biases on all linear layers of a block."""
+    qkv_bias: bool = False
+    """A bias on the QKV projection alone (Qwen2); implied by linear_bias."""
+    rotary: bool = True
+    attention: Attention = "causal"
+    """Whether a token sees those before it only (`causal`), or all of them (`full`: BERT, ViT, encoders)."""
+    window: int | None = None
+    """Keys that a token sees, its own among them; null for all that its attention lets it see."""
+    experts: ExpertSpec | None = None
+    """A mixture of experts in place of the MLP of `ffn_hidden`."""
+    latent_attention: LatentAttention | None = None
+    """In place of separate projections for queries, keys and values."""
+    qk_norm: bool = False
+    """A norm on each query and key head (Qwen3)."""
+    sinks: bool = False
+    """A trained number per head in the attention's softmax (GPT-OSS)."""
+
+    def check(self, where: str) -> None:
+        """Refuse a shape that no layer has."""
+        sizes = {name: getattr(self, name) for name in ("hidden", "ffn_hidden", "heads", "head_dim")}
+        check.at_least(where, 1, **sizes, kv_heads=self.kv_heads, parallel_norms=self.parallel_norms)
+        check.at_most(where, WIDEST, "far above any known model", **sizes)
+        check.divides(where, ("kv_heads", self.kv_heads), ("heads", self.heads))
+        if self.parallel_norms > 2:
+            raise InputError(f"{where}: parallel_norms is {self.parallel_norms}; wanted 1 or 2")
+        if self.window is not None:
+            check.at_least(where, 1, window=self.window)
+        self._check_parts(where)
+
+    def _check_parts(self, where: str) -> None:
+        latent = self.latent_attention
+        if self.experts is not None and self.parallel_block:
+            raise InputError(f"{where}: experts in a parallel block are not modelled; wanted one of the two")
+        if latent is not None and (self.head_dim != latent.qk_head_dim or self.kv_heads != self.heads):
+            raise InputError(
+                f"{where}: latent attention has a key head for each query head and a head_dim of "
+                f"nope_head_dim + rope_head_dim ({latent.qk_head_dim}); got kv_heads {self.kv_heads} of "
+                f"{self.heads} and head_dim {self.head_dim}"
+            )
+        if latent is not None and (self.linear_bias or self.qkv_bias or self.qk_norm):
+            raise InputError(f"{where}: latent attention with biases or norms of its heads is not modelled")
+
+    @property
+    def mlp_words(self) -> str:
+        """What the MLP computes between its products."""
+        return f"{'gated ' * self.gated_mlp}{self.activation}"
+
+    @property
+    def query_width(self) -> int:
+        """Columns of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of all key heads together (the values have as many)."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of one norm: a weight per channel, and a bias for LayerNorm with bias."""
+        return self.hidden * (2 if self.norm == "layernorm" and self.norm_bias else 1)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Trainable elements of the attention, its norms aside."""
+        extra = (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
+        if self.latent_attention is not None:
+            return self.latent_attention.parameters(self.hidden, self.heads) + extra
+        columns = self.query_width + 2 * self.kv_width
+        biases = columns if self.qkv_bias or self.linear_bias else 0
+        biases += self.hidden if self.linear_bias else 0
+        return self.hidden * columns + self.query_width * self.hidden + biases + extra
+
+    @property
+    def block_parameters(self) -> int:
+        """Trainable elements of one such layer."""
+        return self._parameters_with(self.experts.count if self.experts else 0)
+
+    @property
+    def active_block_parameters(self) -> int:
+        """Of these, what one token meets."""
+        return self._parameters_with(self.experts.top_k if self.experts else 0)
+
+    def _parameters_with(self, experts: int) -> int:
+        """Counting so many routed experts."""
+        norms = self.parallel_norms if self.parallel_block else 2
+        around = self.attention_parameters + norms * self.norm_parameters
+        if self.experts is not None:
+            each = self.experts.expert_parameters(self.hidden, gated=self.gated_mlp, bias=self.linear_bias)
+            others = self.experts.other_parameters(self.hidden, gated=self.gated_mlp, bias=self.linear_bias)
+            return around + others + experts * each
+        inputs = 2 if self.gated_mlp else 1
+        biases = inputs * self.ffn_hidden + self.hidden if self.linear_bias else 0
+        return around + (inputs + 1) * self.hidden * self.ffn_hidden + biases
+
+    @property
+    def matrix_elements(self) -> int:
+        """Elements of the matrices by which each token is multiplied."""
+        attention = self.query_width + 2 * self.kv_width + self.query_width
+        mlp = (3 if self.gated_mlp else 2) * self.ffn_hidden
+        return self.hidden * (attention + mlp)
+
+    def pairs_share(self, seq_len: float) -> float:
+        """Pairs of tokens of which one sees the other, as a share of those of causal attention."""
+        causal = seq_len * (seq_len + 1.0) / 2.0
+        window = seq_len if self.window is None else min(float(self.window), seq_len)
+        if self.attention == "full":
+            return seq_len * window / causal
+        return (window * seq_len - window * (window - 1.0) / 2.0) / causal
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind(LayerSpec):
+    """A layer of its own shape, by name."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or self.name in ("embedding", "head"):
+            raise InputError(
+                f"kind of layer {self.name!r}: wanted a name of letters, digits and underscores, "
+                "and neither embedding nor head"
+            )
+        self.check(f"kind of layer {self.name}")
+
+
+def kind_of(shape: LayerSpec, name: str) -> LayerKind:
+    """A kind of layer of that shape."""
+    return LayerKind(name=name, **{field.name: getattr(shape, field.name) for field in fields(LayerSpec)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers that follow each other."""
+
+    layers: int
+    pattern: tuple[LayerKind, ...]
+    """Their kinds, in turns."""
+
+    def __post_init__(self) -> None:
+        check.at_least("group of layers", 1, layers=self.layers)
+        if not self.pattern:
+            raise InputError("group of layers: pattern is empty; wanted at least one kind of layer")
+
+    def kind(self, position: int) -> LayerKind:
+        """Of its layer at that position, from 0."""
+        return self.pattern[position % len(self.pattern)]
