@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mist_megatron.ask.job_words import job as job
     from mist_megatron.ask.lint import Linted as Linted
     from mist_megatron.ask.lint import lint as lint
+    from mist_megatron.ask.place import PlacedPlan as PlacedPlan
+    from mist_megatron.ask.place import place as place
     from mist_megatron.ask.plans import load_plan as load_plan
     from mist_megatron.ask.predict import Predicted as Predicted
     from mist_megatron.ask.predict import predict as predict
@@ -69,6 +71,7 @@ _HOME = {
     "ask.emit": "emit Emitted",
     "ask.validate": "validate Validated",
     "ask.job_words": "job",
+    "ask.place": "place PlacedPlan",
     "ask.plans": "load_plan",
     "ask.recipes": "recipe",
     "ask.tune": "Tuned",

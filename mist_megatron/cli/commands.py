@@ -49,6 +49,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("tune", "tune:tune", "Finds the fastest plan that fits, and proves it.", SEARCH),
     CommandEntry("compare", "compare:compare", "The same job under each named search space.", SEARCH),
     CommandEntry("predict", "predict:predict", "Time and memory of a given plan, term by term.", COSTS),
+    CommandEntry("place", "place:place", "Which node goes where, by measured links between nodes.", SEARCH),
     CommandEntry("simulate", "simulate:simulate", "One iteration of a plan, played event by event.", COSTS),
     CommandEntry("replay", "replay:replay", "Recorded steps: where time goes, and what if.", COSTS),
     CommandEntry("explain", "explain:explain", "The expressions behind a prediction, in symbols.", COSTS),

@@ -48,7 +48,7 @@ class Placed:
     every_border: tuple[Spans, ...]
     """All that a micro-batch passes on its way; with chunks, from the last stage to the first too."""
     tied: Spans
-    """Of the first and the last stage, whose ranks may hold the same embedding."""
+    """Of the first and the last stage, where they hold the same embedding; else empty."""
 
     def of(self, group: Group) -> Spans:
         """Of one kind of group."""
@@ -84,7 +84,7 @@ def _placed(plan: Plan, position: int) -> Placed:
         before=every[position - 1] if (position or around) and last else (),
         after=every[position] if (position < last or around) and last else (),
         every_border=tuple(every),
-        tied=_border(plan, last, 0),
+        tied=_border(plan, last, 0) if plan.model.tied_embeddings else (),
     )
 
 

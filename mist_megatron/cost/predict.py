@@ -188,7 +188,7 @@ def priced_stages(
     plan: Plan, grids: Sequence[StageGrid], evaluator: StageEvaluator
 ) -> tuple[StagePrediction, ...]:
     """The stages of a plan, `grids` being their configurations, with what really crosses their borders."""
-    stages = tuple(_predict_stage(grid, evaluator) for grid in grids)
+    stages = tuple(predicted_stage(grid, evaluator) for grid in grids)
     if plan.vpp == 1 and Term.PIPELINE_P2P not in evaluator.time_context.without:
         for position, (there_s, back_s) in exchanges_seconds(plan, grids, evaluator).items():
             stages = _with_exchanges(stages, position, there_s, back_s)
@@ -256,7 +256,8 @@ def refined(evaluator: StageEvaluator, grid: StageGrid) -> Refinement:
     return refinement(evaluator.work(grid))
 
 
-def _predict_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePrediction:
+def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePrediction:
+    """One stage for itself; what crosses its borders to stages that differ is not in it."""
     work, facts = evaluator.work(grid), evaluator.time_context.facts
     terms, fine, parts = closed_form(work), refinement(work), evaluator.passes(grid)
     stable_terms_s, delta_terms_s = _at(terms.stable, grid), _at(terms.delta, grid)

@@ -18,7 +18,7 @@ from test_unequal import pipelines
 from mist_megatron.cost.borders import exchanges_seconds
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.iteration import iteration_time
-from mist_megatron.cost.predict import StagePrediction, _predict_stage, _with_exchanges, grid_of, timing_of
+from mist_megatron.cost.predict import StagePrediction, _with_exchanges, grid_of, predicted_stage, timing_of
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.search import SearchResult, Settings, search
 from mist_megatron.search.space import Limits, Space, cut_to_target, space_named
@@ -105,7 +105,7 @@ class EveryPlan:
         grid, stage = grid_of(plan, position), plan.stages[position]
         key = stage, position, len(plan.stages), grid.bridged, plan.grad_accum
         if key not in self._alone:
-            told = _predict_stage(grid, self.evaluator)
+            told = predicted_stage(grid, self.evaluator)
             self._alone[key] = told if told.fits else None
         return self._alone[key]
 

@@ -1,0 +1,315 @@
+"""Which node of a cluster goes where in a plan, by measured links: what it gains, and how sure that is.
+
+The order of nodes is judged by `predict` with that map. Links are known with an error, and an order that was
+chosen for its good figures owes some of them to luck. So the gain is told with an interval: rates are drawn
+from what the figures and their noise leave possible - shrunk towards the median by as much of their variation
+as noise explains (an empirical-Bayes estimate of normally distributed logarithms) - and the default order is
+kept where the interval holds 0. A pair that was never measured may have any rate that others have.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median, pvariance
+from typing import Any
+
+import numpy as np
+
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.links import STALE_DAYS, age_days, load_links, matrix_for, slow_links, slow_nodes
+from mist_megatron.ask.plan_words import lines_repr, title_words
+from mist_megatron.ask.plans import PlanLike, load_plan
+from mist_megatron.ask.words import texts, with_words
+from mist_megatron.cost.predict import job_of, prediction_document
+from mist_megatron.cost.predict import predict as predict_plan
+from mist_megatron.errors import InputError
+from mist_megatron.search.place import DEAD, Array, Places, best_order, seconds_per_byte
+from mist_megatron.search.place_costs import places_of
+from mist_megatron.spec.links import LinkMatrix
+from mist_megatron.spec.plan import Plan
+
+DRAWS = 400
+"""Of rates that the figures leave possible."""
+SURE = 0.95
+EVALUATIONS = 200_000
+LEAST_GAIN = 0.001
+"""Below a thousandth an iteration's own jitter hides it."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlacedPlan:
+    """A plan on named nodes."""
+
+    plan: Plan
+    """With the links of its nodes, the map of its ranks, and its prediction."""
+    hosts: tuple[str, ...]
+    """By logical node: the name of the node that it is."""
+    left_out: tuple[str, ...]
+    """Nodes that were measured and are not used."""
+    iteration_s: float
+    default_iteration_s: float
+    """Of the order as given."""
+    interval: tuple[float, float]
+    """Of the gain that was found, in 95 of 100 draws."""
+    found_gain: float
+    """Of the best order that was found, whether it is taken or not."""
+    kept_default: bool
+    matrix: LinkMatrix
+    """All nodes that could be chosen."""
+    unmeasured_used: tuple[tuple[str, str], ...]
+    """Pairs that the plan's nodes talk over and nobody measured."""
+    proved: bool
+    """All orders were priced."""
+    evaluations: int
+    evaluations_per_cpu_s: float
+    seed: int
+    notes: tuple[str, ...]
+
+    @property
+    def gain(self) -> float:
+        """How much faster than the order as given: 0.1 is a tenth more steps an hour."""
+        return self.default_iteration_s / self.iteration_s - 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `place --json` prints."""
+        return {
+            "kept_default": self.kept_default,
+            "iteration_s": self.iteration_s,
+            "default_iteration_s": _finite(self.default_iteration_s),
+            "gain": _finite(self.gain),
+            "found_gain": _finite(self.found_gain),
+            "gain_interval": [_finite(end) for end in self.interval],
+            "hosts": list(self.hosts),
+            "rank_map": None if self.plan.rank_map is None else list(self.plan.rank_map),
+            "left_out": list(self.left_out),
+            "slow_nodes": [host for host, _ in slow_nodes(self.matrix)],
+            "slow_links": [[a, b] for a, b, _ in slow_links(self.matrix)],
+            "unmeasured_used": [list(pair) for pair in self.unmeasured_used],
+            "gpus_at_once": self.matrix.gpus_at_once,
+            "proved": self.proved,
+            "evaluations": self.evaluations,
+            "evaluations_per_cpu_s": self.evaluations_per_cpu_s,
+            "seed": self.seed,
+            "notes": list(self.notes),
+        }
+
+    def __repr__(self) -> str:
+        low, high = self.interval
+        lines = [
+            title_words(self.plan),
+            f"{self.iteration_s:.4g} s per step on {', '.join(self.hosts)}",
+            f"the order as given takes {self.default_iteration_s:.4g} s: found {self.found_gain:+.1%} "
+            f"({low:+.1%} to {high:+.1%})" + (", kept as given" if self.kept_default else ""),
+            *self.notes,
+        ]
+        return lines_repr(self, lines)
+
+
+def _finite(value: float) -> float | None:
+    """None of an order that dead links forbid."""
+    return value if math.isfinite(value) else None
+
+
+@with_words
+def place(
+    plan: PlanLike,
+    *,
+    links: str | Path,
+    avoid: str | Sequence[str] = (),
+    spare: int | None = None,
+    gpus_at_once: int | None = None,
+    seed: int = 0,
+    evaluations: int = EVALUATIONS,
+) -> PlacedPlan:
+    """The best map of a plan's nodes to those of links.yaml, and its gain over the order as given.
+
+    `avoid` leaves nodes out, `spare` chooses among so many more than the plan needs (all that were measured
+    by default), `gpus_at_once` takes the figures of so many GPUs sending at once (as many as a node has, or
+    the next fewer, by default).
+    """
+    plan = load_plan(plan)
+    _check(plan)
+    matrix, notes = _chosen(plan, load_links(links), texts(avoid), spare, gpus_at_once)
+    start = range(len(matrix.hosts))
+    first = tuple(start)[: plan.cluster.nodes]
+    evaluator, _ = evaluator_for(job_of(_on(plan, matrix, first)))
+    places = places_of(plan, evaluator, matrix)
+    rates, started = seconds_per_byte(matrix), time.process_time()
+    order = best_order(places, rates, start=start, seed=seed, evaluations=evaluations)
+    spent_s = max(time.process_time() - started, 1e-9)
+    usual, moved = (_on(plan, matrix, nodes) for nodes in (first, order.nodes))
+    usual_s = math.inf if _uses_dead(places, rates, first) else _seconds(usual)
+    moved_s = _seconds(moved)
+    interval = _interval(places, matrix, order.nodes, seed)
+    found = usual_s / moved_s - 1.0
+    kept = math.isfinite(usual_s) and (interval[0] <= 0.0 or found < LEAST_GAIN)
+    taken, nodes = (usual, first) if kept else (moved, order.nodes)
+    hosts = tuple(matrix.hosts[node] for node in nodes)
+    unmeasured = _unmeasured(places, matrix, nodes)
+    return PlacedPlan(
+        plan=_told(taken, hosts, matrix),
+        hosts=hosts,
+        left_out=tuple(host for host in matrix.hosts if host not in hosts),
+        iteration_s=usual_s if kept else moved_s,
+        default_iteration_s=usual_s,
+        interval=interval,
+        found_gain=found,
+        kept_default=kept,
+        matrix=matrix,
+        unmeasured_used=unmeasured,
+        proved=order.proved,
+        evaluations=order.evaluations,
+        evaluations_per_cpu_s=order.evaluations / spent_s,
+        seed=seed,
+        notes=(*notes, *_warnings(plan, places, matrix, unmeasured)),
+    )
+
+
+def _check(plan: Plan) -> None:
+    cluster = plan.cluster
+    if cluster.nodes < 2:
+        raise InputError("place: the plan has one node; wanted two or more, whose order can matter")
+    if cluster.linked_gpus > cluster.gpus_per_node:
+        raise InputError(
+            f"place: fast links join nodes of {cluster.gpu.name} into domains of {cluster.linked_gpus} GPUs; "
+            "wanted nodes that stand alone: placing whole domains is not built"
+        )
+
+
+def _chosen(
+    plan: Plan,
+    matrices: Sequence[LinkMatrix],
+    avoid: Sequence[str],
+    spare: int | None,
+    gpus_at_once: int | None,
+) -> tuple[LinkMatrix, list[str]]:
+    """The matrix whose traffic is the plan's, of the nodes that may be used."""
+    notes = []
+    if gpus_at_once is None:
+        matrix = matrix_for(matrices, plan.cluster.gpus_per_node)
+    else:
+        counts = [one.gpus_at_once for one in matrices]
+        if gpus_at_once not in counts:
+            raise InputError(f"--gpus-at-once is {gpus_at_once}; measured were {', '.join(map(str, counts))}")
+        matrix = matrices[counts.index(gpus_at_once)]
+    if matrix.gpus_at_once < plan.cluster.gpus_per_node:
+        notes.append(
+            f"the figures are of {matrix.gpus_at_once} GPUs of a node sending at once, the plan's "
+            f"{plan.cluster.gpus_per_node} send together: measured so, links may differ less"
+        )
+    missing = [host for host in avoid if matrix.index(host) is None]
+    if missing:
+        raise InputError(f"--avoid {missing[0]}: no such node; measured are {', '.join(matrix.hosts)[:200]}")
+    out = {matrix.index(host) for host in avoid}
+    left = [node for node in range(len(matrix.hosts)) if node not in out]
+    needed = plan.cluster.nodes + (spare or 0)
+    if len(left) < needed:
+        more = f" and {spare} spare ones" if spare else ""
+        raise InputError(
+            f"place: the plan needs {plan.cluster.nodes} nodes{more}; links are known of {len(left)}"
+            + (f" without {', '.join(avoid)}" if avoid else "")
+        )
+    return matrix.take(left if spare is None else left[:needed]), notes
+
+
+def _on(plan: Plan, matrix: LinkMatrix, nodes: Sequence[int]) -> Plan:
+    """The plan with its nodes on these. The cluster lists them as the matrix does, which is how schedulers
+    list an allocation; the map says the rest."""
+    listed = sorted(nodes)
+    position = {node: at for at, node in enumerate(listed)}
+    a_node = plan.cluster.gpus_per_node
+    rank_map = tuple(position[nodes[gpu // a_node]] * a_node + gpu % a_node for gpu in plan.gpu_of)
+    cluster = replace(plan.cluster, links=replace(plan.cluster.links, matrix=matrix.take(listed)))
+    same = rank_map == tuple(range(plan.gpus))
+    return replace(plan, cluster=cluster, rank_map=None if same else rank_map)
+
+
+def _seconds(plan: Plan) -> float:
+    evaluator, _ = evaluator_for(job_of(plan))
+    return predict_plan(plan, evaluator).iteration_s
+
+
+def _told(plan: Plan, hosts: Sequence[str], matrix: LinkMatrix) -> Plan:
+    evaluator, _ = evaluator_for(job_of(plan))
+    placement = {"hosts": list(hosts), "links": matrix.source, "date": matrix.date}
+    return replace(
+        plan,
+        prediction=prediction_document(predict_plan(plan, evaluator)),
+        provenance={**(plan.provenance or {}), "placement": placement},
+    )
+
+
+def _uses_dead(places: Places, rates: Array, nodes: Sequence[int]) -> bool:
+    order = np.array([nodes], dtype=np.intp)
+    alive = rates[rates < DEAD / 2 * rates[rates > 0.0].min()]
+    return bool(places.slowest(order, rates).max() > alive.max()) if places.uses else False
+
+
+def _used(places: Places, nodes: Sequence[int]) -> set[frozenset[int]]:
+    return {frozenset((nodes[a], nodes[b])) for use in places.uses for a, b in use.pairs}
+
+
+def _unmeasured(places: Places, matrix: LinkMatrix, nodes: Sequence[int]) -> tuple[tuple[str, str], ...]:
+    used = _used(places, nodes)
+    pairs = ((pair, [matrix.index(host) for host in pair]) for pair in matrix.unmeasured)
+    return tuple(pair for pair, at in pairs if frozenset(at) in used)
+
+
+def _interval(places: Places, matrix: LinkMatrix, nodes: Sequence[int], seed: int) -> tuple[float, float]:
+    """Of the gain over the order as given."""
+    random = np.random.default_rng(seed)
+    orders = np.array([range(places.places), nodes], dtype=np.intp)
+    gains = []
+    for _ in range(DRAWS):
+        costs = places.cost(orders, _drawn(matrix, random))
+        gains.append(float(costs[0] / costs[1]) - 1.0)
+    low, high = np.quantile(gains, [0.5 - SURE / 2, 0.5 + SURE / 2])
+    return float(low), float(high)
+
+
+def _drawn(matrix: LinkMatrix, random: np.random.Generator) -> Array:
+    """Seconds per byte of each pair, as the figures and their noise leave possible."""
+    logs = [math.log(rate) for rate in matrix.rates]
+    middle, noise = median(logs), matrix.noise
+    true = max(pvariance(logs) - noise**2, 0.0)
+    kept = true / (true + noise**2) if noise > 0.0 else 1.0
+    usual = seconds_per_byte(matrix)
+    count = len(matrix.hosts)
+    shaken = random.normal(0.0, math.sqrt(kept) * noise, (count, count))
+    shaken = np.triu(shaken, 1) + np.triu(shaken, 1).T
+    drawn = np.where(usual > 0.0, np.exp(-(middle + kept * (-np.log(np.where(usual > 0, usual, 1.0)) - middle)
+                                           + shaken)), 0.0)  # fmt: skip
+    drawn = np.where(usual >= DEAD * 1e-3 / min(matrix.rates), usual, drawn)
+    for pair in matrix.unmeasured:
+        a, b = (matrix.hosts.index(host) for host in pair)
+        drawn[a, b] = drawn[b, a] = math.exp(-float(random.choice(logs)))
+    return np.asarray(drawn)
+
+
+def _warnings(
+    plan: Plan, places: Places, matrix: LinkMatrix, unmeasured: Sequence[tuple[str, str]]
+) -> list[str]:
+    told = []
+    if not places.uses:
+        told.append("no group and no send of this plan leaves its node: no order is better than another")
+    age = age_days(matrix, datetime.now(tz=UTC).date())
+    if age is None:
+        told.append("when the links were measured is not said: stale figures are worse than none")
+    elif age > STALE_DAYS:
+        told.append(f"the links were measured {age} days ago: stale figures are worse than none")
+    if matrix.spread is None:
+        told.append(
+            f"no pair was measured twice: an error of {matrix.noise:.0%} is assumed, that of two published "
+            "snapshots; a second measurement would say"
+        )
+    default = _unmeasured(places, matrix, tuple(range(places.places)))
+    for pairs, which in ((unmeasured, "the plan uses"), (default, "the order as given uses")):
+        if pairs:
+            named = ", ".join(f"{a} - {b}" for a, b in pairs)
+            told.append(f"{which} {len(pairs)} links that nobody measured, taken for the slowest: {named}")
+    return told
