@@ -18,12 +18,14 @@ from pathlib import Path
 import mist_megatron as mm
 from mist_megatron.ask.convert import ConvertWords
 from mist_megatron.ask.job_words import JobWords
+from mist_megatron.ask.place import PlaceWords
 from mist_megatron.ask.replay import ReplayWords
 from mist_megatron.ask.simulate import SimulateWords
 from mist_megatron.ask.tune_words import AS_USUAL, TuneWords
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
-WORDS = {kind.__name__: kind for kind in (JobWords, TuneWords, ConvertWords, SimulateWords, ReplayWords)}
+KINDS = (JobWords, TuneWords, ConvertWords, SimulateWords, ReplayWords, PlaceWords)
+WORDS = {kind.__name__: kind for kind in KINDS}
 
 
 def page() -> str:

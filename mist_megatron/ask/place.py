@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, pvariance
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -115,26 +115,28 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-@with_words
-def place(
-    plan: PlanLike,
-    *,
-    links: str | Path,
-    avoid: str | Sequence[str] = (),
-    spare: int | None = None,
-    gpus_at_once: int | None = None,
-    seed: int = 0,
-    evaluations: int = EVALUATIONS,
-) -> PlacedPlan:
-    """The best map of a plan's nodes to those of links.yaml, and its gain over the order as given.
+class PlaceWords(TypedDict, total=False):
+    """What may be chosen, by the names of the options of `place`."""
 
-    `avoid` leaves nodes out, `spare` chooses among so many more than the plan needs (all that were measured
-    by default), `gpus_at_once` takes the figures of so many GPUs sending at once (as many as a node has, or
-    the next fewer, by default).
-    """
+    avoid: str | Sequence[str]
+    """Nodes that are left out."""
+    spare: int | None
+    """Choose among so many nodes more than the plan needs; all that were measured by default."""
+    gpus_at_once: int | None
+    """Take figures of so many GPUs of a node sending at once; as many as a node has, or the next fewer."""
+    seed: int
+    """Of the annealing: the same seed, the same answer."""
+    evaluations: int
+    """Orders to price, where not all can be."""
+
+
+@with_words
+def place(plan: PlanLike, *, links: str | Path, **words: Unpack[PlaceWords]) -> PlacedPlan:
+    """The best map of a plan's nodes to those of links.yaml, and its gain over the order as given."""
     plan = load_plan(plan)
     _check(plan)
-    matrix, notes = _chosen(plan, load_links(links), texts(avoid), spare, gpus_at_once)
+    seed, evaluations = words.get("seed", 0), words.get("evaluations", EVALUATIONS)
+    matrix, notes = _chosen(plan, load_links(links), words)
     start = range(len(matrix.hosts))
     first = tuple(start)[: plan.cluster.nodes]
     evaluator, _ = evaluator_for(job_of(_on(plan, matrix, first)))
@@ -181,14 +183,9 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _chosen(
-    plan: Plan,
-    matrices: Sequence[LinkMatrix],
-    avoid: Sequence[str],
-    spare: int | None,
-    gpus_at_once: int | None,
-) -> tuple[LinkMatrix, list[str]]:
+def _chosen(plan: Plan, matrices: Sequence[LinkMatrix], words: PlaceWords) -> tuple[LinkMatrix, list[str]]:
     """The matrix whose traffic is the plan's, of the nodes that may be used."""
+    avoid, spare, gpus_at_once = texts(words.get("avoid")), words.get("spare"), words.get("gpus_at_once")
     notes = []
     if gpus_at_once is None:
         matrix = matrix_for(matrices, plan.cluster.gpus_per_node)
