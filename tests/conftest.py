@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,16 @@ class Ran:
     code: int
     out: str
     err: str
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Temporary files of the tests, and of the programs that they start (torchrun leaves a folder a start),
+    lie in one folder, which goes when the tests end. Programs that tests kill leave theirs in it too."""
+    if "MIST_TEST_TEMPORARY" in os.environ:  # a worker's: the folder is the one of whoever started it
+        return
+    folder = tempfile.mkdtemp(prefix="mist-tests-")
+    os.environ["MIST_TEST_TEMPORARY"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
