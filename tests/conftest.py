@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import warm_start_server
+from conftest_report import native_crashes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,6 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="mist-tests-")
     os.environ["MIST_TEST_TEMPORARY"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for crash in native_crashes():
+        terminalreporter.write_line(f"native crash, tried once more: {crash}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
