@@ -1,16 +1,18 @@
 """Traces of the PyTorch profiler (Kineto): products, attention, copies and collectives with their sizes.
 
-A kernel carries the `External id` of the operator that launched it; with `record_shapes=True` the operator
-carries its `Input Dims`. NCCL's kernels carry message size, type and group themselves, copies their bytes.
-All kernels of one call are one measurement; calls of one shape become one point with their spread.
+A kernel belongs to the operator that made its launch; with `record_shapes=True` the operator carries its
+sizes. NCCL's kernels carry message size, type and group themselves, copies their bytes. All kernels of one
+call are one measurement; calls of one shape become one point with their spread.
 
-A collective's kernel also waits until the last rank arrives, so of one size the shortest tenth counts.
+A collective's kernel also waits until the last rank arrives: what it takes is known only from the traces of
+all its ranks together, from when the last one came.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,6 +23,9 @@ import numpy as np
 from mist_megatron.calibrate.imported import UNKNOWN_DEVICE, Hints, Imported, identity_of, text_of
 from mist_megatron.calibrate.measurements import LARGEST_SIZE, SIZES, Conditions, Measurement, checked
 from mist_megatron.errors import InputError
+from mist_megatron.traces.collectives import Meeting, aligned, communicates, meetings
+from mist_megatron.traces.columns import NS_PER_S, Kind, Message, Shapes, Trace
+from mist_megatron.traces.nesting import Links, link
 
 Shape = tuple[float, ...]
 TYPES = {
@@ -44,7 +49,8 @@ ATTENTION: Mapping[str, tuple[str, int, str, int]] = {
 }
 """Operator -> kind, place of the query (the key follows), order of its sizes, place of `is_causal`."""
 COLLECTIVES = {
-    "allreduce": ("all_reduce", "In"), "allreduce_coalesced": ("all_reduce", "In"),
+    "allreduce": ("all_reduce", "In"), "all_reduce": ("all_reduce", "In"),
+    "allreduce_coalesced": ("all_reduce", "In"),
     "allgather": ("all_gather", "Out"), "_allgather_base": ("all_gather", "Out"),
     "all_gather": ("all_gather", "Out"), "allgather_into_tensor_coalesced": ("all_gather", "Out"),
     "reduce_scatter": ("reduce_scatter", "In"), "_reduce_scatter_base": ("reduce_scatter", "In"),
@@ -52,8 +58,6 @@ COLLECTIVES = {
     "send": ("send_recv", "In"), "recv": ("send_recv", "Out"),
 }  # fmt: skip
 """`Collective name` -> ours, and which message is the whole one."""
-MOST_US = 3.6e9
-"""An hour: no kernel takes so long."""
 _COPIES = (("Memcpy HtoD (Pinned", "h2d"), ("Memcpy DtoH (Device -> Pinned", "d2h"))
 
 
@@ -80,104 +84,84 @@ class _Found:
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
 
 
-def read_kineto(document: object, where: str, hints: Hints) -> Imported:
-    """All that a profile can use of one rank's trace."""
-    header: Mapping[str, object] = document if isinstance(document, dict) else {}
-    events = header.get("traceEvents") if header else document
-    if not isinstance(events, list) or not events:
-        raise InputError(f"{where}: no traceEvents; wanted a trace of torch.profiler (export_chrome_trace)")
-    whole = [_checked(event, f"{where}: traceEvents[{index}]") for index, event in enumerate(events)]
-    complete = [event for event in whole if event is not None]
-    operators = {
-        _identity(event): event for event in complete
-        if event.get("cat") == "cpu_op" and _identity(event) is not None
-    }  # fmt: skip
-    launches = {
-        call: _identity(event) for event in complete
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and (call := _launch(event)) is not None
-    }  # fmt: skip
-    work = _Found()
-    calls: dict[int | None, float] = {}
-    for event in complete:
-        if event.get("cat") == "gpu_memcpy":
-            _copy(event, work)
-        elif event.get("cat") == "kernel" and "nccl" in str(event.get("name", "")).lower():
-            _collective(event, work, hints, where)
-        elif event.get("cat") == "kernel":
-            # Older traces say only which call launched a kernel, and of the call which operator it served.
-            identity = _identity(event) or launches.get(_launch(event) or 0)
-            if identity not in operators:
-                work.skip("kernels that no recorded operator launched")
-            else:
-                calls[identity] = calls.get(identity, 0.0) + _duration_s(event)
-    for identity, seconds in calls.items():
-        _operator(operators[identity], seconds, work)
+def read_kineto(traces: Sequence[Trace], hints: Sequence[Hints]) -> list[Imported]:
+    """All that a profile can use of the traces, each on its own but for collectives."""
+    links = [link(trace) for trace in traces]
+    found = [_Found() for _ in traces]
+    for trace, linked, work in zip(traces, links, found, strict=True):
+        _copies(trace, work)
+        _operators(trace, linked, work)
+    for group in _runs(traces):
+        _collectives([(traces[k], links[k], found[k], hints[k]) for k in group])
+    return [_told(trace, work, hint) for trace, work, hint in zip(traces, found, hints, strict=True)]
+
+
+def _told(trace: Trace, work: _Found, hints: Hints) -> Imported:
     if not work.seconds:
         raise InputError(
-            f"{where}: {len(events)} events, but no product, attention, copy or collective with its size",
+            f"{trace.where}: {trace.events_read} events, but no product, attention, copy or "
+            "collective with its size",
             details=(
                 *(f"{reason}: {count}" for reason, count in work.left_out.items()),
                 "try: torch.profiler with CUDA activities and record_shapes=True",
             ),
         )
-    return _imported(work, header, where, hints)
+    return _imported(work, trace.header, trace.where, hints)
 
 
-def _checked(event: object, place: str) -> Mapping[str, object] | None:
-    """A complete event with a possible duration; None for markers, flows and metadata."""
-    if not isinstance(event, dict):
-        raise InputError(f"{place} is {type(event).__name__}; wanted an object")
-    if event.get("ph") != "X":
-        return None
-    duration = event.get("dur")
-    if isinstance(duration, str | bool) or not isinstance(duration, int | float):
-        raise InputError(f"{place}: dur is {duration!r}; wanted microseconds: cut off?")
-    if not 0.0 <= duration < MOST_US:
-        raise InputError(f"{place}: dur is {duration!r}; wanted microseconds from 0 to an hour")
-    return event
+def _runs(traces: Sequence[Trace]) -> list[list[int]]:
+    """Traces that are ranks of one run: of one size, each of another rank."""
+    by_world: dict[int | None, list[int]] = defaultdict(list)
+    for place, trace in enumerate(traces):
+        by_world[trace.world].append(place)
+    found: list[list[int]] = []
+    for world, places in by_world.items():
+        ranks = [traces[place].rank for place in places]
+        if world is not None and world > 1 and None not in ranks and len(set(ranks)) == len(ranks):
+            found.append(places)
+        else:
+            found += [[place] for place in places]
+    return found
 
 
-def _duration_s(event: Mapping[str, object]) -> float:
-    """Of an event that was checked."""
-    duration_us = event["dur"]
-    assert isinstance(duration_us, int | float)
-    return float(duration_us) * 1e-6
+def _operators(trace: Trace, links: Links, found: _Found) -> None:
+    """Every call of an operator with all kernels that it launched itself."""
+    ran = np.flatnonzero((trace.kind == Kind.KERNEL) & ~communicates(trace))
+    launch = links.launch[ran]
+    operator = np.where(launch >= 0, links.operator[np.maximum(launch, 0)], -1)
+    lost = int((operator < 0).sum())
+    if lost:
+        found.left_out["kernels that no recorded operator launched"] = lost
+    seconds = np.bincount(operator[operator >= 0], trace.length_ns[ran][operator >= 0] / NS_PER_S, len(trace))
+    for event in np.unique(operator[operator >= 0]).tolist():
+        name = trace.name_of(event)
+        if name in PRODUCTS or name in ATTENTION:
+            shapes = int(trace.shapes[event])
+            _operator(name, trace.shape_table[shapes] if shapes >= 0 else None, float(seconds[event]), found)
 
 
-def _arguments(event: Mapping[str, object]) -> Mapping[str, object]:
-    found = event.get("args")
-    return found if isinstance(found, dict) else {}
-
-
-def _identity(event: Mapping[str, object]) -> int | None:
-    found = _arguments(event).get("External id", _arguments(event).get("external id"))
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def _launch(event: Mapping[str, object]) -> int | None:
-    """Number of the call that launched a kernel, on both of them."""
-    found = _arguments(event).get("correlation")
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def _operator(event: Mapping[str, object], seconds: float, found: _Found) -> None:
+def _operator(name: str, shapes: Shapes | None, seconds: float, found: _Found) -> None:
     """One call with all its kernels."""
-    name = str(event.get("name", ""))
-    if (name not in PRODUCTS and name not in ATTENTION) or seconds <= 0.0:
+    if seconds <= 0.0:
         return
-    arguments = _arguments(event)
-    dims, types = arguments.get("Input Dims"), arguments.get("Input type")
-    if not isinstance(dims, list) or not isinstance(types, list):
+    dims, types = (_listed(said) for said in (shapes.dims, shapes.types)) if shapes else (None, None)
+    if dims is None or types is None:
         found.skip(f"{name} without shapes (record_shapes was off)")
         return
-    key = (
-        _product(name, dims, types) if name in PRODUCTS
-        else _attention(name, dims, types, arguments.get("Concrete Inputs"))
-    )  # fmt: skip
+    concrete = _listed(shapes.concrete) if shapes else None
+    key = _product(name, dims, types) if name in PRODUCTS else _attention(name, dims, types, concrete)
     if key is None:
         found.skip(f"{name} of unusual shape, type or mask")
     else:
         found.add(key, seconds)
+
+
+def _listed(said: bytes) -> list[object] | None:
+    try:
+        found = json.loads(said) if said else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) else None
 
 
 def _sizes(dims: Sequence[object], place: int, count: int) -> list[float] | None:
@@ -220,54 +204,81 @@ def _attention(name: str, dims: Sequence[object], types: Sequence[object], concr
     return _Key(kind, "", precision, (size["b"], size["s"], size["h"], other["h"], size["d"]))
 
 
-def _copy(event: Mapping[str, object], found: _Found) -> None:
-    name, moved = str(event.get("name", "")), _arguments(event).get("bytes")
-    direction = next((way for start, way in _COPIES if name.startswith(start)), None)
-    if direction is None:
-        if "HtoD" in name or "DtoH" in name:
-            found.skip("copies of pageable host memory")
-        return
-    if not _is_count(moved) or not _duration_s(event):
-        found.skip("copies without bytes or duration")
-        return
-    found.add(_Key("copy", direction, "bytes", (float(moved),)), _duration_s(event))
+def _copies(trace: Trace, found: _Found) -> None:
+    for event in np.flatnonzero(trace.kind == Kind.COPY).tolist():
+        name, moved = trace.name_of(event), int(trace.size[event])
+        seconds = float(trace.length_ns[event]) / NS_PER_S
+        direction = next((way for start, way in _COPIES if name.startswith(start)), None)
+        if direction is None:
+            if "HtoD" in name or "DtoH" in name:
+                found.skip("copies of pageable host memory")
+        elif not _is_count(moved) or not seconds:
+            found.skip("copies without bytes or duration")
+        else:
+            found.add(_Key("copy", direction, "bytes", (float(moved),)), seconds)
 
 
-def _collective(event: Mapping[str, object], found: _Found, hints: Hints, where: str) -> None:
-    arguments = _arguments(event)
-    known = COLLECTIVES.get(str(arguments.get("Collective name", "")).lower())
-    if known is None:
+def _collectives(run: Sequence[tuple[Trace, Links, _Found, Hints]]) -> None:
+    """Transfers of collectives whose ranks are all there; those of others are left out and told."""
+    traces, links = [one[0] for one in run], [one[1] for one in run]
+    comm = [np.flatnonzero(communicates(trace)) for trace in traces]
+    notes: list[str] = []
+    met, _ = aligned(traces, meetings(traces, links, comm, notes), notes)
+    for note in notes:
+        run[0][2].skip(note)
+    used = [0] * len(traces)
+    for meeting in met:
+        for member in meeting.members:
+            used[member.rank] += 1
+        _, _, found, hints = run[meeting.members[0].rank]
+        _collective(meeting, traces, found, hints)
+    for place, events in enumerate(comm):
+        alone = len(events) - used[place]
+        if alone:
+            reason = (
+                "collectives of one rank alone, which also wait for the others (give the traces of all ranks)"
+            )
+            run[place][2].left_out[reason] = alone
+
+
+def _collective(meeting: Meeting, traces: Sequence[Trace], found: _Found, hints: Hints) -> None:
+    said = meeting.message
+    known = COLLECTIVES.get(said.collective.lower()) if said is not None else None
+    if known is None or said is None:
         found.skip("NCCL kernels without message size, or of a collective that no plan uses")
         return
     kind, side = known
-    count, size = arguments.get(f"{side} msg nelems"), arguments.get("Group size")
-    width = TYPES.get(str(arguments.get("dtype")))
-    if not _is_count(count) or not _is_count(size) or width is None or size == 1:
+    width = TYPES.get(said.dtype)
+    count = said.sent if side == "In" else said.received
+    size = said.group_size or len(meeting.members)
+    # Where no group is named, sizes are of what a rank gives: all that can be told of is what keeps its size.
+    if not _is_count(count) or width is None or size < 2 or (not said.group and kind != "all_reduce"):
         found.skip("NCCL kernels without message size or group")
         return
-    if not _duration_s(event):
-        found.skip("NCCL kernels without duration")
+    members = _members(said, size) or _numbers(meeting, traces, size)
+    if len(meeting.members) < size or members is None:
+        found.skip("collectives of which not all ranks are here (give the traces of all ranks)")
         return
-    members = _members(arguments, size)
-    if members is None and (hints.gpus_per_node is None or hints.gpus_per_node < size):
-        found.skip("NCCL kernels whose ranks are not listed in full")
-        return
-    nodes, strided = _placed(members, hints.gpus_per_node, where)
+    nodes, strided = _placed(members, hints.gpus_per_node, traces[meeting.members[0].rank].where)
     ranks = 2.0 if kind == "send_recv" else float(size)
     shape = (float(count * width[1]), ranks, float(min(nodes, ranks)))
-    found.add(_Key("collective", kind, "bytes", shape, strided), _duration_s(event))
+    if meeting.transfer_ns > 0.0:
+        found.add(_Key("collective", kind, "bytes", shape, strided), meeting.transfer_ns / NS_PER_S)
 
 
-def _members(arguments: Mapping[str, object], size: int) -> list[int] | None:
+def _numbers(meeting: Meeting, traces: Sequence[Trace], size: int) -> list[int] | None:
+    """Ranks of all members, where the group does not list them."""
+    ranks = [traces[member.rank].rank for member in meeting.members]
+    known = [rank for rank in ranks if rank is not None]
+    return sorted(known) if len(known) == size else None
+
+
+def _members(said: Message, size: int) -> list[int] | None:
     """Global ranks of the group; long lists are printed with dots."""
-    text = str(arguments.get("Process Group Ranks", ""))
-    try:
-        found = json.loads(text) if text.startswith("[") else None
-    except (ValueError, RecursionError):
+    found = _listed(said.ranks.encode()) if said.ranks.startswith("[") else None
+    if found is None or len(found) != size or not all(isinstance(rank, int) for rank in found):
         return None
-    if not isinstance(found, list) or len(found) != size or not all(isinstance(r, int) for r in found):
-        return None
-    return sorted(found)
+    return sorted(rank for rank in found if isinstance(rank, int))
 
 
 class _Placement(NamedTuple):
@@ -275,10 +286,8 @@ class _Placement(NamedTuple):
     strided: bool
 
 
-def _placed(members: Sequence[int] | None, per_node: int | None, where: str) -> _Placement:
+def _placed(members: Sequence[int], per_node: int | None, where: str) -> _Placement:
     """Where the ranks of a group lie."""
-    if members is None:
-        return _Placement(nodes=1, strided=False)
     strided = any(b - a != 1 for a, b in pairwise(members))
     if per_node is not None:
         return _Placement(len({rank // per_node for rank in members}), strided)
@@ -301,11 +310,10 @@ def _imported(found: _Found, header: Mapping[str, object], where: str, hints: Hi
                 versions=_versions(header),
             )  # fmt: skip
         times = np.array(seconds)
-        quantile = 10.0 if key.kind == "collective" else 50.0
         point = Measurement(
             kind=key.kind, label=key.label, strided=key.strided,
             sizes=dict(zip(SIZES[key.kind], key.shape, strict=True)),
-            seconds=float(np.percentile(times, quantile)), spread=float(times.std() / times.mean()),
+            seconds=float(np.median(times)), spread=float(times.std() / times.mean()),
             conditions=conditions[key.precision].identity,
         )  # fmt: skip
         points.append(checked(point, f"{where}: {key.kind} {key.label} {key.shape}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
@@ -12,6 +13,7 @@ from mist_megatron.calibrate.imported import KINDS, Hints, Imported, Kind
 from mist_megatron.calibrate.measurements import read_measurements
 from mist_megatron.calibrate.nccl_tables import TAGS
 from mist_megatron.errors import InputError
+from mist_megatron.traces.reader import read_trace
 
 
 def read_output(text: str, where: str, hints: Hints, kind: Kind | None = None) -> Imported:
@@ -26,8 +28,19 @@ def read_output(text: str, where: str, hints: Hints, kind: Kind | None = None) -
         return read_nccl_text(text, where, hints)
     if chosen == "mpigraph":
         return read_mpigraph(text, where, hints)
-    document = json_document(text, where)
-    return (read_kineto if chosen == "kineto" else read_nccl_json)(document, where, hints)
+    if chosen == "kineto":
+        trace = read_trace(io.BytesIO(text.encode("utf-8", "replace")), where)
+        return read_kineto([trace], [hints])[0]
+    return read_nccl_json(json_document(text, where), where, hints)
+
+
+def is_kineto(head: str, where: str) -> bool:
+    """Whether a file that begins like this is a trace, which is read in pieces and beside those of other
+    ranks."""
+    try:
+        return kind_of(head, where) == "kineto"
+    except InputError:
+        return False
 
 
 def kind_of(text: str, where: str) -> Kind:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mist_megatron.calibrate.imported import Hints as HintsType
     from mist_megatron.calibrate.imported import Imported, Kind
 
+HEAD_BYTES = 200_000
+"""What tells the kind of a file."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 
 
@@ -89,15 +91,13 @@ def _measurements(
     *,
     force: bool,
 ) -> None:
-    from mist_megatron.calibrate.importing import read_output
     from mist_megatron.calibrate.measurements import write_measurements
-    from mist_megatron.formats.files import read_packed_text, write_file, written_on
+    from mist_megatron.formats.files import write_file
 
-    found: dict[str, Imported] = {}
     for path in files:
-        if str(path) in found:
+        if files.count(path) > 1:
             raise InputError(f"{path} is given twice")
-        found[str(path)] = read_output(read_packed_text(path), str(path), hints(written_on(path)), kind)
+    found = _imported(files, hints, kind)
     conditions = [item for one in found.values() for item in one.conditions]
     points = [point for one in found.values() for point in one.points]
     write_file(out, write_measurements(conditions, points), force=force)
@@ -107,6 +107,29 @@ def _measurements(
             for name, one in found.items()}}
     )  # fmt: skip
     _tell(output, found, out)
+
+
+def _imported(files: list[Path], hints: Callable[[str], Hints], kind: Kind | None) -> dict[str, Imported]:
+    """By file, in the order given; traces are read together: ranks of one run tell each other's waiting."""
+    from mist_megatron.calibrate.import_kineto import read_kineto
+    from mist_megatron.calibrate.importing import is_kineto, read_output
+    from mist_megatron.formats.files import open_packed, read_packed_text, written_on
+    from mist_megatron.traces.reader import read_trace
+
+    found: dict[str, Imported] = {}
+    traces = []
+    for path in files:
+        with open_packed(path) as file:
+            head = file.read(HEAD_BYTES).decode("utf-8", "replace")
+        if kind == "kineto" or (kind is None and is_kineto(head, str(path))):
+            with open_packed(path) as file:
+                traces.append((path, read_trace(file, str(path))))
+        else:
+            found[str(path)] = read_output(read_packed_text(path), str(path), hints(written_on(path)), kind)
+    said = [hints(written_on(path)) for path, _ in traces]
+    together = read_kineto([trace for _, trace in traces], said)
+    found |= {str(path): one for (path, _), one in zip(traces, together, strict=True)}
+    return {str(path): found[str(path)] for path in files}
 
 
 def _tell(output: OutputOptions, found: dict[str, Imported], out: Path) -> None:

@@ -114,9 +114,12 @@ def open_packed(path: Path) -> Iterator[PackedFile]:
         raise InputError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {_reason(error)}") from None
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(handle)
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+        raise InputError(f"{path} is {kind}; wanted a file")
     with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise InputError(f"{path} is no plain file; wanted one")
         yield PackedFile(path, file)
 
 

@@ -3,7 +3,6 @@ number."""
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from decimal import Decimal
@@ -113,7 +112,7 @@ class Builder:
     def _nanoseconds(self, value: object, number: int, key: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
             raise InputError(f"{self._at(number)}: {key} is {value!r}; wanted microseconds: cut off?")
-        if not math.isfinite(value) or not -(LARGEST // 1000) < value < LARGEST // 1000:
+        if not -(LARGEST // 1000) < value < LARGEST // 1000:
             raise InputError(f"{self._at(number)}: {key} is {value!r}; wanted microseconds")
         return round(value * 1000)
 

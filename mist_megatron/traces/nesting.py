@@ -8,6 +8,7 @@ other operators: the operator is the innermost one that encloses the call on its
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +85,7 @@ def enclosing(trace: Trace) -> Whole:
     start, end = trace.start_ns.tolist(), trace.end_ns.tolist()
     opens = (trace.kind <= Kind.ANNOTATION).tolist()
     parents = found.tolist()
-    for low, high in zip(bounds, [*bounds[1:], len(order)], strict=True):
+    for low, high in pairwise([*bounds, len(order)]):
         stack: list[int] = []
         for event in order[low:high].tolist():
             at = start[event]

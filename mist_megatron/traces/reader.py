@@ -202,12 +202,19 @@ def _close(text: _Text, document: _Document, builder: Builder, how: Reading) -> 
 def _cut_off(rest: str, builder: Builder, how: Reading) -> None:
     """Whole events before the place at which the text stops to be JSON."""
     parse = json.JSONDecoder(strict=False, parse_float=exact_number).raw_decode
-    at, records = 0, []
+    at = 0
+    records: list[object] = []
     while True:
         at = _skip(rest, at)
         try:
             event, at = parse(rest, at)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
+            if type(error) is ValueError:
+                # Python makes no number of more digits (sys.get_int_max_str_digits).
+                place = f"traceEvents[{builder.events_read + len(records)}]"
+                raise InputError(
+                    f"{builder.where}: {place} holds a whole number of thousands of digits; damaged?"
+                ) from None
             break
         records.append(event)
     builder.add(plain_records(records))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 
 import pytest
 from nccl_output import FOOTER, HEADER, MATRIX, nccl_json, nccl_row, rank_lines, sweep, table
 
 from mist_megatron.calibrate.fit_collectives import fit_collectives
+from mist_megatron.calibrate.import_kineto import read_kineto
 from mist_megatron.calibrate.imported import Hints
 from mist_megatron.calibrate.importing import kind_of, read_output
 from mist_megatron.calibrate.measurements import Raw, read_measurements, write_measurements
 from mist_megatron.errors import InputError
+from mist_megatron.traces.reader import read_trace
 
 HINTS = Hints(date="2026-11-21")
 
@@ -143,30 +146,30 @@ MM = ("aten::mm", [[4096, 1024], [1024, 8192]])
 
 
 def op(number, name, dims, concrete=None, kind="c10::BFloat16"):
-    return {"ph": "X", "cat": "cpu_op", "name": name, "ts": 1.0, "dur": 9.0, "args": {
-        "External id": number, "Input Dims": dims, "Input type": [kind] * len(dims),
-        "Concrete Inputs": concrete or [""] * len(dims)}}  # fmt: skip
+    """Lies at a place of its own, so that whatever its kernels say is in it."""
+    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": 100.0 * number, "dur": 90.0,
+        "args": {"External id": number, "Input Dims": dims, "Input type": [kind] * len(dims),
+                 "Concrete Inputs": concrete or [""] * len(dims)}}  # fmt: skip
 
 
-def kernel(number, us, name="sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn"):
-    return {"ph": "X", "cat": "kernel", "name": name, "ts": 2.0, "dur": us,
-            "args": {"External id": number, "correlation": 7, "stream": 7, "device": 0}}  # fmt: skip
+def kernel(number, us, name="sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn", **arguments):
+    """With the launch that an operator makes; correlations are those of no other."""
+    correlation = 1000 * number + len(name)
+    return [
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1,
+         "ts": 100.0 * number + 1, "dur": 2.0, "args": {"External id": number, "correlation": correlation}},
+        {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": 100.0 * number + 9, "dur": us,
+         "args": {"External id": number, "correlation": correlation, "stream": 7, "device": 0, **arguments}},
+    ]  # fmt: skip
 
 
-def nccl_kernel(us, **arguments):
-    given = {"Collective name": "_allgather_base", "In msg nelems": 1 << 20, "Out msg nelems": 1 << 23,
-             "Group size": 8, "dtype": "BFloat16", "Process Group Ranks": str(list(range(8)))}  # fmt: skip
-    event = kernel(99, us, "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
-    event["args"] = {**given, **arguments}
-    return event
-
-
-def trace(*events):
+def trace(*events, **header):
+    flat = [one for event in events for one in (event if isinstance(event, list) else [event])]
     return json.dumps({"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
-                       "traceEvents": [{"ph": "M", "name": "process_name"}, *events]})  # fmt: skip
+                       **header, "traceEvents": [{"ph": "M", "name": "process_name"}, *flat]})  # fmt: skip
 
 
-def test_kineto_products_attention_copies_and_collectives():
+def test_kineto_products_attention_and_copies():
     sdpa = [[2, 4096, 32, 128]] + [[2, 4096, 8, 128]] * 2 + [[], [], [], [], [], []]
     text = trace(
         op(1, *MM), kernel(1, 90.0), kernel(1, 10.0, "splitKreduce"),
@@ -174,12 +177,11 @@ def test_kineto_products_attention_copies_and_collectives():
         op(3, "aten::baddbmm", [[8, 64, 32], [8, 64, 128], [8, 128, 32]]), kernel(3, 12.0),
         op(4, FLASH, sdpa, [""] * 8 + ["True"]), kernel(4, 800.0, "flash_fwd_kernel"),
         op(5, FLASH, sdpa, [""] * 8 + ["False"]), kernel(5, 1500.0, "flash_fwd_kernel"),
-        op(6, "aten::mul", [[4096], [4096]]), kernel(6, 3.0, "elementwise"), kernel(77, 5.0),
+        op(6, "aten::mul", [[4096], [4096]]), kernel(6, 3.0, "elementwise"), kernel(77, 5.0)[1:],
         {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 1, "dur": 1000.0,
          "args": {"bytes": 25_000_000}},
         {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "ts": 1, "dur": 9000.0,
          "args": {"bytes": 25_000_000}},
-        *(nccl_kernel(us) for us in (60.0, 61.0, 62.0, *[900.0] * 8)),
     )  # fmt: skip
     found = read_output(text, "trace.json", HINTS)
     points = {(p.kind, p.label): p for p in found.points}
@@ -189,9 +191,6 @@ def test_kineto_products_attention_copies_and_collectives():
     attention = points["attention_forward", ""]
     assert (attention.seconds, attention.sizes["kv_heads"]) == (pytest.approx(800e-6), 8.0)
     assert points["copy", "h2d"].sizes["bytes"] / points["copy", "h2d"].seconds == pytest.approx(25e9)
-    gather = points["collective", "all_gather"]
-    assert gather.sizes == {"bytes": float(2 << 23), "ranks": 8.0, "nodes": 1.0}
-    assert gather.seconds < 65e-6  # most of these kernels only waited for the others
     left = " ".join(found.notes)
     assert "pageable" in left
     assert "no recorded operator launched: 1" in left
@@ -199,21 +198,49 @@ def test_kineto_products_attention_copies_and_collectives():
     assert {c.device for c in found.conditions} == {"NVIDIA H100 80GB HBM3"}
 
 
-def test_older_traces_name_the_operator_at_the_launch_only():
-    late = kernel(0, 80.0)
-    late["args"] = {"correlation": 31, "stream": 7}
-    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1.0, "dur": 4.0,
-              "args": {"External id": 5, "correlation": 31}}  # fmt: skip
-    found = read_output(trace(op(5, *MM), launch, late), "trace.json", HINTS)
+def test_older_traces_have_numbers_of_calls_for_operators():
+    """External id is the number of the call there: which operator made it is told by time alone."""
+    launch, late = kernel(5, 80.0)
+    for event in (launch, late):
+        event["args"]["External id"] = event["args"]["correlation"] = 6
+    found = read_output(trace(op(5, *MM), op(6, "aten::mul", [[8]]), launch, late), "trace.json", HINTS)
     assert [(p.kind, p.seconds) for p in found.points] == [("gemm", pytest.approx(80e-6))]
 
 
+def gathering(rank, at, ends=500.0, **changed):
+    """One rank's trace of a gather that it comes to at a time."""
+    given = {"Collective name": "_allgather_base", "In msg nelems": 1 << 20, "Out msg nelems": 1 << 23,
+             "Group size": 2, "dtype": "BFloat16", "Process Group Name": "1", "Seq": 3,
+             "Process Group Ranks": "[0, 1]", **changed}  # fmt: skip
+    launch, comm = kernel(1, ends - at, "ncclDevKernel_AllGather_RING_LL", **given)
+    comm["ts"] = at
+    text = trace(op(1, *MM), kernel(1, 90.0), launch, comm, distributedInfo={"rank": rank, "world_size": 2})
+    return read_trace(io.BytesIO(text.encode()), f"rank{rank}.json")
+
+
+def test_collectives_take_what_they_take_from_the_last_rank_on():
+    first, second = read_kineto([gathering(0, 200.0), gathering(1, 440.0)], [HINTS, HINTS])
+    (point,) = [p for p in first.points if p.kind == "collective"]
+    assert (point.label, point.sizes) == ("all_gather", {"bytes": float(2 << 23), "ranks": 2.0, "nodes": 1.0})
+    assert point.seconds == pytest.approx(60e-6)
+    assert not [p for p in second.points if p.kind == "collective"]  # it is told once
+
+
+def test_a_collective_of_one_rank_tells_no_time():
+    (alone,) = read_kineto([gathering(0, 200.0)], [HINTS])
+    assert not [p for p in alone.points if p.kind == "collective"]
+    assert any("give the traces of all ranks" in note for note in alone.notes)
+
+
 def test_ranks_of_a_trace_on_nodes():
-    far = nccl_kernel(60.0, **{"Group size": 2, "Process Group Ranks": "[0, 8]"})
+    far = {"Process Group Ranks": "[0, 8]"}
+    traces = [gathering(0, 200.0, **far), gathering(1, 440.0, **far)]
     with pytest.raises(InputError, match="share a node"):
-        read_output(trace(far), "trace.json", HINTS)
-    found = read_output(trace(far), "trace.json", Hints(date="2026-11-21", gpus_per_node=8))
-    assert (found.points[0].sizes["nodes"], found.points[0].strided) == (2.0, True)
+        read_kineto(traces, [HINTS, HINTS])
+    hints = Hints(date="2026-11-21", gpus_per_node=8)
+    found, _ = read_kineto(traces, [hints, hints])
+    (point,) = [p for p in found.points if p.kind == "collective"]
+    assert (point.sizes["nodes"], point.strided) == (2.0, True)
 
 
 @pytest.mark.parametrize(
@@ -221,17 +248,20 @@ def test_ranks_of_a_trace_on_nodes():
     [
         (
             trace(op(1, *MM), kernel(1, -3.0)),
-            "traceEvents[2]: dur is -3.0",
+            "traceEvents[3]: dur is -3.0",
         ),
         (trace(op(1, *MM), kernel(1, "90")), "dur is '90'"),
-        (trace(op(1, *MM), kernel(1, 90.0))[:-30], "not valid JSON"),
+        (trace(op(1, *MM), kernel(1, 90.0))[:-30], "cut off at traceEvents[3]"),
         (trace(op(1, *MM), kernel(1, 0.001)), "no hardware exceeds"),
         (trace(op(1, *MM)), "no product, attention, copy or collective"),
-        (trace(op(1, *MM), kernel(1, 10**400)), "wanted microseconds from 0 to an hour"),
+        (trace(op(1, *MM), kernel(1, 10**400)), "wanted microseconds"),
         (trace(op(1, "aten::mm", [[10**400, 8], [8, 8]]), kernel(1, 9.0)), "no product"),
-        (trace(5), "traceEvents[1] is int"),
+        (trace(5), "traceEvents[1] is no object"),
         ('{"traceEvents": []}', "no traceEvents"),
-        ('{"schemaVersion": 1, "traceEvents": [{"dur": NaN}]}', "not a JSON number"),
+        (
+            '{"schemaVersion": 1, "traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1, "dur": NaN}]}',
+            "dur is nan; wanted microseconds",
+        ),
     ],
 )
 def test_broken_traces_are_refused(text, told):
@@ -266,7 +296,7 @@ def test_command_imports_several_files_at_once(mist, tmp_path):
         (["absent.txt"], "does not exist"),
         (["log.txt", "log.txt"], "given twice"),
         (["log.txt", "--as", "csv"], "--as"),
-        (["log.txt", "--as", "kineto"], "line 1: not valid JSON"),
+        (["log.txt", "--as", "kineto"], "wanted a trace of torch.profiler"),
         (["log.txt", "--collective", "broadcast"], "--collective"),
         (["cut.gz"], "cut off or damaged"),
         (["."], "is a directory"),
