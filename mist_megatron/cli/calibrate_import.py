@@ -109,7 +109,7 @@ def _measurements(
     _tell(output, found, out)
 
 
-def _imported(files: list[Path], hints: Callable[[str], Hints], kind: Kind | None) -> dict[str, Imported]:
+def _imported(files: list[Path], hints: Callable[[str], HintsType], kind: Kind | None) -> dict[str, Imported]:
     """By file, in the order given; traces are read together: ranks of one run tell each other's waiting."""
     from mist_megatron.calibrate.import_kineto import read_kineto
     from mist_megatron.calibrate.importing import is_kineto, read_output
