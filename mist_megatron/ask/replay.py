@@ -7,21 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from mist_megatron.ask.devices import device_named, device_of
 from mist_megatron.ask.plan_words import columns, lines_repr
 from mist_megatron.ask.words import texts, with_words
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import files_below, open_packed, write_pieces
-from mist_megatron.recorded.engine import Played, play
+from mist_megatron.recorded.engine import Change, Played, play
 from mist_megatron.recorded.recording import WAITS, Recording, record
 from mist_megatron.recorded.report import Page, links_document, page_document, page_of, retimed_document
+from mist_megatron.recorded.retime import on_device
 from mist_megatron.recorded.steps import steps_of
 from mist_megatron.recorded.timeline import timeline_pieces
-from mist_megatron.recorded.what_if import Retimed, parse_scale, scaled
+from mist_megatron.recorded.what_if import Retimed, Scale, parse_scale, scaled
 from mist_megatron.traces.columns import Trace
 from mist_megatron.traces.reader import HOW, Reading, read_trace
 
 ENDINGS = (".json", ".json.gz")
-MOST_WITHOUT_GPU = 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -98,6 +99,8 @@ class ReplayWords(TypedDict, total=False):
     """known: edges that the trace proves; inferred: guesses for kernels that start late, too."""
     scale: str | Sequence[str] | None
     """kernel=REGEX:F or op=REGEX:F: what matches takes F times as long; or several of these."""
+    gpu: str | None
+    """What every kernel would take on another GPU: a name of the catalogue, or a profile by name or path."""
     partial: bool
     """Use what stands before the place where a file is cut off."""
     trace: str | Path | None
@@ -125,8 +128,9 @@ def replay(traces: str | Path | Sequence[str | Path], **words: Unpack[ReplayWord
         None,
         tuple[Retimed, ...](),
     )
-    if scales:
-        change, told = scaled(recording, scales)
+    gpu = words.get("gpu")
+    if scales or gpu is not None:
+        change, told = asked(recording, scales, gpu)
         played = play(recording.graph, change)
         changed, retimed = page_of(recording, played, recorded.step), tuple(told)
     answer = Replayed(
@@ -135,6 +139,17 @@ def replay(traces: str | Path | Sequence[str | Path], **words: Unpack[ReplayWord
     )  # fmt: skip
     target = words.get("trace")
     return answer if target is None else answer.with_trace(Path(target))
+
+
+def asked(recording: Recording, scales: Sequence[Scale], gpu: str | None) -> tuple[Change, list[Retimed]]:
+    """All that is asked for at once: another GPU first, what is scaled of it then."""
+    change, told = Change(), list[Retimed]()
+    if gpu is not None:
+        change, told = on_device(recording, device_of(recording.traces), device_named(gpu))
+    if scales:
+        change, more = scaled(recording, scales, change)
+        told += more
+    return change, told
 
 
 def read_traces(

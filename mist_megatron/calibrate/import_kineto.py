@@ -10,54 +10,25 @@ all its ranks together, from when the last one came.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import numpy as np
 
 from mist_megatron.calibrate.imported import UNKNOWN_DEVICE, Hints, Imported, identity_of, text_of
-from mist_megatron.calibrate.measurements import LARGEST_SIZE, SIZES, Conditions, Measurement, checked
+from mist_megatron.calibrate.measurements import SIZES, Conditions, Measurement, checked
 from mist_megatron.errors import InputError
 from mist_megatron.traces.collectives import Meeting, aligned, communicates, meetings
 from mist_megatron.traces.columns import NS_PER_S, Kind, Message, Shapes, Trace
 from mist_megatron.traces.nesting import Links, link
+from mist_megatron.traces.sizes import COLLECTIVES, TYPES, is_count, knows_sizes_of, listed, work_of
 
 Shape = tuple[float, ...]
-TYPES = {
-    "c10::BFloat16": ("bf16", 2), "c10::Half": ("fp16", 2), "float": ("fp32", 4), "double": ("fp64", 8),
-    "c10::Float8_e4m3fn": ("fp8", 1), "c10::Float8_e5m2": ("fp8", 1), "BFloat16": ("bf16", 2),
-    "Half": ("fp16", 2), "Float": ("fp32", 4), "Double": ("fp64", 8), "Byte": ("int8", 1),
-    "Char": ("int8", 1),
-    "Int": ("int32", 4), "Long": ("int64", 8), "Float8_e4m3fn": ("fp8", 1), "Float8_e5m2": ("fp8", 1),
-}  # fmt: skip
-"""Names of types in operators and in NCCL's kernels -> (precision, bytes)."""
-PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
-"""Operator -> where its two factors stand among the inputs."""
-ATTENTION: Mapping[str, tuple[str, int, str, int]] = {
-    "aten::_flash_attention_forward": ("attention_forward", 0, "bshd", 8),
-    "aten::_flash_attention_backward": ("attention_backward", 1, "bshd", 11),
-    "aten::_scaled_dot_product_flash_attention": ("attention_forward", 0, "bhsd", 4),
-    "aten::_scaled_dot_product_flash_attention_backward": ("attention_backward", 1, "bhsd", 11),
-    "aten::_scaled_dot_product_cudnn_attention": ("attention_forward", 0, "bhsd", 6),
-    "flash_attn::_flash_attn_forward": ("attention_forward", 0, "bshd", 5),
-    "flash_attn::_flash_attn_backward": ("attention_backward", 1, "bshd", 11),
-}
-"""Operator -> kind, place of the query (the key follows), order of its sizes, place of `is_causal`."""
-COLLECTIVES = {
-    "allreduce": ("all_reduce", "In"), "all_reduce": ("all_reduce", "In"),
-    "allreduce_coalesced": ("all_reduce", "In"),
-    "allgather": ("all_gather", "Out"), "_allgather_base": ("all_gather", "Out"),
-    "all_gather": ("all_gather", "Out"), "allgather_into_tensor_coalesced": ("all_gather", "Out"),
-    "reduce_scatter": ("reduce_scatter", "In"), "_reduce_scatter_base": ("reduce_scatter", "In"),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", "In"),
-    "send": ("send_recv", "In"), "recv": ("send_recv", "Out"),
-}  # fmt: skip
-"""`Collective name` -> ours, and which message is the whole one."""
+
 _COPIES = (("Memcpy HtoD (Pinned", "h2d"), ("Memcpy DtoH (Device -> Pinned", "d2h"))
 
 
@@ -135,7 +106,7 @@ def _operators(trace: Trace, links: Links, found: _Found) -> None:
     seconds = np.bincount(operator[operator >= 0], trace.length_ns[ran][operator >= 0] / NS_PER_S, len(trace))
     for event in np.unique(operator[operator >= 0]).tolist():
         name = trace.name_of(event)
-        if name in PRODUCTS or name in ATTENTION:
+        if knows_sizes_of(name):
             shapes = int(trace.shapes[event])
             _operator(name, trace.shape_table[shapes] if shapes >= 0 else None, float(seconds[event]), found)
 
@@ -144,64 +115,14 @@ def _operator(name: str, shapes: Shapes | None, seconds: float, found: _Found) -
     """One call with all its kernels."""
     if seconds <= 0.0:
         return
-    dims, types = (_listed(said) for said in (shapes.dims, shapes.types)) if shapes else (None, None)
-    if dims is None or types is None:
+    if shapes is None or not shapes.types:
         found.skip(f"{name} without shapes (record_shapes was off)")
         return
-    concrete = _listed(shapes.concrete) if shapes else None
-    key = _product(name, dims, types) if name in PRODUCTS else _attention(name, dims, types, concrete)
-    if key is None:
+    work = work_of(name, shapes)
+    if work is None or (work.kind != "gemm" and not work.causal):
         found.skip(f"{name} of unusual shape, type or mask")
     else:
-        found.add(key, seconds)
-
-
-def _listed(said: bytes) -> list[object] | None:
-    try:
-        found = json.loads(said) if said else None
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, list) else None
-
-
-def _sizes(dims: Sequence[object], place: int, count: int) -> list[float] | None:
-    entry = dims[place] if place < len(dims) else None
-    if not isinstance(entry, list) or len(entry) != count:
-        return None
-    return [float(size) for size in entry] if all(_is_count(size) for size in entry) else None
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
-
-
-def _precision(types: Sequence[object], place: int) -> str | None:
-    found = TYPES.get(str(types[place])) if place < len(types) else None
-    return found[0] if found and found[0] in ("bf16", "fp16", "fp32", "fp8") else None
-
-
-def _product(name: str, dims: Sequence[object], types: Sequence[object]) -> _Key | None:
-    place, batched = PRODUCTS[name], "bmm" in name
-    left, right = (_sizes(dims, at, 3 if batched else 2) for at in (place, place + 1))
-    precision = _precision(types, place)
-    if left is None or right is None or precision is None or left[-1] != right[-2]:
-        return None
-    batch = left[0] if batched else 1.0
-    return _Key("gemm", "", precision, (left[-2], right[-1], left[-1], batch))
-
-
-def _attention(name: str, dims: Sequence[object], types: Sequence[object], concrete: object) -> _Key | None:
-    kind, place, order, causal_at = ATTENTION[name]
-    query, key = _sizes(dims, place, 4), _sizes(dims, place + 1, 4)
-    precision = _precision(types, place)
-    causal = concrete[causal_at] if isinstance(concrete, list) and causal_at < len(concrete) else None
-    if query is None or key is None or precision is None or str(causal) != "True":
-        return None
-    size = {letter: query[index] for index, letter in enumerate(order)}
-    other = {letter: key[index] for index, letter in enumerate(order)}
-    if size["s"] != other["s"]:
-        return None
-    return _Key(kind, "", precision, (size["b"], size["s"], size["h"], other["h"], size["d"]))
+        found.add(_Key(work.kind, "", work.precision, work.sizes), seconds)
 
 
 def _copies(trace: Trace, found: _Found) -> None:
@@ -212,7 +133,7 @@ def _copies(trace: Trace, found: _Found) -> None:
         if direction is None:
             if "HtoD" in name or "DtoH" in name:
                 found.skip("copies of pageable host memory")
-        elif not _is_count(moved) or not seconds:
+        elif not is_count(moved) or not seconds:
             found.skip("copies without bytes or duration")
         else:
             found.add(_Key("copy", direction, "bytes", (float(moved),)), seconds)
@@ -252,7 +173,7 @@ def _collective(meeting: Meeting, traces: Sequence[Trace], found: _Found, hints:
     count = said.sent if side == "In" else said.received
     size = said.group_size or len(meeting.members)
     # Where no group is named, sizes are of what a rank gives: all that can be told of is what keeps its size.
-    if not _is_count(count) or width is None or size < 2 or (not said.group and kind != "all_reduce"):
+    if not is_count(count) or width is None or size < 2 or (not said.group and kind != "all_reduce"):
         found.skip("NCCL kernels without message size or group")
         return
     members = _members(said, size) or _numbers(meeting, traces, size)
@@ -275,7 +196,7 @@ def _numbers(meeting: Meeting, traces: Sequence[Trace], size: int) -> list[int] 
 
 def _members(said: Message, size: int) -> list[int] | None:
     """Global ranks of the group; long lists are printed with dots."""
-    found = _listed(said.ranks.encode()) if said.ranks.startswith("[") else None
+    found = listed(said.ranks.encode()) if said.ranks.startswith("[") else None
     if found is None or len(found) != size or not all(isinstance(rank, int) for rank in found):
         return None
     return sorted(rank for rank in found if isinstance(rank, int))

@@ -33,6 +33,10 @@ def replay(
         typer.Option(help="Play this ProfilerStep alone; else everything, and a typical step is told."),
     ] = None,
     scale: Annotated[list[str] | None, typer.Option(help=SCALE)] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="What if: kernels take what they would on this GPU of the catalogue, or profile."),
+    ] = None,
     waits: Annotated[str, typer.Option(help=WAITS)] = "known",
     partial: Annotated[
         bool, typer.Option("--partial", help="Use what stands before where a file is cut off.")
@@ -65,7 +69,9 @@ def replay(
         raise InputError("no trace is given; wanted files or folders", details=("try: --how torch",))
     if trace is not None:
         check_output_file("--trace", trace, read=tuple(traces), example="replayed.json")
-    played = replay_traces([*traces], step=step, scale=scale, waits=waits, partial=partial, trace=trace)
+    played = replay_traces(
+        [*traces], step=step, scale=scale, gpu=gpu, waits=waits, partial=partial, trace=trace
+    )
     output.finish(played.to_dict())
     if output.json:
         return

@@ -12,15 +12,7 @@ from mist_megatron.recorded.recording import Recording
 from mist_megatron.recorded.usage import CommunicatorTime, Window
 from mist_megatron.traces.collectives import Meeting, Member, communicates, message_of
 from mist_megatron.traces.columns import NS_PER_S, Message
-
-WIDTHS = {
-    "c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "c10::Float8_e4m3fn": 1,
-    "c10::Float8_e5m2": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Double": 8, "Byte": 1,
-    "Char": 1, "Int": 4, "Long": 8,
-    "Float8_e4m3fn": 1, "Float8_e5m2": 1, "int": 4, "longint": 8, "long": 8,
-    "unsignedchar": 1, "signedchar": 1,
-}  # fmt: skip
-"""Bytes of one element, by the names that operators and NCCL's kernels have for types."""
+from mist_megatron.traces.sizes import TYPES
 
 
 def communicators(
@@ -41,9 +33,9 @@ def communicators(
 
 def size_of(message: Message | None) -> int:
     """Bytes of the larger side; 0 where it is not said."""
-    if message is None or message.dtype not in WIDTHS:
+    if message is None or message.dtype not in TYPES:
         return 0
-    return max(message.sent, message.received) * WIDTHS[message.dtype]
+    return max(message.sent, message.received) * TYPES[message.dtype][1]
 
 
 def _as_played(meeting: Meeting, recording: Recording, played: Played) -> Meeting:

@@ -63,10 +63,13 @@ def parse_scale(text: str) -> Scale:
         raise InputError(f"--scale {text}: {pattern!r} is no regular expression: {error}") from None
 
 
-def scaled(recording: Recording, scales: Sequence[Scale]) -> tuple[Change, list[Retimed]]:
-    """All scales together; one that meets nothing is refused."""
-    graph = recording.graph
-    own, lag = graph.nodes.own_ns.copy(), graph.edges.lag_ns.copy()
+def scaled(
+    recording: Recording, scales: Sequence[Scale], change: Change | None = None
+) -> tuple[Change, list[Retimed]]:
+    """All scales together, of what a change has left; one that meets nothing is refused."""
+    graph, made = recording.graph, change or Change()
+    own = (graph.nodes.own_ns if made.own_ns is None else made.own_ns).copy()
+    lag = (graph.edges.lag_ns if made.lag_ns is None else made.lag_ns).copy()
     told: list[Retimed] = []
     for scale in scales:
         if scale.what == "kernel":

@@ -1,0 +1,166 @@
+"""A recording on another GPU: what every kernel would take there.
+
+What was measured is scaled by the ratio of what is known of both GPUs, so that what a kernel loses to its own
+faults it loses there too. Products, attention and collectives are priced by their sizes, copies to the host
+by their bytes. All other kernels move memory, and go by its rate but for the time that any kernel takes. What
+has no price keeps its time, and is told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from mist_megatron.price.prices import Attention, Collective, Gemm, HostCopy, MemoryPass, Prices, Work
+from mist_megatron.recorded.engine import Change
+from mist_megatron.recorded.graph import Role
+from mist_megatron.recorded.recording import Recording
+from mist_megatron.recorded.what_if import Retimed, scale_work, work_ns
+from mist_megatron.traces.collectives import communicates, message_of
+from mist_megatron.traces.columns import NS_PER_S, Kind, Message, Trace
+from mist_megatron.traces.nesting import Links
+from mist_megatron.traces.sizes import COLLECTIVES, TYPES, knows_sizes_of, listed, work_of
+
+LARGE_BYTES = 1e9
+"""A pass over memory at its full rate."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Prices of one GPU, by the precision of what is computed."""
+
+    name: str
+    by_precision: dict[str, Prices]
+    gpus_per_node: int
+    source: str
+    """Which profile or datasheet speaks of it."""
+
+    def seconds(self, work: Work, precision: str | None = None) -> float | None:
+        """None where the device has no such arithmetic."""
+        prices = self.by_precision.get(precision) if precision else next(iter(self.by_precision.values()))
+        return None if prices is None else float(np.asarray(prices.of(work).seconds))
+
+
+def on_device(recording: Recording, here: Device, there: Device) -> tuple[Change, list[Retimed]]:
+    """The recording's graph with times of another GPU."""
+    graph = recording.graph
+    own, lag = graph.nodes.own_ns.copy(), graph.edges.lag_ns.copy()
+    before: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
+    after: dict[str, float] = defaultdict(float)
+    for part in recording.parts:
+        nodes = np.flatnonzero((graph.nodes.role == Role.GPU) & (graph.nodes.rank == part.rank))
+        events = graph.nodes.event[nodes]
+        ways, factors = _ways(part.trace, part.links, events, here, there)
+        was = work_ns(graph, own, lag, nodes)
+        scale_work(graph, own, lag, nodes, factors)
+        now = work_ns(graph, own, lag, nodes)
+        for index, way in enumerate(ways):
+            counted[way] += 1
+            before[way] += round(was[index])
+            after[way] += float(now[index])
+    source = f"{here.source} to {there.source}"
+    told = [
+        Retimed(
+            "kept" if way.startswith("kept") else source,
+            way.removeprefix("kept: "), counted[way], before[way] / NS_PER_S, after[way] / NS_PER_S,
+        )
+        for way in sorted(counted, key=lambda way: -before[way])
+    ]  # fmt: skip
+    return Change(own_ns=own, lag_ns=lag), told
+
+
+def _ways(
+    trace: Trace, links: Links, events: np.ndarray, here: Device, there: Device
+) -> tuple[list[str], np.ndarray]:
+    """How each of these events is re-timed, and by which factor."""
+    comm = communicates(trace)
+    memory = _ratio(MemoryPass(np.array(LARGE_BYTES)), None, here, there) or 1.0
+    kernels = trace.length_ns[events][(trace.kind[events] == Kind.KERNEL) & (trace.length_ns[events] > 0)]
+    least_ns = float(kernels.min()) if len(kernels) else 0.0
+    known: dict[tuple[int, int], tuple[str, float]] = {}
+    ways, factors = [], np.ones(len(events))
+    for index, event in enumerate(events.tolist()):
+        if comm[event]:
+            way, factor = _collective(message_of(trace, links, event), here, there)
+        elif trace.kind[event] == Kind.COPY and "DtoD" not in trace.name_of(event):
+            way, factor = _copy(trace.name_of(event), int(trace.size[event]), here, there)
+        else:
+            launch = int(links.launch[event])
+            operator = int(links.operator[launch]) if launch >= 0 else -1
+            name = trace.name_of(operator) if operator >= 0 else ""
+            key = (int(trace.name[operator]), int(trace.shapes[operator])) if operator >= 0 else (-1, -1)
+            if operator < 0 or not knows_sizes_of(name):
+                way, factor = (
+                    "other kernels, by memory rate",
+                    _moved(float(trace.length_ns[event]), least_ns, memory),
+                )
+            else:
+                if key not in known:
+                    known[key] = _sized(trace, name, key[1], here, there)
+                way, factor = known[key]
+        ways.append(way)
+        factors[index] = factor
+    return ways, factors
+
+
+def _moved(length_ns: float, least_ns: float, ratio: float) -> float:
+    """Factor of a kernel that moves memory: what the shortest kernel takes, any kernel takes on any GPU."""
+    return (min(length_ns, least_ns) + max(length_ns - least_ns, 0.0) * ratio) / max(length_ns, 1.0)
+
+
+def _sized(trace: Trace, name: str, shapes: int, here: Device, there: Device) -> tuple[str, float]:
+    """Products and attention."""
+    found = work_of(name, trace.shape_table[shapes]) if shapes >= 0 else None
+    if found is None:
+        return "kept: products and attention without usual sizes", 1.0
+    sizes = [np.array(size) for size in found.sizes]
+    what = "products" if found.kind == "gemm" else "attention"
+    work: Work
+    if found.kind == "gemm":
+        m, n, k, batch = sizes
+        work = Gemm(m, n, k, batch)
+    else:
+        b, seq, heads, kv_heads, dim = sizes
+        work = Attention(b, seq, heads, kv_heads, dim, found.kind == "attention_backward")
+    ratio = _ratio(work, found.precision, here, there)
+    if ratio is None:
+        return f"kept: {what} of {found.precision}, which have no price", 1.0
+    return what, ratio
+
+
+def _ratio(work: Work, precision: str | None, here: Device, there: Device) -> float | None:
+    slow, fast = here.seconds(work, precision), there.seconds(work, precision)
+    return None if slow is None or fast is None or slow <= 0.0 else fast / slow
+
+
+def _collective(said: Message | None, here: Device, there: Device) -> tuple[str, float]:
+    known = COLLECTIVES.get(said.collective.lower()) if said is not None else None
+    if said is None or known is None or said.dtype not in TYPES or said.group_size < 2:
+        return "kept: collectives without sizes, or of kinds that have no price", 1.0
+    kind, side = known
+    moved = (said.sent if side == "In" else said.received) * TYPES[said.dtype][1]
+    ranks = [rank for rank in listed(said.ranks.encode()) or [] if isinstance(rank, int)]
+    size = float(said.group_size)
+    ratios = []
+    for device in (here, there):
+        nodes = len({rank // device.gpus_per_node for rank in ranks}) if len(ranks) == size else 1
+        work = Collective(kind, np.array(float(moved)), np.array(size), np.array(float(nodes)))  # type: ignore[arg-type]
+        ratios.append(device.seconds(work))
+    if ratios[0] is None or ratios[1] is None or ratios[0] <= 0.0:
+        return "kept: collectives without sizes, or of kinds that have no price", 1.0
+    return "collectives", ratios[1] / ratios[0]
+
+
+def _copy(name: str, moved: int, here: Device, there: Device) -> tuple[str, float]:
+    if moved <= 0 or "Pageable" in name or not ("HtoD" in name or "DtoH" in name):
+        return "kept: copies without bytes, of pageable memory, or between GPUs", 1.0
+    work = HostCopy(np.array(float(moved)), "h2d" if "HtoD" in name else "d2h")
+    ratio = _ratio(work, None, here, there)
+    return (
+        ("copies", ratio)
+        if ratio is not None
+        else ("kept: copies without bytes, of pageable memory, or between GPUs", 1.0)
+    )
