@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Unpack
 
@@ -113,6 +114,11 @@ def _settings(words: TuneWords) -> Settings:
     check_numbers(words["grid"], words["top"], words["workers"], words.get("time_limit"))
     if words["solver"] not in SOLVERS:
         raise InputError(f"--solver: unknown solver {words['solver']!r}; known: {', '.join(SOLVERS)}")
+    if words["solver"] == "milp" and find_spec("pulp") is None:
+        raise InputError(
+            "--solver milp: PuLP is not installed, an extra of this package",
+            details=("try: pip install 'mist-megatron[milp]', or --solver exact, which proves the same",),
+        )
     return Settings(step=words["grid"], top=words["top"], solver=SOLVERS[words["solver"]], limits=limits)
 
 

@@ -26,7 +26,6 @@ TUNER = {
     "pydantic": ("pydantic", "reads plans and models"),
     "yaml": ("PyYAML", "reads and writes YAML"),
     "jinja2": ("jinja2", "writes launch scripts"),
-    "pulp": ("pulp", "second opinion of the search"),
 }
 TRAINING = {
     # Distribution -> feature, and the versions that the tests hold emitted files against.
@@ -83,11 +82,10 @@ def doctor(*, output: OutputOptions) -> None:
 def examine(around: Surroundings) -> tuple[Check, ...]:
     """Every check, what the tuner needs first."""
     found = [_python(around.python), *(_library(name, around) for name in TUNER)]
-    if around.import_error("pulp") is None:
-        found += _solvers()
     if all(check.state == "ok" for check in found if check.required):
         # These use the libraries above: without them they would only repeat what is wrong.
         found += [*_profiles(), _cache()]
+    found += _solvers(around)
     found += _torch_checks(around)
     found += [_package(name, around) for name in TRAINING]
     return tuple(found)
@@ -122,16 +120,19 @@ def _library(name: str, around: Surroundings) -> Check:
     )
 
 
-def _solvers() -> list[Check]:
+def _solvers(around: Surroundings) -> list[Check]:
+    needed, fix = "tune --solver milp", "pip install 'mist-megatron[milp]'"
+    if around.import_error("pulp") is not None:
+        return [Check(name="pulp", state="missing", found="-", needed_for=needed, fix=fix)]
     from mist_megatron.search.solvers import usable_solvers
 
-    fixes = {"highs": "pip install highspy", "cbc": "not needed beside highs"}
+    fixes = {"highs": fix, "cbc": "not needed beside highs"}
     return [
         Check(
             name=f"solver {name}",
             state="ok" if usable else "missing",
             found="answers" if usable else "not found",
-            needed_for="tune --solver milp" if name == "highs" else "tests of the search",
+            needed_for=needed if name == "highs" else "tests of the search",
             fix="" if usable else fixes[name],
         )
         for name, usable in usable_solvers().items()

@@ -170,7 +170,7 @@ def _solver(name: MilpSolver) -> Any:
         return pulp.PULP_CBC_CMD(msg=False, gapRel=1e-9)
     highs = pulp.HiGHS(msg=False, gapRel=1e-9)
     if not highs.available():
-        raise InputError("--solver milp: HiGHS is not installed; pip install highspy")
+        raise InputError("--solver milp: HiGHS is not installed; pip install 'mist-megatron[milp]'")
     return highs
 
 

@@ -47,6 +47,12 @@ def test_a_missing_library_of_the_tuner_is_told_with_its_feature_and_remedy():
     assert "profiles" not in found, "a consequence would only repeat the cause"
 
 
+def test_the_extra_for_linear_programs_may_be_missing():
+    checks = examine(around(import_error=lambda name: "no" if name == "pulp" else None))
+    pulp = by_name(checks)["pulp"]
+    assert (pulp.state, pulp.required, pulp.fix) == ("missing", False, "pip install 'mist-megatron[milp]'")
+
+
 def test_a_library_that_is_there_but_does_not_import_is_broken():
     checks = examine(around(import_error=lambda name: "OSError: bad ELF", version=lambda name: "1.0"))
     assert by_name(checks)["numpy"].state == "broken"
