@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mist_megatron.ask.evaluators import evaluator_for
-from mist_megatron.ask.plan_words import place_words, shape_words
+from mist_megatron.ask.plan_words import place_words, recompute_words, shape_words
 from mist_megatron.ask.tune import tune
 from mist_megatron.calibrate.rows import MeasuredRow, read_rows
 from mist_megatron.cost.predict import job_of, predict
@@ -132,8 +132,7 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object]]:
     yield "chunks", plan.vpp
     yield "sequence parallel", plan.sequence_parallel
     yield "ZeRO", max(stage.zero for stage in stages)
-    yield "recomputed layers", sum(stage.ckpt for stage in stages)
-    yield "recompute", next((stage.recompute for stage in stages if stage.recompute != "none"), "none")
+    yield "recomputed", "/".join(dict.fromkeys(recompute_words(stage) or "none" for stage in stages))
     yield "layers per stage", "/".join(str(stage.layers) for stage in stages) if _uneven(plan) else "even"
     yield "on the host", any(any(stage.offload.values()) for stage in stages)
     yield "tensor-parallel overlap", bool(execution.tp_comm_overlap)

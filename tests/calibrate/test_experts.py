@@ -14,7 +14,7 @@ def test_a_layout_is_set_beside_what_is_found(tmp_path, capsys):
     assert expert.name == "runs/one"  # the fastest of its job; sweeps are no choice of experts
     said = experts.answer(expert)
     assert said["fits"] and said["found_s"] <= said["predicted_s"]
-    assert "recomputed layers 24 -> 0" in said["differs"]
+    assert "recomputed 12 full -> none" in said["differs"]
     assert experts.lacking([said]) == []
     lacks = {**said, "found_s": said["predicted_s"] * 1.1}
     assert experts.lacking([lacks]) == [lacks]
