@@ -8,7 +8,9 @@ from __future__ import annotations
 try:
     from mist_patches.entry import start
 except ImportError:
-    raise SystemExit("pretrain.py: mist_patches is not installed here: pip install mist-megatron") from None
+    raise SystemExit(
+        "pretrain.py: mist_patches is not installed here: pip install ./patches of mist-megatron"
+    ) from None
 
 if __name__ == "__main__":
     start("pretrain.py", "set MEGATRON_LM in env.sh to your Megatron-LM checkout")

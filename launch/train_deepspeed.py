@@ -13,7 +13,7 @@ try:
     from mist_patches.entry import start
 except ImportError:
     raise SystemExit(
-        "train_deepspeed.py: mist_patches is not installed here: pip install mist-megatron"
+        "train_deepspeed.py: mist_patches is not installed here: pip install ./patches of mist-megatron"
     ) from None
 
 if __name__ == "__main__":

@@ -10,11 +10,15 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mist_megatron import __version__
+from mist_megatron.ask.emit import launch_sources
+from mist_megatron.formats.files import load_plan, write_artifacts
+from mist_megatron.frameworks.folder import artifacts
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ("launch", "calibration", "recipes")
@@ -112,3 +116,66 @@ def test_editable_install_exposes_only_the_two_packages(built: Path, tmp_path: P
     found = "from mist_megatron.resources import data_folder; print(data_folder('recipes'))"
     assert Path(call(python, "-c", found, cwd=tmp_path).strip()) == source / "recipes"
     assert call(programs / "mist-megatron", "--version", cwd=tmp_path) == f"mist-megatron {__version__}\n"
+
+
+@pytest.fixture(scope="module")
+def small_wheel(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip wheel ./patches` makes of the tracked files."""
+    folder = tmp_path_factory.mktemp("small")
+    source = built / "source" / "patches"
+    call(
+        *(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source),
+        cwd=folder,
+    )
+    [wheel] = folder.glob("mist_patches-*.whl")
+    return wheel
+
+
+def test_small_wheel_is_the_patches_alone(small_wheel: Path, built: Path) -> None:
+    with zipfile.ZipFile(small_wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = [name for name in names if name.endswith("/METADATA")]
+        text = archive.read(metadata).decode()
+        tree = built / "source" / "patches"
+        for name in names:
+            if name.endswith(".py"):
+                assert archive.read(name) == (tree / name).read_bytes(), name
+    modules = {path.relative_to(tree).as_posix() for path in tree.rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
+    assert f"Version: {__version__}" in text, "the two packages are released together"
+    assert "Requires-Dist" not in text, "pip would exchange a cluster's own build of torch"
+
+
+def test_small_wheel_starts_a_plan_with_the_standard_library_alone(small_wheel: Path, tmp_path: Path) -> None:
+    """An emitted folder whose stages differ, started as torchrun starts a rank: no site-packages at all."""
+    folder = tmp_path / "emitted"
+    plan = ROOT / "recipes" / "gpt3-1.3b-1x8-l4" / "plan.yaml"
+    planned = load_plan(plan)
+    (stage, *_) = planned.stages
+    uneven = replace(stage, layers=planned.model.layers // 2, ckpt=1, recompute="full")
+    two = (uneven, replace(uneven, ckpt=0))
+    nodes = replace(planned.cluster, nodes=2 * planned.cluster.nodes)
+    half = replace(
+        planned, target="megatron+patches", stages=two, vpp=1, schedule="1f1b", cluster=nodes, rank_map=None
+    )
+    write_artifacts(folder, artifacts(half, launch_sources(probe=False)))
+    (tmp_path / "mine.py").write_text("import sys; print(*sys.argv[1:])")
+    for rank, said in ((0, "--recompute-num-layers 1"), (half.gpus - 1, "")):
+        done = subprocess.run(
+            [sys.executable, "-S", "-E", str(folder / "pretrain.py"), "--mist-stages",
+             str(folder / "stages.json"), "--mist-script", str(tmp_path / "mine.py")],
+            env={"RANK": str(rank), "WORLD_SIZE": str(half.gpus)},
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode != 0 and "mist_patches is not installed" in done.stderr
+        code = f"import sys, runpy; sys.path.insert(0, {str(small_wheel)!r}); sys.argv = sys.argv[1:]; "
+        code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+        done = subprocess.run(
+            [sys.executable, "-S", "-E", "-c", code, str(folder / "pretrain.py"), "--mist-stages",
+             str(folder / "stages.json"), "--mist-script", str(tmp_path / "mine.py")],
+            env={"RANK": str(rank), "WORLD_SIZE": str(half.gpus)},
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+        assert ("--recompute-granularity" in done.stdout.splitlines()[-1]) is (rank == 0)

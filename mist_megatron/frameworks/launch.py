@@ -11,6 +11,7 @@ import jinja2
 
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.flags import Flags, shell_array
+from mist_megatron.frameworks.stages_json import rank_of_gpu
 from mist_megatron.spec.plan import Plan
 
 LAUNCHERS = {
@@ -18,6 +19,7 @@ LAUNCHERS = {
     "slurm.sbatch": "slurm.sbatch.j2",
     "deepspeed_launcher.sh": "deepspeed_launcher.sh.j2",
     "trainjob.yaml": "trainjob.yaml.j2",
+    "trainjob-2.1.yaml": "trainjob-2.1.yaml.j2",
     "pytorchjob.yaml": "pytorchjob.yaml.j2",
     "skypilot.yaml": "skypilot.yaml.j2",
 }
@@ -50,8 +52,12 @@ def launchers(sources: LaunchSources, facts: Mapping[str, Any]) -> dict[str, str
     return {name: render(sources, template, facts) for name, template in LAUNCHERS.items()}
 
 
-def launch_facts(plan: Plan, framework: str) -> dict[str, Any]:
-    """What the templates may use."""
+def launch_facts(plan: Plan, framework: str, *, version: str, package: bool, resized: bool) -> dict[str, Any]:
+    """What the templates may use.
+
+    `package`: ranks need `mist_patches`, for patches, for arguments of their own stage or for a place of
+    their own. `resized`: storages leave the GPU and come back.
+    """
     name = f"{plan.model.name}-{plan.gpus}x{plan.cluster.gpu.name}"
     gpu = plan.cluster.gpu.name
     return {
@@ -62,6 +68,10 @@ def launch_facts(plan: Plan, framework: str) -> dict[str, Any]:
         "nodes": plan.cluster.nodes,
         "gpus_per_node": plan.cluster.gpus_per_node,
         "gpus": plan.gpus,
+        "version": version,
+        "package": package or rank_of_gpu(plan) is not None,
+        "host_optimizer": any(stage.offload.optimizer for stage in plan.stages),
+        "resized_storages": resized,
         "sky_gpu": SKY_NAMES.get(gpu, gpu.split("-")[0].upper()),
     }
 
@@ -69,6 +79,10 @@ def launch_facts(plan: Plan, framework: str) -> dict[str, Any]:
 def render(sources: LaunchSources, template: str, facts: Mapping[str, Any]) -> str:
     """One template; a name that is not given is an error, never an empty place in a script."""
     environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        loader=jinja2.DictLoader(sources.templates),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    return environment.from_string(sources.templates[template]).render(facts)
+    return environment.get_template(template).render(facts)

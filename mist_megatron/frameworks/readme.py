@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mist_megatron.spec.kinds import IN_WORDS
 from mist_megatron.spec.plan import Plan, StagePlan
 
+PACKAGE_NOTES = (
+    "Every node needs the package `mist-patches`, which needs PyTorch only: `pip install ./patches` in a",
+    "checkout of mist-megatron, or `pip install mist-megatron`, which holds it.",
+)
 
-def readme_text(plan: Plan, framework: str, *, script: str, notes: Sequence[str]) -> str:
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A setting of the files that nobody asked for."""
+
+    what: str
+    value: str
+    why: str
+
+
+def readme_text(
+    plan: Plan, framework: str, *, script: str, notes: Sequence[str], choices: Sequence[Choice]
+) -> str:
     """Markdown, a page; `script` is the variable of env.sh without which nothing starts."""
     lines = [
         f"# {plan.model.name} on {plan.gpus} x {plan.cluster.gpu.name} with {framework}",
@@ -21,12 +38,18 @@ def readme_text(plan: Plan, framework: str, *, script: str, notes: Sequence[str]
         *(_row(index, stage) for index, stage in enumerate(plan.stages)),
         "",
         f"1. Fill in `env.sh` (`{script}` at least). Nothing else needs editing.",
-        "2. Start: `./train.sh` on one node, `sbatch slurm.sbatch`,",
-        "   `./deepspeed_launcher.sh` with a hostfile, `kubectl create -f trainjob.yaml`",
-        "   (`pytorchjob.yaml` on the older operator), or",
+        "2. Start: `./train.sh` on one node, `sbatch slurm.sbatch` from any folder,",
+        "   `./deepspeed_launcher.sh` with a hostfile, `kubectl create -f trainjob.yaml` (Kubeflow Trainer",
+        "   2.2 or newer; `trainjob-2.1.yaml` for 2.1, `pytorchjob.yaml` on the older operator), or",
         "   `sky launch skypilot.yaml`.",
         "",
         *notes,
+        "",
+        "## Chosen for you",
+        "",
+        "| setting | value | why |",
+        "| --- | --- | --- |",
+        *(f"| {choice.what} | {choice.value} | {choice.why} |" for choice in choices),
         "",
     ]
     return "\n".join(lines)

@@ -425,6 +425,11 @@ CATALOGUE: Mapping[str, GpuSpec] = MappingProxyType(
     {name: _gpu(name, sheet) for name, sheet in _SHEETS.items()}
 )
 
+BLACKWELL = frozenset(
+    name for name in CATALOGUE if name.startswith(("b200", "b300", "gb200", "gb300", "rtx-5090"))
+)
+"""Of compute capability 10 and above, for which Megatron needs no order of launches in one queue."""
+
 DEFAULT_GPU = "a100-sxm-80gb"
 
 

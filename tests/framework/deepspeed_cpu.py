@@ -285,8 +285,25 @@ def trainer(path: str, *flags: str) -> dict:
         return facts(run.model_wrapped)
 
 
-def accelerate(path: str, accumulate: str, micro_batch: str) -> dict:
+def launched(launch_config: str, *words: str) -> dict:
+    """What `accelerate launch` makes of its file: processes, and variables of each."""
+    from accelerate.commands import launch
+
+    args = launch.launch_command_parser().parse_args(["--config_file", launch_config, *words, "script.py"])
+    args, defaults, precision_from_file = launch._validate_launch_command(args)
+    fields = [*defaults.deepspeed_config, *(["mixed_precision"] if precision_from_file else [])]
+    args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+    command, variables = launch.prepare_deepspeed_cmd_env(args)
+    told = {name: value for name, value in variables.items() if name.startswith("ACCELERATE_")}
+    sizes = {name: str(getattr(args, name, "")) for name in ("nnodes", "nproc_per_node", "node_rank")}
+    return {"command": command, "variables": told, **sizes}
+
+
+def accelerate(path: str, accumulate: str, micro_batch: str, launch_config: str) -> dict:
+    variables = launched(launch_config, "--deepspeed_config_file", path)["variables"]
     one_process()
+    os.environ.update(variables)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -309,10 +326,12 @@ def each() -> list[dict]:
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    programs = {"trainer": trainer, "accelerate": accelerate, "launched": launched}
     found = []
     for name, *words in json.load(sys.stdin):
         try:
-            found.append({"trainer": trainer, "accelerate": accelerate}[name](*words))
+            with mock.patch.dict(os.environ):
+                found.append(programs[name](*words))
         except Exception as error:
             found.append({"error": f"{type(error).__name__}: {error}"})
         AcceleratorState._reset_state(reset_partial_state=True)

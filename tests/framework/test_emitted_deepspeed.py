@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -245,12 +246,22 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, dict]:
         planned = plan(zero, offload, gpus=1)
         path = folder / f"{program}{zero}.json"
         path.write_text(deepspeed.config_text(deepspeed.auto_config(planned, SCHEMA)))
-        flags = arguments(deepspeed.huggingface_flags(planned)) if program == "trainer" else ("2", "2")
+        launch = folder / f"{program}{zero}.yaml"
+        launch.write_text(deepspeed.accelerate_text(planned))
+        flags = arguments(deepspeed.huggingface_flags(planned))
+        flags = flags if program == "trainer" else ("2", "2", str(launch))
         asked[program, zero, offload] = [program, str(path), *flags]
     path = folder / "ds_config.json"
     path.write_text(json.dumps(explicit(plan(2, gpus=1))))
     flags = ["--bf16", "True", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"]
     asked["other settings",] = ["trainer", str(path), *flags]
+    nodes = replace(plan(3, gpus=16).cluster, nodes=2, gpus_per_node=8)
+    (stage,) = plan(3, gpus=16).stages
+    stage = replace(stage, nodes=2, gpus_per_node=8)
+    path = folder / "two_nodes.yaml"
+    path.write_text(deepspeed.accelerate_text(replace(plan(3, gpus=16), cluster=nodes, stages=(stage,))))
+    told = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1", "--main_process_port", "29501"]
+    asked["two nodes",] = ["launched", str(path), *told]
     return dict(zip(asked, alone("each", stdin=json.dumps(list(asked.values()))), strict=True))
 
 
@@ -278,3 +289,12 @@ def test_accelerate_accepts_the_auto_flavour(zero: int, offload: str, trainers: 
     assert "error" not in found, found
     assert found["batch"] == [4, 2, 2]
     assert found["stage"] == zero
+    assert found["bf16"], "trained in fp32"
+
+
+def test_accelerate_starts_each_node_by_itself(trainers: dict[tuple, dict]) -> None:
+    """torchrun on this node, of two; by default DeepSpeed's launcher would start all over ssh from each."""
+    found = trainers["two nodes",]
+    assert "error" not in found, found
+    assert found["command"] is None
+    assert (found["nnodes"], found["nproc_per_node"], found["node_rank"]) == ("2", "8", "1")

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def test_scripts_run_up_to_the_launcher(folder: Path, tmp_path: Path) -> None:
     """train.sh with stand-ins for torchrun and friends: every variable is set and the words are right."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
-    for tool in ("torchrun", "accelerate", "deepspeed"):
+    for tool in ("torchrun", "accelerate", "deepspeed", "python3"):
         (bin_folder / tool).write_text('#!/bin/bash\nprintf "%s\\n" "$0" "$@"\n')
         (bin_folder / tool).chmod(0o755)
     (folder / "hostfile").write_text("h1 slots=4\nh2 slots=4\n")
@@ -145,7 +146,12 @@ def test_scripts_run_up_to_the_launcher(folder: Path, tmp_path: Path) -> None:
         for script in ("train.sh", "deepspeed_launcher.sh"):
             done = subprocess.run(
                 ["bash", str(folder / script), "--extra", "1"],
-                env={**clean, "TRAINER": trainer or "huggingface"},
+                env={
+                    **clean,
+                    "TRAINER": trainer or "huggingface",
+                    "MEGATRON_LM": "/lm",
+                    "TRAIN_SCRIPT": "/mine.py",
+                },
                 capture_output=True,
                 text=True,
                 check=False,
@@ -153,7 +159,12 @@ def test_scripts_run_up_to_the_launcher(folder: Path, tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
             words = done.stdout.splitlines()
             assert words[-2:] == ["--extra", "1"]
-            assert str(folder / "stages.json") in words
+            package = (folder / "pretrain.py").exists() or (folder / "train_deepspeed.py").exists()
+            assert (str(folder / "stages.json") in words) is package
+            script_of = "MEGATRON_LM" if (folder / "args.yaml").exists() else "TRAIN_SCRIPT"
+            started = "/lm/pretrain_gpt.py" if script_of == "MEGATRON_LM" else "/mine.py"
+            assert started in words
+            assert ("MOCK DATA" in done.stderr) is (script_of == "MEGATRON_LM")
     if trainers != [""]:
         wrong = subprocess.run(
             ["bash", str(folder / "train.sh")],
@@ -163,6 +174,168 @@ def test_scripts_run_up_to_the_launcher(folder: Path, tmp_path: Path) -> None:
             check=False,
         )
         assert wrong.returncode == 2 and "TRAINER" in wrong.stderr
+
+
+@pytest.mark.parametrize("name", ["patches", "deepspeed+patches"])
+def test_what_is_missing_is_said_once_before_any_process_starts(name: str, tmp_path: Path) -> None:
+    """A Python without mist_patches: one message with the remedy, not one traceback per GPU."""
+    write_artifacts(tmp_path / "out", artifacts(PLANS[name], SOURCES))
+    done = subprocess.run(
+        ["bash", str(tmp_path / "out" / "train.sh")],
+        env={"PATH": "/usr/bin:/bin", "NUMA_BINDING": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "needs the package mist-patches" in done.stderr and "pip install ./patches" in done.stderr
+
+
+def test_stock_plans_name_nothing_of_ours() -> None:
+    """What starts and what it is given is Megatron's alone, and args.sh is the whole of it."""
+    stage = {"ckpt": 7, "offload": Offload(optimizer=0.5)}
+    alike = plan("megatron", stage=stage)
+    files = artifacts(alike, SOURCES)
+    assert "pretrain.py" not in files and "mist" not in files["train.sh"]
+    for words in ("--recompute-num-layers 7", "--optimizer-offload-fraction 0.5"):
+        assert words in files["args.sh"]
+    document = json.loads(files["stages.json"])
+    assert [entry["arguments"] for entry in document["stages"]] == [[], []]
+    first, second = alike.stages
+    unlike = replace(alike, target="megatron+patches", stages=(first, replace(second, ckpt=0)))
+    files = artifacts(unlike, SOURCES)
+    assert "pretrain.py" in files and "--recompute" not in files["args.sh"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "stage", "more", "wanted"),
+    [
+        ("h100-sxm-80gb", {}, {}, False),
+        ("h100-sxm-80gb", {"dp": 4, "tp": 2}, {}, True),
+        ("h100-sxm-80gb", {"dp": 4}, {"execution": Execution(context_parallel=2)}, True),
+        ("b200-sxm-180gb", {"dp": 4, "tp": 2}, {}, False),
+    ],
+)
+def test_one_queue_only_where_megatron_wants_it(gpu: str, stage: dict, more: dict, wanted: bool) -> None:
+    whole = plan("megatron", nodes=1)
+    (known,) = whole.stages
+    whole = replace(
+        whole,
+        cluster=replace(whole.cluster, gpu=catalogue.gpu(gpu), gpus_per_node=8),
+        stages=(replace(known, gpus_per_node=8, **{"dp": 8, **stage}),),
+        grad_accum=8 if stage else 4,
+        **more,
+    )
+    files = artifacts(whole, SOURCES)
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert (f'export {name}="1"' in files["train.sh"]) is wanted
+    assert (name in json.loads(files["stages.json"])["environment"]) is wanted
+
+
+def sourced(folder: Path, **environment: str) -> dict[str, str]:
+    """What env.sh exports on a node of 4 GPUs."""
+    done = subprocess.run(
+        ["bash", "-c", f"set -euo pipefail; GPUS_PER_NODE=4; source {folder}/env.sh 2>/dev/null; env"],
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(line.split("=", 1) for line in done.stdout.splitlines())
+
+
+def test_what_helps_states_on_the_host_is_set_only_there(tmp_path: Path) -> None:
+    """Threads for Adam where it runs on the host; growing segments where weights leave their storages."""
+    plain = plan("megatron")
+    host = plan("megatron+patches", stage={"offload": Offload(optimizer=0.5)})
+    away = plan("megatron+patches", stage={"offload": Offload(weights=0.5)})
+    found = {}
+    for name, planned in (("plain", plain), ("host", host), ("away", away)):
+        write_artifacts(tmp_path / name, artifacts(planned, SOURCES))
+        found[name] = sourced(tmp_path / name)
+    assert [int("OMP_NUM_THREADS" in found[name]) for name in found] == [0, 1, 0]
+    assert int(found["host"]["OMP_NUM_THREADS"]) >= 1
+    assert [found[name].get("PYTORCH_CUDA_ALLOC_CONF") for name in found] == [
+        None,
+        None,
+        "expandable_segments:True",
+    ]
+    assert sourced(tmp_path / "host", OMP_NUM_THREADS="3")["OMP_NUM_THREADS"] == "3"
+
+
+STANDINS = {
+    # What Slurm has on its PATH: the job's command, its nodes, and one task per node.
+    "scontrol": """
+        if [[ $2 == job ]]; then echo "JobId=77"; echo "   Command=$JOB_COMMAND"; else echo n1; echo n2; fi
+    """,
+    "srun": r"""
+        printf "srun %s\n" "$@" >&2
+        while [[ $1 == --* ]]; do shift; done
+        for node in 0 1; do SLURM_NODEID=$node "$@"; done
+    """,
+    "torchrun": r"""printf "%s\n" "$@" "port=$MASTER_PORT" """,
+}
+
+
+def submitted(folder: Path, tmp_path: Path, command: str, **environment: str):
+    """As Slurm runs a job: a copy in its spool, in the folder where sbatch was called."""
+    tools, spool, elsewhere = tmp_path / "bin", tmp_path / "spool", tmp_path / "elsewhere"
+    for made in (tools, spool, elsewhere):
+        made.mkdir(exist_ok=True)
+    for name, body in STANDINS.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    (spool / "slurm_script").write_text((folder / "slurm.sbatch").read_text())
+    return subprocess.run(
+        ["bash", str(spool / "slurm_script")],
+        cwd=elsewhere,
+        env={
+            "PATH": f"{tools}:/usr/bin:/bin",
+            "SLURM_SUBMIT_DIR": str(elsewhere),
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "JOB_COMMAND": command,
+            "MEGATRON_LM": "/lm",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("place", ["plain", "with spaces in it"])
+def test_slurm_finds_its_folder_from_anywhere(place: str, tmp_path: Path) -> None:
+    folder = tmp_path / place
+    write_artifacts(folder, artifacts(PLANS["megatron"], SOURCES))
+    done = submitted(folder, tmp_path, f"{folder}/slurm.sbatch --extra")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("/lm/pretrain_gpt.py") == 2 and lines.count("port=20077") == 2
+    ranks = [lines[k + 1] for k, line in enumerate(lines) if line == "--node-rank"]
+    assert ranks == ["0", "1"]
+    moved = submitted(folder, tmp_path, "/gone/slurm.sbatch")
+    assert moved.returncode == 2 and "set PLAN_DIR" in moved.stderr
+    assert submitted(folder, tmp_path, "/gone/slurm.sbatch", PLAN_DIR=str(folder)).returncode == 0
+
+
+def test_slurm_ends_in_time_and_starts_containers(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    write_artifacts(folder, artifacts(PLANS["megatron"], SOURCES))
+    done = submitted(
+        folder,
+        tmp_path,
+        f"{folder}/slurm.sbatch",
+        SLURM_JOB_END_TIME=str(int(time.time()) + 7200),
+        CONTAINER_IMAGE="nvcr.io#nvidia/pytorch:25.06-py3",
+        CONTAINER_MOUNTS="/data:/data",
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    minutes = int(words[words.index("--exit-duration-in-mins") + 1])
+    assert 100 <= minutes <= 105
+    assert "srun --container-image=nvcr.io#nvidia/pytorch:25.06-py3" in done.stderr
+    assert f"srun --container-mounts={folder}:{folder},/data:/data" in done.stderr
 
 
 def emitted(tmp_path: Path, planned: Plan, *words: str) -> int:

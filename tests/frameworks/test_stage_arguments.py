@@ -28,7 +28,7 @@ LAUNCH = Path(__file__).parent.parent.parent / "launch"
 
 def plan() -> Plan:
     stages = tuple(
-        StagePlan(layers=n, nodes=1, gpus_per_node=2, dp=2, tp=1, micro_batch=1, ckpt=c)
+        StagePlan(layers=n, nodes=1, gpus_per_node=2, dp=1, tp=2, micro_batch=2, ckpt=c)
         for n, c in ((14, 5), (10, 0))
     )
     return Plan(

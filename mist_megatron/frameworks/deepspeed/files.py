@@ -9,7 +9,7 @@ from mist_megatron.frameworks.deepspeed import write
 from mist_megatron.frameworks.deepspeed.patches import Patch, patches
 from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources, launch_facts, launchers, render, shell_arrays
-from mist_megatron.frameworks.readme import readme_text
+from mist_megatron.frameworks.readme import PACKAGE_NOTES, readme_text
 from mist_megatron.frameworks.stages_json import stages_text
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.rules import require_runnable
@@ -20,8 +20,15 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
     require_runnable(plan)
     schema = sources.deepspeed_schema()
     configs = write.stage_configs(plan, schema, write.OptimizerChoice())
-    facts = {**launch_facts(plan, "deepspeed"), "environment": {}, "patched": bool(patches(plan))}
-    facts["pipeline"] = plan.pipeline_size > 1
+    named, pipeline = patches(plan), plan.pipeline_size > 1
+    launched = launch_facts(
+        plan,
+        "deepspeed",
+        version=schema.version,
+        package=bool(named) or pipeline,
+        resized=bool({Patch.WEIGHT_FRACTION, Patch.GRADIENT_FRACTION} & set(named)),
+    )
+    facts = {**launched, "environment": {}, "pipeline": pipeline}
     if plan.pipeline_size > 1:  # neither Trainer nor Accelerate can build one
         flavours = {"args.sh": shell_arrays({"PIPELINE_ARGS": write.pipeline_flags(plan)})}
     else:
@@ -38,13 +45,15 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
     for config in configs.values():
         write.check_against_schema(config, schema)
     return {
-        "README.md": readme_text(plan, "DeepSpeed", script="TRAIN_SCRIPT", notes=_notes(plan)),
+        "README.md": readme_text(
+            plan, "DeepSpeed", script="TRAIN_SCRIPT", notes=_notes(plan), choices=write.chosen(plan)
+        ),
         "plan.yaml": plan_to_yaml(plan),
         "env.sh": render(sources, "env_deepspeed.sh.j2", facts),
         **flavours,
         **{name: write.config_text(config) for name, config in configs.items()},
         "stages.json": stages_text(write.stages(plan)),
-        "train_deepspeed.py": sources.entries["train_deepspeed.py"],
+        **({"train_deepspeed.py": sources.entries["train_deepspeed.py"]} if facts["package"] else {}),
         **launchers(sources, facts),
     }
 
@@ -68,7 +77,7 @@ def _pipeline_notes(plan: Plan) -> list[str]:
         'starts without it calls `mist_patches.apply("stages.json")` and then',
         '`deepspeed.initialize(config=mist_patches.stage_config("stages.json"), ...)`.',
         "",
-        "Every node needs `pip install mist-megatron` (its part `mist_patches`) beside DeepSpeed.",
+        *PACKAGE_NOTES,
         f"Patches of this plan: {', '.join(patches(plan))}.",
         "A learning-rate scheduler must be made by DeepSpeed, from the JSON or as a callable: one that the",
         "script makes itself knows fewer groups than a cut optimizer has. The script must not recompute",
@@ -104,7 +113,7 @@ def _engine_notes(plan: Plan) -> list[str]:
 
 _PATCH_NOTES = (
     "",
-    "Every node needs `pip install mist-megatron` (its part `mist_patches`) beside DeepSpeed.",
+    *PACKAGE_NOTES,
     "`train_deepspeed.py` applies the patches that `stages.json` names and runs your script unchanged.",
     "A learning-rate scheduler must be made by DeepSpeed or the trainer, from the JSON or as a callable:",
     "one that the script makes itself knows fewer groups than a cut optimizer has.",

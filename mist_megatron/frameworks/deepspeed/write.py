@@ -11,6 +11,7 @@ from mist_megatron.errors import EmitError
 from mist_megatron.frameworks.deepspeed.patches import patches
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.flags import Flags, flag, when
+from mist_megatron.frameworks.readme import Choice
 from mist_megatron.frameworks.stages_json import stages_document
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.deepspeed import BUCKET_ELEMENTS, PREFETCH_ELEMENTS, REUSE_ELEMENTS
@@ -85,7 +86,7 @@ def zero_section(plan: Plan, index: int = 0) -> Config:
 
 def precision_sections(plan: Plan) -> Config:
     """Both sections said, and the width of accumulated gradients: the weights' unless told otherwise."""
-    half = "fp16" if plan.training.precision == "fp16" else "bf16"
+    half = _half(plan)
     return {
         "bf16": {"enabled": half == "bf16"},
         "fp16": {"enabled": half == "fp16", **(DYNAMIC_LOSS_SCALE if half == "fp16" else {})},
@@ -162,15 +163,16 @@ def auto_config(plan: Plan, schema: DeepSpeedSchema) -> Config:
 
     No train_batch_size: zero.Init inside from_pretrained can see one process only and would contradict it. No
     optimizer: Accelerate then wants DummyOptim in the script, and both build theirs from their own arguments.
+    The precision is said: "auto" is fp32 to Accelerate, whose own file must name none beside a JSON.
     """
-    half = "fp16" if plan.training.precision == "fp16" else "bf16"
+    half = _half(plan)
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "steps_per_print": 10,
         "wall_clock_breakdown": False,
-        half: {"enabled": "auto"},
+        half: {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32" if plan.execution.grad_bytes == 4 else half},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero_section(plan),
@@ -191,6 +193,49 @@ def check_against_schema(config: Config, schema: DeepSpeedSchema) -> None:
             f"DeepSpeed {schema.version} does not know {', '.join(unknown)}",
             details=("wanted DeepSpeed 0.16 or newer", "try: pip install -U deepspeed"),
         )
+
+
+def _half(plan: Plan) -> str:
+    return "fp16" if plan.training.precision == "fp16" else "bf16"
+
+
+def chosen(plan: Plan) -> list[Choice]:
+    """What the files say and the plan does not: told in the folder's README."""
+    choice, stage = OptimizerChoice(), plan.stages[0]
+    grads = "fp32" if plan.execution.grad_bytes == 4 else _half(plan)
+    zero = zero_section(plan)
+    betas = ", ".join(map(str, choice.betas))
+    found = [
+        Choice(
+            what="optimizer of `ds_config.json`",
+            value=f"AdamW, lr {choice.lr:g}, betas {betas}, eps {choice.eps:g}, "
+            f"decay {choice.weight_decay:g}",
+            why="yours to change; `ds_config_auto.json` leaves it to the trainer",
+        ),
+        Choice(
+            what="clipping of `ds_config.json`",
+            value=f"{choice.gradient_clipping:g}",
+            why="said, since DeepSpeed's default has changed",
+        ),
+        Choice(what="gradients add up in", value=grads, why="as the plan was priced"),
+    ]
+    if stage.zero:
+        found.append(
+            Choice(
+                what="reductions",
+                value=f"overlap_comm {str(zero['overlap_comm']).lower()}, buckets of {BUCKET_ELEMENTS:.0e}",
+                why="DeepSpeed's defaults at this stage, written out since they differ between versions",
+            )
+        )
+    if stage.offload.optimizer:
+        found.append(
+            Choice(
+                what="host Adam",
+                value="threads: cores of a node over its GPUs; processes bound to NUMA nodes",
+                why="torchrun gives one thread otherwise; `env.sh` changes both",
+            )
+        )
+    return found
 
 
 def config_text(config: Config) -> str:
@@ -218,7 +263,7 @@ def recomputes(plan: Plan) -> bool:
 def training_arguments_text(plan: Plan) -> str:
     """The same as Python, to paste into a script."""
     stage = plan.stages[0]
-    half = "fp16" if plan.training.precision == "fp16" else "bf16"
+    half = _half(plan)
     attention = "flash_attention_2" if plan.training.flash_attention else "eager"
     return f'''"""Settings that must agree with ds_config_auto.json; paste them into your training script."""
 
@@ -247,6 +292,8 @@ def accelerate_text(plan: Plan) -> str:
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {
             "deepspeed_config_file": "ds_config_auto.json",
+            # Each node is started by itself; by default one node would reach the others over ssh.
+            "deepspeed_multinode_launcher": "standard",
             "zero3_init_flag": plan.stages[0].zero == 3,
         },
         "num_machines": plan.cluster.nodes,

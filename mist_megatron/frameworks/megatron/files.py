@@ -12,10 +12,11 @@ from mist_megatron.frameworks.flags import arguments, as_mapping
 from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources, launch_facts, launchers, render, shell_arrays
 from mist_megatron.frameworks.megatron.bridge import bridge_text
+from mist_megatron.frameworks.megatron.chosen import chosen
 from mist_megatron.frameworks.megatron.model import VERSION
-from mist_megatron.frameworks.megatron.patches import patches
-from mist_megatron.frameworks.megatron.write import common_flags, require_emittable, stages
-from mist_megatron.frameworks.readme import readme_text
+from mist_megatron.frameworks.megatron.patches import Patch, patches
+from mist_megatron.frameworks.megatron.write import common_flags, require_emittable, stages, stages_differ
+from mist_megatron.frameworks.readme import PACKAGE_NOTES, readme_text
 from mist_megatron.frameworks.stages_json import stages_text
 from mist_megatron.spec.plan import Plan
 
@@ -25,15 +26,28 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
     require_emittable(plan)
     flags = common_flags(plan)
     document = stages(plan)
-    facts = {**launch_facts(plan, "megatron"), "environment": document["environment"]}
-    facts |= {"version": VERSION, "vocab": plan.model.vocab}
+    named = patches(plan)
+    launched = launch_facts(
+        plan,
+        "megatron",
+        version=VERSION,
+        package=bool(named) or stages_differ(plan),
+        resized=Patch.STATE_OFFLOAD in named,
+    )
+    facts = {**launched, "environment": document["environment"], "vocab": plan.model.vocab}
     listed = {
         "arguments": arguments(flags),
         "environment": document["environment"],
         "stage_arguments": [stage["arguments"] for stage in document["stages"]],
     }
     return {
-        "README.md": readme_text(plan, "Megatron-core", script="MEGATRON_LM", notes=_notes(plan)),
+        "README.md": readme_text(
+            plan,
+            "Megatron-core",
+            script="MEGATRON_LM",
+            notes=_notes(plan, package=facts["package"]),
+            choices=chosen(plan),
+        ),
         "plan.yaml": plan_to_yaml(plan),
         "env.sh": render(sources, "env_megatron.sh.j2", facts),
         "args.sh": shell_arrays({"MEGATRON_ARGS": flags}),
@@ -41,21 +55,33 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         "args.yaml": yaml.safe_dump(as_mapping(flags), sort_keys=False),
         "bridge.yaml": bridge_text(plan),
         "stages.json": stages_text(document),
-        "pretrain.py": sources.entries["pretrain.py"],
+        **({"pretrain.py": sources.entries["pretrain.py"]} if facts["package"] else {}),
         **launchers(sources, facts),
     }
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: Plan, *, package: bool) -> list[str]:
     return [
-        "Every node needs `pip install mist-megatron` (its part `mist_patches`) beside Megatron.",
-        "`pretrain.py` adds this rank's arguments from `stages.json`, applies the patches named there,",
-        "and runs your `pretrain_gpt.py` unchanged.",
-        f"Patches of this plan: {', '.join(patches(plan)) or 'none'}.",
+        *(_package_notes(plan) if package else _STOCK_NOTES),
         *(_GRID_NOTES if plan.grids_differ else ()),
         "",
         "`args.json` and `args.yaml` hold the same arguments as `args.sh`; `bridge.yaml` those that",
         "Megatron-Bridge takes. `mist-megatron lint args.sh` checks the folder again after changes.",
+    ]
+
+
+_STOCK_NOTES = (
+    "`train.sh` starts your `pretrain_gpt.py` itself, with the arguments of `args.sh`: nothing of",
+    "mist-megatron is needed where it runs.",
+)
+
+
+def _package_notes(plan: Plan) -> list[str]:
+    return [
+        *PACKAGE_NOTES,
+        "`pretrain.py` adds this rank's arguments from `stages.json`, applies the patches named there,",
+        "and runs your `pretrain_gpt.py` unchanged.",
+        f"Patches of this plan: {', '.join(patches(plan)) or 'none'}.",
     ]
 
 

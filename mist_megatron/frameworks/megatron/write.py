@@ -19,13 +19,24 @@ from mist_megatron.frameworks.megatron.recompute import recompute_settings
 from mist_megatron.frameworks.megatron.rules import refusals
 from mist_megatron.frameworks.refusal import refuse
 from mist_megatron.frameworks.stages_json import chunk_layers, stages_document
+from mist_megatron.spec.catalogue import BLACKWELL
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.rules import require_runnable
 from mist_megatron.targets.table import TARGETS
 
 
 def common_flags(plan: Plan) -> Flags:
-    """Arguments that every rank gets."""
+    """Arguments that every rank gets: all of them where no stage differs."""
+    return (*_plan_flags(plan), *(() if stages_differ(plan) else _own_flags(plan, 0)))
+
+
+def stages_differ(plan: Plan) -> bool:
+    """Whether the ranks of some stage need other arguments than those of another."""
+    return len({_own_flags(plan, index) for index in range(len(plan.stages))}) > 1
+
+
+def _plan_flags(plan: Plan) -> Flags:
+    """What no stage decides."""
     return (
         *model_flags(plan.model, plan.training),
         *vocabulary_flags(plan, 0),
@@ -134,7 +145,12 @@ def execution_flags(plan: Plan) -> Flags:
 
 
 def stage_flags(plan: Plan, index: int) -> Flags:
-    """Arguments of one stage's ranks, put behind the common ones.
+    """Arguments of one stage's ranks, put behind the common ones; none where no stage differs."""
+    return _own_flags(plan, index) if stages_differ(plan) else ()
+
+
+def _own_flags(plan: Plan, index: int) -> Flags:
+    """What a stage decides.
 
     An offloaded fraction of 0 is said too: the parser's own default is 1. A stage's own grid is said where
     grids differ.
@@ -153,9 +169,15 @@ def stage_flags(plan: Plan, index: int) -> Flags:
     )
 
 
-def environment() -> dict[str, str | None]:
-    """Variables that decide correctness, not taste; None would mean: must not be set."""
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # A:1477: TP and CP want it up to Hopper; harmless elsewhere
+def environment(plan: Plan) -> dict[str, str | None]:
+    """Variables that decide correctness, not taste; None would mean: must not be set.
+
+    One hardware queue keeps kernels in launch order, which tensor and context parallelism need before
+    Blackwell (A:1413). Elsewhere it would only hold copies and steps behind the kernels launched before them.
+    """
+    ordered = any(stage.tp > 1 for stage in plan.stages) or plan.execution.context_parallel > 1
+    needed = ordered and plan.cluster.gpu.name not in BLACKWELL
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needed else {}
 
 
 def require_emittable(plan: Plan) -> None:
@@ -170,7 +192,7 @@ def stages(plan: Plan) -> dict[str, Any]:
         plan,
         framework="megatron-core",
         arguments=[arguments(stage_flags(plan, index)) for index in range(len(plan.stages))],
-        environment=environment(),
+        environment=environment(plan),
         patches=patches(plan),
     )
 

@@ -1,0 +1,70 @@
+"""What the files of Megatron say although no plan decides it, for the folder's README. Pure."""
+
+from __future__ import annotations
+
+from mist_megatron.frameworks.megatron.model import FP8_HISTORY, dropouts, windowed_attention
+from mist_megatron.frameworks.readme import Choice
+from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.table import TARGETS
+
+
+def chosen(plan: Plan) -> list[Choice]:
+    """One row per setting that somebody may want to change, with the reason."""
+    return [*_model_choices(plan), *_run_choices(plan)]
+
+
+def _model_choices(plan: Plan) -> list[Choice]:
+    model, constants = plan.model, plan.model.constants
+    hidden, attention = dropouts(model, plan.training)
+    divisor = TARGETS[plan.target].memory(plan.execution).vocabulary_multiple
+    found = [
+        Choice(
+            what="constants of the model",
+            value=f"norm epsilon {constants.norm_epsilon:g}, initial weights {constants.init_std:g}, "
+            f"dropout {hidden:g} and {attention:g} in attention",
+            why="those of the model, in `args.sh`",
+        ),
+        Choice(
+            what="rows of the token table",
+            value=f"{model.vocab}, padded to a multiple of {divisor} x TP",
+            why="as Megatron pads; priced so",
+        ),
+    ]
+    if model.rotary:
+        scaling = "" if constants.rotary_scaling == "none" else f", {constants.rotary_scaling} scaling"
+        factor = f" {constants.rotary_factor:g}" if scaling else ""
+        value = f"base {constants.rotary_base}, {constants.rotary_share:.0%} of a head{scaling}{factor}"
+        found.append(Choice(what="rotary positions", value=value, why="those of the model, in `args.sh`"))
+    if windowed_attention(model, plan.training):
+        value = f"{constants.window} tokens"
+        found.append(
+            Choice(what="attention window", value=value, why="the model's; priced as if there were none")
+        )
+    return found
+
+
+def _run_choices(plan: Plan) -> list[Choice]:
+    found = [
+        Choice(
+            what="optimizer",
+            value="AdamW, betas 0.9, 0.95, weight decay 0.1, clipping 1, cosine to a tenth of the rate",
+            why="yours to change in `env.sh`",
+        ),
+        Choice(
+            what="gradients add up in",
+            value="2 bytes" if plan.execution.grad_bytes == 2 else "4 bytes",
+            why="as the plan was priced",
+        ),
+    ]
+    if plan.training.precision == "fp8":
+        value = f"delayed scaling, E4M3 forward and E5M2 backward, largest of the last {FP8_HISTORY} values"
+        found.append(Choice(what="FP8", value=value, why="as in NVIDIA's recipes; every GPU with FP8 has it"))
+    if any(stage.offload.optimizer for stage in plan.stages):
+        found.append(
+            Choice(
+                what="host Adam",
+                value="threads: cores of a node over its GPUs; processes bound to NUMA nodes",
+                why="torchrun gives one thread otherwise; `env.sh` changes both",
+            )
+        )
+    return found
