@@ -59,12 +59,15 @@ from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.mesh import role_of
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.profile import KernelCurves, LinkCurves, Profile, Quantity
-from mist_megatron.targets.deepspeed import ZERO3_NETWORK_SHARE
+from mist_megatron.targets.deepspeed import ZERO3_NETWORK_SHARES
 from mist_megatron.targets.facts import EAGER_PYTORCH, HostWork, TrafficFacts
 
 HERE = Path(__file__).resolve().parent
-ZERO3_SHARE = "zero3_network_share"
-HOST = {**asdict(EAGER_PYTORCH), ZERO3_SHARE: ZERO3_NETWORK_SHARE}
+ZERO3_SHARE = "zero3_network_share."
+HOST = {
+    **asdict(EAGER_PYTORCH),
+    **{f"{ZERO3_SHARE}{name}": share for name, share in ZERO3_NETWORK_SHARES.items()},
+}
 COLLECTIVE_RATE = "collective_rate"
 """Bandwidth of a profile's collectives over what its curves say."""
 SINGLE_GEMM = frozenset({"gemm_peak_fraction", "gemm_half_area", "gemm_half_depth"})
@@ -107,7 +110,6 @@ CHIPS: Mapping[str, Chip] = {
               "memory_fraction": 1e-2},
         sources=("vtrain_a100", "megatron_papers_a100", "llm-foundry", "sc21", "azure"),
         host=True,
-        layers=True,
     ),
     "h100": Chip(
         gpus=("h100-sxm-80gb",),
@@ -214,7 +216,8 @@ class Modeller:
                 if job not in self._compiled:
                     self._compiled[job] = make_evaluator(job, prices, cache=kept_programs())
                 made = StageEvaluator(job, prices, self._compiled[job].stage)
-                made._context = replace(made._context, facts=_under(made._context.facts, values))
+                whose = job.execution.zero3 or "deepspeed"
+                made._context = replace(made._context, facts=_under(made._context.facts, values, whose))
                 evaluators[job, old] = made
             return Predicted(
                 iteration_s=seconds_of(row.plan, evaluators[job, old]),
@@ -232,10 +235,10 @@ def _figures_of(values: Parameters, *, old: bool) -> dict[str, float]:
     return {**kept, **aside} if old else kept
 
 
-def _under(facts: TrafficFacts, values: Parameters) -> TrafficFacts:
+def _under(facts: TrafficFacts, values: Parameters, whose: str) -> TrafficFacts:
     """Facts with what is being fitted of them."""
     host = {name: values.get(name, value) for name, value in asdict(facts.host).items()}
-    share = values.get(ZERO3_SHARE, facts.zero3.network_share)
+    share = values.get(f"{ZERO3_SHARE}{whose}", facts.zero3.network_share)
     return replace(facts, host=HostWork(**host), zero3=replace(facts.zero3, network_share=share))
 
 

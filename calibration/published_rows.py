@@ -85,7 +85,7 @@ SOURCES = (
     # ZeRO 3; step times from FLOP/s with this vocabulary, most of them read off a bar chart (2 TFLOP/s). Of
     # one model on one cluster they are m * c + x for 1 to 32 sequences m a GPU: gathers and reductions hide
     # behind nothing, so no overlap is assumed.
-    Source(begins="DeepSpeed on Azure", short="azure", framework="deepspeed", flash_attention=False,
+    Source(begins="DeepSpeed on Azure", short="azure", framework="deepspeed-zero", flash_attention=False,
            linear_bias=True, dropout=0.1, grad_bytes=2, vocab="50304", tiers=("A", "B")),
     # NVIDIA's performance summaries; the flags are those of its recipes, which the tables do not print.
     Source(begins="Megatron-Bridge perf summary", short="megatron-bridge", framework="megatron-core",

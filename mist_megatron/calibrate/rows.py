@@ -20,7 +20,7 @@ from mist_megatron.formats.document import build
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
+from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero, Zero3Name
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
 from mist_megatron.spec.schedule import ONE_F_ONE_B, ScheduleName
 from mist_megatron.spec.training import Precision, TrainingSpec
@@ -41,6 +41,8 @@ TARGET_OF_FRAMEWORK: Mapping[str, TargetName] = {
     framework: name for name, target in TARGETS.items() for framework in target.measured_as
 }
 """Whose byte counts and overlaps hold."""
+ZERO3_OF_FRAMEWORK: Mapping[str, Zero3Name] = {"fsdp": "fsdp", "deepspeed": "deepspeed-2021"}
+"""Rows of plain `deepspeed` are of its first releases with ZeRO 3, of `deepspeed-zero` of later ones."""
 
 _NETWORK = re.compile(r"\(([0-9.]+) GB/s per node\)")
 
@@ -236,6 +238,7 @@ def _plan(row: _Row) -> Plan:
                 tp_comm_overlap="tp" in overlap.split(", "),
                 fused_cross_entropy="fused cross entropy" in row.text("note") or None,
                 deterministic="deterministic mode" in row.text("note") or None,
+                zero3=ZERO3_OF_FRAMEWORK.get(framework) if row.text("zero") == "3" else None,
             ),
         )
     except InputError as error:

@@ -69,6 +69,9 @@ class StagePlan:
         return facts.again if facts.drops else f"{self.ckpt} of {self.layers} layers"
 
 
+Zero3Name = Literal["deepspeed", "deepspeed-2021", "fsdp"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """Framework switches that change bytes or overlaps; None takes the target's default."""
@@ -90,6 +93,9 @@ class Execution:
     mist target always does it)."""
     deterministic: bool | None = None
     """Megatron's --deterministic-mode: the same bits every time, in more of it."""
+    zero3: Zero3Name | None = None
+    """Whose ZeRO 3 runs, which decides what of the network between nodes its collectives reach: that of
+    DeepSpeed since 2022, DeepSpeed's of 2021, or PyTorch's FSDP; None takes the first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from mist_megatron.spec.kinds import ANY_FRACTION, STATES_WHOLE
-from mist_megatron.spec.plan import Execution
+from mist_megatron.spec.plan import Execution, Zero3Name
 from mist_megatron.spec.schedule import ONE_F_ONE_B
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import (
@@ -32,9 +34,12 @@ PREFETCH_ELEMENTS = 50_000_000
 """stage3_prefetch_bucket_size, and ..."""
 REUSE_ELEMENTS = 1_000_000_000
 """... stage3_max_reuse_distance, the same."""
-ZERO3_NETWORK_SHARE = 0.62
-"""Of the bandwidth between nodes that bucketed reductions reach, what gathers and reductions by layer do: 0.7
-by Azure's 54 runs of 2022, 0.4 by three of 2021 (SC'21); llm-foundry's runs fit with either."""
+ZERO3_NETWORK_SHARES: Mapping[Zero3Name, float] = MappingProxyType(
+    {"deepspeed": 1.0, "deepspeed-2021": 0.37, "fsdp": 0.62}
+)
+"""Of the bandwidth between nodes that bucketed reductions reach, what gathers and reductions by layer do:
+Microsoft's 54 runs on Azure of 2022 reach all of it, its three of 2021 (SC'21, table 2) 0.37. llm-foundry's
+33 FSDP runs between nodes fit about as well with 0.35 as with 1."""
 
 CAPABILITY = Capability(
     zero=(0, 1, 2, 3),
@@ -112,7 +117,9 @@ MEMORY = MemoryFacts(
     # runtime/pipe/engine.py; setup_buckets and reduce_gradients of stage_1_and_2.py.
     pipe_buffers=True,
     # Stages 1 and 2 copy a partition's gradients to fp32 when they step (stage_1_and_2.py).
-    step=StepBytes(scratch=4),
+    # The host has an fp32 copy of its share of gradients (grads of single_partition_of_fp32_groups there, of
+    # fp32_partitioned_groups_flat in stage3.py).
+    step=StepBytes(scratch=4, host_gradient=4),
     framework_bytes=32 * MIB,
 )
 
@@ -176,7 +183,7 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
             gather_elements=PREFETCH_ELEMENTS,
             reuse_elements=REUSE_ELEMENTS,
             reduce_overlaps=overlap is not False,
-            network_share=ZERO3_NETWORK_SHARE,
+            network_share=ZERO3_NETWORK_SHARES[execution.zero3 or "deepspeed"],
         ),
         reduction=ReductionFacts(
             zero2_overlaps=bool(overlap),

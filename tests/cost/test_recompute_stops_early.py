@@ -15,7 +15,7 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Plan, StagePlan, TargetName, Zero
 from mist_megatron.spec.training import TrainingSpec
-from mist_megatron.targets.deepspeed import ZERO3_NETWORK_SHARE
+from mist_megatron.targets.deepspeed import ZERO3_NETWORK_SHARES
 from mist_megatron.targets.facts import Zero3Facts
 
 
@@ -56,8 +56,9 @@ def test_the_last_product_is_not_run_again(target: TargetName, dropout: float, l
 
 def test_layer_wise_collectives_reach_a_share_of_the_network() -> None:
     """Between nodes only."""
-    for gpus, slower in ((8, 1.0), (16, 1.0 / ZERO3_NETWORK_SHARE)):
+    for gpus, slower in ((8, 1.0), (16, 1.0 / ZERO3_NETWORK_SHARES["fsdp"])):
         plan = plan_of("deepspeed", gpus=gpus)
+        plan = replace(plan, execution=replace(plan.execution, zero3="fsdp"))
         evaluator = evaluator_for(job_of(plan))[0]
         quick = evaluator_for(job_of(plan))[0]
         context = evaluator.time_context
