@@ -13,6 +13,7 @@ from mist_megatron.formats.files import CacheFolder
 from mist_megatron.spec.term import SWITCHABLE
 
 if TYPE_CHECKING:
+    from mist_megatron.calibrate.error_bars import ErrorBar
     from mist_megatron.cost.evaluate import StageEvaluator
     from mist_megatron.price.prices import Prices
     from mist_megatron.spec.job import Job
@@ -60,6 +61,13 @@ def profile_hash(job: Job) -> str | None:
     """Of the content of the calibrated profile; None where a datasheet stands in."""
     profile = profile_of(job.cluster)
     return None if profile is None else profile.content_hash
+
+
+def error_bar_of(job: Job) -> ErrorBar:
+    """How far what is said of a job may be off."""
+    from mist_megatron.calibrate.error_bars import bar_of
+
+    return bar_of(job, profiled=profile_of(job.cluster) is not None)
 
 
 def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> tuple[StageEvaluator, str]:

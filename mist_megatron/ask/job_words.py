@@ -46,6 +46,8 @@ class JobWords(TypedDict, total=False):
     """mist, megatron, megatron+patches, deepspeed or deepspeed+patches."""
     memory_limit: str | float | None
     """Budget per GPU: bytes, or text such as 76GiB."""
+    host_memory: str | float | None
+    """Budget of one node for what its GPUs keep in host memory: bytes, or text such as 1TiB."""
     bandwidth: Texts
     """Link speeds that replace the catalogue's: inter=50GB/s, several of these, or {"inter": "50GB/s"}."""
 
@@ -103,7 +105,7 @@ def asked_job(given: Job | None, words: JobWords) -> AskedJob:
 
 
 def _cluster(words: JobWords, defaults: dict[str, str]) -> ClusterSpec:
-    gpus, per_node = words.get("gpus"), words.get("gpus_per_node")
+    gpus, per_node, host = words.get("gpus"), words.get("gpus_per_node"), words.get("host_memory")
     if gpus is None:
         raise InputError("--gpus is missing", details=("try: --gpus 32",))
     if gpus > MOST_GPUS:
@@ -121,6 +123,7 @@ def _cluster(words: JobWords, defaults: dict[str, str]) -> ClusterSpec:
         profile=profile,
         links=parse_links(texts(words.get("bandwidth")), cluster.links),
         memory_limit_bytes=_limit_bytes(words.get("memory_limit"), named),
+        host_memory_bytes=None if host is None else parse_bytes(str(host), "--host-memory"),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from mist_megatron.ask.convert import with_batch
 from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.ask.job_words import JobWords, read_job
-from mist_megatron.ask.plan_words import lines_repr
+from mist_megatron.ask.plan_words import host_words, lines_repr
 from mist_megatron.ask.predict import predict
 from mist_megatron.ask.words import with_words
 from mist_megatron.cost.predict import Prediction, prediction_document
@@ -92,7 +92,7 @@ class Linted:
         fits = "fits" if self.prediction.fits else "does NOT fit"
         return (
             f"{fits}: fullest stage at {peak:.0%} of its limit; {self.prediction.iteration_s:.4g} s a step, "
-            f"MFU {self.prediction.mfu:.1%}"
+            + "; ".join([f"MFU {self.prediction.mfu:.1%}", *host_words(self.prediction)])
         )
 
     def nothing_words(self) -> str:
@@ -312,7 +312,13 @@ def _written(command: CommandLine, where: str) -> list[Finding]:
 def _emitted(job: JobWords, gpus: int, file: Path) -> Plan | None:
     """The plan.yaml beside emitted files, unless the options name another cluster."""
     beside = file.parent / "plan.yaml"
-    asked = (job.get("gpus"), job.get("gpu"), job.get("gpus_per_node"), job.get("memory_limit"))
+    asked = (
+        job.get("gpus"),
+        job.get("gpu"),
+        job.get("gpus_per_node"),
+        job.get("memory_limit"),
+        job.get("host_memory"),
+    )
     if not beside.is_file() or any(item is not None for item in asked):
         return None
     plan = load_plan(beside)

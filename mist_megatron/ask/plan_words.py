@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from mist_megatron.calibrate.error_bars import ErrorBar
 from mist_megatron.cost.predict import Prediction, StagePrediction, binding
 from mist_megatron.events.disagreement import disagreement
 from mist_megatron.events.iteration import Simulation
@@ -37,11 +39,19 @@ def place_words(plan: Plan | Job) -> str:
     return f"{plan.model.name} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
 
 
-def speed_words(prediction: Prediction) -> str:
-    """Time per step first, then what follows from it."""
+def speed_words(prediction: Prediction, bar: ErrorBar) -> str:
+    """Time per step first, with how far it may be off, then what follows from it."""
     return (
-        f"{prediction.iteration_s:.4g} s per step, {prediction.tokens_per_s:,.0f} tokens/s, "
-        f"{prediction.tflops_per_gpu:.0f} TFLOP/s per GPU, MFU {prediction.mfu:.1%}"
+        f"{prediction.iteration_s:.4g} s per step ({bar.words}), {prediction.tokens_per_s:,.0f} tokens/s, "
+        f"{flops_words(prediction)}"
+    )
+
+
+def flops_words(prediction: Prediction) -> str:
+    """By either way of counting attention."""
+    return (
+        f"{prediction.tflops_per_gpu:.0f} TFLOP/s per GPU ({prediction.full_tflops_per_gpu:.0f} with all of "
+        f"attention counted, MFU {prediction.mfu:.1%})"
     )
 
 
@@ -134,10 +144,23 @@ def reasons(prediction: Prediction) -> list[str]:
         "step: " + ", ".join(f"{name} {seconds / step.total_s:.0%}" for seconds, name in split),
         f"memory is fullest in stage {what['fullest_stage']}: {what['memory_used_fraction']:.0%} of its "
         f"limit, most of it {str(what['largest_memory_term']).replace('_', ' ')}",
+        *host_words(prediction),
         f"prices: {share['exact']:.0%} measured at the exact shape, "
         f"{share['interpolated']:.0%} interpolated, "
         f"{share['extrapolated']:.0%} extrapolated",
     ]
+
+
+def host_words(prediction: Prediction) -> list[str]:
+    """What the fullest host has to hold, where anything is kept there."""
+    stage = max(prediction.stages, key=lambda stage: stage.host_bytes)
+    if stage.host_bytes <= 0.0:
+        return []
+    held = f"host memory: {stage.host_bytes / GIB:.1f} GiB per GPU"
+    if not math.isfinite(stage.host_limit_bytes):
+        return [f"{held}; what the node has is not known: say --host-memory"]
+    over = "" if stage.host_fits else ": does NOT fit"
+    return [f"{held} of {stage.host_limit_bytes / GIB:.1f}, its share of the node's{over}"]
 
 
 def stream_shares(stage: StagePrediction) -> dict[str, float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import error_bar_of, evaluator_for
 from mist_megatron.ask.plan_words import (
     lines_repr,
     reasons,
@@ -17,6 +18,7 @@ from mist_megatron.ask.plan_words import (
 )
 from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.ask.words import texts, with_words
+from mist_megatron.calibrate.error_bars import ErrorBar
 from mist_megatron.cost.predict import Prediction, job_of, prediction_document
 from mist_megatron.cost.predict import predict as predict_plan
 from mist_megatron.spec.plan import Plan
@@ -40,6 +42,11 @@ class Predicted:
         """Seconds per step."""
         return self.prediction.iteration_s
 
+    @cached_property
+    def error_bar(self) -> ErrorBar:
+        """How far that may be off."""
+        return error_bar_of(job_of(self.plan))
+
     @property
     def fits(self) -> bool:
         """Whether every stage fits into its memory."""
@@ -49,6 +56,7 @@ class Predicted:
         """What `predict --json` prints."""
         return {
             **prediction_document(self.prediction),
+            "error_bar": self.error_bar.to_dict(),
             "profile": self.prices,
             "violations": list(self.violations),
         }
@@ -56,7 +64,7 @@ class Predicted:
     def __repr__(self) -> str:
         lines = [
             f"{title_words(self.plan)}: {shape_words(self.plan)}",
-            f"{speed_words(self.prediction)}{'' if self.fits else '; does NOT fit'}",
+            f"{speed_words(self.prediction, self.error_bar)}{'' if self.fits else '; does NOT fit'}",
             *stage_lines(self.plan, self.prediction),
             *reasons(self.prediction),
             f"of {self.prices}",

@@ -15,7 +15,7 @@ from typing import Any
 from mist_megatron import __version__
 from mist_megatron.ask.baselines import best_by_hand
 from mist_megatron.ask.emit import framework_files
-from mist_megatron.ask.evaluators import evaluator_for, profile_hash
+from mist_megatron.ask.evaluators import error_bar_of, evaluator_for, profile_hash
 from mist_megatron.ask.plan_words import (
     faster_words,
     lines_repr,
@@ -27,6 +27,7 @@ from mist_megatron.ask.plan_words import (
 )
 from mist_megatron.ask.simulate import play
 from mist_megatron.ask.verify import Verification
+from mist_megatron.calibrate.error_bars import ErrorBar
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import Prediction, predict, prediction_document
 from mist_megatron.formats.files import write_artifacts
@@ -120,6 +121,11 @@ class Tuned:
         """Seconds per step of the fastest plan."""
         return self.prediction.iteration_s
 
+    @cached_property
+    def error_bar(self) -> ErrorBar:
+        """How far that may be off."""
+        return error_bar_of(self.job)
+
     @property
     def space(self) -> Space:
         """What was searched: the space asked for, cut to what the target runs and the limits leave."""
@@ -185,6 +191,7 @@ class Tuned:
         }
         return {
             **plan_to_mapping(self.plan),
+            "error_bar": self.error_bar.to_dict(),
             "search": asdict(self.proof),
             "others": [plan_to_mapping(plan) for plan in self.plans[1:]],
             **({} if self.verification is None else {"verify": self.verification.to_dict()}),
@@ -196,7 +203,7 @@ class Tuned:
     def __repr__(self) -> str:
         lines = [
             f"{title_words(self.plan)}: {shape_words(self.plan)}",
-            speed_words(self.prediction),
+            speed_words(self.prediction, self.error_bar),
             *stage_lines(self.plan, self.prediction),
             *reasons(self.prediction),
             proof_words(self),

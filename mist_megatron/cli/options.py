@@ -73,6 +73,13 @@ class JobOptions(OptionGroup):
     memory_limit: Annotated[
         str | None, typer.Option(help="Budget per GPU, such as 76GiB.", rich_help_panel=PANEL)
     ] = None
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Budget of one node for what its GPUs keep in host memory, such as 1TiB.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
     bandwidth: Annotated[
         list[str] | None,
         typer.Option(

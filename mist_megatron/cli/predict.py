@@ -14,6 +14,7 @@ from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.spec.recompute import WHOLE
 
 if TYPE_CHECKING:
+    from mist_megatron.ask.predict import Predicted
     from mist_megatron.cost.predict import Prediction
     from mist_megatron.spec.plan import Plan
 
@@ -50,15 +51,17 @@ def predict(
     predicted = predict_plan(read, what_if=what_if, without=without or ())
     output.finish(predicted.to_dict())
     if not output.json:
-        show_prediction(output.people, read, predicted.prediction, predicted.prices)
+        show_prediction(output.people, predicted)
         for rule in predicted.violations:
             output.people.print(f"cannot run on {read.target}: {rule}", soft_wrap=True)
 
 
-def show_prediction(people: Console, plan: Plan, prediction: Prediction, origin: str) -> None:
+def show_prediction(people: Console, predicted: Predicted) -> None:
     """The tables for people: the whole step, the stages, and their terms."""
+    from mist_megatron.ask.plan_words import flops_words, host_words
     from mist_megatron.cost.predict import binding
 
+    plan, prediction, origin = predicted.plan, predicted.prediction, predicted.prices
     cluster = plan.cluster
     chunks = f" v={plan.vpp}" if plan.vpp > 1 else ""
     people.print(
@@ -66,9 +69,9 @@ def show_prediction(people: Console, plan: Plan, prediction: Prediction, origin:
         f"{plan.schedule}{chunks}, {plan.grad_accum} micro-batches"
     )
     people.print(
-        f"iteration [bold]{prediction.iteration_s:.4g} s[/bold]   {prediction.samples_per_s:.4g} samples/s"
-        f"   {prediction.tokens_per_s:,.0f} tokens/s   {prediction.tflops_per_gpu:.1f} TFLOP/s per GPU"
-        f"   MFU {prediction.mfu:.1%}   bubble of the slowest stage {prediction.time.bubble_fraction:.1%}",
+        f"iteration [bold]{prediction.iteration_s:.4g} s[/bold] ({predicted.error_bar.words})   "
+        f"{prediction.samples_per_s:.4g} samples/s   {prediction.tokens_per_s:,.0f} tokens/s   "
+        f"{flops_words(prediction)}   bubble of the slowest stage {prediction.time.bubble_fraction:.1%}",
         soft_wrap=True,
     )
     people.print()
@@ -99,6 +102,8 @@ def show_prediction(people: Console, plan: Plan, prediction: Prediction, origin:
         f"{share['interpolated']:.0%} interpolated, {share['extrapolated']:.0%} extrapolated",
         soft_wrap=True,
     )
+    for line in host_words(prediction):
+        people.print(line, soft_wrap=True)
     if not prediction.fits:
         people.print("[bold red]does not fit[/bold red]: a stage is over its memory limit")
 

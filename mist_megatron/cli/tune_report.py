@@ -36,7 +36,9 @@ def show_result(people: Console, tuned: Tuned, defaults: list[str], out: Path | 
     others = told_apart(tuned.plans)[1:]
     for words, cost in zip(others, tuned.predictions[1:], strict=True):
         slower = cost.iteration_s / prediction.iteration_s - 1
-        people.print(f"next best: {words}, {slower:+.1%} time")
+        close = tuned.error_bar.ties(prediction.iteration_s, cost.iteration_s)
+        tie = ": a tie within what is known" if close else ""
+        people.print(f"next best: {words}, {slower:+.1%} time{tie}")
     by_hand = [
         f"{value / prediction.iteration_s:.2f}x the speed of space {name}"
         for name, value in tuned.baselines().items()
@@ -66,7 +68,7 @@ def headline(tuned: Tuned) -> str:
     plan, prediction = tuned.plan, tuned.prediction
     name = escape(plan.model.name)
     title = escape(title_words(plan)).removeprefix(name)
-    seconds, _, rest = speed_words(prediction).partition(" per step")
+    seconds, _, rest = speed_words(prediction, tuned.error_bar).partition(" per step")
     return (
         f"[bold]{name}[/bold]{title}: {shape_words(plan)}\n[bold]{seconds}[/bold] per step{rest}, "
         f"bubble of the slowest stage {prediction.time.bubble_fraction:.1%}"

@@ -21,6 +21,7 @@ from mist_megatron.cost.work import StageWork, stage_work
 from mist_megatron.price.deterministic import DeterministicPrices
 from mist_megatron.price.prices import LayerShape, Prices
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.layer import LayerKind
 from mist_megatron.spec.mesh import Mesh, StageRole
 from mist_megatron.spec.recompute import Recompute
@@ -124,6 +125,45 @@ class StageEvaluator:
         sizes = self._memory(grid)
         return sizes["held"] + self._beyond(sizes)
 
+    def host_bytes(self, grid: StageGrid) -> Array:
+        """What a GPU of the stage keeps in host memory. Bytes of a kind on the GPU fall linearly with the
+        fraction that is on the host, so the two ends tell how many there are."""
+        if not any(np.any(fraction) for fraction in grid.offload.values()):
+            return ZERO
+        facts, none = self._memory_facts, np.zeros(())
+        nothing = replace(grid, offload=alike(none))
+        stay, gone = self._memory(nothing), self._memory(replace(grid, offload=alike(none + 1.0)))
+        total: Array = none
+        for kind, fraction in grid.offload.items():
+            if not np.any(fraction):
+                continue
+            each = stay[f"term.{kind}"] - gone[f"term.{kind}"]
+            if kind == "activations":
+                # The layer that passes through the GPU is counted there whatever its share.
+                each = facts.host_activations * (each + self._widest_saved(grid))
+            elif kind == "optimizer":
+                each = each * (1.0 + facts.step.host_gradient / facts.optimizer_bytes)
+            total = total + fraction * each
+        return total
+
+    def _widest_saved(self, grid: StageGrid) -> Array:
+        """What the kind of layer that keeps most keeps."""
+        first, *others = (load.saved_bytes for load in self.loads(grid).blocks)
+        for other in others:
+            first = np.maximum(first, other)
+        return first
+
+    @property
+    def host_limit_bytes(self) -> float:
+        """What a GPU may keep there; no end where nobody knows what its node has."""
+        share = self.job.cluster.host_share_bytes
+        return math.inf if share is None else share
+
+    def fits(self, grid: StageGrid) -> NDArray[np.bool_]:
+        """Whether GPU and host have the room."""
+        on_device = np.asarray(self.peak_bytes(grid) <= self.limit_bytes)
+        return np.asarray(on_device & (self.host_bytes(grid) <= self.host_limit_bytes))
+
     def memory_moments(self, grid: StageGrid) -> dict[str, Array]:
         """`held` throughout, `activations` kept between passes, and as `beyond.NAME` what each moment that
         may be the peak adds to what is held."""
@@ -135,7 +175,19 @@ class StageEvaluator:
         """What is held throughout, and what each moment that may be the peak adds. Every moment is linear in
         micro-batches in flight and in offload fractions, which their largest is not."""
         sizes = self._memory(grid)
-        return sizes["held"], tuple(value for name, value in sizes.items() if name.startswith("beyond."))
+        moments = tuple(value for name, value in sizes.items() if name.startswith("beyond."))
+        return sizes["held"], (*moments, *self._host_moments(grid, sizes))
+
+    def _host_moments(self, grid: StageGrid, sizes: Mapping[str, Array]) -> tuple[Array, ...]:
+        """The host's limit in the form of the GPU's: what is there, and what is on both together. Left out
+        where it is far: what is told is held against it in any case."""
+        limit = self.host_limit_bytes
+        if math.isinf(limit):
+            return ()
+        host = self.host_bytes(grid)
+        if float(np.max(host)) <= 0.25 * limit:
+            return ()
+        return host - limit + self.limit_bytes - sizes["held"], sizes["beyond.backward"] + host - limit
 
     def _beyond(self, sizes: Mapping[str, Array]) -> Array:
         moments = sorted((v for name, v in sizes.items() if name.startswith("beyond.")), key=np.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,10 @@ class StagePrediction:
     weight_grad_s: float
     peak_memory_bytes: float
     limit_bytes: float
+    host_bytes: float
+    """What a GPU of the stage keeps in host memory ..."""
+    host_limit_bytes: float
+    """... and may: infinite where nobody knows what its node has."""
     stable_terms_s: Mapping[Term, float]
     delta_terms_s: Mapping[Term, float]
     memory_terms_bytes: Mapping[str, float]
@@ -59,7 +64,12 @@ class StagePrediction:
 
     @property
     def fits(self) -> bool:
-        return self.peak_memory_bytes <= self.limit_bytes
+        return self.peak_memory_bytes <= self.limit_bytes and self.host_fits
+
+    @property
+    def host_fits(self) -> bool:
+        """Whether the host has room for what is kept there."""
+        return self.host_bytes <= self.host_limit_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +81,10 @@ class Prediction:
     samples_per_s: float
     tokens_per_s: float
     tflops_per_gpu: float
-    """Model FLOPs (nothing recomputed counts), in TFLOP/s."""
+    """Model FLOPs (nothing recomputed counts) as Megatron-LM has counted since August 2025, which takes half
+    of attention, the rest being masked; in TFLOP/s."""
+    full_tflops_per_gpu: float
+    """The same with all of attention, as it was before and elsewhere; `mfu` is this over the peak."""
     mfu: float
     measured_share: Mapping[str, float]
     """Share of layer time that the profile held exactly, interpolated, or extrapolated."""
@@ -171,13 +184,16 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
     time = iteration_of(plan, stages, evaluator, plan.grad_accum)
     training = plan.training
     tokens = training.global_batch * training.seq_len
-    flops = model_flops(plan.model, training) / plan.cluster.gpus / time.total_s
+    gpu_s = plan.cluster.gpus * time.total_s
+    flops = model_flops(plan.model, training) / gpu_s
+    causal = model_flops(plan.model, training, causal=True) / gpu_s
     return Prediction(
         time=time,
         stages=stages,
         samples_per_s=training.global_batch / time.total_s,
         tokens_per_s=tokens / time.total_s,
-        tflops_per_gpu=flops / 1e12,
+        tflops_per_gpu=causal / 1e12,
+        full_tflops_per_gpu=flops / 1e12,
         mfu=flops / peak_flops_per_s(plan.cluster, training),
         measured_share=_measured_share(plan, evaluator),
         step_hides=evaluator.time_context.facts.step.hides,
@@ -272,6 +288,8 @@ def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredicti
         weight_grad_s=parts["weight_grad_s"].item(),
         peak_memory_bytes=evaluator.peak_bytes(grid).item(),
         limit_bytes=evaluator.limit_bytes,
+        host_bytes=float(evaluator.host_bytes(grid)),
+        host_limit_bytes=evaluator.host_limit_bytes,
         stable_terms_s=stable_terms_s,
         delta_terms_s=delta_terms_s,
         memory_terms_bytes={name: v.item() for name, v in evaluator.memory_terms(grid).items()},
@@ -297,16 +315,18 @@ def _measured_share(plan: Plan, evaluator: StageEvaluator) -> dict[str, float]:
     return {name: seconds / total if total > 0.0 else 0.0 for name, seconds in sums.items()}
 
 
-def model_flops(model: ModelSpec, training: TrainingSpec) -> float:
+def model_flops(model: ModelSpec, training: TrainingSpec, *, causal: bool = False) -> float:
     """FLOPs of one optimizer step without recomputation: 6 per weight of a matrix and token, and
     12 layers * query width * sequence per token for full attention (Chowdhery et al. 2022, appendix B), which
-    causal attention counts as well; windows have their share of that."""
+    causal attention counts as well, or half of it where `causal` asks for what its mask leaves; windows have
+    their share of that."""
     matrices, attended = model.hidden * model.vocab, 0.0
     for kind in model.kinds:
         layers = model.layers_of_kind[kind.name]
         matrices += layers * kind.matrix_elements
         seen = training.seq_len if kind.window is None else min(kind.window, training.seq_len)
         share = kind.pairs_share(training.seq_len) if kind.attention == "causal" else seen / training.seq_len
+        share = 0.5 * share if causal and kind.attention == "causal" else share
         attended += 12.0 * layers * kind.query_width * training.seq_len * share
     per_token = 6.0 * matrices + attended
     return per_token * training.global_batch * training.seq_len
@@ -349,6 +369,7 @@ def prediction_document(prediction: Prediction) -> dict[str, Any]:
         "samples_per_s": prediction.samples_per_s,
         "tokens_per_s": prediction.tokens_per_s,
         "tflops_per_gpu": prediction.tflops_per_gpu,
+        "full_tflops_per_gpu": prediction.full_tflops_per_gpu,
         "mfu": prediction.mfu,
         "fits": prediction.fits,
         "bubble_fraction": time.bubble_fraction,
@@ -372,6 +393,8 @@ def _stage_document(stage: StagePrediction) -> dict[str, Any]:
         "weight_grad_s": stage.weight_grad_s,
         "peak_memory_bytes": stage.peak_memory_bytes,
         "limit_bytes": stage.limit_bytes,
+        "host_bytes": stage.host_bytes,
+        "host_limit_bytes": stage.host_limit_bytes if math.isfinite(stage.host_limit_bytes) else None,
         "fits": stage.fits,
         "memory": dict(stage.memory_terms_bytes),
         "stable_terms_s": {term.value: seconds for term, seconds in stage.stable_terms_s.items()},

@@ -35,6 +35,8 @@ class ClusterDocument:
     """Bandwidths that replace the catalogue's or the profile's."""
     memory_limit_bytes: float | None = None
     """Budget per GPU; null takes its memory less what the framework needs."""
+    host_memory_bytes: float | None = None
+    """Budget of one node for what its GPUs keep in host memory; null takes nine tenths of a usual node's."""
     profile: str | None = None
     """Hardware profile by name or path; null takes the one named after the GPU."""
 
@@ -94,6 +96,7 @@ def plan_from_mapping(value: Mapping[str, object], where: str = "plan") -> Plan:
                 gpus_per_node=cluster.gpus_per_node,
                 links=cluster.links,
                 memory_limit_bytes=cluster.memory_limit_bytes,
+                host_memory_bytes=cluster.host_memory_bytes,
                 profile=cluster.profile,
             ),
             target=document.target,
@@ -158,7 +161,7 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
     }
     if cluster.links != LinkOverrides():
         written["cluster"]["links"] = _links(cluster.links)
-    for key in ("memory_limit_bytes", "profile"):
+    for key in ("memory_limit_bytes", "host_memory_bytes", "profile"):
         if getattr(cluster, key) is not None:
             written["cluster"][key] = getattr(cluster, key)
     if plan.execution != Execution():

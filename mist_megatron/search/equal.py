@@ -156,7 +156,7 @@ def _uniform_values(
         behind = behind + t_s
         second = np.maximum(second, d_s + behind)
         step = np.maximum(step, step_s)
-        fits = fits & (evaluator.peak_bytes(grid) <= evaluator.limit_bytes)
+        fits = fits & evaluator.fits(grid)
     value = steady + second + step
     size = tuple(axes[name].size for name in AXES)
     valid = np.broadcast_to(choices.valid(layers, axes), size)

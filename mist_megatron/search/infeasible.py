@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -81,6 +82,11 @@ def _closest(asked: Asked) -> _Miss | None:
     shape = min(found, key=lambda shape: fullest(shape)[0])
     _, position, count = fullest(shape)
     peak, words, terms = _least_configuration(evaluator, space, shape, position, count)
+    if peak <= evaluator.limit_bytes:
+        limit = evaluator.host_limit_bytes
+        told = "not known" if math.isinf(limit) else f"{limit / GIB:.1f} GiB per GPU"
+        full = f"it is the host that has no room: {shape} {words}; its share of the node's memory is {told}"
+        return _Miss(asked, peak, (full, "where nodes have more memory: --host-memory"))
     name = max(terms, key=lambda name: terms[name])
     closest = (
         f"closest: {shape} {words} -> {peak / GIB:.1f} GiB per GPU, "

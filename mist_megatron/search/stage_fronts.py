@@ -21,6 +21,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.search.choices import AXES, Array, Choices, Rows, StageSlot
 from mist_megatron.search.points import Front, pareto
 from mist_megatron.search.stage_prices import RolePrices, SlotPrices
+from mist_megatron.spec.kinds import per_kind
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
 
@@ -97,6 +98,7 @@ def slot_configs(
         for here, slot in zip(parts, slots, strict=True):
             if by_least_offload:
                 rows = _least_offload(times.choices, prices, slot.held, t_s <= cap_s, tally)
+                rows = _that_the_host_holds(role, slot, rows, tally)
             else:
                 rows = _all_that_fit(times.choices, role, slot, t_s <= cap_s, tally)
             if not len(rows[0]):
@@ -129,11 +131,36 @@ def _least_offload(choices: Choices, prices: SlotPrices, held: float, fast: Flag
     return tuple(row[valid] for row in rows)
 
 
+def _that_the_host_holds(role: RolePrices, slot: StageSlot, rows: Rows, tally: Tally) -> Rows:
+    """Of configurations with the least optimizer offload that fits: with more of it the host holds more."""
+    evaluator = role.evaluator
+    if not len(rows[0]) or math.isinf(evaluator.host_limit_bytes):
+        return rows
+    taken = {name: role.axes[name].reshape(-1)[row] for name, row in zip(AXES[1:], rows[1:], strict=True)}
+    ckpt = role.choices.counts(slot.layers, recompute=role.recompute)[rows[0]]
+    one = np.ones(len(ckpt))
+    grid = replace(
+        role.grid,
+        layers=one * slot.layers,
+        ckpt=ckpt,
+        in_flight=one * slot.held,
+        micro_batch=role.grid.micro_batch.reshape(-1) * one,
+        dp=role.grid.dp.reshape(-1) * one,
+        tp=role.grid.tp.reshape(-1) * one,
+        zero=taken["zero"],
+        grad_accum=role.grid.grad_accum.reshape(-1) * one,
+        offload=per_kind(taken.__getitem__),
+    )
+    holds = np.broadcast_to(evaluator.host_bytes(grid) <= evaluator.host_limit_bytes, one.shape)
+    tally.over_memory += int((~holds).sum())
+    return tuple(row[holds] for row in rows)
+
+
 def _all_that_fit(choices: Choices, role: RolePrices, slot: StageSlot, fast: Flags, tally: Tally) -> Rows:
     """Configurations that fit, each peak on its own: where offloading the optimizer is tied to others."""
     axes = choices.axes(choices.counts(slot.layers, recompute=role.recompute))
     one = (1,) * len(AXES)
-    peak = role.evaluator.peak_bytes(
+    fits = role.evaluator.fits(
         replace(
             role.grid,
             layers=np.full(one, float(slot.layers)),
@@ -141,7 +168,7 @@ def _all_that_fit(choices: Choices, role: RolePrices, slot: StageSlot, fast: Fla
             in_flight=np.full(one, slot.held),
         )
     )
-    valid, fits = choices.valid(slot.layers, axes), peak <= role.evaluator.limit_bytes
+    valid = choices.valid(slot.layers, axes)
     tally.over_memory += int((valid & ~fits).sum())
     shape = tuple(axes[name].size for name in AXES)
     return np.nonzero(np.broadcast_to(valid & fits & fast, shape))

@@ -359,10 +359,10 @@ class HeldMemory:
         return np.searchsorted(self.offloads, needed * (1 - 1e-12), side="left")[..., 0]
 
     def most_held(self) -> Array:
-        """Micro-batches in flight that fit with the optimizer offloaded in full."""
+        """Micro-batches in flight that fit with as much of the optimizer offloaded as suits each moment."""
         most: Array = np.full((), np.inf)
         for members, freed in self.groups:
-            base = self.held_bytes - self.offloads[-1] * freed
+            base = self.held_bytes - self.offloads[-1] * np.maximum(freed, 0.0)
             for none, each in members:
                 room = (self.limit_bytes - none) - base
                 if np.all(each > 0.0):

@@ -42,6 +42,8 @@ class _Sheet:
     per_node: int = 8
     linked: int = 1
     """GPUs of an NVLink domain over several nodes."""
+    host_gib: float | None = None
+    host_source: str = ""
 
 
 _SHEETS: dict[str, _Sheet] = {
@@ -56,6 +58,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=3,
         network=_EDR,
         network_gb_per_s=12.5,
+        host_gib=488,
+        host_source="AWS p3.16xlarge",
     ),
     "v100-sxm-32gb": _Sheet(
         source="NVIDIA V100 datasheet (SXM2/SXM3)",
@@ -68,6 +72,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=3,
         network=_EDR,
         network_gb_per_s=12.5,
+        host_gib=768,
+        host_source="AWS p3dn.24xlarge",
     ),
     "t4-16gb": _Sheet(
         source="NVIDIA T4 datasheet",
@@ -81,6 +87,8 @@ _SHEETS: dict[str, _Sheet] = {
         network="50 Gb/s per node (AWS g4dn.12xlarge)",
         network_gb_per_s=6.25,
         per_node=4,
+        host_gib=192,
+        host_source="AWS g4dn.12xlarge",
     ),
     "a10g-24gb": _Sheet(
         source="NVIDIA A10G as documented for AWS g5 (70 TFLOP/s dense)",
@@ -93,6 +101,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=4,
         network="100 Gb/s per node (AWS g5.48xlarge)",
         network_gb_per_s=12.5,
+        host_gib=768,
+        host_source="AWS g5.48xlarge",
     ),
     "l4-24gb": _Sheet(
         source="NVIDIA L4 datasheet (242 TFLOP/s with sparsity, 485 fp8)",
@@ -106,6 +116,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=3,
         network="100 Gb/s per node (Google Cloud g2-standard-96, where L4 runs at PCIe generation 3)",
         network_gb_per_s=12.5,
+        host_gib=384,
+        host_source="Google Cloud g2-standard-96",
     ),
     "a40-48gb": _Sheet(
         source="NVIDIA A40 datasheet",
@@ -130,6 +142,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=4,
         network="400 Gb/s per node (AWS p4d)",
         network_gb_per_s=50.0,
+        host_gib=1152,
+        host_source="AWS p4d.24xlarge",
     ),
     "a100-sxm-80gb": _Sheet(
         source="NVIDIA A100 datasheet (SXM, 80 GB)",
@@ -142,6 +156,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=4,
         network=_HDR8,
         network_gb_per_s=200.0,
+        host_gib=1152,
+        host_source="AWS p4de.24xlarge",
     ),
     "a100-pcie-80gb": _Sheet(
         source="NVIDIA A100 datasheet (PCIe, 80 GB)",
@@ -154,6 +170,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=4,
         network="200 Gb/s HDR InfiniBand per node",
         network_gb_per_s=25.0,
+        host_gib=1760,
+        host_source="Azure NC96ads A100 v4: 880 GiB for 4 GPUs",
     ),
     "h100-sxm-80gb": _Sheet(
         source="NVIDIA H100 datasheet (SXM)",
@@ -167,6 +185,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=5,
         network=_NDR8,
         network_gb_per_s=400.0,
+        host_gib=2048,
+        host_source="AWS p5.48xlarge; DGX H100",
     ),
     "h100-pcie-80gb": _Sheet(
         source="NVIDIA H100 datasheet (PCIe)",
@@ -193,6 +213,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=5,
         network=_NDR8,
         network_gb_per_s=400.0,
+        host_gib=2048,
+        host_source="AWS p5en.48xlarge; DGX H200",
     ),
     "b200-sxm-180gb": _Sheet(
         source="NVIDIA DGX B200 datasheet (per GPU)",
@@ -206,6 +228,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=5,
         network=_NDR8,
         network_gb_per_s=400.0,
+        host_gib=2048,
+        host_source="AWS p6-b200.48xlarge; DGX B200",
     ),
     "gb200-186gb": _Sheet(
         source="NVIDIA GB200 NVL72 datasheet (per GPU)",
@@ -221,6 +245,8 @@ _SHEETS: dict[str, _Sheet] = {
         network_gb_per_s=200.0,
         per_node=4,
         linked=72,
+        host_gib=894,
+        host_source="two Grace CPUs of 480 GB for 4 GPUs",
     ),
     "mi300x-192gb": _Sheet(
         source="AMD Instinct MI300X datasheet",
@@ -235,6 +261,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=5,
         network="8 x 400 Gb/s RoCE adapters per node",
         network_gb_per_s=400.0,
+        host_gib=1850,
+        host_source="Azure ND96isr MI300X v5",
     ),
     "rtx3090-24gb": _Sheet(
         source="NVIDIA RTX 3090 (GA102 whitepaper, 71 TFLOP/s dense with fp32 accumulation)",
@@ -298,6 +326,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=4,
         network="100 Gb/s per node (assumed: servers with one adapter)",
         network_gb_per_s=12.5,
+        host_gib=1536,
+        host_source="AWS g6e.48xlarge",
     ),
     "a800-sxm-80gb": _Sheet(
         source="NVIDIA A800 datasheet (A100 with NVLink of 400 GB/s)",
@@ -350,6 +380,8 @@ _SHEETS: dict[str, _Sheet] = {
         pcie=5,
         network="8 x 800 Gb/s adapters per node (DGX B300)",
         network_gb_per_s=800.0,
+        host_gib=2048,
+        host_source="DGX B300",
     ),
     "gb300-288gb": _Sheet(
         source="NVIDIA GB300 NVL72 datasheet (per GPU, dense)",
@@ -366,6 +398,8 @@ _SHEETS: dict[str, _Sheet] = {
         network_gb_per_s=400.0,
         per_node=4,
         linked=72,
+        host_gib=894,
+        host_source="two Grace CPUs of 480 GB for 4 GPUs",
     ),
     "mi250x-128gb": _Sheet(
         source="AMD Instinct MI250X datasheet (both dies)",
@@ -380,6 +414,8 @@ _SHEETS: dict[str, _Sheet] = {
         network="4 x 200 Gb/s Slingshot adapters per node (Frontier)",
         network_gb_per_s=100.0,
         per_node=4,
+        host_gib=512,
+        host_source="Frontier: 512 GiB for 4",
     ),
     "mi355x-288gb": _Sheet(
         source="AMD Instinct MI355X datasheet (dense)",
@@ -418,6 +454,7 @@ def _gpu(name: str, sheet: _Sheet) -> GpuSpec:
         inter_bytes_per_s=figure(sheet.network_gb_per_s * 1e9, sheet.network),
         usual_gpus_per_node=sheet.per_node,
         linked_gpus=sheet.linked,
+        host_bytes=None if sheet.host_gib is None else figure(sheet.host_gib * 1024 * MIB, sheet.host_source),
     )
 
 

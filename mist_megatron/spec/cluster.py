@@ -49,6 +49,8 @@ class GpuSpec:
     inter_bytes_per_s: Figure
     """Usual network of one NODE, one direction, all adapters together."""
     usual_gpus_per_node: int
+    host_bytes: Figure | None = None
+    """Memory of the host of one usual node; None where no node is usual."""
     linked_gpus: int = 1
     """GPUs of several nodes that the links of `intra_bytes_per_s` join (an NVLink domain of a rack)."""
 
@@ -94,6 +96,8 @@ class ClusterSpec:
     links: LinkOverrides = LinkOverrides()
     memory_limit_bytes: float | None = None
     """Budget per GPU; None takes the GPU's memory less the target's reserve."""
+    host_memory_bytes: float | None = None
+    """Budget of one NODE for what its GPUs keep in host memory; None takes most of what a usual node has."""
     profile: str | None = None
     """Name or path of the calibrated profile; None takes the one named after the GPU."""
 
@@ -102,7 +106,9 @@ class ClusterSpec:
         most = "ten times the largest known cluster"
         check.at_most("cluster", MOST_GPUS, most, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
         check.at_most("cluster", MOST_GPUS, most, gpus=self.nodes * self.gpus_per_node)
-        check.positive("cluster", memory_limit_bytes=self.memory_limit_bytes)
+        check.positive(
+            "cluster", memory_limit_bytes=self.memory_limit_bytes, host_memory_bytes=self.host_memory_bytes
+        )
         if self.profile is not None:
             # It may be a path.
             check.name("cluster: profile", self.profile, longest=4096)
@@ -115,6 +121,16 @@ class ClusterSpec:
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def host_share_bytes(self) -> float | None:
+        """What one GPU may keep in host memory: an even share of its node's. Of a usual node nine tenths,
+        since the rest of the system and each rank's own process need some (assumed). None where nobody says
+        what the node has."""
+        if self.host_memory_bytes is not None:
+            return self.host_memory_bytes / self.gpus_per_node
+        usual = self.gpu.host_bytes
+        return None if usual is None else 0.9 * usual.value / self.gpu.usual_gpus_per_node
 
     @property
     def linked_gpus(self) -> int:

@@ -120,6 +120,8 @@ class StepBytes:
     kept_gradient: int = 0
     """Where other states are offloaded: the gradient that it is stepped with is then kept for good, instead
     of made by the step."""
+    host_gradient: int = 0
+    """Not on the GPU: the gradient, in the host's memory, of each parameter that the host updates."""
     of_layer: int = 0
     """Of the layer that is stepped right before its forward pass: its gradient, laid flat and in fp32."""
 
@@ -159,6 +161,8 @@ class MemoryFacts:
     gradients_return: bool = False
     """Offloaded gradients come back for the reduction, when no activations are left."""
     step: StepBytes = StepBytes()
+    host_activations: float = 1.0
+    """Bytes of host memory for each byte of activations there: buffers that are kept and used again."""
     framework_bytes: float = 0.0
     """Allocated once: matrix-library workspaces, small buffers."""
 

@@ -22,6 +22,7 @@ from mist_megatron.targets.facts import (
     MemoryFacts,
     PipelineFacts,
     ReductionFacts,
+    StepBytes,
     StepFacts,
     Target,
     TrafficFacts,
@@ -91,8 +92,15 @@ MEMORY = MemoryFacts(
     grad_bytes=4,
     # cuBLAS workspace of 32 MiB on sm_90 and newer (8 MiB before) through the caching allocator.
     framework_bytes=32 * MIB,
+    # HybridDeviceOptimizer copies gradients into pinned memory as wide as its masters (cpu_copy_map_grad).
+    step=StepBytes(host_gradient=4),
 )
-PATCHED_MEMORY = replace(MEMORY, gradients_return=True)
+PATCHED_MEMORY = replace(
+    MEMORY,
+    gradients_return=True,
+    # The pool of patch activation_offload keeps at most so many times what was in use at once.
+    host_activations=1.25,
+)
 
 
 def patched_capability(precision: Precision | None, execution: Execution | None) -> Capability:

@@ -1,0 +1,114 @@
+"""What is kept in host memory is counted and limited, in what is told and in what is searched."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.tune import tune
+from mist_megatron.cost.predict import predict
+from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.search.search import Settings
+from mist_megatron.spec.catalogue import CATALOGUE
+from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.plan import Plan, StagePlan
+from tests.search.jobs import evaluator_of, small_job
+
+GIB = 2.0**30
+
+
+def plan_with(offload: Offload, zero: int = 1) -> Plan:
+    job = small_job("megatron+patches")
+    stage = StagePlan(
+        layers=4, nodes=1, gpus_per_node=4, dp=4, tp=1, micro_batch=2, zero=zero, offload=offload
+    )
+    return Plan(
+        model=job.model, training=job.training, cluster=job.cluster, target=job.target, grad_accum=2,
+        stages=(stage,),
+    )  # fmt: skip
+
+
+def host_bytes(plan: Plan) -> float:
+    job = small_job("megatron+patches")
+    (stage,) = predict(plan, evaluator_of(job)).stages
+    return stage.host_bytes
+
+
+def test_bytes_of_states_by_hand() -> None:
+    """4 layers of 12 bytes a parameter (masters and moments), split over 4 ranks, and 4 for the gradient."""
+    model = small_job("megatron+patches").model
+    parameters = model.layers * (4 * 2048**2 + 3 * 2048 * model.ffn_hidden + 2 * 2048)
+    edges = 2 * 2048 * 32000 + 2048
+    half = host_bytes(plan_with(Offload(optimizer=0.5)))
+    assert half == pytest.approx(0.5 * (12 + 4) / 4 * (parameters + edges), rel=1e-3)
+    weights = host_bytes(plan_with(Offload(weights=1.0)))
+    assert weights == pytest.approx(2 * (parameters + edges), rel=1e-3)
+    assert host_bytes(plan_with(Offload())) == 0.0
+
+
+def test_activations_count_with_their_pool() -> None:
+    """Twice the fraction is twice the bytes, of all four layers."""
+    quarter, whole = (host_bytes(plan_with(Offload(activations=part))) for part in (0.25, 1.0))
+    assert whole == pytest.approx(4.0 * quarter)
+    job = small_job("megatron+patches")
+    kept = predict(plan_with(Offload()), evaluator_of(job)).stages[0].memory_terms_bytes["activations"]
+    assert 0.5 * kept < whole < 1.25 * kept
+
+
+def test_a_plan_over_the_host_does_not_fit() -> None:
+    plan = plan_with(Offload(optimizer=1.0))
+    small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=4 * GIB))
+    needed = host_bytes(plan)
+    assert needed > GIB
+    job = replace(small_job("megatron+patches"), cluster=small.cluster)
+    prediction = predict(small, evaluator_of(job))
+    assert not prediction.fits and not prediction.stages[0].host_fits
+    assert prediction.stages[0].host_limit_bytes == GIB
+
+
+def test_an_unknown_node_sets_no_limit_and_a_usual_one_its_share() -> None:
+    assert cluster_of(CATALOGUE["rtx4090-24gb"], 8).host_share_bytes is None
+    share = cluster_of(CATALOGUE["a100-sxm-80gb"], 2).host_share_bytes
+    assert share == pytest.approx(0.9 * 1152 * GIB / 8)
+
+
+def test_the_search_keeps_the_limit_and_is_exact() -> None:
+    """Against all plans of a tiny space, each priced alone: least time of those that fit GPU and host."""
+    for host_gib in (6.0, 9.0, 1000.0):
+        base = small_job("megatron+patches", gpus=1, layers=3, batch=4, limit_gib=9.0)
+        job = replace(base, cluster=replace(base.cluster, host_memory_bytes=host_gib * GIB))
+        evaluator, _ = evaluator_for(job)
+        best = min(
+            (
+                found.iteration_s
+                for plan in every_plan(job)
+                if (found := predict(plan, evaluator)).fits
+            ),
+            default=None,
+        )  # fmt: skip
+        try:
+            tuned = tune(job, settings=Settings(step=0.5))
+        except NoFeasiblePlan:
+            assert best is None
+            continue
+        assert tuned.prediction.fits
+        assert best is not None and tuned.iteration_s <= best * (1 + 1e-9)
+
+
+def every_plan(job):
+    halves = (0.0, 0.5, 1.0)
+    for micro, ckpt, optimizer, activations in itertools.product((1, 2, 4), range(4), halves, halves):
+        if activations and ckpt == 3:
+            continue
+        stage = StagePlan(
+            layers=3, nodes=1, gpus_per_node=1, dp=1, tp=1, micro_batch=micro, zero=1, ckpt=ckpt,
+            offload=Offload(optimizer=optimizer, activations=activations),
+        )  # fmt: skip
+        yield Plan(
+            model=job.model, training=job.training, cluster=job.cluster, target=job.target,
+            grad_accum=4 // micro, stages=(stage,),
+        )  # fmt: skip
