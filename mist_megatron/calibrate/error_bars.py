@@ -132,7 +132,11 @@ def bar_of(job: Job, *, profiled: bool) -> ErrorBar:
 def bar_among(known: Sequence[SourceErrors], kind: Kind, *, profiled: bool) -> ErrorBar:
     """Of the runs that are most alike and enough; of a GPU that nobody measured, what datasheets give."""
     if not profiled:
-        return _bar([each for each in known if each.how == UNMEASURED], UNMEASURED)
+        # A GPU of which nothing is known is like the family that datasheets alone tell worst.
+        sheets = [each for each in known if each.how == UNMEASURED]
+        families = {each.kind.family for each in sheets}
+        bars = [_bar([e for e in sheets if e.kind.family == one], UNMEASURED) for one in sorted(families)]
+        return max(bars, key=lambda bar: bar.share)
     shipped = [each for each in known if each.how != UNMEASURED]
     ways: tuple[tuple[Callable[[Kind], object], str], ...] = (
         (lambda one: one, kind.words),

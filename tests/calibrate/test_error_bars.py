@@ -79,4 +79,4 @@ def test_what_is_shipped_is_held_out_and_of_every_kind_that_is_promised() -> Non
     bar = bar_among(shipped, A100, profiled=True)
     assert 0.02 < bar.share < 0.25 and bar.sources >= 2
     unmeasured = bar_among(shipped, A100, profiled=False)
-    assert unmeasured.share > bar.share
+    assert bar.share < 0.25 < unmeasured.share < 0.40

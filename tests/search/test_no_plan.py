@@ -76,5 +76,6 @@ def test_a_hopeless_job_is_refused_at_once(mist):
     done = mist("tune", "--model", "gpt3-175b", "--gpus", "8")
     assert done.code == 3
     assert done.err.startswith("error: no plan fits gpt3-175b on 8 x a100-sxm-80gb")
-    assert "--gpus 16" in done.err
+    # On 16 the hosts of two nodes would not hold the states.
+    assert "--gpus 32" in done.err
     assert time.process_time() - started < 30.0  # 2 s alone on a machine; it took minutes
