@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -138,6 +138,7 @@ def bar_among(known: Sequence[SourceErrors], kind: Kind, *, profiled: bool) -> E
         bars = [_bar([e for e in sheets if e.kind.family == one], UNMEASURED) for one in sorted(families)]
         return max(bars, key=lambda bar: bar.share)
     shipped = [each for each in known if each.how != UNMEASURED]
+    every = _bar(shipped, "GPUs of other kinds")
     ways: tuple[tuple[Callable[[Kind], object], str], ...] = (
         (lambda one: one, kind.words),
         (lambda one: (one.family, one.fabric, one.framework), f"{kind.words}, any precision"),
@@ -147,8 +148,10 @@ def bar_among(known: Sequence[SourceErrors], kind: Kind, *, profiled: bool) -> E
     for alike, words in ways:
         found = [each for each in shipped if alike(each.kind) == alike(kind)]
         if sum(len(each.errors) for each in found) >= LEAST_RUNS:
-            return _bar(found, words)
-    return _bar(shipped, "GPUs of other kinds")
+            bar = _bar(found, words)
+            # Runs that are less alike say no more than all runs together do.
+            return bar if words == kind.words else replace(bar, share=max(bar.share, every.share))
+    return every
 
 
 def _bar(found: Sequence[SourceErrors], words: str) -> ErrorBar:

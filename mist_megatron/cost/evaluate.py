@@ -147,11 +147,11 @@ class StageEvaluator:
         return total
 
     def _widest_saved(self, grid: StageGrid) -> Array:
-        """What the kind of layer that keeps most keeps."""
-        first, *others = (load.saved_bytes for load in self.loads(grid).blocks)
-        for other in others:
-            first = np.maximum(first, other)
-        return first
+        """What a layer keeps, of the kind in the stage that keeps most."""
+        widest: Array = ZERO
+        for count, load in zip(grid.by_kind, self.loads(grid).blocks, strict=True):
+            widest = np.maximum(widest, np.where(np.asarray(count.layers) > 0.0, load.saved_bytes, 0.0))
+        return widest
 
     @property
     def host_limit_bytes(self) -> float:
