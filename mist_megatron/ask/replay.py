@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from mist_megatron.ask.devices import device_named, device_of
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.plan_words import columns, lines_repr
+from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.ask.words import texts, with_words
+from mist_megatron.cost.predict import job_of
+from mist_megatron.cost.predict import predict as predict_plan
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import files_below, open_packed, write_pieces
+from mist_megatron.recorded.against import Compared, compared, require_shape
 from mist_megatron.recorded.engine import Change, Played, play
 from mist_megatron.recorded.recording import WAITS, Recording, record
 from mist_megatron.recorded.report import Page, links_document, page_document, page_of, retimed_document
 from mist_megatron.recorded.retime import on_device
 from mist_megatron.recorded.steps import steps_of
 from mist_megatron.recorded.timeline import timeline_pieces
+from mist_megatron.recorded.usage import windows
 from mist_megatron.recorded.what_if import Retimed, Scale, parse_scale, scaled
+from mist_megatron.spec.plan import Plan
 from mist_megatron.traces.columns import Trace
 from mist_megatron.traces.reader import HOW, Reading, read_trace
 
@@ -39,6 +46,8 @@ class Replayed:
     notes: tuple[str, ...]
     """What the traces leave open."""
     played: Played
+    compared: tuple[Compared, ...] = ()
+    """Each rank's step beside the prediction of a plan, where one was given."""
     trace: Path | None = None
     """The timeline, where one was written."""
 
@@ -59,6 +68,7 @@ class Replayed:
             "recorded": page_document(self.recorded),
             "what_if": None if self.changed is None else page_document(self.changed),
             "retimed": retimed_document(self.retimed, self.recording),
+            "against": [asdict(one) for one in self.compared],
             "links": links_document(self.recording),
             "clock_shifts_s": [shift / 1e9 for shift in self.recording.shifts_ns],
             "notes": list(self.notes),
@@ -99,6 +109,8 @@ class ReplayWords(TypedDict, total=False):
     """known: edges that the trace proves; inferred: guesses for kernels that start late, too."""
     scale: str | Sequence[str] | None
     """kernel=REGEX:F or op=REGEX:F: what matches takes F times as long; or several of these."""
+    against: PlanLike | None
+    """A plan that was run: its prediction beside what was measured, term by term."""
     gpu: str | None
     """What every kernel would take on another GPU: a name of the catalogue, or a profile by name or path."""
     partial: bool
@@ -137,8 +149,19 @@ def replay(traces: str | Path | Sequence[str | Path], **words: Unpack[ReplayWord
         recording=recording, recorded=recorded, changed=changed, retimed=retimed, played=played,
         notes=(*notes, *recording.notes),
     )  # fmt: skip
+    against = words.get("against")
+    if against is not None:
+        answer = replace(answer, compared=beside(recording, played, step, load_plan(against)))
     target = words.get("trace")
     return answer if target is None else answer.with_trace(Path(target))
+
+
+def beside(recording: Recording, played: Played, step: int | None, plan: Plan) -> tuple[Compared, ...]:
+    """The played step of each rank, and what was predicted of its stage."""
+    require_shape(recording.traces, plan)
+    told = windows(recording, played, step)
+    prediction = predict_plan(plan, evaluator_for(job_of(plan))[0])
+    return tuple(compared(recording, played, told, plan, prediction))
 
 
 def asked(recording: Recording, scales: Sequence[Scale], gpu: str | None) -> tuple[Change, list[Retimed]]:

@@ -33,6 +33,10 @@ def replay(
         typer.Option(help="Play this ProfilerStep alone; else everything, and a typical step is told."),
     ] = None,
     scale: Annotated[list[str] | None, typer.Option(help=SCALE)] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="The plan.yaml that was run: prediction beside measurement, term by term."),
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(help="What if: kernels take what they would on this GPU of the catalogue, or profile."),
@@ -70,7 +74,7 @@ def replay(
     if trace is not None:
         check_output_file("--trace", trace, read=tuple(traces), example="replayed.json")
     played = replay_traces(
-        [*traces], step=step, scale=scale, gpu=gpu, waits=waits, partial=partial, trace=trace
+        [*traces], step=step, scale=scale, gpu=gpu, against=against, waits=waits, partial=partial, trace=trace
     )
     output.finish(played.to_dict())
     if output.json:

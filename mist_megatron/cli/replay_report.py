@@ -9,6 +9,7 @@ from rich.table import Table
 from mist_megatron.ask.replay import Replayed, step_words
 from mist_megatron.cli.output import table
 from mist_megatron.errors import visible
+from mist_megatron.recorded.against import Compared
 from mist_megatron.recorded.report import Page, links_document, retimed_document
 from mist_megatron.recorded.usage import CommunicatorTime
 
@@ -23,6 +24,14 @@ def show_replay(people: Console, answer: Replayed) -> None:
     page = answer.changed or answer.recorded
     _head(people, answer)
     people.print()
+    for one in answer.compared[:MOST_RANKS]:
+        people.print(
+            f"rank {one.rank}, stage {one.stage}: measured {_ms(one.measured_s)}, predicted "
+            f"{_ms(one.predicted_s)} ({one.predicted_s / one.measured_s - 1.0:+.1%})",
+            soft_wrap=True,
+        )
+        people.print(_terms(one))
+        people.print()
     people.print(_ranks(page))
     if len(page.ranks) > MOST_RANKS:
         people.print(f"and {len(page.ranks) - MOST_RANKS} more ranks: --json tells all")
@@ -89,6 +98,16 @@ def _ranks(page: Page) -> Table:
                 *(f"{part / one.window_s:.1%}" if one.window_s else "-" for part in parts),
             ]
         )
+    return table(names, rows, right=names[1:])
+
+
+def _terms(one: Compared) -> Table:
+    names = ("term", "measured", "predicted", "ratio", "of the error")
+    rows = []
+    for line in one.lines:
+        ratio = f"{line.measured_s / line.predicted_s:.2f}" if line.predicted_s > 0.0 else "-"
+        share = f"{line.share_of_error:.0%}"
+        rows.append([line.name, _ms(line.measured_s), _ms(line.predicted_s), ratio, share])
     return table(names, rows, right=names[1:])
 
 

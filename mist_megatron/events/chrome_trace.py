@@ -39,6 +39,10 @@ class Slice:
     category: str
     start_s: float
     end_s: float
+    event: int = 0
+    """Number of its own in the file ..."""
+    after: tuple[int, ...] = ()
+    """... and those of what it waited for, by which `replay` plays the file again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,7 @@ def _events(
             **_place(item.process, item.thread),
             "ts": start / TICKS_PER_US,
             "dur": (end - start) / TICKS_PER_US,
+            "args": {"event": item.event, "after": item.after, "stream": item.thread},
         }
     for number, arrow in enumerate(arrows):
         yield from _flow(number, arrow)

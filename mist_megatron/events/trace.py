@@ -65,10 +65,22 @@ def _slices(simulation: Simulation, members: list[list[int]]) -> Iterator[Slice]
     timeline, kinds = simulation.timeline, simulation.built.kind
     program = timeline.program
     starts, ends = timeline.start_s.tolist(), timeline.end_s.tolist()
+    count = sum(map(len, members))
+
+    def number(event: int, place: int, size: int) -> int:
+        """Of an event on the process that is at the same place of its stage, as for transfers."""
+        there = members[program.device[event]]
+        return event * count + there[place * len(there) // size]
+
     for event, kind in enumerate(kinds):
-        for process in members[program.device[event]]:
-            name = f"{kind}: {program.name[event]}"
-            yield Slice(process, program.stream[event], name, kind, starts[event], ends[event])
+        mine = members[program.device[event]]
+        name, size = f"{kind}: {program.name[event]}", len(mine)
+        for place, process in enumerate(mine):
+            after = tuple(number(earlier, place, size) for earlier in program.after[event])
+            yield Slice(
+                process, program.stream[event], name, kind, starts[event], ends[event],
+                event * count + process, after,
+            )  # fmt: skip
 
 
 def _arrows(simulation: Simulation, members: list[list[int]]) -> Iterator[Arrow]:

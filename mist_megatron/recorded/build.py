@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -102,13 +103,14 @@ def _owned(nodes: Nodes, edges: Edges) -> tuple[Nodes, Edges]:
     return nodes, edges
 
 
-def rank_parts(rank: int, trace: Trace, window: Step | None, shift_ns: float = 0.0) -> Parts:
-    """Everything of one rank: the whole trace, or what one step launched."""
-    parts = Parts(rank, trace, link(trace), shift_ns)
+def rank_parts(rank: int, trace: Trace, window: Step | None, device: int | str | None = None) -> Parts:
+    """Everything of one rank: the whole trace, or what one step launched; of our own traces one device."""
+    parts = Parts(rank, trace, link(trace), 0.0)
     low, high = (0, int(trace.end_ns.max(initial=0))) if window is None else (window.start_ns, window.end_ns)
     chosen = _chosen(trace, parts.links, window)
     if trace.after:
-        _own_graph(parts, chosen)
+        of_device = np.array([place[0] == device for place in trace.places], np.bool_)
+        _own_graph(parts, chosen[of_device[trace.place[chosen]]])
         return parts
     order = chosen[np.lexsort((chosen, trace.start_ns[chosen]))]
     numbers = parts.add(
@@ -141,21 +143,33 @@ def _chosen(trace: Trace, links: Links, window: Step | None) -> Whole:
 
 
 def _own_graph(parts: Parts, chosen: Whole) -> None:
-    """A trace of our own, whose events say what they wait for."""
+    """A trace of our own, whose events say what they wait for, on other devices too: see `own_waits`."""
     trace = parts.trace
     numbers = parts.add(
         Role.GPU, chosen, trace.place[chosen].astype(np.int64), trace.start_ns[chosen], trace.end_ns[chosen]
     )
     parts.node_of = dict(zip(chosen.tolist(), numbers.tolist(), strict=True))
-    pairs = [
-        (2 * parts.node_of[one] + 1, parts.node_of[event])
-        for event in chosen.tolist() for one in trace.after.get(event, ()) if one in parts.node_of
-    ]  # fmt: skip
-    if pairs:
-        sources, targets = np.array(pairs, np.int64).T
-        parts.join(sources, targets, Edge.WAIT)
-    parts.counts["waits said by dependency ids"] += len(pairs)
     _streams(parts, chosen)
+
+
+def own_waits(parts: Sequence[Parts], offsets: Sequence[int]) -> Edges:
+    """Dependencies that traces of our own state, between nodes of all their devices."""
+    sources: list[int] = []
+    targets: list[int] = []
+    node_of: dict[tuple[int, int], int] = {}
+    for part, by in zip(parts, offsets, strict=True):
+        node_of.update({(id(part.trace), event): node + by for event, node in part.node_of.items()})
+    for part in parts:
+        for event in part.node_of if part.trace.after else ():
+            for one in part.trace.after.get(event, ()):
+                sources.append(2 * node_of[id(part.trace), one] + 1)
+                targets.append(node_of[id(part.trace), event])
+                part.counts["waits said by dependency ids"] += 1
+    count = len(sources)
+    return Edges(
+        np.array(sources, np.int64), np.array(targets, np.int64), np.full(count, int(Edge.WAIT)),
+        np.zeros(count, np.bool_), np.full(count, np.nan),
+    )  # fmt: skip
 
 
 def _host(parts: Parts, ran: Whole, syncs: Whole, found: Found, window: tuple[int, int]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mist_megatron.errors import InputError
-from mist_megatron.recorded.build import Parts, rank_parts
+from mist_megatron.recorded.build import Parts, own_waits, rank_parts
 from mist_megatron.recorded.graph import EXPLAINED_NS, Edge, Edges, Graph, Ints, Nodes, Role, assemble
 from mist_megatron.recorded.inferred import inferred_waits
 from mist_megatron.recorded.steps import Step, steps_of
@@ -57,10 +57,10 @@ class Recording:
 def record(traces: Sequence[Trace], step: int | None = None, waits: str = WAITS[0]) -> Recording:
     """The graph of a whole run, or of one of its steps."""
     notes: list[str] = []
-    windows = [_window(trace, step) for trace in traces]
+    units = [(trace, device) for trace in traces for device in _devices(trace)]
+    traces = [trace for trace, _ in units]
     parts = [
-        rank_parts(rank, trace, window)
-        for rank, (trace, window) in enumerate(zip(traces, windows, strict=True))
+        rank_parts(rank, trace, _window(trace, step), device) for rank, (trace, device) in enumerate(units)
     ]
     chosen = [np.array(sorted(part.node_of), np.int64) for part in parts]
     links = [part.links for part in parts]
@@ -68,6 +68,7 @@ def record(traces: Sequence[Trace], step: int | None = None, waits: str = WAITS[
     for part, shift in zip(parts, shifts, strict=True):
         part.shift_ns = shift
     nodes, edges, offsets = _together(parts)
+    edges = _joined([edges, own_waits(parts, offsets)])
     nodes, edges = _meet(
         nodes, edges, met, [_moved(part.node_of, by) for part, by in zip(parts, offsets, strict=True)]
     )
@@ -92,6 +93,11 @@ def record(traces: Sequence[Trace], step: int | None = None, waits: str = WAITS[
         ),
         notes=tuple(notes),
     )  # fmt: skip
+
+
+def _devices(trace: Trace) -> list[int | str | None]:
+    """A trace of one of our own simulations has all devices in it."""
+    return list(dict.fromkeys(place[0] for place in trace.places)) if trace.after else [None]
 
 
 def _window(trace: Trace, step: int | None) -> Step | None:

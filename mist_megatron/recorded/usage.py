@@ -74,6 +74,8 @@ class RankTime:
 
 def stream_classes(trace: Trace) -> NDArray[np.int64]:
     """Which of a device's streams each event would be on in a simulation."""
+    if trace.after:
+        return np.clip(trace.stream, 0, len(Stream) - 1).astype(np.int64)
     found = np.full(len(trace), int(Stream.COMPUTE))
     copies = trace.kind == Kind.COPY
     found[copies & trace.names_that(lambda name: "HtoD" in name or "HostToDevice" in name)] = (
@@ -149,7 +151,7 @@ def rank_times(recording: Recording, played: Played, told: tuple[Window, ...]) -
         end = np.clip(played.end_ns[gpu], window.start_ns, window.end_ns)
         inside = end > start
         classes = stream_classes(part.trace)[nodes.event[gpu]]
-        waits = _host_bound(recording, played, gpu, window)
+        waits = host_bound(recording, played, gpu, window)
         columns = [
             np.concatenate([start[inside], waits[0]]), np.concatenate([end[inside], waits[1]]),
             np.concatenate([classes[inside], np.full(len(waits[0]), int(Stream.HOST))]),
@@ -176,7 +178,7 @@ def _usage(start: Floats, end: Floats, streams: Ints, window: Window) -> DeviceU
     return device_usage(timeline, (window.end_ns - begin) / NS_PER_S)[0]
 
 
-def _host_bound(recording: Recording, played: Played, gpu: Ints, window: Window) -> tuple[Floats, Floats]:
+def host_bound(recording: Recording, played: Played, gpu: Ints, window: Window) -> tuple[Floats, Floats]:
     """Times in which the GPU had nothing to do and went on when a launch came."""
     graph = recording.graph
     order = gpu[np.argsort(played.start_ns[gpu], kind="stable")]

@@ -60,6 +60,9 @@ class Builder:
                 raise InputError(f"{self._at(number)} is no object; wanted an event")
             category = record.cat
             kind = KIND_OF.get(category) if isinstance(category, str) else None
+            if kind is None and record.args is not None and isinstance(record.args.after, list):
+                # One of our own simulations: its categories are the kinds of its events.
+                kind = Kind.KERNEL
             if kind is None or record.ph != "X":
                 self._other(record, number)
                 continue
@@ -146,8 +149,8 @@ class Builder:
         if said.collective is not None:
             self._messages[event] = _message(said)
         if said.after is not None and isinstance(said.after, list):
-            self._own[_whole(said.event)] = event
-            self._after[event] = tuple(_whole(one) for one in said.after)
+            self._own[_small(said.event)] = event
+            self._after[event] = tuple(_small(one) for one in said.after)
 
     def trace(self, header: dict[str, Any]) -> Trace:
         """What was collected, in order of time."""

@@ -10,7 +10,7 @@ from typing import Any
 
 KEYS = {
     "M": {"name", "ph", "pid", "tid", "args"},
-    "X": {"name", "cat", "ph", "pid", "tid", "ts", "dur"},
+    "X": {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"},
     "s": {"name", "cat", "id", "ph", "pid", "tid", "ts"},
     "f": {"name", "cat", "id", "ph", "bp", "pid", "tid", "ts"},
     "C": {"name", "ph", "pid", "ts", "args"},

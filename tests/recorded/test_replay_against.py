@@ -1,0 +1,120 @@
+"""Measured steps beside a plan: shapes that do not fit are refused, what is slower than predicted is
+found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hand_made import HandMade
+
+import mist_megatron as mm
+from mist_megatron.ask.replay import replay
+from mist_megatron.errors import InputError
+from mist_megatron.spec.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    tuned = mm.tune(model="gpt3-1.3b", gpus=8, gpu="a100-sxm-80gb", target="megatron", fix="tp=8")
+    assert tuned.plan is not None
+    return tuned.plan
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Plan:
+    tuned = mm.tune(model="gpt3-1.3b", gpus=8, gpu="a100-sxm-80gb", target="megatron", fix="pp=4")
+    assert tuned.plan is not None
+    return tuned.plan
+
+
+def test_a_halved_link_is_the_top_term(plan: Plan, tmp_path: Path) -> None:
+    """The plan played with half the bandwidth, held against its own prediction."""
+    mm.simulate(plan, scale="link=intra:0.5", trace=tmp_path / "slow.json")
+    (told,) = replay(tmp_path / "slow.json", against=plan).compared
+    first = told.lines[0]
+    assert first.name == "tensor-parallel collectives"
+    assert first.share_of_error > 0.5
+    # What compute hid of them it hides no more: exposed time grows by more than the transfers do.
+    assert first.measured_s / first.predicted_s > 1.9
+    assert sum(line.measured_s for line in told.lines) == pytest.approx(told.measured_s)
+    assert sum(line.predicted_s for line in told.lines) == pytest.approx(told.predicted_s)
+
+
+def test_our_own_traces_replay(pipeline: Plan, tmp_path: Path) -> None:
+    """All stages of a pipeline, by the dependency ids in the file: as simulated, and a slower stage slows
+    all."""
+    played = mm.simulate(pipeline, trace=tmp_path / "own.json")
+    answer = replay(tmp_path / "own.json", scale="kernel=^backward:2")
+    assert len(answer.recorded.ranks) == 4
+    assert answer.recorded.step_s == pytest.approx(played.simulation.timeline.makespan_s, rel=0.01)
+    assert answer.recording.explained > 0.99
+    assert answer.changed is not None
+    simulation = played.simulation
+    backward = sum(
+        float(end - start)
+        for kind, start, end, device in zip(
+            simulation.built.kind,
+            simulation.timeline.start_s,
+            simulation.timeline.end_s,
+            simulation.timeline.program.device,
+            strict=True,
+        )
+        if kind == "backward" and device == 0
+    )
+    # A pipeline waits for its slowest stage, and filling it takes longer too.
+    assert answer.changed.step_s > answer.recorded.step_s + backward
+    assert [line.rank for line in replay(tmp_path / "own.json", against=pipeline).compared] == [0, 1, 2, 3]
+
+
+def traced(tmp_path: Path, plan: Plan, **changed: int) -> Path:
+    stage = plan.stages[0]
+    rows = stage.micro_batch * plan.training.seq_len
+    hidden = changed.get("hidden", plan.model.hidden)
+    made = HandMade(rank=0, world=changed.get("world", plan.cluster.gpus))
+    shapes = {
+        "Input Dims": [[changed.get("rows", rows), hidden], [hidden, 3 * hidden // stage.tp]],
+        "Input type": ["c10::BFloat16"] * 2,
+    }
+    made.operator("aten::mm", 0, 30, **shapes)
+    made.kernel("gemm", 5, 10, 50)
+    made.operator("autograd::engine::evaluate_function: MmBackward0", 70, 30)
+    made.kernel("gemm", 75, 80, 100)
+    made.event("user_annotation", "Optimizer.step#Adam.step", (100, 1), 190, 20)
+    made.kernel("elementwise", 195, 200, 25)
+    return made.write(tmp_path / "t.json")
+
+
+def test_parts_of_a_measured_step(plan: Plan, tmp_path: Path) -> None:
+    (told,) = replay(traced(tmp_path, plan), against=plan).compared
+    measured = {line.name: line.measured_s for line in told.lines}
+    assert measured["forward"] == pytest.approx(50e-6)
+    assert measured["backward"] == pytest.approx(100e-6)
+    assert measured["optimizer"] == pytest.approx(25e-6)
+    assert sum(measured.values()) == pytest.approx(told.measured_s)
+    assert json.loads(json.dumps(replay(traced(tmp_path, plan), against=plan).to_dict()))["against"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"world": 16}, "of 16 ranks; the plan has gpus 8"),
+        ({"hidden": 1000}, "hidden"),
+        ({"rows": 7}, "micro_batch"),
+    ],
+)
+def test_a_trace_of_another_shape(plan: Plan, tmp_path: Path, changed: dict[str, int], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        replay(traced(tmp_path, plan, **changed), against=plan)
+
+
+def test_a_rank_that_the_plan_does_not_have(plan: Plan, tmp_path: Path) -> None:
+    made = HandMade(rank=9)
+    made.kernel("gemm", 5, 10, 50)
+    document = made.document()
+    document["distributedInfo"] = {"rank": 9}
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(InputError, match="rank 9; the plan has gpus 8"):
+        replay(path, against=plan)
