@@ -131,13 +131,13 @@ def said_of(matrix: LinkMatrix) -> LinksSaid:
 
 def slow_nodes(matrix: LinkMatrix) -> tuple[tuple[str, float], ...]:
     """Slowest first; a node without any link that works has 0."""
-    means = [_mean_of(matrix, node) for node in range(len(matrix.hosts))]
+    means = [mean_rate(matrix, node) for node in range(len(matrix.hosts))]
     usual = median(means)
     slow = [(host, mean) for host, mean in zip(matrix.hosts, means, strict=True) if mean < SLOW_NODE * usual]
     return tuple(sorted(slow, key=lambda found: found[1]))
 
 
-def _mean_of(matrix: LinkMatrix, node: int) -> float:
+def mean_rate(matrix: LinkMatrix, node: int) -> float:
     """A node's links on average, both ways."""
     others = [other for other in range(len(matrix.hosts)) if other != node]
     rows = matrix.bytes_per_s

@@ -21,7 +21,15 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from mist_megatron.ask.evaluators import evaluator_for
-from mist_megatron.ask.links import STALE_DAYS, age_days, load_links, matrix_for, slow_links, slow_nodes
+from mist_megatron.ask.links import (
+    STALE_DAYS,
+    age_days,
+    load_links,
+    matrix_for,
+    mean_rate,
+    slow_links,
+    slow_nodes,
+)
 from mist_megatron.ask.plan_words import lines_repr, title_words
 from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.ask.words import texts, with_words
@@ -233,7 +241,14 @@ def _seconds(plan: Plan) -> float:
 
 def _told(plan: Plan, hosts: Sequence[str], matrix: LinkMatrix) -> Plan:
     evaluator, _ = evaluator_for(job_of(plan))
-    placement = {"hosts": list(hosts), "links": matrix.source, "date": matrix.date}
+    spares = [node for node, host in enumerate(matrix.hosts) if host not in hosts]
+    spares.sort(key=lambda node: -mean_rate(matrix, node))
+    placement = {
+        "hosts": list(hosts),
+        "spares": [matrix.hosts[node] for node in spares],
+        "links": matrix.source,
+        "date": matrix.date,
+    }
     return replace(
         plan,
         prediction=prediction_document(predict_plan(plan, evaluator)),

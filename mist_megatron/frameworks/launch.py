@@ -11,7 +11,7 @@ import jinja2
 
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.flags import Flags, shell_array
-from mist_megatron.frameworks.stages_json import rank_of_gpu
+from mist_megatron.frameworks.stages_json import follows_names
 from mist_megatron.spec.plan import Plan
 
 LAUNCHERS = {
@@ -69,9 +69,11 @@ def launch_facts(plan: Plan, framework: str, *, version: str, package: bool, res
         "gpus_per_node": plan.cluster.gpus_per_node,
         "gpus": plan.gpus,
         "version": version,
-        "package": package or rank_of_gpu(plan) is not None,
+        "package": package or follows_names(plan),
         "host_optimizer": any(stage.offload.optimizer for stage in plan.stages),
         "resized_storages": resized,
+        # Nodes by name: ranks follow the names, wherever the launcher starts them.
+        "named": plan.cluster.links.matrix is not None,
         "sky_gpu": SKY_NAMES.get(gpu, gpu.split("-")[0].upper()),
     }
 

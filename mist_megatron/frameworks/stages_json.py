@@ -11,6 +11,9 @@ its arguments. The format, schema 1:
       "tensor_parallel": 2, "context_parallel": 1, "pipeline_parallel": 2, "virtual_pipeline": 1,
       "micro_batches": 32,                   per optimizer step
       "rank_of_gpu": null,                   or a list: position = GPU in launch order, value = its rank
+      "hosts": ["node-7", "node-3"],         only of plans that were placed: nodes in launch order, by name
+      "spare_hosts": ["node-9"],             and what may stand in for one, best first
+      "links": [[0, 1, 4.5e10]], "links_at_once": 8,   pairs of them that ranks talk over: bytes/s of a GPU
       "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "SOMETHING": null},
                                              set before torch is imported; null: must not be set
       "patches": ["exact_optimizer_fraction", ...],   names that mist_patches.apply knows; may be empty
@@ -64,6 +67,27 @@ def rank_of_gpu(plan: Plan) -> list[int] | None:
     return turned
 
 
+def follows_names(plan: Plan) -> bool:
+    """Whether ranks are not the launcher's own."""
+    return plan.cluster.links.matrix is not None or rank_of_gpu(plan) is not None
+
+
+def hosts_document(plan: Plan) -> dict[str, Any]:
+    """By name: the plan's nodes as its map counts them, and the links that it leans on."""
+    matrix = plan.cluster.links.matrix
+    if matrix is None:
+        return {}
+    placement = (plan.provenance or {}).get("placement") or {}
+    spares = placement.get("spares", []) if isinstance(placement, Mapping) else []
+    links = [[a, b, min(matrix.rate(a, b), matrix.rate(b, a))] for a, b in plan.node_pairs()]
+    return {
+        "hosts": list(matrix.hosts),
+        "spare_hosts": [str(host) for host in spares],
+        "links": links,
+        "links_at_once": matrix.gpus_at_once,
+    }
+
+
 def stages_document(
     plan: Plan,
     *,
@@ -85,6 +109,7 @@ def stages_document(
         "virtual_pipeline": plan.vpp,
         "micro_batches": plan.grad_accum,
         "rank_of_gpu": rank_of_gpu(plan),
+        **hosts_document(plan),
         "environment": dict(environment),
         "patches": list(patches),
         **({"parallel_norms": plan.model.parallel_norms} if plan.model.parallel_block else {}),
@@ -145,6 +170,10 @@ class _Document:
     virtual_pipeline: int
     micro_batches: int
     rank_of_gpu: list[int] | None
+    hosts: list[str] | None = None
+    spare_hosts: list[str] | None = None
+    links: list[tuple[int, int, float]] | None = None
+    links_at_once: int | None = None
     environment: dict[str, str | None]
     patches: list[str]
     stages: list[_Stage]

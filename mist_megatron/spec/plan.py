@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
-from mist_megatron.spec.mesh import Group, Mesh, Ranks, groups_of, lies_across, shares_out_or_copies
+from mist_megatron.spec.mesh import (
+    Group,
+    Mesh,
+    Ranks,
+    groups_of,
+    lies_across,
+    neighbours,
+    shares_out_or_copies,
+)
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
 from mist_megatron.spec.schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, ScheduleName
@@ -172,6 +181,26 @@ class Plan:
     def nodes_of(self, ranks: Iterable[int]) -> frozenset[int]:
         """Nodes, or domains of them, on which these logical ranks run."""
         return frozenset(self.gpu_of[rank] // self.cluster.linked_gpus for rank in ranks)
+
+    def node_pairs(self) -> tuple[tuple[int, int], ...]:
+        """Nodes that send to each other: neighbours in rings of groups, and in borders of stages."""
+        rings = [
+            pair
+            for stage in range(len(self.stages))
+            for group in Group
+            for ranks in self.groups(stage, group)
+            for pair in pairwise([*ranks, ranks[0]])
+        ]
+        borders = [
+            pair
+            for left, right in pairwise(range(len(self.stages)))
+            for pair in neighbours(self.ranks(left), self.ranks(right))
+        ]
+        nodes = {
+            tuple(sorted(self.gpu_of[rank] // self.cluster.gpus_per_node for rank in pair))
+            for pair in (*rings, *borders)
+        }
+        return tuple(sorted((a, b) for a, b in nodes if a != b))
 
     def hops_across(self) -> dict[tuple[int, int], bool]:
         """Whether a border lies between nodes, by its two stages. A border that lies both ways is as slow as

@@ -15,15 +15,18 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import run
+from mist_patches.core.stage_shape import shape_problems
 
 from mist_megatron.ask.emit import launch_sources
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_yaml
 from mist_megatron.frameworks.folder import artifacts
+from mist_megatron.frameworks.stages_json import check_stages
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.links import LinkMatrix
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 
@@ -386,3 +389,33 @@ def test_rank_map_is_turned_round() -> None:
     document = json.loads(artifacts(placed, SOURCES)["stages.json"])
     assert document["rank_of_gpu"] == [4, 5, 7, 6, 0, 1, 2, 3]
     assert json.loads(artifacts(PLANS["megatron"], SOURCES)["stages.json"])["rank_of_gpu"] is None
+
+
+def test_plans_that_name_their_nodes_say_so_to_every_launcher() -> None:
+    """Links make names: ranks follow them, a job that got other nodes is told which it got."""
+    plain = PLANS["megatron"]
+    count = plain.cluster.nodes
+    rows = tuple(tuple(None if a == b else 1e10 for b in range(count)) for a in range(count))
+    matrix = LinkMatrix(hosts=tuple(f"n{k}" for k in range(count)), bytes_per_s=rows, gpus_at_once=4)
+    links = replace(plain.cluster.links, matrix=matrix)
+    placed = replace(
+        plain,
+        cluster=replace(plain.cluster, links=links),
+        provenance={"placement": {"hosts": list(matrix.hosts), "spares": ["n9"]}},
+    )
+    files, before = artifacts(placed, SOURCES), artifacts(plain, SOURCES)
+    document = json.loads(files["stages.json"])
+    assert (document["hosts"], document["spare_hosts"]) == (list(matrix.hosts), ["n9"])
+    assert all(rate == 1e10 for _, _, rate in document["links"])
+    assert not list(shape_problems(document))
+    assert check_stages(document, "stages.json")
+    for name, words in {
+        "slurm.sbatch": "export MIST_HOSTS",
+        "skypilot.yaml": "MIST_NODE_NAME",
+        "deepspeed_launcher.sh": "mist_patches.core.node_order",
+        "trainjob.yaml": "fieldPath: spec.nodeName",
+        "pytorchjob.yaml": "fieldPath: spec.nodeName",
+    }.items():
+        assert words in files[name]
+        assert "MIST_" not in before[name]
+    assert "hosts" not in json.loads(before["stages.json"])

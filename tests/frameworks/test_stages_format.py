@@ -3,7 +3,7 @@ other: no key may be known to one of them alone."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from mist_patches.core import stage_guards, stage_shape
 from mist_patches.core.stage_arguments import SCHEMA as READ_SCHEMA
@@ -14,6 +14,7 @@ from mist_megatron.frameworks.megatron import write as megatron
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.links import LinkMatrix
 from mist_megatron.spec.plan import Plan, StagePlan, TargetName
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.spec.training import TrainingSpec
@@ -34,8 +35,20 @@ def plan(target: TargetName, stages: int, model: str = "llama2-7b") -> Plan:
     )
 
 
+def named() -> Plan:
+    """On nodes that have names."""
+    usual = plan("megatron", 2)
+    stages = tuple(replace(stage, gpus_per_node=2) for stage in usual.stages)
+    matrix = LinkMatrix(hosts=("a", "b"), bytes_per_s=((None, 1e10), (1e10, None)))
+    links = replace(usual.cluster.links, matrix=matrix)
+    return replace(
+        usual, stages=stages, cluster=replace(usual.cluster, nodes=2, gpus_per_node=2, links=links)
+    )
+
+
 WRITTEN = (
     megatron.stages(plan("megatron+patches", 2, "falcon-40b")),
+    megatron.stages(named()),
     deepspeed.stages(plan("deepspeed", 1)),
     deepspeed.stages(plan("deepspeed+patches", 2)),
 )

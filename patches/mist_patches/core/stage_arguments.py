@@ -20,6 +20,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from mist_patches.core.node_order import placed_gpu
 from mist_patches.core.registry import PATCHES
 from mist_patches.core.stage_guards import check
 from mist_patches.core.stage_shape import shape_problems, short
@@ -63,7 +64,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def rank_of_process(document: Mapping[str, Any], environment: Mapping[str, str]) -> int:
-    """This process's rank: the launcher's, or where the plan places the launcher's GPU."""
+    """This process's rank: the launcher's, or where the plan places this GPU of this node."""
     for name in ("RANK", "WORLD_SIZE"):
         if not environment.get(name, "").isdecimal():
             raise SystemExit(
@@ -77,6 +78,8 @@ def rank_of_process(document: Mapping[str, Any], environment: Mapping[str, str])
     if launched >= world:
         raise SystemExit(f"mist: RANK is {launched} in a job of {world} processes")
     placed: list[int] | None = document.get("rank_of_gpu")
+    if document.get("hosts"):
+        launched = placed_gpu(document, environment)
     return placed[launched] if placed else launched
 
 
@@ -126,6 +129,8 @@ def apply_stage_arguments(
 def _mark(document: Mapping[str, Any], stage: Mapping[str, Any]) -> str:
     """What was put into arguments and environment, short."""
     put = [stage["arguments"], document.get("environment", {}), document.get("rank_of_gpu")]
+    if document.get("hosts"):
+        put.append(document["hosts"])
     return hashlib.sha256(json.dumps(put, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -38,6 +38,20 @@ def _environment(value: Any) -> bool:
     )
 
 
+def _words_or_none(value: Any) -> bool:
+    return value is None or _words(value)
+
+
+def _links(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list)
+        and all(
+            isinstance(one, list) and len(one) == 3 and _counts(one[:2]) and isinstance(one[2], int | float)
+            for one in value
+        )
+    )
+
+
 def _file_name(value: Any) -> bool:
     return isinstance(value, str) and value.endswith(".json") and not set(value) & {"/", "\\", "\0"}
 
@@ -56,6 +70,10 @@ DOCUMENT: Mapping[str, Kind] = {
     **dict.fromkeys(("world_size", "pipeline_parallel", "tensor_parallel", "context_parallel"), SIZE),
     **dict.fromkeys(("virtual_pipeline", "micro_batches"), SIZE),
     "rank_of_gpu": (lambda value: value is None or _counts(value), "null or a list of ranks"),
+    "hosts": (lambda value: value is None or (_words(value) and bool(value)), "null or a list of node names"),
+    "spare_hosts": (_words_or_none, "null or a list of node names"),
+    "links": (_links, "null or a list of [node, node, bytes per second]"),
+    "links_at_once": SIZE,
     "environment": (_environment, "a mapping of names to text or null"),
     "patches": WORDS,
     "parallel_norms": (lambda value: _count(value) and value in (1, 2), "1 or 2 norms"),
@@ -96,6 +114,9 @@ def shape_problems(document: Mapping[str, Any]) -> Iterator[str]:
     world: Any = document.get("world_size")
     if _counts(placed) and _count(world) and (len(placed) != world or len(set(placed)) != world):
         yield f"rank_of_gpu must name each of {world} ranks once"
+    hosts: Any = document.get("hosts")
+    if _words(hosts) and hosts and _count(world) and (world % len(hosts) or len(set(hosts)) < len(hosts)):
+        yield f"hosts must name each node once, as many as share {world} ranks out"
 
 
 def _unknown(values: Mapping[str, Any], known: Collection[str], where: str) -> Iterator[str]:
