@@ -28,7 +28,7 @@ from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.formats.files import read_text, write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_mapping
 from mist_megatron.frameworks.deepspeed import convert as conversion
-from mist_megatron.frameworks.deepspeed.convert import Change, Price, Question
+from mist_megatron.frameworks.deepspeed.convert import Batch, Change, Price, Question
 from mist_megatron.frameworks.deepspeed.convert_patched import fit_to_patches, patch_changes
 from mist_megatron.frameworks.deepspeed.patches import patches
 from mist_megatron.frameworks.deepspeed.read import BATCH_KEYS, Config, Reading, read_config
@@ -117,6 +117,10 @@ class ConvertWords(JobWords, total=False):
     """Whether the script recomputes activations now."""
     fix_checkpointing: bool
     """Do not propose to switch recomputation."""
+    micro_batch: int | None
+    """What the trainer puts in the place of "auto"."""
+    grad_accum: int | None
+    """The same for accumulation steps; `global_batch` for all of it."""
     out: str | Path | None
     """Folder for the new file, the difference and the reasons."""
     force: bool
@@ -142,7 +146,10 @@ def convert(
     known = tuple(sorted(conversion.keepable(reading, schema)))
     for path in keep:
         check.known("--keep", "key", path, known)
-    asked = read_job(with_batch(words, reading))
+    batch = Batch(
+        total=words.get("global_batch"), micro=words.get("micro_batch"), steps=words.get("grad_accum")
+    )
+    asked = read_job(with_batch(words, reading, batch))
     question = Question(
         model=asked.job.model,
         cluster=asked.job.cluster,
@@ -150,6 +157,7 @@ def convert(
         checkpointing=words.get("checkpointing", False),
         may_checkpoint=not words.get("fix_checkpointing", False),
         target=asked.job.target,
+        batch=batch,
     )
     made = _converted(raw, reading, question, _Tools(schema, keep, watching or silently))
     made, out = replace(made, defaults=asked.defaults), words.get("out")
@@ -158,23 +166,36 @@ def convert(
     return made
 
 
-def with_batch(words: JobWords, reading: Reading) -> JobWords:
+MEASURING = frozenset({"wall_clock_breakdown", "memory_breakdown"})
+"""Keys that slow every step alike, so that which setting is best does not hang on them."""
+
+
+def require_priced(reading: Reading) -> None:
+    """Refuse a file of which a part would be priced as if it were not there."""
+    unpriced = [f for f in reading.findings if f.level == "unpriced" and f.key not in MEASURING]
+    if unpriced:
+        keys = ", ".join(dict.fromkeys(finding.key for finding in unpriced))
+        raise InputError(
+            f"{keys}: acts in a way that is not priced, so no change can be judged",
+            details=(
+                *(f"{finding.key}: {finding.message}" for finding in unpriced),
+                "try: `lint` to have the file checked, or convert it without",
+            ),
+        )
+
+
+def with_batch(words: JobWords, reading: Reading, batch: Batch) -> JobWords:
     """The job that the file describes, where the words leave it open."""
     wanted, model, gpus = words.get("target") or "deepspeed", words.get("model"), words.get("gpus")
     possible = targets_of("deepspeed")
     if wanted not in possible:
         raise InputError(f"--target is {wanted}; a DeepSpeed JSON is for {' or '.join(possible)}")
     if gpus is None:
-        asked = "--gpus is" if model is not None else "--model and --gpus are"
+        missing = "--gpus is" if model is not None else "--model and --gpus are"
         try_ = "--gpus 8" if model is not None else "--model llama2-7b --gpus 8"
-        raise InputError(f"{asked} missing", details=(f"try: {try_}",))
-    micro, steps = conversion.batch_of(reading, gpus)
-    written, batch = micro * steps * gpus, words.get("global_batch")
-    if batch is not None and batch != written:
-        raise InputError(
-            f"--global-batch is {batch}; the file says {micro} x {steps} x {gpus} GPUs",
-            details=("try: without --global-batch, or change the file's batch keys",),
-        )
+        raise InputError(f"{missing} missing", details=(f"try: {try_}",))
+    micro, steps = conversion.batch_of(reading, gpus, batch)
+    written = micro * steps * gpus
     precision = words.get("precision") or conversion.precision_of(reading)
     return {**words, "target": wanted, "global_batch": written, "precision": precision}
 
@@ -192,6 +213,7 @@ def _converted(raw: Config, reading: Reading, question: Question, tools: _Tools)
     patched = TARGETS[question.target].patched
     if patched:
         require_patchable(reading, question)
+    require_priced(reading)
     before = conversion.as_written(reading, replace(question, target="deepspeed"))
     price = _pricing()
     plain = conversion.best(conversion.candidates(before, may_checkpoint=question.may_checkpoint), price)
@@ -255,6 +277,8 @@ def _gains(
     }
     found: dict[str, float | None] = {}
     for group, plan in reverted.items():
+        if plan == after:
+            continue
         if TARGETS[after.target].patched and violations(plan):
             continue
         cost = price(plan)

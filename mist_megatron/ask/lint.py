@@ -20,7 +20,7 @@ from mist_megatron.formats.files import load_mapping, load_plan, read_text
 from mist_megatron.formats.plan_yaml import plan_to_mapping
 from mist_megatron.frameworks.deepspeed import convert as conversion
 from mist_megatron.frameworks.deepspeed.arguments import DEEPSPEED_ARRAYS, argument_findings
-from mist_megatron.frameworks.deepspeed.convert import Question
+from mist_megatron.frameworks.deepspeed.convert import Batch, Question
 from mist_megatron.frameworks.deepspeed.convert_patched import PATCHED, bare_findings
 from mist_megatron.frameworks.deepspeed.pipeline import About, config_files, pipeline_plan, stage_findings
 from mist_megatron.frameworks.deepspeed.read import (
@@ -214,6 +214,7 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
         return _pipeline(file, document, job)
     reading = read_config(read_loose(text, where), deepspeed_schema(probe=True))
     about: Plan | Job | None = None
+    batch = Batch(total=job.get("global_batch") if document is None else None)
     if document is not None:
         reading = replace(reading, config=filled_in(reading.config, document))
         about = _emitted(job, document["world_size"], file) if job.get("model") is None else None
@@ -222,7 +223,7 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
             alone = job.get("target") in PATCHED and document is None
             bare = tuple(bare_findings(reading)) if alone else ()
             return Linted(kind="deepspeed", findings=(*reading.findings, *bare), plan=None)
-        about = read_job(with_batch(job, reading)).job
+        about = read_job(with_batch(job, reading, batch)).job
     target = about.target if document is None else "deepspeed"
     question = Question(
         model=about.model,
@@ -231,6 +232,7 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
         checkpointing=checkpointing,
         may_checkpoint=False,
         target=target,
+        batch=batch,
     )
     plan = conversion.as_written(reading, question)
     if document is None:

@@ -33,6 +33,13 @@ def convert(
     fix_checkpointing: Annotated[
         bool, typer.Option("--fix-checkpointing", help="Do not propose to switch recomputation.")
     ] = False,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(help='Sequences per GPU and pass that your trainer puts in the place of "auto".', min=1),
+    ] = None,
+    grad_accum: Annotated[
+        int | None, typer.Option(help="The same for accumulation steps; --global-batch for both.", min=1)
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the new file, the diff and the reasons.")
     ] = None,
@@ -51,6 +58,8 @@ def convert(
         keep=keep,
         checkpointing=checkpointing,
         fix_checkpointing=fix_checkpointing,
+        micro_batch=micro_batch,
+        grad_accum=grad_accum,
         out=out,
         force=force,
         **job.words(),

@@ -321,12 +321,38 @@ def accelerate(path: str, accumulate: str, micro_batch: str, launch_config: str)
     return facts(engine)
 
 
+def trusted(config: str, micro_batch: str, accumulate: str, half: str) -> dict:
+    """What Trainer and Accelerate find wrong with a JSON before any engine is made."""
+    one_process()
+    from accelerate import DeepSpeedPlugin
+    from transformers import TrainingArguments, training_args
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    training_args.is_torch_bf16_gpu_available = lambda: True
+    with tempfile.TemporaryDirectory() as out:
+        arguments = TrainingArguments(
+            output_dir=out,
+            per_device_train_batch_size=int(micro_batch),
+            gradient_accumulation_steps=int(accumulate),
+            report_to=[],
+            **({half: True} if half else {}),
+        )
+    checked = HfTrainerDeepSpeedConfig(json.loads(config))
+    checked.trainer_config_process(arguments)
+    wrong = {line.partition("=")[0].strip("- ") for line in checked.mismatches}
+    try:
+        DeepSpeedPlugin(hf_ds_config=json.loads(config))
+    except ValueError as error:
+        wrong.add(str(error))
+    return {"wrong": sorted(wrong)}
+
+
 def each() -> list[dict]:
     """Trainers one after the other, each with nothing left of the one before."""
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    programs = {"trainer": trainer, "accelerate": accelerate, "launched": launched}
+    programs = {"trainer": trainer, "accelerate": accelerate, "launched": launched, "trusted": trusted}
     found = []
     for name, *words in json.load(sys.stdin):
         try:

@@ -298,3 +298,33 @@ def test_accelerate_starts_each_node_by_itself(trainers: dict[tuple, dict]) -> N
     assert "error" not in found, found
     assert found["command"] is None
     assert (found["nnodes"], found["nproc_per_node"], found["node_rank"]) == ("2", "8", "1")
+
+
+def asked_of_trainers() -> list[tuple[str, list[str], list[str]]]:
+    """Each hand-written file before and after its conversion, with the arguments that agree with each."""
+    tuned, rows = plan(3, "states", gpus=1, micro_batch=2, grad_accum=4), []
+    for name, text in wild_files().items():
+        reading = read_config(read_loose(text, name), SCHEMA)
+        half = next((k for k in ("bf16", "fp16") if reading.config.get(k, {}).get("enabled") is True), "")
+        made = replacement(reading, tuned, SCHEMA, ())
+        words = []
+        for config in (reading.config, made):
+            told = (
+                config.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+            )
+            sizes = [str(size) if isinstance(size, int) else "1" for size in told]
+            words.append(["trusted", json.dumps(config), *sizes, half])
+        rows.append((name, *words))
+    return rows
+
+
+def test_trainer_and_accelerate_take_what_was_converted() -> None:
+    """No key that they object to but what they objected to before: a rate or a batch that the user wrote."""
+    rows = asked_of_trainers()
+    asked = [words for _, before, after in rows for words in (before, after)]
+    found = alone("each", stdin=json.dumps(asked))
+    batch = {"ds train_batch_size", "ds train_micro_batch_size_per_gpu", "ds gradient_accumulation_steps"}
+    for (name, *_), before, after in zip(rows, found[::2], found[1::2], strict=True):
+        assert "error" not in after, (name, after)
+        assert set(after["wrong"]) - set(before["wrong"]) - batch == set(), name
+    assert any(verdict.get("wrong") for verdict in found), "the check can fail: a user's rate differs"

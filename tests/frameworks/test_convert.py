@@ -10,6 +10,7 @@ from command_line import run
 
 from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.errors import InputError
+from mist_megatron.frameworks.deepspeed.convert import Batch, batch_of
 from mist_megatron.frameworks.deepspeed.read import read_config
 from mist_megatron.frameworks.loose_json import read_loose
 
@@ -108,7 +109,11 @@ def _shipped_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mist_megatron.ask.convert.deepspeed_schema", lambda probe: SCHEMA)
 
 
-@pytest.mark.parametrize("name", FILES)
+NOT_PRICED = "benchmark with compile and monitors"
+"""DeepCompile and hpZ: refused by name."""
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != NOT_PRICED])
 def test_wild_files_convert_cleanly(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The replacement holds nothing that is rejected or ignored, and is never predicted slower."""
     made = converted(tmp_path, capsys, FILES[name])
@@ -129,7 +134,7 @@ def users_own_choices_stay(raw: dict, made: dict) -> None:
     for key, value in raw.get("optimizer", {}).get("params", {}).items():
         kept = made["optimizer"]["params"][key]
         assert kept == (float(value) if isinstance(value, str) and value != "auto" else value)
-    assert made["gradient_clipping"] == raw.get("gradient_clipping", 0.0)
+    assert made.get("gradient_clipping") == raw.get("gradient_clipping")
 
 
 @pytest.mark.parametrize(
@@ -205,6 +210,90 @@ def test_bad_input_exits_2(
     path.write_text(text)
     assert run(["convert", str(path), "--model", "llama2-7b", "--gpus", "8", *more]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+AUTO = FILES["Trainer with auto everywhere"]
+
+
+@pytest.mark.parametrize(
+    ("more", "before"),
+    [
+        (("--global-batch", "64"), (8, 1)),
+        (("--global-batch", "96"), (6, 2)),
+        (("--global-batch", "256", "--micro-batch", "4"), (4, 8)),
+        (("--global-batch", "256", "--grad-accum", "16"), (2, 16)),
+        (("--micro-batch", "2", "--grad-accum", "3"), (2, 3)),
+        ((), (8, 1)),
+    ],
+)
+def test_what_a_trainer_fills_in_is_taken_and_auto_stays(
+    more: tuple[str, ...], before: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = converted(tmp_path, capsys, AUTO, *more)
+    reading, (micro, steps) = read_config(read_loose(AUTO, "auto"), SCHEMA), before
+    asked = dict(zip(more[::2], map(int, more[1::2]), strict=True))
+    batch = Batch(
+        total=asked.get("--global-batch"), micro=asked.get("--micro-batch"), steps=asked.get("--grad-accum")
+    )
+    assert batch_of(reading, 8, batch) == before
+    assert made["plan"]["training"]["global_batch"] == micro * steps * 8
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        assert made["config"][key] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "said"),
+    [
+        (AUTO, ("--global-batch", "50"), "--global-batch 50 is not"),
+        (AUTO, ("--global-batch", "64", "--micro-batch", "3"), "--global-batch 64 is not"),
+        ('{"train_batch_size": 64}', ("--micro-batch", "5"), "train_batch_size 64 is not"),
+        (
+            '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}',
+            ("--micro-batch", "8"),
+            "--micro-batch is 8; the file says train_micro_batch_size_per_gpu 4",
+        ),
+    ],
+)
+def test_what_contradicts_the_file_is_refused(
+    text: str, more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    assert run(["convert", str(path), "--model", "llama2-7b", "--gpus", "8", *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"optimizer": {"type": "OneBitAdam", "params": {}}},
+        {"tensor_parallel": {"autotp_size": 4}},
+        {"sequence_parallel_size": 2},
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+        {"torch_autocast": {"enabled": True}},
+        {"compile": {"deepcompile": True}},
+    ],
+)
+def test_what_is_not_priced_is_not_converted(
+    more: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A price that leaves out what the file does would be no reason for any change."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 64, "bf16": {"enabled": True}, **more}))
+    assert run(["convert", str(path), "--model", "llama2-7b", "--gpus", "8"]) == 2
+    said = capsys.readouterr().err
+    assert "not priced" in said and next(iter(more)) in said
+
+
+def test_a_file_that_is_best_as_it_is_has_no_tuned_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Converted twice: the second time no reason says that something was tuned."""
+    first = converted(tmp_path, capsys, FILES["comments and floats"])
+    assert any(change["reason"].startswith("tuned") for change in first["changes"])
+    now = ("--checkpointing",) if first["plan"]["stages"][0]["ckpt"] else ()
+    again = converted(tmp_path, capsys, json.dumps(first["config"]), *now)
+    assert [change for change in again["changes"] if "tuned" in change["reason"]] == []
 
 
 def test_no_configuration_fits_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,20 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What a trainer puts in the place of "auto"; None where nobody said."""
+
+    total: int | None = None
+    micro: int | None = None
+    steps: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """By the options of `convert`, in the order of BATCH_KEYS."""
+        return {"--global-batch": self.total, "--micro-batch": self.micro, "--grad-accum": self.steps}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Question:
     """What is not in the JSON and must be known to price it."""
 
@@ -84,23 +98,45 @@ class Question:
     may_checkpoint: bool
     """Whether the answer may switch recomputation."""
     target: TargetName = "deepspeed"
+    batch: Batch = Batch()
 
 
-def batch_of(reading: Reading, gpus: int) -> tuple[int, int]:
-    """Micro-batch and accumulation steps as DeepSpeed derives them; "auto" as Trainer does."""
-    total, micro, steps = (_count(reading.config.get(key), key) for key in BATCH_KEYS)
+def batch_of(reading: Reading, gpus: int, asked: Batch = Batch()) -> tuple[int, int]:
+    """Micro-batch and accumulation steps as DeepSpeed derives them; what the file leaves open ("auto") as
+    `asked`, else as Trainer does."""
+    written = [_count(reading.config.get(key), key) for key in BATCH_KEYS]
+    for key, number, (option, said) in zip(BATCH_KEYS, written, asked.options.items(), strict=True):
+        if number is not None and said is not None and number != said:
+            raise InputError(
+                f"{option} is {said}; the file says {key} {number}",
+                details=(f"try: without {option}, or change the file",),
+            )
+    open_total = written[0] is None
+    total, micro, steps = (
+        number if number is not None else said
+        for number, said in zip(written, asked.options.values(), strict=True)
+    )
     if total is not None and micro is None and steps is None:
-        steps = 1
+        steps = None if open_total else 1
+    if open_total and total is not None and micro is None and steps is None:
+        micro = _usual_part(total, gpus)
     if micro is None:
         micro = total // (gpus * (steps or 1)) if total is not None else TRAINER_MICRO_BATCH
     if steps is None:
         steps = total // (gpus * micro) if total is not None else 1
     if micro < 1 or steps < 1 or (total is not None and total != micro * steps * gpus):
+        whose = "--global-batch" if open_total else "train_batch_size"
         raise InputError(
-            f"train_batch_size {total} is not micro-batch {micro} * accumulation {steps} * {gpus} GPUs",
+            f"{whose} {total} is not micro-batch {micro} * accumulation {steps} * {gpus} GPUs",
             details=("DeepSpeed rejects this file on that many GPUs", "try: another --gpus"),
         )
     return micro, steps
+
+
+def _usual_part(total: int, gpus: int) -> int:
+    """Of a batch that nobody split: Trainer's own micro-batch, or the next smaller one that divides."""
+    per_gpu = total // gpus
+    return next((size for size in range(TRAINER_MICRO_BATCH, 0, -1) if per_gpu % size == 0), 1)
 
 
 def _count(value: Any, key: str) -> int | None:
@@ -126,7 +162,7 @@ def as_written(reading: Reading, question: Question) -> Plan:
     """The plan that DeepSpeed would run, with everything that it ignores left out; with patches, a `ratio` is
     the exact fraction that they would make of it."""
     gpus = question.cluster.gpus
-    micro, steps = batch_of(reading, gpus)
+    micro, steps = batch_of(reading, gpus, question.batch)
     level = reading.stage
     if level not in {0, 1, 2, 3}:
         raise InputError(f"zero_optimization.stage is {level}; wanted 0, 1, 2 or 3")
@@ -204,7 +240,6 @@ def replacement(reading: Reading, tuned: Plan, schema: DeepSpeedSchema, keep: tu
         config.pop("train_batch_size", None)  # a trainer that fills in the parts contradicts a written sum
     old = config.get("zero_optimization")
     config["zero_optimization"] = _zero(old if isinstance(old, dict) else {}, tuned, schema)
-    config.setdefault("gradient_clipping", 0.0)  # what a file that does not say it meant before 0.19
     for path in keep:
         _restore(config, reading.config, path)
     return config
@@ -271,7 +306,8 @@ def flat(config: Config, prefix: str = "") -> dict[str, Any]:
 def changes(
     raw: Config, new: Config, reading: Reading, gains: Mapping[str, float | None]
 ) -> tuple[Change, ...]:
-    """What differs, each with the reason and with the gain of the group it belongs to."""
+    """What differs, each with one reason and with the gain of the group it belongs to; `gains` has the groups
+    that the tuned plan decides otherwise than the file."""
     said = {finding.key: finding.message for finding in reading.findings}
     before, after = flat(raw), flat(new)
     found = []
@@ -280,7 +316,8 @@ def changes(
         if old == now and type(old) is type(now):
             continue
         group = next((g for g, keys in GROUPS.items() if key.split(".")[0] in keys), None)
-        reason = said.get(key) or said.get(key.split(".")[0]) or _reason(key, old, now, group)
+        moved = group if group in gains else None
+        reason = said.get(key) or said.get(key.split(".")[0]) or _reason(key, old, now, moved)
         decided = key in BATCH_KEYS or key.endswith(".stage") or ".offload_" in key
         spelled = key in BATCH_KEYS and (old is None or now is None)
         tuned = group in gains and decided and key not in said and not spelled
@@ -295,14 +332,14 @@ def _reason(key: str, old: Any, now: Any, group: str | None) -> str:
         return "written out: follows from the other two"
     if key in BATCH_KEYS and now is None:
         return "left to the trainer, which multiplies the other two"
-    if key == "gradient_clipping":
-        return "not said before: written out as what versions before 0.19 did"
+    if not group and key in BATCH_KEYS:
+        return "as DeepSpeed derives it from the others"
     if key.endswith(".stage3_gather_16bit_weights_on_model_save") and now is not None:
         return "so that saving a model gives whole 16-bit weights"
     if ".offload_" in key and (old is None or now is None):
         return f"tuned: {group}" if now is not None else "left out: nothing of it is in host memory now"
     if old is None:
-        return "written out, so that it is the same under every version" if group else "new"
+        return "written out, so that it is the same under every version"
     if now is None:
-        return f"does nothing under the tuned {group}" if group else "removed"
-    return f"tuned: {group}" if group else "changed"
+        return f"does nothing under the tuned {group}" if group else "does nothing here"
+    return f"tuned: {group}" if group else "the same in today's spelling"
