@@ -42,6 +42,13 @@ def no_plan(ways: Sequence[Asked]) -> NoFeasiblePlan:
     """The refusal, in words."""
     job, space = ways[-1].evaluator.job, ways[-1].space
     cluster, details = job.cluster, []
+    refusal = (
+        f"no plan fits {job.model.name} on {cluster.gpus} x {cluster.gpu.name} "
+        f"(target {job.target}, space {space.name})"
+    )
+    if len(job.model.kinds) > 1:
+        # What is told of the closest plan is told of equal layers.
+        return NoFeasiblePlan(refusal, details=("try: more GPUs, or GPUs with more memory",))
     misses = [miss for miss in map(_closest, ways) if miss is not None]
     asked = ways[-1]
     if misses:
@@ -51,11 +58,7 @@ def no_plan(ways: Sequence[Asked]) -> NoFeasiblePlan:
     details += (
         [f"try: {', or '.join(tries)}"] if tries else ["try: a GPU with more memory, or a smaller model"]
     )
-    return NoFeasiblePlan(
-        f"no plan fits {job.model.name} on {cluster.gpus} x {cluster.gpu.name} "
-        f"(target {job.target}, space {space.name})",
-        details=tuple(details),
-    )
+    return NoFeasiblePlan(refusal, details=tuple(details))
 
 
 class _Miss(NamedTuple):

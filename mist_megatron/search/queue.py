@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from heapq import merge
 
-from mist_megatron.search.bounds import EqualBound, SearchProblem, shape_bounds
+import numpy as np
+
+from mist_megatron.search.bounds import EqualBound, LeastTimes, SearchProblem, shape_bounds
 from mist_megatron.search.families import MixedFamily, possible_mixtures
 from mist_megatron.search.infeasible import possible_of
+from mist_megatron.search.kinds import least_step_s
 from mist_megatron.search.known import Item, Known, floors
 from mist_megatron.search.mixed import MixedBound, mixture_bounds
 from mist_megatron.search.pipelines import EqualPipeline
@@ -163,6 +167,16 @@ class Orders:
         return [value_s for order in self.orders for value_s in order.left_s()]
 
 
+def _of_kinds(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
+    """Shapes of a model whose layers differ: whether they fit is seen when they are solved."""
+    nothing = LeastTimes(np.zeros(1), np.zeros(1), np.zeros(1))
+    equal = [item for item in items if isinstance(item, EqualPipeline)]
+    return [
+        (EqualBound(least_step_s(question, item), 0.0, 0.0, (nothing, nothing, nothing)), item)
+        for item in equal
+    ]
+
+
 def ordered(
     question: SearchProblem,
     found: Sequence[EqualPipeline],
@@ -170,6 +184,9 @@ def ordered(
     known: Sequence[Known],
 ) -> Order:
     """All of these that may fit."""
+    if len(question.evaluator.job.model.kinds) > 1:
+        bounded = partial(_of_kinds, question)
+        return Order(Queue(found, [0.0] * len(found), bounded), Queue([], [], bounded))
 
     def of_shapes(items: Sequence[Item]) -> list[Pair]:
         fit = possible_of(question, [item for item in items if isinstance(item, EqualPipeline)])

@@ -18,6 +18,7 @@ from mist_megatron.search.choices import fractions
 from mist_megatron.search.equal import solve_equal
 from mist_megatron.search.families import MixedFamily, mixed_families
 from mist_megatron.search.infeasible import Asked, no_plan
+from mist_megatron.search.kinds import solve_kinds
 from mist_megatron.search.known import Item, Known
 from mist_megatron.search.mixed import MixedBound, solve_mixed
 from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline, explain_no_pipeline, shapes
@@ -25,8 +26,8 @@ from mist_megatron.search.queue import Bound, Order, Orders, Pair, ordered
 from mist_megatron.search.solution import Solution, Solved
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.search.stage_fronts import Tally
-from mist_megatron.spec.model import ModelSpec
 from mist_megatron.targets.rules import require_job
+from mist_megatron.targets.table import TARGETS
 
 ROUNDING = 1e-12
 """Relative, of sums of the same times in another order."""
@@ -155,7 +156,6 @@ def search_ways(
     in the place of those of `settings`."""
     job = ways[0].evaluator.job
     require_job(job.model, job.training.precision, job.target)
-    _require_one_kind(job.model)
     watch = watch or Watch()
     ways, questions = _questions(ways, space, settings)
     run = _Run(questions, settings, watch, (executor, at_once) if executor else None)
@@ -197,6 +197,10 @@ def _questions(
         job = way.evaluator.job
         try:
             runnable = cut_to_target(space, job.target, job.training.precision, job.execution)
+            if len(job.model.kinds) > 1:
+                # Of stages of one configuration such models have the splits searched too.
+                uneven = space.uneven_layers and TARGETS[job.target].capability.uneven_layers
+                runnable = replace(runnable, uneven_layers=uneven)
             cut = apply_limits(runnable, way.limits)
         except InputError as error:
             refused.append(error)
@@ -220,16 +224,6 @@ def _offload_points(questions: Sequence[SearchProblem]) -> int:
         math.prod(len(fractions(allowed, question.step)) for allowed in question.space.offload.values())
         for question in questions
     )
-
-
-def _require_one_kind(model: ModelSpec) -> None:
-    """Refuse what is not searched yet: every stage would have to be priced at its own place in the model."""
-    if len(model.kinds) > 1:
-        kinds = ", ".join(kind.name for kind in model.kinds)
-        raise InputError(
-            f"model {model.name}: its layers are of {len(model.kinds)} kinds ({kinds}) and only models of "
-            "one kind are searched; predict and simulate take a plan of it"
-        )
 
 
 class _Stopped(Exception):
@@ -453,6 +447,8 @@ def solve(question: SearchProblem, item: Item, bound: Bound, best_s: float) -> S
     if isinstance(item, MixedFamily) and isinstance(bound, MixedBound):
         return solve_mixed(question, item, bound, best_s)
     assert isinstance(item, EqualPipeline) and isinstance(bound, EqualBound)
+    if len(question.evaluator.job.model.kinds) > 1:
+        return solve_kinds(question, item, best_s)
     return solve_equal(question, item, bound, best_s)
 
 

@@ -164,9 +164,8 @@ class Plan:
     def layers_of(self, index: int) -> tuple[range, ...]:
         """Layers of the model in each chunk of a stage, from 0: chunk c of every stage comes before
         chunk c + 1 of any."""
-        before, own = sum(stage.layers for stage in self.stages[:index]), self.stages[index].layers
-        starts = [chunk * (self.model.layers // self.vpp) + before // self.vpp for chunk in range(self.vpp)]
-        return tuple(range(start, start + own // self.vpp) for start in starts)
+        before = sum(stage.layers for stage in self.stages[:index])
+        return chunk_layers(self.model.layers, before, self.stages[index].layers, self.vpp)
 
     def ranks(self, index: int) -> range:
         """Logical ranks of a stage."""
@@ -241,6 +240,12 @@ class Plan:
             raise InputError(
                 f"plan: rank_map has {len(self.rank_map)} entries; wanted each of 0..{self.gpus - 1} once"
             )
+
+
+def chunk_layers(total: int, before: int, own: int, vpp: int) -> tuple[range, ...]:
+    """Layers of each chunk of a stage with `own` of the model's `total`, so many on the stages before it."""
+    starts = [chunk * (total // vpp) + before // vpp for chunk in range(vpp)]
+    return tuple(range(start, start + own // vpp) for start in starts)
 
 
 def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:

@@ -26,7 +26,7 @@ def _kind_refusals(model: ModelSpec) -> list[Refusal]:
         Refusal(
             rule="flags are not written yet for windows by layer, full attention and layers that differ",
             got=f"{model.name} has layers of kind {', '.join(kind.name for kind in model.kinds)}",
-            instead="predict and simulate, which take its plans",
+            instead="predict and simulate, which take its plans, and tune, which finds them",
         )
     ]
 

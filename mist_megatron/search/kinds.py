@@ -1,0 +1,376 @@
+"""Shapes of models whose layers differ: which run of layers each stage has, exactly.
+
+Where layers differ, a stage's time and memory follow from its place in the model as well as from its size, so
+that slots are pairs (first layer, number of layers). Only targets whose stages run one configuration run such
+models (`layer_kinds` in `targets/facts.py`), so a shape is solved configuration by configuration: all slots
+are priced at once, stages of one role and with the same kinds at their ends in one grid, and a dynamic
+program over the borders finds the split with the least step. It goes from the last stage to the first and
+keeps, of all ends of the model from a layer on, those that no other beats in all that stages before add to:
+their time, their steady part, their second part and their step (`points.parts_of`). Every stage recomputes as
+many layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mist_megatron.cost.grid import Ends as Kinds
+from mist_megatron.cost.grid import LayerCount, StageGrid
+from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.choices import AXES, Array, Choices, Ints, slot_at, stage_grid
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.points import Ends, steady_s
+from mist_megatron.search.solution import Solved, StageChoice, told
+from mist_megatron.search.stage_fronts import Tally
+from mist_megatron.search.stage_prices import Times, beyond_linear
+from mist_megatron.spec.mesh import StageRole, role_of
+from mist_megatron.spec.plan import chunk_layers
+from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
+from mist_megatron.targets.table import TARGETS
+
+Number = TypeVar("Number", np.float64, np.bool_)
+Slot = tuple[int, int]
+"""First layer of a stage, and how many it has."""
+
+
+def solve_kinds(question: SearchProblem, shape: EqualPipeline, best_s: float) -> Solved:
+    """The best plan of a shape if it beats `best_s`."""
+    tally = Tally()
+    best = Solved(tally=tally)
+    for recompute in question.space.recompute:
+        priced = _priced(question, shape, recompute, tally)
+        for config in priced.promising():
+            question.tick()
+            beat_s = min(best_s, best.left_s)
+            found = _split(priced, config, beat_s) if priced.bound_s[config] < beat_s else None
+            if found is not None:
+                value_s, slots = found
+                stage = {**priced.choice(config), "recompute": float(RECOMPUTE_KINDS.index(recompute))}
+                stages: list[StageChoice] = [{"layers": float(count), **stage} for _, count in slots]
+                best = Solved(told(question.evaluator, shape, stages), value_s, tally)
+    return best
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """All stages of one role that are priced, a row each, by configuration."""
+
+    place: dict[Slot, int]
+    t_s: Array
+    longer_s: Array
+    d_s: Array
+    step_s: Array
+    in_turn_s: Array
+    fits: dict[int, NDArray[np.bool_]]
+    """By position in the pipeline, where slots of this role may stand."""
+
+
+@dataclass(frozen=True)
+class _Priced:
+    shape: EqualPipeline
+    layers: int
+    slots: dict[StageRole, _Slots]
+    axes: dict[str, Array]
+    least_s: float
+    """Of t of all stages together."""
+    most: tuple[dict[int, list[Slot]], ...]
+    """By position and first layer: slots that leave layers for the other stages."""
+
+    def choice(self, config: int) -> dict[str, float]:
+        """Value of each axis."""
+        index = np.unravel_index(config, tuple(self.axes[name].size for name in AXES))
+        return {name: float(self.axes[name].reshape(-1)[k]) for name, k in zip(AXES, index, strict=True)}
+
+    @cached_property
+    def rest_s(self) -> Array:
+        """By configuration: least of all but what the slowest stage takes for the other micro-batches."""
+        first = self.slots[role_of(0, self.shape.stages)]
+        sums_s = self.least_s + np.min(first.d_s, axis=0)
+        return np.asarray(sums_s, dtype=np.float64)
+
+    @cached_property
+    def bound_s(self) -> Array:
+        """By configuration: no split is faster."""
+        return np.asarray(
+            self.rest_s + others_of(self.shape) * self.least_s / self.shape.stages, dtype=np.float64
+        )
+
+    def promising(self) -> list[int]:
+        """Configurations, those with the least bound first."""
+        order: list[int] = np.argsort(self.bound_s, kind="stable").tolist()
+        return [config for config in order if np.isfinite(self.bound_s[config])]
+
+    def allowed(self, position: int, config: int, best_s: float) -> dict[int, list[Slot]]:
+        """Slots of a stage with which a split may beat that."""
+        slots = self.slots[role_of(position, self.shape.stages)]
+        fits = slots.fits[position][:, config]
+        least_s = self.rest_s[config] + others_of(self.shape) * np.where(fits, slots.t_s[:, config], 0.0)
+        fast: list[bool] = (fits & (least_s < best_s)).tolist()
+        here = {
+            first: [slot for slot in some if fast[slots.place[slot]]]
+            for first, some in self.most[position].items()
+        }
+        return {first: some for first, some in here.items() if some}
+
+    def even(self) -> Iterator[tuple[Slot, ...]]:
+        """Splits into stages with as many layers, or one more: the last, or the first of them."""
+        stages, (each, more) = self.shape.stages, divmod(self.layers, self.shape.stages)
+        for start in (0, stages - more) if more else (0,):
+            counts = [each + (start <= position < start + more) for position in range(stages)]
+            yield tuple(zip(accumulate(counts, initial=0), counts, strict=False))
+
+
+def _priced(question: SearchProblem, shape: EqualPipeline, recompute: Recompute, tally: Tally) -> _Priced:
+    """Every slot in every configuration."""
+    layers = question.evaluator.job.model.layers
+    choices = Choices(space=question.space, shape=shape, step=question.step)
+    # Every stage has to have as many layers as are recomputed, which are all of them on equal stages only.
+    counts = choices.counts(layers // shape.stages, recompute=recompute)
+    whole = question.space.ckpt != "any" and layers % shape.stages
+    axes = choices.axes(counts[counts == 0.0] if whole else counts)
+    starts = tuple(_slots_of(question, shape, position) for position in range(shape.stages))
+    found = {}
+    for role in dict.fromkeys(role_of(position, shape.stages) for position in range(shape.stages)):
+        positions = [k for k in range(shape.stages) if role_of(k, shape.stages) is role]
+        every = sorted({slot for k in positions for slots in starts[k].values() for slot in slots})
+        found[role] = _price_role(question, shape, (positions, every), axes, recompute)
+        for fits in found[role].fits.values():
+            tally.priced += fits.size
+            tally.over_memory += int((~fits).sum())
+    return _Priced(shape, layers, found, axes, least_seconds(question, shape), starts)
+
+
+def least_seconds(question: SearchProblem, shape: EqualPipeline) -> float:
+    """Of all layers of the model in one micro-batch, memory unlimited: recomputation and offloading only add
+    to that, and so do embedding, head and sends."""
+    model = question.evaluator.job.model
+    axes = {name: np.zeros((1,) * len(AXES)) for name in AXES}
+    axes["zero"] = axes["zero"] + float(min(shape.zero))
+    some = [(0, shape.vpp)], ((0, 0),) * shape.vpp
+    grid = _grid(question, shape, some, axes, 0, "full")
+    slopes = Times.of(question.evaluator, grid).stable.slopes
+    each_s = [float(slope.per_layer.min()) for slope in slopes]
+    return sum(each_s[place] for place in model.kind_of_layer) / shape.vpp
+
+
+def least_step_s(question: SearchProblem, shape: EqualPipeline) -> float:
+    """No plan of the shape is faster."""
+    least_s = least_seconds(question, shape)
+    return least_s + others_of(shape) * least_s / shape.stages
+
+
+def others_of(shape: EqualPipeline) -> float:
+    """Times that the slowest stage's t is in a step at least, besides once with all others: warm-up passes
+    fill half a pass of its waits each at most."""
+    others = shape.grad_accum * shape.vpp - 1
+    skipped = 0 if shape.vpp > 1 else min(shape.stages - 1, others)
+    return others - 0.5 * skipped
+
+
+def _slots_of(question: SearchProblem, shape: EqualPipeline, position: int) -> dict[int, list[Slot]]:
+    """Slots of a stage, by their first layer."""
+    layers, stages = question.evaluator.job.model.layers, shape.stages
+    each, behind = layers // stages, stages - 1 - position
+    if not question.space.uneven_layers or shape.vpp > 1:
+        return {position * each: [(position * each, each)]} if layers % stages == 0 else {}
+    firsts = range(position, layers - behind) if position else range(1)
+    return {
+        first: [(first, layers - first)]
+        if not behind
+        else [(first, count) for count in range(1, layers - first - behind + 1)]
+        for first in firsts
+    }
+
+
+def _price_role(
+    question: SearchProblem,
+    shape: EqualPipeline,
+    slots: tuple[Sequence[int], Sequence[Slot]],
+    axes: dict[str, Array],
+    recompute: Recompute,
+) -> _Slots:
+    """Slots of one role: those with the same kinds at their ends in one grid."""
+    evaluator, (positions, every) = question.evaluator, slots
+    configs = int(np.prod([axes[name].size for name in AXES]))
+    parts = {name: np.full((len(every), configs), np.inf) for name in ("t", "longer", "d", "step", "in_turn")}
+    fits = {position: np.zeros((len(every), configs), dtype=bool) for position in positions}
+    ends = [_runs(question, shape, slot) for slot in every]
+    choices = Choices(space=question.space, shape=shape, step=question.step)
+
+    def flat(values: NDArray[Number], rows: int) -> NDArray[Number]:
+        whole = np.broadcast_to(values, (rows, *(axes[name].size for name in AXES)))
+        return whole.reshape(rows, configs)
+
+    for runs in dict.fromkeys(ends):
+        question.tick()
+        rows = np.array([row for row, kinds in enumerate(ends) if kinds == runs], dtype=np.intp)
+        alike = [every[row] for row in rows], runs
+        grid = _grid(question, shape, alike, axes, positions[0], recompute)
+        valid = flat(choices.valid(0, {**axes, "ckpt": axes["ckpt"] - grid.layers}), len(rows))
+        valid = valid & flat(axes["ckpt"] <= grid.layers, len(rows))
+        for name, values in _seconds(question, shape, grid).items():
+            parts[name][rows] = np.where(valid, flat(values, len(rows)), np.inf)
+        for position in positions:
+            held = slot_at(shape, position, 1).held
+            peaks = evaluator.peak_bytes(replace(grid, in_flight=np.full_like(grid.in_flight, held)))
+            fits[position][rows] = valid & flat(peaks <= evaluator.limit_bytes, len(rows))
+    place = {slot: row for row, slot in enumerate(every)}
+    return _Slots(place, parts["t"], parts["longer"], parts["d"], parts["step"], parts["in_turn"], fits)
+
+
+def _runs(question: SearchProblem, shape: EqualPipeline, slot: Slot) -> tuple[Kinds, ...]:
+    """Kinds at the ends of a stage's chunks."""
+    model = question.evaluator.job.model
+    chunks = chunk_layers(model.layers, *slot, shape.vpp)
+    return tuple((model.kind_of_layer[chunk[0]], model.kind_of_layer[chunk[-1]]) for chunk in chunks)
+
+
+def _grid(
+    question: SearchProblem,
+    shape: EqualPipeline,
+    alike: tuple[Sequence[Slot], tuple[Kinds, ...]],
+    axes: dict[str, Array],
+    position: int,
+    recompute: Recompute,
+) -> StageGrid:
+    """The evaluator's grid of these stages, along an axis before the others."""
+    job, (slots, runs) = question.evaluator.job, alike
+    first_ones = TARGETS[job.target].memory(job.execution).recomputes_first_layers
+    again = (axes["ckpt"].reshape(-1) // shape.vpp).astype(np.intp)
+    one = (1,) * (len(AXES) - 1)
+    starts, lengths = _chunks(job.model.layers, slots, shape.vpp)
+    again = np.minimum(again[None, None, :], lengths[..., None])
+    begin = starts[..., None] if first_ones else starts[..., None] + lengths[..., None] - again
+    counts = []
+    for kind in range(len(job.model.kinds)):
+        before = np.array([0, *accumulate(int(k == kind) for k in job.model.kind_of_layer)], dtype=np.float64)
+        layers = (before[starts + lengths] - before[starts]).sum(axis=1)
+        ckpt = (before[begin + again] - before[begin]).sum(axis=1)
+        counts.append(LayerCount(layers.reshape(-1, 1, *one), ckpt.reshape(len(slots), -1, *one)))
+    grid = stage_grid(shape, slot_at(shape, position, 1), axes, recompute=recompute)
+    return replace(
+        grid,
+        layers=np.array([float(count) for _, count in slots]).reshape(-1, 1, *one),
+        counts=tuple(counts),
+        runs=runs,
+    )
+
+
+def _chunks(total: int, slots: Sequence[Slot], vpp: int) -> tuple[Ints, Ints]:
+    """First layer and length of each chunk of each slot."""
+    chunks = [chunk_layers(total, *slot, vpp) for slot in slots]
+    starts = np.array([[chunk.start for chunk in row] for row in chunks], dtype=np.intp)
+    return starts, np.array([[len(chunk) for chunk in row] for row in chunks], dtype=np.intp)
+
+
+def _seconds(question: SearchProblem, shape: EqualPipeline, grid: StageGrid) -> dict[str, Array]:
+    """What the value of a split is made of."""
+    evaluator = question.evaluator
+    times, (beyond_t, beyond_d) = Times.of(evaluator, grid), beyond_linear(evaluator, grid)
+    t_s = (times.stable.at(grid) - times.in_turn_s + beyond_t) / shape.vpp
+    backward_s: Array = np.zeros(())
+    for count, load in zip(grid.by_kind, evaluator.loads(grid).blocks, strict=True):
+        backward_s = backward_s + count.layers * load.backward_s
+    return {
+        "t": t_s,
+        "longer": np.maximum(0.5 * t_s, backward_s),
+        "d": times.delta.at(grid) + beyond_d,
+        "step": times.step.at(grid),
+        "in_turn": times.in_turn_s,
+    }
+
+
+class _End(NamedTuple):
+    """The stages from a layer to the end of the model."""
+
+    t_s: float
+    steady_s: float
+    second_s: float
+    step_s: float
+    slots: tuple[Slot, ...]
+
+    def beats(self, other: _End) -> bool:
+        """Whether no stages before make this one slower than the other. More behind a stage never makes a
+        step shorter."""
+        return all(one <= two for one, two in zip(self[:4], other[:4], strict=True))
+
+
+NOTHING_BEHIND = _End(0.0, -np.inf, -np.inf, 0.0, ())
+
+
+def _split(priced: _Priced, config: int, best_s: float) -> tuple[float, tuple[Slot, ...]] | None:
+    """The least value that beats `best_s`, and the slots that give it."""
+    best: tuple[float, tuple[Slot, ...]] | None = None
+    for slots in priced.even():
+        end: _End | None = NOTHING_BEHIND
+        for position in reversed(range(priced.shape.stages)):
+            found = _with_stage(priced, (position, config), [(slots[position], end)]) if end else []
+            end = found[0] if found else None
+        if end is not None and _value_s(end) < best_s:
+            best_s = _value_s(end)
+            best = best_s, end.slots
+    ends: dict[int, list[_End]] = {priced.layers: [NOTHING_BEHIND]}
+    for position in reversed(range(priced.shape.stages)):
+        allowed = priced.allowed(position, config, best_s)
+        ends = {
+            first: _kept(priced, (position, config), slots, ends, best_s) for first, slots in allowed.items()
+        }
+    whole = min(ends.get(0, ()), key=_value_s, default=None)
+    return best if whole is None else (_value_s(whole), whole.slots)
+
+
+def _value_s(end: _End) -> float:
+    return end.steady_s + end.second_s + end.step_s
+
+
+def _kept(
+    priced: _Priced,
+    stage: tuple[int, int],
+    slots: Sequence[Slot],
+    ends: Mapping[int, Sequence[_End]],
+    best_s: float,
+) -> list[_End]:
+    """Ends of the model from a layer on that may be part of something better."""
+    pairs = [(slot, end) for slot in slots for end in ends.get(sum(slot), ())]
+    found = [end for end in _with_stage(priced, stage, pairs) if _value_s(end) < best_s]
+    kept: list[_End] = []
+    for end in sorted(found):
+        if not any(other.beats(end) for other in kept):
+            kept.append(end)
+    return kept
+
+
+def _with_stage(priced: _Priced, stage: tuple[int, int], pairs: Sequence[tuple[Slot, _End]]) -> list[_End]:
+    """Ends of the model with one more stage, at a position and in a configuration, before each of them."""
+    (position, config), shape = stage, priced.shape
+    slots = priced.slots[role_of(position, shape.stages)]
+    fits = slots.fits[position][:, config]
+    pairs = [(slot, end) for slot, end in pairs if fits[slots.place[slot]]]
+    if not pairs:
+        return []
+    rows = np.array([slots.place[slot] for slot, _ in pairs], dtype=np.intp)
+    behind_s, steady, second, step = np.array([end[:4] for _, end in pairs]).T
+    t_s, d_s = slots.t_s[rows, config], slots.d_s[rows, config]
+    ends = Ends(shape.grad_accum * shape.vpp, 0 if shape.vpp > 1 else shape.stages - 1 - position)
+    own = steady_s(t_s, slots.longer_s[rows, config], slots.in_turn_s[rows, config], ends, behind_s)
+    sums = np.stack(
+        [
+            behind_s + t_s,
+            np.maximum(steady, own),
+            np.maximum(second, d_s + (behind_s + t_s)),
+            np.maximum(step, slots.step_s[rows, config]),
+        ],
+        axis=1,
+    )
+    found = zip(sums.tolist(), pairs, strict=True)
+    return [
+        _End(t_s, steady_s, second_s, step_s, (slot, *end.slots))
+        for (t_s, steady_s, second_s, step_s), (slot, end) in found
+    ]

@@ -1,0 +1,116 @@
+"""Models whose layers differ: what is found is the best of all plans, tried one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, pairwise
+
+import pytest
+
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.cost.predict import predict
+from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.search.search import Settings, search
+from mist_megatron.search.solution import plan_of
+from mist_megatron.search.space import cut_to_target, space_named
+from mist_megatron.spec.catalogue import gpu
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.model import LayerGroup, ModelSpec
+from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.presets import preset
+from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
+
+LAYERS, GPUS, BATCH = 6, 4, 8
+GIB = float(1 << 30)
+
+
+def heavy_first() -> ModelSpec:
+    """Two wide layers, then narrow ones with a window in turns with such without."""
+    model = replace(preset("llama3-8b"), layers=LAYERS, vocab=8192)
+    narrow = model.kind("narrow", ffn_hidden=4096)
+    groups = (
+        LayerGroup(layers=2, pattern=(model.kind("wide", ffn_hidden=32768),)),
+        LayerGroup(layers=4, pattern=(narrow, model.kind("near", ffn_hidden=4096, window=256))),
+    )
+    return replace(model, groups=groups)
+
+
+def job_with(limit_gib: float) -> Job:
+    cluster = ClusterSpec(
+        gpu=gpu("a100-sxm-80gb"), nodes=1, gpus_per_node=GPUS, memory_limit_bytes=limit_gib * GIB
+    )
+    training = TrainingSpec(seq_len=2048, global_batch=BATCH)
+    return Job(model=heavy_first(), training=training, cluster=cluster, target="megatron")
+
+
+def splits_of(stages: int) -> Iterator[tuple[int, ...]]:
+    for borders in combinations(range(1, LAYERS), stages - 1):
+        ends = (0, *borders, LAYERS)
+        yield tuple(right - left for left, right in pairwise(ends))
+
+
+def every_plan(job: Job) -> Iterator[Plan]:
+    """Of space mist-ckpt: uneven stages, as many recomputed layers on each, ZeRO 1."""
+    for stages, tp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)):
+        dp = GPUS // stages // tp
+        for micro_batch in (1, 2, 4, 8):
+            if BATCH % (dp * micro_batch):
+                continue
+            stage = StagePlan(
+                layers=1, nodes=1, gpus_per_node=GPUS // stages, dp=dp, tp=tp, micro_batch=micro_batch
+            )
+            for split in splits_of(stages):
+                for ckpt in range(min(split) + 1):
+                    yield Plan(
+                        model=job.model,
+                        training=job.training,
+                        cluster=job.cluster,
+                        target=job.target,
+                        grad_accum=BATCH // dp // micro_batch,
+                        stages=tuple(replace(stage, layers=layers, ckpt=ckpt) for layers in split),
+                        execution=job.execution,
+                    )
+
+
+@cache
+def tried() -> tuple[tuple[float, float], ...]:
+    """Seconds, and bytes of the fullest stage, of every plan that the target runs."""
+    job = job_with(60.0)
+    evaluator, _ = evaluator_for(job)
+    told = [predict(plan, evaluator) for plan in every_plan(job) if not violations(plan)]
+    return tuple((one.iteration_s, max(stage.peak_memory_bytes for stage in one.stages)) for one in told)
+
+
+@pytest.mark.parametrize("limit_gib", [60.0, 24.0, 17.0])
+def test_the_best_of_all_plans_is_found(limit_gib):
+    job = job_with(limit_gib)
+    evaluator, _ = evaluator_for(job)
+    found = search(evaluator, space_named("mist-ckpt"), Settings())
+    best = plan_of(evaluator, found.solutions[0])
+    least_s = min(seconds for seconds, held_bytes in tried() if held_bytes <= limit_gib * GIB)
+    assert predict(best, evaluator).fits and not violations(best)
+    assert found.objective_s == pytest.approx(least_s, rel=1e-9)
+
+
+def test_layers_move_to_where_they_are_light():
+    """Of two stages the one with the wide layers has fewer; an even split is not the fastest."""
+    job = job_with(60.0)
+    evaluator, _ = evaluator_for(job)
+    settings = Settings(limits=replace(Settings().limits, fixed={"pp": 2, "tp": 2}))
+    first, second = search(evaluator, space_named("mist-ckpt"), settings).solutions[0].stages
+    assert first["layers"] < second["layers"]
+
+
+def test_no_plan_is_told_as_such():
+    evaluator, _ = evaluator_for(job_with(2.0))
+    with pytest.raises(NoFeasiblePlan, match="no plan fits llama3-8b"):
+        search(evaluator, space_named("mist-ckpt"), Settings())
+
+
+def test_the_space_is_what_the_target_runs():
+    cut = cut_to_target(space_named("mist-ckpt"), "megatron")
+    assert not cut.per_stage and cut.ckpt == "any" and cut.zero == (1,)
