@@ -260,6 +260,12 @@ def fitted_figures(draft: Draft, recipe: Recipe, fitted: Mapping[str, Any]) -> N
             _sped_up(draft, value, found)
         elif name not in measured:
             draft.put(name, value, "fitted", found["rows"])
+    if recipe.eight_bit_as:
+        other = fitted[recipe.eight_bit_as]
+        text = f"{other['source']}; on {other['gpus'][0]}"
+        draft.sources["eight_bit"] = Source(origin="assumed", text=text, uncertainty=other["error"])
+        share = other["figures"]["sustained_fraction"]
+        draft.put("eight_bit_sustained_fraction", share, "eight_bit", other["rows"])
     # Whole layers were measured with figures of this profile only: with operator tables they would differ.
     if not draft.gemm:
         draft.layers = [tuple(row) for row in found.get("layers", ())]

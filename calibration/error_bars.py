@@ -20,7 +20,14 @@ from fit_end_to_end import CHIPS, HOST, Chip, Modeller, rows_by_source
 from published_rows import converted, table
 
 from mist_megatron.ask.validate import predictor
-from mist_megatron.calibrate.error_bars import UNMEASURED, Kind, SourceErrors, errors_to_text, kind_of
+from mist_megatron.calibrate.error_bars import (
+    UNMEASURED,
+    Kind,
+    SourceErrors,
+    errors_from_text,
+    errors_to_text,
+    kind_of,
+)
 from mist_megatron.calibrate.refit import FitLimits, fit, spread
 from mist_megatron.calibrate.rows import MeasuredRow, read_rows
 from mist_megatron.calibrate.validate import Predicted, outcomes_of
@@ -123,14 +130,18 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rows", type=int, default=40, help="most rows of one source that are fitted to")
+    parser.add_argument("--only", action="append", help="make this source anew, keep the others; repeatable")
     parser.add_argument("--table", action="store_true", help="print the errors by source")
     parser.add_argument("--out", type=Path, default=HERE / "error_bars.json")
     options = parser.parse_args()
     sources = read(options.files)
-    found = unseen_errors(sources, options.files, options)
-    options.out.write_text(errors_to_text([*found, *datasheet_errors(sources)]))
+    wanted = {name: rows for name, rows in sources.items() if name in (options.only or sources)}
+    kept = errors_from_text(options.out.read_text()) if options.only else ()
+    known = [each for each in kept if each.source not in wanted]
+    known += unseen_errors(wanted, options.files, options) + datasheet_errors(wanted)
+    options.out.write_text(errors_to_text(known))
     if options.table:
-        print(told(found))
+        print(told(known))
 
 
 if __name__ == "__main__":

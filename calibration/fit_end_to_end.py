@@ -177,11 +177,11 @@ def seconds_of(plan: Plan, evaluator: StageEvaluator) -> float:
     for position, stage in enumerate(plan.stages):
         key = (stage, role_of(position, len(plan.stages)))
         if key not in found:
-            factors = evaluator.factors(grid_of(plan, position))
-            layers, ckpt = np.asarray(float(stage.layers)), np.asarray(float(stage.ckpt))
+            grid = grid_of(plan, position)
+            factors = evaluator.factors(grid)
             found[key] = StageTiming(
-                stable_s=float(factors.stable.at(layers, ckpt)),
-                delta_s=float(factors.delta.at(layers, ckpt)),
+                stable_s=factors.stable.at(grid).item(),
+                delta_s=factors.delta.at(grid).item(),
                 weight_grad_s=0.0,
             )
         timings.append(found[key])

@@ -90,6 +90,9 @@ class Recipe:
     """Whether the measured machine's network is the catalogue's usual one."""
     fitted: str | None = None
     """Key of fitted.json."""
+    eight_bit_as: str | None = None
+    """Another key of fitted.json, whose sustained share products of 8 bits have: nobody timed them alone on
+    this GPU, and its runs in 8 bits have that one's libraries."""
     note: str = ""
 
 
@@ -112,7 +115,7 @@ RECIPES = (
     Recipe(gpu="h200-sxm-141gb", interference="A100-SXM4-40GB", beside_compute=1.05, fitted="h100",
            note="kernels as fitted on H100, the same chip with more and faster memory"),
     Recipe(gpu="b200-sxm-180gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB",
-           fitted="b200"),
+           fitted="b200", eight_bit_as="gb200"),
     Recipe(gpu="gb200-186gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB", fitted="gb200",
            note="kernels as measured on B200"),
 )  # fmt: skip

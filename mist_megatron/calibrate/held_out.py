@@ -54,7 +54,8 @@ def _errors(profile: Profile, gpu: GpuSpec, table: OperatorTable) -> HeldOut:
 
 def _missed(profile: Profile, gpu: GpuSpec, table: OperatorTable, rows: Sequence[Row]) -> Array:
     # Tables are of short benchmarks, and so is what they are compared with here.
-    unlimited = replace(profile, kernels=replace(profile.kernels, sustained_fraction=None))
+    kernels = replace(profile.kernels, sustained_fraction=None, eight_bit_sustained_fraction=None)
+    unlimited = replace(profile, kernels=kernels)
     prices = prices_of(unlimited, cluster_of(gpu, 1, 1), cast(Precision, table.precision))
     measured = np.array(rows)
     priced = prices.of(table_work(table.operator, measured, eight_bit=table.precision == "fp8"))

@@ -243,7 +243,10 @@ class ProfilePrices:
         table = self.tables.get(name)
         shape = arrays[0].shape
         roofline = np.broadcast_to(self.roofline(work), shape)
-        sustained = self.profile.kernels.sustained_fraction
+        kernels = self.profile.kernels
+        sustained = kernels.sustained_fraction
+        if name == EIGHT_BIT_GEMM and kernels.eight_bit_sustained_fraction is not None:
+            sustained = kernels.eight_bit_sustained_fraction
         clock = 1.0 if sustained is None else sustained.value
         if table is None:
             return Priced(np.asarray(roofline / clock))
