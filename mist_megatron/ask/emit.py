@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +26,7 @@ from mist_megatron.spec import check
 from mist_megatron.spec.plan import Plan, TargetName
 from mist_megatron.targets.table import EMITTED
 
+MOST_SCHEMA_BYTES = 1 << 20
 PROBE_LIMIT_S = 120.0
 """Importing DeepSpeed and torch from a slow network disk takes up to a minute."""
 
@@ -83,11 +86,38 @@ def launch_sources(*, probe: bool) -> LaunchSources:
 
 
 def deepspeed_schema(*, probe: bool) -> DeepSpeedSchema:
-    """Of the DeepSpeed in this environment, asked in a process of its own; else of the shipped version."""
-    folder = data_folder("launch")
+    """Of the DeepSpeed in this environment where it is another than the shipped version, from the cache once
+    it was asked; else of the shipped version."""
+    shipped = schema_from_text(read_text(data_folder("launch") / "deepspeed_schema.json"))
     if not probe or find_spec("deepspeed") is None:
-        return schema_from_text(read_text(folder / "deepspeed_schema.json"))
-    command = [sys.executable, str(folder / "probe_deepspeed.py")]
+        return shipped
+    try:
+        installed = version("deepspeed").partition("+")[0]
+    except PackageNotFoundError:  # a checkout on the path, of which nothing is known
+        return schema_from_text(_probed())
+    return shipped if installed == shipped.version else _kept_schema(installed)
+
+
+def _kept_schema(installed: str) -> DeepSpeedSchema:
+    """Of this version, as it answered before; asking starts DeepSpeed, which takes seconds."""
+    from mist_megatron.ask.evaluators import kept_programs
+
+    store, name = kept_programs(), f"deepspeed-schema-{installed}.json"
+    kept = None if store is None else store.read(name, MOST_SCHEMA_BYTES)
+    if kept is not None:
+        with suppress(EmitError, UnicodeDecodeError):
+            found = schema_from_text(kept.decode())
+            if found.version == installed:
+                return found
+    text = _probed()
+    if store is not None:
+        store.write(name, text.encode())
+    return schema_from_text(text)
+
+
+def _probed() -> str:
+    """What the installed DeepSpeed says, asked in a process of its own."""
+    command = [sys.executable, str(data_folder("launch") / "probe_deepspeed.py")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -95,4 +125,4 @@ def deepspeed_schema(*, probe: bool) -> DeepSpeedSchema:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise EmitError(f"the installed DeepSpeed cannot be asked for its schema: {last}")
-    return schema_from_text(done.stdout)
+    return done.stdout

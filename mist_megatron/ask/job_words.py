@@ -43,7 +43,7 @@ class JobWords(TypedDict, total=False):
     dropout: float | None
     """Dropout probability."""
     target: str | None
-    """mist, megatron, megatron+patches, deepspeed or deepspeed+patches."""
+    """Framework to plan for, one of `mist_megatron.targets.table.TARGETS`, in words in docs/plan.md."""
     memory_limit: str | float | None
     """Budget per GPU: bytes, or text such as 76GiB."""
     host_memory: str | float | None

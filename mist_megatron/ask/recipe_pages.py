@@ -17,12 +17,20 @@ from mist_megatron.frameworks.folder import framework_of
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.table import TARGETS
 
-HAND_MADE = {
-    # Space -> how its plans are called here.
-    "megatron": "Megatron",
-    "megatron-expert": "Megatron, expert",
-    "deepspeed": "DeepSpeed",
+FRAMEWORK_WORDS: Mapping[str, str] = {"megatron": "Megatron", "deepspeed": "DeepSpeed"}
+"""How plans of a framework are called here."""
+
+
+def _space_words(space: str) -> str:
+    """`megatron-expert` is Megatron, expert."""
+    framework, _, kind = space.partition("-")
+    return ", ".join(filter(None, (FRAMEWORK_WORDS[framework], kind)))
+
+
+HAND_MADE: Mapping[str, str] = {
+    space: _space_words(space) for target in TARGETS.values() for space in target.hand_made
 }
+"""Spaces of plans that people make by hand -> how they are called here."""
 
 
 def rounded(value: Any, digits: int = 5) -> Any:

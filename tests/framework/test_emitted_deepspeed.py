@@ -19,10 +19,11 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 import warm_start_server
 
-from mist_megatron.ask.emit import deepspeed_schema
+from mist_megatron.ask.emit import _probed, deepspeed_schema
 from mist_megatron.frameworks.deepspeed import write as deepspeed
 from mist_megatron.frameworks.deepspeed.convert import replacement
 from mist_megatron.frameworks.deepspeed.read import read_config
+from mist_megatron.frameworks.deepspeed.schema import schema_from_text
 from mist_megatron.frameworks.flags import arguments
 from mist_megatron.frameworks.loose_json import read_loose
 from mist_megatron.spec import catalogue, presets
@@ -208,7 +209,7 @@ def test_the_parser_can_refuse() -> None:
 
 def test_shipped_schema_is_what_the_probe_prints() -> None:
     """Only where that version is installed; elsewhere the probe itself must work."""
-    probed = deepspeed_schema(probe=True)
+    probed = schema_from_text(_probed())
     assert {"zero_optimization", "train_batch_size", "flops_profiler"} <= probed.top_level
     if probed.version == SCHEMA.version:
         assert probed == SCHEMA
