@@ -61,10 +61,12 @@ def shape_words(plan: Plan) -> str:
     words = [f"pp {plan.pipeline_size}"]
     words += [f"GPUs {_each(s.gpus for s in stages)}"] * (len({s.gpus for s in stages}) > 1)
     words += [f"dp {_each(s.dp for s in stages)}", f"tp {_each(s.tp for s in stages)}"]
+    words += [f"cp {plan.execution.context_parallel}"] * (plan.execution.context_parallel > 1)
     words += [f"micro-batch {_each(s.micro_batch for s in stages)}"]
     words += [f"{plan.grad_accum} micro-batch{'es' * (plan.grad_accum > 1)}"]
     words += [f"{plan.vpp} chunks per stage"] * (plan.vpp > 1)
     words += ["sequence parallel"] * plan.sequence_parallel
+    words += ["tensor-parallel overlap"] * bool(plan.execution.tp_comm_overlap)
     words += ["decoupled steps"] * bool(plan.execution.decoupled_step)
     return ", ".join(words)
 
