@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import fmean, median
@@ -16,6 +16,7 @@ from mist_megatron.formats.files import read_packed_text, written_on
 from mist_megatron.formats.links_yaml import links_from_text
 from mist_megatron.search.place import best_chain_gain, best_ring_gain
 from mist_megatron.spec.links import LinkMatrix
+from mist_megatron.spec.plan import Plan
 
 SLOW_LINK = 0.5
 """Of the median link: below it a link is named ..."""
@@ -80,6 +81,15 @@ def matrix_for(matrices: Sequence[LinkMatrix], gpus_per_node: int) -> LinkMatrix
     with the next fewer."""
     fitting = [matrix for matrix in matrices if matrix.gpus_at_once <= gpus_per_node]
     return max(fitting or matrices[:1], key=lambda matrix: matrix.gpus_at_once)
+
+
+def on_first_nodes(plan: Plan, matrices: Sequence[LinkMatrix]) -> Plan:
+    """A plan on the nodes of a links.yaml in the order that they have there: where a scheduler puts it."""
+    matrix, nodes = matrix_for(matrices, plan.cluster.gpus_per_node), plan.cluster.nodes
+    if len(matrix.hosts) < nodes:
+        raise InputError(f"--links: figures of {len(matrix.hosts)} nodes; the plan has {nodes}")
+    links = replace(plan.cluster.links, matrix=matrix.take(range(nodes)))
+    return replace(plan, cluster=replace(plan.cluster, links=links))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from mist_megatron.ask.evaluators import error_bar_of, evaluator_for
+from mist_megatron.ask.latency import FORMULAS, Latencies, latencies
+from mist_megatron.ask.links import load_links, on_first_nodes
 from mist_megatron.ask.plan_words import (
     lines_repr,
     reasons,
@@ -21,6 +24,7 @@ from mist_megatron.ask.words import texts, with_words
 from mist_megatron.calibrate.error_bars import ErrorBar
 from mist_megatron.cost.predict import Prediction, job_of, prediction_document
 from mist_megatron.cost.predict import predict as predict_plan
+from mist_megatron.spec import check
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.rules import require_runnable, violations
 
@@ -36,6 +40,8 @@ class Predicted:
     """Which profile or datasheet the prices are of."""
     violations: tuple[str, ...] = ()
     """Why its target cannot run the plan; empty where it can."""
+    latency: Latencies | None = None
+    """By published formulas and by the events, where one was asked for."""
 
     @property
     def iteration_s(self) -> float:
@@ -59,6 +65,7 @@ class Predicted:
             "error_bar": self.error_bar.to_dict(),
             "profile": self.prices,
             "violations": list(self.violations),
+            **({} if self.latency is None else {"latency": self.latency.to_dict()}),
         }
 
     def __repr__(self) -> str:
@@ -74,12 +81,25 @@ class Predicted:
 
 
 @with_words
-def predict(plan: PlanLike, *, what_if: bool = False, without: str | Sequence[str] = ()) -> Predicted:
+def predict(
+    plan: PlanLike,
+    *,
+    what_if: bool = False,
+    without: str | Sequence[str] = (),
+    links: str | Path | None = None,
+    latency: str | None = None,
+) -> Predicted:
     """Time and memory of a plan, with every term, and what binds it.
 
-    `what_if` prices it even if its target cannot run it; `without` leaves named terms out.
+    `what_if` prices it even if its target cannot run it; `without` leaves named terms out; `links` prices
+    it on the first nodes of a links.yaml; `latency` (pipette, eq1 or events) tells what published formulas
+    and the events say beside it.
     """
     plan = load_plan(plan)
+    if latency is not None:
+        check.known("--latency", "formula", latency, FORMULAS)
+    if links is not None:
+        plan = on_first_nodes(plan, load_links(links))
     if not what_if:
         require_runnable(plan)
     evaluator, prices = evaluator_for(job_of(plan), without=frozenset(texts(without)))
@@ -88,4 +108,5 @@ def predict(plan: PlanLike, *, what_if: bool = False, without: str | Sequence[st
         prediction=predict_plan(plan, evaluator),
         prices=prices,
         violations=violations(plan),
+        latency=None if latency is None else latencies(plan),
     )

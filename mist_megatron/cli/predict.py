@@ -14,6 +14,7 @@ from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.spec.recompute import WHOLE
 
 if TYPE_CHECKING:
+    from mist_megatron.ask.latency import Latencies
     from mist_megatron.ask.predict import Predicted
     from mist_megatron.cost.predict import Prediction
     from mist_megatron.spec.plan import Plan
@@ -36,6 +37,15 @@ def predict(
         list[str] | None,
         typer.Option(help="Leave a named term out, such as pipeline_p2p; may be repeated."),
     ] = None,
+    links: Annotated[
+        Path | None, typer.Option(help="Price it on the first nodes of a links.yaml; `place` chooses them.")
+    ] = None,
+    latency: Annotated[
+        str | None,
+        typer.Option(
+            help="Tell also what a published formula says: pipette, eq1; or the events; AMP's beside."
+        ),
+    ] = None,
     output: OutputOptions,
 ) -> None:
     """Time and memory of a given plan, with every term, and what binds it."""
@@ -48,12 +58,26 @@ def predict(
 
         show_expressions(read, output)
         return
-    predicted = predict_plan(read, what_if=what_if, without=without or ())
+    predicted = predict_plan(read, what_if=what_if, without=without or (), links=links, latency=latency)
     output.finish(predicted.to_dict())
     if not output.json:
         show_prediction(output.people, predicted)
+        if predicted.latency is not None and latency is not None:
+            _show_latency(output.people, predicted.latency, latency)
         for rule in predicted.violations:
             output.people.print(f"cannot run on {read.target}: {rule}", soft_wrap=True)
+
+
+def _show_latency(people: Console, told: Latencies, asked: str) -> None:
+    """Each formula, and how far from the events it is."""
+    names = {"pipette": "Pipette", "eq1": "Mist's eq. 1", "amp": "AMP", "closed_form": "predict"}
+    judge_s = told.events_s
+    people.print()
+    for name, words in names.items():
+        seconds = getattr(told, f"{name}_s")
+        mark = " <-" if name == asked else ""
+        people.print(f"{words:>13} {seconds:.4g} s, {seconds / judge_s - 1.0:+.1%} of the events{mark}")
+    people.print(f"{'events':>13} {judge_s:.4g} s{' <-' if asked == 'events' else ''}")
 
 
 def show_prediction(people: Console, predicted: Predicted) -> None:
