@@ -19,12 +19,14 @@ from mist_megatron.formats.files import files_below, open_packed, write_pieces
 from mist_megatron.recorded.against import Compared, compared, require_shape
 from mist_megatron.recorded.engine import Change, Played, play
 from mist_megatron.recorded.recording import WAITS, Recording, record
+from mist_megatron.recorded.repeats import more_layers, more_micro_batches
 from mist_megatron.recorded.report import Page, links_document, page_document, page_of, retimed_document
 from mist_megatron.recorded.retime import on_device
 from mist_megatron.recorded.steps import steps_of
 from mist_megatron.recorded.timeline import timeline_pieces
 from mist_megatron.recorded.usage import windows
-from mist_megatron.recorded.what_if import Retimed, Scale, parse_scale, scaled
+from mist_megatron.recorded.what_if import Retimed, Scale, parse_scale, scaled, stretched
+from mist_megatron.spec import check
 from mist_megatron.spec.plan import Plan
 from mist_megatron.traces.columns import Trace
 from mist_megatron.traces.reader import HOW, Reading, read_trace
@@ -113,6 +115,10 @@ class ReplayWords(TypedDict, total=False):
     """A plan that was run: its prediction beside what was measured, term by term."""
     gpu: str | None
     """What every kernel would take on another GPU: a name of the catalogue, or a profile by name or path."""
+    layers: int | None
+    """So many layers, where as many equal ones are found in the recording as repeat in it."""
+    micro_batches: int | None
+    """So many micro-batches a step; not of pipelines."""
     partial: bool
     """Use what stands before the place where a file is cut off."""
     trace: str | Path | None
@@ -140,9 +146,9 @@ def replay(traces: str | Path | Sequence[str | Path], **words: Unpack[ReplayWord
         None,
         tuple[Retimed, ...](),
     )
-    gpu = words.get("gpu")
-    if scales or gpu is not None:
-        change, told = asked(recording, scales, gpu)
+    questions = Questions(scales, words.get("gpu"), words.get("layers"), words.get("micro_batches"))
+    if questions.any:
+        change, told = asked(recording, questions)
         played = play(recording.graph, change)
         changed, retimed = page_of(recording, played, recorded.step), tuple(told)
     answer = Replayed(
@@ -164,13 +170,41 @@ def beside(recording: Recording, played: Played, step: int | None, plan: Plan) -
     return tuple(compared(recording, played, told, plan, prediction))
 
 
-def asked(recording: Recording, scales: Sequence[Scale], gpu: str | None) -> tuple[Change, list[Retimed]]:
-    """All that is asked for at once: another GPU first, what is scaled of it then."""
+@dataclass(frozen=True)
+class Questions:
+    """What is asked at once."""
+
+    scales: Sequence[Scale]
+    gpu: str | None
+    layers: int | None
+    micro_batches: int | None
+
+    @property
+    def any(self) -> bool:
+        return bool(self.scales) or any(
+            one is not None for one in (self.gpu, self.layers, self.micro_batches)
+        )
+
+
+def asked(recording: Recording, questions: Questions) -> tuple[Change, list[Retimed]]:
+    """All that is asked at once: another GPU first, more of what repeats then, and what is scaled last."""
     change, told = Change(), list[Retimed]()
-    if gpu is not None:
-        change, told = on_device(recording, device_of(recording.traces), device_named(gpu))
-    if scales:
-        change, more = scaled(recording, scales, change)
+    if questions.gpu is not None:
+        change, told = on_device(recording, device_of(recording.traces), device_named(questions.gpu))
+    counted = (
+        ("layers", questions.layers, more_layers),
+        ("micro-batches", questions.micro_batches, more_micro_batches),
+    )
+    for name, wanted, find in counted:
+        if wanted is not None:
+            check.at_least("replay", 1, **{name.replace("-", "_"): wanted})
+            found = [find(part, wanted) for part in recording.parts]
+            before = "/".join(map(str, sorted({count for _, count in found})))
+            words = f"{name} {before} -> {wanted}"
+            change, more = stretched(recording, [stretches for stretches, _ in found], words, change)
+            told += more
+    if questions.scales:
+        change, more = scaled(recording, questions.scales, change)
         told += more
     return change, told
 

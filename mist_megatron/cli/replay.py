@@ -41,6 +41,15 @@ def replay(
         str | None,
         typer.Option(help="What if: kernels take what they would on this GPU of the catalogue, or profile."),
     ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            help="What if: so many layers. What repeats in the recording takes as many times as long."
+        ),
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="What if: so many micro-batches a step. Not of pipelines.")
+    ] = None,
     waits: Annotated[str, typer.Option(help=WAITS)] = "known",
     partial: Annotated[
         bool, typer.Option("--partial", help="Use what stands before where a file is cut off.")
@@ -74,7 +83,16 @@ def replay(
     if trace is not None:
         check_output_file("--trace", trace, read=tuple(traces), example="replayed.json")
     played = replay_traces(
-        [*traces], step=step, scale=scale, gpu=gpu, against=against, waits=waits, partial=partial, trace=trace
+        [*traces],
+        step=step,
+        scale=scale,
+        gpu=gpu,
+        layers=layers,
+        micro_batches=micro_batches,
+        against=against,
+        waits=waits,
+        partial=partial,
+        trace=trace,
     )
     output.finish(played.to_dict())
     if output.json:

@@ -19,6 +19,8 @@ from mist_megatron.recorded.build import Parts
 from mist_megatron.recorded.engine import Change
 from mist_megatron.recorded.graph import Edge, Floats, Graph, Ints, Role
 from mist_megatron.recorded.recording import Recording
+from mist_megatron.recorded.repeats import Stretch
+from mist_megatron.traces.collectives import communicates
 from mist_megatron.traces.columns import NS_PER_S, Kind, Mask
 
 WANTED = "wanted kernel=REGEX:FACTOR or op=REGEX:FACTOR"
@@ -90,6 +92,39 @@ def scaled(
             told.append(host)
         if len(chosen):
             told.append(_times(recording, own, lag, chosen, scale))
+    return Change(own_ns=own, lag_ns=lag), told
+
+
+def stretched(
+    recording: Recording, stretches: Sequence[Sequence[Stretch]], what: str, change: Change | None = None
+) -> tuple[Change, list[Retimed]]:
+    """What repeats takes so many times as long, host and kernels, but for collectives; per rank."""
+    graph, made = recording.graph, change or Change()
+    own = (graph.nodes.own_ns if made.own_ns is None else made.own_ns).copy()
+    lag = (graph.edges.lag_ns if made.lag_ns is None else made.lag_ns).copy()
+    host_s, after_s, moved_s, moved_after_s, kernels = 0.0, 0.0, 0.0, 0.0, 0
+    for part, shift, mine in zip(recording.parts, recording.shifts_ns, stretches, strict=True):
+        nodes = np.flatnonzero((graph.nodes.role == Role.GPU) & (graph.nodes.rank == part.rank))
+        events = graph.nodes.event[nodes]
+        launch = part.links.launch[events]
+        at, place = part.trace.start_ns[np.maximum(launch, 0)], part.trace.place[np.maximum(launch, 0)]
+        works = (launch >= 0) & ~communicates(part.trace)[events]
+        for one in mine:
+            inside = works & (place == one.place) & (at >= one.start_ns) & (at < one.end_ns)
+            chosen = nodes[inside]
+            was = float(work_ns(graph, own, lag, chosen).sum()) / NS_PER_S
+            scale_work(graph, own, lag, chosen, np.full(len(chosen), one.factor))
+            kernels, moved_s, moved_after_s = (
+                kernels + len(chosen),
+                moved_s + was,
+                moved_after_s + was * one.factor,
+            )
+            span = np.array([one.start_ns + shift]), np.array([one.end_ns + shift])
+            changed = _thread(graph, own, lag, (part.rank, one.place), _Covered(*span), one.factor) / NS_PER_S
+            host_s, after_s = host_s + changed, after_s + changed * one.factor
+    told = [Retimed("host time stretched", what, 0, host_s, after_s)]
+    if kernels:
+        told.append(Retimed("stretched", what, kernels, moved_s, moved_after_s))
     return Change(own_ns=own, lag_ns=lag), told
 
 
