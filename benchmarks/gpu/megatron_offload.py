@@ -61,7 +61,8 @@ def cases(tiny: bool) -> list[Case]:
     if tiny:
         first = Case(hidden=32, ffn_hidden=64, layers=4, heads=2, vocab=128, seq=16, micro_batch=2, ckpt=1)
     single = [replace(first, **{kind: fraction}) for kind in KINDS for fraction in FRACTIONS]
-    return [first, *single, replace(first, **dict.fromkeys(KINDS, 0.5), decoupled=True)]
+    together = replace(first, **dict.fromkeys(KINDS, 0.5), decoupled=True)
+    return [first, replace(first, decoupled=True), *single, together]
 
 
 def start(device: str) -> None:
@@ -178,7 +179,7 @@ def apply_patches(case: Case, tiny: bool) -> list[Callable[[], None]]:
     return undone
 
 
-def stepper(case: Case, tiny: bool) -> tuple[Callable[[], float], Any, Any]:
+def stepper(case: Case) -> tuple[Callable[[], Any], Any, Any]:
     """The training step, which gives the loss; the model and the optimizer."""
     import torch
     from megatron.core.distributed import finalize_model_grads
@@ -198,7 +199,7 @@ def stepper(case: Case, tiny: bool) -> tuple[Callable[[], float], Any, Any]:
         output = module(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
         return output, lambda x: (x.float().mean(), {"loss": x.detach().float().mean()})
 
-    def step() -> float:
+    def step() -> Any:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         results = get_forward_backward_func()(
@@ -211,7 +212,7 @@ def stepper(case: Case, tiny: bool) -> tuple[Callable[[], float], Any, Any]:
             forward_only=False,
         )
         optimizer.step()
-        return float(sum(r["loss"] for r in results)) / len(results) if tiny else 0.0
+        return sum(r["loss"] for r in results) / len(results)  # not read here: the host would wait for it
 
     return step, model, optimizer
 
@@ -241,7 +242,7 @@ def measured(case: Case, tiny: bool, steps: int) -> dict[str, Any]:
     before = torch.cuda.memory_allocated()
     undone = apply_patches(case, tiny)
     try:
-        step, model, optimizer = stepper(case, tiny)
+        step, model, optimizer = stepper(case)
         losses = [step() for _ in range(2)]
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -258,9 +259,8 @@ def measured(case: Case, tiny: bool, steps: int) -> dict[str, Any]:
             "host_share": shares(model, optimizer),
             "left_before_bytes": before,
         }
-        if tiny:
-            found["losses"] = losses
-        else:
+        found["losses"] = [float(loss) for loss in losses]
+        if not tiny:
             found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
             found["reserved_bytes"] = torch.cuda.max_memory_reserved()
         found["overlap"] = profiled(step)
@@ -273,7 +273,7 @@ def measured(case: Case, tiny: bool, steps: int) -> dict[str, Any]:
             undo()
 
 
-def profiled(step: Callable[[], float]) -> dict[str, float]:
+def profiled(step: Callable[[], Any]) -> dict[str, float]:
     """Of a step: how long copies between host and device took, and how much of it beside kernels."""
     import torch
 
@@ -296,18 +296,21 @@ def run(path: Path, chosen: Sequence[Case], more: Callable[[], bool], steps: int
         return found
 
     here = training_steps.machine(torch.device("cpu" if tiny else "cuda"))
+    plain: list[float] = []
     for changed, found in training_steps.recorded(path, here, chosen, more, measure):
-        print(f"{changed or 'nothing offloaded'}: {said(found)}", flush=True)
+        plain = plain if changed else found.get("losses", [])
+        print(f"{changed or 'nothing offloaded'}: {said(found, plain)}", flush=True)
 
 
-def said(found: dict[str, Any]) -> str:
+def said(found: dict[str, Any], plain: Sequence[float]) -> str:
     if "seconds" not in found:
         return "out of memory"
     overlap, gib = found["overlap"], found.get("peak_bytes", 0) / 2**30
     text = f"{found['seconds']:.3f} s, {gib:.2f} GiB"
     if overlap["copies_s"]:
         text += f", copies {overlap['copies_s']:.3f} s, {overlap['beside_compute']:.0%} beside kernels"
-    return text
+    apart = [abs(mine / theirs - 1.0) for mine, theirs in zip(found["losses"], plain, strict=True)]
+    return f"{text}, losses {max(apart):.1e} from those without patches" if plain else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ from mist_megatron.cost.phases import (
 from mist_megatron.cost.sends import sent_beside_reductions, sent_to_neighbours, slowed_by_reduction
 from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
 from mist_megatron.cost.traffic import gathers_on_arrival, reduces_by_chunk
-from mist_megatron.cost.work import LayerWork, PassWork, StageWork, edge_grid, kept_layer
+from mist_megatron.cost.work import LayerWork, PassWork, StageWork, edge_grid, kept_layer, last_layer_stays
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.price.prices import Array
 from mist_megatron.spec.mesh import StageRole
@@ -206,7 +206,7 @@ def _runs(work: StageWork, place: int, between: tuple[Between, Between]) -> tupl
     """Layers of the kind at that place, kept and recomputed."""
     block = work.blocks[place]
     kept, ends, followed = block.kept, block.kept, _followed(work)
-    if followed and np.any(work.grid.offload.activations):
+    if (followed or last_layer_stays(work)) and np.any(work.grid.offload.activations):
         # The recomputed layers' backward pass comes first: nothing that they saved has to come in before it.
         quiet = work.grid.offloading(activations=ZERO)
         ends = kept_layer(quiet, work.loads.blocks[place], work.context)

@@ -47,11 +47,13 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     if swaps:
         step_in, step_out = states_out + grads_out, states_out + weights_out
     elif facts.step.in_first_forward and not facts.step.by_place:
-        # The host keeps its states: gradients go to it, new weights come back.
+        # The host keeps its states: gradients go to it, new weights come back. Gradients that are added up on
+        # the device have come back for the norm, and are zero when they leave again.
         on_host = grid.offload.optimizer * step_share
         gradient_bytes, weight_bytes = crossing_bytes(context)
-        step_in = weights_out + grads_out + weight_bytes * on_host
-        step_out = weights_out + grads_out + gradient_bytes * on_host
+        added = ZERO if facts.host_copies.states_visit else grads_out
+        step_in = weights_out + added + weight_bytes * on_host
+        step_out = weights_out + added + gradient_bytes * on_host
     added_on_device = facts.host_copies.states_visit or not facts.step.adam_on_host
     compute: Array = ZERO
     if facts.step.in_first_forward and Term.OPTIMIZER_COMPUTE not in context.without:

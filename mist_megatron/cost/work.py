@@ -128,6 +128,7 @@ def stage_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Stag
     """The work of stages with these layers."""
     edge = edge_grid(grid, context.facts)
     first = _block_work(grid, loads.block, context)
+    others = {name: _block_work(grid, load, context) for name, load in loads.others.items()}
     # Megatron's token table and logits are no modules of Transformer Engine.
     plain = replace(context, tensor_collectives_overlap=False)
     embedding, head = (
@@ -141,12 +142,12 @@ def stage_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Stag
         context=context,
         kept=first.kept,
         recomputed=first.recomputed,
-        others={name: _block_work(grid, load, context) for name, load in loads.others.items()},
+        others=others,
         embedding=embedding,
         head=head,
         boundary=boundary_work(grid, loads, context),
         host_s=host_seconds(grid, context),
-        step=_step_work(grid, loads, context),
+        step=_step_work(grid, loads, (first, *others.values()), context),
     )
 
 
@@ -156,6 +157,12 @@ def _block_work(grid: StageGrid, block: LayerLoad, context: TimeContext) -> Bloc
         # What a recomputed layer keeps is its input, which is too small to be worth offloading.
         recomputed = layer_work(grid, block, context, again=block.again, saved_bytes=ZERO)
     return BlockWork(kept=kept, recomputed=recomputed)
+
+
+def last_layer_stays(work: StageWork) -> bool:
+    """Whether what the stage's last layer saved is still there when its backward pass begins."""
+    follows_at_once = work.grid.role.has_head and work.grid.vpp == 1
+    return work.context.facts.host_copies.last_stays and follows_at_once
 
 
 def kept_layer(grid: StageGrid, load: LayerLoad, context: TimeContext) -> LayerWork:
@@ -207,6 +214,10 @@ def layer_work(
     )
     reduced_s = shared.reduce_s + shared.last_reduce_s
     last = replace(backward, reduce_s=reduced_s) if np.any(shared.last_reduce_s) else backward
+    if context.facts.host_copies.states_visit and np.any(grid.offload.grads):
+        # One micro-batch of a step finds gradients that are zero, for which nothing comes in: the first, but
+        # an iteration is as long if it is the last.
+        last = replace(last, copy_in_s=traffic.weights_in_s + saved_in)
     return LayerWork(
         load=load,
         traffic=traffic,
@@ -291,7 +302,9 @@ def edge_grid(grid: StageGrid, facts: TrafficFacts) -> StageGrid:
     return replace(on_device, zero=np.ones(()))
 
 
-def _step_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Mapping[Term, Linear]:
+def _step_work(
+    grid: StageGrid, loads: StageLoads, blocks: tuple[BlockWork, ...], context: TimeContext
+) -> Mapping[Term, Linear]:
     """What happens once per step and stops compute: reductions and gathers that nothing hides, the
     optimizer at the end of the step, and updates on the host."""
     step: dict[Term, Linear] = {}
@@ -322,7 +335,7 @@ def _step_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Mapp
     if facts.host_copies.states_visit:
         _visits(grid, count, context, step)
     if facts.step.in_first_forward:
-        _steps_in_first_forward(grid, loads, count, context, step)
+        _steps_in_first_forward(grid, loads, count, blocks, context, step)
         return step
     on_host = share * grid.offload.optimizer
     compute = prices.of(DeviceAdam(share - on_host)).seconds
@@ -378,19 +391,25 @@ def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: Ti
 
 
 def _visits(grid: StageGrid, count: Array, context: TimeContext, step: dict[Term, Linear]) -> None:
-    """Offloaded gradients come back before the reduction, when nothing else runs; offloaded weights
-    come and go for an update that is not part of a forward pass."""
+    """Offloaded gradients come back before the reduction, when nothing else runs; offloaded weights come and
+    go unit by unit, one after another's update, where those are not part of a forward pass."""
     if not (np.any(grid.offload.grads) or np.any(grid.offload.weights)):
         return
     seconds = host_copy(grid.offload.grads * context.grad_bytes * count, "h2d", context)
     if not context.facts.step.in_first_forward:
         weights = grid.offload.weights * context.weight_bytes * count
-        seconds = seconds + host_copy(weights, "h2d", context) + host_copy(weights, "d2h", context)
+        both = host_copy(weights, "h2d", context), host_copy(weights, "d2h", context)
+        seconds = seconds + overlapped_time((ZERO, ZERO, *both), context.interference)
     step[Term.STATES_AT_STEP] = Linear(seconds)
 
 
 def _steps_in_first_forward(
-    grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext, step: dict[Term, Linear]
+    grid: StageGrid,
+    loads: StageLoads,
+    count: Array,
+    blocks: tuple[BlockWork, ...],
+    context: TimeContext,
+    step: dict[Term, Linear],
 ) -> None:
     """Updates between the layers of the first forward pass; the copies are part of its traffic."""
     facts, prices = context.facts, context.prices
@@ -399,13 +418,16 @@ def _steps_in_first_forward(
         norm = prices.of(MemoryPass(3.0 * context.grad_bytes * share)).seconds
         step[Term.OPTIMIZER_COMPUTE] = Linear(norm)
     if facts.step.adam_on_host and np.any(grid.offload.optimizer):
-        # The thread that updates a layer launches nothing: the device has the layer before it to run.
+        # The thread that updates a layer launches nothing: the device has the layer before it to run, and the
+        # links copies that were launched.
         divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)
-        for place, block in enumerate(loads.blocks):
+        for place, (block, layer) in enumerate(zip(loads.blocks, blocks, strict=True)):
             update = prices.of(HostAdam(grid.offload.optimizer * block.parameters / divisor)).seconds
-            add_term(step, Term.HOST_ADAM, of_kind(place, np.maximum(update - block.forward_s, 0.0)))
+            copies = np.maximum(layer.kept.first.copy_in_s, layer.kept.first.copy_out_s)
+            beside = np.maximum(block.forward_s, copies)
+            add_term(step, Term.HOST_ADAM, of_kind(place, np.maximum(update - beside, 0.0)))
+        add_term(step, Term.HOST_ADAM, _edges_on_host(grid, loads, divisor, context))
         if facts.step.by_place:
-            add_term(step, Term.HOST_ADAM, _edges_on_host(grid, loads, divisor, context))
             step[Term.HOST_ADAM_COPIES] = Linear(_gradients_to_states(grid, share, context))
 
 

@@ -17,8 +17,9 @@ from mist_megatron.cost.borders import Border, border_seconds
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.predict import grids_of, recomputed_layers
+from mist_megatron.cost.terms import ZERO, LayerLoad
 from mist_megatron.cost.traffic import reduces_by_chunk
-from mist_megatron.cost.work import LayerWork, PassWork
+from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer, last_layer_stays
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.term import Term
@@ -191,6 +192,8 @@ class _Kinds:
 
     blocks: tuple[tuple[LayerTasks, LayerTasks], ...]
     """Of each kind of transformer layer: kept, and recomputed."""
+    last_kept: tuple[LayerTasks, ...]
+    """The last layer of a pass, if it is kept, of each kind."""
     embedding: LayerTasks | None
     head: LayerTasks | None
 
@@ -202,9 +205,10 @@ class _Kinds:
 
 def _priced(grid: StageGrid, evaluator: StageEvaluator) -> tuple[_Kinds, StageTasks]:
     work = evaluator.work(grid)
-    blocks = []
-    for block in work.blocks:
+    blocks, last_kept, stays = [], [], last_layer_stays(work)
+    for block, load in zip(work.blocks, work.loads.blocks, strict=True):
         kept = _layer(block.kept)
+        last_kept.append(_without_arrivals(kept, load, work) if stays else kept)
         blocks.append((kept, kept if block.recomputed is block.kept else _layer(block.recomputed)))
     embedding, head = (None if edge is None else _layer(edge) for edge in (work.embedding, work.head))
     step = {term: float(seconds.at(grid)) for term, seconds in work.step.items()}
@@ -225,7 +229,17 @@ def _priced(grid: StageGrid, evaluator: StageEvaluator) -> tuple[_Kinds, StageTa
         ),
         hand_on_s=float(work.boundary.handed_on_s),
     )
-    return _Kinds(tuple(blocks), embedding, head), tasks
+    return _Kinds(tuple(blocks), tuple(last_kept), embedding, head), tasks
+
+
+def _without_arrivals(kept: LayerTasks, load: LayerLoad, work: StageWork) -> LayerTasks:
+    """A layer whose backward pass finds on the device what its forward pass sends off."""
+    quiet = _layer(kept_layer(work.grid.offloading(activations=ZERO), load, work.context))
+    return replace(
+        kept,
+        backward=replace(kept.backward, copy_in_s=quiet.backward.copy_in_s),
+        last=replace(kept.last, copy_in_s=quiet.last.copy_in_s),
+    )
 
 
 def _layer(work: LayerWork) -> LayerTasks:
@@ -281,6 +295,9 @@ def _chunks(plan: Plan, position: int, kinds: _Kinds) -> tuple[tuple[NamedLayer,
             NamedLayer(f"layer {layer}", kinds.blocks[of_layer[layer]][layer in again[chunk]])
             for layer in chunks[chunk]
         ]
+        end = chunks[chunk][-1]
+        if end not in again[chunk]:
+            layers[-1] = replace(layers[-1], work=kinds.last_kept[of_layer[end]])
         if position == 0 and chunk == 0 and kinds.embedding is not None:
             layers.insert(0, NamedLayer("embedding", kinds.embedding))
         if position == last and chunk == vpp - 1 and kinds.head is not None:

@@ -266,6 +266,9 @@ class HostCopyFacts:
     states_visit: bool = False
     """Offloaded gradients are added up on the device, which they visit in every backward pass, and come back
     for the reduction and the norm; offloaded weights visit for their update (patch state_offload)."""
+    last_stays: bool = False
+    """Where a backward pass follows a forward pass at once, what the last layer saved is still on its way out
+    and need not come back (the patches' offload of activations)."""
     in_collectives: bool = False
     """Host copies are made on the streams of the collectives: weights of ZeRO 3 right before their gather,
     the gradients so far, to be added to, right before and after their reduction. Weights below ZeRO 3 visit

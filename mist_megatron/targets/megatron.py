@@ -144,7 +144,7 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
             crossing_bytes=4.0,
         ),
         pipeline=PipelineFacts(sends_overlap_when_interleaved=True, later_stages_at_once=True),
-        host_copies=HostCopyFacts(states_visit=True),
+        host_copies=HostCopyFacts(states_visit=True, last_stays=True),
     )
 
 

@@ -39,7 +39,7 @@ def test_weights_come_and_go_for_their_update():
     assert stable["pipeline_fill_of_layers"] == pytest.approx(2 * (each - HOP_S), abs=HOST_S), (
         "in before forward and backward"
     )
-    assert delta["states_at_step"] == pytest.approx(2 * LAYERS * each)
+    assert delta["states_at_step"] == pytest.approx(LAYERS * each), "one goes while the next one comes"
 
 
 def test_nothing_offloaded_costs_nothing():

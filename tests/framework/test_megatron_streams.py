@@ -34,7 +34,7 @@ CASES = {
     "host, states": replace(HOST, patches={**HOST.patches, **STATES}),
     "host, all": replace(HOST, patches={**HOST.patches, **STEPS, **STATES, **ACTIVATIONS}),
 }
-KINDS = ("late", "random 1", "random 2")
+KINDS = ("late", "random 1")
 
 
 def plain(case: Case) -> Case:

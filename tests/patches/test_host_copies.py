@@ -48,6 +48,10 @@ def test_cleared_contents_are_zero_without_a_copy():
     one.release()
     one.use()
     assert flat.tolist() == [2.0] * 4
+    one.clear()
+    one.use()
+    one.release()
+    assert meter.moved_out_bytes == 32, "zeros are not copied out"
 
 
 def test_backward_of_a_weight_that_was_away():

@@ -143,3 +143,15 @@ def test_a_pool_of_ever_new_sizes_stays_small(driver):
             pool.give(buffer)
         del buffers, buffer
     assert sum(driver.registered.values()) == pool.spare_bytes <= 1.25 * pool.most_used_bytes + 2000
+
+
+def test_a_pool_parts_with_what_was_given_back_first(driver):
+    pool = Pool()
+    first, second = pool.take(1000), pool.take(3000)
+    kept = second.data_ptr()
+    pool.give(first)
+    pool.give(second)
+    del first, second
+    large = pool.take(4500)
+    assert kept in driver.registered, "the one of the last layer comes again next"
+    assert len(driver.registered) == 2 and large.nbytes == 4500

@@ -158,7 +158,7 @@ class Held:
         if self.event is not None:  # fetched ahead and never used
             torch.cuda.current_stream().wait_event(self.event)
             self.event = None
-        if not self.changed or self.zeros:
+        if not self.changed:
             self.free()
             return
         self.event = self.streams.copy(self.streams.out, self.host, self.flats)

@@ -83,9 +83,10 @@ class StateOffload:
     def take_over(self, chunk: Chunk) -> None:
         """Move the chosen units of a new chunk into storages of their own and hook them."""
         _refuse_untested(chunk, self.weights_fraction, self.grads_fraction)
-        sizes = [sum(p.numel() for p in unit.parameters) for unit in chunk.units]
-        moved_weights = choose_evenly(sizes, self.weights_fraction)
-        moved_grads = choose_evenly(sizes, self.grads_fraction)
+        # From the end: a layer that stays is the first of a backward pass, beside which the next one comes.
+        sizes = [sum(p.numel() for p in unit.parameters) for unit in reversed(chunk.units)]
+        moved_weights = reversed(choose_evenly(sizes, self.weights_fraction))
+        moved_grads = reversed(choose_evenly(sizes, self.grads_fraction))
         for unit, weights, grads in zip(chunk.units, moved_weights, moved_grads, strict=True):
             if weights:
                 unit.weights = Held(_own_weights(unit), self.streams, self.weights)
@@ -158,12 +159,11 @@ class StateOffload:
         self.handles += watch_first_pass(chunk.ddp, lambda: _watch(chunk))
         visits = _visits(chunk)
         for at, visit in enumerate(visits):
+            # Units that stay have hooks too: what comes after them begins its way while they run.
             unit, module = visit.unit, visit.module
-            if unit.weights is None and unit.grads is None:
-                continue
             keep(module.register_forward_pre_hook(lambda m, a, at=at: self._enter(visits, at), prepend=True))
             keep(module.register_forward_hook(lambda m, a, out, at=at: self._leave(visits, at, a, out)))
-            if not visit.borrowed:
+            if not visit.borrowed and (unit.weights is not None or unit.grads is not None):
                 for p in unit.parameters:
                     node: Any = p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                     added = weakref.ref(p)  # as for `unit_of`
@@ -188,9 +188,9 @@ class StateOffload:
         weights = visits[at].unit.weights
         if weights is not None:
             weights.use()
-            ahead = _neighbour(visits, at, -1 if _in_backward() else 1, "weights")
-            if ahead is not None:
-                ahead.fetch()
+        ahead = _neighbour(visits, at, -1 if _in_backward() else 1, "weights")
+        if ahead is not None:
+            ahead.fetch()
 
     def _leave(self, visits: list[Visit], at: int, inputs: Any, output: Any) -> None:
         unit = visits[at].unit
@@ -207,14 +207,15 @@ class StateOffload:
 
     def _before_backward(self, visits: list[Visit], at: int) -> None:
         unit = visits[at].unit
-        self._waiting[unit] = {id(p) for p in unit.parameters}
+        if unit.weights is not None or unit.grads is not None:
+            self._waiting[unit] = {id(p) for p in unit.parameters}
         if unit.weights is not None:
             unit.weights.use()
         if unit.grads is not None:
             unit.grads.write()
         for kind in ("weights", "grads"):
             before = _neighbour(visits, at, -1, kind)
-            if getattr(unit, kind) is not None and before is not None:
+            if before is not None:
                 before.fetch()
 
     def _grad_added(self, parameter: Any) -> None:

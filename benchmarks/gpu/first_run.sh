@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# The first ten minutes of the patches on a GPU, in one command:
+#
+#   bash benchmarks/gpu/first_run.sh h200-sxm-141gb            name of a GPU of the catalogue, or a profile
+#   bash benchmarks/gpu/first_run.sh h200-sxm-141gb --cpu      the same programs with a tiny model, without a GPU
+#
+# Trains Megatron-core without patches, with each patch alone and with all together. Leaves in results/first_run
+# (or in $FIRST_RUN_OUT) one JSON line per case - losses, time, peak memory, share of copies beside kernels - and
+# report.txt: losses against those without patches, time and memory against `predict`. Needs torch, megatron-core
+# and this repository on Python's path; ends by itself before the ten minutes are over.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+gpu=${1:?which GPU? e.g. h200-sxm-141gb}
+device=cuda steps=5
+if [ "${2:-}" = --cpu ]; then device=cpu steps=1; fi
+out=${FIRST_RUN_OUT:-results/first_run}
+mkdir -p "$out"
+export PYTHONPATH=$PWD:$PWD/patches${PYTHONPATH:+:$PYTHONPATH}
+if [ "$device" = cuda ]; then nvidia-smi | tee "$out/nvidia-smi.txt"; fi
+timeout 600 python benchmarks/gpu/megatron_offload.py --out "$out/offload.jsonl" --device "$device" \
+  --steps "$steps" --budget-s 420 --against "$gpu" | tee "$out/report.txt"

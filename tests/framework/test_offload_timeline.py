@@ -1,0 +1,30 @@
+"""What the patches hide behind compute, on streams with the cost model's seconds, is what `predict` says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron", reason="needs the test framework environment")
+import warm_start_server
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_kinds_of_offload_take_what_predict_says_and_run_where_the_table_says() -> None:
+    path = f"{ROOT}:{ROOT / 'patches'}"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "offload_timeline.py"), "all four 0.5"],
+        env=warm_start_server.environment(PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    cases, _, table = done.stdout.partition("\n\n")
+    assert cases.count(" ms ") == 4, "by the clock and by predict, without and with decoupled steps"
+    assert table.strip() in (ROOT / "patches" / "README.md").read_text("utf-8")
