@@ -298,8 +298,8 @@ def run(path: Path, chosen: Sequence[Case], more: Callable[[], bool], steps: int
     here = training_steps.machine(torch.device("cpu" if tiny else "cuda"))
     plain: list[float] = []
     for changed, found in training_steps.recorded(path, here, chosen, more, measure):
-        plain = plain if changed else found.get("losses", [])
         print(f"{changed or 'nothing offloaded'}: {said(found, plain)}", flush=True)
+        plain = plain if changed else found.get("losses", [])
 
 
 def said(found: dict[str, Any], plain: Sequence[float]) -> str:
@@ -309,8 +309,10 @@ def said(found: dict[str, Any], plain: Sequence[float]) -> str:
     text = f"{found['seconds']:.3f} s, {gib:.2f} GiB"
     if overlap["copies_s"]:
         text += f", copies {overlap['copies_s']:.3f} s, {overlap['beside_compute']:.0%} beside kernels"
+    if not plain:
+        return text
     apart = [abs(mine / theirs - 1.0) for mine, theirs in zip(found["losses"], plain, strict=True)]
-    return f"{text}, losses {max(apart):.1e} from those without patches" if plain else text
+    return f"{text}, losses {max(apart):.1e} from those without patches"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
