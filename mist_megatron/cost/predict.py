@@ -21,7 +21,7 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
-from mist_megatron.spec.schedule import in_flight
+from mist_megatron.spec.schedule import in_flight, recomputed_per_chunk
 from mist_megatron.spec.term import Term
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.facts import TrafficFacts
@@ -125,7 +125,8 @@ def grids_of(plan: Plan) -> list[StageGrid]:
 def grid_of(plan: Plan, position: int) -> StageGrid:
     """The one configuration of a plan's stage, as the evaluator asks for it, wherever it is."""
     stage, stages = plan.stages[position], len(plan.stages)
-    held = in_flight(plan.schedule, position, stages, plan.grad_accum, plan.vpp)
+    chunks = plan.chunk_layers[position] if plan.vpp > 1 else None
+    held = in_flight(plan.schedule, position, stages, plan.grad_accum, plan.vpp, chunks)
     return StageGrid(
         role=role_of(position, stages),
         nodes=stage.nodes,
@@ -170,9 +171,13 @@ def recomputed_layers(plan: Plan, position: int) -> tuple[range, ...]:
     """Of each chunk of a stage, the layers that are recomputed in full: which ones follows the target
     (Megatron's block method takes a chunk's first ones, Mist's runtime a stage's last)."""
     first = TARGETS[plan.target].memory(plan.execution).recomputes_first_layers
-    # vpp divides ckpt where the target runs it; a what-if plan may leave a rest to the first chunks.
-    each, rest = divmod(plan.stages[position].ckpt, plan.vpp)
+    ckpt, chunk_layers = plan.stages[position].ckpt, plan.chunk_layers[position]
+    again = recomputed_per_chunk(chunk_layers, ckpt)
+    # As many of each chunk where the target runs it; a what-if plan may leave a rest to the first chunks.
+    each, rest = divmod(ckpt, plan.vpp)
     counts = [each + (chunk < rest) for chunk in range(plan.vpp)]
+    if again is not None:
+        counts = [min(again, layers) for layers in chunk_layers]
     chunks = zip(plan.layers_of(position), counts, strict=True)
     return tuple(chunk[:count] if first else chunk[len(chunk) - count :] for chunk, count in chunks)
 

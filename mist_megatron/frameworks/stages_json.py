@@ -51,12 +51,6 @@ from mist_megatron.spec.plan import Plan, Zero
 SCHEMA = 1
 
 
-def chunk_layers(plan: Plan, stage: int) -> tuple[int, ...]:
-    """Layers of each virtual stage of a stage; what does not divide goes to the first chunks."""
-    whole, rest = divmod(plan.stages[stage].layers, plan.vpp)
-    return tuple(whole + (chunk < rest) for chunk in range(plan.vpp))
-
-
 def rank_of_gpu(plan: Plan) -> list[int] | None:
     """The plan's map (rank -> GPU) turned round, as a process needs it that knows its GPU only."""
     if plan.rank_map is None or plan.rank_map == tuple(range(len(plan.rank_map))):
@@ -119,7 +113,7 @@ def stages_document(
                 "first_rank": plan.ranks(index).start,
                 "ranks": stage.gpus,
                 "layers": stage.layers,
-                "chunk_layers": list(chunk_layers(plan, index)),
+                "chunk_layers": list(plan.chunk_layers[index]),
                 "dp": stage.dp,
                 "tp": stage.tp,
                 "micro_batch": stage.micro_batch,

@@ -23,6 +23,7 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, Front
 from mist_megatron.search.points import steady_s as steady_of
 from mist_megatron.search.space import Space
+from mist_megatron.search.splits import split_table, splits_layers
 from mist_megatron.search.stage_prices import Times
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole, role_of
@@ -129,7 +130,11 @@ def shape_bounds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> li
 
 def _group(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[EqualBound]:
     stages, layers = shapes[0].stages, question.evaluator.job.model.layers
-    counts = range(layers // stages, layers // stages + 1) if _is_even(question, shapes[0]) else None
+    counts = [layers // stages] if _is_even(question, shapes[0]) else None
+    if splits_layers(question.space, stages, shapes[0].vpp):
+        # t is linear in layers, and d does not fall.
+        table = split_table(layers, stages, shapes[0].vpp)
+        counts = sorted({int(table.min()), int(table.max())})
     positions = (0, min(1, stages - 1), stages - 1)
     priced = {k: least_times(question, shapes, role_of(k, stages), counts) for k in sorted(set(positions))}
     return [
@@ -140,6 +145,8 @@ def _group(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[Equ
 
 def _is_even(question: SearchProblem, shape: EqualPipeline) -> bool:
     """Whether all stages of a shape have equally many layers."""
+    if splits_layers(question.space, shape.stages, shape.vpp):
+        return False
     return shape.stages == 1 or shape.vpp > 1 or not question.space.uneven_layers
 
 
@@ -149,6 +156,10 @@ def _bound(
     layers, count = question.evaluator.job.model.layers, shape.stages
     if _is_even(question, shape):
         return _even_bound(shape, stages)
+    if splits_layers(question.space, count, shape.vpp):
+        table = split_table(layers, count, shape.vpp)
+        values_s = split_bounds(shape, stages, table)
+        return EqualBound(float(values_s.min()), 0.0, 0.0, stages)
     used = (stages[0], stages[2]) if count == 2 else stages
     counts = (1, 1) if count == 2 else (1, count - 2, 1)
     # All layers at the least price per layer, and each stage's fixed part.
@@ -215,6 +226,47 @@ def _even_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, Leas
     return EqualBound(value_s, rest_s, both_s[0] + max(step_s), stages)
 
 
+def split_bounds(
+    shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes], table: NDArray[np.intp]
+) -> Array:
+    """The same of splits of the layers over stages that are alike in all else, one a row."""
+    low, high = int(table.min()), int(table.max())
+    counts = np.stack([table[:, 0], table[:, 1:-1].max(axis=1, initial=0), table[:, -1]])
+    of_middle = table[:, 1:-1].sum(axis=1) / max(shape.stages - 2, 1)
+    along = (counts - low) / max(high - low, 1)
+
+    def at(parts: Sequence[Array]) -> Array:
+        return np.stack(
+            [part[0] + row * (part[-1] - part[0]) for part, row in zip(parts, along, strict=True)]
+        )
+
+    ramp_s = at([stage.ramp_s for stage in stages])
+    least = [
+        stage.t_s[0] + (stage.t_s[-1] - stage.t_s[0]) * row for stage, row in zip(stages, along, strict=True)
+    ]
+    # Of all but t what the fewest layers have.
+    both_s = [t_s + float((stage.both_s - stage.t_s).min()) for t_s, stage in zip(least, stages, strict=True)]
+    in_turn_s = [stage.in_turn_s for stage in stages]
+    step_s = max(float(stage.step_s.min()) for stage in (stages[0], stages[-1]))
+    vpp, count, others = shape.vpp, shape.stages, shape.grad_accum - 1
+    used = [0, 2] if count == 2 else [0, 1, 2]
+    slope = (stages[1].ramp_s[-1] - stages[1].ramp_s[0]) / max(high - low, 1)
+    middle_s = stages[1].ramp_s[0] + (of_middle - low) * slope
+    sum_s = (ramp_s[0] + (count - 2) * middle_s + ramp_s[2]) / vpp
+    hidden = (0.0, ramp_s[0] / vpp, sum_s - ramp_s[2] / vpp)
+    second_s = np.max([sum_s - ramp_s[k] / vpp + both_s[k] - in_turn_s[k] - hidden[k] for k in used], axis=0)
+    rest_s = step_s + second_s + shape.grad_accum * min(in_turn_s)
+    if vpp > 1:
+        return np.asarray((others * ramp_s[used].max(axis=0) + rest_s) * (1 - 1e-9))
+    behind = [sum_s - ramp_s[0], ramp_s[2], np.zeros_like(sum_s)]
+    following = [count - 1, 1 if others > 1 else count - 2, 0]
+    steady = [
+        steady_of(ramp_s[k], 0.5 * ramp_s[k], 0.0, Ends(shape.grad_accum, following[k]), behind[k])
+        for k in used
+    ]
+    return np.asarray((np.max(steady, axis=0) + rest_s) * (1 - 1e-9))
+
+
 @lru_cache(maxsize=256)
 def least_passes(gpus: int, grad_accum: int, lengths: tuple[int, ...]) -> float:
     """Of any pipeline of these numbers of stages, whatever their sizes: U and all t, for each GPU-second of a
@@ -234,7 +286,10 @@ def least_passes(gpus: int, grad_accum: int, lengths: tuple[int, ...]) -> float:
 
 
 def least_times(
-    question: SearchProblem, meshes: Sequence[EqualPipeline], role: StageRole, counts: range | None = None
+    question: SearchProblem,
+    meshes: Sequence[EqualPipeline],
+    role: StageRole,
+    counts: Sequence[int] | None = None,
 ) -> list[LeastTimes]:
     """Of a role's stages on all these meshes, which are alike in nodes, sequence parallelism and chunks, with
     so many layers each; None is every number."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,9 +38,11 @@ class StageSlot:
     """Micro-batches in flight at its peak."""
 
 
-def slot_at(shape: EqualPipeline, position: int, layers: int) -> StageSlot:
-    """The slot of a stage of a shape."""
-    held = in_flight(usual_schedule(shape.vpp), position, shape.stages, shape.grad_accum, shape.vpp)
+def slot_at(
+    shape: EqualPipeline, position: int, layers: int, chunks: tuple[int, ...] | None = None
+) -> StageSlot:
+    """The slot of a stage of a shape, whose chunks have these layers where they are not alike."""
+    held = in_flight(usual_schedule(shape.vpp), position, shape.stages, shape.grad_accum, shape.vpp, chunks)
     return StageSlot(role=role_of(position, shape.stages), layers=layers, held=held)
 
 
@@ -91,6 +93,17 @@ def stage_grid(
         vpp=shape.vpp,
         bridged=shape.bridged,
     )
+
+
+def per_chunk_counts(space: Space, chunks: Sequence[tuple[int, ...]]) -> Array:
+    """Numbers of fully recomputed layers per chunk, of stages that recompute alike; their chunks have these
+    layers."""
+    most = max(map(max, chunks))
+    if space.ckpt == "none":
+        return np.zeros(1)
+    if space.ckpt == "all":
+        return np.array([float(most)])
+    return np.array([0.0, float(most)]) if space.ckpt == "none_or_all" else np.arange(0.0, most + 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,11 +74,16 @@ def _closest(asked: Asked) -> _Miss | None:
     if not found:
         return None
     layers = evaluator.job.model.layers
-    lines = least_memory(evaluator, space, (sizes for shape in found for sizes in stages_of(shape)))
+    lines = least_memory(
+        evaluator, space, (sizes for shape in found for sizes in stages_of(shape, space, layers))
+    )
 
     def fullest(shape: EqualPipeline) -> tuple[float, int, int]:
         counts = _even(layers, shape.stages)
-        peaks = [lines[sizes].least_bytes(n) for sizes, n in zip(stages_of(shape), counts, strict=True)]
+        peaks = [
+            lines[sizes].least_bytes(n)
+            for sizes, n in zip(stages_of(shape, space, layers), counts, strict=True)
+        ]
         position = int(np.argmax(peaks))
         return peaks[position], position, counts[position]
 
@@ -173,12 +178,15 @@ def _fits(evaluator: StageEvaluator, job: Job, space: Space, limits: Limits) -> 
     """Whether some plan of another job fits; its prices, which may be off, only order the search."""
     other = StageEvaluator(job, evaluator.prices, evaluator.stage)
     question = SearchProblem(evaluator=other, space=space, step=1.0)
-    left = possible_shapes(question, limits)
-    lines = least_memory(other, space, (sizes for shape in left for sizes in stages_of(shape)))
+    left, layers = possible_shapes(question, limits), job.model.layers
+    lines = least_memory(other, space, (sizes for shape in left for sizes in stages_of(shape, space, layers)))
 
     def room(shape: EqualPipeline) -> float:
-        counts = _even(job.model.layers, shape.stages)
-        return max(lines[sizes].least_bytes(n) for sizes, n in zip(stages_of(shape), counts, strict=True))
+        counts = _even(layers, shape.stages)
+        return max(
+            lines[sizes].least_bytes(n)
+            for sizes, n in zip(stages_of(shape, space, layers), counts, strict=True)
+        )
 
     tried = sorted(left, key=room)[:TRIED]
     return any(
@@ -195,13 +203,13 @@ def possible_shapes(question: SearchProblem, limits: Limits) -> list[EqualPipeli
 def possible_of(question: SearchProblem, found: Iterable[EqualPipeline]) -> list[EqualPipeline]:
     """Of these shapes."""
     evaluator, space = question.evaluator, question.space
+    layers = evaluator.job.model.layers
     stages: dict[EqualPipeline, list[StageSizes]] = {}
     for shape in found:
         question.tick()
-        stages[shape] = stages_of(shape)
+        stages[shape] = stages_of(shape, space, layers)
     lines = least_memory(evaluator, space, chain.from_iterable(stages.values()), question.tick)
     question.tick()
     most = {sizes: line.most_layers(evaluator.limit_bytes) for sizes, line in lines.items()}
     question.tick()
-    layers = evaluator.job.model.layers
     return [shape for shape, here in stages.items() if may_fit(shape, [most[s] for s in here], space, layers)]

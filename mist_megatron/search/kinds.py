@@ -31,7 +31,7 @@ from mist_megatron.search.solution import Solved, StageChoice, told
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.stage_prices import Times, beyond_linear
 from mist_megatron.spec.mesh import StageRole, role_of
-from mist_megatron.spec.plan import chunk_layers
+from mist_megatron.spec.plan import even_chunks
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
 from mist_megatron.targets.table import TARGETS
 
@@ -228,7 +228,7 @@ def _price_role(
 def _runs(question: SearchProblem, shape: EqualPipeline, slot: Slot) -> tuple[Kinds, ...]:
     """Kinds at the ends of a stage's chunks."""
     model = question.evaluator.job.model
-    chunks = chunk_layers(model.layers, *slot, shape.vpp)
+    chunks = even_chunks(model.layers, *slot, shape.vpp)
     return tuple((model.kind_of_layer[chunk[0]], model.kind_of_layer[chunk[-1]]) for chunk in chunks)
 
 
@@ -265,7 +265,7 @@ def _grid(
 
 def _chunks(total: int, slots: Sequence[Slot], vpp: int) -> tuple[Ints, Ints]:
     """First layer and length of each chunk of each slot."""
-    chunks = [chunk_layers(total, *slot, vpp) for slot in slots]
+    chunks = [even_chunks(total, *slot, vpp) for slot in slots]
     starts = np.array([[chunk.start for chunk in row] for row in chunks], dtype=np.intp)
     return starts, np.array([[len(chunk) for chunk in row] for row in chunks], dtype=np.intp)
 

@@ -17,6 +17,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.search.choices import AXES, Array, Choices, StageSlot, slot_at, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
+from mist_megatron.search.splits import least_held, split_table, splits_layers
 from mist_megatron.search.stage_prices import ends_of, with_axes
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.recompute import Recompute
@@ -60,9 +61,12 @@ class StageLines:
         return 1 + int(min(float(more.min()) * (1 + 1e-12) + 1e-9, 1e6))
 
 
-def stages_of(shape: EqualPipeline) -> list[StageSizes]:
-    """The stages of a shape, first to last."""
+def stages_of(shape: EqualPipeline, space: Space, layers: int) -> list[StageSizes]:
+    """The stages of a shape, first to last, as little in flight as any split of the layers has."""
     slots = [slot_at(shape, position, 1) for position in range(shape.stages)]
+    if shape.vpp > 1 and splits_layers(space, shape.stages, shape.vpp):
+        held = least_held(layers, shape.stages, shape.vpp, min(shape.grad_accum, 3 * shape.stages))
+        slots = [replace(slot, held=least) for slot, least in zip(slots, held, strict=True)]
     return [sizes_of(shape, slot.role, slot.held) for slot in slots]
 
 
@@ -160,6 +164,8 @@ def _moments(
 def may_fit(shape: EqualPipeline, most: Sequence[int], space: Space, layers: int) -> bool:
     """False where no split of the layers over stages of at most so many each, and no configuration of the
     stages, fits."""
+    if splits_layers(space, shape.stages, shape.vpp):
+        return bool((split_table(layers, shape.stages, shape.vpp) <= np.array(most)).all(axis=1).any())
     if not space.uneven_layers or shape.vpp > 1:
         return min(most) >= layers // shape.stages
     return min(most) >= 1 and sum(most) >= layers

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mist_megatron.errors import InputError
 from mist_megatron.search.space import Limits, Space
+from mist_megatron.search.splits import chunk_counts, layer_splits
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import data_parallel_size, shares_out, splits
 
@@ -92,7 +93,7 @@ def shapes(job: Job, space: Space, limits: Limits) -> Iterator[EqualPipeline]:
     for stages in divisors(cluster.gpus):
         if stages > model.layers or not limits.allows("pp", stages) or (stages > 1 and not space.pipeline):
             continue
-        if not space.uneven_layers and model.layers % stages:
+        if not (space.uneven_layers or space.near_even) and model.layers % stages:
             continue
         mesh = _mesh(cluster.gpus // stages, cluster.gpus_per_node)
         if mesh is None:
@@ -162,13 +163,20 @@ def _sequence_parallel(job: Job, space: Space, tp: int) -> tuple[bool, ...]:
 
 
 def _chunks(job: Job, space: Space, limits: Limits, schedule: tuple[int, int]) -> tuple[int, ...]:
-    """Chunks per rank: 1, and where interleaving can run (Megatron wants whole groups of micro-batches
-    and equal chunks) the divisors of a stage's even share of the layers."""
+    """Chunks per rank: 1, and where interleaving can run, for which Megatron wants whole groups of
+    micro-batches, more."""
     stages, grad_accum = schedule
     found = [1] if limits.allows("vpp", 1) else []
-    if space.interleaved and stages > 1 and grad_accum % stages == 0 and job.model.layers % stages == 0:
-        share = job.model.layers // stages
-        found += [v for v in divisors(share) if v > 1 and limits.allows("vpp", v)]
+    if space.interleaved and stages > 1 and grad_accum % stages == 0:
+        asked = limits.fixed.get("vpp")
+        if asked is not None and space.near_even:
+            several: tuple[int, ...] = (asked,) if layer_splits(job.model.layers, stages, asked) else ()
+        elif space.near_even:
+            several = chunk_counts(job.model.layers, stages)
+        else:
+            share, rest = divmod(job.model.layers, stages)
+            several = () if rest else divisors(share)
+        found += [v for v in several if v > 1 and limits.allows("vpp", v)]
     return tuple(found)
 
 
@@ -218,7 +226,7 @@ def _conflict(job: Job, space: Space, limits: Limits) -> str | None:
     for key, possible in sizes.items():
         if key in fixed and fixed[key] not in possible:
             return f"--fix {key}={fixed[key]}: wanted one of {_listed(possible)}"
-    if not space.uneven_layers and job.model.layers % fixed.get("pp", 1):
+    if not (space.uneven_layers or space.near_even) and job.model.layers % fixed.get("pp", 1):
         return (
             f"--fix pp={fixed['pp']}: space {space.name} on {job.target} splits layers evenly, wanted a "
             f"divisor of {job.model.layers} layers"

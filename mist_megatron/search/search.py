@@ -200,7 +200,7 @@ def _questions(
             if len(job.model.kinds) > 1:
                 # Of stages of one configuration such models have the splits searched too.
                 uneven = space.uneven_layers and TARGETS[job.target].capability.uneven_layers
-                runnable = replace(runnable, uneven_layers=uneven)
+                runnable = replace(runnable, uneven_layers=uneven, near_even=False)
             cut = apply_limits(runnable, way.limits)
         except InputError as error:
             refused.append(error)

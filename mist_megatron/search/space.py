@@ -29,6 +29,8 @@ class Space:
     pipeline: bool = True
     tensor_parallel: bool = True
     uneven_layers: bool = False
+    near_even: bool = False
+    """Stages that are alike in all else may differ in layers, the ends from those between (`splits.py`)."""
     per_stage: bool = False
     """Stages may differ in recomputed layers, offload fractions and, where listed, ZeRO level."""
     per_stage_zero: bool = False
@@ -60,7 +62,7 @@ class Space:
         """Names of what this space searches, for the list of spaces."""
         found = ["dp", "micro_batch", "grad_accum"]
         found += ["tp"] * self.tensor_parallel + ["pp"] * self.pipeline
-        found += ["layers per stage"] * self.uneven_layers
+        found += ["layers per stage"] * (self.uneven_layers or self.near_even)
         found += {
             "none": [],
             "all": [],
@@ -88,6 +90,7 @@ _SPACES = (
         recompute=SEARCHED,
         sequence_parallel=True,
         interleaved=True,
+        near_even=True,
         context_parallel=True,
         tp_comm_overlap=True,
     ),
@@ -155,6 +158,7 @@ _SPACES = (
         recompute=SEARCHED,
         sequence_parallel=True,
         interleaved=True,
+        near_even=True,
         context_parallel=True,
         tp_comm_overlap=True,
         decoupled_step=True,
@@ -201,6 +205,7 @@ def cut_to_target(
         tensor_parallel=space.tensor_parallel and able.tensor_parallel,
         # Stages of one configuration are searched with equally many layers only.
         uneven_layers=space.uneven_layers and able.uneven_layers and per_stage,
+        near_even=space.near_even and able.uneven_layers and INTERLEAVED in able.schedules,
         per_stage=per_stage,
         per_stage_zero=space.per_stage_zero and able.per_stage_zero,
         unequal=space.unequal and able.per_stage_grid and able.uneven_layers and able.per_stage_ckpt,

@@ -22,7 +22,15 @@ from mist_megatron.spec.mesh import (
 )
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
-from mist_megatron.spec.schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, ScheduleName
+from mist_megatron.spec.schedule import (
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    SCHEDULES,
+    ScheduleName,
+    chunk_layers,
+    recomputed_of,
+    recomputed_per_chunk,
+)
 from mist_megatron.spec.training import TrainingSpec
 
 TargetName = Literal["mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches"]
@@ -152,6 +160,20 @@ class Plan:
         return sum(stage.gpus for stage in self.stages)
 
     @property
+    def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of every chunk of every stage."""
+        return chunk_layers([stage.layers for stage in self.stages], self.vpp)
+
+    @property
+    def recomputed_per_chunk(self) -> int | None:
+        """Layers of each chunk that are recomputed in full, or all of a smaller one, where one number says it
+        of all stages."""
+        pairs = list(zip(self.chunk_layers, (stage.ckpt for stage in self.stages), strict=True))
+        each = [recomputed_per_chunk(chunks, ckpt) for chunks, ckpt in pairs]
+        most = max((count for count in each if count is not None), default=0)
+        return most if all(recomputed_of(chunks, most) == ckpt for chunks, ckpt in pairs) else None
+
+    @property
     def grids_differ(self) -> bool:
         """Whether some stages have another dp, tp or micro-batch than others."""
         return len({stage.grid for stage in self.stages}) > 1
@@ -164,8 +186,12 @@ class Plan:
     def layers_of(self, index: int) -> tuple[range, ...]:
         """Layers of the model in each chunk of a stage, from 0: chunk c of every stage comes before
         chunk c + 1 of any."""
-        before = sum(stage.layers for stage in self.stages[:index])
-        return chunk_layers(self.model.layers, before, self.stages[index].layers, self.vpp)
+        chunks, found, start = self.chunk_layers, [], 0
+        for chunk in range(self.vpp):
+            first = start + sum(layers[chunk] for layers in chunks[:index])
+            found.append(range(first, first + chunks[index][chunk]))
+            start += sum(layers[chunk] for layers in chunks)
+        return tuple(found)
 
     def ranks(self, index: int) -> range:
         """Logical ranks of a stage."""
@@ -242,8 +268,9 @@ class Plan:
             )
 
 
-def chunk_layers(total: int, before: int, own: int, vpp: int) -> tuple[range, ...]:
-    """Layers of each chunk of a stage with `own` of the model's `total`, so many on the stages before it."""
+def even_chunks(total: int, before: int, own: int, vpp: int) -> tuple[range, ...]:
+    """Layers of each chunk of a stage with `own` of the model's `total`, so many on the stages before it, where
+    vpp divides all of them."""
     starts = [chunk * (total // vpp) + before // vpp for chunk in range(vpp)]
     return tuple(range(start, start + own // vpp) for start in starts)
 

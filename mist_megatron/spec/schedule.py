@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, Protocol
 
@@ -120,12 +121,52 @@ def _interleaved(ranks: int, micro_batches: int, vpp: int, costs: PassCosts) -> 
 
 
 def _check_chunks(layers: Sequence[int], grad_accum: int, vpp: int) -> None:
-    """Every chunk has as many layers, and every round as many micro-batches as there are stages."""
+    """Every chunk has a layer, and every round as many micro-batches as there are stages."""
     if len(layers) < 2:
         raise InputError("plan: the interleaved schedule needs at least 2 stages, got 1")
-    for index, count in enumerate(layers):
-        check.divides(f"plan: stages[{index}]", ("vpp", vpp), ("layers", count))
+    for index, chunks in enumerate(chunk_layers(layers, vpp)):
+        if min(chunks) < 1:
+            raise InputError(
+                f"plan: stages[{index}].layers is {layers[index]}; wanted one for each of vpp {vpp} chunks "
+                f"where the largest stage has {max(layers)}"
+            )
     check.divides("plan", ("the number of stages", len(layers)), ("grad_accum", grad_accum))
+
+
+def chunk_layers(layers: Sequence[int], vpp: int) -> tuple[tuple[int, ...], ...]:
+    """Layers of every chunk of stages with so many. Chunks of a stage are alike where vpp divides the layers
+    of every stage. Else the largest stage has one layer less in as many of its last chunks as it takes, so
+    that all stages meet at chunks of one size; what another stage lacks beside that is left out of the chunk
+    that the embedding shares on the first stage, and of that of the head on the others."""
+    if not any(count % vpp for count in layers):
+        return tuple((count // vpp,) * vpp for count in layers)
+    return tuple(
+        uneven_chunks(count, max(layers), vpp, first=index == 0) for index, count in enumerate(layers)
+    )
+
+
+def uneven_chunks(layers: int, most: int, vpp: int, *, first: bool) -> tuple[int, ...]:
+    """One stage of those, of which the largest has so many layers at most."""
+    whole, rest = divmod(most, vpp)
+    chunks = [whole + (chunk < rest) for chunk in range(vpp)]
+    places = list(range(vpp)) if first else list(reversed(range(vpp)))
+    lacking = most - layers
+    for place in places:
+        taken = min(lacking, max(chunks[place] - 1, 0))
+        chunks[place] -= taken
+        lacking -= taken
+    chunks[places[-1]] -= lacking
+    return tuple(chunks)
+
+
+def recomputed_of(chunks: Sequence[int], per_chunk: int) -> int:
+    """Layers of a stage that are recomputed where that many of each chunk are, or all of a smaller one."""
+    return sum(min(per_chunk, count) for count in chunks)
+
+
+def recomputed_per_chunk(chunks: Sequence[int], ckpt: int) -> int | None:
+    """The other way round; None where no number gives so many."""
+    return next((n for n in range(max(chunks) + 1) if recomputed_of(chunks, n) == ckpt), None)
 
 
 def _alone_s(stage: StageTimes, vpp: int) -> float:
@@ -179,6 +220,23 @@ def _interleaved_in_flight(stage: int, stages: int, grad_accum: int, vpp: int) -
     chunks and holds one more (megatron/core/pipeline_parallel/schedules.py)."""
     chunks = min(2 * (stages - stage - 1) + (vpp - 1) * stages + 1, vpp * grad_accum)
     return chunks / vpp
+
+
+@lru_cache(maxsize=4096)
+def held_layers(stage: int, stages: int, grad_accum: int, chunks: tuple[int, ...]) -> int:
+    """Most layers whose activations an interleaved stage holds at once, its chunks having so many: forward
+    passes take `stages` micro-batches through each chunk in turn, backward passes through each from the last.
+    After three rounds everything repeats."""
+    rounds = min(-(-grad_accum // stages), 3)
+    forward = [count for count in chunks for _ in range(stages)] * rounds
+    backward = [count for count in reversed(chunks) for _ in range(stages)] * rounds
+    ahead = min(2 * (stages - stage - 1) + (len(chunks) - 1) * stages, len(forward))
+    held = most = sum(forward[:ahead])
+    for coming, going in zip(forward[ahead:], backward, strict=False):
+        held += coming
+        most = max(most, held)
+        held -= going
+    return most
 
 
 _ALL = (
@@ -237,8 +295,18 @@ def closed_form(name: ScheduleName) -> ClosedForm:
     return form
 
 
-def in_flight(name: ScheduleName, stage: int, stages: int, grad_accum: int, vpp: int = 1) -> float:
-    """Micro-batches whose activations a stage holds at its peak, the one being computed included."""
+def in_flight(
+    name: ScheduleName,
+    stage: int,
+    stages: int,
+    grad_accum: int,
+    vpp: int = 1,
+    chunks: tuple[int, ...] | None = None,
+) -> float:
+    """Micro-batches whose activations a stage holds at its peak, the one being computed included; where its
+    chunks have these layers, which are not alike, as many as have the activations of what it holds."""
+    if chunks is not None and len(set(chunks)) > 1:
+        return held_layers(stage, stages, grad_accum, chunks) / sum(chunks)
     return closed_form(name).in_flight(stage, stages, grad_accum, vpp)
 
 

@@ -12,7 +12,7 @@ from mist_megatron.errors import EmitError, InputError
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan, StagePlan, TargetName
 from mist_megatron.spec.recompute import PARTIAL, RECOMPUTES
-from mist_megatron.spec.schedule import ONE_F_ONE_B
+from mist_megatron.spec.schedule import ONE_F_ONE_B, recomputed_per_chunk
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import Capability, GradientCase
 from mist_megatron.targets.table import TARGETS
@@ -24,6 +24,11 @@ def violations(plan: Plan) -> tuple[str, ...]:
     found = [*_pipeline_rules(plan, able), *_uniformity_rules(plan, able), *_bridge_rules(plan, able)]
     for index, stage in enumerate(plan.stages):
         found += _stage_rules(f"stages[{index}]", stage, plan, able)
+        if recomputed_per_chunk(plan.chunk_layers[index], stage.ckpt) is None:
+            found.append(
+                f"stages[{index}].ckpt {stage.ckpt}: recomputed layers are counted per chunk, "
+                f"wanted a multiple of vpp {plan.vpp}"
+            )
     return tuple(found)
 
 
@@ -100,7 +105,7 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
 
 _UNIFORM: tuple[tuple[str, str, Callable[[StagePlan], object]], ...] = (
     ("uneven_layers", "layers", lambda s: s.layers),
-    ("per_stage_ckpt", "ckpt and recompute", lambda s: (s.ckpt, s.recompute)),
+    ("per_stage_ckpt", "recompute", lambda s: s.recompute),
     ("per_stage_offload", "offload", lambda s: s.offload),
     ("per_stage_zero", "zero", lambda s: s.zero),
     ("per_stage_grid", "dp, tp and micro_batch", lambda s: s.grid),
@@ -109,6 +114,12 @@ _UNIFORM: tuple[tuple[str, str, Callable[[StagePlan], object]], ...] = (
 
 def _uniformity_rules(plan: Plan, able: Capability) -> list[str]:
     found = []
+    if not able.per_stage_ckpt and plan.recomputed_per_chunk is None:
+        first = plan.stages[0].ckpt
+        other = next((k for k, stage in enumerate(plan.stages) if stage.ckpt != first), 0)
+        found.append(
+            f"stages[{other}]: ckpt and recompute must be the same on all stages, or all of a smaller one"
+        )
     for field, what, value in _UNIFORM:
         if not getattr(able, field):
             odd = [k for k, stage in enumerate(plan.stages) if value(stage) != value(plan.stages[0])]
@@ -152,11 +163,6 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
         found.append(f"{where}: {stage.recompute} recomputation and ckpt {stage.ckpt} exclude each other")
     if not able.partial_ckpt and stage.ckpt not in (0, stage.layers):
         found.append(f"{where}.ckpt {stage.ckpt}: it recomputes no layer or all {stage.layers}")
-    if stage.ckpt % plan.vpp:
-        found.append(
-            f"{where}.ckpt {stage.ckpt}: recomputed layers are counted per chunk, "
-            f"wanted a multiple of vpp {plan.vpp}"
-        )
     if plan.execution.decoupled_step and able.decoupled_step and stage.zero < able.decoupled_least_zero:
         least = able.decoupled_least_zero
         found.append(f"{where}.zero {stage.zero}: execution.decoupled_step needs zero {least} or above")

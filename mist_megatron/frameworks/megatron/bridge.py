@@ -52,7 +52,7 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
         model["pipeline_model_parallel_layout"] = layout(plan)
     if plan.vpp > 1:
         model["virtual_pipeline_model_parallel_size"] = plan.vpp
-    for name, value in recompute_settings(stage, plan.vpp).items():
+    for name, value in recompute_settings(plan, 0).items():
         model[name.replace("-", "_")] = [value] if name == "recompute-modules" else value
     optimizer: dict[str, Any] = {"use_distributed_optimizer": distributed_optimizer(plan)}
     if offloads_optimizer(plan):

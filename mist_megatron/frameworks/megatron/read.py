@@ -17,7 +17,7 @@ from mist_megatron.spec.constants import ModelConstants, RotaryScaling
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import Activation, ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
-from mist_megatron.spec.schedule import usual_schedule
+from mist_megatron.spec.schedule import chunk_layers, recomputed_of, usual_schedule
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.table import TARGETS
 
@@ -252,8 +252,8 @@ def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpe
         )
     layers, vpp = stage_layers(read, pp)
     stages = tuple(
-        _stage(reader, count, _plain_stage(count, grid, cp, cluster.gpus_per_node), vpp)
-        for reader, count, grid in zip(readers, layers, grids, strict=True)
+        _stage(reader, chunks, _plain_stage(sum(chunks), grid, cp, cluster.gpus_per_node))
+        for reader, chunks, grid in zip(readers, chunk_layers(layers, vpp), grids, strict=True)
     )
     sliced = any(
         reader.has("sequence-parallel") and tp > 1 for reader, (_, tp, _) in zip(readers, grids, strict=True)
@@ -333,16 +333,16 @@ def _kind(stage: StagePlan) -> tuple[Any, ...]:
     return stage.ckpt, stage.recompute, stage.offload, stage.grid
 
 
-def _stage(read: Reader, layers: int, plain: StagePlan, vpp: int) -> StagePlan:
+def _stage(read: Reader, chunks: tuple[int, ...], plain: StagePlan) -> StagePlan:
     """ZeRO level, recomputation and offload of one stage."""
     granularity = read.text("recompute-granularity", "none")
     if read.has("recompute-activations"):
         granularity = PARTS
-    ckpt = 0
+    ckpt, layers = 0, sum(chunks)
     if granularity == WHOLE_LAYERS:
         asked = read.count("recompute-num-layers", 1)
         block = read.text("recompute-method", "uniform") == "block"
-        ckpt = min(asked, layers // vpp) * vpp if block else layers
+        ckpt = recomputed_of(chunks, asked) if block else layers
     moved = read.share("optimizer-offload-fraction", 1.0) if read.has("optimizer-cpu-offload") else 0.0
     offload = Offload(optimizer=min(max(moved, 0.0), 1.0))
     zero: Zero = 1 if read.has("use-distributed-optimizer") else 0

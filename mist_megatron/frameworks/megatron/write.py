@@ -18,7 +18,7 @@ from mist_megatron.frameworks.megatron.patches import patches
 from mist_megatron.frameworks.megatron.recompute import recompute_settings
 from mist_megatron.frameworks.megatron.rules import refusals
 from mist_megatron.frameworks.refusal import refuse
-from mist_megatron.frameworks.stages_json import chunk_layers, stages_document
+from mist_megatron.frameworks.stages_json import stages_document
 from mist_megatron.spec.catalogue import BLACKWELL
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.rules import require_runnable
@@ -81,11 +81,8 @@ def vocabulary_flags(plan: Plan, index: int) -> Flags:
 
 def layout(plan: Plan) -> str:
     """`Ett|ttL`: E embedding, t layer, L head, | between stages; virtual stages run over all stages first."""
-    parts = [
-        "t" * chunk_layers(plan, stage)[chunk]
-        for chunk in range(plan.vpp)
-        for stage in range(len(plan.stages))
-    ]
+    chunks = plan.chunk_layers
+    parts = ["t" * chunks[stage][chunk] for chunk in range(plan.vpp) for stage in range(len(plan.stages))]
     short = [part if len(part) < 4 else f"t*{len(part)}" for part in parts]
     return "E" + "|".join(short) + "L"
 
@@ -164,7 +161,7 @@ def _own_flags(plan: Plan, index: int) -> Flags:
             *vocabulary_flags(plan, index),
             *when(plan.sequence_parallel and stage.tp > 1, flag("--sequence-parallel")),
         ),
-        *(flag(f"--{name}", value) for name, value in recompute_settings(stage, plan.vpp).items()),
+        *(flag(f"--{name}", value) for name, value in recompute_settings(plan, index).items()),
         *when(offloads_optimizer(plan), flag("--optimizer-offload-fraction", f"{stage.offload.optimizer:g}")),
     )
 
