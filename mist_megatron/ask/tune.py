@@ -99,6 +99,8 @@ class Tuned:
     """Prices of each plan's way of execution."""
     seconds: float
     """What the search took."""
+    step: float = SETTINGS.step
+    """Grid of the offload fractions."""
     defaults: Mapping[str, str] = field(default_factory=dict)
     """Options that were not given -> what was taken for them."""
     verification: Verification | None = None
@@ -276,6 +278,7 @@ def _told(
         result=result,
         evaluators=evaluators,
         seconds=seconds,
+        step=settings.step,
     )
 
 
@@ -295,7 +298,7 @@ def _proof(result: SearchResult, seconds: float) -> Proof:
 
 
 def proof_words(tuned: Tuned) -> str:
-    """Status, gap, and what it took."""
+    """Status, gap, what was left out, and what it took."""
     result = tuned.result
     if result.status is Status.OPTIMAL:
         stages = "stages of any sizes" if result.space.unequal else "stages of equal sizes"
@@ -305,6 +308,18 @@ def proof_words(tuned: Tuned) -> str:
     else:
         proof = f"{result.status.value}: within {result.gap:.1%} of the bound {result.bound_s:.4g} s"
     return (
-        f"{proof} ({result.tally.priced:,} configurations priced, {result.shapes_solved} of "
-        f"{result.shapes} shapes solved, {tuned.seconds:.1f} s)"
+        f"{proof} ({left_out_words(tuned)}{result.tally.priced:,} configurations priced, "
+        f"{result.shapes_solved} of {result.shapes} shapes solved, {tuned.seconds:.1f} s)"
     )
+
+
+def left_out_words(tuned: Tuned) -> str:
+    """What the proof is not about."""
+    space, found = tuned.space, []
+    if "any" in dict(space.offload.items()).values():
+        found.append(f"offload in steps of {tuned.step:g}")
+    if space.near_even:
+        found.append("stages that are alike split layers near evenly")
+    if space.context_parallel:
+        found.append("context parallelism is a ring over powers of two")
+    return "; ".join([*found, ""]) if found else ""

@@ -337,7 +337,8 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
         "grads": term(grad, Z2, OFFLOAD.grads, ZERO),
         "optimizer": term(optimizer, Z1, OFFLOAD.optimizer, ONE),
         "buffers": buffers,
-        "framework": Integer(int(facts.framework_bytes)),
+        # Traffic beside products is for sequence parallelism alone.
+        "framework": Integer(int(facts.framework_bytes)) + facts.overlap_buffers * SP * GATHERED,
     }
     if facts.step.kept_gradient:
         kept = term(facts.step.kept_gradient, Z1, OFFLOAD.optimizer, ONE) * _any(OFFLOAD.optimizer)

@@ -44,6 +44,9 @@ class ExecutionChoice:
 
 def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
     """The job under each way of execution to be searched."""
+    if "grad_bytes" in limits.fixed:
+        grad_bytes = limits.fixed["grad_bytes"]
+        job = replace(job, execution=replace(job.execution, grad_bytes=grad_bytes))
     alone = replace(limits, fixed={**limits.fixed, "pp": 1})
     return [
         ExecutionChoice(
@@ -92,6 +95,9 @@ def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) 
         return False
     if execution.decoupled_step and not said.decoupled_step:
         return space.decoupled_step and "decoupled_step" not in limits.forbidden
+    for name in ("tp_comm_overlap", "overlap_param_gather"):
+        if not limits.allows(name, int(bool(getattr(execution, name)))):
+            return False
     if execution.tp_comm_overlap and not said.tp_comm_overlap:
         linked = "PCIe" not in job.cluster.gpu.intra_link
         if not (linked and space.tp_comm_overlap) or "tp_comm_overlap" in limits.forbidden:

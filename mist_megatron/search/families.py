@@ -56,6 +56,8 @@ def mixed_families(job: Job, space: Space, limits: Limits) -> Iterator[MixedFami
         if not limits.allows("grad_accum", grad_accum):
             continue
         for sequence_parallel in (False, True) if space.sequence_parallel else (False,):
+            if not limits.allows("sequence_parallel", int(sequence_parallel)):
+                continue
             for zero in (space.zero,) if space.per_stage_zero else tuple((level,) for level in space.zero):
                 meshes = tuple(_meshes(job, replace(space, zero=zero), limits, grad_accum))
                 meshes = tuple(

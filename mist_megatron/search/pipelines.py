@@ -134,7 +134,7 @@ def _with_batches(
         grad_accum = batch // dp // micro_batch
         if not limits.allows("micro_batch", micro_batch) or not limits.allows("grad_accum", grad_accum):
             continue
-        for sequence_parallel in _sequence_parallel(job, space, tp):
+        for sequence_parallel in _sequence_parallel(job, space, limits, tp):
             for vpp in _chunks(job, space, limits, (stages, grad_accum)):
                 for zero in stage_levels(space, dp * cp, stages):
                     yield EqualPipeline(
@@ -152,14 +152,16 @@ def _with_batches(
                     )
 
 
-def _sequence_parallel(job: Job, space: Space, tp: int) -> tuple[bool, ...]:
+def _sequence_parallel(job: Job, space: Space, limits: Limits, tp: int) -> tuple[bool, ...]:
     """With and without, where every rank gets as much of its part of the sequence. Traffic beside products is
     for it alone, and for ranks that fast links join."""
     ranks = tp * job.execution.context_parallel
     able = space.sequence_parallel and tp > 1 and shares_out(job.training.seq_len, ranks)
     if job.execution.tp_comm_overlap:
-        return (True,) if able and tp <= job.cluster.linked_gpus else ()
-    return (False, True) if able else (False,)
+        able = able and tp <= job.cluster.linked_gpus
+    found: tuple[bool, ...] = () if job.execution.tp_comm_overlap else (False,)
+    found = (*found, True) if able else found
+    return tuple(on for on in found if limits.allows("sequence_parallel", int(on)))
 
 
 def _chunks(job: Job, space: Space, limits: Limits, schedule: tuple[int, int]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.kinds import ANY_FRACTION, KINDS, STATES_WHOLE, STAYS, PerKind, Range, narrower
 from mist_megatron.spec.plan import Execution, TargetName
-from mist_megatron.spec.recompute import PARTIAL, SEARCHED, WHOLE, Recompute
+from mist_megatron.spec.recompute import PARTIAL, RECOMPUTE_KINDS, SEARCHED, WHOLE, Recompute
 from mist_megatron.spec.schedule import INTERLEAVED
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import HostGradients
@@ -212,6 +212,7 @@ def cut_to_target(
         ckpt=ckpt,
         recompute=tuple(kind for kind in space.recompute if kind in able.recompute),
         sequence_parallel=space.sequence_parallel and able.sequence_parallel,
+        context_parallel=space.context_parallel and able.context_parallel,
         interleaved=space.interleaved and INTERLEAVED in able.schedules,
         zero=zero,
         zero_with_pipeline=piped,
@@ -226,6 +227,10 @@ def cut_to_target(
 
 
 LIMIT_KEYS = ("tp", "pp", "dp", "cp", "micro_batch", "grad_accum", "vpp", "zero")
+ON_OFF_KEYS = ("sequence_parallel", "tp_comm_overlap", "overlap_param_gather")
+"""Switches that --fix sets: 1 for on, 0 for off."""
+SHORT = {"sp": "sequence_parallel"}
+FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *SHORT, "grad_bytes", "recompute")
 SWITCH_KEYS = (
     "sequence_parallel",
     INTERLEAVED,
@@ -244,6 +249,8 @@ class Limits:
 
     fixed: Mapping[str, int] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
+    recompute: Recompute | None = None
+    """What every stage recomputes: all layers in full, parts of all, or nothing."""
     forbidden: frozenset[str] = frozenset()
 
     def allows(self, key: str, value: int) -> bool:
@@ -253,32 +260,56 @@ class Limits:
 
 def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str, ...]) -> Limits:
     """`--fix tp=2 --max pp=8 --forbid offload.weights` -> Limits; contradictions are named."""
-    fixed, bounds = _sizes("--fix", fix), _sizes("--max", most)
+    said = _pairs("--fix", fix, FIX_KEYS)
+    recompute = said.pop("recompute", None)
+    if recompute is not None:
+        check.known("--fix recompute", "kind", recompute, RECOMPUTE_KINDS)
+    fixed = {SHORT.get(key, key): _size("--fix", key, text) for key, text in said.items()}
+    bounds = {key: _size("--max", key, text) for key, text in _pairs("--max", most, LIMIT_KEYS).items()}
     for name in forbid:
         check.known("--forbid", "key", name, SWITCH_KEYS)
     for key, value in fixed.items():
         if value > bounds.get(key, value):
             raise InputError(f"--fix {key}={value} contradicts --max {key}={bounds[key]}")
+        if value and key in forbid:
+            raise InputError(f"--fix {key}={value} contradicts --forbid {key}")
+    if recompute is not None and f"recompute.{recompute}" in forbid:
+        raise InputError(f"--fix recompute={recompute} contradicts --forbid recompute.{recompute}")
     if fixed.get("vpp", 1) > 1 and INTERLEAVED in forbid:
         raise InputError(f"--fix vpp={fixed['vpp']} contradicts --forbid interleaved")
     if fixed.get("vpp", 1) > 1 and fixed.get("pp", 2) == 1:
         raise InputError(f"--fix vpp={fixed['vpp']} contradicts --fix pp=1: interleaving needs stages")
-    return Limits(fixed=fixed, most=bounds, forbidden=frozenset(forbid))
+    return Limits(
+        fixed=fixed,
+        most=bounds,
+        recompute=next((kind for kind in RECOMPUTE_KINDS if kind == recompute), None),
+        forbidden=frozenset(forbid),
+    )
 
 
-def _sizes(option: str, items: tuple[str, ...]) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _pairs(option: str, items: tuple[str, ...], keys: tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
     for item in (part.strip() for text in items for part in text.split(",")):
         key, equals, text = item.partition("=")
         if not equals:
             raise InputError(f"{option}: {item!r}; wanted KEY=NUMBER such as tp=2")
-        check.known(option, "key", key, LIMIT_KEYS)
-        if not text.isdecimal() or (int(text) < 1 and key != "zero"):
-            raise InputError(f"{option} {key}: {text!r} is not a positive whole number")
-        if found.get(key, int(text)) != int(text):
+        check.known(option, "key", key, keys)
+        if found.get(key, text) != text:
             raise InputError(f"{option}: {key} is both {found[key]} and {text}")
-        found[key] = int(text)
+        found[key] = text
     return found
+
+
+def _size(option: str, key: str, text: str) -> int:
+    name = SHORT.get(key, key)
+    if name in ON_OFF_KEYS:
+        if text not in ("0", "1"):
+            raise InputError(f"{option} {key}: {text!r}; wanted 1 for on or 0 for off")
+    elif not text.isdecimal() or (int(text) < 1 and key != "zero"):
+        raise InputError(f"{option} {key}: {text!r} is not a positive whole number")
+    elif name == "grad_bytes" and text not in ("2", "4"):
+        raise InputError(f"{option} {key}: {text!r}; wanted 2 or 4")
+    return int(text)
 
 
 def apply_limits(space: Space, limits: Limits) -> Space:
@@ -292,11 +323,20 @@ def apply_limits(space: Space, limits: Limits) -> Space:
     banned = limits.forbidden
     stay: dict[str, Range] = {kind: "none" for kind in KINDS if f"offload.{kind}" in banned}
     kinds = tuple(kind for kind in space.recompute if kind in WHOLE or f"recompute.{kind}" not in banned)
+    ckpt: CkptRange = "none" if "recompute.full" in banned else space.ckpt
+    if limits.recompute is not None:
+        wanted = "full" if limits.recompute in WHOLE else limits.recompute
+        kinds = tuple(kind for kind in kinds if kind == wanted)
+        ckpt = "all" if limits.recompute == "full" else "none"
+        if not kinds or (ckpt == "all" and space.ckpt == "none"):
+            raise InputError(
+                f"--fix recompute={limits.recompute}: space {space.name} on this target has none"
+            )
     return replace(
         space,
         zero=zero,
         offload=replace(space.offload, **stay),
-        ckpt="none" if "recompute.full" in banned else space.ckpt,
+        ckpt=ckpt,
         recompute=kinds,
         sequence_parallel=space.sequence_parallel and "sequence_parallel" not in banned,
         interleaved=space.interleaved and INTERLEAVED not in banned,

@@ -163,6 +163,9 @@ class MemoryFacts:
     step: StepBytes = StepBytes()
     host_activations: float = 1.0
     """Bytes of host memory for each byte of activations there: buffers that are kept and used again."""
+    overlap_buffers: int = 0
+    """Whole activations (those of all tensor-parallel ranks) in buffers through which traffic beside products
+    goes, however many layers there are."""
     framework_bytes: float = 0.0
     """Allocated once: matrix-library workspaces, small buffers."""
 

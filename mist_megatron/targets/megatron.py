@@ -6,6 +6,7 @@ Read in its sources and in Megatron-LM's parser, and held against measured peaks
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from mist_megatron.spec.kinds import ANY_FRACTION, STAYS
 from mist_megatron.spec.model import ModelSpec
@@ -101,6 +102,15 @@ PATCHED_MEMORY = replace(
     # The pool of patch activation_offload keeps at most so many times what was in use at once.
     host_activations=1.25,
 )
+OVERLAP_BUFFERS = 10
+"""Transformer Engine's initialize_ub makes one for each product that runs beside traffic: qkv, proj, fc1 and
+fc2 forward, their data gradients, and the weight gradients of qkv and fc1."""
+
+
+def memory_facts(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
+    """Gradients as wide as the plan asks for, and buffers of traffic beside products."""
+    buffers = OVERLAP_BUFFERS if execution.tp_comm_overlap else 0
+    return replace(facts.with_grad_bytes(execution), overlap_buffers=buffers)
 
 
 def patched_capability(precision: Precision | None, execution: Execution | None) -> Capability:
@@ -182,7 +192,7 @@ MEGATRON = Target(
     name="megatron",
     framework="megatron",
     can=lambda precision, execution: CAPABILITY,
-    memory=MEMORY.with_grad_bytes,
+    memory=partial(memory_facts, MEMORY),
     traffic=traffic_facts,
     executions=executions,
     hand_made=HAND_MADE,
@@ -195,7 +205,7 @@ MEGATRON_PATCHES = Target(
     framework="megatron",
     patched=True,
     can=patched_capability,
-    memory=PATCHED_MEMORY.with_grad_bytes,
+    memory=partial(memory_facts, PATCHED_MEMORY),
     traffic=traffic_facts,
     executions=executions,
     hand_made=HAND_MADE,

@@ -338,7 +338,7 @@ def test_work_grows_with_events_only() -> None:
         ("2f2b", None, "known"),
         ("interleaved", None, "--vpp"),
         ("1f1b", 2, "vpp"),
-        ("interleaved", 3, "divide"),
+        ("interleaved", 5, "wanted one for each of vpp 5 chunks"),
     ],
 )
 def test_refused_schedules(schedule: str, vpp: int | None, words: str) -> None:

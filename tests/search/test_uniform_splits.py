@@ -23,7 +23,10 @@ def test_every_plan_has_all_layers(space):
         assert sum(stage.layers for stage in plan_of(evaluator, solution).stages) == 3
 
 
-def test_a_split_that_does_not_divide_is_refused():
+def test_a_split_that_does_not_divide_is_refused_where_stages_have_equally_many():
     evaluator = evaluator_of(small_job("megatron", gpus=2, layers=3))
+    limits = Limits(fixed={"pp": 2})
     with pytest.raises(InputError, match="3 layers"):
-        search(evaluator, space_named("full"), Settings(limits=Limits(fixed={"pp": 2})))
+        search(evaluator, space_named("megatron"), Settings(limits=limits))
+    found = search(evaluator, space_named("full"), Settings(limits=limits, step=1.0)).solutions[0]
+    assert sorted(stage["layers"] for stage in found.stages) == [1.0, 2.0]
