@@ -269,8 +269,8 @@ class Plan:
 
 
 def even_chunks(total: int, before: int, own: int, vpp: int) -> tuple[range, ...]:
-    """Layers of each chunk of a stage with `own` of the model's `total`, so many on the stages before it, where
-    vpp divides all of them."""
+    """Layers of each chunk of a stage with `own` of the model's `total`, so many on the stages before it; vpp
+    divides all of them."""
     starts = [chunk * (total // vpp) + before // vpp for chunk in range(vpp)]
     return tuple(range(start, start + own // vpp) for start in starts)
 
