@@ -4,9 +4,6 @@ A config is refused rather than half understood: an unknown architecture by name
 the shape in ways no ModelSpec can say (ALiBi, state-space layers, windows on some layers only). Which keys
 a model reads, and what an absent one means, is what transformers 5 builds; a test counts the parameters of
 its modules.
-
-A sliding attention window that every layer has (Mistral) is priced as full attention: it is full up to the
-window, and slower than the real thing beyond it.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from dataclasses import replace
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.huggingface_config import Config, even, gated_model
-from mist_megatron.formats.huggingface_constants import constants_from_huggingface
+from mist_megatron.formats.huggingface_constants import constants_from_huggingface, window_from_huggingface
 from mist_megatron.formats.huggingface_experts import EXPERT_READERS
 from mist_megatron.spec import check
 from mist_megatron.spec.model import ModelSpec
@@ -246,7 +243,11 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
     given = values.get("_name_or_path")
     name = given.rsplit("/", 1)[-1] if isinstance(given, str) and given.strip("/. ") else kind
     check.name(f"{where}: _name_or_path", name)
-    return replace(_READERS[kind](config, name), constants=constants_from_huggingface(values, where))
+    return replace(
+        _READERS[kind](config, name),
+        constants=constants_from_huggingface(values, where),
+        window=window_from_huggingface(values, where),
+    )
 
 
 def _refuse_other_heads(values: Mapping[str, object], where: str) -> None:

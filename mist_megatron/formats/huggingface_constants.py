@@ -89,12 +89,8 @@ def constants_from_huggingface(values: Mapping[str, object], where: str) -> Mode
         return _number(values, name, default, where)
 
     base = _number(rope, "rope_theta", number(keys.rotary_base), where)
-    window = number(keys.window)
-    for name, value in ((keys.rotary_base[0], base), (keys.window[0], window)):
-        if not value.is_integer():
-            raise InputError(f"{where}: {name} is {value}; wanted a whole number")
     return ModelConstants(
-        rotary_base=int(base),
+        rotary_base=_whole(base, keys.rotary_base[0], where),
         rotary_share=_number(rope, "partial_rotary_factor", number(keys.rotary_share), where),
         rotary_scaling=kind,
         rotary_factor=1.0 if kind == "none" else _number(scaling, "factor", 1.0, where),
@@ -102,8 +98,19 @@ def constants_from_huggingface(values: Mapping[str, object], where: str) -> Mode
         init_std=number(keys.init_std),
         hidden_dropout=number(keys.hidden_dropout),
         attention_dropout=number(keys.attention_dropout),
-        window=int(window),
     )
+
+
+def window_from_huggingface(values: Mapping[str, object], where: str) -> int | None:
+    """Keys that a token sees in every layer; None for all before it."""
+    name, default = _KEYS.get(str(values.get("model_type")), _USUAL).window
+    return _whole(_number(values, name, default, where), name, where) or None
+
+
+def _whole(value: float, name: str, where: str) -> int:
+    if not value.is_integer():
+        raise InputError(f"{where}: {name} is {value}; wanted a whole number")
+    return int(value)
 
 
 def _mapping(values: Mapping[str, object], name: str, where: str) -> Mapping[str, object]:

@@ -13,8 +13,7 @@ RotaryScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConstants:
-    """What a checkpoint's configuration says beside its shape. Of these only dropout and the window cost
-    time or memory."""
+    """What a checkpoint's configuration says beside its shape. Of these only dropout costs time or memory."""
 
     rotary_base: int = 10_000
     """Theta of rotary positions."""
@@ -33,13 +32,9 @@ class ModelConstants:
     """Probability, of embeddings and after attention and MLP."""
     attention_dropout: float = 0.0
     """Probability, inside attention."""
-    window: int = 0
-    """Tokens that a token attends to, itself included, in every layer; 0 for all before it. Priced as all
-    before it, which is right up to the window and an upper bound beyond it."""
 
     def __post_init__(self) -> None:
         check.at_least("model constants", 1, rotary_base=self.rotary_base)
-        check.at_least("model constants", 0, window=self.window)
         shares = {"hidden_dropout": self.hidden_dropout, "attention_dropout": self.attention_dropout}
         for name, value in shares.items():
             if not 0.0 <= value < 1.0:

@@ -164,7 +164,7 @@ def _public() -> tuple[ModelSpec, ...]:
         _llama("llama3.1-70b", (80, 8192, 64, 8), 28672, 128256),
         _llama("llama3.2-1b", (16, 2048, 32, 8), 8192, 128256, **tied),
         _llama("llama3.2-3b", (28, 3072, 24, 8), 8192, 128256, **tied),
-        _llama("mistral-7b", (32, 4096, 32, 8), 14336, 32000),
+        _llama("mistral-7b", (32, 4096, 32, 8), 14336, 32000, window=4096),
         _llama("mistral-7b-v0.3", (32, 4096, 32, 8), 14336, 32768),
         _llama("mistral-nemo-12b", (40, 5120, 32, 8), 14336, 131072, head_dim=128),
         _llama("mistral-small-24b", (40, 5120, 32, 8), 32768, 131072, head_dim=128),

@@ -76,7 +76,7 @@ class Capability:
     always_final_norm: bool = False
     """Its models end with a norm."""
     layer_kinds: bool = False
-    """Layers that differ, and attention that is not causal over the whole sequence."""
+    """Layers that differ, and attention that is not causal."""
     uneven_layers: bool = False
     per_stage_ckpt: bool = False
     """Each stage its own number of recomputed layers and kind of recomputation."""

@@ -25,6 +25,7 @@ from mist_megatron.frameworks.megatron.model import model_refusals
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.layer import LayerGroup
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
@@ -224,8 +225,9 @@ def check_constants(plan: Plan, parsed) -> None:
     )
     assert (config.hidden_dropout, config.attention_dropout) == dropouts
     assert config.qk_layernorm == plan.model.qk_norm
-    windowed = 0 < constants.window < plan.training.seq_len
-    assert config.window_size == ((constants.window - 1, 0) if windowed else None)
+    window = plan.model.window
+    windowed = window is not None and window < plan.training.seq_len
+    assert config.window_size == ((window - 1, 0) if windowed else None)
     if plan.model.rotary:
         assert args.position_embedding_type == "rope"
         assert (args.rotary_base, args.rotary_percent) == (constants.rotary_base, constants.rotary_share)
@@ -256,7 +258,7 @@ def test_every_preset_is_built_with_its_constants(name: str) -> None:
         grad_accum=8,
         stages=(stage,),
     )
-    if model.constants.window:
+    if model.window:
         plan = replace(plan, training=replace(plan.training, seq_len=8192))
     argv = [*megatron.rank_arguments(plan, 0), *USER_ARGS.split()]
     with warnings.catch_warnings():
@@ -338,3 +340,32 @@ def test_lint_rejects_what_megatron_rejects(added: str, removed: str) -> None:
     said = [f for f in findings if f.level == "rejected"]
     assert bool(said) == (real is not None), (said, real)
     assert added or real is None
+
+
+@pytest.mark.parametrize("pattern", [("near",), ("near", "far"), ("near", "near", "far"), ("far", "near")])
+def test_layers_have_the_windows_of_their_kinds(pattern: tuple[str, ...]) -> None:
+    """By Megatron's own reading of what its parser makes of the flags."""
+    transformer = importlib.import_module("megatron.core.transformer.utils")
+    model = replace(presets.preset("llama3.2-1b"), layers=7)
+    kinds = {"near": model.kind("near", window=256), "far": model.kind("far")}
+    group = LayerGroup(layers=7, pattern=tuple(kinds[name] for name in pattern))
+    stage = StagePlan(layers=7, nodes=1, gpus_per_node=1, dp=1, tp=1, micro_batch=1, zero=0)
+    plan = Plan(
+        model=replace(model, groups=(group,)),
+        training=TrainingSpec(global_batch=8, seq_len=1024),
+        cluster=ClusterSpec(gpu=catalogue.gpu("h100-sxm-80gb"), nodes=1, gpus_per_node=1),
+        target="megatron",
+        grad_accum=8,
+        stages=(stage,),
+    )
+    argv = [*megatron.rank_arguments(plan, 0), *USER_ARGS.split()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parsed = megatron_parser.parse(argv, world=1, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    config = parsed.config
+    assert config.window_size == (255, 0)
+    for layer in range(7):
+        windowed = transformer.is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer + 1
+        )
+        assert windowed == (group.kind(layer).name == "near")

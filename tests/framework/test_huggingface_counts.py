@@ -218,7 +218,7 @@ def test_constants_are_those_of_transformers(kind, said):
     hidden = next((getattr(theirs, n) for n in names if hasattr(theirs, n)), 0.0)
     attention = theirs.attn_pdrop if kind == "gpt2" else theirs.attention_dropout
     assert (constants.hidden_dropout, constants.attention_dropout) == (hidden, attention)
-    assert constants.window == (getattr(theirs, "sliding_window", None) or 0)
+    assert read.window == (getattr(theirs, "sliding_window", None) or None)
     if read.rotary:
         latent = read.latent_attention
         rotated = int(read.head_dim * constants.rotary_share) if latent is None else latent.rope_head_dim

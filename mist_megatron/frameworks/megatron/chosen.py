@@ -36,10 +36,8 @@ def _model_choices(plan: Plan) -> list[Choice]:
         value = f"base {constants.rotary_base}, {constants.rotary_share:.0%} of a head{scaling}{factor}"
         found.append(Choice(what="rotary positions", value=value, why="those of the model, in `args.sh`"))
     if windowed_attention(model, plan.training):
-        value = f"{constants.window} tokens"
-        found.append(
-            Choice(what="attention window", value=value, why="the model's; priced as if there were none")
-        )
+        value = f"{next(kind.window for kind in model.kinds if kind.window)} tokens"
+        found.append(Choice(what="attention window", value=value, why="the model's, in `args.sh`"))
     return found
 
 

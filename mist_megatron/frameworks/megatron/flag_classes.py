@@ -101,7 +101,6 @@ CLASSES: Sequence[FlagClass] = (
         "logits-load-decode-threads logits-load-ignore-errors logits-load-kd-loss-alpha "
         "logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dtype logits-save-top-*",
     ),
-    _indifferent("acts only with --window-size", "window-attn-skip-freq"),
     _indifferent("acts only with --qk-clip", "qk-clip-*"),
     _indifferent(
         "acts only with --position-embedding-type relative",
@@ -135,7 +134,7 @@ CLASSES: Sequence[FlagClass] = (
     _unpriced("states of other optimizers have another size", "optimizer", "adam", "adamw"),
     _unpriced("states of 4 bytes are priced", "exp-avg-dtype exp-avg-sq-dtype main-params-dtype", "fp32"),
     _unpriced("gradients are priced as the reductions say", "main-grads-dtype", "fp32"),
-    _unpriced("attention over a window is cheaper than the priced one", "window-size"),
+    _unpriced("windows on some layers only are not read from flags", "window-attn-skip-freq"),
     _unpriced(
         "attention of another kind than the priced one",
         "softmax-type attention-output-gate qk-l2-norm qk-clip use-kitchen-attention "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mist_megatron.frameworks.flags import Flags, flag, when
 from mist_megatron.frameworks.refusal import Refusal
 from mist_megatron.spec.constants import ModelConstants
@@ -19,12 +21,14 @@ def model_refusals(model: ModelSpec) -> tuple[Refusal, ...]:
 
 
 def _kind_refusals(model: ModelSpec) -> list[Refusal]:
-    """Layers that no flag is written for."""
-    if len(model.kinds) == 1 and model.attention == "causal" and model.window is None:
+    """Layers that no flag is written for: of those that differ, windows of one size on some are."""
+    alike = {replace(kind, name="alike", window=None) for kind in model.kinds}
+    windows = {kind.window for kind in model.kinds} - {None}
+    if len(alike) == 1 and len(windows) <= 1 and model.kinds[0].attention == "causal":
         return []
     return [
         Refusal(
-            rule="flags are not written yet for windows by layer, full attention and layers that differ",
+            rule="flags are written for causal attention, and layers that differ in having a window alone",
             got=f"{model.name} has layers of kind {', '.join(kind.name for kind in model.kinds)}",
             instead="predict and simulate, which take its plans, and tune, which finds them",
         )
@@ -69,7 +73,6 @@ def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
     """Shape, norm, positions, biases, dropout, initialisation."""
     grouped = model.kv_heads != model.heads
     hidden_dropout, attention_dropout = dropouts(model, training)
-    windowed = windowed_attention(model, training)
     return (
         flag("--num-layers", model.layers),
         flag("--hidden-size", model.hidden),
@@ -86,8 +89,7 @@ def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
         *when(not model.tied_embeddings, flag("--untie-embeddings-and-output-weights")),
         *position_flags(model, training),
         flag("--seq-length", training.seq_len),
-        # The first number counts the tokens before the current one.
-        *when(windowed, flag("--window-size", f"{model.constants.window - 1},0")),
+        *_window_flags(model, training),
         flag("--hidden-dropout", hidden_dropout),
         flag("--attention-dropout", attention_dropout),
         flag("--init-method-std", model.constants.init_std),
@@ -102,9 +104,24 @@ def dropouts(model: ModelSpec, training: TrainingSpec) -> tuple[float, float]:
     return training.dropout, training.dropout
 
 
+def _window_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
+    """The window, and which layers have it: all, all but each n-th, or a list."""
+    windows = [kind.window for kind in model.kinds if kind.window is not None]
+    if not windows or windows[0] >= training.seq_len:
+        return ()
+    # The first number counts the tokens before the current one.
+    size = flag("--window-size", f"{windows[0] - 1},0")
+    has = [int(model.kinds[place].window is not None) for place in model.kind_of_layer]
+    if all(has):
+        return (size,)
+    each = has.index(0) + 1
+    in_turns = has == [int(layer % each != 0) for layer in range(1, model.layers + 1)]
+    return size, flag("--window-attn-skip-freq", each if in_turns else str(has).replace(" ", ""))
+
+
 def windowed_attention(model: ModelSpec, training: TrainingSpec) -> bool:
-    """Whether the window is shorter than the sequence: it does nothing else."""
-    return 0 < model.constants.window < training.seq_len
+    """Whether layers have a window that is shorter than the sequence: a longer one does nothing."""
+    return any(kind.window is not None and kind.window < training.seq_len for kind in model.kinds)
 
 
 def position_flags(model: ModelSpec, training: TrainingSpec) -> Flags:

@@ -154,6 +154,7 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
     activation: Activation = "silu" if gated else "gelu"
     rms = read.text("normalization", "LayerNorm") == "RMSNorm"
     biased = not read.has("disable-bias-linear")
+    window = read.text("window-size", "").strip("()").partition(",")[0]
     return ModelSpec(
         name="command-line",
         family="llama" if gated else "gpt",
@@ -174,6 +175,7 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
         tied_embeddings=not read.has("untie-embeddings-and-output-weights"),
         qk_norm=read.has("qk-layernorm"),
         constants=constants_of(read, rotary=rotary),
+        window=int(window) + 1 if window.isdecimal() else None,
     )
 
 
@@ -184,7 +186,6 @@ def constants_of(read: Reader, *, rotary: bool) -> ModelConstants:
         kind, factor = "llama3", read.share("rope-scaling-factor", 8.0)
     elif rotary and read.has("rotary-seq-len-interpolation-factor"):
         kind, factor = "linear", read.share("rotary-seq-len-interpolation-factor", 1.0)
-    window = read.text("window-size", "").strip("()").partition(",")[0]
     return ModelConstants(
         rotary_base=read.count("rotary-base", 10_000) if rotary else 10_000,
         rotary_share=read.share("rotary-percent", 1.0) if rotary else 1.0,
@@ -194,7 +195,6 @@ def constants_of(read: Reader, *, rotary: bool) -> ModelConstants:
         init_std=read.share("init-method-std", 0.02),
         hidden_dropout=read.share("hidden-dropout", 0.1),
         attention_dropout=read.share("attention-dropout", 0.1),
-        window=int(window) + 1 if window.isdecimal() else 0,
     )
 
 
