@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the patches run inside a torch process")
 
+from mist_patches.megatron.decoupled_step import DecoupledSteps  # noqa: E402
 from mist_patches.megatron.unit_steps import _send_gradients  # noqa: E402
 
 
@@ -33,3 +34,40 @@ def test_gradients_are_sent_in_the_order_in_which_layers_are_stepped(monkeypatch
     _send_gradients(hybrid, lambda p: layer_of[id(p)])
     assert sent == [optimizers[k] for k in (0, 3, 1, 4, 2, 5)]
     assert hybrid.cpu_optimizers is optimizers, "Megatron's own order stands again"
+
+
+@pytest.mark.parametrize("somebody_waits", [False, True])
+def test_a_step_beside_compute_waits_for_the_decision_and_is_waited_for(monkeypatch, somebody_waits):
+    """Streams of the other tests compute where they are launched: these two waits they cannot miss."""
+    log = []
+    beside_compute = SimpleNamespace(wait_event=lambda event: log.append(f"waits for {event}"))
+    compute = SimpleNamespace(wait_stream=lambda other: log.append(other is beside_compute))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: beside_compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
+    steps = DecoupledSteps()
+    steps._decided = "the decision"
+    with steps._beside() as beside:
+        log.append("step")
+        beside.joins = not somebody_waits
+    assert log == ["waits for the decision", "step", *([] if somebody_waits else [True])]
+
+
+class _Unit(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def test_other_units_of_a_bucket_group_are_stepped_before_it_is_gathered():
+    """Megatron joins buckets into one group for fp8, and may for others."""
+    stepped = []
+    group = SimpleNamespace(start_param_sync=lambda: stepped.append("gather"))
+    chunk = SimpleNamespace(called=set(), gathers=True, gathers_ahead=False)
+    units = [_Unit(name=name, chunk=chunk, groups=[group], weights=None, grads=None) for name in "01"]
+    for unit in units:
+        unit.together = lambda: units
+    steps = DecoupledSteps()
+    part = SimpleNamespace(take=lambda unit: stepped.append(unit.name))
+    steps.pending = {unit: [part] for unit in units}
+    steps.take(units[1])
+    assert stepped == ["0", "1", "gather"] and not steps.pending
