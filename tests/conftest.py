@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import warm_start_server
+from command_line import run
 from conftest_report import native_crashes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,3 +100,29 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of commands that ask the installed DeepSpeed about itself: that process has torch already."""
     for name, value in warm_start_server.environment().items():
         monkeypatch.setenv(name, value)
+
+
+@dataclass(frozen=True)
+class RanHere:
+    """What a command printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def ran_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., RanHere]:
+    """The command line in an empty folder, 80 columns wide."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def command(*arguments: str) -> RanHere:
+        capsys.readouterr()
+        code = run(list(arguments))
+        said = capsys.readouterr()
+        return RanHere(code, said.out, said.err)
+
+    return command

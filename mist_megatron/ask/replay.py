@@ -11,6 +11,7 @@ from mist_megatron.ask.devices import device_named, device_of
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.plan_words import columns, lines_repr
 from mist_megatron.ask.plans import PlanLike, load_plan
+from mist_megatron.ask.recalibrate import Recalibrated, recalibrated
 from mist_megatron.ask.words import texts, with_words
 from mist_megatron.cost.predict import job_of
 from mist_megatron.cost.predict import predict as predict_plan
@@ -50,6 +51,8 @@ class Replayed:
     played: Played
     compared: tuple[Compared, ...] = ()
     """Each rank's step beside the prediction of a plan, where one was given."""
+    recalibrated: Recalibrated | None = None
+    """A new profile with what was measured, where one was asked for."""
     trace: Path | None = None
     """The timeline, where one was written."""
 
@@ -71,11 +74,16 @@ class Replayed:
             "what_if": None if self.changed is None else page_document(self.changed),
             "retimed": retimed_document(self.retimed, self.recording),
             "against": [asdict(one) for one in self.compared],
+            "recalibrated": self._recalibrated(),
             "links": links_document(self.recording),
             "clock_shifts_s": [shift / 1e9 for shift in self.recording.shifts_ns],
             "notes": list(self.notes),
             "trace": None if self.trace is None else str(self.trace),
         }
+
+    def _recalibrated(self) -> dict[str, Any] | None:
+        made = self.recalibrated
+        return None if made is None else {**asdict(made), "profile": str(made.profile)}
 
     def __repr__(self) -> str:
         page = self.changed or self.recorded
@@ -113,6 +121,8 @@ class ReplayWords(TypedDict, total=False):
     """kernel=REGEX:F or op=REGEX:F: what matches takes F times as long; or several of these."""
     against: PlanLike | None
     """A plan that was run: its prediction beside what was measured, term by term."""
+    recalibrate: str | Path | None
+    """With `against`: write a profile (.yaml) with what the traces measured, and tell what it changes."""
     gpu: str | None
     """What every kernel would take on another GPU: a name of the catalogue, or a profile by name or path."""
     layers: int | None
@@ -155,11 +165,24 @@ def replay(traces: str | Path | Sequence[str | Path], **words: Unpack[ReplayWord
         recording=recording, recorded=recorded, changed=changed, retimed=retimed, played=played,
         notes=(*notes, *recording.notes),
     )  # fmt: skip
-    against = words.get("against")
-    if against is not None:
-        answer = replace(answer, compared=beside(recording, played, step, load_plan(against)))
+    answer = _held_against(answer, words, step)
     target = words.get("trace")
     return answer if target is None else answer.with_trace(Path(target))
+
+
+def _held_against(answer: Replayed, words: ReplayWords, step: int | None) -> Replayed:
+    """With the plan's prediction, and a new profile where one is asked for."""
+    against, out = words.get("against"), words.get("recalibrate")
+    if against is None:
+        if out is not None:
+            raise InputError("--recalibrate needs the plan that was run; wanted --against PLAN beside it")
+        return answer
+    plan, recording = load_plan(against), answer.recording
+    answer = replace(answer, compared=beside(recording, answer.played, step, plan))
+    if out is None:
+        return answer
+    made = recalibrated(recording.traces, plan, answer.recorded.step_s, Path(out))
+    return replace(answer, recalibrated=made)
 
 
 def beside(recording: Recording, played: Played, step: int | None, plan: Plan) -> tuple[Compared, ...]:

@@ -2,24 +2,76 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
+from mist_megatron.cli.expand import OptionGroup
 from mist_megatron.cli.output import OutputOptions
 from mist_megatron.cli.output_file import check_output_file
 from mist_megatron.errors import InputError
 
+PANEL = "What if"
 SCALE = (
-    "What if: kernel=REGEX:F or op=REGEX:F takes F times as long, an operator with all that it calls and "
+    "kernel=REGEX:F or op=REGEX:F takes F times as long, an operator with all that it calls and "
     "launches; may be repeated."
 )
 WAITS = (
     "Which waits between streams count: known (what the trace says), or inferred too (guesses for kernels "
     "that start late)."
 )
+
+
+@dataclass(frozen=True)
+class WhatIfOptions(OptionGroup):
+    """What would be different."""
+
+    scale: Annotated[list[str] | None, typer.Option(help=SCALE, rich_help_panel=PANEL)] = None
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Kernels take what they would on this GPU of the catalogue, or profile.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    layers: Annotated[
+        int | None,
+        typer.Option(help="So many layers: what repeats takes as many times as long.", rich_help_panel=PANEL),
+    ] = None
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(help="So many micro-batches a step; not of pipelines.", rich_help_panel=PANEL),
+    ] = None
+
+
+@dataclass(frozen=True)
+class AgainstOptions(OptionGroup):
+    """What was predicted."""
+
+    against: Annotated[
+        Path | None,
+        typer.Option(help="The plan.yaml that was run: prediction beside measurement, term by term."),
+    ] = None
+    recalibrate: Annotated[
+        bool,
+        typer.Option(
+            "--recalibrate", help="Write a profile with what was measured to --out; tell what it changes."
+        ),
+    ] = False
+    out: Annotated[Path | None, typer.Option(help="The profile of --recalibrate (.yaml).")] = None
+
+    def target(self) -> Path | None:
+        """Where the profile goes; None where none is asked for."""
+        if self.recalibrate and self.out is None:
+            raise InputError(
+                "--recalibrate needs --out, the profile to write", details=("try: --out measured.yaml",)
+            )
+        if self.out is not None and not self.recalibrate:
+            raise InputError("--out is of --recalibrate; wanted both or none")
+        return self.out
 
 
 def replay(
@@ -32,24 +84,8 @@ def replay(
         int | None,
         typer.Option(help="Play this ProfilerStep alone; else everything, and a typical step is told."),
     ] = None,
-    scale: Annotated[list[str] | None, typer.Option(help=SCALE)] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(help="The plan.yaml that was run: prediction beside measurement, term by term."),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(help="What if: kernels take what they would on this GPU of the catalogue, or profile."),
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            help="What if: so many layers. What repeats in the recording takes as many times as long."
-        ),
-    ] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(help="What if: so many micro-batches a step. Not of pipelines.")
-    ] = None,
+    what_if: WhatIfOptions,
+    plan: AgainstOptions,
     waits: Annotated[str, typer.Option(help=WAITS)] = "known",
     partial: Annotated[
         bool, typer.Option("--partial", help="Use what stands before where a file is cut off.")
@@ -67,36 +103,34 @@ def replay(
     output: OutputOptions,
 ) -> None:
     """Plays recorded steps again: where the time goes, who waited for whom, what another speed would give."""
-    from mist_megatron.ask.recording_words import how_to_record
     from mist_megatron.ask.replay import replay as replay_traces
     from mist_megatron.cli.replay_report import show_replay
 
     if how is not None:
-        lines = how_to_record(how)
-        output.finish({"how": how, "lines": list(lines)})
-        if not output.json:
-            for line in lines:
-                output.people.print(line, soft_wrap=True, markup=False)
+        _tell_how(how, output)
         return
     if not traces:
         raise InputError("no trace is given; wanted files or folders", details=("try: --how torch",))
     if trace is not None:
         check_output_file("--trace", trace, read=tuple(traces), example="replayed.json")
     played = replay_traces(
-        [*traces],
-        step=step,
-        scale=scale,
-        gpu=gpu,
-        layers=layers,
-        micro_batches=micro_batches,
-        against=against,
-        waits=waits,
-        partial=partial,
-        trace=trace,
-    )
+        [*traces], step=step, scale=what_if.scale, gpu=what_if.gpu, layers=what_if.layers,
+        micro_batches=what_if.micro_batches, against=plan.against, recalibrate=plan.target(), waits=waits,
+        partial=partial, trace=trace,
+    )  # fmt: skip
     output.finish(played.to_dict())
     if output.json:
         return
     show_replay(output.people, played)
     if trace is not None:
         output.people.print(f"wrote {escape(str(trace))}, for ui.perfetto.dev", soft_wrap=True)
+
+
+def _tell_how(framework: str, output: OutputOptions) -> None:
+    from mist_megatron.ask.recording_words import how_to_record
+
+    lines = how_to_record(framework)
+    output.finish({"how": framework, "lines": list(lines)})
+    if not output.json:
+        for line in lines:
+            output.people.print(line, soft_wrap=True, markup=False)

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mist_megatron.ask.recalibrate import Recalibrated
 from mist_megatron.ask.replay import Replayed, step_words
 from mist_megatron.cli.output import table
 from mist_megatron.errors import visible
@@ -32,6 +33,8 @@ def show_replay(people: Console, answer: Replayed) -> None:
         )
         people.print(_terms(one))
         people.print()
+    if answer.recalibrated is not None:
+        _recalibrated(people, answer.recalibrated)
     people.print(_ranks(page))
     if len(page.ranks) > MOST_RANKS:
         people.print(f"and {len(page.ranks) - MOST_RANKS} more ranks: --json tells all")
@@ -99,6 +102,22 @@ def _ranks(page: Page) -> Table:
             ]
         )
     return table(names, rows, right=names[1:])
+
+
+def _recalibrated(people: Console, made: Recalibrated) -> None:
+    """What the new profile changes."""
+    lines = [
+        f"wrote {made.profile}, with {made.points} points of these traces",
+        f"the plan's step: measured {_ms(made.measured_s)}, predicted {_ms(made.before_s)} before and "
+        f"{_ms(made.after_s)} with it",
+        f"tune would choose {made.best_after}, {made.gain:.3g} times as fast as {made.best_before}"
+        if made.changes_plan
+        else f"tune would choose the same plan: {made.best_before}",
+        *made.notes,
+    ]
+    for line in lines:
+        people.print(visible(line), soft_wrap=True, markup=False)
+    people.print()
 
 
 def _terms(one: Compared) -> Table:

@@ -6,12 +6,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hand_made import HandMade
 
 import mist_megatron as mm
+from mist_megatron.ask.evaluators import prices_for
 from mist_megatron.ask.replay import replay
+from mist_megatron.cost.predict import job_of
 from mist_megatron.errors import InputError
+from mist_megatron.price.prices import Gemm
 from mist_megatron.spec.plan import Plan
 
 
@@ -118,3 +122,35 @@ def test_a_rank_that_the_plan_does_not_have(plan: Plan, tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     with pytest.raises(InputError, match="rank 9; the plan has gpus 8"):
         replay(path, against=plan)
+
+
+def test_a_profile_with_what_was_measured(plan: Plan, tmp_path: Path) -> None:
+    """Products of the plan's layers take three times what was predicted: so they do in the new profile."""
+    prices, _ = prices_for(job_of(plan))
+    stage, hidden = plan.stages[0], plan.model.hidden
+    rows = stage.micro_batch * plan.training.seq_len
+    kind = {"bf16": "c10::BFloat16", "fp16": "c10::Half"}[plan.training.precision]
+    made = HandMade(rank=0, world=8)
+    host, gpu = 0.0, 5.0
+    shapes = ((rows, 3 * hidden // 8, hidden), (rows, hidden // 2, hidden), (rows, hidden, hidden // 2))
+    for m, n, k in shapes * 3:
+        work = Gemm(*(np.array(float(size)) for size in (m, n, k, 1.0)))  # type: ignore[arg-type]
+        taken = 3e6 * float(prices.of(work).seconds)
+        made.operator("aten::mm", host, 9, **{"Input Dims": [[m, k], [k, n]], "Input type": [kind] * 2})
+        gpu = max(gpu, host + 6)
+        made.kernel("gemm", host + 1, gpu, taken)
+        host, gpu = host + 10, gpu + taken
+    path = made.write(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA A100-SXM4-80GB"}])
+    out = tmp_path / "measured.yaml"
+    answer = replay(path, against=plan, recalibrate=out)
+    new = answer.recalibrated
+    assert new is not None
+    assert out.exists()
+    assert new.points == 3
+    assert new.after_s > 1.2 * new.before_s
+    assert new.gain >= 0.999
+    assert answer.to_dict()["recalibrated"]["points"] == 3
+    with pytest.raises(InputError, match="--against PLAN"):
+        replay(path, recalibrate=tmp_path / "other.yaml")
+    with pytest.raises(InputError, match="exists"):
+        replay(path, against=plan, recalibrate=out)
