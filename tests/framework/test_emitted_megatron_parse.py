@@ -369,3 +369,32 @@ def test_layers_have_the_windows_of_their_kinds(pattern: tuple[str, ...]) -> Non
             config.window_size, config.window_attn_skip_freq, layer + 1
         )
         assert windowed == (group.kind(layer).name == "near")
+
+
+def test_chunks_that_do_not_divide_the_layers_are_those_that_were_priced() -> None:
+    """126 layers on 8 stages of 8 chunks, with context parallelism and overlapped tensor-parallel traffic."""
+    mesh = {"nodes": 2, "gpus_per_node": 8, "dp": 1, "tp": 8, "micro_batch": 1}
+    plan = Plan(
+        model=presets.PRESETS["llama3-405b"],
+        training=TrainingSpec(global_batch=8, seq_len=8192, precision="bf16"),
+        cluster=ClusterSpec(gpu=catalogue.gpu("h100-sxm-80gb"), nodes=16, gpus_per_node=8),
+        target="megatron",
+        grad_accum=8,
+        stages=tuple(StagePlan(layers=layers, **mesh) for layers in (15, *[16] * 6, 15)),
+        schedule="interleaved",
+        vpp=8,
+        sequence_parallel=True,
+        execution=Execution(context_parallel=2, overlap_grad_reduce=True, tp_comm_overlap=True),
+    )
+    assert not violations(plan)
+    megatron.require_emittable(plan)
+    document = megatron.stages(plan)
+    for index, chunks in enumerate(plan.chunk_layers):
+        parsed = megatron_parser.parse(
+            megatron.rank_arguments(plan, index) + USER_ARGS.split(),
+            world=document["world_size"],
+            environment=document["environment"],
+        )
+        table = parsed.config.pipeline_model_parallel_layout.layout[index]
+        assert [sum("decoder" in str(kind) for kind in chunk) for chunk in table] == list(chunks)
+        assert parsed.args.context_parallel_size == 2 and parsed.args.tp_comm_overlap
