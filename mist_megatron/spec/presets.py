@@ -16,6 +16,7 @@ from mist_megatron.spec.expert_presets import expert_presets
 from mist_megatron.spec.model import Family, ModelSpec
 from mist_megatron.spec.preset_constants import constants_of
 
+_GALVATRON = "Wang et al. 2024 (Galvatron-BMW), Table I"
 PUBLISHED_PARAMETERS: Mapping[str, tuple[int, str]] = MappingProxyType(
     {
         "gpt2": (124_439_808, "Hugging Face openai-community/gpt2"),
@@ -23,6 +24,12 @@ PUBLISHED_PARAMETERS: Mapping[str, tuple[int, str]] = MappingProxyType(
         "gpt2-large": (774_030_080, "Hugging Face openai-community/gpt2-large"),
         "gpt2-xl": (1_557_611_200, "Hugging Face openai-community/gpt2-xl"),
         "gpt3-175b": (175_000_000_000, "Brown et al. 2020, Table 2.1"),
+        "gpt3-15b": (15_400_000_000, _GALVATRON),
+        "gpt3-39b": (39_100_000_000, _GALVATRON),
+        "gpt3-65b": (64_900_000_000, _GALVATRON),
+        "bert-huge-32": (672_000_000, _GALVATRON),
+        "bert-huge-48": (987_000_000, _GALVATRON),
+        "bert-xhuge": (10_200_000_000, _GALVATRON),
         "opt-1.3b": (1_315_758_080, "Hugging Face facebook/opt-1.3b"),
         "opt-6.7b": (6_658_473_984, "Hugging Face facebook/opt-6.7b"),
         "opt-13b": (12_853_473_280, "Hugging Face facebook/opt-13b"),
@@ -135,6 +142,19 @@ def _spec(
     )
 
 
+def _galvatron() -> tuple[ModelSpec, ...]:
+    """Of Galvatron-BMW. BERT sees the whole sequence; it has its norms after attention and MLP and one after
+    the embedding, as many as here, and rows for two kinds of segments beside its 512 positions."""
+    sizes = {"15b": (48, 5120, 40), "39b": (48, 8192, 64), "65b": (80, 8192, 64)}
+    bert: dict[str, Any] = {"vocab": 30522, "positions": 514, "attention": "full"}
+    return (
+        *(_gpt(f"gpt3-{size}", shape, vocab=50257, positions=2048) for size, shape in sizes.items()),
+        _gpt("bert-huge-32", (32, 1280, 16), **bert),
+        _gpt("bert-huge-48", (48, 1280, 16), **bert),
+        _gpt("bert-xhuge", (128, 2560, 32), **bert),
+    )
+
+
 def _public() -> tuple[ModelSpec, ...]:
     neox = {"linear_bias": True, "parallel_norms": 2}
     tied = {"tied_embeddings": True}
@@ -146,6 +166,7 @@ def _public() -> tuple[ModelSpec, ...]:
         _gpt("gpt2-large", (36, 1280, 20), vocab=50257, positions=1024),
         _gpt("gpt2-xl", (48, 1600, 25), vocab=50257, positions=1024),
         _gpt("gpt3-175b", (96, 12288, 96), vocab=50257, positions=2048),
+        *_galvatron(),
         # OPT's position table has two rows more than its 2048 positions.
         _gpt("opt-1.3b", (24, 2048, 32), vocab=50272, positions=2050, **relu),
         _gpt("opt-6.7b", (32, 4096, 32), vocab=50272, positions=2050, **relu),

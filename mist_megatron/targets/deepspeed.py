@@ -48,6 +48,7 @@ CAPABILITY = Capability(
     # No pipeline but one regular grid of data-parallel ranks: what an engine without a PipelineModule runs.
     parallel_block=True,
     layer_kinds=True,
+    full_attention=True,
     offload=STATES_WHOLE,
     offload_needs_zero=1,
     grads_follow_optimizer=True,

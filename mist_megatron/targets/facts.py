@@ -76,7 +76,9 @@ class Capability:
     always_final_norm: bool = False
     """Its models end with a norm."""
     layer_kinds: bool = False
-    """Layers that differ, and attention that is not causal."""
+    """Layers that differ."""
+    full_attention: bool = False
+    """Attention that is not causal."""
     uneven_layers: bool = False
     per_stage_ckpt: bool = False
     """Each stage its own number of recomputed layers and kind of recomputation."""

@@ -58,9 +58,11 @@ def job_rules(model: ModelSpec, precision: Precision, target: TargetName) -> tup
         broken.append(f"model {model.name}: its MLP computes {model.mlp_words}, wanted {wanted}")
     if able.always_final_norm and not model.final_norm:
         broken.append(f"model {model.name}: its models end with a norm, wanted final_norm: true")
-    if not able.layer_kinds and (len(model.kinds) > 1 or model.attention == "full"):
-        kinds = "layers that differ" if len(model.kinds) > 1 else "attention that is not causal"
-        broken.append(f"model {model.name}: it has no {kinds}")
+    if not able.layer_kinds and len(model.kinds) > 1:
+        kinds = ", ".join(kind.name for kind in model.kinds)
+        broken.append(f"model {model.name}: it runs one kind of layers, these are of kinds {kinds}")
+    if not able.full_attention and any(kind.attention == "full" for kind in model.kinds):
+        broken.append(f"model {model.name}: it has no attention that is not causal")
     if precision == "fp8" and not able.fp8:
         broken.append("precision fp8: it has no 8-bit products, wanted bf16 or fp16")
     return tuple(broken)

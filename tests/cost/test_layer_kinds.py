@@ -19,7 +19,9 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.model import LayerGroup, ModelSpec
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.presets import preset
+from mist_megatron.spec.term import Term
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import job_rules
 
 LAYERS = 16
 
@@ -164,3 +166,27 @@ def test_wrong_groups_are_refused_by_name(change, words):
     written = model_to_mapping(in_turns(one_kind(), "sliding", "full", sliding=128))
     with pytest.raises(InputError, match=words):
         model_from_mapping({**written, **change}, "model.yaml")
+
+
+def test_targets_refuse_by_name_what_they_do_not_run():
+    turns, bert = in_turns(one_kind(), "sliding", "full", sliding=128), preset("bert-huge-32")
+    assert "kinds sliding, full" in job_rules(turns, "bf16", "mist")[0]
+    assert not job_rules(turns, "bf16", "megatron") and not job_rules(bert, "bf16", "deepspeed")
+    assert "not causal" in job_rules(bert, "bf16", "megatron")[0]
+
+
+def test_attention_to_the_whole_sequence_takes_twice_a_causal_core():
+    """Of s tokens each sees s, not (s + 1) / 2; nothing else of the layer changes."""
+    causal = replace(preset("bert-huge-32"), layers=LAYERS, attention="causal")
+
+    def forward_s(model: ModelSpec, seq_len: int) -> float:
+        training = TrainingSpec(seq_len=seq_len, global_batch=8)
+        plan = replace(plan_of(model, ckpt=0, target="deepspeed"), training=training)
+        return predicted(plan).stages[1].stable_terms_s[Term.FORWARD]
+
+    more_s = {
+        seq_len: [forward_s(model, seq_len) for model in (causal, replace(causal, attention="full"))]
+        for seq_len in (512, 4096)
+    }
+    extra = [full - half for half, full in more_s.values()]
+    assert extra[0] > 0.0 and extra[1] > 8.0 * extra[0]
