@@ -82,6 +82,11 @@ def read_job(words: JobWords) -> AskedJob:
     defaults: dict[str, str] = {}
     cluster = _cluster(words, defaults)
     training = _training(words, model, cluster, defaults)
+    if 0 < model.learned_positions < training.seq_len:
+        # Frameworks make the table as long as the sequences are; it takes memory and traffic.
+        why = f"the model has {model.learned_positions:,}"
+        rows = _taken(defaults, "learned positions", training.seq_len, why)
+        model = replace(model, learned_positions=rows)
     target = target or _taken(defaults, "--target", Job.target, "")
     return AskedJob(
         Job(model=model, training=training, cluster=cluster, target=cast(TargetName, target)), defaults

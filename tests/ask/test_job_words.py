@@ -139,3 +139,12 @@ def test_typed_values_and_names_are_the_same() -> None:
     )
     assert read_job(named) == read_job(typed)
     assert texts({"tp": 2, "pp": 4}) == texts(["tp=2", "pp=4"]) == ("tp=2", "pp=4")
+
+
+def test_a_table_of_positions_is_as_long_as_the_sequences():
+    """As Megatron makes it: what `lint` reads in the written arguments is then what was planned."""
+    asked = read_job({"model": "gpt3-7b", "gpus": 8, "seq": 8192})
+    assert asked.job.model.learned_positions == 8192
+    assert "2,048" in asked.defaults["learned positions"]
+    assert "learned positions" not in read_job({"model": "gpt3-7b", "gpus": 8, "seq": 1024}).defaults
+    assert read_job({"model": "llama3-8b", "gpus": 8, "seq": 32768}).job.model.learned_positions == 0
