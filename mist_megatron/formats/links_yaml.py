@@ -53,8 +53,9 @@ class LinksDocument:
 
 
 def is_links(text: str) -> bool:
-    """Told by its kind, which no profile has."""
-    return any(line.strip() in ("kind: links", "kind: 'links'") for line in text.splitlines()[:5])
+    """Told by its kind, which no profile has; YAML or JSON."""
+    said = ("kind: links", "kind: 'links'", '"kind": "links",')
+    return any(line.strip() in said for line in text.splitlines()[:5])
 
 
 def links_from_text(text: str, where: str) -> tuple[LinkMatrix, ...]:

@@ -156,6 +156,11 @@ def search_ways(
     in the place of those of `settings`."""
     job = ways[0].evaluator.job
     require_job(job.model, job.training.precision, job.target)
+    if job.cluster.links.matrix is not None:
+        raise InputError(
+            "cluster: a search prices all nodes alike, so that its proof would not hold for measured links",
+            details=("try: tune without them, then: mist-megatron place PLAN --links links.yaml",),
+        )
     watch = watch or Watch()
     ways, questions = _questions(ways, space, settings)
     run = _Run(questions, settings, watch, (executor, at_once) if executor else None)

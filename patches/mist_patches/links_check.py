@@ -78,7 +78,7 @@ def measure(document: Mapping[str, Any], message_bytes: int = MESSAGE_BYTES) -> 
         for a, b, _ in one_round:
             if node in (a, b) and local < count:
                 peer = (b if node == a else a) * per_node + local
-                seconds = _exchange_s(buffer, peer, sends=node == a, cuda=cuda)
+                seconds = exchange_s(buffer, peer, sends=node == a, cuda=cuda)
                 if local == 0 and node == a:
                     found.append((a, b, message_bytes / seconds))
     gathered: list[Any] = [None] * world
@@ -87,7 +87,7 @@ def measure(document: Mapping[str, Any], message_bytes: int = MESSAGE_BYTES) -> 
     return {(a, b): rate for each in gathered for a, b, rate in each}
 
 
-def _exchange_s(buffer: Any, peer: int, *, sends: bool, cuda: bool) -> float:
+def exchange_s(buffer: Any, peer: int, *, sends: bool, cuda: bool) -> float:
     """The fastest of a few transfers one way, after one that sets the connection up."""
     import torch
     import torch.distributed as dist

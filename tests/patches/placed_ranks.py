@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from mist_patches import links_check
+from mist_patches import links_check, links_measure
 from mist_patches.core.stage_arguments import apply_stage_arguments, read_stages
 
 
@@ -18,6 +18,9 @@ def main(path: str) -> None:
     import torch.distributed as dist
 
     measured = links_check.measure(document, 1 << 20)
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
+    every = links_measure.measure(1 << 18)
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) - 2)
     dist.init_process_group("gloo", store=dist.PrefixStore("after", _store()), rank=rank, world_size=4)
     names: list[str | None] = [None] * 4
     dist.all_gather_object(names, os.environ["MIST_NODE_NAME"])
@@ -25,7 +28,12 @@ def main(path: str) -> None:
     if rank == 0:
         pairs = sorted([a, b] for a, b in measured)
         told = links_check.problems(document, measured)
-        print("RESULT " + json.dumps({"names": names, "stage": stage["stage"], "pairs": pairs, "told": told}))
+        print(
+            "RESULT "
+            + json.dumps(
+                {"names": names, "stage": stage["stage"], "pairs": pairs, "told": told, "every": every}
+            )
+        )
 
 
 def _store():

@@ -12,6 +12,9 @@ import pytest
 from mist_patches.core.node_order import node_of_process, ordered, placed_gpu
 from mist_patches.core.stage_shape import shape_problems
 from mist_patches.links_check import problems, rounds_of
+from mist_patches.links_measure import matrix_document, rounds_of_all
+
+from mist_megatron.formats.links_yaml import is_links, links_from_text
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -82,6 +85,24 @@ def test_damaged_names_are_refused(key, value):
     assert list(shape_problems(document(**{key: value})))
 
 
+def test_all_pairs_meet_in_as_few_rounds_as_there_can_be():
+    for nodes in range(2, 12):
+        rounds = rounds_of_all(nodes)
+        assert len(rounds) == nodes - 1 + nodes % 2
+        assert sorted(pair for one in rounds for pair in one) == [
+            (a, b) for a in range(nodes) for b in range(a + 1, nodes)
+        ]
+        assert all(len({node for pair in one for node in pair}) == 2 * len(one) for one in rounds)
+
+
+def test_a_slow_figure_that_was_a_busy_minute_is_dropped():
+    figures = {(0, 1): [10e9, 11e9], (1, 0): [2e9, 10e9, 10e9]}
+    made = matrix_document(2, figures, at_once=8, message_bytes=1 << 20)
+    assert made["gb_per_s"] == [[None, 10.5], [10.0, None]]
+    assert made["spread"] == pytest.approx((((0.5 / 10.5) ** 2 * 2) / 2) ** 0.5, abs=1e-4)
+    assert is_links(json.dumps({"schema": 1, "kind": "links", "hosts": ["a", "b"], "matrices": []}, indent=1))
+
+
 def test_rounds_never_ask_a_node_twice():
     rounds = rounds_of([(a, b, 1.0) for a in range(6) for b in range(a + 1, 6)])
     assert sum(map(len, rounds)) == 15
@@ -126,6 +147,9 @@ def test_four_processes_under_made_up_names(names, hosts, order, tmp_path):
     result = json.loads(line.removeprefix("RESULT "))
     assert result["names"] == order
     assert result["pairs"] == [[0, 1], [0, 2], [2, 3]]
+    (matrix,) = links_from_text(json.dumps(result["every"], indent=1), "links.yaml")
+    assert list(matrix.hosts) == ["n1", "n9", "n3", "n4"]
+    assert (len(matrix.rates), matrix.unmeasured, matrix.repeats) == (12, (), 2)
     assert len(result["told"]) == 1  # only the pair that was said to carry a petabyte
     warned = "".join(err for _, err in ended)
     assert ("did not get node n2; n9 takes its place" in warned) == (hosts is not None)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
+from jobs import evaluator_of, small_job
 
+from mist_megatron.errors import InputError
 from mist_megatron.search.place import (
     Curve,
     Places,
@@ -18,6 +21,8 @@ from mist_megatron.search.place import (
     ring_places,
     seconds_per_byte,
 )
+from mist_megatron.search.search import Settings, search
+from mist_megatron.search.space import space_named
 from mist_megatron.spec.links import LinkMatrix
 
 
@@ -122,3 +127,13 @@ def test_dead_links_are_never_used():
     matrix = LinkMatrix(hosts=tuple("abcde"), bytes_per_s=tuple(map(tuple, rates)))
     found = best_order(chain_places(5), seconds_per_byte(matrix), start=range(5))
     assert all({a, b} != {0, 1} for a, b in zip(found.nodes, found.nodes[1:], strict=False))
+
+
+def test_a_search_does_not_pretend_to_know_links():
+    """Its proof is over nodes that are alike; placing comes after it."""
+    job = small_job("megatron", gpus=16)
+    rows = ((None, 1e9), (1e9, None))
+    matrix = LinkMatrix(hosts=("n0", "n1"), bytes_per_s=rows)
+    job = replace(job, cluster=replace(job.cluster, links=replace(job.cluster.links, matrix=matrix)))
+    with pytest.raises(InputError, match="prices all nodes alike"):
+        search(evaluator_of(job), space_named("3d"), Settings())
