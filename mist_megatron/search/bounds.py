@@ -134,7 +134,7 @@ def _group(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[Equ
     if splits_layers(question.space, stages, shapes[0].vpp):
         # t is linear in layers, and d does not fall.
         table = split_table(layers, stages, shapes[0].vpp)
-        counts = sorted({int(table.min()), int(table.max())})
+        counts = sorted({int(table.min()), -(-layers // stages), int(table.max())})
     positions = (0, min(1, stages - 1), stages - 1)
     priced = {k: least_times(question, shapes, role_of(k, stages), counts) for k in sorted(set(positions))}
     return [
@@ -247,7 +247,8 @@ def split_bounds(
     # Of all but t what the fewest layers have.
     both_s = [t_s + float((stage.both_s - stage.t_s).min()) for t_s, stage in zip(least, stages, strict=True)]
     in_turn_s = [stage.in_turn_s for stage in stages]
-    step_s = max(float(stage.step_s.min()) for stage in (stages[0], stages[-1]))
+    # Some stage has its even share or more, which was priced between the two.
+    step_s = min(float(stage.step_s[len(stage.step_s) // 2]) for stage in stages)
     vpp, count, others = shape.vpp, shape.stages, shape.grad_accum - 1
     used = [0, 2] if count == 2 else [0, 1, 2]
     slope = (stages[1].ramp_s[-1] - stages[1].ramp_s[0]) / max(high - low, 1)
