@@ -19,6 +19,7 @@ pytest.importorskip("megatron", reason="megatron-core is not installed")
 import megatron_parser
 
 from mist_megatron.frameworks.megatron import write as megatron
+from mist_megatron.frameworks.megatron.bridge import bridge_mapping
 from mist_megatron.frameworks.megatron.command import options_of
 from mist_megatron.frameworks.megatron.lint import lint_megatron
 from mist_megatron.frameworks.megatron.model import model_refusals
@@ -399,3 +400,14 @@ def test_chunks_that_do_not_divide_the_layers_are_those_that_were_priced() -> No
         table = parsed.config.pipeline_model_parallel_layout.layout[index]
         assert [sum("decoder" in str(kind) for kind in chunk) for chunk in table] == list(chunks)
         assert parsed.args.context_parallel_size == 2 and parsed.args.tp_comm_overlap
+
+
+def test_bridge_names_the_attention_backend_that_megatron_has() -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    plan = make(presets.PRESETS["gpt3-1.3b"], (1, 4, 2, 1), "none", (0.0, 0.0), target="megatron", number=6)
+    for flash, backend in ((True, AttnBackend.flash), (False, AttnBackend.unfused)):
+        chosen = replace(plan, training=replace(plan.training, flash_attention=flash))
+        node = bridge_mapping(chosen)["model"]["attention_backend"]
+        assert node["_target_"] == f"{AttnBackend.__module__}.{AttnBackend.__qualname__}"
+        assert AttnBackend(*node["_args_"]) is backend

@@ -6,24 +6,95 @@ a plain mapping is written. It has one configuration for all ranks: what differs
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+from mist_megatron.frameworks.flags import as_mapping
+from mist_megatron.frameworks.megatron.model import dropouts, window_flags
 from mist_megatron.frameworks.megatron.recompute import recompute_settings
 from mist_megatron.frameworks.megatron.write import distributed_optimizer, layout, offloads_optimizer
 from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.table import TARGETS
+
+SCRIPT = '''"""Start this plan in Megatron-Bridge: torchrun --nproc-per-node GPUS bridge.py
+
+Megatron-Bridge's own launchers read no YAML. Name the recipe of your model here; bridge.yaml is laid over it.
+"""
+
+from megatron.bridge.recipes.llama import llama3_8b_pretrain_config as recipe  # fill in: your model's
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
+from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+if __name__ == "__main__":
+    pretrain(process_config_with_overrides(recipe(), config_filepath="bridge.yaml"), forward_step)
+'''
+
+_BACKENDS: Mapping[bool, int] = {True: 1, False: 3}
+"""Flash attention -> the value of megatron.core.transformer.enums.AttnBackend: flash, or unfused."""
 
 
 def bridge_text(plan: Plan) -> str:
-    """Overrides for a Megatron-Bridge recipe (`--config-file` of its scripts)."""
-    note = "# Overrides for a Megatron-Bridge recipe; start the model from its own recipe.\n"
+    """Overrides for a Megatron-Bridge recipe, which `bridge.py` lays over it."""
+    note = "# Overrides that bridge.py lays over a Megatron-Bridge recipe; null takes back what it says.\n"
     if _differs(plan):
         note += (
             "# Stages differ in this plan: only `train.sh` carries that out; these are stage 0's values.\n"
         )
     text: str = yaml.safe_dump(bridge_mapping(plan), sort_keys=False)
     return note + text
+
+
+_TAKEN_BACK = (
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "window_size",
+    "window_attn_skip_freq",
+)
+"""What a recipe may say and the plan may not: none of it, unless said below."""
+
+
+def _shape(plan: Plan) -> dict[str, Any]:
+    """The model by GPTModelProvider's names, so that the plan's is trained whatever the recipe's defaults."""
+    model, constants = plan.model, plan.model.constants
+    hidden_dropout, attention_dropout = dropouts(model, plan.training)
+    found: dict[str, Any] = {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size": model.ffn_hidden,
+        "num_attention_heads": model.heads,
+        "num_query_groups": model.kv_heads,
+        "kv_channels": model.head_dim,
+        "gated_linear_unit": model.gated_mlp,
+        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "layernorm_epsilon": constants.norm_epsilon,
+        "qk_layernorm": model.qk_norm,
+        "add_bias_linear": model.linear_bias,
+        "add_qkv_bias": model.qkv_bias or model.linear_bias,
+        "share_embeddings_and_output_weights": model.tied_embeddings,
+        "position_embedding_type": "rope" if model.rotary else "learned_absolute",
+        "hidden_dropout": hidden_dropout,
+        "attention_dropout": attention_dropout,
+        "init_method_std": constants.init_std,
+        "make_vocab_size_divisible_by": TARGETS[plan.target].memory(plan.execution).vocabulary_multiple,
+    }
+    if model.rotary:
+        linear = constants.rotary_scaling == "linear"
+        found |= {
+            "rotary_base": constants.rotary_base,
+            "rotary_percent": constants.rotary_share,
+            "rope_scaling": constants.rotary_scaling == "llama3",
+            "rope_scaling_factor": constants.rotary_factor,
+            "seq_len_interpolation_factor": constants.rotary_factor if linear else None,
+        }
+    return found
 
 
 def _differs(plan: Plan) -> bool:
@@ -34,12 +105,19 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
     """model (TransformerConfig), train, dataset, ddp, optimizer."""
     stage, training, execution = plan.stages[0], plan.training, plan.execution
     model: dict[str, Any] = {
+        **_shape(plan),
         "tensor_model_parallel_size": stage.tp,
         "pipeline_model_parallel_size": len(plan.stages),
         "context_parallel_size": execution.context_parallel,
         "sequence_parallel": plan.sequence_parallel,
         "seq_length": training.seq_len,
-        "attention_backend": "flash" if training.flash_attention else "unfused",
+        # As Bridge writes and reads an enumeration; a plain word would be taken for the value itself.
+        "attention_backend": {
+            "_target_": "megatron.core.transformer.enums.AttnBackend",
+            "_call_": True,
+            "_args_": [_BACKENDS[training.flash_attention]],
+        },
+        **dict.fromkeys(_TAKEN_BACK),
     }
     # Names of megatron.core.ModelParallelConfig.
     switches = {
@@ -47,25 +125,31 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
         "cross_entropy_loss_fusion": execution.fused_cross_entropy,
         "deterministic_mode": execution.deterministic,
     }
-    model |= {name: True for name, on in switches.items() if on}
+    model |= {name: bool(on) for name, on in switches.items()}
     if len(plan.stages) > 1:
         model["pipeline_model_parallel_layout"] = layout(plan)
     if plan.vpp > 1:
         model["virtual_pipeline_model_parallel_size"] = plan.vpp
+    # The same words as Megatron's flags: two whole numbers, and each n-th layer or a list of them.
+    windows = as_mapping(window_flags(plan.model, training))
+    model |= {name.replace("-", "_"): json.loads(f"[{text}]") for name, text in windows.items()}
+    if "window-attn-skip-freq" in windows:
+        (model["window_attn_skip_freq"],) = model["window_attn_skip_freq"]
     for name, value in recompute_settings(plan, 0).items():
         model[name.replace("-", "_")] = [value] if name == "recompute-modules" else value
-    optimizer: dict[str, Any] = {"use_distributed_optimizer": distributed_optimizer(plan)}
-    if offloads_optimizer(plan):
-        optimizer |= {
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": stage.offload.optimizer,
-            "use_precision_aware_optimizer": True,
-            "overlap_cpu_optimizer_d2h_h2d": True,
-        }
+    offloads = offloads_optimizer(plan)
+    optimizer: dict[str, Any] = {
+        "use_distributed_optimizer": distributed_optimizer(plan),
+        "optimizer_cpu_offload": offloads,
+        "optimizer_offload_fraction": stage.offload.optimizer,
+        "use_precision_aware_optimizer": offloads,
+        "overlap_cpu_optimizer_d2h_h2d": offloads,
+    }
     return {
         "model": model,
         "train": {"micro_batch_size": stage.micro_batch, "global_batch_size": training.global_batch},
-        "dataset": {"sequence_length": training.seq_len},
+        # Its field, and the name that finetuning datasets have for it.
+        "dataset": {"sequence_length": training.seq_len, "seq_length": training.seq_len},
         "ddp": {
             "use_distributed_optimizer": distributed_optimizer(plan),
             "grad_reduce_in_fp32": execution.grad_bytes != 2,

@@ -11,7 +11,7 @@ from mist_megatron.formats.plan_yaml import plan_to_yaml
 from mist_megatron.frameworks.flags import arguments, as_mapping
 from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources, launch_facts, launchers, render, shell_arrays
-from mist_megatron.frameworks.megatron.bridge import bridge_text
+from mist_megatron.frameworks.megatron.bridge import SCRIPT, bridge_text
 from mist_megatron.frameworks.megatron.chosen import chosen
 from mist_megatron.frameworks.megatron.model import VERSION
 from mist_megatron.frameworks.megatron.patches import Patch, patches
@@ -54,6 +54,7 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         "args.json": json.dumps(listed, indent=2) + "\n",
         "args.yaml": yaml.safe_dump(as_mapping(flags), sort_keys=False),
         "bridge.yaml": bridge_text(plan),
+        "bridge.py": SCRIPT,
         "stages.json": stages_text(document),
         **({"pretrain.py": sources.entries["pretrain.py"]} if facts["package"] else {}),
         **launchers(sources, facts),
@@ -66,7 +67,8 @@ def _notes(plan: Plan, *, package: bool) -> list[str]:
         *(_GRID_NOTES if plan.grids_differ else ()),
         "",
         "`args.json` and `args.yaml` hold the same arguments as `args.sh`; `bridge.yaml` those that",
-        "Megatron-Bridge takes. `mist-megatron lint args.sh` checks the folder again after changes.",
+        "Megatron-Bridge takes, through `bridge.py`. `mist-megatron lint args.sh` checks the folder again",
+        "after changes.",
     ]
 
 

@@ -89,7 +89,7 @@ def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
         *when(not model.tied_embeddings, flag("--untie-embeddings-and-output-weights")),
         *position_flags(model, training),
         flag("--seq-length", training.seq_len),
-        *_window_flags(model, training),
+        *window_flags(model, training),
         flag("--hidden-dropout", hidden_dropout),
         flag("--attention-dropout", attention_dropout),
         flag("--init-method-std", model.constants.init_std),
@@ -104,7 +104,7 @@ def dropouts(model: ModelSpec, training: TrainingSpec) -> tuple[float, float]:
     return training.dropout, training.dropout
 
 
-def _window_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
+def window_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
     """The window, and which layers have it: all, all but each n-th, or a list."""
     windows = [kind.window for kind in model.kinds if kind.window is not None]
     if not windows or windows[0] >= training.seq_len:
