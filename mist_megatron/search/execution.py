@@ -14,6 +14,7 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.job import Job
 from mist_megatron.targets.facts import ExecutionVariant
+from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
 
 
@@ -100,7 +101,8 @@ def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) 
             return False
     if execution.tp_comm_overlap and not said.tp_comm_overlap:
         linked = "PCIe" not in job.cluster.gpu.intra_link
-        if not (linked and space.tp_comm_overlap) or "tp_comm_overlap" in limits.forbidden:
+        able = products_overlap(job.model) and space.tp_comm_overlap
+        if not (linked and able) or "tp_comm_overlap" in limits.forbidden:
             return False
     if variant.gathers_beside and "overlap_param_gather" in limits.forbidden:
         return False

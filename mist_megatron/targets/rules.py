@@ -50,9 +50,10 @@ def require_runnable(plan: Plan) -> None:
 
 def job_rules(model: ModelSpec, precision: Precision, target: TargetName) -> tuple[str, ...]:
     """What of a model and its precision a target cannot run, whatever the plan."""
-    able, broken = TARGETS[target].capability, []
+    able, broken = TARGETS[target].can(precision, None), []
     if model.parallel_block and not able.parallel_block:
-        broken.append(f"model {model.name}: it has no parallel blocks (attention beside MLP)")
+        inside = f" in {precision}" if TARGETS[target].capability.parallel_block else ""
+        broken.append(f"model {model.name}: it has no parallel blocks{inside} (attention beside MLP)")
     if able.activations is not None and model.mlp_words not in able.activations:
         wanted = " or ".join(able.activations)
         broken.append(f"model {model.name}: its MLP computes {model.mlp_words}, wanted {wanted}")
@@ -66,6 +67,12 @@ def job_rules(model: ModelSpec, precision: Precision, target: TargetName) -> tup
     if precision == "fp8" and not able.fp8:
         broken.append("precision fp8: it has no 8-bit products, wanted bf16 or fp16")
     return tuple(broken)
+
+
+def products_overlap(model: ModelSpec) -> bool:
+    """Whether tensor-parallel traffic can run beside the products of a model's layers: attention and MLP that
+    stand side by side are reduced together, behind both."""
+    return not model.parallel_block
 
 
 def require_job(model: ModelSpec, precision: Precision, target: TargetName) -> None:
@@ -90,6 +97,10 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
         found.append("sequence_parallel: it has none")
     if plan.sequence_parallel and all(stage.tp == 1 for stage in plan.stages):
         found.append("sequence_parallel: needs tp above 1")
+    if plan.execution.tp_comm_overlap and not products_overlap(plan.model):
+        found.append(
+            "execution.tp_comm_overlap: attention and MLP of a layer are reduced at once, behind both"
+        )
     if plan.execution.deterministic and not able.deterministic:
         found.append("execution.deterministic: it has no such switch")
     if plan.execution.decoupled_step and not able.decoupled_step:

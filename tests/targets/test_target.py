@@ -9,15 +9,16 @@ import pytest
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
 from mist_megatron.errors import InputError
+from mist_megatron.search.execution import execution_choices
 from mist_megatron.search.search import Settings, search
-from mist_megatron.search.space import space_named
+from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.training import TrainingSpec
-from mist_megatron.targets.rules import violations
+from mist_megatron.targets.rules import job_rules, violations
 
 
 def plan_with(offload: Offload, precision: str) -> Plan:
@@ -48,3 +49,29 @@ def test_fp8_is_refused_before_a_search_where_no_file_could_say_it(target):
         search(evaluator_for(job)[0], space_named("full"), Settings())
     assert any("precision fp8" in rule for rule in violations(replace(plan, target=target)))
     assert not any("fp8" in rule for rule in violations(plan))
+
+
+def test_parallel_blocks_run_in_megatron_under_their_patch_alone() -> None:
+    falcon = preset("falcon-40b")
+    assert [bool(job_rules(falcon, "bf16", name)) for name in ("megatron", "megatron+patches")] == [
+        True,
+        False,
+    ]
+    (rule,) = job_rules(falcon, "fp8", "megatron+patches")
+    assert "no parallel blocks in fp8" in rule
+
+
+def test_traffic_of_a_parallel_block_is_not_planned_beside_its_products() -> None:
+    """Both are reduced at once, behind both: such a plan would be found and then refused."""
+    plan, falcon = plan_with(Offload(), "bf16"), preset("falcon-1.3b")
+    job = job_of(plan)
+    asked = [
+        [
+            choice.job.execution.tp_comm_overlap
+            for choice in execution_choices(one, space_named("megatron-expert"), Limits())
+        ]
+        for one in (job, replace(job, model=falcon))
+    ]
+    assert True in asked[0] and True not in asked[1] and asked[1]
+    overlapped = replace(plan, model=falcon, execution=replace(plan.execution, tp_comm_overlap=True))
+    assert any("tp_comm_overlap" in rule for rule in violations(overlapped))

@@ -29,12 +29,6 @@ def _tensor_parallel(plan: Plan) -> Iterator[Refusal]:
             got="tp_comm_overlap without sequence_parallel",
             instead="sequence_parallel: true, or no tp_comm_overlap",
         )
-    if plan.execution.tp_comm_overlap and plan.model.parallel_block:
-        yield Refusal(
-            rule="--tp-comm-overlap reduces each linear module by itself, parallel_block both at once",
-            got=f"tp_comm_overlap with {plan.model.name}, whose attention and MLP stand side by side",
-            instead="no tp_comm_overlap",
-        )
     if plan.execution.tp_comm_overlap and sizes[0] == 1 < sizes[-1]:
         yield Refusal(
             rule="--tp-comm-overlap needs sequence parallelism, which a stage at TP 1 switches off (A:1432)",
