@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from mist_megatron.recorded.engine import Change, Played, play
 from mist_megatron.recorded.recording import WAITS, Recording, record
 from mist_megatron.recorded.repeats import more_layers, more_micro_batches
 from mist_megatron.recorded.report import Page, links_document, page_document, page_of, retimed_document
-from mist_megatron.recorded.retime import on_device
+from mist_megatron.recorded.retime import on_device, on_more_ranks
 from mist_megatron.recorded.steps import steps_of
 from mist_megatron.recorded.timeline import timeline_pieces
 from mist_megatron.recorded.usage import windows
@@ -33,6 +34,8 @@ from mist_megatron.traces.columns import Trace
 from mist_megatron.traces.reader import HOW, Reading, read_trace
 
 ENDINGS = (".json", ".json.gz")
+_OTHERS = re.compile(r"mtia|npu|ascend|xpu|hpu|privateuse", re.IGNORECASE)
+"""Categories of devices other than GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -125,6 +128,8 @@ class ReplayWords(TypedDict, total=False):
     """With `against`: write a profile (.yaml) with what the traces measured, and tell what it changes."""
     gpu: str | None
     """What every kernel would take on another GPU: a name of the catalogue, or a profile by name or path."""
+    dp: int | None
+    """So many data-parallel ranks, where all collectives are of groups of one size."""
     layers: int | None
     """So many layers, where as many equal ones are found in the recording as repeat in it."""
     micro_batches: int | None
@@ -156,7 +161,9 @@ def replay(traces: str | Path | Sequence[str | Path], **words: Unpack[ReplayWord
         None,
         tuple[Retimed, ...](),
     )
-    questions = Questions(scales, words.get("gpu"), words.get("layers"), words.get("micro_batches"))
+    questions = Questions(
+        scales, words.get("gpu"), words.get("layers"), words.get("micro_batches"), words.get("dp")
+    )
     if questions.any:
         change, told = asked(recording, questions)
         played = play(recording.graph, change)
@@ -201,11 +208,12 @@ class Questions:
     gpu: str | None
     layers: int | None
     micro_batches: int | None
+    dp: int | None = None
 
     @property
     def any(self) -> bool:
         return bool(self.scales) or any(
-            one is not None for one in (self.gpu, self.layers, self.micro_batches)
+            one is not None for one in (self.gpu, self.layers, self.micro_batches, self.dp)
         )
 
 
@@ -226,6 +234,11 @@ def asked(recording: Recording, questions: Questions) -> tuple[Change, list[Reti
             words = f"{name} {before} -> {wanted}"
             change, more = stretched(recording, [stretches for stretches, _ in found], words, change)
             told += more
+    if questions.dp is not None:
+        check.at_least("replay", 2, dp=questions.dp)
+        device = device_of(recording.traces) if questions.gpu is None else device_named(questions.gpu)
+        change, more = on_more_ranks(recording, questions.dp, device, change)
+        told += more
     if questions.scales:
         change, more = scaled(recording, questions.scales, change)
         told += more
@@ -297,7 +310,10 @@ def _check(trace: Trace, notes: list[str]) -> None:
             f"{trace.where}: {trace.events_read:,} events, but no operator, call or kernel of a GPU{others}",
             details=(HOW,),
         )
+    unknown = sorted(name for name in trace.dropped if _OTHERS.search(name))
     gpu = trace.on_gpu
+    if unknown and not gpu.any():
+        raise InputError(f"{trace.where}: of a device that replay does not know ({', '.join(unknown[:3])})")
     if not gpu.any():
         notes.append(
             f"{trace.where}: no GPU events: only the host's threads are played (record CUDA activities too)"

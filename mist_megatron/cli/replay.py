@@ -41,6 +41,10 @@ class WhatIfOptions(OptionGroup):
         int | None,
         typer.Option(help="So many layers: what repeats takes as many times as long.", rich_help_panel=PANEL),
     ] = None
+    dp: Annotated[
+        int | None,
+        typer.Option(help="So many data-parallel ranks: collectives re-timed.", rich_help_panel=PANEL),
+    ] = None
     micro_batches: Annotated[
         int | None,
         typer.Option(help="So many micro-batches a step; not of pipelines.", rich_help_panel=PANEL),
@@ -114,7 +118,7 @@ def replay(
     if trace is not None:
         check_output_file("--trace", trace, read=tuple(traces), example="replayed.json")
     played = replay_traces(
-        [*traces], step=step, scale=what_if.scale, gpu=what_if.gpu, layers=what_if.layers,
+        [*traces], step=step, scale=what_if.scale, gpu=what_if.gpu, dp=what_if.dp, layers=what_if.layers,
         micro_batches=what_if.micro_batches, against=plan.against, recalibrate=plan.target(), waits=waits,
         partial=partial, trace=trace,
     )  # fmt: skip

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mist_megatron.errors import InputError
 from mist_megatron.price.prices import Attention, Collective, Gemm, HostCopy, MemoryPass, Prices, Work
 from mist_megatron.recorded.engine import Change
 from mist_megatron.recorded.graph import Role
 from mist_megatron.recorded.recording import Recording
 from mist_megatron.recorded.what_if import Retimed, scale_work, work_ns
-from mist_megatron.traces.collectives import communicates, message_of
+from mist_megatron.traces.collectives import POINT_TO_POINT, communicates, message_of
 from mist_megatron.traces.columns import NS_PER_S, Kind, Message, Trace
 from mist_megatron.traces.nesting import Links
 from mist_megatron.traces.sizes import COLLECTIVES, TYPES, knows_sizes_of, listed, work_of
@@ -70,6 +71,54 @@ def on_device(recording: Recording, here: Device, there: Device) -> tuple[Change
         for way in sorted(counted, key=lambda way: -before[way])
     ]  # fmt: skip
     return Change(own_ns=own, lag_ns=lag), told
+
+
+def on_more_ranks(
+    recording: Recording, ranks: int, device: Device, change: Change | None = None
+) -> tuple[Change, list[Retimed]]:
+    """Collectives among so many data-parallel ranks; the work of each rank stays. Where groups of several
+    sizes communicate, which of them are data-parallel is not said: refused."""
+    graph, made = recording.graph, change or Change()
+    own = (graph.nodes.own_ns if made.own_ns is None else made.own_ns).copy()
+    lag = (graph.edges.lag_ns if made.lag_ns is None else made.lag_ns).copy()
+    found: list[tuple[int, Message]] = []
+    for part in recording.parts:
+        nodes = np.flatnonzero((graph.nodes.role == Role.GPU) & (graph.nodes.rank == part.rank))
+        for node in nodes[communicates(part.trace)[graph.nodes.event[nodes]]].tolist():
+            said = message_of(part.trace, part.links, int(graph.nodes.event[node]))
+            if said is not None and said.collective.lower() not in POINT_TO_POINT:
+                found.append((node, said))
+    sizes = {said.group_size for _, said in found}
+    if len(sizes) != 1 or min(sizes) < 2:
+        told = ", ".join(map(str, sorted(sizes))) or "none that is said"
+        raise InputError(
+            f"--dp {ranks}: collectives have groups of {told} ranks; wanted one size, of 2 or more"
+        )
+    chosen = np.array([node for node, _ in found], np.int64)
+    factors = np.array([_grown(said, ranks, device) for _, said in found])
+    before = float(work_ns(graph, own, lag, chosen).sum()) / NS_PER_S
+    scale_work(graph, own, lag, chosen, factors)
+    after = float(work_ns(graph, own, lag, chosen).sum()) / NS_PER_S
+    what = f"collectives of {sizes.pop()} -> {ranks} ranks" + (
+        "" if recording.meetings else ", waits with them"
+    )
+    return Change(own_ns=own, lag_ns=lag), [Retimed(device.source, what, len(chosen), before, after)]
+
+
+def _grown(said: Message, ranks: int, device: Device) -> float:
+    """Ranks fill one node after the other, as those that were recorded did."""
+    known = COLLECTIVES.get(said.collective.lower())
+    if known is None or said.dtype not in TYPES:
+        return 1.0
+    kind, side = known
+    moved = float((said.sent if side == "In" else said.received) * TYPES[said.dtype][1])
+    seconds = []
+    for size in (said.group_size, ranks):
+        nodes = -(-size // device.gpus_per_node)
+        sizes = (np.array(moved), np.array(float(size)), np.array(float(nodes)))
+        seconds.append(device.seconds(Collective(kind, *sizes)))  # type: ignore[arg-type]
+    before, after = seconds
+    return after / before if before and after is not None else 1.0
 
 
 def _ways(

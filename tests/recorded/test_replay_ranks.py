@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 from hand_made import HandMade
 from playing import played_with, recording_of, times_of, trace_of
 
-from mist_megatron.ask.replay import in_order
+from mist_megatron.ask.devices import device_named
+from mist_megatron.ask.replay import in_order, replay
 from mist_megatron.errors import InputError
+from mist_megatron.price.prices import Collective
 from mist_megatron.recorded.engine import play
 from mist_megatron.recorded.report import page_of
 
@@ -125,3 +130,29 @@ def test_traces_of_different_runs() -> None:
         in_order([trace_of(rank(0, 50)), trace_of(later)])
     _, notes = in_order([trace_of(rank(0, 50))])
     assert any("rank 0 of 3 alone" in note for note in notes)
+
+
+def test_more_ranks(tmp_path: Path) -> None:
+    """The transfer takes what prices say of more ranks; waiting for the last rank stays what it was."""
+    device = [{"name": "NVIDIA A100-SXM4-80GB"}]
+    paths = [
+        rank(k, computes).write(tmp_path / f"{k}.json", deviceProperties=device)
+        for k, computes in enumerate((50, 100, 200))
+    ]
+    answer = replay(paths, dp=16)
+    a100 = device_named("a100-sxm-80gb")
+    sizes = (np.array(4000.0), *(np.array(float(count)) for count in (3, 1)))
+    larger = (np.array(4000.0), *(np.array(float(count)) for count in (16, 2)))
+    before, after = (a100.seconds(Collective("all_reduce", *one)) for one in (sizes, larger))
+    assert before is not None and after is not None and after > before
+    ends = [end for _, end in times_of(answer.recording, answer.played, COMM)]
+    assert ends == [pytest.approx(205.0 + 40.0 * after / before)] * 3
+    mixed = rank(0, 50)
+    mixed.kernel(COMM, 260, 265, 10, **{
+        "Collective name": "allreduce", "dtype": "Float", "In msg nelems": 9, "Out msg nelems": 9,
+        "Group size": 2,
+        "Process Group Name": "1", "Process Group Ranks": "[0, 1]", "Seq": 1,
+    })  # fmt: skip
+    path = mixed.write(tmp_path / "mixed.json", deviceProperties=device)
+    with pytest.raises(InputError, match="groups of 2, 3 ranks"):
+        replay(path, dp=16)

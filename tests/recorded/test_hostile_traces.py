@@ -1,0 +1,76 @@
+"""Damaged traces: refused in one line, or played; never anything else."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from typing import Any
+
+import pytest
+from hand_made import HandMade, two_streams
+
+from mist_megatron.ask.replay import Questions, asked, in_order
+from mist_megatron.errors import MistError
+from mist_megatron.recorded.engine import play
+from mist_megatron.recorded.recording import WAITS, record
+from mist_megatron.recorded.report import links_document, page_document, page_of
+from mist_megatron.recorded.what_if import parse_scale
+from mist_megatron.traces.reader import Reading, read_trace
+
+ODD: list[Any] = [
+    None, -1, 0, 10**30, -(10**18), 1.5, float("nan"), "x", "7", [], {}, True, 1e300, "\x00", 2**63,
+    "ProfilerStep#1", "nccl",
+]  # fmt: skip
+QUESTIONS = [
+    Questions([parse_scale("kernel=.:0.5")], None, None, None),
+    Questions([parse_scale("op=.:2")], None, None, None),
+    Questions([], None, 5, None),
+    Questions([], None, None, 5),
+]
+
+
+def training() -> HandMade:
+    made = two_streams()
+    for number in range(6):
+        made.operator("autograd::engine::evaluate_function: MmBackward0", 450 + 20 * number, 15, thread=2)
+        made.kernel("back", 452 + 20 * number, 460 + 20 * number, 10, thread=2)
+    return made
+
+
+def damaged(chance: random.Random) -> bytes:
+    document = json.loads(json.dumps(chance.choice((two_streams, training))().document()))
+    events = document["traceEvents"]
+    for _ in range(chance.randint(1, 4)):
+        place = chance.randrange(len(events))
+        event = events[place]
+        if chance.random() < 0.2:
+            del events[place]
+        elif chance.random() < 0.2:
+            events.insert(chance.randrange(len(events)), dict(event))
+        else:
+            inner = event.get("args")
+            target = inner if isinstance(inner, dict) and inner and chance.random() < 0.5 else event
+            target[chance.choice(list(target))] = chance.choice(ODD)
+    return json.dumps(document).encode()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_traces(seed: int) -> None:
+    chance = random.Random(seed)
+    played = 0
+    for _ in range(60):
+        text = damaged(chance)
+        try:
+            traces, _ = in_order(
+                [read_trace(io.BytesIO(text), "t.json", Reading(fast=chance.random() < 0.5))]
+            )
+            recording = record(traces, None, chance.choice(WAITS))
+            page = page_of(recording, play(recording.graph), None)
+            json.dumps([page_document(page), links_document(recording)], allow_nan=False)
+            change, _ = asked(recording, chance.choice(QUESTIONS))
+            page_of(recording, play(recording.graph, change), page.step)
+            played += 1
+        except MistError as error:
+            assert "\n" not in error.message
+    assert played > 5
