@@ -13,7 +13,7 @@ from mist_megatron.calibrate.imported import Hints
 from mist_megatron.calibrate.links import Link, matrices_of, read_links
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import read_packed_text, written_on
-from mist_megatron.formats.links_yaml import links_from_text
+from mist_megatron.formats.links_yaml import is_links, links_from_text
 from mist_megatron.search.place import best_chain_gain, best_ring_gain
 from mist_megatron.spec.links import LinkMatrix
 from mist_megatron.spec.plan import Plan
@@ -73,7 +73,13 @@ def _files_of(path: Path) -> list[Path]:
 
 def load_links(path: Path | str) -> tuple[LinkMatrix, ...]:
     """Of a links.yaml."""
-    return links_from_text(read_packed_text(Path(path)), str(path))
+    text = read_packed_text(Path(path))
+    if not is_links(text):
+        raise InputError(
+            f"{path}: not a links.yaml, which says `kind: links` in its first lines",
+            details=(f"try: mist-megatron calibrate import --links {path} --out links.yaml",),
+        )
+    return links_from_text(text, str(path))
 
 
 def matrix_for(matrices: Sequence[LinkMatrix], gpus_per_node: int) -> LinkMatrix:

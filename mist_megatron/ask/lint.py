@@ -43,7 +43,7 @@ from mist_megatron.frameworks.megatron.command import (
 )
 from mist_megatron.frameworks.megatron.lint import lint_command, lint_megatron, missing_sizes, version_notes
 from mist_megatron.frameworks.megatron.read import Reader, model_of, plan_of, training_of, with_stages
-from mist_megatron.frameworks.stages_json import check_stages
+from mist_megatron.frameworks.stages_json import check_stages, with_map
 from mist_megatron.frameworks.trainer_yaml import adapter_findings, filled, named_config
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.cluster import ClusterSpec
@@ -239,7 +239,7 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
         patched = TARGETS[target].patched
         more = (*bare_findings(reading), *_refused(plan, "--target")) if patched else ()
         return Linted(kind="deepspeed", findings=(*reading.findings, *more), plan=plan)
-    plan = with_patches(plan, reading, document, where)
+    plan = with_map(with_patches(plan, reading, document, where), document)
     findings = (*reading.findings, *patch_findings(reading, document), *_refused(plan, "stages.json"))
     return Linted(kind="deepspeed", findings=findings, plan=plan)
 
@@ -255,7 +255,7 @@ def _pipeline(file: Path, document: dict[str, Any], job: JobWords) -> Linted:
     if emitted is None:
         return Linted(kind="deepspeed", findings=findings, plan=None)
     about = About(model=emitted.model, cluster=emitted.cluster, training=emitted.training)
-    plan = pipeline_plan(tuple(read.values()), document, about)
+    plan = with_map(pipeline_plan(tuple(read.values()), document, about), document)
     findings = (*findings, *_refused(plan, "stages.json"))
     return Linted(kind="deepspeed", findings=findings, plan=plan)
 
@@ -298,7 +298,7 @@ def _megatron(text: str, file: Path, job: JobWords, given: Mapping[str, str]) ->
     if emitted is not None and "vocab-size" not in common:
         # The tokenizer says it, and that stands in env.sh.
         plan = replace(plan, model=replace(plan.model, vocab=emitted.model.vocab))
-    plan = plan if document is None else with_stages(plan, document, where)
+    plan = plan if document is None else with_map(with_stages(plan, document, where), document)
     return Linted(kind="megatron", findings=_once(findings), plan=plan)
 
 

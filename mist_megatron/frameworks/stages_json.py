@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mist_megatron.errors import InputError
@@ -59,6 +59,17 @@ def rank_of_gpu(plan: Plan) -> list[int] | None:
     for rank, gpu in enumerate(plan.rank_map):
         turned[gpu] = rank
     return turned
+
+
+def with_map(plan: Plan, document: Mapping[str, Any]) -> Plan:
+    """The plan with the map of a document: the other way round, as a plan has it."""
+    turned = document.get("rank_of_gpu")
+    if not turned or len(turned) != plan.gpus:
+        return plan
+    rank_map = [0] * len(turned)
+    for gpu, rank in enumerate(turned):
+        rank_map[rank] = gpu
+    return replace(plan, rank_map=tuple(rank_map))
 
 
 def follows_names(plan: Plan) -> bool:

@@ -155,3 +155,22 @@ def test_wrong_words_are_refused(placed, words, told):
     with pytest.raises(InputError) as caught:
         placed(plan_from_text(PLAN), matrix_of(same(5)), **words)
     assert told in caught.value.message
+
+
+def test_emitted_folders_of_placed_plans_are_read_back_with_their_map(placed, tmp_path):
+    rates = same(4, 20e9)
+    rates[0, 1] = rates[1, 0] = rates[2, 3] = rates[3, 2] = 0.5e9
+    found = placed(plan_from_text(PLAN), matrix_of(rates))
+    assert found.plan.rank_map is not None
+    folder = tmp_path / "run"
+    mm.emit(found.plan, out=folder)
+    read = mm.lint(folder)
+    assert read.plan.rank_map == found.plan.rank_map
+    assert mm.predict(read.plan).iteration_s == pytest.approx(found.iteration_s, rel=1e-6)
+
+
+def test_another_file_is_not_taken_for_links(tmp_path):
+    (tmp_path / "x.csv").write_text("GB/s,a,b\na,,1\nb,1,\n")
+    with pytest.raises(InputError, match=r"not a links\.yaml") as caught:
+        mm.place(plan_from_text(PLAN), links=tmp_path / "x.csv")
+    assert "calibrate import --links" in caught.value.details[0]
