@@ -126,7 +126,11 @@ def fabric_of(cluster: ClusterSpec) -> Fabric:
 
 def bar_of(job: Job, *, profiled: bool) -> ErrorBar:
     """The bar on what is said of a job; `profiled`: its prices are not a datasheet's."""
-    return bar_among(shipped_errors(), kind_of(job), profiled=profiled)
+    bar = bar_among(shipped_errors(), kind_of(job), profiled=profiled)
+    if any(kind.experts is not None for kind in job.model.kinds):
+        # No run of experts took part in these errors.
+        return replace(bar, like=f"{bar.like}, none of which had experts")
+    return bar
 
 
 def bar_among(known: Sequence[SourceErrors], kind: Kind, *, profiled: bool) -> ErrorBar:

@@ -36,7 +36,8 @@ def show_expressions(plan: Plan, output: OutputOptions, *, stage: int = 0) -> No
     if output.json:
         return
     people = output.people
-    rows = [(line.name, f"{explained.values[line.name]:g}", line.formula) for line in symbol_table()]
+    values = explained.values
+    rows = [(x.name, f"{values[x.name]:g}", x.formula) for x in symbol_table() if x.name in values]
     people.print(table(("symbol", "here", "meaning"), rows, right=("here",)))
     for section in explained.general:
         people.print(f"\n[bold]{escape(section.title)}[/bold]")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from sympy import Expr, Max, Symbol
 
 from mist_megatron.cost.kinds import own_sizes
-from mist_megatron.cost.layers import LayerOptions, block, parameters
+from mist_megatron.cost.layers import LayerOptions, block, expert_parameters, parameters
 from mist_megatron.cost.operators import Operator, Work
 from mist_megatron.cost.symbols import CKPT, LAYERS, own_symbol
 from mist_megatron.spec.layer import LayerKind
@@ -23,6 +23,8 @@ class Block:
     operators: tuple[Operator, ...]
     parameters: Expr
     """Elements of one such layer on a tensor-parallel rank."""
+    expert_parameters: Expr
+    """Those of routed experts among them."""
     layers: Expr
     """Number of them that a stage has ..."""
     ckpt: Expr
@@ -45,7 +47,8 @@ def _block(kind: LayerKind, options: LayerOptions, own: Iterable[str]) -> Block:
     names = {symbol: own_symbol(symbol, kind.name) for symbol in symbols}
     operators = tuple(_renamed_operator(operator, names) for operator in block(kind, options))
     layers, ckpt = own_symbol(LAYERS, kind.name), own_symbol(CKPT, kind.name)
-    return Block(kind, operators, parameters(operators), layers, ckpt, names)
+    of_experts = expert_parameters(operators)
+    return Block(kind, operators, parameters(operators), of_experts, layers, ckpt, names)
 
 
 def renamed(expression: Expr, names: Mapping[Symbol, Symbol]) -> Expr:
@@ -69,16 +72,18 @@ def _renamed_operator(operator: Operator, names: Mapping[Symbol, Symbol]) -> Ope
         backward=tuple(_renamed_work(work, names) for work in operator.backward),
         saved=tuple(replace(kept, size_bytes=renamed(kept.size_bytes, names)) for kept in operator.saved),
         parameters=renamed(operator.parameters, names),
+        expert_parameters=renamed(operator.expert_parameters, names),
     )
 
 
 def _renamed_work(work: Work, names: Mapping[Symbol, Symbol]) -> Work:
-    m_n_k, core, share = work.gemm, work.attention, work.pairs_share
+    m_n_k, core, share, sent = work.gemm, work.attention, work.pairs_share, work.exchange
     return replace(
         work,
         flops=renamed(work.flops, names),
         moved_bytes=renamed(work.moved_bytes, names),
         gemm=None if m_n_k is None else tuple(renamed(size, names) for size in m_n_k),
         attention=None if core is None else tuple(renamed(size, names) for size in core),
+        exchange=None if sent is None else tuple(renamed(size, names) for size in sent),
         pairs_share=None if share is None else renamed(share, names),
     )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.closed_form import closed_form
+from mist_megatron.cost.expert_values import expert_values
 from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, Array, StageCost, StageGrid, recompute_values
 from mist_megatron.cost.kinds import own_name, size_values
 from mist_megatron.cost.priced_parts import require_priced
@@ -322,7 +323,15 @@ class StageEvaluator:
     def _mesh(self, tp: Array, grid: StageGrid) -> Mesh[Array]:
         """One data-parallel replica: layers talk inside of it only."""
         cp = np.full_like(tp, float(self.job.execution.context_parallel))
-        return Mesh(tp=tp, cp=cp, dp=np.ones(()), gpus_per_node=grid.gpus_per_node)
+        execution = self.job.execution
+        return Mesh(
+            tp=tp,
+            cp=cp,
+            dp=np.ones(()),
+            gpus_per_node=grid.gpus_per_node,
+            ep=execution.ep,
+            etp=execution.etp,
+        )
 
 
 class _Pairs:
@@ -372,6 +381,9 @@ class _Pairs:
             forward_collective_s=forward.stopping_s,
             backward_collective_s=backward.stopping_s,
             parameters=self.sizes[f"{layer}_parameters"],
+            expert_parameters=self.sizes.get(f"{layer}_expert_parameters", ZERO),
+            forward_exchange_s=forward.exchange_s,
+            backward_exchange_s=backward.exchange_s,
             saved_bytes=self.sizes.get(f"{layer}_saved_bytes", np.zeros(())),
             dropped_s=ZERO if dropped is None else dropped.compute_s + dropped.waiting_s(*host_s),
             dropped_collective_s=ZERO if dropped is None else dropped.stopping_s,
@@ -413,6 +425,7 @@ def _model_values(job: Job) -> dict[str, float]:
         "s": seq_len,
         "cp": float(job.execution.context_parallel),
         **size_values(job.model, seq_len),
+        **expert_values(job.model, job.execution),
     }
 
 
@@ -430,6 +443,8 @@ def _time_context(job: Job, prices: Prices, facts: MemoryFacts, without: frozens
         cluster_gpus_per_node=job.cluster.linked_gpus,
         context_parallel=execution.context_parallel,
         model_layers=job.model.layers,
+        ep=execution.ep,
+        etp=execution.etp,
         without=without,
         recomputes_first_layers=facts.recomputes_first_layers,
     )

@@ -13,14 +13,26 @@ from dataclasses import dataclass
 from sympy import Expr, Integer, Max
 
 from mist_megatron.cost.blocks import Block, blocks
-from mist_megatron.cost.layers import CORE, LayerOptions, block, embedding, head, parameters, saved_bytes
+from mist_megatron.cost.cores import CORE
+from mist_megatron.cost.layers import (
+    LayerOptions,
+    block,
+    embedding,
+    expert_parameters,
+    parameters,
+    saved_bytes,
+)
+from mist_megatron.cost.mtp import depths_kept, whole_head
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import (
     ACTIVATION,
+    EXPERT_INNER,
+    EXPERT_ROWS,
     FULL,
     GATHERED,
     HALF,
     INNER,
+    OWN_EXPERTS,
     QUERY,
     ROWS,
     SCORES,
@@ -30,6 +42,9 @@ from mist_megatron.cost.shapes import (
 from mist_megatron.cost.symbols import (
     CP,
     DP,
+    EP,
+    ETP,
+    EXPERT_WIDTH,
     HIDDEN,
     IN_FLIGHT,
     OFFLOAD,
@@ -95,6 +110,13 @@ def layer_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> L
         return LayerMemory(saved, ACTIVATION, forward, backward)
     gates = 2 if model.gated_mlp else 1
     hidden, activated = HALF * TOKENS * gates * INNER, HALF * TOKENS * INNER
+    if model.experts is not None:
+        # Tokens come one for each of their experts; their input is gathered by the exchange.
+        activated = HALF * EXPERT_ROWS * EXPERT_INNER
+        came = HALF * EXPERT_ROWS * EXPERT_WIDTH
+        at_input = ACTIVATION + 2 * came - activated
+        peak = Max(2 * ACTIVATION + gates * activated, at_input, evaluate=False)
+        return LayerMemory(saved, ACTIVATION, gates * activated + activated + 2 * came, peak)
     # Backward of the activation: the gradients of both sides of it live, its output is gone.
     at_activation = 2 * ACTIVATION + hidden
     if modules == "plain_torch" and _composite_gelu(model):
@@ -164,18 +186,13 @@ def edge_parameters(model: ModelSpec, options: LayerOptions, role: StageRole) ->
     Tied weights exist once where one stage has both ends, twice in a pipeline.
     """
     first = parameters(embedding(model, options)) if role.has_embedding else ZERO
-    last = parameters(head(model, options)) if role.has_head else ZERO
+    last = parameters(whole_head(model, options)) if role.has_head else ZERO
     if model.tied_embeddings and role is StageRole.ONLY:
         last = last - VOCAB_SHARE * HIDDEN
     return first, last
 
 
-def stage_memory(
-    model: ModelSpec,
-    options: LayerOptions,
-    facts: MemoryFacts,
-    role: StageRole,
-) -> StageMemory:
+def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: StageRole) -> StageMemory:
     """All terms and candidates of one stage."""
     found = blocks(model, options)
     kinds = tuple(_kind(block, len(found), options, facts.modules) for block in found)
@@ -210,7 +227,8 @@ def stage_memory(
         live = _most([kind.present * (kind.recomputing * kind.saved + kind.backward) for kind in kinds])
         peaks["backward"] = held + activations + live
     if role.has_head:
-        peaks["loss"] = held + activations + _head_transients(options, facts.modules) - pipe.own_logits
+        at_loss = _head_transients(options, facts.modules) + depths_kept(model, options)
+        peaks["loss"] = held + activations + at_loss - pipe.own_logits
     if role.has_embedding and facts.table_gradient:
         peaks["embedding"] = held + others + HALF * VOCAB_SHARE * HIDDEN + 2 * ACTIVATION
     if facts.gradients_return:
@@ -322,7 +340,17 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     follow = facts.edges_follow
     grad, optimizer = facts.grad_bytes, facts.optimizer_bytes
 
+    of_head = expert_parameters(whole_head(model, options)) if role.has_head else ZERO
+    of_layers = sum((kind.layers * kind.expert_parameters for kind in kinds), start=ZERO)
+    experts = of_layers + of_head
+    # Split over the ranks that have copies of the same experts.
+    copies = TP * CP * DP / (EP * ETP)
+    inner, last = inner - of_layers, last - of_head
+
     def term(size: int, switch: Expr, offloaded: Expr, edge_switch: Expr) -> Expr:
+        return dense_term(size, switch, offloaded, edge_switch) + size * experts / _sharded(switch, copies)
+
+    def dense_term(size: int, switch: Expr, offloaded: Expr, edge_switch: Expr) -> Expr:
         if follow:
             return size * (inner + first + last) / _sharded(switch, ranks) * (1 - offloaded)
         edges = (first + last) / _sharded(edge_switch, ranks)
@@ -349,7 +377,7 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
         alike = {_matrices(kind.kind): kind for kind in reversed(kinds)}
         kept_once = sum(
             (
-                _present(kind, len(kinds)) * (kind.parameters - _norm_parameters(kind.kind))
+                _present(kind, len(kinds)) * (_once(kind) - _norm_parameters(kind.kind))
                 for kind in alike.values()
             ),
             start=ZERO,
@@ -363,6 +391,13 @@ def _widest(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
     edges, kinds = edge_parameters(model, options, role), blocks(model, options)
     layers = [_present(kind, len(kinds)) * kind.parameters for kind in kinds]
     return Max(*layers, *(e for e in edges if e != ZERO), evaluate=False)
+
+
+def _once(kind: Block) -> Expr:
+    """A layer's elements, those of one of its experts only: all have the same shapes."""
+    if kind.expert_parameters == ZERO:
+        return kind.parameters
+    return kind.parameters - kind.expert_parameters * (1 - 1 / OWN_EXPERTS)
 
 
 def _matrices(layer: LayerSpec) -> tuple[int, ...]:

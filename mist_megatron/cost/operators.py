@@ -28,11 +28,17 @@ class WorkKind(Enum):
     GEMM = "gemm"
     ATTENTION = "attention"
     """A fused (flash) attention core."""
+    GROUPED = "grouped"
+    """Products of several experts, each with the tokens that chose it."""
+    GROUPED_WEIGHT = "grouped_weight"
+    """The gradients of their weights, added to the old ones."""
     MEMORY = "memory"
     """Reads and writes of device memory with negligible arithmetic."""
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    """Each rank sends other tokens to every rank of its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,9 @@ class Work:
     pairs_share: Expr | None = None
     """Of an attention core that is not causal over the whole sequence: its pairs of tokens, as a share of a
     causal one's; it takes that share of its time."""
+    exchange: tuple[Expr, Expr, Expr, Expr] | None = None
+    """Of an all-to-all: bytes of one copy of all its tokens, experts that each token goes to, experts in all,
+    and 1 where ranks and nodes get one copy of a token however many of its experts they have."""
     kernels: int = 1
     """Kernel launches, for the launch-overhead floor."""
     eight_bit: bool = False
@@ -70,6 +79,8 @@ class SavedTensor:
     size_bytes: Expr
     inner: bool = False
     """Nothing outside its operator's part reads it: it goes when that part is to run again."""
+    chosen: bool = False
+    """It goes with the modules that were chosen to run again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,5 +93,7 @@ class Operator:
     saved: tuple[SavedTensor, ...] = ()
     parameters: Expr = ZERO
     """Trainable elements on this tensor-parallel rank."""
+    expert_parameters: Expr = ZERO
+    """Those of them that are shared out over expert-parallel ranks, and copied over the rest."""
     part: Part | None = None
     """What it belongs to that can be dropped and run again on its own."""

@@ -18,6 +18,7 @@ from mist_megatron.cost.placed import placed_stages
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
@@ -324,17 +325,38 @@ def model_flops(model: ModelSpec, training: TrainingSpec, *, causal: bool = Fals
     """FLOPs of one optimizer step without recomputation: 6 per weight of a matrix and token, and
     12 layers * query width * sequence per token for full attention (Chowdhery et al. 2022, appendix B), which
     causal attention counts as well, or half of it where `causal` asks for what its mask leaves; windows have
-    their share of that."""
-    matrices, attended = model.hidden * model.vocab, 0.0
+    their share of that. Of experts those count that a token goes to."""
+    matrices, attended = float(model.hidden * model.vocab), 0.0
+    mixed = any(kind.experts is not None or kind.latent_attention is not None for kind in model.kinds)
+    if mixed:
+        matrices = _met_elements(model)
+    depths = model.mtp_layers if mixed else 0
+    last = model.kinds[model.kind_of_layer[-1]].name
     for kind in model.kinds:
         layers = model.layers_of_kind[kind.name]
-        matrices += layers * kind.matrix_elements
+        matrices += 0 if mixed else layers * kind.matrix_elements
         seen = training.seq_len if kind.window is None else min(kind.window, training.seq_len)
         share = kind.pairs_share(training.seq_len) if kind.attention == "causal" else seen / training.seq_len
         share = 0.5 * share if causal and kind.attention == "causal" else share
-        attended += 12.0 * layers * kind.query_width * training.seq_len * share
+        layers += depths if kind.name == last else 0
+        attended += 12.0 * layers * _core_width(kind) * training.seq_len * share
     per_token = 6.0 * matrices + attended
     return per_token * training.global_batch * training.seq_len
+
+
+def _met_elements(model: ModelSpec) -> float:
+    """Weights that a token of a model with experts or latents meets, norms and biases with them, the table
+    that is looked up without; each depth of multi-token prediction is a layer and an output layer more."""
+    table = model.hidden * model.vocab
+    met = model.active_parameters - model.embedding_parameters + (table if model.tied_embeddings else 0)
+    last = model.kinds[model.kind_of_layer[-1]].active_block_parameters
+    return float(met + model.mtp_layers * (last + 2 * model.hidden**2 + table))
+
+
+def _core_width(kind: LayerSpec) -> float:
+    """Columns of all heads; the mean of those of scores and of values, where these differ."""
+    latent = kind.latent_attention
+    return kind.query_width if latent is None else kind.heads * (latent.qk_head_dim + latent.v_head_dim) / 2
 
 
 def peak_flops_per_s(cluster: ClusterSpec, training: TrainingSpec) -> float:

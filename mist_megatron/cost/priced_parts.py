@@ -8,13 +8,17 @@ from mist_megatron.spec.model import ModelSpec
 
 def require_priced(model: ModelSpec) -> None:
     """Refuse a model of which a part would be left out of time and memory."""
-    parts = {
-        "mixtures of experts": any(kind.experts is not None for kind in model.kinds),
-        "latent attention": any(kind.latent_attention is not None for kind in model.kinds),
-        "query-key norms": any(kind.qk_norm for kind in model.kinds),
-        "attention sinks": any(kind.sinks for kind in model.kinds),
-        "multi-token prediction": model.mtp_layers > 0,
-    }
-    missing = [part for part, there in parts.items() if there]
-    if missing:
-        raise InputError(f"model {model.name}: {' and '.join(missing)} cannot be priced yet")
+    for part in ("experts", "latent_attention"):
+        found = {getattr(kind, part) for kind in model.kinds} - {None}
+        if len(found) > 1:
+            words = part.replace("_", " ")
+            raise InputError(f"model {model.name}: layers whose {words} differ cannot be priced yet")
+
+
+def require_searched(model: ModelSpec) -> None:
+    """Refuse a search that would leave out what decides: over which ranks experts are spread."""
+    if any(kind.experts is not None for kind in model.kinds):
+        raise InputError(
+            f"model {model.name}: expert parallelism is not searched yet; wanted a plan with "
+            "execution.expert_parallel for predict or simulate"
+        )

@@ -240,6 +240,8 @@ class RecordingPrices:
 
 FUNCTIONS = {
     "Gemm": "gemm",
+    "GroupedGemm": "grouped_gemm",
+    "AllToAll": "all_to_all",
     "Attention": "attention",
     "MemoryPass": "memory_pass",
     "HostCopy": "host_copy",

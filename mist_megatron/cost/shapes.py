@@ -8,7 +8,26 @@ from __future__ import annotations
 
 from sympy import Expr, Integer, Max
 
-from mist_megatron.cost.symbols import CP, FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SP, TP, VOCAB, B, S
+from mist_megatron.cost.symbols import (
+    CP,
+    EP,
+    ETP,
+    EXPERT_FFN,
+    EXPERTS,
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    IMBALANCE,
+    KV_HEADS,
+    SHARED_FFN,
+    SP,
+    TOP_K,
+    TP,
+    VOCAB,
+    B,
+    S,
+)
 
 EIGHTH = Integer(1)
 """Bytes of an 8-bit element."""
@@ -33,3 +52,12 @@ VOCAB_SHARE: Expr = VOCAB / TP
 """Rows of the vocabulary on this rank; `v` is padded by the target (`sizes.py`)."""
 SCORES: Expr = HALF * B * (HEADS / TP) * S * S / CP
 """One matrix of attention scores in half precision."""
+EXPERT_INNER: Expr = EXPERT_FFN / ETP
+SHARED_INNER: Expr = SHARED_FFN / TP
+OWN_EXPERTS: Expr = EXPERTS / EP
+"""Experts of which this rank has a part."""
+ROUTED: Expr = ROWS * TOP_K * IMBALANCE
+"""Tokens that come to this rank from all ranks of its expert-parallel group, one for each of their experts:
+as many as it sends where experts are chosen evenly."""
+EXPERT_ROWS: Expr = ROUTED * ETP
+"""Tokens of this rank's experts: those of the ranks with other parts of them too."""

@@ -22,10 +22,12 @@ from mist_megatron.cost.compile import (
 from mist_megatron.cost.placed import Placed, slowest
 from mist_megatron.price.overlap import one_step
 from mist_megatron.price.prices import (
+    AllToAll,
     Array,
     Attention,
     Collective,
     Gemm,
+    GroupedGemm,
     MemoryPass,
     Priced,
     Prices,
@@ -46,8 +48,13 @@ PASSES = ("forward", "backward", *PARTIAL, "unneeded")
 of the forward pass full recomputation does not."""
 _FIELDS = {
     "gemm": ("m", "n", "k", "batch"),
+    "grouped": ("m", "n", "k", "batch"),
+    "grouped_weight": ("m", "n", "k", "batch"),
+    "all_to_all": ("copy", "top_k", "experts", "once"),
     "attention": ("batch", "seq", "heads", "kv_heads", "head_dim"),
 }
+COMPUTED = ("gemm", "grouped", "grouped_weight", "attention", "memory")
+"""Kinds of work that keep the device's multiprocessors busy; all others are collectives."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,7 @@ class _WorkTable:
 
 def _sizes(work: Work) -> dict[str, Expr]:
     kind = work.kind.value
-    values = {"gemm": work.gemm, "attention": work.attention}.get(kind)
+    values = work.exchange if kind == "all_to_all" else work.attention if kind == "attention" else work.gemm
     if values is None:
         return {"bytes": work.moved_bytes}
     share = {} if work.pairs_share is None else {"share": work.pairs_share}
@@ -197,6 +204,8 @@ class PassTime:
     launches: Array
     """Kernels that the host has to launch. Collectives are not counted: the calls around them are made
     without tensor parallelism too, and published floors do not rise with it."""
+    exchange_s: Array
+    """Of the collectives, those that take tokens to experts and back."""
     peers: Array
     """Other ranks, summed over the collectives of the pass: each may be late."""
 
@@ -284,19 +293,25 @@ def price_passes(
                 if use.layer == layer and use.run == run:
                     item = stage.items[use.item]
                     _add_use(sums, use, item, priced[use.item])
-                    if item.kind not in ("gemm", "attention", "memory") and item.group is Group.TENSOR:
+                    if item.kind not in COMPUTED and item.group is Group.TENSOR:
                         happens = priced[use.item].seconds > 0.0
                         sums["peers"] += use.count * happens * (mesh.tp - 1.0)
             result[layer, run] = PassTime(**sums)
     return result
 
 
+EXCHANGED = (Group.EXPERT, Group.EXPERT_TENSOR, Group.EXPERT_ALL)
+"""Groups in which tokens go to their experts."""
+
+
 def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced) -> None:
-    if item.kind in ("gemm", "attention", "memory"):
+    if item.kind in COMPUTED:
         sums["compute_s"] += use.count * priced.seconds
         sums["launches"] += use.count * item.kernels
     else:
         sums["context_s" if item.group is Group.CONTEXT else "collective_s"] += use.count * priced.seconds
+        if item.group in EXCHANGED:
+            sums["exchange_s"] += use.count * priced.seconds
     if item.kind == "attention":
         sums["attention_s"] += use.count * priced.seconds
     sums["exact_s"] += use.count * priced.exact_s
@@ -322,10 +337,21 @@ def _price(
         priced = prices.of(Attention(b, s, a, kv, e, item.backward))
         share = sizes.get(f"w{index}.share")
         return priced if share is None else priced.times(share)
+    if item.kind in ("grouped", "grouped_weight"):
+        m, n, k, batch = (sizes[f"w{index}.{name}"] for name in _FIELDS[item.kind])
+        return prices.of(GroupedGemm(m, n, k, batch, item.kind == "grouped_weight", item.eight_bit))
+    if item.kind == "all_to_all":
+        copy, top_k, experts, once = (sizes[f"w{index}.{name}"] for name in _FIELDS[item.kind])
+        ranks, nodes = mesh.size(item.group), mesh.nodes(item.group)
+        return prices.of(AllToAll(copy, top_k, experts, once, np.asarray(ranks), np.asarray(nodes)))
     moved = sizes[f"w{index}.bytes"]
     if item.kind == "memory":
         return prices.of(MemoryPass(moved, item.kernels))
     ranks, nodes = mesh.size(item.group), mesh.nodes(item.group)
     kind: CollectiveKind = item.kind  # type: ignore[assignment]
     work = Collective(kind, moved, ranks, nodes)
-    return prices.of(work) if placed is None else slowest(work, placed.of(item.group), prices)
+    return (
+        prices.of(work)
+        if placed is None or item.group in EXCHANGED
+        else slowest(work, placed.of(item.group), prices)
+    )

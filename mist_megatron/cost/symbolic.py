@@ -14,6 +14,7 @@ from mist_megatron.cost.blocks import blocks
 from mist_megatron.cost.compile import compile_expressions
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import edge_parameters, layer_memory, stage_memory
+from mist_megatron.cost.mtp import whole_head
 from mist_megatron.cost.operators import Operator
 from mist_megatron.cost.shapes import ACTIVATION
 from mist_megatron.cost.stage import StageProgram, build_stage_program
@@ -32,6 +33,8 @@ def layer_options(job: Job) -> LayerOptions:
         # Off by default in Megatron (--cross-entropy-loss-fusion) and in plain torch models.
         fused_cross_entropy=facts.fused_cross_entropy if fused is None else fused,
         eight_bit=job.training.precision == "fp8",
+        dispatcher=job.execution.expert_dispatcher or "alltoall",
+        modules=job.execution.modules,
     )
 
 
@@ -41,7 +44,7 @@ def layer_graphs(job: Job) -> dict[str, tuple[Operator, ...]]:
     return {
         "embedding": layers.embedding(job.model, options),
         **{block.kind.name: block.operators for block in blocks(job.model, options)},
-        "head": layers.head(job.model, options),
+        "head": whole_head(job.model, options),
     }
 
 
@@ -57,10 +60,12 @@ def size_expressions(job: Job) -> dict[str, Expr]:
     each: dict[str, Expr] = {}
     for block in blocks(job.model, options):
         each[f"{block.kind.name}_parameters"] = block.parameters
+        each[f"{block.kind.name}_expert_parameters"] = block.expert_parameters
         each[f"{block.kind.name}_saved_bytes"] = block.own(layer_memory(block.kind, options, modules).saved)
     return {
         **each,
         "embedding_parameters": first[0],
+        "head_expert_parameters": layers.expert_parameters(whole_head(job.model, options)),
         "head_parameters": last[1],
         "head_parameters_alone": alone[1],
         "boundary_bytes": ACTIVATION,

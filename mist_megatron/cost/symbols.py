@@ -43,6 +43,19 @@ KV_HEADS = _symbol("k")
 HEAD_DIM = _symbol("e")
 VOCAB = _symbol("v")
 WINDOW = _symbol("w")
+EXPERTS = _symbol("E")
+TOP_K = _symbol("K")
+EXPERT_FFN = _symbol("fe")
+EXPERT_WIDTH = _symbol("he")
+SHARED_FFN = _symbol("fs")
+EP = _symbol("ep")
+ETP = _symbol("etp")
+IMBALANCE = _symbol("im")
+Q_LATENT = _symbol("lq")
+KV_LATENT = _symbol("lk")
+NOPE_DIM = _symbol("en")
+ROPE_DIM = _symbol("er")
+VALUE_DIM = _symbol("ev")
 
 MEANINGS: dict[Symbol, str] = {
     B: "micro-batch: sequences per GPU and micro-step",
@@ -73,4 +86,17 @@ MEANINGS: dict[Symbol, str] = {
     HEAD_DIM: "size of one head",
     VOCAB: "vocabulary rows, padded as the target pads them",
     WINDOW: "keys that a token sees in windowed attention, its own among them",
+    EXPERTS: "routed experts of a layer",
+    TOP_K: "experts that each token goes to",
+    EXPERT_FFN: "inner size of one expert",
+    EXPERT_WIDTH: "width at which experts work: h, or that of their latent",
+    SHARED_FFN: "inner size of the shared experts together",
+    EP: "expert-parallel size: ranks that share out the experts of a layer",
+    ETP: "expert-tensor-parallel size: ranks that split the matrices of each expert",
+    IMBALANCE: "tokens of the busiest expert-parallel rank over the mean",
+    Q_LATENT: "width of the latent of queries",
+    KV_LATENT: "width of the latent of keys and values",
+    NOPE_DIM: "columns of a head that carry no position",
+    ROPE_DIM: "columns of a head that are rotated",
+    VALUE_DIM: "columns of a value head",
 }

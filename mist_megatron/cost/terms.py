@@ -95,6 +95,13 @@ class LayerLoad:
     unneeded_collective_s: Array = field(default_factory=lambda: ZERO)
     """... collectives of the forward pass that full recomputation leaves out."""
 
+    expert_parameters: Array = field(default_factory=lambda: ZERO)
+    """Of the parameters, those of routed experts."""
+    forward_exchange_s: Array = field(default_factory=lambda: ZERO)
+    """Of the collectives, those that take tokens to experts and back, forward ..."""
+    backward_exchange_s: Array = field(default_factory=lambda: ZERO)
+    """... and backward."""
+
     @property
     def dropped(self) -> tuple[Array, Array]:
         """Compute and collectives of the parts that are run again of a layer that is not in whole."""
@@ -124,13 +131,17 @@ class TimeContext:
     model_layers: int
     without: frozenset[Term]
     """Terms that are left out, for comparison with models that leave them out."""
+    ep: int = 1
+    """Expert-parallel and ..."""
+    etp: int = 1
+    """... expert-tensor-parallel ranks."""
     recomputes_first_layers: bool = True
     """Of a stage's layers the first are the recomputed ones; its last ones otherwise."""
 
     def mesh(self, grid: StageGrid) -> Mesh[Array]:
         """Ranks of the stages of a grid."""
         cp = np.asarray(float(self.context_parallel))
-        return Mesh(tp=grid.tp, cp=cp, dp=grid.dp, gpus_per_node=grid.gpus_per_node)
+        return Mesh(tp=grid.tp, cp=cp, dp=grid.dp, gpus_per_node=grid.gpus_per_node, ep=self.ep, etp=self.etp)
 
 
 @dataclass(frozen=True)

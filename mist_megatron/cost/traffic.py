@@ -62,10 +62,10 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
         if facts.step.by_place:
             compute = compute + step_copies_s(grid, step_share, context)
     reduce_bytes = context.grad_bytes * count
-    gather = _weight_gather(weights, grid, context)
-    reduce_scatter = bucketed("reduce_scatter", reduce_bytes, grid, context)
-    all_reduce = bucketed("all_reduce", reduce_bytes, grid, context)
-    reduce = np.where(zero >= 1, reduce_scatter, all_reduce)
+    if np.any(load.expert_parameters):
+        gather, reduce = _with_experts(load, grid, context)
+    else:
+        gather, reduce = _weight_gather(weights, grid, context), _reduction(reduce_bytes, grid, context)
     if facts.host_copies.in_collectives:
         added = _added_gradients(grid, count, grads_out, context)
         shards, visiting = np.where(zero >= 3, weights_out, 0.0), np.where(zero >= 3, 0.0, weights_out)
@@ -91,6 +91,23 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
         step_out_s=host_copy(step_out, "d2h", context),
         step_compute_s=compute,
     )
+
+
+def _reduction(message: Array, grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:
+    """Gradients of a layer, where optimizer states are sharded or not."""
+    scattered = bucketed("reduce_scatter", message, grid, context, group)
+    return np.where(grid.zero >= 1, scattered, bucketed("all_reduce", message, grid, context, group))
+
+
+def _with_experts(load: LayerLoad, grid: StageGrid, context: TimeContext) -> tuple[Array, Array]:
+    """Gather and reduction of a layer whose experts have other copies than the rest of it."""
+    gather: Array = ZERO
+    reduce: Array = ZERO
+    experts = load.expert_parameters
+    for count, group in ((load.parameters - experts, Group.DATA), (experts, Group.EXPERT_DATA)):
+        gather = gather + collective("all_gather", context.weight_bytes * count, grid, context, group)
+        reduce = reduce + _reduction(context.grad_bytes * count, grid, context, group)
+    return gather, reduce
 
 
 def _added_gradients(grid: StageGrid, count: Array, shards: Array, context: TimeContext) -> Array:
@@ -147,44 +164,64 @@ def _weight_gather(weights: Array, grid: StageGrid, context: TimeContext) -> Arr
     return np.where(grid.zero >= 3, pieces * collective("all_gather", piece, grid, context), whole)
 
 
-def collective(kind: CollectiveKind, message_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
-    """Over the data-parallel group of the stage; nothing for a group of one."""
-    ranks = replicas(grid, context)
+def collective(
+    kind: CollectiveKind,
+    message_bytes: Array,
+    grid: StageGrid,
+    context: TimeContext,
+    group: Group = Group.DATA,
+) -> Array:
+    """Over the data-parallel group of the stage, or that of its experts; nothing for a group of one."""
+    ranks = replicas(grid, context, group)
     if not np.any(ranks > 1.0):
         return ZERO
-    nodes = replica_nodes(grid, context)
+    nodes = replica_nodes(grid, context, group)
     share = context.facts.zero3.network_share
     if share < 1.0:
         message_bytes = message_bytes / np.where((grid.zero >= 3) & (nodes > 1.0), share, 1.0)
     work = Collective(
-        kind, message_bytes, ranks, nodes, strided=np.asarray(context.mesh(grid).stride(Group.DATA) > 1.0)
+        kind, message_bytes, ranks, nodes, strided=np.asarray(context.mesh(grid).stride(group) > 1.0)
     )
     if grid.placed is not None:
-        priced = slowest(work, grid.placed.of(Group.DATA), context.prices)
+        priced = slowest(work, grid.placed.of(group), context.prices)
     else:
         priced = context.prices.of(work)
     seconds = priced.seconds
     return np.where(ranks > 1.0, seconds, 0.0)
 
 
-def replicas(grid: StageGrid, context: TimeContext) -> Array:
-    """Ranks with the same weights."""
-    return context.mesh(grid).size(Group.DATA)
+def replicas(grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:
+    """Ranks with the same weights, or the same experts."""
+    return context.mesh(grid).size(group)
 
 
-def replica_nodes(grid: StageGrid, context: TimeContext) -> Array:
+def replica_nodes(grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:
     """Nodes on which they lie."""
     if grid.placed is not None:
-        return np.asarray(float(grid.placed.nodes(Group.DATA)))
-    return np.minimum(context.mesh(grid).nodes(Group.DATA), grid.nodes)
+        return np.asarray(float(grid.placed.nodes(group)))
+    return np.minimum(context.mesh(grid).nodes(group), grid.nodes)
 
 
-def bucketed(kind: CollectiveKind, layer_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
+def shares(count: Array, experts: Array, grid: StageGrid, context: TimeContext) -> Array:
+    """Of so many parameters, some of them experts', those that a rank updates."""
+    share = (count - experts) / np.where(grid.zero >= 1, replicas(grid, context), 1.0)
+    if np.any(experts):
+        share = share + experts / np.where(grid.zero >= 1, replicas(grid, context, Group.EXPERT_DATA), 1.0)
+    return np.asarray(share)
+
+
+def bucketed(
+    kind: CollectiveKind,
+    layer_bytes: Array,
+    grid: StageGrid,
+    context: TimeContext,
+    group: Group = Group.DATA,
+) -> Array:
     """A layer's share of full buckets: keeps overlapped traffic linear in layers."""
     if context.facts.reduction.bucket_elements is None:
-        return collective(kind, layer_bytes, grid, context)
+        return collective(kind, layer_bytes, grid, context, group)
     bucket = _bucket_bytes(context.grad_bytes, grid, context)
-    return collective(kind, bucket, grid, context) * (layer_bytes / bucket)
+    return collective(kind, bucket, grid, context, group) * (layer_bytes / bucket)
 
 
 def whole_buckets(
@@ -193,12 +230,13 @@ def whole_buckets(
     bytes_per_element: float,
     grid: StageGrid,
     context: TimeContext,
+    group: Group = Group.DATA,
 ) -> Array:
     """A whole stage at once, in full buckets or one smaller message."""
     if context.facts.reduction.bucket_elements is None:
-        return collective(kind, whole_bytes, grid, context)
+        return collective(kind, whole_bytes, grid, context, group)
     bucket = np.minimum(_bucket_bytes(bytes_per_element, grid, context), whole_bytes)
-    return collective(kind, bucket, grid, context) * (whole_bytes / np.maximum(bucket, 1.0))
+    return collective(kind, bucket, grid, context, group) * (whole_bytes / np.maximum(bucket, 1.0))
 
 
 def _bucket_bytes(bytes_per_element: float, grid: StageGrid, context: TimeContext) -> Array:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from mist_megatron.cost.expert_traffic import expert_count, expert_gather, reduced_once
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import slowest
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term, of_kind
@@ -23,6 +24,7 @@ from mist_megatron.cost.traffic import (
     layer_traffic,
     reduces_in_passes,
     replicas,
+    shares,
     step_copies_s,
     whole_buckets,
 )
@@ -183,8 +185,9 @@ def layer_work(
     backward_s = load.backward_s + again[0]
     forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
     if context.tensor_collectives_overlap:
-        forward_tp = exposed_beside_products(load.forward_s, forward_tp, grid.tp, context.interference)
-        backward_tp = exposed_beside_products(backward_s, backward_tp, grid.tp, context.interference)
+        each, ranks = context.interference, grid.tp
+        forward_tp = _beside_products(load.forward_s, forward_tp, load.forward_exchange_s, ranks, each)
+        backward_tp = _beside_products(backward_s, backward_tp, load.backward_exchange_s, ranks, each)
     forward = PassWork(
         compute_s=load.forward_s,
         gather_s=shared.gather_s,
@@ -229,6 +232,13 @@ def layer_work(
         first=first,
         last=last,
     )
+
+
+def _beside_products(
+    compute_s: Array, collective_s: Array, alone_s: Array, ranks: Array, factors: Array
+) -> Array:
+    """The same where some of the collectives, tokens on their way to experts, run alone."""
+    return alone_s + exposed_beside_products(compute_s, collective_s - alone_s, ranks, factors)
 
 
 def exposed_beside_products(compute_s: Array, collective_s: Array, ranks: Array, factors: Array) -> Array:
@@ -316,14 +326,16 @@ def _step_work(
     for load in (loads.embedding, loads.head):
         if load is not None:
             count = count + load.parameters
+    experts = expert_count(grid, loads)
     if not reduces_in_passes(grid, facts):
-        whole = context.grad_bytes * count
-        scatter = whole_buckets("reduce_scatter", whole, context.grad_bytes, grid, context)
-        reduce = whole_buckets("all_reduce", whole, context.grad_bytes, grid, context)
-        once = np.where(zero == 1, scatter, np.where(zero == 0, reduce, 0.0))
+        once = reduced_once(count - experts, grid, context, Group.DATA)
+        if np.any(experts):
+            once = once + reduced_once(experts, grid, context, Group.EXPERT_DATA)
         step[Term.GRADIENT_REDUCTION] = Linear(once)
     if not facts.step.gather_overlaps:
-        step[Term.WEIGHT_GATHER] = _weight_gather(grid, loads, count, context)
+        step[Term.WEIGHT_GATHER] = _weight_gather(grid, loads, count - experts, context)
+        if np.any(experts):
+            add_term(step, Term.WEIGHT_GATHER, expert_gather(grid, experts, context))
     if loads.tied_parameters is not None:
         message = context.grad_bytes * loads.tied_parameters
         pair = np.asarray(2.0)
@@ -331,7 +343,7 @@ def _step_work(
         work = Collective("all_reduce", message, pair, nodes)
         priced = prices.of(work) if grid.placed is None else slowest(work, grid.placed.tied, prices)
         step[Term.TIED_EMBEDDINGS] = Linear(priced.seconds)
-    share = count / np.where(zero >= 1, replicas(grid, context), 1.0)
+    share = shares(count, experts, grid, context)
     if facts.host_copies.states_visit:
         _visits(grid, count, context, step)
     if facts.step.in_first_forward:

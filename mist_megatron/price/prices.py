@@ -46,6 +46,34 @@ class Gemm:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedGemm:
+    """Products of several experts at once: of each (rows x k)(k x n)."""
+
+    rows: Array
+    n: Array
+    k: Array
+    experts: Array
+    weight_grad: bool = False
+    """(n x rows)(rows x k) instead, added to a gradient in 32 bits."""
+    eight_bit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Tokens on their way to experts, or back: each goes to `top_k` of `experts`, which the ranks share out
+    and choose evenly."""
+
+    copy_bytes: Array
+    """One copy of all tokens of a rank."""
+    top_k: Array
+    experts: Array
+    once: Array
+    """1 where a rank, and a node, gets one copy of a token however many of its experts it has; else 0."""
+    ranks: Array
+    nodes: Array
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """A fused causal attention core; sizes of one rank."""
 
@@ -129,7 +157,7 @@ def ring_passes(kind: CollectiveKind, ranks: Array) -> Array:
     return 2.0 * once if kind == "all_reduce" else once
 
 
-Work = Gemm | Attention | MemoryPass | Collective | HostCopy | DeviceAdam | HostAdam
+Work = Gemm | GroupedGemm | AllToAll | Attention | MemoryPass | Collective | HostCopy | DeviceAdam | HostAdam
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,19 @@ from typing import NamedTuple
 import numpy as np
 
 from mist_megatron.errors import ProfileError
+from mist_megatron.price.expert_prices import exchange_s, grouped_s
 from mist_megatron.price.prices import (
     BACKWARD_KERNELS,
     EXACT,
     EXTRAPOLATED,
     INTERPOLATED,
+    AllToAll,
     Array,
     Attention,
     Collective,
     DeviceAdam,
     Gemm,
+    GroupedGemm,
     HostAdam,
     HostCopy,
     Kinds,
@@ -178,6 +181,10 @@ class ProfilePrices:
                 return self._host_copy(work)
             case MemoryPass():
                 return self._memory_pass(work)
+            case GroupedGemm():
+                return self._grouped(work)
+            case AllToAll():
+                return self._exchange(work)
             case Gemm() | Attention():
                 return self._looked_up(work)
             case DeviceAdam():
@@ -186,6 +193,29 @@ class ProfilePrices:
             case HostAdam():
                 rate = self.profile.host.host_adam_parameters_per_s.value
                 return Priced(np.asarray(work.parameters, dtype=np.float64) / rate)
+
+    def _grouped(self, work: GroupedGemm) -> Priced:
+        curves, rates = self.profile.kernels, self.rates
+        peak = rates.eight_bit_flops_per_s if work.eight_bit else rates.matrix_flops_per_s
+        seconds = grouped_s(
+            work,
+            flops_per_s=peak * curves.gemm_peak_fraction.value,
+            bytes_per_s=self._memory_rate,
+            launch_s=curves.launch_s.value,
+        )
+        clock = 1.0 if curves.sustained_fraction is None else curves.sustained_fraction.value
+        return Priced(np.asarray(seconds / clock))
+
+    def _exchange(self, work: AllToAll) -> Priced:
+        links, across = self.profile.links, np.asarray(work.nodes) > 1.0
+        latency = np.where(across, links.inter_latency_s.value, links.intra_latency_s.value)
+        seconds = exchange_s(
+            work,
+            intra_bytes_per_s=self.rates.intra_bytes_per_s,
+            inter_bytes_per_s=self.rates.inter_bytes_per_s_per_gpu,
+            latency_s=latency,
+        )
+        return Priced(seconds)
 
     def interference(self) -> Array:
         return np.array(slowdowns(self.profile.interference))

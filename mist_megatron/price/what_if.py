@@ -16,11 +16,13 @@ import numpy as np
 
 from mist_megatron.errors import InputError
 from mist_megatron.price.prices import (
+    AllToAll,
     Array,
     Attention,
     Collective,
     DeviceAdam,
     Gemm,
+    GroupedGemm,
     HostAdam,
     HostCopy,
     LayerShape,
@@ -112,6 +114,10 @@ class ScaledPrices:
     def of(self, work: Work) -> Priced:
         if isinstance(work, Collective):
             return self._faster(work, self._collective_rate(work))
+        if isinstance(work, AllToAll):
+            inside, across = (self.scales.links.get(link, 1.0) for link in ("intra", "inter"))
+            rate = np.where(np.asarray(work.nodes) > 1.0, across, inside)
+            return self.usual.of(work).times(1.0 / rate)
         if isinstance(work, HostCopy):
             return self._faster(work, np.asarray(self.scales.links.get(work.direction, 1.0)))
         return self.usual.of(work).times(self.scales.operators.get(_OPERATOR_OF[type(work)], 1.0))
@@ -160,5 +166,12 @@ class ScaledPrices:
 
 
 _OPERATOR_OF: Mapping[type, str] = MappingProxyType(
-    {Gemm: "matmul", Attention: "attention", MemoryPass: "memory", DeviceAdam: "adam", HostAdam: "host_adam"}
+    {
+        Gemm: "matmul",
+        GroupedGemm: "matmul",
+        Attention: "attention",
+        MemoryPass: "memory",
+        DeviceAdam: "adam",
+        HostAdam: "host_adam",
+    }
 )

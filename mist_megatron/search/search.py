@@ -12,6 +12,7 @@ from enum import Enum
 from functools import lru_cache
 
 from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.priced_parts import require_searched
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.bounds import EqualBound, SearchProblem, Solver
 from mist_megatron.search.choices import fractions
@@ -161,6 +162,7 @@ def search_ways(
             "cluster: a search prices all nodes alike, so that its proof would not hold for measured links",
             details=("try: tune without them, then: mist-megatron place PLAN --links links.yaml",),
         )
+    require_searched(job.model)
     watch = watch or Watch()
     ways, questions = _questions(ways, space, settings)
     run = _Run(questions, settings, watch, (executor, at_once) if executor else None)

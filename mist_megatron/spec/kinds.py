@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Generic, Literal, TypeVar
 
+Dispatcher = Literal["alltoall", "allgather", "flex"]
+"""How tokens reach their experts, by Megatron's names. `alltoall` sends a token to each of them; `flex`
+(DeepEP, HybridEP) once to each rank and each node that has any; `allgather` all tokens to all."""
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -33,14 +33,33 @@ class Group(StrEnum):
     """They split the same sequences."""
     DATA = "data"
     """They hold the same weights: data-parallel ranks, and context-parallel ones, which see other tokens."""
+    EXPERT = "expert"
+    """They share out the experts of a layer."""
+    EXPERT_TENSOR = "expert_tensor"
+    """They split the matrices of the same experts."""
+    EXPERT_ALL = "expert_all"
+    """Both together: all ranks that tokens can go to."""
+    EXPERT_DATA = "expert_data"
+    """They hold the same experts."""
 
 
 AXES = ("tp", "cp", "dp")
 """Numbered as Megatron and DeepSpeed do: neighbours differ in the first; stages follow after the last."""
+EXPERT_AXES = ("etp", "ep", "edp")
+"""The same ranks once more, as the experts of a layer are spread over them: Megatron folds these axes over
+tp, cp and dp, and they come first."""
 ALONG: Mapping[Group, tuple[str, ...]] = MappingProxyType(
-    {Group.TENSOR: ("tp",), Group.CONTEXT: ("cp",), Group.DATA: ("cp", "dp")}
+    {
+        Group.TENSOR: ("tp",),
+        Group.CONTEXT: ("cp",),
+        Group.DATA: ("cp", "dp"),
+        Group.EXPERT: ("ep",),
+        Group.EXPERT_TENSOR: ("etp",),
+        Group.EXPERT_ALL: ("etp", "ep"),
+        Group.EXPERT_DATA: ("edp",),
+    }
 )
-"""Axes along which the ranks of a group differ: neighbours in AXES."""
+"""Axes along which the ranks of a group differ: neighbours in AXES, or in EXPERT_AXES."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +73,10 @@ class Mesh(Generic[N]):
     dp: N
     """Data-parallel replicas."""
     gpus_per_node: int
+    ep: int = 1
+    """Ranks that share out experts ..."""
+    etp: int = 1
+    """... and that split each of them."""
 
     def _product(self, axes: Sequence[str]) -> N:
         product: N = math.prod(getattr(self, axis) for axis in axes)
@@ -63,13 +86,20 @@ class Mesh(Generic[N]):
     def gpus(self) -> N:
         return self._product(AXES)
 
+    @property
+    def edp(self) -> N:
+        """Copies of each expert."""
+        copies: N = self.gpus // (self.ep * self.etp)
+        return copies
+
     def size(self, group: Group) -> N:
         """Ranks of each such group."""
         return self._product(ALONG[group])
 
     def stride(self, group: Group) -> N:
         """By how much the numbers of neighbours in such a group differ."""
-        return self._product(AXES[: AXES.index(ALONG[group][0])])
+        axes = AXES if ALONG[group][0] in AXES else EXPERT_AXES
+        return self._product(axes[: axes.index(ALONG[group][0])])
 
     def nodes(self, group: Group) -> N:
         """Nodes that each such group touches."""

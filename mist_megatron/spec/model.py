@@ -132,6 +132,18 @@ class ModelSpec(LayerSpec):
         return {kind.name: self.kind_of_layer.count(place) for place, kind in enumerate(self.kinds)}
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """What it has that a plain transformer has not, in words."""
+        there = {
+            "mixtures of experts": any(kind.experts is not None for kind in self.kinds),
+            "latent attention": any(kind.latent_attention is not None for kind in self.kinds),
+            "norms of query and key heads": any(kind.qk_norm for kind in self.kinds),
+            "attention sinks": any(kind.sinks for kind in self.kinds),
+            "multi-token prediction": self.mtp_layers > 0,
+        }
+        return tuple(part for part, has in there.items() if has)
+
+    @property
     def embedding_parameters(self) -> int:
         """Token table and learned positions."""
         return (self.vocab + self.learned_positions) * self.hidden

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.kinds import Dispatcher, Offload
 from mist_megatron.spec.mesh import (
     Group,
     Mesh,
@@ -21,7 +21,7 @@ from mist_megatron.spec.mesh import (
     shares_out_or_copies,
 )
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.recompute import RECOMPUTES, Recompute
+from mist_megatron.spec.recompute import RECOMPUTES, USUAL_MODULES, Module, Recompute
 from mist_megatron.spec.schedule import (
     INTERLEAVED,
     ONE_F_ONE_B,
@@ -75,9 +75,11 @@ class StagePlan:
         """What neighbours that are alike have in common: their ranks see the same tokens."""
         return self.dp, self.tp, self.micro_batch
 
-    def mesh(self, context_parallel: int) -> Mesh[int]:
+    def mesh(self, context_parallel: int, *, ep: int = 1, etp: int = 1) -> Mesh[int]:
         """Its ranks."""
-        return Mesh(tp=self.tp, cp=context_parallel, dp=self.dp, gpus_per_node=self.gpus_per_node)
+        return Mesh(
+            tp=self.tp, cp=context_parallel, dp=self.dp, gpus_per_node=self.gpus_per_node, ep=ep, etp=etp
+        )
 
     @property
     def recomputed(self) -> str:
@@ -113,6 +115,31 @@ class Execution:
     zero3: Zero3Name | None = None
     """Whose ZeRO 3 runs, which decides what of the network between nodes its collectives reach: that of
     DeepSpeed since 2022, DeepSpeed's of 2021, or PyTorch's FSDP; None takes the first."""
+    recompute_modules: tuple[Module, ...] | None = None
+    """What `recompute: selective` runs again, by Megatron's names; null for the attention core."""
+    expert_parallel: int | None = None
+    """Ranks that share out the experts of a layer, folded over tp, context_parallel and dp; null for 1."""
+    expert_tensor_parallel: int | None = None
+    """Ranks that split the matrices of each expert; null for 1 (Megatron's own default is tp)."""
+    expert_dispatcher: Dispatcher | None = None
+    """How tokens reach their experts; null for alltoall."""
+    expert_imbalance: float | None = None
+    """Tokens of the busiest expert-parallel rank over the mean; null for 1, as with forced balance."""
+
+    @property
+    def ep(self) -> int:
+        """Expert-parallel ranks."""
+        return self.expert_parallel or 1
+
+    @property
+    def etp(self) -> int:
+        """Expert-tensor-parallel ranks."""
+        return self.expert_tensor_parallel or 1
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """What selective recomputation runs again."""
+        return USUAL_MODULES if self.recompute_modules is None else self.recompute_modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +172,7 @@ class Plan:
             raise InputError("plan: stages is empty; wanted at least one stage")
         if self.execution.grad_bytes not in (None, 2, 4):
             raise InputError(f"plan: execution.grad_bytes is {self.execution.grad_bytes}; wanted 2 or 4")
+        check_experts("plan", self.model, self.execution)
         for index, stage in enumerate(self.stages):
             _check_stage(f"plan: stages[{index}]", stage, self)
         self._check_sums()
@@ -201,7 +229,9 @@ class Plan:
     def groups(self, index: int, group: Group) -> tuple[Ranks, ...]:
         """Logical ranks of a stage that talk to each other."""
         first = self.ranks(index).start
-        return groups_of(self.stages[index].mesh(self.execution.context_parallel), group, first)
+        execution = self.execution
+        mesh = self.stages[index].mesh(execution.context_parallel, ep=execution.ep, etp=execution.etp)
+        return groups_of(mesh, group, first)
 
     def nodes_of(self, ranks: Iterable[int]) -> frozenset[int]:
         """Nodes, or domains of them, on which these logical ranks run."""
@@ -308,6 +338,7 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
             f"{where}: micro_batch * dp * grad_accum = {stage.micro_batch} * {stage.dp} * {plan.grad_accum} "
             f"= {product}; wanted global_batch {plan.training.global_batch}"
         )
+    _check_expert_stage(where, stage, plan)
     for kind in plan.model.kinds:
         owner = plan.model.name if len(plan.model.kinds) == 1 else f"{plan.model.name}'s {kind.name} layers"
         check.divides(where, ("tp", stage.tp), (f"heads of {owner}", kind.heads))
@@ -316,6 +347,54 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
                 f"{where}: tp ({stage.tp}) must divide kv_heads of {owner} ({kind.kv_heads}) "
                 "or be a multiple of it"
             )
+
+
+def check_experts(where: str, model: ModelSpec, execution: Execution) -> None:
+    """What of a job's switches its model rules out, whatever the stages."""
+    experts = next((kind.experts for kind in model.kinds if kind.experts is not None), None)
+    said = execution
+    where = f"{where}: execution"
+    for key in ("expert_parallel", "expert_tensor_parallel"):
+        value = getattr(said, key)
+        if value is not None and value < 1:
+            raise InputError(f"{where}.{key} is {value}; wanted at least 1")
+        if value is not None and value > 1 and experts is None:
+            raise InputError(f"{where}.{key} is {value}, but {model.name} has no experts; wanted 1")
+    if said.expert_imbalance is not None and said.expert_imbalance < 1.0:
+        raise InputError(f"{where}.expert_imbalance is {said.expert_imbalance}; wanted at least 1")
+    if experts is None:
+        return
+    check.divides(where, ("expert_parallel", said.ep), (f"experts of {model.name}", experts.count))
+    check.divides(
+        where,
+        ("expert_tensor_parallel", said.etp),
+        (f"ffn_hidden of an expert of {model.name}", experts.ffn_hidden),
+    )
+    if said.etp > 1 and said.expert_dispatcher == "flex":
+        raise InputError(
+            f"{where}.expert_tensor_parallel is {said.etp} and dispatcher flex, which splits no expert; "
+            "wanted 1, or expert_dispatcher: alltoall"
+        )
+    if said.etp > 1 and model.linear_bias:
+        raise InputError(
+            f"{where}.expert_tensor_parallel is {said.etp}, but experts of {model.name} have biases, which "
+            "Megatron does not split; wanted 1"
+        )
+
+
+def _check_expert_stage(where: str, stage: StagePlan, plan: Plan) -> None:
+    """Experts are spread over the ranks of one stage."""
+    ep, etp = plan.execution.ep, plan.execution.etp
+    if stage.gpus % (ep * etp):
+        raise InputError(
+            f"{where}: expert_parallel * expert_tensor_parallel = {ep} * {etp} must divide the {stage.gpus} "
+            "GPUs of the stage"
+        )
+    if any(kind.experts for kind in plan.model.kinds) and stage.tp > 1 and not plan.sequence_parallel:
+        raise InputError(
+            f"{where}: tp is {stage.tp} without sequence_parallel, with which Megatron trains no experts; "
+            "wanted sequence_parallel: true or tp 1"
+        )
 
 
 def _check_mesh(where: str, stage: StagePlan, plan: Plan) -> None:

@@ -8,12 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 Recompute = Literal["none", "selective", "full"]
 """What `recompute` of a stage can be."""
-Part = Literal["attention_core"]
-"""Parts of a layer that can be dropped and run again without the rest of it."""
+Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts"]
+"""What `selective` can run again of a layer, by Megatron's names (--recompute-modules)."""
+MODULES: tuple[Module, ...] = get_args(Module)
+USUAL_MODULES: tuple[Module, ...] = ("core_attn",)
+"""What it runs again where nothing is said."""
+Part = Literal["attention_core", "chosen"]
+"""Parts of a layer that can be dropped and run again without the rest of it: the attention core, and other
+modules that were chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +37,7 @@ class RecomputeFacts:
 RECOMPUTES: Mapping[Recompute, RecomputeFacts] = MappingProxyType(
     {
         "full": RecomputeFacts(again="whole layers", whole_layers=True),
-        "selective": RecomputeFacts(again="attention", drops=frozenset({"attention_core"})),
+        "selective": RecomputeFacts(again="attention", drops=frozenset({"attention_core", "chosen"})),
         "none": RecomputeFacts(again="nothing"),
     }
 )
@@ -45,7 +51,9 @@ SEARCHED: tuple[Recompute, ...] = tuple(kind for kind in RECOMPUTE_KINDS if kind
 
 def parts_in_words(kind: Recompute) -> str:
     """What of each layer a kind drops."""
-    return " and ".join(sorted(part.replace("_", " ") for part in RECOMPUTES[kind].drops))
+    return " and ".join(
+        sorted(part.replace("_", " ").replace("chosen", "chosen modules") for part in RECOMPUTES[kind].drops)
+    )
 
 
 def kinds_that_drop(part: Part | None) -> tuple[Recompute, ...]:

@@ -69,6 +69,8 @@ class Capability:
     """Any number of a stage's layers recomputed in full, not only none or all."""
     fp8: bool = False
     """Products of 8-bit operands (Transformer Engine's recipes)."""
+    model_parts: bool = False
+    """Experts, latent attention, norms of heads, sinks and multi-token prediction."""
     parallel_block: bool = False
     """Layers in which attention and MLP stand side by side (Falcon, GPT-NeoX)."""
     activations: tuple[str, ...] | None = None

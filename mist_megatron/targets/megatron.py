@@ -70,6 +70,7 @@ CAPABILITY = Capability(
     # Offload needs the precision-aware optimizer, which needs the distributed optimizer.
     offload_needs_zero=1,
     deterministic=True,
+    model_parts=True,
 )
 
 PATCHED_CAPABILITY = replace(

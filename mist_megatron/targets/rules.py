@@ -64,6 +64,8 @@ def job_rules(model: ModelSpec, precision: Precision, target: TargetName) -> tup
         broken.append(f"model {model.name}: it runs one kind of layers, these are of kinds {kinds}")
     if not able.full_attention and any(kind.attention == "full" for kind in model.kinds):
         broken.append(f"model {model.name}: it has no attention that is not causal")
+    if model.parts and not able.model_parts:
+        broken.append(f"model {model.name}: it has no {' nor '.join(model.parts)} here")
     if precision == "fp8" and not able.fp8:
         broken.append("precision fp8: it has no 8-bit products, wanted bf16 or fp16")
     return tuple(broken)
@@ -175,6 +177,8 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
     if plan.execution.decoupled_step and able.decoupled_step and stage.zero < able.decoupled_least_zero:
         least = able.decoupled_least_zero
         found.append(f"{where}.zero {stage.zero}: execution.decoupled_step needs zero {least} or above")
+    if any(kind.experts for kind in plan.model.kinds) and any(stage.offload.values()):
+        found.append(f"{where}.offload: what experts keep in host memory is not modelled, wanted none")
     found += [
         f"{where}.offload.{kind}: excludes execution.{switch}, whose collective runs while they are away"
         for kind, switch in able.away_excludes.items()

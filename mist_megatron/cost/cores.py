@@ -1,0 +1,148 @@
+"""Attention cores: from queries, keys and values to outputs of heads, and the ring of a split sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sympy import Expr
+
+from mist_megatron.cost.latent import CORE_DIM, QUERY_WIDTH, VALUE_WIDTH, latent_core_inputs
+from mist_megatron.cost.operators import Operator, SavedTensor, Work, WorkKind
+from mist_megatron.cost.shapes import FULL, HALF, KEY, QUERY, SCORES, TOKENS
+from mist_megatron.cost.symbols import (
+    CP,
+    HEAD_DIM,
+    HEADS,
+    NOPE_DIM,
+    ROPE_DIM,
+    TP,
+    VALUE_DIM,
+    WINDOW,
+    B,
+    S,
+)
+from mist_megatron.cost.works import collective_work, gemm_work, memory_work
+from mist_megatron.spec.layer import LayerSpec
+from mist_megatron.spec.mesh import Group
+from mist_megatron.spec.recompute import Part
+
+CORE: Part = "attention_core"
+
+
+def context_ring(*, latent: bool = False) -> Operator:
+    """Keys and values of the whole sequence pass by every context-parallel rank, their gradients on the way
+    back too; attention on the part at hand hides it as far as it lasts (priced in `stage.py`)."""
+    both = HALF * B * S * (QUERY_WIDTH + VALUE_WIDTH if latent else 2 * KEY)
+    return Operator(
+        name="context_ring",
+        forward=(collective_work("context_gather", WorkKind.ALL_GATHER, both, Group.CONTEXT),),
+        backward=(
+            collective_work("context_gather", WorkKind.ALL_GATHER, both, Group.CONTEXT),
+            collective_work("context_scatter", WorkKind.REDUCE_SCATTER, both, Group.CONTEXT),
+        ),
+        part=CORE,
+    )
+
+
+def _attention_inputs(*, latent: bool = False) -> tuple[SavedTensor, ...]:
+    if latent:
+        return latent_core_inputs()
+    return (
+        SavedTensor(key="query", size_bytes=HALF * TOKENS * QUERY),
+        SavedTensor(key="key", size_bytes=HALF * TOKENS * KEY),
+        SavedTensor(key="value", size_bytes=HALF * TOKENS * KEY),
+    )
+
+
+def _pairs_share(layer: LayerSpec) -> Expr | None:
+    """Pairs of tokens of which one sees the other, of those of causal attention; None for all of these."""
+    if layer.attention == "causal" and layer.window is None:
+        return None
+    causal = S * (S + 1) / 2
+    if layer.attention == "full":
+        return S * (S if layer.window is None else WINDOW) / causal
+    return (WINDOW * S - WINDOW * (WINDOW - 1) / 2) / causal
+
+
+def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
+    """Fused attention core: keeps its inputs, its output and one fp32 number per row and head."""
+    heads, kv_heads = HEADS / TP, HEADS / TP if latent else KEY / HEAD_DIM
+    width, output = (CORE_DIM, VALUE_WIDTH) if latent else (HEAD_DIM, QUERY)
+    # Causal work is half of the full square; flop counters count the square, as here.
+    full = 4 * B * heads * S * S * width / CP
+    share = _pairs_share(layer)
+    if layer.window is not None:
+        full = full * (WINDOW / S if layer.attention == "full" else share)
+    # A context-parallel rank computes its share of the square: priced as that share of the heads.
+    size = (B, S, heads / CP, kv_heads, width)
+    return Operator(
+        name="attention",
+        forward=(
+            Work(name="attention", kind=WorkKind.ATTENTION, flops=full, attention=size, pairs_share=share),
+        ),
+        backward=(
+            Work(
+                name="attention_backward",
+                kind=WorkKind.ATTENTION,
+                flops=full * 5 / 2,
+                attention=size,
+                pairs_share=share,
+                kernels=3,
+            ),
+        ),
+        saved=(
+            *_attention_inputs(latent=latent),
+            SavedTensor(key="attention_output", size_bytes=HALF * TOKENS * output),
+            SavedTensor(key="core_log_sum", size_bytes=FULL * TOKENS * heads, inner=True),
+        ),
+        part=CORE,
+    )
+
+
+def plain_attention(*, dropped: bool, latent: bool = False) -> tuple[Operator, ...]:
+    """Scores, softmax, weighted sum as three operators; the scores are kept after the softmax."""
+    batch, rows = B * HEADS / TP, S / CP
+    scores = SCORES
+    saved = [SavedTensor(key="core_softmax", size_bytes=scores, inner=True)]
+    if dropped:
+        # A mask of one byte per score and the dropped scores themselves.
+        saved += [
+            SavedTensor(key="core_mask", size_bytes=scores / 2, inner=True),
+            SavedTensor(key="core_dropped", size_bytes=scores, inner=True),
+        ]
+    passes = 5 if dropped else 2
+    deep, wide = (NOPE_DIM + ROPE_DIM, VALUE_DIM) if latent else (HEAD_DIM, HEAD_DIM)
+    return (
+        Operator(
+            name="scores",
+            forward=(gemm_work("scores", rows, S, deep, batch),),
+            backward=(
+                replace(gemm_work("scores_query", rows, deep, S, batch), layout="nn"),
+                replace(gemm_work("scores_key", S, deep, rows, batch), layout="tn"),
+            ),
+            saved=_attention_inputs(latent=latent)[:2],
+            part=CORE,
+        ),
+        Operator(
+            name="softmax",
+            forward=(memory_work("softmax", passes * scores, kernels=2 if dropped else 1),),
+            backward=(memory_work("softmax_backward", (passes + 1) * scores, kernels=2 if dropped else 1),),
+            saved=tuple(saved),
+            part=CORE,
+        ),
+        Operator(
+            name="weighted_sum",
+            forward=(replace(gemm_work("weighted_sum", rows, wide, S, batch), layout="nn"),),
+            backward=(
+                gemm_work("weighted_sum_scores", rows, S, wide, batch),
+                replace(gemm_work("weighted_sum_value", S, wide, rows, batch), layout="tn"),
+            ),
+            saved=(
+                _attention_inputs(latent=latent)[2],
+                SavedTensor(
+                    key="attention_output", size_bytes=HALF * TOKENS * (VALUE_WIDTH if latent else QUERY)
+                ),
+            ),
+            part=CORE,
+        ),
+    )

@@ -1,0 +1,33 @@
+"""Numbers for the symbols of experts and of latent attention."""
+
+from __future__ import annotations
+
+from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.plan import Execution
+
+
+def expert_values(model: ModelSpec, execution: Execution) -> dict[str, float]:
+    """Those that a model has (`cost/symbols.py`), by their names."""
+    values: dict[str, float] = {}
+    experts = next((kind.experts for kind in model.kinds if kind.experts is not None), None)
+    latent = next((kind.latent_attention for kind in model.kinds if kind.latent_attention is not None), None)
+    if experts is not None:
+        values |= {
+            "E": float(experts.count),
+            "K": float(experts.top_k),
+            "fe": float(experts.ffn_hidden),
+            "he": float(experts.latent or model.hidden),
+            "fs": float(experts.shared_ffn_hidden),
+            "ep": float(execution.ep),
+            "etp": float(execution.etp),
+            "im": execution.expert_imbalance or 1.0,
+        }
+    if latent is not None:
+        values |= {
+            "lq": float(latent.q_lora),
+            "lk": float(latent.kv_lora),
+            "en": float(latent.nope_head_dim),
+            "er": float(latent.rope_head_dim),
+            "ev": float(latent.v_head_dim),
+        }
+    return values

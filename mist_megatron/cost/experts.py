@@ -1,0 +1,280 @@
+"""The MLP of a layer as a mixture of experts: router, exchange of tokens, grouped products, shared experts.
+
+What Transformer Engine and megatron-core 0.19 compute, send and keep (moe_layer.py, token_dispatcher.py,
+experts.py): a rank routes the tokens that it holds after sequence and context parallelism, whatever ranks its
+experts lie on; probabilities are multiplied in before the second product, so that outputs of experts are not
+kept.
+"""
+
+from __future__ import annotations
+
+from sympy import Expr, Integer
+
+from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, Work, WorkKind
+from mist_megatron.cost.shapes import (
+    ACTIVATION,
+    EXPERT_INNER,
+    EXPERT_ROWS,
+    FULL,
+    HALF,
+    OWN_EXPERTS,
+    ROUTED,
+    ROWS,
+    SHARED_INNER,
+    TOKENS,
+)
+from mist_megatron.cost.symbols import ETP, EXPERT_WIDTH, EXPERTS, HIDDEN, IMBALANCE, SP, TOP_K
+from mist_megatron.cost.works import collective_work, memory_work, products
+from mist_megatron.spec.experts import ExpertSpec
+from mist_megatron.spec.kinds import Dispatcher
+from mist_megatron.spec.mesh import Group
+
+SCORE_BYTES = 13
+"""Kept per token and expert by scoring, top-k and the loss that balances loads: logits, scores and weights in
+32 bits, and a mask."""
+ROW_MAP_BYTES = 8
+"""Of the two maps of rows of the fused permutation, 32 bits each, per token and expert ..."""
+ROW_MAP_COUNT_BYTES = 4
+"""... and the number of a token's rows."""
+SCORE_PASSES = 10
+"""Over the scores in 32 bits, forward, unfused ..."""
+SCORE_KERNELS = 8
+"""... in so many kernels."""
+
+
+def mixture(
+    experts: ExpertSpec, *, gated: bool, bias: bool, dispatcher: Dispatcher, eight_bit: bool
+) -> tuple[Operator, ...]:
+    """Between the norm and the residual addition, which are those of any layer."""
+    gates = 2 if gated else 1
+    shared = _shared(experts, gates, bias=bias, eight_bit=eight_bit) if experts.shared_ffn_hidden else ()
+    return (
+        _router(experts),
+        *shared,
+        *(_latent_in(eight_bit) if experts.latent else ()),
+        _permute(),
+        _exchange("dispatch", dispatcher, forward=True),
+        *_routed(gates, bias=bias, eight_bit=eight_bit),
+        _exchange("combine", dispatcher, forward=False),
+        _unpermute(),
+        *(_latent_out(eight_bit) if experts.latent else ()),
+    )
+
+
+def _router(experts: ExpertSpec) -> Operator:
+    forward, backward = products("router", ROWS, (EXPERTS, HIDDEN), eight_bit=False)
+    passed = FULL * EXPERTS * ROWS
+    return Operator(
+        name="router",
+        forward=(*forward, memory_work("router_scores", SCORE_PASSES * passed, kernels=SCORE_KERNELS)),
+        backward=(
+            memory_work("router_scores_backward", SCORE_PASSES / Integer(2) * passed, kernels=4),
+            *backward,
+        ),
+        saved=(
+            SavedTensor(key="normed2", size_bytes=ACTIVATION),
+            SavedTensor(key="router_scores", size_bytes=SCORE_BYTES * EXPERTS * ROWS),
+        ),
+        parameters=HIDDEN * EXPERTS + (EXPERTS if experts.router_bias else ZERO),
+    )
+
+
+def _activation(name: str, gates: int, inner: Expr, kept: tuple[SavedTensor, ...]) -> Operator:
+    """Fused with the product of a gated one, and with what weighs a token: keeps its input only."""
+    return Operator(
+        name=name,
+        forward=(memory_work(f"{name}_forward", (gates + 1) * inner),),
+        backward=(memory_work(f"{name}_backward", (2 * gates + 1) * inner),),
+        saved=kept,
+    )
+
+
+def _shared(experts: ExpertSpec, gates: int, *, bias: bool, eight_bit: bool) -> tuple[Operator, ...]:
+    """One tensor-parallel MLP that sees every token; it gathers and scatters rows for itself."""
+    whole = HALF * TOKENS * HIDDEN
+    into, into_back = products("shared_in", TOKENS, (gates * SHARED_INNER, HIDDEN), eight_bit=eight_bit)
+    out, out_back = products("shared_out", TOKENS, (HIDDEN, SHARED_INNER), eight_bit=eight_bit)
+    inner = HALF * TOKENS * SHARED_INNER
+    found = (
+        Operator(
+            name="shared_gather",
+            forward=(collective_work("shared_gather", WorkKind.ALL_GATHER, SP * whole),),
+            backward=(
+                collective_work("shared_gather_again", WorkKind.ALL_GATHER, SP * whole),
+                collective_work("shared_gather_scatter", WorkKind.REDUCE_SCATTER, SP * whole),
+                collective_work("shared_gather_reduce", WorkKind.ALL_REDUCE, (1 - SP) * whole),
+            ),
+        ),
+        Operator(
+            name="shared_in",
+            forward=into,
+            backward=into_back,
+            saved=(SavedTensor(key="normed2", size_bytes=ACTIVATION),),
+            parameters=gates * SHARED_INNER * HIDDEN + (gates * SHARED_INNER if bias else ZERO),
+        ),
+        _activation(
+            "shared_activation", gates, inner, (SavedTensor(key="shared_hidden", size_bytes=gates * inner),)
+        ),
+        Operator(
+            name="shared_out",
+            forward=out,
+            backward=out_back,
+            saved=(SavedTensor(key="shared_activated", size_bytes=inner),),
+            parameters=HIDDEN * SHARED_INNER + (HIDDEN if bias else ZERO),
+        ),
+        Operator(
+            name="shared_reduce",
+            forward=(
+                collective_work("shared_scatter", WorkKind.REDUCE_SCATTER, SP * whole),
+                collective_work("shared_reduce", WorkKind.ALL_REDUCE, (1 - SP) * whole),
+            ),
+            backward=(collective_work("shared_back", WorkKind.ALL_GATHER, SP * whole),),
+        ),
+    )
+    return (*found, _shared_gate()) if experts.shared_gate else found
+
+
+def _shared_gate() -> Operator:
+    """A column of its own, a sigmoid, and a product with the shared experts' output, which is kept for it."""
+    forward, backward = products("shared_gate", ROWS, (Integer(1), HIDDEN), eight_bit=False)
+    return Operator(
+        name="shared_gate",
+        forward=(*forward, memory_work("shared_gate_forward", 2 * ACTIVATION, kernels=2)),
+        backward=(memory_work("shared_gate_backward", 3 * ACTIVATION, kernels=3), *backward),
+        saved=(
+            SavedTensor(key="normed2", size_bytes=ACTIVATION),
+            SavedTensor(key="shared_output", size_bytes=ACTIVATION),
+            SavedTensor(key="shared_gate", size_bytes=HALF * ROWS),
+        ),
+        parameters=HIDDEN,
+    )
+
+
+def _latent_in(eight_bit: bool) -> tuple[Operator, ...]:
+    """From the hidden width to that of the experts; every tensor-parallel rank has all of it."""
+    forward, backward = products("latent_in", ROWS, (EXPERT_WIDTH, HIDDEN), eight_bit=eight_bit)
+    return (
+        Operator(
+            name="latent_in",
+            forward=forward,
+            backward=backward,
+            saved=(SavedTensor(key="normed2", size_bytes=ACTIVATION),),
+            parameters=EXPERT_WIDTH * HIDDEN,
+        ),
+    )
+
+
+def _latent_out(eight_bit: bool) -> tuple[Operator, ...]:
+    forward, backward = products("latent_out", ROWS, (HIDDEN, EXPERT_WIDTH), eight_bit=eight_bit)
+    return (
+        Operator(
+            name="latent_out",
+            forward=forward,
+            backward=backward,
+            saved=(SavedTensor(key="latent_output", size_bytes=HALF * ROWS * EXPERT_WIDTH),),
+            parameters=EXPERT_WIDTH * HIDDEN,
+        ),
+    )
+
+
+def _rows_moved() -> Expr:
+    """Bytes read and written where tokens are copied for each of their experts, or added up again, and where
+    what has come is sorted by expert."""
+    one, all_rows = HALF * ROWS * EXPERT_WIDTH, HALF * ROUTED * EXPERT_WIDTH
+    return one + all_rows + 2 * ETP * all_rows
+
+
+def _permute() -> Operator:
+    return Operator(
+        name="permute",
+        forward=(memory_work("permute_forward", _rows_moved(), kernels=3),),
+        backward=(memory_work("permute_backward", _rows_moved(), kernels=3),),
+        saved=(
+            SavedTensor(key="row_map", size_bytes=(ROW_MAP_BYTES * EXPERTS + ROW_MAP_COUNT_BYTES) * ROWS),
+        ),
+    )
+
+
+def _unpermute() -> Operator:
+    return Operator(
+        name="unpermute",
+        forward=(memory_work("unpermute_forward", _rows_moved(), kernels=2),),
+        backward=(memory_work("unpermute_backward", _rows_moved(), kernels=2),),
+    )
+
+
+def _exchange(name: str, dispatcher: Dispatcher, *, forward: bool) -> Operator:
+    """Tokens to the ranks of their experts, or their outputs back; gradients go the other way. In 0.19 every
+    dispatcher sends 16 bits. `allgather` gives every rank all tokens of the group."""
+    first, then = (WorkKind.ALL_GATHER, WorkKind.REDUCE_SCATTER)[:: 1 if forward else -1]
+    if dispatcher == "allgather":
+        message = HALF * EXPERT_WIDTH * ROWS
+        return Operator(
+            name=name,
+            forward=(collective_work(name, first, message * _GROUP_SIZE, Group.EXPERT_ALL),),
+            backward=(collective_work(f"{name}_back", then, message * _GROUP_SIZE, Group.EXPERT_ALL),),
+        )
+    once = Integer(int(dispatcher == "flex"))
+    copy = HALF * EXPERT_WIDTH * ROWS * IMBALANCE
+
+    def sent(named: str) -> Work:
+        return Work(
+            name=named,
+            kind=WorkKind.ALL_TO_ALL,
+            moved_bytes=copy * TOP_K,
+            exchange=(copy, TOP_K, EXPERTS, once),
+            group=Group.EXPERT,
+        )
+
+    parts = HALF * EXPERT_WIDTH * EXPERT_ROWS
+    there = (sent(name), collective_work(f"{name}_parts", first, parts, Group.EXPERT_TENSOR))
+    back = (collective_work(f"{name}_parts_back", then, parts, Group.EXPERT_TENSOR), sent(f"{name}_back"))
+    if not forward:
+        # Outputs of an expert's parts are summed before they go back.
+        there, back = (there[1], there[0]), (back[1], back[0])
+    return Operator(name=name, forward=there, backward=back)
+
+
+_GROUP_SIZE = OWN_EXPERTS**-1 * EXPERTS * ETP
+"""Ranks among which the tokens of an expert-parallel group lie, parts of experts included."""
+
+
+def _routed(gates: int, *, bias: bool, eight_bit: bool) -> tuple[Operator, ...]:
+    rows = EXPERT_ROWS / OWN_EXPERTS
+    into, into_back = products(
+        "expert_in", rows, (gates * EXPERT_INNER, EXPERT_WIDTH), OWN_EXPERTS, eight_bit=eight_bit
+    )
+    out, out_back = products(
+        "expert_out", rows, (EXPERT_WIDTH, EXPERT_INNER), OWN_EXPERTS, eight_bit=eight_bit
+    )
+    inner = HALF * EXPERT_ROWS * EXPERT_INNER
+    first = OWN_EXPERTS * gates * EXPERT_INNER * (EXPERT_WIDTH + (1 if bias else 0))
+    second = OWN_EXPERTS * EXPERT_WIDTH * (EXPERT_INNER + (1 if bias else 0))
+    return (
+        Operator(
+            name="expert_in",
+            forward=into,
+            backward=into_back,
+            saved=(SavedTensor(key="expert_input", size_bytes=HALF * EXPERT_ROWS * EXPERT_WIDTH),),
+            parameters=first,
+            expert_parameters=first,
+        ),
+        _activation(
+            "expert_activation",
+            gates,
+            inner,
+            (
+                SavedTensor(key="expert_hidden", size_bytes=gates * inner),
+                # Probabilities, and where they came from, in 32 bits.
+                SavedTensor(key="expert_weights", size_bytes=2 * FULL * EXPERT_ROWS),
+            ),
+        ),
+        Operator(
+            name="expert_out",
+            forward=out,
+            backward=out_back,
+            saved=(SavedTensor(key="expert_activated", size_bytes=inner),),
+            parameters=second,
+            expert_parameters=second,
+        ),
+    )

@@ -1,0 +1,74 @@
+"""The head of a model with multi-token prediction: each depth is a projection, a layer and the output layer.
+
+Megatron's multi_token_prediction.py: the hidden state and the next token's embedding are normed, put beside
+each other and projected to one width; a layer like the last one and a norm follow, then the output layer that
+all depths share, with a loss of its own. It lies with the loss, and is not recomputed here.
+"""
+
+from __future__ import annotations
+
+from sympy import Expr
+
+from mist_megatron.cost.blocks import blocks
+from mist_megatron.cost.layers import LayerOptions, head, norm, saved_bytes
+from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, WorkKind
+from mist_megatron.cost.shapes import ACTIVATION, FULL, GATHERED, HALF, TOKENS, VOCAB_SHARE
+from mist_megatron.cost.symbols import HIDDEN, SP, TP
+from mist_megatron.cost.works import collective_work, products
+from mist_megatron.spec.model import ModelSpec
+
+
+def whole_head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    """Final norm, logits and loss, once and for each depth."""
+    once = head(model, options)
+    again = tuple(_shared(operator) for operator in once)
+    return once + model.mtp_layers * (*_joined(model, options), *_last(model, options), *again)
+
+
+def _last(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    """A layer like the last one."""
+    return blocks(model, options)[model.kind_of_layer[-1]].operators
+
+
+def _shared(operator: Operator) -> Operator:
+    """The table of the output layer is that of the first loss; norms are each depth's own."""
+    if operator.name != "logits":
+        return operator
+    return Operator(
+        name=operator.name, forward=operator.forward, backward=operator.backward, saved=operator.saved
+    )
+
+
+def _joined(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    """Two norms and the projection of both results, column-parallel and gathered."""
+    forward, backward = products(
+        "mtp_projection", TOKENS, (HIDDEN / TP, 2 * HIDDEN), eight_bit=options.eight_bit
+    )
+    whole = HALF * TOKENS * HIDDEN
+    return (
+        norm("mtp_norm_hidden", model, options, reads="mtp_hidden"),
+        norm("mtp_norm_token", model, options, reads="mtp_token"),
+        Operator(
+            name="mtp_projection",
+            forward=(
+                collective_work("mtp_gather", WorkKind.ALL_GATHER, 2 * SP * GATHERED),
+                *forward,
+                collective_work("mtp_columns", WorkKind.ALL_GATHER, whole),
+            ),
+            backward=(
+                *backward,
+                collective_work("mtp_scatter", WorkKind.REDUCE_SCATTER, 2 * SP * GATHERED),
+            ),
+            saved=(SavedTensor(key="mtp_joined", size_bytes=2 * ACTIVATION),),
+            parameters=2 * HIDDEN * HIDDEN / TP,
+        ),
+    )
+
+
+def depths_kept(model: ModelSpec, options: LayerOptions) -> Expr:
+    """Bytes that the depths keep until the loss is computed: each a layer, what was projected, and logits in
+    half and in single precision."""
+    if not model.mtp_layers:
+        return ZERO
+    each = saved_bytes(_joined(model, options)) + saved_bytes(_last(model, options))
+    return model.mtp_layers * (each + 2 * ACTIVATION + (HALF + FULL) * TOKENS * VOCAB_SHARE)

@@ -1,0 +1,81 @@
+"""Makers of `Work`: one kernel or collective each, as operators of several files need them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sympy import Expr, Integer
+
+from mist_megatron.cost.operators import Work, WorkKind
+from mist_megatron.cost.shapes import EIGHTH, HALF
+from mist_megatron.spec.mesh import Group
+
+ONE = Integer(1)
+
+
+def memory_work(name: str, moved: Expr, kernels: int = 1) -> Work:
+    """A pass over device memory."""
+    return Work(name=name, kind=WorkKind.MEMORY, moved_bytes=moved, kernels=kernels)
+
+
+def collective_work(name: str, kind: WorkKind, message: Expr, group: Group = Group.TENSOR) -> Work:
+    """A collective of a full message."""
+    return Work(name=name, kind=kind, moved_bytes=message, group=group)
+
+
+def weight_grad(work: Work) -> Work:
+    """Work that only makes a weight's gradient."""
+    return replace(work, makes_weight_grad=True, layout="tn")
+
+
+def gemm_work(name: str, m: Expr, n: Expr, k: Expr, batch: Expr = ONE, *, eight_bit: bool = False) -> Work:
+    """A matrix product, or `batch` of them."""
+    return Work(
+        name=name,
+        kind=WorkKind.GEMM,
+        flops=2 * m * n * k * batch,
+        moved_bytes=HALF * batch * (m * k + k * n + m * n),
+        gemm=(m, n, k, batch),
+        eight_bit=eight_bit,
+    )
+
+
+def grouped_work(name: str, sizes: tuple[Expr, Expr, Expr, Expr], *, eight_bit: bool = False) -> Work:
+    """Products of several experts' weights with the tokens of each: rows of one, columns, depth, experts."""
+    rows, n, k, experts = sizes
+    return Work(
+        name=name,
+        kind=WorkKind.GROUPED,
+        flops=2 * rows * n * k * experts,
+        moved_bytes=HALF * experts * (rows * k + k * n + rows * n),
+        gemm=sizes,
+        eight_bit=eight_bit,
+    )
+
+
+def products(
+    name: str, rows: Expr, columns: tuple[Expr, Expr], experts: Expr | None = None, *, eight_bit: bool
+) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    """Of one projection (output and input width), forward and backward; of `experts` projections at once
+    where that is given, `rows` being of one. An 8-bit product reads its activations, or their gradients,
+    after a pass that writes them in 8 bits twice: as they are, and transposed for the weight's gradient."""
+    wide, deep = columns
+    if experts is None:
+        many: Expr = ONE
+        forward = (gemm_work(name, rows, wide, deep, eight_bit=eight_bit),)
+        back = gemm_work(f"{name}_input", rows, deep, wide, eight_bit=eight_bit)
+        weight = gemm_work(f"{name}_weight", wide, deep, rows, eight_bit=eight_bit)
+    else:
+        many = experts
+        forward = (grouped_work(name, (rows, wide, deep, many), eight_bit=eight_bit),)
+        back = grouped_work(f"{name}_input", (rows, deep, wide, many), eight_bit=eight_bit)
+        summed = grouped_work(f"{name}_weight", (rows, wide, deep, many), eight_bit=eight_bit)
+        weight = replace(summed, kind=WorkKind.GROUPED_WEIGHT)
+    backward = (replace(back, layout="nn"), weight_grad(weight))
+    if not eight_bit:
+        return forward, backward
+    cast_bytes = (HALF + 2 * EIGHTH) * rows * many
+    return (
+        (memory_work(f"{name}_cast", cast_bytes * deep), *forward),
+        (memory_work(f"{name}_gradient_cast", cast_bytes * wide), *backward),
+    )

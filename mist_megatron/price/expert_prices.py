@@ -1,0 +1,70 @@
+"""What products of several experts and the exchange of their tokens take, from curves of a profile."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mist_megatron.price.prices import AllToAll, Array, GroupedGemm
+
+SHARPNESS = 4.0
+"""Exponent of the smooth maximum of arithmetic and memory traffic of one expert's product. With it, the peak
+and the memory rate of the profile and a kernel's launch for each expert, 108 grouped products of B200 (bf16,
+128 to 9,832 rows of each expert) come out 10 % off in the mean, 12 of A100-PCIe 3 % (SimuMax's tables)."""
+EXCHANGE_FRACTION = 0.60
+"""Of the datasheet rate of NVLink, for an all-to-all of NCCL inside a node: SimuMax's fit on 8 B200."""
+OUTSIDE_FRACTION = 0.90
+"""Of the rate of a rank's adapter between nodes: DeepEP's authors report 43 to 58 GB/s of 50 on H800, bytes
+that stay inside a node counted with them."""
+
+
+def grouped_s(work: GroupedGemm, *, flops_per_s: float, bytes_per_s: float, launch_s: float) -> Array:
+    """Each expert's product for itself: Transformer Engine runs them one after the other on a few streams."""
+    rows, n, k = work.rows, work.n, work.k
+    operand = 1.0 if work.eight_bit else 2.0
+    if work.weight_grad:
+        moved = operand * rows * (n + k) + 8.0 * n * k
+    else:
+        moved = operand * (rows * k + n * k) + 2.0 * rows * n
+    busy_s, moved_s = 2.0 * rows * n * k / flops_per_s, moved / bytes_per_s
+    longest = np.maximum(np.maximum(busy_s, moved_s), 1e-15)
+    blend = (busy_s / longest) ** SHARPNESS + (moved_s / longest) ** SHARPNESS
+    return np.asarray(work.experts * (launch_s + longest * blend ** (1.0 / SHARPNESS)))
+
+
+def _missed(experts: Array, parts: Array, top_k: Array) -> Array:
+    """Chance that none of a token's experts is in one of so many equal parts of them."""
+    own = experts / parts
+    chance: Array = np.ones(np.broadcast_shapes(np.shape(own), np.shape(top_k)))
+    for chosen in range(int(np.max(top_k))):
+        left = np.maximum(experts - own - chosen, 0.0) / np.maximum(experts - chosen, 1.0)
+        chance = chance * np.where(chosen < top_k, left, 1.0)
+    return chance
+
+
+def exchanged_bytes(work: AllToAll) -> tuple[Array, Array]:
+    """What one rank sends to other ranks of its node, and to other nodes. Where a node gets one copy of a
+    token, that is passed on inside it."""
+    ranks, nodes = (np.asarray(count, dtype=np.float64) for count in (work.ranks, work.nodes))
+    per_node = ranks / np.maximum(nodes, 1.0)
+    copy = np.asarray(work.copy_bytes, dtype=np.float64)
+    each = copy * work.top_k / ranks
+    inside, outside = each * (per_node - 1.0), each * (ranks - per_node)
+    if np.any(work.once):
+        met = copy * (1.0 - _missed(work.experts, ranks, work.top_k))
+        node_met = copy * (1.0 - _missed(work.experts, nodes, work.top_k))
+        once_outside = node_met * (nodes - 1.0)
+        passed_on = np.maximum(met * (ranks - per_node) - once_outside, 0.0)
+        inside = np.where(work.once > 0.0, met * (per_node - 1.0) + passed_on, inside)
+        outside = np.where(work.once > 0.0, once_outside, outside)
+    return np.asarray(inside), np.asarray(outside)
+
+
+def exchange_s(
+    work: AllToAll, *, intra_bytes_per_s: float, inter_bytes_per_s: float, latency_s: Array
+) -> Array:
+    """Both ways out of a rank at once; each at its own rate."""
+    inside, outside = exchanged_bytes(work)
+    inside_s = inside / (EXCHANGE_FRACTION * intra_bytes_per_s)
+    outside_s = outside / (OUTSIDE_FRACTION * inter_bytes_per_s)
+    there = (np.asarray(work.ranks) > 1.0) & (inside + outside > 0.0)
+    return np.where(there, latency_s + np.maximum(inside_s, outside_s), 0.0)

@@ -1,0 +1,190 @@
+"""Experts in plans: what a rank holds, sends and computes, by hand and against published runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import comb
+
+import numpy as np
+import pytest
+
+from mist_megatron.cost.evaluate import make_evaluator
+from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.cost.priced_parts import require_searched
+from mist_megatron.errors import InputError
+from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_from_text, plan_to_yaml
+from mist_megatron.price.datasheet import datasheet_prices
+from mist_megatron.price.expert_prices import exchanged_bytes, grouped_s
+from mist_megatron.price.prices import AllToAll, GroupedGemm
+from mist_megatron.spec.mesh import Group, Mesh, groups_of
+from mist_megatron.spec.presets import PRESETS
+
+GIB = 2**30
+
+
+def plan_of(model="qwen3-30b-a3b", *, gpu="h100-sxm-80gb", nodes=2, tp=1, micro_batch=1, **execution):
+    gpus = nodes * 8
+    dp = gpus // tp
+    return plan_from_mapping(
+        {
+            "schema": 1,
+            "model": model,
+            "training": {"global_batch": 2 * dp * micro_batch, "seq_len": 4096},
+            "cluster": {"gpu": gpu, "nodes": nodes, "gpus_per_node": 8},
+            "target": "megatron",
+            "grad_accum": 2,
+            "sequence_parallel": tp > 1,
+            "stages": [
+                {
+                    "layers": PRESETS[model].layers, "nodes": nodes, "gpus_per_node": 8, "dp": dp, "tp": tp,
+                    "micro_batch": micro_batch,
+                    "recompute": "selective" if "modules" in execution else "none",
+                }
+            ],
+            "execution": {("recompute_" + k if k == "modules" else k): v for k, v in execution.items()},
+        }
+    )  # fmt: skip
+
+
+def predicted(plan):
+    return predict(plan, make_evaluator(job_of(plan), datasheet_prices(plan.cluster, "bf16")))
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (4, 1), (16, 1), (8, 2)])
+def test_experts_are_sharded_over_their_own_copies(ep, etp):
+    """Weights and gradients of a rank's experts, and optimizer states over the ranks that have the same ones:
+    with as many expert-parallel ranks as there are, nobody has the same, and nothing is sharded."""
+    model = PRESETS["qwen3-30b-a3b"]
+    memory = predicted(plan_of(expert_parallel=ep, expert_tensor_parallel=etp)).stages[0]
+    terms = memory.memory_terms_bytes
+    experts = model.layers * model.experts.count * 3 * model.hidden * model.experts.ffn_hidden
+    own, rest = experts / (ep * etp), model.parameters - experts
+    assert terms["weights"] == pytest.approx(2 * (own + rest))
+    assert terms["grads"] == pytest.approx(4 * (own + rest))
+    assert terms["optimizer"] == pytest.approx(12 * (own / (16 / (ep * etp)) + rest / 16))
+
+
+def test_experts_without_other_copies_have_no_gradient_traffic():
+    """At 16 expert-parallel ranks of 16 only the rest of the model is reduced."""
+    alone, spread = (predicted(plan_of(expert_parallel=ep)).stages[0] for ep in (16, 2))
+    once = [{term.value: s for term, s in stage.delta_terms_s.items()} for stage in (alone, spread)]
+    assert once[0]["gradient_reduction"] < 0.1 * once[1]["gradient_reduction"]
+
+
+def test_groups_of_experts_fold_over_all_axes():
+    """Megatron's expert grid: expert-tensor ranks fastest, then expert-parallel, then copies."""
+    mesh = Mesh(tp=4, cp=1, dp=4, gpus_per_node=8, ep=4, etp=2)
+    assert groups_of(mesh, Group.EXPERT_TENSOR, 0)[0] == (0, 1)
+    assert groups_of(mesh, Group.EXPERT, 0)[:2] == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert groups_of(mesh, Group.EXPERT_DATA, 0)[0] == (0, 8)
+    assert mesh.nodes(Group.EXPERT) == 1
+    assert mesh.nodes(Group.EXPERT_DATA) == 2
+    for group in (Group.EXPERT, Group.EXPERT_TENSOR, Group.EXPERT_DATA):
+        assert sorted(rank for ranks in groups_of(mesh, group, 0) for rank in ranks) == list(range(16))
+
+
+def sent(*, ranks, nodes, once, top_k=8, experts=256):
+    one = [np.asarray(float(value)) for value in (1.0, top_k, experts, once, ranks, nodes)]
+    inside, outside = exchanged_bytes(AllToAll(*one))
+    return float(inside), float(outside)
+
+
+def test_copies_of_tokens_that_leave_a_rank():
+    """To each of its experts; or once to each rank that has any, which are fewer by the chance of meeting."""
+    assert sent(ranks=8, nodes=1, once=0) == pytest.approx((7.0, 0.0))
+    assert sent(ranks=16, nodes=2, once=0) == pytest.approx((8 * 7 / 16, 8 * 8 / 16))
+    met = 1 - comb(256 - 32, 8) / comb(256, 8)
+    assert sent(ranks=8, nodes=1, once=1) == pytest.approx((7 * met, 0.0))
+    # 5.3 of 8 copies at 8 ranks, as DeepEP's volume is told.
+    assert 8 * met == pytest.approx(5.3, abs=0.05)
+    node = 1 - comb(128, 8) / comb(256, 8)
+    assert sent(ranks=16, nodes=2, once=1)[1] == pytest.approx(node)
+
+
+GROUPED = (
+    # Experts, rows of each, columns, depth, of weights, share of B200's 2,250 TFLOP/s (SimuMax's tables).
+    (20, 1232, 3072, 5120, False, 0.51342),
+    (40, 616, 3072, 5120, False, 0.4618),
+    (32, 1024, 4096, 7168, False, 0.45711),
+    (64, 512, 7168, 2048, False, 0.42745),
+    (160, 154, 3072, 5120, False, 0.19969),
+    (256, 128, 4096, 7168, False, 0.20811),
+    (256, 128, 4096, 7168, True, 0.07749),
+    (64, 512, 4096, 7168, True, 0.21917),
+)
+
+
+def test_grouped_products_fall_off_with_few_rows():
+    """By the B200 profile's own peak, memory rate and launch."""
+    errors = []
+    for experts, rows, n, k, weights, share in GROUPED:
+        sizes = (np.asarray(float(size)) for size in (rows, n, k, experts))
+        seconds = grouped_s(
+            GroupedGemm(*sizes, weights), flops_per_s=2250e12 * 0.461, bytes_per_s=8e12 * 0.666, launch_s=4e-6
+        )
+        errors.append(2.0 * experts * rows * n * k / float(seconds) / 2250e12 / share - 1.0)
+    assert np.mean(np.abs(errors)) < 0.15
+    assert max(np.abs(errors)) < 0.35
+
+
+def test_modules_that_run_again_keep_less_and_take_longer():
+    plain = predicted(plan_of("mixtral-8x7b", nodes=4, expert_parallel=8))
+    for module in ("moe_act", "moe", "layernorm"):
+        again = predicted(plan_of("mixtral-8x7b", nodes=4, expert_parallel=8, modules=[module]))
+        kept = [one.stages[0].memory_terms_bytes["activations"] for one in (again, plain)]
+        assert kept[0] < kept[1], module
+        assert again.iteration_s > plain.iteration_s, module
+    act = predicted(plan_of("mixtral-8x7b", nodes=4, expert_parallel=8, modules=["moe_act"]))
+    saved = (
+        plain.stages[0].memory_terms_bytes["activations"] - act.stages[0].memory_terms_bytes["activations"]
+    )
+    assert saved == pytest.approx(32 * 4096 * 2 * 2 * 14336)
+
+
+def test_imbalance_costs_time_and_memory():
+    even, busy = (predicted(plan_of(expert_parallel=8, expert_imbalance=im)) for im in (1.0, 1.2))
+    assert even.iteration_s < busy.iteration_s
+    assert even.stages[0].peak_memory_bytes < busy.stages[0].peak_memory_bytes
+
+
+def test_first_layers_without_experts_are_a_kind_of_their_own():
+    """DeepSeek-V2-Lite, whose first layer is dense, with all parameters on the one rank that has them."""
+    plan = plan_of("deepseek-v2-lite", nodes=1, expert_parallel=8)
+    model = plan.model
+    experts = 26 * 64 * 3 * 2048 * 1408
+    weights = predicted(plan).stages[0].memory_terms_bytes["weights"]
+    assert weights == pytest.approx(2 * (model.parameters - experts + experts / 8))
+
+
+def test_a_plan_with_experts_is_read_as_it_was_written():
+    plan = plan_of(tp=2, expert_parallel=8, expert_dispatcher="flex", modules=["moe_act"])
+    assert plan_from_text(plan_to_yaml(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"expert_parallel": 12}, "expert_parallel"),
+        ({"expert_tensor_parallel": 5}, "expert_tensor_parallel"),
+        ({"expert_tensor_parallel": 2, "expert_dispatcher": "flex"}, "flex"),
+        ({"expert_imbalance": 0.5}, "expert_imbalance"),
+        ({"expert_parallel": 32}, "must divide the 16"),
+    ],
+)
+def test_switches_of_experts_that_cannot_be_are_refused(changes, words):
+    with pytest.raises(InputError, match=words) as caught:
+        plan_of(**changes)
+    assert "\n" not in caught.value.message
+
+
+def test_tensor_parallel_experts_need_sequence_parallelism():
+    """Megatron's parser only warns, its layer raises."""
+    with pytest.raises(InputError, match="without sequence_parallel"):
+        replace(plan_of(tp=2), sequence_parallel=False)
+
+
+def test_a_search_without_expert_parallelism_is_refused():
+    """Its proof would be of a space that lacks what decides."""
+    with pytest.raises(InputError, match="expert parallelism is not searched"):
+        require_searched(PRESETS["mixtral-8x7b"])
+    require_searched(PRESETS["qwen3-8b"])
