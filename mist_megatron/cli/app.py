@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import json
 import os
 import signal
 import sys
@@ -177,11 +178,9 @@ def run(arguments: list[str]) -> int:
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except MistError as error:
-        _show(error.message, error.details)
-        return error.exit_code
+        return _told(error.message, error.details, error.exit_code, arguments)
     except TyperException as error:
-        _show(*usage_message(error, arguments))
-        return error.exit_code
+        return _told(*usage_message(error, arguments), error.exit_code, arguments)
     except (KeyboardInterrupt, typer.Abort):
         _show("interrupted")
         return INTERRUPTED
@@ -255,6 +254,16 @@ def _typed(options: list[str], arguments: list[str]) -> str | None:
         if name in options:
             typed = value if equals else following
     return typed
+
+
+def _told(message: str, details: tuple[str, ...], code: int, arguments: list[str]) -> int:
+    """The line for people, and with --json the same where the answer would have been."""
+    _show(message, details)
+    if "--json" in arguments:
+        failure = {"error": {"message": message, "details": list(details), "exit_code": code}}
+        sys.stdout.write(json.dumps(failure, indent=2) + "\n")
+        sys.stdout.flush()
+    return code
 
 
 def _show(message: str, details: tuple[str, ...] = ()) -> None:

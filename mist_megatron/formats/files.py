@@ -181,8 +181,8 @@ def load_plan(path: str | Path) -> Plan:
 
 def load_model(name_or_path: str) -> ModelSpec:
     """A preset by name, or a model from a Hugging Face config.json or our own YAML/JSON mapping."""
-    if name_or_path in presets.PRESETS:
-        return presets.PRESETS[name_or_path]
+    if name_or_path.lower() in presets.PRESETS:
+        return presets.PRESETS[name_or_path.lower()]
     if not _looks_like_path(name_or_path):
         check.known("--model", "model preset", name_or_path, presets.preset_names())
     path = Path(name_or_path)

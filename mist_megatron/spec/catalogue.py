@@ -7,10 +7,12 @@ Rates are dense; bandwidths go in one direction. `memory_bytes` is what the devi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import Figure, GpuSpec
 
@@ -475,6 +477,20 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def gpu(name: str) -> GpuSpec:
-    """A GPU by name; a typing error is answered with the nearest name."""
-    check.known("--gpu", "GPU", name, gpu_names())
-    return CATALOGUE[name]
+    """A GPU by name, in letters of any case; a part that several names begin with is asked for the rest, and
+    a typing error is answered with the nearest name."""
+    plain = _plain(name)
+    several = tuple(known for known in gpu_names() if known.startswith(f"{plain}-"))
+    if plain not in CATALOGUE and len(several) > 1:
+        raise InputError(f"--gpu: {name} may be {check.either(several)}")
+    found = several[0] if plain not in CATALOGUE and several else plain
+    if found not in CATALOGUE:
+        check.known("--gpu", "GPU", name, gpu_names())
+    return CATALOGUE[found]
+
+
+def _plain(name: str) -> str:
+    """As the catalogue writes it: NVIDIA A100-SXM4-80GB is a100-sxm-80gb."""
+    words = re.sub(r"[\s_]+", "-", name.strip().lower())
+    words = re.sub(r"^(nvidia|amd|tesla|geforce|instinct)-", "", words)
+    return re.sub(r"sxm\d", "sxm", words)

@@ -34,14 +34,31 @@ _SIZE_UNITS = {
 }  # fmt: skip
 
 
+LEAST_BARE_BYTES = 1e6
+"""No memory and no link of a GPU has fewer bytes: a smaller number was meant in another unit."""
+
+
 def parse_bytes(text: str, where: str) -> float:
-    """'76GiB', '80 GB', '81604378624' -> bytes."""
+    """'76GiB', '80 GB', '81604378624' -> bytes. A small number without a unit is nobody's bytes."""
     match = _SIZE.match(text)
     if match is None or match.group(2).lower() not in _SIZE_UNITS:
         raise InputError(f"{where}: {text!r} is not a size; wanted a number with GiB, GB, MiB or MB")
     value = float(match.group(1)) * _SIZE_UNITS[match.group(2).lower()]
     check.positive(where, size=value)
+    if not match.group(2) and value < LEAST_BARE_BYTES:
+        raise InputError(f"{where}: {text} has no unit; wanted {text}GiB, {text}GB or the like")
     return value
+
+
+def parse_rate(text: str, where: str) -> float:
+    """'50GB/s', '400Gb/s', '400Gbps', '400 Gbit/s' -> bytes per second: a small b is a bit."""
+    plain = re.sub(r"(?i)(/s|ps)$", "", text.strip())
+    bits = re.fullmatch(r"(.*?)\s*([KMGT]i?)(?:b|bit)", plain)
+    if bits is not None:
+        return parse_bytes(f"{bits[1]}{bits[2]}B", where) / 8.0
+    if re.search(r"[kmgt]i?b$", plain):
+        raise InputError(f"{where}: {text!r} may be bytes or bits; wanted 50GB/s or 400Gb/s")
+    return parse_bytes(plain, where)
 
 
 LINK_NAMES = {
@@ -62,7 +79,6 @@ def parse_links(items: tuple[str, ...], links: LinkOverrides) -> LinkOverrides:
         check.known("--bandwidth", "link", name, tuple(LINK_NAMES))
         if given.setdefault(name, speed) != speed:
             raise InputError(f"--bandwidth: {name} is both {given[name]} and {speed}")
-        text = speed[:-2] if speed.lower().endswith("/s") else speed
-        given_rate: dict[str, Any] = {LINK_NAMES[name]: parse_bytes(text, f"--bandwidth {name}")}
+        given_rate: dict[str, Any] = {LINK_NAMES[name]: parse_rate(speed, f"--bandwidth {name}")}
         links = replace(links, **given_rate)
     return links

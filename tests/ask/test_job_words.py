@@ -10,7 +10,10 @@ import pytest
 from mist_megatron.ask.job_words import JobWords, read_job
 from mist_megatron.ask.words import texts
 from mist_megatron.errors import InputError, MistError
+from mist_megatron.spec import catalogue
 from mist_megatron.spec.catalogue import CATALOGUE
+from mist_megatron.spec.cluster import LinkOverrides
+from mist_megatron.spec.job import parse_links
 from mist_megatron.spec.presets import PRESETS
 
 
@@ -148,3 +151,51 @@ def test_a_table_of_positions_is_as_long_as_the_sequences():
     assert "2,048" in asked.defaults["learned positions"]
     assert "learned positions" not in read_job({"model": "gpt3-7b", "gpus": 8, "seq": 1024}).defaults
     assert read_job({"model": "llama3-8b", "gpus": 8, "seq": 32768}).job.model.learned_positions == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("50GB/s", 50e9),
+        ("400Gb/s", 50e9),
+        ("400Gbps", 50e9),
+        ("400 Gbit/s", 50e9),
+        ("25GiB/s", 25 * 2**30),
+        ("5e10", 5e10),
+    ],
+)
+def test_a_small_b_is_a_bit(text: str, bytes_per_s: float) -> None:
+    """An adapter of 400Gb/s moves 50 GB in a second."""
+    assert parse_links((f"inter={text}",), LinkOverrides()).inter_bytes_per_s == bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"bandwidth": "inter=400gb/s"}, "bytes or bits"),
+        ({"bandwidth": "inter=400"}, "400 has no unit"),
+        ({"memory_limit": 40}, "40 has no unit; wanted 40GiB"),
+        ({"memory_limit": "76"}, "76 has no unit"),
+        ({"gpu": "A100"}, "may be a100-"),
+    ],
+)
+def test_what_may_mean_two_things_is_asked(words: dict, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read_job({"model": "gpt3-7b", "gpus": 8, **words})
+
+
+@pytest.mark.parametrize(
+    ("typed", "known"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb"),
+        ("H100-SXM-80GB", "h100-sxm-80gb"),
+        ("l4-24gb", "l4-24gb"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm-32gb"),
+    ],
+)
+def test_gpus_are_known_in_any_letters(typed: str, known: str) -> None:
+    assert catalogue.gpu(typed).name == known
+
+
+def test_models_are_known_in_any_letters() -> None:
+    assert read_job({"model": "LLaMA2-7B", "gpus": 8}).job.model.name == "llama2-7b"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_line import run
 
 from mist_megatron.resources import data_folder
 
@@ -76,6 +78,18 @@ def test_a_trace_never_replaces_the_answer(mist, tmp_path: Path) -> None:  # typ
         done = subprocess.run(command, stdout=answer, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     said = "error: --trace /dev/stdout: the answer goes there; wanted a file, such as trace.json\n"
-    assert (done.stderr, (tmp_path / "answer.json").read_text("utf-8")) == (said, "")
+    failure = json.loads((tmp_path / "answer.json").read_text("utf-8"))["error"]
+    assert done.stderr == said == f"error: {failure['message']}\n"
     ran = mist("simulate", recipe(), "--trace", "-")
     assert (ran.code, ran.err) == (2, said.replace("/dev/stdout", "-"))
+
+
+def test_with_json_an_error_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """On stdout, where the answer would have been; the line for people stays on stderr."""
+    assert run(["tune", "--model", "no-such-model", "--gpus", "8", "--json"]) == 2
+    said = capsys.readouterr()
+    failure = json.loads(said.out)["error"]
+    assert failure["exit_code"] == 2 and "no-such-model" in failure["message"]
+    assert said.err.startswith("error: ")
+    assert run(["tune", "--no-such-option", "--json"]) == 2
+    assert "no such option" in json.loads(capsys.readouterr().out)["error"]["message"]
