@@ -52,6 +52,21 @@ def test_what_is_not_priced_is_named(added: str, named: list[str]) -> None:
     assert [f.key for f in findings if f.level == "unpriced"] == [f"--{name}" for name in named]
 
 
+@pytest.mark.parametrize(
+    ("added", "noted"),
+    [
+        ("", []),
+        ("--profile", ["--profile"]),
+        ("--profile --use-pytorch-profiler", ["--profile-ranks"]),
+        ("--profile --use-pytorch-profiler --profile-ranks 0", ["--profile-ranks"]),
+        ("--profile --use-pytorch-profiler --profile-ranks 0 1 2 3", []),
+    ],
+)
+def test_recordings_that_a_replay_could_not_use(added: str, noted: list[str]) -> None:
+    findings = lint_megatron(options_of(f"{SHAPE} {added}".split()), "", "x", KNOWN)
+    assert [f.key for f in findings if "profile" in f.key] == noted
+
+
 def test_wild_scripts_are_read(measured_dir: Path) -> None:
     """Launch scripts of public repositories: each gives the command that it starts."""
     scripts = sorted((measured_dir / "wild" / "mg").glob("*"))

@@ -99,7 +99,16 @@ def lint_megatron(
             told = ", ".join(f"--{cut(name)}" for name in unknown[:5]) + (" ..." if unknown[5:] else "")
             message = f"nobody knows here what they do to a price: {told}"
             findings.append(Finding(level="unpriced", key="unknown flags", message=message))
-        for rule in (_removed, _recompute, _offload, _sharding, _parallel, _precision, _interleaving):
+        for rule in (
+            _removed,
+            _recompute,
+            _offload,
+            _sharding,
+            _parallel,
+            _precision,
+            _interleaving,
+            _profiling,
+        ):
             findings += _certain(read, rule)
         findings += (
             Finding(level="unpriced", key=f"--{name}", message=why)
@@ -320,6 +329,18 @@ def _precision(read: Reader) -> Iterator[Finding]:
         yield _say(
             "rejected", "grad-reduce-in-bf16", "and --accumulate-allreduce-grads-in-fp32 exclude each other"
         )
+
+
+def _profiling(read: Reader) -> Iterator[Finding]:
+    """What `replay` could not use of a run that records itself."""
+    if not read.has("profile"):
+        return
+    if not read.has("use-pytorch-profiler"):
+        told = "records for Nsight Systems, which `replay` does not read; wanted --use-pytorch-profiler too"
+        yield _say("note", "profile", told)
+    elif len(read.options.get("profile-ranks", ("0",))) < 2:
+        told = "one rank's trace does not tell waiting for others from transfers; wanted all of a replica"
+        yield _say("note", "profile-ranks", told)
 
 
 def _interleaving(read: Reader) -> Iterator[Finding]:
