@@ -116,7 +116,9 @@ def fit_profile(raws: Sequence[Raw], request: FitRequest) -> Fitted:
     if all(point.kind == "link" for point in agreed.points):
         raise InputError(
             "only bandwidths between pairs of nodes: a profile holds collectives of groups",
-            details=("try: nccl-tests over the nodes",),
+            details=(
+                "try: nccl-tests over the nodes; or calibrate import --links, for place and predict --links",
+            ),
         )
     draft = _Draft(profile=_with_own_sources(request.base), agreed=agreed, request=request)
     if agreed.overheated:

@@ -76,12 +76,20 @@ def fit(
 def _raws(files: list[Path]) -> list[Raw]:
     from mist_megatron.calibrate.measurements import read_measurements
     from mist_megatron.formats.files import read_packed_text
+    from mist_megatron.formats.links_yaml import is_links
 
     names = [str(path) for path in files]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise InputError(f"{twice} is given twice")
-    return [read_measurements(read_packed_text(path), str(path)) for path in files]
+    read = {path: read_packed_text(path) for path in files}
+    links = next((path for path, text in read.items() if is_links(text)), None)
+    if links is not None:
+        raise InputError(
+            f"{links}: links are of the nodes of one cluster; a profile is of a GPU, on any cluster",
+            details=(f"try: mist-megatron place PLAN --links {links}, or predict PLAN --links {links}",),
+        )
+    return [read_measurements(text, str(path)) for path, text in read.items()]
 
 
 def _profile_name(text: str) -> str:

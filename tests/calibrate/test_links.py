@@ -156,6 +156,10 @@ def test_commands_read_a_folder_and_show_what_stands_out(ran_here, tmp_path):
     document = json.loads(ran_here("calibrate", "show", str(out), "--json").out)["matrices"][0]
     assert [slow["host"] for slow in document["slow_nodes"]] == ["n3"]
     assert document["best_ring_gain"] > 2.0
+    fitted = ran_here(
+        "calibrate", "fit", str(out), "--gpu", "h100-sxm-80gb", "--out", str(tmp_path / "p.yaml")
+    )
+    assert (fitted.code, "a profile is of a GPU" in fitted.err) == (2, True)
     for words, message in (
         (("--unit", "GB/s"), "wanted --links beside them"),
         (("--links", "--gpus-at-once", "0"), "at least 1"),
