@@ -11,6 +11,7 @@ from mist_megatron.calibrate.profiles import read_profile_text
 from mist_megatron.errors import InputError, ProfileError
 from mist_megatron.formats.document import parse
 from mist_megatron.formats.files import load_model
+from mist_megatron.formats.gpu_yaml import gpu_from_mapping, is_gpu
 from mist_megatron.spec import catalogue, check
 from mist_megatron.spec.cluster import MOST_GPUS, ClusterSpec, GpuSpec, cluster_of
 from mist_megatron.spec.job import PRECISIONS, Job, parse_bytes, parse_links
@@ -143,12 +144,15 @@ def _limit_bytes(limit: str | float | None, gpu: GpuSpec) -> float | None:
 
 
 def _gpu(named: str) -> tuple[GpuSpec, str | None]:
-    """A catalogue name, or a profile file, which names the GPU that it was measured on."""
+    """A catalogue name, a file of one's own figures, or a profile, which names the GPU it was measured on."""
     if named in catalogue.CATALOGUE or not (named.endswith((".yaml", ".yml", ".json")) or "/" in named):
         return catalogue.gpu(named), None
     text = read_profile_text(named)
     try:
-        device = parse(text, named).get("gpu")
+        values = parse(text, named)
+        if is_gpu(values):
+            return gpu_from_mapping(values, named), None
+        device = values.get("gpu")
     except InputError as error:
         raise ProfileError(error.message, details=error.details) from None
     if not isinstance(device, str):
