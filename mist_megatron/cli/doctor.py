@@ -32,6 +32,7 @@ TRAINING = {
     "megatron-core": ("running emitted Megatron files; tests", "0.19.2"),
     "deepspeed": ("running emitted DeepSpeed files; emit and convert ask it for its keys", "0.16 or later"),
     "transformers": ("running train_deepspeed.py; tests", "5"),
+    "msgspec": ("reading traces several times as fast: replay, calibrate import", "0.19 or later"),
     "dask": ("a search over many machines, from Python", "2024.8 or later"),
 }
 TORCH_LIMIT_S = 120.0
