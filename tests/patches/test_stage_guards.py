@@ -236,10 +236,11 @@ def test_a_problem_is_told_of_the_file_that_it_stands_in(tmp_path: Path) -> None
 def test_a_plan_that_places_ranks_says_which_one_a_process_is() -> None:
     """Megatron and torch read the rank from the environment; without the plan's, two would be one another."""
     world = GOOD["world_size"]
-    document = {**GOOD, "rank_of_gpu": [*range(1, world), 0]}
-    environment = {"RANK": "0", "WORLD_SIZE": str(world)}
-    stage = apply_stage_arguments(document, ["x"], environment)
+    document = {**changed(0, arguments=["--seed", "2"]), "rank_of_gpu": [*range(1, world), 0]}
+    environment, argv = {"RANK": "0", "WORLD_SIZE": str(world)}, ["x", "--seed", "1"]
+    stage = apply_stage_arguments(document, argv, environment)
     assert environment["RANK"] == "1"
+    assert argv == ["x", "--seed", "1", "--seed", "2"], "the stage has the last word"
     assert stage["first_rank"] <= 1 < stage["first_rank"] + stage["ranks"]
     last = {"RANK": str(world - 1), "WORLD_SIZE": str(world)}
     assert apply_stage_arguments(document, ["x"], last)["stage"] == 0 and last["RANK"] == "0"
