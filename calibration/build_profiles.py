@@ -266,9 +266,6 @@ def fitted_figures(draft: Draft, recipe: Recipe, fitted: Mapping[str, Any]) -> N
         draft.sources["eight_bit"] = Source(origin="assumed", text=text, uncertainty=other["error"])
         share = other["figures"]["sustained_fraction"]
         draft.put("eight_bit_sustained_fraction", share, "eight_bit", other["rows"])
-    # Whole layers were measured with figures of this profile only: with operator tables they would differ.
-    if not draft.gemm:
-        draft.layers = [tuple(row) for row in found.get("layers", ())]
 
 
 def _sped_up(draft: Draft, rate: float, found: Mapping[str, Any]) -> None:
@@ -313,10 +310,6 @@ def _assembled(draft: Draft, recipe: Recipe) -> Profile:
     tables = []
     if draft.gemm:
         tables.append(_table("gemm", draft.gemm, draft.table_source))
-    if draft.layers:
-        tables.append(
-            OperatorTable(operator="layer", precision="fp16", source="fitted", rows=tuple(draft.layers))
-        )
     tables += [_table(name, rows, draft.table_source) for name, rows in draft.attention.items() if rows]
     kernels = {
         item.name: figure(item.name)

@@ -8,14 +8,10 @@
     python calibration/fit_end_to_end.py a100 (the same files) --judge-only --folds 3
 
 The last writes nothing: it fits to the rows of two thirds of the models, predicts the others, and prints the
-error by source, once with the figures alone and once with layer ratios learnt from the same rows. The others
-write their part of calibration/fitted.json (kernel and link figures, whole-layer ratios), which
-build_profiles.py puts into the profiles, and prints the host constants of Megatron's eager execution, which
-stand in mist_megatron/targets/facts.py: put them there and run again with --layers-only. Physical
-figures come first, on rows spread evenly over the sources,
-so that no source with many rows decides; matrix products start from, and are held near, what operator timings
-say of the chip. Then, where a source has runs without fused attention on one node, the ratio of measured to
-modelled layer time by shape, of shapes with several rows.
+error by source. The others write their part of calibration/fitted.json (kernel and link figures), which
+build_profiles.py puts into the profiles, and print the host constants of Megatron's eager execution, which
+stand in mist_megatron/targets/facts.py. Rows are spread evenly over the sources, so that no source with many
+rows decides; matrix products start from, and are held near, what operator timings say of the chip.
 """
 
 from __future__ import annotations
@@ -32,24 +28,16 @@ import numpy as np
 from published_rows import converted, table
 
 from mist_megatron.ask.evaluators import kept_programs
-from mist_megatron.ask.validate import predictor
 from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.calibrate.refit import (
-    TURNS,
     FitLimits,
-    LayerRatio,
-    LayerRatios,
     Parameters,
     cross_validated,
     fit,
-    layer_ratios,
-    learnt_profile,
     spread,
-    turned,
-    with_layers,
 )
 from mist_megatron.calibrate.rows import MeasuredRow, read_rows
-from mist_megatron.calibrate.validate import Outcome, Predicted, outcomes_of, summary
+from mist_megatron.calibrate.validate import Predicted, outcomes_of, summary
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.iteration import StageTiming, iteration_time
 from mist_megatron.cost.predict import grid_of, job_of
@@ -88,7 +76,6 @@ class Chip:
     """Strength of the pull towards the start, per row."""
     sources: tuple[str, ...]
     host: bool = False
-    layers: bool = False
 
 
 _COMMON = {
@@ -142,13 +129,13 @@ CHIPS: Mapping[str, Chip] = {
 
 
 def shipped(gpu: str) -> Profile:
-    """Without the layer ratios and the rate of collectives that an earlier fit learnt."""
+    """Without the rate of collectives that an earlier fit learnt."""
     profile = profile_of(cluster_of(CATALOGUE[gpu], 8))
     assert profile is not None
     known = json.loads((HERE / "fitted.json").read_text())
     parts = [part["figures"] for part in known.values() if gpu in part["gpus"]]
     rate = next((figures[COLLECTIVE_RATE] for figures in parts if COLLECTIVE_RATE in figures), 1.0)
-    return changed(with_layers(profile, {}, "fitted"), {COLLECTIVE_RATE: 1.0 / rate})
+    return changed(profile, {COLLECTIVE_RATE: 1.0 / rate})
 
 
 def changed(profile: Profile, values: Parameters) -> Profile:
@@ -195,16 +182,12 @@ class Modeller:
         self._bases = {gpu: shipped(gpu) for gpu in gpus}
         self._compiled: dict[Any, StageEvaluator] = {}
 
-    def __call__(
-        self, values: Parameters, layers: Mapping[str, LayerRatios] | None = None
-    ) -> Callable[[MeasuredRow], Predicted]:
-        """`layers`: by GPU, ratios of whole layers that go with the figures."""
-        profiles = {}
-        for gpu, base in self._bases.items():
-            for old in (False, True):
-                profile = changed(base, _figures_of(values, old=old))
-                ratios = (layers or {}).get(gpu)
-                profiles[gpu, old] = profile if ratios is None else with_layers(profile, ratios, "fitted")
+    def __call__(self, values: Parameters) -> Callable[[MeasuredRow], Predicted]:
+        profiles = {
+            (gpu, old): changed(base, _figures_of(values, old=old))
+            for gpu, base in self._bases.items()
+            for old in (False, True)
+        }
         evaluators: dict[Any, StageEvaluator] = {}
 
         def predict(row: MeasuredRow) -> Predicted:
@@ -273,27 +256,12 @@ def told_by_source(
               f"bias {np.mean(ratios - 1):+.1%}", flush=True)  # fmt: skip
 
 
-def layer_part(base: Profile, rows: Sequence[MeasuredRow]) -> tuple[list[list[float]], float]:
-    """Whole-layer ratios of a profile's own rows, and their error on groups that they have not seen."""
-    marked = with_layers(base, {(1.0,) * 5: LayerRatio(1.0, 0)}, "assumed")
-    own = [row for row in rows if row.plan is not None and row.plan.target == "megatron"]
-    learnt, ratios = learnt_profile(marked, own, predictor)
-    outcomes: tuple[Outcome, ...] = outcomes_of(own, "all", predictor({base.gpu: learnt}))
-    unseen = cross_validated(
-        outcomes, lambda seen: predictor({base.gpu: learnt_profile(marked, seen, predictor)[0]}), print
-    )
-    found, honest = summary(outcomes), summary(unseen)
-    print(f"layers: error {found['time_mape']:.2%}, on unseen groups {honest['time_mape']:.2%}")
-    layers = [[*shape, float(f"{r:.4g}")] for shape, (r, _) in sorted(ratios.items())]
-    return layers, float(honest["time_mape"])
-
-
 def judge(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: Any) -> None:
     """Errors by source of rows whose model, on whatever cluster and in whichever source, took part in nothing
     that predicts them."""
     modeller = Modeller(chip.gpus)
     start = {**chip.start, **(HOST if chip.host else {})}
-    found: dict[tuple[str, str], list[float]] = {}
+    found: dict[str, list[float]] = {}
     models = sorted({_model_of(row) for own in rows.values() for row in own})
     fold_of = {model: number % options.folds for number, model in enumerate(models)}
     folds = {source: [fold_of[_model_of(row)] for row in own] for source, own in rows.items()}
@@ -305,34 +273,19 @@ def judge(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: Any) -
         values = fit(modeller, start, used, limits)
         told = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
         print(f"fold {fold + 1}: {len(used)} rows; {told}", flush=True)
-        predictors = {"figures": modeller(values)}
-        if chip.layers:
-            ratios = _ratios_of(modeller, values, chip, [row for own in seen.values() for row in own])
-            predictors["figures and layer ratios"] = modeller(values, {chip.gpus[0]: ratios})
-        for name, predict in predictors.items():
-            for source, own in rows.items():
-                errors = found.setdefault((name, source), [])
-                errors += [predict(row).iteration_s / (row.measured_s or 1.0) - 1.0
-                           for row, f in zip(own, folds[source], strict=True) if f == fold]  # fmt: skip
-        for (name, source), errors in found.items():
-            print(f"  {name}, {source}: {len(errors)} unseen rows, error {np.mean(np.abs(errors)):.2%}, "
+        predict = modeller(values)
+        for source, own in rows.items():
+            errors = found.setdefault(source, [])
+            errors += [predict(row).iteration_s / (row.measured_s or 1.0) - 1.0
+                       for row, f in zip(own, folds[source], strict=True) if f == fold]  # fmt: skip
+        for source, errors in found.items():
+            print(f"  {source}: {len(errors)} unseen rows, error {np.mean(np.abs(errors)):.2%}, "
                   f"bias {np.mean(errors):+.2%}", flush=True)  # fmt: skip
 
 
 def _model_of(row: MeasuredRow) -> tuple[int, int]:
     assert row.plan is not None
     return row.plan.model.hidden, row.plan.model.layers
-
-
-def _ratios_of(
-    modeller: Modeller, values: Parameters, chip: Chip, rows: Sequence[MeasuredRow]
-) -> LayerRatios:
-    """As `learnt_profile`, under figures and host constants of one fold."""
-    gpu, ratios = chip.gpus[0], LayerRatios()
-    own = [r for r in rows if _is_first(r, chip) and r.plan is not None and r.plan.target == "megatron"]
-    for _ in range(TURNS):
-        ratios = turned(ratios, layer_ratios(own, modeller(values, {gpu: ratios})))
-    return ratios
 
 
 def fitted_part(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: Any) -> dict[str, Any]:
@@ -372,20 +325,6 @@ def fitted_part(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: 
     return part
 
 
-def with_layer_part(
-    part: dict[str, Any], chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]]
-) -> dict[str, Any]:
-    """The layer ratios that go with these figures and the host constants as they stand."""
-    base = changed(shipped(chip.gpus[0]), part["figures"])
-    own = [row for several in rows.values() for row in several if _is_first(row, chip)]
-    layers, error = layer_part(base, own)
-    return {**part, "layers": layers, "layers_cross_validated_error": round(error, 4)}
-
-
-def _is_first(row: MeasuredRow, chip: Chip) -> bool:
-    return row.plan is not None and row.plan.cluster.gpu.name == chip.gpus[0]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("chip", choices=sorted(CHIPS))
@@ -393,9 +332,6 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rows", type=int, default=75, help="most rows of one source that are fitted to")
     parser.add_argument("--folds", type=int, default=1, help="also fit with groups left out")
-    parser.add_argument(
-        "--layers-only", action="store_true", help="keep the figures; after new host constants"
-    )
     parser.add_argument(
         "--judge-only", action="store_true", help="by source, errors of groups left out; writes nothing"
     )
@@ -407,8 +343,7 @@ def main() -> None:
         judge(chip, rows, options)
         return
     known = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    part = known[options.chip] if options.layers_only else fitted_part(chip, rows, options)
-    known[options.chip] = with_layer_part(part, chip, rows) if chip.layers else part
+    known[options.chip] = fitted_part(chip, rows, options)
     options.out.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 

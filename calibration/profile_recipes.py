@@ -132,7 +132,6 @@ class Draft:
     attention: dict[str, list[tuple[float, ...]]] = field(
         default_factory=lambda: {"attention_forward": [], "attention_backward": []}
     )
-    layers: list[tuple[float, ...]] = field(default_factory=list)
     table_source: str = "assumed"
     collectives: list[CollectiveCurve] = field(default_factory=list)
     interference: list[InterferenceSet] = field(default_factory=list)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mist_megatron.ask.evaluators import evaluator_for, kept_programs
 from mist_megatron.ask.plan_words import columns, lines_repr
 from mist_megatron.ask.words import with_words
-from mist_megatron.calibrate.refit import cross_validated, learn_layers
 from mist_megatron.calibrate.rows import MeasuredRow, read_rows
 from mist_megatron.calibrate.scatter import svg_scatter
 from mist_megatron.calibrate.validate import Outcome, Predicted, document, outcomes_of
@@ -38,16 +36,6 @@ class Validated:
     """Every measured row beside what is predicted of it."""
 
     by_file: Mapping[str, tuple[Outcome, ...]]
-
-    def cross_validated(self, told: Callable[[str], None] | None = None) -> Validated:
-        """The same rows, each predicted with whole-layer times learnt from other groups of its file."""
-        learn = partial(learn_layers, predictor=predictor)
-        return replace(
-            self,
-            by_file={
-                name: cross_validated(rows, learn, told or silent) for name, rows in self.by_file.items()
-            },
-        )
 
     def points(self) -> dict[str, list[tuple[float, float]]]:
         """Measured and predicted seconds of the rows of each file."""
@@ -83,18 +71,11 @@ def validate(
     files: str | Path | Sequence[str | Path],
     *,
     by: str = "closed-form",
-    cross_validate: bool = False,
     progress: Progress | None = None,
-    told: Callable[[str], None] | None = None,
 ) -> Validated:
-    """Measured runs in CSV files, each predicted: by the closed form of `predict`, or `by="simulate"`.
-
-    `cross_validate` learns whole-layer times from the other groups of each file only, in 5 folds.
-    """
+    """Measured runs in CSV files, each predicted: by the closed form of `predict`, or `by="simulate"`."""
     if by not in WAYS:
         raise InputError(f"--by: unknown way {by!r}; known: {', '.join(WAYS)}")
-    if cross_validate and by == "simulate":
-        raise InputError("--by simulate: wanted no --cross-validate, which learns through the closed form")
     paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
     if not paths:
         raise InputError("files: none is named; wanted at least one CSV file of measured runs")
@@ -105,8 +86,7 @@ def validate(
     for path, rows in read.items():
         name = path.name if path.name not in by_file else str(path)
         by_file[name] = outcomes_of(rows, name, predict)
-    validated = Validated(by_file)
-    return validated.cross_validated(told) if cross_validate else validated
+    return Validated(by_file)
 
 
 def counted(

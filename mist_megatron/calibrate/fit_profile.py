@@ -421,17 +421,13 @@ def _merged_curves(
 
 
 def _merged_tables(draft: _Draft, own: Sequence[OperatorTable]) -> tuple[OperatorTable, ...]:
-    """Measured tables replace the base's of the same operator and rate; whole-layer ratios hold for the
-    figures that they were found with only."""
+    """Measured tables replace the base's of the same operator and rate."""
 
     def alike(table: OperatorTable) -> tuple[str, str]:
         return table.operator, "half" if table.precision in HALF else table.precision
 
     known = {alike(table) for table in own}
     kept = [table for table in draft.profile.tables if alike(table) not in known]
-    if draft.kernels and any(table.operator == "layer" for table in kept):
-        kept = [table for table in kept if table.operator != "layer"]
-        draft.notes.append("the base's whole-layer ratios belong to its own figures: left out")
     order = list(TABLE_COLUMNS)
     return tuple(sorted((*own, *kept), key=lambda table: (order.index(table.operator), table.precision)))
 

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.calibrate.rows import MeasuredRow
 from mist_megatron.calibrate.validate import Outcome, Predicted, folds_of
-from mist_megatron.spec.profile import OperatorTable, Profile
-from mist_megatron.targets.table import TARGETS
 
 Array = NDArray[np.float64]
 Parameters = Mapping[str, float]
 Predict = Callable[[MeasuredRow], Predicted]
-Predictor = Callable[[Mapping[str, Profile]], Predict]
-"""What predicts rows under profiles by GPU."""
 Model = Callable[[Parameters], Predict]
 """What predicts a row under given parameters."""
 
@@ -32,9 +26,6 @@ OUTLIER = 0.05
 PULL = 1e-4
 """Of the start, per row and squared logarithm: a factor of e costs each row as much as 1 % of error."""
 STEP = 1e-3
-LEAST_ROWS = 4
-TURNS = 2
-"""A layer is most of an iteration but not all of it: its ratio is found by repetition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,96 +102,3 @@ def cross_validated(
             if fold_of[index] == fold and outcome.predicted is not None:
                 result[index] = replace(outcome, predicted=predict(outcome.row))
     return tuple(result)
-
-
-def layer_shape(row: MeasuredRow) -> tuple[float, ...] | None:
-    """Where a row's layers stand in a `layer` table: rows on one node whose attention is not fused, since
-    what is off with others may be their network's."""
-    plan = row.plan
-    if (
-        plan is None
-        or plan.training.flash_attention
-        or not TARGETS[plan.target].traffic(plan.execution).softmax_falls_back
-        or plan.cluster.nodes > 1
-    ):
-        return None
-    stage = plan.stages[0]
-    sizes = (stage.micro_batch, plan.training.seq_len, plan.model.hidden, plan.model.heads, stage.tp)
-    return tuple(float(size) for size in sizes)
-
-
-class LayerRatio(NamedTuple):
-    """Measured over predicted time of a layer, and how many rows say so."""
-
-    ratio: float
-    rows: int
-
-
-LayerRatios = dict[tuple[float, ...], LayerRatio]
-"""By shape, as `layer_shape` gives it."""
-
-
-def layer_ratios(rows: Sequence[MeasuredRow], predict: Predict) -> LayerRatios:
-    """What a table must be multiplied by to be right on average.
-    A shape needs `LEAST_ROWS`, so that no row makes a ratio of its own."""
-    logs: dict[tuple[float, ...], list[float]] = {}
-    for row in rows:
-        shape = layer_shape(row)
-        if shape is not None and row.measured_s is not None:
-            logs.setdefault(shape, []).append(float(np.log(row.measured_s / predict(row).iteration_s)))
-    return {
-        shape: LayerRatio(float(np.exp(np.median(own))), len(own))
-        for shape, own in logs.items()
-        if len(own) >= LEAST_ROWS
-    }
-
-
-def learn_layers(rows: Sequence[MeasuredRow], predictor: Predictor) -> Predict:
-    """What predicts other rows with layer tables that come from these alone."""
-    clusters = {row.plan.cluster.gpu.name: row.plan.cluster for row in rows if row.plan is not None}
-    profiles = {name: profile_of(cluster) for name, cluster in clusters.items()}
-    return predictor(
-        {
-            name: learnt_profile(profile, rows, predictor).profile
-            for name, profile in profiles.items()
-            if profile is not None
-        }
-    )
-
-
-class Learnt(NamedTuple):
-    """A profile with its layer table from measured rows, and the ratios in that."""
-
-    profile: Profile
-    ratios: LayerRatios
-
-
-def learnt_profile(profile: Profile, rows: Sequence[MeasuredRow], predictor: Predictor) -> Learnt:
-    """What these rows say of whole layers; the profile is unchanged when it had no layer table."""
-    had = [table for table in profile.tables if table.operator == "layer"]
-    if not had:
-        return Learnt(profile, {})
-    own = [row for row in rows if row.plan is not None and row.plan.cluster.gpu.name == profile.gpu]
-    ratios: LayerRatios = {}
-    for _ in range(TURNS):
-        learnt = with_layers(profile, ratios, had[0].source)
-        ratios = turned(ratios, layer_ratios(own, predictor({profile.gpu: learnt})))
-    return Learnt(with_layers(profile, ratios, had[0].source), ratios)
-
-
-def turned(ratios: LayerRatios, more: LayerRatios) -> LayerRatios:
-    """The ratios after what another turn still finds to be off."""
-    before = {shape: one.ratio for shape, one in ratios.items()}
-    return ratios | {
-        shape: LayerRatio(before.get(shape, 1.0) * off.ratio, off.rows) for shape, off in more.items()
-    }
-
-
-def with_layers(profile: Profile, ratios: LayerRatios, source: str) -> Profile:
-    """The profile with this layer table instead of its own."""
-    kept = tuple(table for table in profile.tables if table.operator != "layer")
-    rows = tuple((*shape, one.ratio) for shape, one in sorted(ratios.items()))
-    if not rows:
-        return replace(profile, tables=kept)
-    layer = OperatorTable(operator="layer", precision="fp16", source=source, rows=rows)
-    return replace(profile, tables=(*kept, layer))

@@ -25,13 +25,6 @@ LEGEND = (
 def validate(
     files: Annotated[list[Path], typer.Argument(help="CSV files of measured runs.", show_default=False)],
     *,
-    cross_validate: Annotated[
-        bool,
-        typer.Option(
-            "--cross-validate",
-            help="Learn whole-layer times from the other groups of each file only, in 5 folds.",
-        ),
-    ] = False,
     by: Annotated[
         str, typer.Option(help="closed-form, as predict, or simulate: time from an event simulation.")
     ] = "closed-form",
@@ -47,11 +40,8 @@ def validate(
     if plot is not None:
         check_output_file("--plot", plot, read=files, example="validated.svg")
 
-    def told(text: str) -> None:
-        output.people.print(text, style="dim")
-
     with progress_bar("predicting rows") as progress:
-        validated = validate_files(files, by=by, cross_validate=cross_validate, progress=progress, told=told)
+        validated = validate_files(files, by=by, progress=progress)
     if plot is not None:
         validated.plotted(plot)
     output.finish(validated.to_dict())

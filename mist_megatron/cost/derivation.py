@@ -257,8 +257,9 @@ class _Writer:
             self._tell(operand)
         if node in self._names:
             name, unit = self._names[node], _unit_of(self._names[node])
-            seconds = node.kind == "call" and node.name != "layer_ratio"
-            self._lines.append(Step(name, self._text(node), node.value, unit or ("s" if seconds else "")))
+            self._lines.append(
+                Step(name, self._text(node), node.value, unit or ("s" if node.kind == "call" else ""))
+            )
             self.known[node] = name
 
     def _operand(self, node: Node, least: int = 0) -> str:

@@ -20,10 +20,9 @@ from mist_megatron.cost.stage import PassTime, StageProgram, price_passes, with_
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, StageTerms, TimeContext, totals
 from mist_megatron.cost.work import StageWork, stage_work
 from mist_megatron.price.deterministic import DeterministicPrices
-from mist_megatron.price.prices import LayerShape, Prices
+from mist_megatron.price.prices import Prices
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import alike
-from mist_megatron.spec.layer import LayerKind
 from mist_megatron.spec.mesh import Mesh, StageRole
 from mist_megatron.spec.recompute import Recompute
 from mist_megatron.spec.term import Term
@@ -307,18 +306,8 @@ class StageEvaluator:
                 matrices = pairs[0] * kind.heads / pairs[1]
                 scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
                 passes = with_unfused_softmax(passes, kind.name, matrices, scores_bytes, self.prices)
-                passes = self._with_layer_ratio(passes, kind, pairs)
         facts = self._context.facts
         return _Pairs(passes, sizes, (facts.host.per_launch_s, facts.host.per_peer_s), grid.recompute)
-
-    def _with_layer_ratio(
-        self, passes: dict[tuple[str, str], PassTime], kind: LayerKind, pairs: Sequence[Array]
-    ) -> dict[tuple[str, str], PassTime]:
-        """Whole layers as measured, where the profile knows them."""
-        seq = np.asarray(float(self.job.training.seq_len))
-        hidden, heads = np.asarray(float(kind.hidden)), np.asarray(float(kind.heads))
-        ratio = self.prices.layer_ratio(LayerShape(pairs[0], seq, hidden, heads, pairs[1]))
-        return {key: one.scaled(ratio) if key[0] == kind.name else one for key, one in passes.items()}
 
     def _mesh(self, tp: Array, grid: StageGrid) -> Mesh[Array]:
         """One data-parallel replica: layers talk inside of it only."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from mist_megatron.cost.stage import smooth_maximum
 from mist_megatron.price.overlap import overlapped_time
-from mist_megatron.price.prices import Array, LayerShape, Priced, Prices, Work
+from mist_megatron.price.prices import Array, Priced, Prices, Work
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -227,12 +227,6 @@ class RecordingPrices:
             # A collective of one rank, or of no bytes, is not run.
             return Priced(np.zeros(()))
         return Priced(Recorded(Node("call", seconds, *_asked(_function_of(work, values), values))))
-
-    def layer_ratio(self, layer: LayerShape) -> Array:
-        values = {field.name: getattr(layer, field.name) for field in fields(layer)}
-        plain = LayerShape(**{name: _plain(value) for name, value in values.items()})
-        ratio = float(self.prices.layer_ratio(plain))
-        return Recorded(Node("call", ratio, *_asked("layer_ratio", values)))
 
     def interference(self) -> Array:
         return self.prices.interference()

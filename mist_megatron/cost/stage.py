@@ -209,10 +209,6 @@ class PassTime:
     peers: Array
     """Other ranks, summed over the collectives of the pass: each may be late."""
 
-    def scaled(self, ratio: Array) -> PassTime:
-        """The whole pass, and what the host does for it, that much longer."""
-        return PassTime(**{name: getattr(self, name) * ratio for name in PassTime.__dataclass_fields__})
-
     def without(self, part: PassTime) -> PassTime:
         """The pass less some of its work."""
         return PassTime(

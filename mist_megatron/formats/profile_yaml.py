@@ -92,7 +92,8 @@ def _table(reference: _TableReference, data: bytes, where: str) -> OperatorTable
         raise ProfileError(f"{where}: not a compressed CSV ({error})") from None
     columns = TABLE_COLUMNS.get(reference.operator)
     if columns is None:
-        raise ProfileError(f"{where}: operator {reference.operator!r} is unknown")
+        known = ", ".join(TABLE_COLUMNS)
+        raise ProfileError(f"{where}: operator {reference.operator!r} is unknown; known: {known}")
     if not lines or tuple(lines[0]) != columns:
         raise ProfileError(f"{where}, line 1: wanted the columns {', '.join(columns)}")
     rows = []

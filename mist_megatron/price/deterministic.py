@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mist_megatron.price.prices import Array, Attention, Gemm, LayerShape, MemoryPass, Priced, Prices, Work
+from mist_megatron.price.prices import Array, Attention, Gemm, MemoryPass, Priced, Prices, Work
 
 FLASH_2_FLOPS_PER_S = 3.5e14
 """FlashAttention-2 has the matrix instructions of Ampere only: 35 % of an H100's 989 TFLOP/s in 16 bits, as
@@ -35,10 +35,6 @@ class DeterministicPrices:
         if isinstance(work, Attention):
             return replace(priced, added_s=_ordered_attention_s(work, priced.seconds) - priced.seconds)
         return priced
-
-    def layer_ratio(self, layer: LayerShape) -> Array:
-        """Whole layers were measured without determinism: nothing is known."""
-        return np.ones(np.broadcast_shapes(np.shape(layer.micro_batch), np.shape(layer.tp)))
 
     def interference(self) -> Array:
         return self.usual.interference()

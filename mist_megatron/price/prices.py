@@ -161,17 +161,6 @@ Work = Gemm | GroupedGemm | AllToAll | Attention | MemoryPass | Collective | Hos
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
-    """A whole transformer layer without fused attention on one rank."""
-
-    micro_batch: Array
-    seq: Array
-    hidden: Array
-    heads: Array
-    tp: Array
-
-
-@dataclass(frozen=True, slots=True)
 class Priced:
     """What a piece of work takes."""
 
@@ -211,10 +200,6 @@ class Prices(Protocol):
 
     def of(self, work: Work) -> Priced:
         """What a piece of work takes with the device for itself."""
-        ...
-
-    def layer_ratio(self, layer: LayerShape) -> Array:
-        """Measured over modelled time of a whole layer; 1 where nothing is known."""
         ...
 
     def interference(self) -> Array:

@@ -29,7 +29,6 @@ from mist_megatron.price.prices import (
     HostAdam,
     HostCopy,
     Kinds,
-    LayerShape,
     MemoryPass,
     Priced,
     Work,
@@ -220,16 +219,6 @@ class ProfilePrices:
     def interference(self) -> Array:
         return np.array(slowdowns(self.profile.interference))
 
-    def layer_ratio(self, layer: LayerShape) -> Array:
-        """Interpolated between measured shapes, 1 away from them."""
-        sizes = (layer.micro_batch, layer.seq, layer.hidden, layer.heads, layer.tp)
-        arrays = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in sizes))
-        table = self.tables.get("layer")
-        if table is None:
-            return np.ones(arrays[0].shape)
-        asked = np.log(np.stack([array.reshape(-1) for array in arrays], axis=1))
-        return table.answer(asked, np.ones(len(asked))).seconds.reshape(arrays[0].shape)
-
     def _gemm_roofline(self, work: Gemm) -> Array:
         m, n, k, batch = work.m, work.n, work.k, work.batch
         c = self.profile.kernels
@@ -392,11 +381,11 @@ def _curves_by_kind(profile: Profile, links: LinkOverrides) -> dict[str, tuple[C
 
 def _ratio_tables(curves: ProfilePrices, precision: Precision) -> dict[str, RatioTable]:
     """Half precisions run at the same rate, so one serves for the other. Products of 8-bit operands have a
-    table of their own; whole layers were measured in half precision only."""
+    table of their own."""
     halves = {"fp16", "bf16"}
-    wanted = [(name, name, halves) for name in ("gemm", "attention_forward", "attention_backward", "layer")]
+    wanted = [(name, name, halves) for name in ("gemm", "attention_forward", "attention_backward")]
     if precision == "fp8":
-        wanted = [*wanted[:-1], (EIGHT_BIT_GEMM, "gemm", {"fp8"})]
+        wanted.append((EIGHT_BIT_GEMM, "gemm", {"fp8"}))
     tables: dict[str, RatioTable] = {}
     for name, operator, alike in wanted:
         rows = [row for table in curves.profile.tables for row in table.rows
@@ -404,9 +393,7 @@ def _ratio_tables(curves: ProfilePrices, precision: Precision) -> dict[str, Rati
         if not rows:
             continue
         values = np.array(rows, dtype=np.float64)
-        roofline = np.ones(len(values))
-        if operator != "layer":
-            roofline = curves.roofline(table_work(operator, values, eight_bit=name == EIGHT_BIT_GEMM))
+        roofline = curves.roofline(table_work(operator, values, eight_bit=name == EIGHT_BIT_GEMM))
         tables[name] = table_of(_logarithms(name, values[:, :-1]), values[:, -1], roofline)
     return tables
 

@@ -25,7 +25,6 @@ from mist_megatron.price.prices import (
     GroupedGemm,
     HostAdam,
     HostCopy,
-    LayerShape,
     MemoryPass,
     Priced,
     Prices,
@@ -121,9 +120,6 @@ class ScaledPrices:
         if isinstance(work, HostCopy):
             return self._faster(work, np.asarray(self.scales.links.get(work.direction, 1.0)))
         return self.usual.of(work).times(self.scales.operators.get(_OPERATOR_OF[type(work)], 1.0))
-
-    def layer_ratio(self, layer: LayerShape) -> Array:
-        return self.usual.layer_ratio(layer)
 
     def interference(self) -> Array:
         return self.usual.interference()

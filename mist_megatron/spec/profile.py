@@ -29,12 +29,9 @@ TABLE_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "attention_forward": ("batch", "seq", "heads", "kv_heads", "head_dim", "seconds"),
     "attention_backward": ("batch", "seq", "heads", "kv_heads", "head_dim", "seconds"),
     "memory": ("moved_bytes", "seconds"),
-    "layer": ("micro_batch", "seq", "hidden", "heads", "tp", "ratio"),
 }
 """Columns of each kind of operator table. GEMMs are (M x K)(K x N), forward orientation of the product that
-was run; attention is causal, sizes of one rank. `layer` holds, for transformer layers without fused
-attention, measured over modelled time of a whole layer: what the choices of libraries and frameworks by
-shape add up to."""
+was run; attention is causal, sizes of one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,6 +99,13 @@ def test_faults_are_named(document: dict, change, said: str) -> None:
     assert "\n" not in caught.value.message
 
 
+def test_a_table_of_whole_layers_is_refused_by_name(document: dict) -> None:
+    """Profiles of before may hold one; nothing would read it."""
+    document["tables"][0]["operator"] = "layer"
+    with pytest.raises(ProfileError, match="operator 'layer' is unknown; known: gemm, "):
+        read(document)
+
+
 def test_a_truncated_table_is_refused(document: dict) -> None:
     with pytest.raises(ProfileError, match="cut off"):
         read(document, lambda name: (FOLDER / name).read_bytes()[:-30])

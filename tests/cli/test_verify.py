@@ -81,8 +81,6 @@ def test_refused_ways(mist) -> None:  # type: ignore[no-untyped-def]
     ran = mist("validate", "rows.csv", "--by", "guess")
     assert ran.code == 2
     assert "known: closed-form, simulate" in ran.err
-    ran = mist("validate", "rows.csv", "--by", "simulate", "--cross-validate")
-    assert ran.code == 2
 
 
 def test_measured_runs_by_simulation(mist, measured_dir: Path) -> None:  # type: ignore[no-untyped-def]

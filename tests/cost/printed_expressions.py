@@ -85,8 +85,6 @@ class Scope:
         return self.price(name, {key: np.asarray(value) for key, value in named.items()})
 
     def price(self, name: str, sizes: dict[str, Any]) -> float:
-        if name == "layer_ratio":
-            return float(self.prices.layer_ratio(work.LayerShape(**sizes)))
         for whole in ("kernels", "backward", "eight_bit"):
             if whole in sizes:
                 sizes[whole] = int(sizes[whole])

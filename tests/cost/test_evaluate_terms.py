@@ -22,7 +22,6 @@ from mist_megatron.price.prices import (
     Gemm,
     HostAdam,
     HostCopy,
-    LayerShape,
     MemoryPass,
     Priced,
     Work,
@@ -60,9 +59,6 @@ class OneSecondPerByte:
             case DeviceAdam():
                 seconds = 0.5 * np.asarray(work.parameters)
         return Priced(np.asarray(seconds, dtype=np.float64), EXACT)
-
-    def layer_ratio(self, layer: LayerShape) -> np.ndarray:
-        return np.ones(())
 
     def interference(self) -> np.ndarray:
         return no_interference()

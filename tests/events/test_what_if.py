@@ -16,12 +16,10 @@ from mist_megatron.price.prices import (
     Gemm,
     HostAdam,
     HostCopy,
-    LayerShape,
     MemoryPass,
     Prices,
     Work,
 )
-from mist_megatron.price.profile_prices import ProfilePrices
 from mist_megatron.price.what_if import LINKS, OPERATORS, parse_scales, scaled_prices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
@@ -110,20 +108,6 @@ def test_a_rank_in_each_node_uses_the_network_only() -> None:
 
 def test_nothing_scaled_is_the_same_object() -> None:
     assert scaled_prices(PRICES, parse_scales([])) is PRICES
-
-
-def test_whole_layer_ratios_stay_known() -> None:
-    """The wrapper answers for layers what it wraps does."""
-
-    class Knowing(ProfilePrices):
-        def layer_ratio(self, layer: LayerShape) -> np.ndarray:
-            return one(1.5)
-
-    scales = parse_scales(["op=matmul:2"])
-    shape = LayerShape(*[one(1.0)] * 5)
-    knowing = Knowing(profile=PRICES.profile, rates=PRICES.rates)
-    assert float(scaled_prices(knowing, scales).layer_ratio(shape)) == 1.5
-    assert float(scaled_prices(PRICES, scales).layer_ratio(shape)) == 1.0
 
 
 @pytest.mark.parametrize(
