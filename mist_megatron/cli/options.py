@@ -48,7 +48,7 @@ class JobOptions(OptionGroup):
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="GPU name, see `gpus`, or a calibrated profile file.",
+            help="GPU name, see `gpus`, a calibrated profile, or a file of own figures.",
             autocompletion=complete_gpus,
             rich_help_panel=PANEL,
         ),
