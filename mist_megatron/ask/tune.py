@@ -315,11 +315,11 @@ def proof_words(tuned: Tuned) -> str:
 
 def left_out_words(tuned: Tuned) -> str:
     """What the proof is not about."""
-    space, found = tuned.space, []
+    space, found = tuned.space, ["to a millionth"]
     if "any" in dict(space.offload.items()).values():
         found.append(f"offload in steps of {tuned.step:g}")
     if space.near_even:
         found.append("stages that are alike split layers near evenly")
     if space.context_parallel:
         found.append("context parallelism is a ring over powers of two")
-    return "; ".join([*found, ""]) if found else ""
+    return "; ".join([*found, ""])

@@ -23,7 +23,7 @@ class Job:
     model: ModelSpec
     training: TrainingSpec
     cluster: ClusterSpec
-    target: TargetName = "megatron+patches"
+    target: TargetName = "megatron"
     execution: Execution = Execution()
 
 

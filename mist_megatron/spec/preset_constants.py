@@ -31,8 +31,6 @@ _BY_BEGINNING: Mapping[str, ModelConstants] = MappingProxyType(
         "llama3-405b": _LLAMA31,
         "llama3.1-": _LLAMA31,
         "llama3.2-": _LLAMA32,
-        "llama4-scout": _LLAMA31,
-        "llama4-maverick": _LLAMA3,
         "mistral-7b-v0.3": _MILLION,
         "mistral-nemo-": _MILLION,
         "mistral-small-": ModelConstants(rotary_base=100_000_000),

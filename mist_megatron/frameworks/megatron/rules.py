@@ -16,7 +16,22 @@ from mist_megatron.spec.plan import Plan
 
 def refusals(plan: Plan) -> tuple[Refusal, ...]:
     """All further reasons why Megatron cannot run the plan; empty when it can."""
-    return (*model_refusals(plan.model), *_tensor_parallel(plan), *_context(plan), *_determinism(plan))
+    return (
+        *model_refusals(plan.model),
+        *_modules(plan),
+        *_tensor_parallel(plan),
+        *_context(plan),
+        *_determinism(plan),
+    )
+
+
+def _modules(plan: Plan) -> Iterator[Refusal]:
+    if plan.execution.recompute_modules is not None:
+        yield Refusal(
+            rule="selective recomputation is written for the attention core alone",
+            got="execution.recompute_modules",
+            instead="recompute_modules: null",
+        )
 
 
 def _tensor_parallel(plan: Plan) -> Iterator[Refusal]:
