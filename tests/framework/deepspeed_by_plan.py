@@ -28,6 +28,9 @@ from typing import Any
 import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
 from unhook import undo_all
 
+ENTRY = Path(__file__).resolve().parents[2] / "launch" / "train_deepspeed.py"
+"""What a folder with patches holds as well; a plan without them needs none."""
+
 STEPS, FEW_STEPS = 8, 2
 BUCKET = 20_000
 """Elements; the emitted 5e8 would be a gigabyte of memory for a network of 200 kilobytes."""
@@ -318,7 +321,7 @@ def run_all(folders: list[str]) -> None:
         sys.argv = ["train_deepspeed.py", "--mist-stages", f"{folder}/stages.json", "--mist-script", __file__]
         if not (folder / "plain.json").is_file():
             sys.argv += ["--deepspeed_config", f"{folder}/ds_config.json"]
-        runpy.run_path(f"{folder}/train_deepspeed.py", run_name="__main__")
+        runpy.run_path(str(ENTRY), run_name="__main__")
         undo_all()
         groups.mpu = None
         os.environ.pop("MIST_STAGE_ARGUMENTS", None)

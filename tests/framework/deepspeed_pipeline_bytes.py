@@ -18,6 +18,9 @@ import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
 from deepspeed_by_plan import nbytes, start, train_pipeline
 from unhook import undo_all
 
+ENTRY = Path(__file__).resolve().parents[2] / "launch" / "train_deepspeed.py"
+"""What a folder with patches holds as well; a plan without them needs none."""
+
 
 def watched(engine: Any) -> dict[str, list[int]]:
     """Bytes that a stage has besides weights, states and the activations of its layers: in pipe buffers each
@@ -95,7 +98,7 @@ def run_all(folders: list[str]) -> None:
 
     for folder in folders:
         sys.argv = ["train_deepspeed.py", "--mist-stages", f"{folder}/stages.json", "--mist-script", __file__]
-        runpy.run_path(f"{folder}/train_deepspeed.py", run_name="__main__")
+        runpy.run_path(str(ENTRY), run_name="__main__")
         undo_all()
         groups.mpu = None
         os.environ.pop("MIST_STAGE_ARGUMENTS", None)

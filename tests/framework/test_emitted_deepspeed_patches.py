@@ -175,6 +175,7 @@ def environment() -> dict[str, str]:
     found = warm_start_server.environment(PYTHONPATH=path)
     found = {k: v for k, v in found.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
     found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found['PATH']}"
+    found["NUMA_BINDING"] = ""  # there is no GPU whose node could be asked for
     return found
 
 
