@@ -10,12 +10,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mist_megatron.errors import InputError
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.job import Job
 from mist_megatron.targets.facts import ExecutionVariant
 from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
+
+OVERLAPS = ("tp_comm_overlap", "overlap_param_gather")
+"""Switches of execution that --fix sets."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
         grad_bytes = limits.fixed["grad_bytes"]
         job = replace(job, execution=replace(job.execution, grad_bytes=grad_bytes))
     alone = replace(limits, fixed={**limits.fixed, "pp": 1})
-    return [
+    choices = [
         ExecutionChoice(
             job if variant.execution == job.execution and cp == 1 else _switched(job, variant, cp),
             alone if variant.one_stage else limits,
@@ -60,6 +64,20 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
         if _is_open(variant, job, space, limits)
         for cp in context_sizes(job, space, limits)
     ]
+    if not choices:
+        raise InputError(_none_open(job, space, limits))
+    return choices
+
+
+def _none_open(job: Job, space: Space, limits: Limits) -> str:
+    """What was fixed to what none of the ways has."""
+    where = f"space {space.name} on {job.target}"
+    if not context_sizes(job, space, limits):
+        able = ", ".join(map(str, context_sizes(job, space, Limits())))
+        tokens = f"{job.training.seq_len} tokens of a sequence"
+        return f"--fix cp={limits.fixed.get('cp')}: {where} splits {tokens} over {able}; wanted one of these"
+    said = ", ".join(f"{key}={limits.fixed[key]}" for key in OVERLAPS if key in limits.fixed)
+    return f"--fix {said}: {where} has no such way to train {job.model.name} on {job.cluster.gpu.name}"
 
 
 def _switched(job: Job, variant: ExecutionVariant, cp: int) -> Job:
@@ -96,7 +114,7 @@ def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) 
         return False
     if execution.decoupled_step and not said.decoupled_step:
         return space.decoupled_step and "decoupled_step" not in limits.forbidden
-    for name in ("tp_comm_overlap", "overlap_param_gather"):
+    for name in OVERLAPS:
         if not limits.allows(name, int(bool(getattr(execution, name)))):
             return False
     if execution.tp_comm_overlap and not said.tp_comm_overlap:
