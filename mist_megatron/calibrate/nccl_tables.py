@@ -66,8 +66,6 @@ class Row:
     algbw: float
     busbw: float
     wrong: str
-    again_us: float | None = None
-    """The in-place time."""
 
 
 @dataclass
@@ -265,13 +263,11 @@ def _text_row(cells: Sequence[str], columns: Sequence[str], place: str, number: 
     size = number_in(value["size"], "size", place)
     if size == 0.0:
         return None
-    again = cells[need] if len(cells) > need else ""
     return Row(
         place=place, line=number, size=size, type=value["type"],
         time_us=positive(value["time"], "time", place),
         algbw=number_in(value["algbw"], "algbw", place), busbw=number_in(value["busbw"], "busbw", place),
         wrong=value.get("#wrong", "0"),
-        again_us=float(again) if _NUMBER.match(again) and float(again) > 0.0 else None,
     )  # fmt: skip
 
 

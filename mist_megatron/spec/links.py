@@ -132,16 +132,6 @@ class LinkMatrix:
             bytes_per_s=tuple(tuple(self.bytes_per_s[a][b] for b in nodes) for a in nodes),
         )
 
-    def of_hosts(self, hosts: Sequence[str]) -> LinkMatrix:
-        """Of nodes by name; a name that the matrix lacks is refused."""
-        found = [self.index(host) for host in hosts]
-        missing = [host for host, at in zip(hosts, found, strict=True) if at is None]
-        if missing:
-            raise InputError(
-                f"links: no figures of {', '.join(missing)}; measured are {', '.join(self.hosts)[:200]}"
-            )
-        return self.take([at for at in found if at is not None])
-
     def loaded_share(self, gpus_per_node: int, node_bytes_per_s: float) -> float:
         """What to multiply each rate by so that it is of one GPU while all GPUs of a node send.
 

@@ -23,7 +23,6 @@ MOST_TRIES = 8
 MOST_UNBROKEN_BYTES = 1 << 28
 """Text without a place between two events; more is no trace."""
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
-_BORDER = re.compile(rb"\}\s*,\s*\{")
 HOW = "see `mist-megatron replay --how` for how to record one"
 
 

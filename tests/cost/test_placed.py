@@ -144,9 +144,6 @@ def test_what_is_wrong_with_links_is_told(plan):
         rates({(0, 1): 20e15})
     with pytest.raises(InputError, match="named twice"):
         replace(rates(), hosts=("a", "a.example.org", "c", "d"))
-    assert rates().of_hosts(["node-c.cluster", "node-a"]).hosts == ("node-c", "node-a")
-    with pytest.raises(InputError, match="no figures of node-x"):
-        rates().of_hosts(["node-a", "node-x"])
     assert (short_name("10.0.0.7"), short_name("n1.example.org:3")) == ("10.0.0.7", "n1")
 
 

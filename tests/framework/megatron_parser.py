@@ -13,6 +13,9 @@ import types
 from pathlib import Path
 from unittest import mock
 
+from mist_megatron.frameworks.megatron.write import arguments, common_flags, stage_flags
+from mist_megatron.spec.plan import Plan
+
 
 def shim():
     """tests/framework/megatron_cpu.py as a module, whatever pytest's import mode."""
@@ -29,6 +32,11 @@ def shim():
 SOURCE = functools.cache(inspect.getsource)
 """Megatron reads help texts from the source of its classes for every parser that it makes, which takes most
 of the time."""
+
+
+def rank_arguments(plan: Plan, index: int) -> list[str]:
+    """The whole argument list of a rank of one stage, without data, checkpoints and logging."""
+    return arguments((*common_flags(plan), *stage_flags(plan, index)))
 
 
 def parse(argv: list[str], *, world: int, environment: dict[str, str | None]) -> types.SimpleNamespace:

@@ -159,7 +159,7 @@ def test_grid_parses_and_means_what_the_plan_says() -> None:
         megatron.require_emittable(plan)
         document = megatron.stages(plan)
         for index in range(len(plan.stages)):
-            argv = megatron.rank_arguments(plan, index)
+            argv = megatron_parser.rank_arguments(plan, index)
             key = tuple(argv), document["world_size"]
             if key in seen:
                 continue
@@ -262,7 +262,7 @@ def test_every_preset_is_built_with_its_constants(name: str) -> None:
     )
     if model.window:
         plan = replace(plan, training=replace(plan.training, seq_len=8192))
-    argv = [*megatron.rank_arguments(plan, 0), *USER_ARGS.split()]
+    argv = [*megatron_parser.rank_arguments(plan, 0), *USER_ARGS.split()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parsed = megatron_parser.parse(argv, world=tp, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
@@ -273,7 +273,7 @@ def test_parser_can_refuse() -> None:
     """The truth of this file can fail: a layout that lacks a layer, and a batch that does not divide."""
     plan = grid_of_plans()[0]
     plan = next(p for p in grid_of_plans() if len(p.stages) == 2)
-    argv = megatron.rank_arguments(plan, 0)
+    argv = megatron_parser.rank_arguments(plan, 0)
     place = argv.index("--pipeline-model-parallel-layout") + 1
     wrong = [*argv]
     wrong[place] = re.sub(r"L$", "tL", wrong[place])
@@ -327,7 +327,7 @@ def test_lint_rejects_what_megatron_rejects(added: str, removed: str) -> None:
     axes = ("none", (0.0, 0.0))
     planned = make(presets.PRESETS["gpt3-1.3b"], (2, 2, 2, 1), *axes, target="megatron", number=6)
     planned = replace(planned, training=replace(planned.training, precision="bf16"), execution=Execution())
-    words = [w for w in megatron.rank_arguments(planned, 0) if w not in removed.split() or not removed]
+    words = [w for w in megatron_parser.rank_arguments(planned, 0) if w not in removed.split() or not removed]
     argv = words + USER_ARGS.split() + added.split()
     known = frozenset(json.loads((LAUNCH / "megatron_flags.json").read_text())["flags"])
     findings = lint_megatron(options_of(argv), "", "x", known)
@@ -360,7 +360,7 @@ def test_layers_have_the_windows_of_their_kinds(pattern: tuple[str, ...]) -> Non
         grad_accum=8,
         stages=(stage,),
     )
-    argv = [*megatron.rank_arguments(plan, 0), *USER_ARGS.split()]
+    argv = [*megatron_parser.rank_arguments(plan, 0), *USER_ARGS.split()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parsed = megatron_parser.parse(argv, world=1, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
@@ -393,7 +393,7 @@ def test_chunks_that_do_not_divide_the_layers_are_those_that_were_priced() -> No
     document = megatron.stages(plan)
     for index, chunks in enumerate(plan.chunk_layers):
         parsed = megatron_parser.parse(
-            megatron.rank_arguments(plan, index) + USER_ARGS.split(),
+            megatron_parser.rank_arguments(plan, index) + USER_ARGS.split(),
             world=document["world_size"],
             environment=document["environment"],
         )

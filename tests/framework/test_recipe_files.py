@@ -18,7 +18,6 @@ import warm_start_server
 
 from mist_megatron.ask.drop_ins import read_cases
 from mist_megatron.formats.files import load_plan
-from mist_megatron.frameworks.megatron import write as megatron
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PLANS = {path.parent.name: load_plan(path) for path in sorted(RECIPES.glob("*/plan.yaml"))}
@@ -54,7 +53,7 @@ def test_megatron_takes_the_arguments(name, parser):
     folder = json.loads((RECIPES / name / "stages.json").read_text("utf-8"))
     assert folder["world_size"] == plan.gpus
     for index in different_stages(plan):
-        argv = megatron.rank_arguments(plan, index)
+        argv = parser.rank_arguments(plan, index)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = parser.parse(

@@ -14,7 +14,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_from_mapping
 from mist_megatron.frameworks.folder import artifacts
-from mist_megatron.frameworks.megatron.command import options_of, read_command
+from mist_megatron.frameworks.megatron.command import options_of, read_command_line
 from mist_megatron.frameworks.megatron.model import dropouts, windowed_attention
 from mist_megatron.frameworks.megatron.read import parse_layout, plan_of, with_stages
 from mist_megatron.spec import catalogue, presets
@@ -117,7 +117,7 @@ def test_megatron_files_read_back_as_the_plan(name: str, file: str) -> None:
     texts = artifacts(written, SOURCES)
     document = json.loads(texts["stages.json"])
     per_stage = tuple(options_of(item["arguments"]) for item in document["stages"])
-    read = plan_of(read_command(texts[file], file), per_stage, written.cluster, file)
+    read = plan_of(read_command_line(texts[file], file).options, per_stage, written.cluster, file)
     same(with_stages(read, document, file), written)
 
 
@@ -209,7 +209,7 @@ def test_script_with_variables_and_comments() -> None:
     "
     torchrun --nproc_per_node 8 pretrain_gpt.py $GPT_ARGS --bf16 --seq-length=2048
     """
-    found = read_command(script, "run.sh")
+    found = read_command_line(script, "run.sh").options
     assert found["num-layers"] == ("32",)
     assert found["tensor-model-parallel-size"] == ("4",)
     assert found["micro-batch-size"] == ("2",)

@@ -339,7 +339,7 @@ def test_host_copies_go_with_the_graph():
 
 def test_undo_stops_offloading():
     model = Stack()
-    undo = offload.offload_activations(model.layers, 1.0, min_bytes=0)
+    undo = offload.ActivationOffload(model.layers, 1.0, min_bytes=0).remove
     undo()
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in model.layers)
 

@@ -56,11 +56,6 @@ def shown(text: str) -> str:
     return OPEN_VALUE.sub(r"\1", text)
 
 
-def read_command(text: str, where: str) -> Options:
-    """Flags of a shell script, a JSON list, or args.json."""
-    return read_command_line(text, where).options
-
-
 def read_command_line(text: str, where: str, given: Mapping[str, str] | None = None) -> CommandLine:
     """The training command of a file; `given` are values for what a script leaves open."""
     if len(text) > MOST_TEXT:

@@ -192,8 +192,3 @@ def stages(plan: Plan) -> dict[str, Any]:
         environment=environment(plan),
         patches=patches(plan),
     )
-
-
-def rank_arguments(plan: Plan, index: int) -> list[str]:
-    """The whole argument list of a rank of one stage, without data, checkpoints and logging."""
-    return arguments((*common_flags(plan), *stage_flags(plan, index)))

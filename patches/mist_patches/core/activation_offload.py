@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -323,10 +323,3 @@ def _other_hooks_active() -> bool:
     Only the innermost hooks apply, so ours inside a checkpoint would keep what it means to drop.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def offload_activations(
-    layers: Iterable[nn.Module], fraction: float, min_bytes: int = MIN_BYTES
-) -> Callable[[], None]:
-    """Offload this fraction of the bytes that these layers save; returns the function that undoes it."""
-    return ActivationOffload(layers, fraction, min_bytes).remove
