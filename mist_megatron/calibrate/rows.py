@@ -19,6 +19,7 @@ from mist_megatron.errors import InputError, MistError
 from mist_megatron.formats.document import build
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
+from mist_megatron.spec.mesh import nodes_and_gpus
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero, Zero3Name
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
@@ -317,8 +318,8 @@ def _stages(row: _Row, training: TrainingSpec) -> tuple[tuple[StagePlan, ...], i
     # Where the micro-batch is not told it is taken as 1, which is what published large runs use.
     micro = row.count("micro_batch", 1)
     gpus, per_node = row.count("nodes") * row.count("gpus_per_node") // pp, row.count("gpus_per_node")
-    inside = min(gpus, per_node)
-    if gpus % inside:
+    mesh = nodes_and_gpus(gpus, per_node)
+    if mesh is None:
         raise _Inexpressible(f"a stage of {gpus} GPUs is no whole number of nodes of {per_node}")
     recompute = cast(Recompute, row.one_of("recompute", get_args(Recompute), "none"))
     zero = row.count("zero", 0, least=0)
@@ -326,8 +327,8 @@ def _stages(row: _Row, training: TrainingSpec) -> tuple[tuple[StagePlan, ...], i
         raise InputError(f"{row.where}: zero is {zero}; wanted 0 to 3")
     stage = StagePlan(
         layers=layers // pp,
-        nodes=gpus // inside,
-        gpus_per_node=inside,
+        nodes=mesh[0],
+        gpus_per_node=mesh[1],
         dp=dp,
         tp=row.count("tp"),
         micro_batch=micro,

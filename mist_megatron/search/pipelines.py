@@ -10,7 +10,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.splits import chunk_counts, layer_splits
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.mesh import data_parallel_size, shares_out, splits
+from mist_megatron.spec.mesh import data_parallel_size, nodes_and_gpus, shares_out, splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,8 @@ def tensor_sizes(job: Job, space: Space, limits: Limits, gpus: int) -> tuple[int
 
 def _mesh(gpus: int, gpus_per_node: int) -> tuple[int, int] | None:
     """Nodes and GPUs per node of a stage: whole nodes, or a part of one that tiles it."""
-    if gpus >= gpus_per_node:
-        return (gpus // gpus_per_node, gpus_per_node) if gpus % gpus_per_node == 0 else None
-    return (1, gpus) if gpus_per_node % gpus == 0 else None
+    mesh = nodes_and_gpus(gpus, gpus_per_node)
+    return None if mesh is None or gpus_per_node % mesh[1] else mesh
 
 
 def _tensor_parallel_allowed(job: Job, space: Space, limits: Limits, tp: int) -> bool:

@@ -123,6 +123,13 @@ def data_parallel_size(gpus: int, *, tp: int, cp: int) -> int:
     return 0 if rest else size
 
 
+def nodes_and_gpus(gpus: int, gpus_per_node: int) -> tuple[int, int] | None:
+    """Nodes of a stage and its GPUs on each of them: part of one node, or whole nodes; None for what is
+    neither."""
+    inside = min(gpus, gpus_per_node)
+    return (gpus // inside, inside) if inside and gpus % inside == 0 else None
+
+
 def neighbours(one: Sequence[int], other: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Ranks, or GPUs, of two stages that send to each other: a rank's neighbour is the rank at the same place
     of the other stage."""

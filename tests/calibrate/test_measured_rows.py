@@ -71,6 +71,7 @@ def test_faults_name_file_line_and_column(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "said"),
     [
+        ("pp", "24", "a stage of 0 GPUs is no whole number of nodes of 8"),
         ("framework", "jax", "not modelled"),
         ("gpu", "abacus", "not in the catalogue"),
         ("pp", "5", "not a multiple"),
