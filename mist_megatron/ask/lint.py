@@ -16,7 +16,7 @@ from mist_megatron.ask.predict import predict
 from mist_megatron.ask.words import with_words
 from mist_megatron.cost.predict import Prediction, prediction_document
 from mist_megatron.errors import InputError
-from mist_megatron.formats.files import load_mapping, load_plan, read_text
+from mist_megatron.formats.files import load_mapping, load_model, load_plan, read_text
 from mist_megatron.formats.plan_yaml import plan_to_mapping
 from mist_megatron.frameworks.deepspeed import convert as conversion
 from mist_megatron.frameworks.deepspeed.arguments import DEEPSPEED_ARRAYS, argument_findings
@@ -48,6 +48,7 @@ from mist_megatron.frameworks.trainer_yaml import adapter_findings, filled, name
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.facts import FrameworkName
 from mist_megatron.targets.rules import violations
@@ -251,10 +252,15 @@ def _pipeline(file: Path, document: dict[str, Any], job: JobWords) -> Linted:
     paths = {index: file.parent / name for index, name in enumerate(names)}
     read = {k: read_config(read_loose(read_text(path), str(path)), schema) for k, path in paths.items()}
     findings = stage_findings(read, document)
-    emitted = _emitted(job, document["world_size"], file)
-    if emitted is None:
+    told: Plan | Job | None = _emitted(job, document["world_size"], file)
+    if job.get("model") is not None:
+        first = next(iter(read.values()))
+        precision = job.get("precision") or conversion.precision_of(first)
+        gpus = job.get("gpus") or document["world_size"]
+        told = read_job({**job, "gpus": gpus, "precision": precision}).job
+    if told is None:
         return Linted(kind="deepspeed", findings=findings, plan=None)
-    about = About(model=emitted.model, cluster=emitted.cluster, training=emitted.training)
+    about = About(model=told.model, cluster=told.cluster, training=told.training)
     plan = with_map(pipeline_plan(tuple(read.values()), document, about), document)
     findings = (*findings, *_refused(plan, "stages.json"))
     return Linted(kind="deepspeed", findings=findings, plan=plan)
@@ -295,11 +301,21 @@ def _megatron(text: str, file: Path, job: JobWords, given: Mapping[str, str]) ->
     emitted = None if document is None else _emitted(job, gpus, file)
     cluster = _cluster(job, gpus, common, where) if emitted is None else emitted.cluster
     plan = plan_of(common, per_stage, cluster, where)
-    if emitted is not None and "vocab-size" not in common:
-        # The tokenizer says it, and that stands in env.sh.
-        plan = replace(plan, model=replace(plan.model, vocab=emitted.model.vocab))
+    vocab = _vocabulary(job, file if document is not None else None)
+    if vocab is not None and not {"vocab-size", "padded-vocab-size"} & common.keys():
+        plan = replace(plan, model=replace(plan.model, vocab=vocab))
     plan = plan if document is None else with_map(with_stages(plan, document, where), document)
     return Linted(kind="megatron", findings=_once(findings), plan=plan)
+
+
+def _vocabulary(job: JobWords, emitted: Path | None) -> int | None:
+    """Rows of the token table: the tokenizer says them, which stands in env.sh, so the model that the options
+    name or the plan.yaml beside emitted arguments tells."""
+    named = job.get("model")
+    if named is not None:
+        return (named if isinstance(named, ModelSpec) else load_model(named)).vocab
+    beside = None if emitted is None else emitted.parent / "plan.yaml"
+    return None if beside is None or not beside.is_file() else load_plan(beside).model.vocab
 
 
 def _written(command: CommandLine, where: str) -> list[Finding]:

@@ -54,6 +54,9 @@ class LinkMatrix:
         if twice is not None:
             raise InputError(f"links: host {twice} is named twice; wanted one row a node")
         check.at_least("links", 1, gpus_at_once=self.gpus_at_once, repeats=self.repeats)
+        check.positive("links", message_bytes=self.message_bytes)
+        if self.spread is not None and not 0.0 <= self.spread < math.inf:
+            raise InputError(f"links: spread is {self.spread:g}; wanted 0 or more")
         if len(self.bytes_per_s) != count or any(len(row) != count for row in self.bytes_per_s):
             raise InputError(f"links: the matrix is not {count} x {count}; wanted a row and a column a host")
         for a, b, rate in self.pairs():

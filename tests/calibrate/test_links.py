@@ -111,6 +111,14 @@ def test_units_of_names_and_options():
     assert "8.0 times as much as the other way" in notes[0]
 
 
+ONE_PAIR = """schema: 1
+kind: links
+hosts: [a, b]
+matrices:
+- {{gb_per_s: [[null, 1.0], [1.0, null]], {said}}}
+"""
+
+
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
@@ -124,6 +132,9 @@ def test_units_of_names_and_options():
         ("x.log", "hello", "not the output of a known tool"),
         ("x.yaml", "schema: 1\nkind: links\nhosts: [a, b]\nmatrices: []\n", "matrices is empty"),
         ("x.yaml", "schema: 1\nkind: links\nhosts: [a, b]\nmatrices: [{gb_per_s: [[1]]}]\n", "not 2 x 2"),
+        ("x.yaml", ONE_PAIR.format(said="spread: -1.0"), "spread is -1; wanted 0 or more"),
+        ("x.yaml", ONE_PAIR.format(said="spread: .nan"), "spread is nan; wanted 0 or more"),
+        ("x.yaml", ONE_PAIR.format(said="message_bytes: -5.0"), "message_bytes is -5.0"),
         ("x.yaml", "schema: 2\nkind: links\nhosts: [a, b]\nmatrices: []\n", "schema is 2"),
     ],
 )

@@ -75,8 +75,21 @@ def test_a_pipeline_that_is_found_can_be_emitted_read_back_and_played(mist, tmp_
         assert found["findings"] == [] and found["plan"]["stages"] == told["stages"]
         iteration_s = told["prediction"]["iteration_s"]
         assert found["prediction"]["iteration_s"] == pytest.approx(iteration_s, rel=1e-9)
+    named = mist("lint", str(out / name), *DEEPSPEED_JOB, "--json")
+    assert json.loads(named.out)["prediction"]["iteration_s"] == pytest.approx(iteration_s, rel=1e-9)
     played = mist("simulate", str(out / "plan.yaml"), "--json")
     assert json.loads(played.out)["iteration_s"] == pytest.approx(iteration_s, rel=0.03)
+
+
+def test_a_token_table_that_only_the_tokenizer_says_is_the_models(mist, tmp_path):
+    """No argument of Megatron holds llama3's 128,256 rows: the options' model or plan.yaml does."""
+    out = tmp_path / "run"
+    job = ("--model", "llama3-8b", "--gpus", "16", "--gpu", "h100-sxm-80gb", "--global-batch", "32")
+    limits = ("--space", "megatron", "--fix", "pp=1,tp=2,micro_batch=1")
+    assert mist("tune", *job, "--target", "megatron", *limits, "--out", str(out)).code == 0
+    for options in ((), job, ("--gpu", "h100-sxm-80gb"), ("--model", "llama3-8b", "--gpus", "16")):
+        linted = mist("lint", str(out / "args.sh"), *options, "--json")
+        assert json.loads(linted.out)["plan"]["model"]["vocab"] == 128256, options
 
 
 def test_a_change_that_a_patch_refuses_is_said(mist, tmp_path):
