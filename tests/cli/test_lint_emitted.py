@@ -92,6 +92,17 @@ def test_a_token_table_that_only_the_tokenizer_says_is_the_models(mist, tmp_path
         assert json.loads(linted.out)["plan"]["model"]["vocab"] == 128256, options
 
 
+def test_a_window_of_all_layers_is_read_back_and_priced(mist, tmp_path):
+    out = tmp_path / "run"
+    job = ("--model", "mistral-7b", "--gpus", "8", "--gpu", "h100-sxm-80gb", "--seq", "8192")
+    job += ("--global-batch", "8")
+    limits = ("--space", "megatron", "--fix", "pp=1,tp=2,micro_batch=1")
+    tuned = mist("tune", *job, "--target", "megatron", *limits, "--out", str(out), "--json")
+    found = json.loads(mist("lint", str(out / "args.sh"), "--json").out)
+    assert found["findings"] == []
+    assert found["prediction"]["iteration_s"] == json.loads(tuned.out)["prediction"]["iteration_s"]
+
+
 def test_a_change_that_a_patch_refuses_is_said(mist, tmp_path):
     out = tmp_path / "run"
     assert mist("tune", *IN_ONE_PIECE, "--grid", "0.25", "--out", str(out)).code == 0

@@ -40,7 +40,7 @@ SHAPE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-lengt
         ("--hybrid-layer-pattern M-M*", ["hybrid-layer-pattern"]),
         ("--optimizer sgd", ["optimizer"]),
         ("--optimizer muon", ["optimizer"]),
-        ("--window-size 4096,0", ["window-size"]),
+        ("--window-size 4096,0 --window-attn-skip-freq 2", ["window-attn-skip-freq"]),
         ("--fp4-format e2m1", ["fp4-format"]),
         ("--optimizer adam --num-experts 1 --lr 1e-4 --transformer-impl transformer_engine", []),
     ],

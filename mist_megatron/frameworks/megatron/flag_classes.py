@@ -47,7 +47,7 @@ CLASSES: Sequence[FlagClass] = (
         "num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention "
         "num-query-groups swiglu normalization disable-bias-linear add-qkv-bias position-embedding-type "
         "use-rotary-position-embeddings max-position-embeddings untie-embeddings-and-output-weights "
-        "vocab-size padded-vocab-size make-vocab-size-divisible-by qk-layernorm",
+        "vocab-size padded-vocab-size make-vocab-size-divisible-by qk-layernorm window-size",
     ),
     _priced(
         "the run",
