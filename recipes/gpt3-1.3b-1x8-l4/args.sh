@@ -7,6 +7,7 @@ MEGATRON_ARGS=(
   --num-attention-heads 16
   --kv-channels 128
   --normalization LayerNorm
+  --norm-epsilon 1e-05
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type learned_absolute
@@ -14,15 +15,18 @@ MEGATRON_ARGS=(
   --seq-length 2048
   --hidden-dropout 0.0
   --attention-dropout 0.0
+  --init-method-std 0.02
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
   --micro-batch-size 2
   --global-batch-size 128
   --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 1
+  --pipeline-model-parallel-size 2
+  --pipeline-model-parallel-layout 'Et*4|t*4|ttt|ttt|ttt|ttt|ttt|tL'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
   --overlap-param-gather
+  --cross-entropy-loss-fusion
 )

@@ -7,6 +7,7 @@ MEGATRON_ARGS=(
   --num-attention-heads 40
   --kv-channels 128
   --normalization LayerNorm
+  --norm-epsilon 1e-05
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type learned_absolute
@@ -14,15 +15,20 @@ MEGATRON_ARGS=(
   --seq-length 2048
   --hidden-dropout 0.0
   --attention-dropout 0.0
+  --init-method-std 0.02
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 1
+  --micro-batch-size 4
   --global-batch-size 512
-  --tensor-model-parallel-size 1
+  --tensor-model-parallel-size 4
   --pipeline-model-parallel-size 4
-  --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10L'
+  --sequence-parallel
+  --pipeline-model-parallel-layout 'Et*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
 )

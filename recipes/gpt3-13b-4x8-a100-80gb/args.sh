@@ -7,6 +7,7 @@ MEGATRON_ARGS=(
   --num-attention-heads 40
   --kv-channels 128
   --normalization LayerNorm
+  --norm-epsilon 1e-05
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type learned_absolute
@@ -14,6 +15,7 @@ MEGATRON_ARGS=(
   --seq-length 4096
   --hidden-dropout 0.0
   --attention-dropout 0.0
+  --init-method-std 0.02
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
@@ -25,4 +27,6 @@ MEGATRON_ARGS=(
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --cross-entropy-loss-fusion
 )

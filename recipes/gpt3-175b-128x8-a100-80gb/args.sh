@@ -7,21 +7,27 @@ MEGATRON_ARGS=(
   --num-attention-heads 96
   --kv-channels 128
   --normalization LayerNorm
+  --norm-epsilon 1e-05
   --position-embedding-type learned_absolute
   --max-position-embeddings 2048
   --seq-length 2048
   --hidden-dropout 0.0
   --attention-dropout 0.0
-  --make-vocab-size-divisible-by 1
+  --init-method-std 0.02
+  --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 2
+  --micro-batch-size 3
   --global-batch-size 1536
   --tensor-model-parallel-size 4
   --pipeline-model-parallel-size 8
+  --context-parallel-size 2
   --sequence-parallel
   --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
 )

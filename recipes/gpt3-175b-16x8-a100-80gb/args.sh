@@ -7,12 +7,14 @@ MEGATRON_ARGS=(
   --num-attention-heads 96
   --kv-channels 128
   --normalization LayerNorm
+  --norm-epsilon 1e-05
   --position-embedding-type learned_absolute
   --max-position-embeddings 4096
   --seq-length 4096
   --hidden-dropout 0.0
   --attention-dropout 0.0
-  --make-vocab-size-divisible-by 1
+  --init-method-std 0.02
+  --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
   --micro-batch-size 1
@@ -20,11 +22,14 @@ MEGATRON_ARGS=(
   --tensor-model-parallel-size 4
   --pipeline-model-parallel-size 8
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
+  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
   --use-distributed-optimizer
   --optimizer-cpu-offload
   --use-precision-aware-optimizer
   --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
 )

@@ -7,6 +7,7 @@ MEGATRON_ARGS=(
   --num-attention-heads 64
   --kv-channels 96
   --normalization LayerNorm
+  --norm-epsilon 1e-05
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type learned_absolute
@@ -14,13 +15,15 @@ MEGATRON_ARGS=(
   --seq-length 2048
   --hidden-dropout 0.0
   --attention-dropout 0.0
+  --init-method-std 0.02
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 1
+  --micro-batch-size 4
   --global-batch-size 512
-  --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 8
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 4
+  --sequence-parallel
   --pipeline-model-parallel-layout 'Et*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6L'
   --use-distributed-optimizer
   --optimizer-cpu-offload
@@ -28,4 +31,7 @@ MEGATRON_ARGS=(
   --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
 )

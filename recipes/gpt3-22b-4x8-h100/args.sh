@@ -7,6 +7,7 @@ MEGATRON_ARGS=(
   --num-attention-heads 64
   --kv-channels 96
   --normalization LayerNorm
+  --norm-epsilon 1e-05
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type learned_absolute
@@ -14,16 +15,19 @@ MEGATRON_ARGS=(
   --seq-length 8192
   --hidden-dropout 0.0
   --attention-dropout 0.0
-  --make-vocab-size-divisible-by 64
+  --init-method-std 0.02
+  --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 1
+  --micro-batch-size 2
   --global-batch-size 256
-  --tensor-model-parallel-size 2
-  --pipeline-model-parallel-size 2
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 1
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*8|t*8|t*8|t*8|t*8|t*8L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
 )

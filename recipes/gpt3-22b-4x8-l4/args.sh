@@ -7,6 +7,7 @@ MEGATRON_ARGS=(
   --num-attention-heads 64
   --kv-channels 96
   --normalization LayerNorm
+  --norm-epsilon 1e-05
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type learned_absolute
@@ -14,6 +15,7 @@ MEGATRON_ARGS=(
   --seq-length 2048
   --hidden-dropout 0.0
   --attention-dropout 0.0
+  --init-method-std 0.02
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
@@ -28,4 +30,5 @@ MEGATRON_ARGS=(
   --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --cross-entropy-loss-fusion
 )

@@ -7,6 +7,7 @@ MEGATRON_ARGS=(
   --num-attention-heads 64
   --kv-channels 128
   --normalization LayerNorm
+  --norm-epsilon 1e-05
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type learned_absolute
@@ -14,16 +15,20 @@ MEGATRON_ARGS=(
   --seq-length 4096
   --hidden-dropout 0.0
   --attention-dropout 0.0
-  --make-vocab-size-divisible-by 64
+  --init-method-std 0.02
+  --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 1
+  --micro-batch-size 2
   --global-batch-size 512
-  --tensor-model-parallel-size 2
-  --pipeline-model-parallel-size 4
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 2
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Ettt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|tttL'
+  --pipeline-model-parallel-layout 'Et*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5|t*4|t*4L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
 )

@@ -7,6 +7,7 @@ MEGATRON_ARGS=(
   --num-attention-heads 32
   --kv-channels 128
   --normalization LayerNorm
+  --norm-epsilon 1e-05
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type learned_absolute
@@ -14,15 +15,19 @@ MEGATRON_ARGS=(
   --seq-length 2048
   --hidden-dropout 0.0
   --attention-dropout 0.0
+  --init-method-std 0.02
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 1
+  --micro-batch-size 4
   --global-batch-size 128
-  --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 2
-  --pipeline-model-parallel-layout 'Et*16|t*16L'
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 1
+  --sequence-parallel
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
 )

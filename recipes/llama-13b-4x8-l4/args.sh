@@ -7,14 +7,18 @@ MEGATRON_ARGS=(
   --num-attention-heads 40
   --kv-channels 128
   --normalization RMSNorm
+  --norm-epsilon 1e-05
   --swiglu
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type rope
   --max-position-embeddings 2048
+  --rotary-base 10000
+  --rotary-percent 1.0
   --seq-length 2048
   --hidden-dropout 0.0
   --attention-dropout 0.0
+  --init-method-std 0.02
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
@@ -29,4 +33,5 @@ MEGATRON_ARGS=(
   --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --cross-entropy-loss-fusion
 )

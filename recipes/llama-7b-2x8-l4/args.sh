@@ -7,14 +7,18 @@ MEGATRON_ARGS=(
   --num-attention-heads 32
   --kv-channels 128
   --normalization RMSNorm
+  --norm-epsilon 1e-05
   --swiglu
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type rope
   --max-position-embeddings 2048
+  --rotary-base 10000
+  --rotary-percent 1.0
   --seq-length 2048
   --hidden-dropout 0.0
   --attention-dropout 0.0
+  --init-method-std 0.02
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
@@ -22,11 +26,14 @@ MEGATRON_ARGS=(
   --global-batch-size 256
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 4
-  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
+  --pipeline-model-parallel-layout 'Et|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|tt|ttt|ttL'
   --use-distributed-optimizer
   --optimizer-cpu-offload
   --use-precision-aware-optimizer
   --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --cross-entropy-loss-fusion
+  --optimizer-offload-fraction 0.875
 )

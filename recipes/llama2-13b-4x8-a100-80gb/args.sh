@@ -7,14 +7,18 @@ MEGATRON_ARGS=(
   --num-attention-heads 40
   --kv-channels 128
   --normalization RMSNorm
+  --norm-epsilon 1e-05
   --swiglu
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type rope
   --max-position-embeddings 4096
+  --rotary-base 10000
+  --rotary-percent 1.0
   --seq-length 4096
   --hidden-dropout 0.0
   --attention-dropout 0.0
+  --init-method-std 0.02
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
@@ -26,4 +30,6 @@ MEGATRON_ARGS=(
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --cross-entropy-loss-fusion
 )

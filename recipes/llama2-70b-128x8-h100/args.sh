@@ -9,15 +9,19 @@ MEGATRON_ARGS=(
   --group-query-attention
   --num-query-groups 8
   --normalization RMSNorm
+  --norm-epsilon 1e-05
   --swiglu
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type rope
   --max-position-embeddings 8192
+  --rotary-base 10000
+  --rotary-percent 1.0
   --seq-length 8192
   --hidden-dropout 0.0
   --attention-dropout 0.0
-  --make-vocab-size-divisible-by 64
+  --init-method-std 0.02
+  --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
   --micro-batch-size 1
@@ -29,4 +33,7 @@ MEGATRON_ARGS=(
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
 )

@@ -9,24 +9,38 @@ MEGATRON_ARGS=(
   --group-query-attention
   --num-query-groups 8
   --normalization RMSNorm
+  --norm-epsilon 1e-05
   --swiglu
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type rope
   --max-position-embeddings 8192
+  --rotary-base 500000
+  --rotary-percent 1.0
+  --use-rope-scaling
+  --rope-scaling-factor 8.0
   --seq-length 8192
   --hidden-dropout 0.0
   --attention-dropout 0.0
-  --make-vocab-size-divisible-by 64
+  --init-method-std 0.02
+  --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
   --micro-batch-size 1
   --global-batch-size 2048
-  --tensor-model-parallel-size 4
-  --pipeline-model-parallel-size 16
+  --tensor-model-parallel-size 8
+  --pipeline-model-parallel-size 8
+  --context-parallel-size 2
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*7|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*7L'
+  --pipeline-model-parallel-layout 'Et|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tL'
   --use-distributed-optimizer
+  --optimizer-cpu-offload
+  --use-precision-aware-optimizer
+  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
+  --optimizer-offload-fraction 0.625
 )

@@ -9,24 +9,31 @@ MEGATRON_ARGS=(
   --group-query-attention
   --num-query-groups 8
   --normalization RMSNorm
+  --norm-epsilon 1e-05
   --swiglu
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type rope
   --max-position-embeddings 4096
+  --rotary-base 500000
+  --rotary-percent 1.0
   --seq-length 4096
   --hidden-dropout 0.0
   --attention-dropout 0.0
+  --init-method-std 0.02
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
   --micro-batch-size 1
   --global-batch-size 1024
-  --tensor-model-parallel-size 2
-  --pipeline-model-parallel-size 4
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 2
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10|t*10|t*10|t*10|t*10L'
+  --pipeline-model-parallel-layout 'Et*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
 )

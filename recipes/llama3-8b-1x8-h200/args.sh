@@ -9,14 +9,18 @@ MEGATRON_ARGS=(
   --group-query-attention
   --num-query-groups 8
   --normalization RMSNorm
+  --norm-epsilon 1e-05
   --swiglu
   --disable-bias-linear
   --untie-embeddings-and-output-weights
   --position-embedding-type rope
   --max-position-embeddings 8192
+  --rotary-base 500000
+  --rotary-percent 1.0
   --seq-length 8192
   --hidden-dropout 0.0
   --attention-dropout 0.0
+  --init-method-std 0.02
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
@@ -28,4 +32,5 @@ MEGATRON_ARGS=(
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
   --overlap-param-gather
+  --cross-entropy-loss-fusion
 )

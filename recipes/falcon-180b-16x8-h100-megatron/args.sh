@@ -1,0 +1,38 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 80
+  --hidden-size 14848
+  --ffn-hidden-size 59392
+  --num-attention-heads 232
+  --kv-channels 64
+  --group-query-attention
+  --num-query-groups 8
+  --normalization LayerNorm
+  --norm-epsilon 1e-05
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type rope
+  --max-position-embeddings 8192
+  --rotary-base 10000
+  --rotary-percent 1.0
+  --seq-length 8192
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --init-method-std 0.02
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 1
+  --global-batch-size 512
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 8
+  --context-parallel-size 2
+  --sequence-parallel
+  --pipeline-model-parallel-layout 'Et*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5L'
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
+  --cross-entropy-loss-fusion
+)

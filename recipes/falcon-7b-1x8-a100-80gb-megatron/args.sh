@@ -1,0 +1,34 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 32
+  --hidden-size 4544
+  --ffn-hidden-size 18176
+  --num-attention-heads 71
+  --kv-channels 64
+  --group-query-attention
+  --num-query-groups 1
+  --normalization LayerNorm
+  --norm-epsilon 1e-05
+  --disable-bias-linear
+  --position-embedding-type rope
+  --max-position-embeddings 4096
+  --rotary-base 10000
+  --rotary-percent 1.0
+  --seq-length 4096
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --init-method-std 0.02
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 2
+  --global-batch-size 128
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 1
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
+  --cross-entropy-loss-fusion
+)
