@@ -193,7 +193,8 @@ def check(plan: Plan, index: int, parsed) -> None:
     assert layers == stage.layers
     if stage.ckpt and stage.recompute == "full":
         assert (config.recompute_granularity, config.recompute_method) == ("full", "block")
-        assert 0 < config.recompute_num_layers * plan.vpp == stage.ckpt <= stage.layers
+        # One number for all stages: where it is more than a stage or chunk has, all of that is recomputed.
+        assert 0 < min(config.recompute_num_layers * plan.vpp, stage.layers) == stage.ckpt
     else:
         assert config.recompute_granularity == ("selective" if stage.recompute == "selective" else None)
     offloads = any(s.offload.optimizer for s in plan.stages)
