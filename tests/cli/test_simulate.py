@@ -105,8 +105,8 @@ def test_every_rank(mist, plan: Path, tmp_path: Path) -> None:  # type: ignore[n
         (["--schedule", "2f2b"], "unknown schedule '2f2b'; known: 1f1b"),
         (["--schedule", "interleaved", "--vpp", "0"], "--vpp is 0; wanted --vpp 2 or more"),
         (
-            ["--schedule", "interleaved", "--vpp", "4"],
-            "error: --schedule interleaved --vpp 4: stages[0]: vpp (4) must divide layers (15)",
+            ["--schedule", "interleaved", "--vpp", "40"],
+            "stages[0].layers is 15; wanted one for each of vpp 40 chunks",
         ),
         (["--vpp", "2"], "without --schedule"),
         (
