@@ -154,7 +154,7 @@ def test_small_wheel_starts_a_plan_with_the_standard_library_alone(small_wheel: 
     (stage, *_) = planned.stages
     uneven = replace(stage, layers=planned.model.layers // 2, ckpt=1, recompute="full")
     two = (uneven, replace(uneven, ckpt=0))
-    nodes = replace(planned.cluster, nodes=2 * planned.cluster.nodes)
+    nodes = replace(planned.cluster, nodes=2 * stage.gpus // planned.cluster.gpus_per_node)
     half = replace(
         planned, target="megatron+patches", stages=two, vpp=1, schedule="1f1b", cluster=nodes, rank_map=None
     )

@@ -157,9 +157,7 @@ def test_list_show_copy(capsys, tmp_path):
     assert max(map(len, shown.splitlines())) <= 80
     out = tmp_path / "run"
     assert run(["recipes", "copy", name, str(out)]) == 0
-    assert {"plan.yaml", "args.sh", "pretrain.py", "slurm.sbatch", "WHY.md"} <= {
-        p.name for p in out.iterdir()
-    }
+    assert {"plan.yaml", "args.sh", "train.sh", "slurm.sbatch", "WHY.md"} <= {p.name for p in out.iterdir()}
     assert (out / "args.sh").read_text() == (RECIPES / name / "args.sh").read_text()
     assert run(["recipes", "copy", name, str(out)]) == 2
     assert "not empty" in capsys.readouterr().err
