@@ -45,6 +45,7 @@ class _Sheet:
     linked: int = 1
     """GPUs of an NVLink domain over several nodes."""
     host_gib: float | None = None
+    """Memory of a usual node, as the named machine is sold; others of the same GPU have more or less."""
     host_source: str = ""
 
 
