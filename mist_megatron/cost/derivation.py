@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator, _PricedPairs
-from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, StageGrid
+from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, LayerSizes, StageGrid
 from mist_megatron.cost.predict import StagePrediction, grids_of, iteration_of, priced_stages
 from mist_megatron.cost.recorded import Node, Recorded, RecordingPrices, Same, node_of, symbol, with_symbols
 from mist_megatron.cost.terms import StageLoads
@@ -81,14 +81,14 @@ class _Recorder(StageEvaluator):
         sizes: dict[str, Array] = self._once("_memory", grid)
         return sizes
 
-    def layer_values(self, grid: StageGrid, micro_batch: Array, tp: Array) -> dict[str, Array | float]:
-        return _symbols(super().layer_values(grid, micro_batch, tp), _scope(grid))
+    def layer_values(self, grid: StageGrid, sizes: LayerSizes) -> dict[str, Array | float]:
+        return _symbols(super().layer_values(grid, sizes), _scope(grid))
 
     def memory_values(self, grid: StageGrid) -> dict[str, Array | float]:
         return _symbols(super().memory_values(grid), _scope(grid))
 
     def _priced(self, grid: StageGrid) -> _PricedPairs:
-        pairs = self._pairs((grid.micro_batch, grid.tp), grid)
+        pairs = self._pairs(LayerSizes.of(grid), grid)
         return _PricedPairs(pairs, np.zeros(0, dtype=np.intp), ())
 
 
@@ -108,6 +108,8 @@ def _recorded_grid(plan: Plan, position: int) -> StageGrid:
     """A stage's configuration in symbols."""
     grid = grids_of(plan)[position]
     names = {"layers": "l", "ckpt": "c", "in_flight": "p", "micro_batch": "b", "dp": "dp", "tp": "tp"}
+    if any(kind.experts is not None for kind in plan.model.kinds):
+        names |= {"ep": "ep", "etp": "etp"}
     values = {field: symbol(name, getattr(grid, field), position) for field, name in names.items()}
     offload = {kind: symbol(OFFLOAD_SYMBOLS[kind], value, position) for kind, value in grid.offload.items()}
     return replace(grid, **values, offload=type(grid.offload)(**offload))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.expert_values import expert_values
-from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, Array, StageCost, StageGrid, recompute_values
+from mist_megatron.cost.grid import (
+    OFFLOAD_SYMBOLS,
+    Array,
+    LayerSizes,
+    StageCost,
+    StageGrid,
+    recompute_values,
+)
 from mist_megatron.cost.kinds import own_name, size_values
 from mist_megatron.cost.priced_parts import require_priced
 from mist_megatron.cost.program_cache import Store, load_or_build
@@ -54,8 +61,11 @@ def make_evaluator(
     require_priced(job.model)
     training = job.training
     eight_bit = training.precision == "fp8"
+    # Sizes that are symbols in the program.
+    sizes = {"expert_parallel": None, "expert_tensor_parallel": None, "expert_imbalance": None}
+    execution = replace(job.execution, context_parallel=1, **sizes)
     described = repr(
-        (job.model, training.flash_attention, training.dropout, eight_bit, job.execution, job.target)
+        (job.model, training.flash_attention, training.dropout, eight_bit, execution, job.target)
     )
     priced = DeterministicPrices(prices) if job.execution.deterministic else prices
     return StageEvaluator(job, priced, load_or_build(cache, described, build), without=without)
@@ -199,13 +209,15 @@ class StageEvaluator:
     def _memory(self, grid: StageGrid) -> dict[str, Array]:
         return self.stage.memory[grid.role.value].run(self.memory_values(grid))
 
-    def layer_values(self, grid: StageGrid, micro_batch: Array, tp: Array) -> dict[str, Array | float]:
+    def layer_values(self, grid: StageGrid, sizes: LayerSizes) -> dict[str, Array | float]:
         """What the symbols of layers' sizes stand for."""
+        experts = {"ep": sizes.ep, "etp": sizes.etp} if "E" in self._fixed else {}
         return {
             **self._fixed,
-            "b": micro_batch,
-            "tp": tp,
-            "v": padded_vocabulary(self.job.model.vocab, tp, self._memory_facts),
+            **experts,
+            "b": sizes.micro_batch,
+            "tp": sizes.tp,
+            "v": padded_vocabulary(self.job.model.vocab, sizes.tp, self._memory_facts),
             "sp": float(grid.sequence_parallel),
             **recompute_values(grid.recompute),
         }
@@ -213,7 +225,7 @@ class StageEvaluator:
     def memory_values(self, grid: StageGrid) -> dict[str, Array | float]:
         """What the symbols of the memory expressions stand for."""
         return {
-            **self.layer_values(grid, grid.micro_batch, grid.tp),
+            **self.layer_values(grid, LayerSizes.of(grid)),
             "dp": grid.dp,
             **self._counts(grid),
             "p": grid.in_flight,
@@ -281,45 +293,44 @@ class StageEvaluator:
         )
 
     def _priced(self, grid: StageGrid) -> _PricedPairs:
-        """Distinct (micro-batch, tp) pairs of the grid, each priced when it is first met: few values of both
-        make up all grids of a search."""
-        micro_batch, tp = np.broadcast_arrays(grid.micro_batch, grid.tp)
-        distinct, positions = np.unique(micro_batch.reshape(-1) + 1j * tp.reshape(-1), return_inverse=True)
+        """Distinct sizes of the grid, each priced when it is first met: few values of all of them make up all
+        grids of a search."""
+        packed = LayerSizes.of(grid).packed()
+        distinct, positions = np.unique(packed.reshape(-1), return_inverse=True)
         key = (grid.gpus_per_node, grid.sequence_parallel, grid.recompute, grid.placed)
         rows, priced = self._memo.get(key, ({}, None))
         pairs: list[complex] = distinct.tolist()
         new = np.array([pair for pair in pairs if pair not in rows])
         if new.size or priced is None:
-            more = self._pairs((new.real, new.imag), grid)
+            more = self._pairs(LayerSizes.unpacked(new), grid)
             priced = more if priced is None else priced.joined(more)
             rows = {**rows, **{pair: len(rows) + k for k, pair in enumerate(new.tolist())}}
             self._memo[key] = rows, priced
         places = np.array([rows[pair] for pair in pairs], dtype=np.intp)
-        return _PricedPairs(priced, places[positions.reshape(-1)], micro_batch.shape)
+        return _PricedPairs(priced, places[positions.reshape(-1)], packed.shape)
 
-    def _pairs(self, pairs: Sequence[Array], grid: StageGrid) -> _Pairs:
+    def _pairs(self, pairs: LayerSizes, grid: StageGrid) -> _Pairs:
         """Prices of pairs, a column each."""
-        sizes = self.stage.program.run(self.layer_values(grid, pairs[0], pairs[1]))
-        passes = price_passes(self.stage, sizes, self.prices, self._mesh(pairs[1], grid), grid.placed)
+        sizes = self.stage.program.run(self.layer_values(grid, pairs))
+        passes = price_passes(self.stage, sizes, self.prices, self._mesh(pairs, grid), grid.placed)
         if self._context.facts.softmax_falls_back and not self.job.training.flash_attention:
             for kind in self.job.model.kinds:
-                matrices = pairs[0] * kind.heads / pairs[1]
+                matrices = pairs.micro_batch * kind.heads / pairs.tp
                 scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
                 passes = with_unfused_softmax(passes, kind.name, matrices, scores_bytes, self.prices)
         facts = self._context.facts
         return _Pairs(passes, sizes, (facts.host.per_launch_s, facts.host.per_peer_s), grid.recompute)
 
-    def _mesh(self, tp: Array, grid: StageGrid) -> Mesh[Array]:
-        """One data-parallel replica: layers talk inside of it only."""
-        cp = np.full_like(tp, float(self.job.execution.context_parallel))
-        execution = self.job.execution
+    def _mesh(self, sizes: LayerSizes, grid: StageGrid) -> Mesh[Array]:
+        """One data-parallel replica: layers talk inside of it only, but for tokens to experts."""
+        cp = np.full_like(sizes.tp, float(self.job.execution.context_parallel))
         return Mesh(
-            tp=tp,
+            tp=sizes.tp,
             cp=cp,
             dp=np.ones(()),
             gpus_per_node=grid.gpus_per_node,
-            ep=execution.ep,
-            etp=execution.etp,
+            ep=sizes.ep,
+            etp=sizes.etp,
         )
 
 
@@ -432,8 +443,6 @@ def _time_context(job: Job, prices: Prices, facts: MemoryFacts, without: frozens
         cluster_gpus_per_node=job.cluster.linked_gpus,
         context_parallel=execution.context_parallel,
         model_layers=job.model.layers,
-        ep=execution.ep,
-        etp=execution.etp,
         without=without,
         recomputes_first_layers=facts.recomputes_first_layers,
     )

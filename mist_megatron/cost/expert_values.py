@@ -18,8 +18,6 @@ def expert_values(model: ModelSpec, execution: Execution) -> dict[str, float]:
             "fe": float(experts.ffn_hidden),
             "he": float(experts.latent or model.hidden),
             "fs": float(experts.shared_ffn_hidden),
-            "ep": float(execution.ep),
-            "etp": float(execution.etp),
             "im": execution.expert_imbalance or 1.0,
         }
     if latent is not None:

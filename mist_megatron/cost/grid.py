@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.recompute import PARTIAL, Recompute
 
 Array = NDArray[np.float64]
+ONE: Array = np.ones(())
 
 OFFLOAD_SYMBOLS = per_kind(lambda kind: f"{kind[0]}o")
 """Names of the offloaded fractions in the expressions of the cost model."""
@@ -59,6 +61,10 @@ class StageGrid:
     zero: Array
     grad_accum: Array
     offload: PerKind[Array]
+    ep: Array = field(default_factory=lambda: ONE)
+    """Ranks that share out experts ..."""
+    etp: Array = field(default_factory=lambda: ONE)
+    """... and that split each of them."""
     stages: int = 1
     vpp: int = 1
     bridged: bool = False
@@ -87,6 +93,37 @@ class StageGrid:
     def offloading(self, **fractions: Array) -> StageGrid:
         """The same with other fractions of these kinds of bytes in host memory."""
         return replace(self, offload=replace(self.offload, **fractions))
+
+
+_APART = float(1 << 32)
+"""More than any micro-batch and any tensor-parallel size."""
+
+
+class LayerSizes(NamedTuple):
+    """What of a configuration the work of one layer depends on."""
+
+    micro_batch: Array
+    tp: Array
+    ep: Array
+    etp: Array
+
+    @staticmethod
+    def of(grid: StageGrid) -> LayerSizes:
+        """Those of a grid."""
+        return LayerSizes(grid.micro_batch, grid.tp, grid.ep, grid.etp)
+
+    def packed(self) -> NDArray[np.complex128]:
+        """All four in one number, exactly."""
+        return np.asarray(
+            (self.micro_batch + _APART * (self.ep - 1.0)) + 1j * (self.tp + _APART * (self.etp - 1.0))
+        )
+
+    @staticmethod
+    def unpacked(packed: NDArray[np.complex128]) -> LayerSizes:
+        """The four again."""
+        ep, micro_batch = np.divmod(packed.real, _APART)
+        etp, tp = np.divmod(packed.imag, _APART)
+        return LayerSizes(micro_batch, tp, ep + 1.0, etp + 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,6 +143,8 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
         zero=_one(stage.zero),
         grad_accum=_one(plan.grad_accum),
         offload=stage.offload.map(_one),
+        ep=_one(plan.execution.ep),
+        etp=_one(plan.execution.etp),
         stages=stages,
         vpp=plan.vpp,
         bridged=bridged(plan),

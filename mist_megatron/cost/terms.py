@@ -131,17 +131,13 @@ class TimeContext:
     model_layers: int
     without: frozenset[Term]
     """Terms that are left out, for comparison with models that leave them out."""
-    ep: int = 1
-    """Expert-parallel and ..."""
-    etp: int = 1
-    """... expert-tensor-parallel ranks."""
     recomputes_first_layers: bool = True
     """Of a stage's layers the first are the recomputed ones; its last ones otherwise."""
 
     def mesh(self, grid: StageGrid) -> Mesh[Array]:
         """Ranks of the stages of a grid."""
         cp = np.asarray(float(self.context_parallel))
-        return Mesh(tp=grid.tp, cp=cp, dp=grid.dp, gpus_per_node=grid.gpus_per_node, ep=self.ep, etp=self.etp)
+        return Mesh(tp=grid.tp, cp=cp, dp=grid.dp, gpus_per_node=grid.gpus_per_node, ep=grid.ep, etp=grid.etp)
 
 
 @dataclass(frozen=True)

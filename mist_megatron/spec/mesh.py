@@ -73,9 +73,9 @@ class Mesh(Generic[N]):
     dp: N
     """Data-parallel replicas."""
     gpus_per_node: int
-    ep: int = 1
+    ep: N
     """Ranks that share out experts ..."""
-    etp: int = 1
+    etp: N
     """... and that split each of them."""
 
     def _product(self, axes: Sequence[str]) -> N:
