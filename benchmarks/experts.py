@@ -28,7 +28,8 @@ from typing import Any
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.plan_words import place_words, recompute_words, shape_words
 from mist_megatron.ask.tune import tune
-from mist_megatron.calibrate.rows import MeasuredRow, read_rows
+from mist_megatron.calibrate.cells import MeasuredRow
+from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import MistError
 from mist_megatron.spec.job import Job

@@ -20,6 +20,7 @@ from fit_end_to_end import CHIPS, HOST, Chip, Modeller, rows_by_source
 from published_rows import converted, table
 
 from mist_megatron.ask.validate import predictor
+from mist_megatron.calibrate.cells import MeasuredRow
 from mist_megatron.calibrate.error_bars import (
     UNMEASURED,
     Kind,
@@ -29,7 +30,7 @@ from mist_megatron.calibrate.error_bars import (
     kind_of,
 )
 from mist_megatron.calibrate.refit import FitLimits, fit, spread
-from mist_megatron.calibrate.rows import MeasuredRow, read_rows
+from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.calibrate.validate import Predicted, outcomes_of
 from mist_megatron.cost.predict import job_of
 from mist_megatron.price.datasheet import datasheet_profile

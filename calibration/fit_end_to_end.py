@@ -28,6 +28,7 @@ import numpy as np
 from published_rows import converted, table
 
 from mist_megatron.ask.evaluators import kept_programs
+from mist_megatron.calibrate.cells import MeasuredRow
 from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.calibrate.refit import (
     FitLimits,
@@ -36,7 +37,7 @@ from mist_megatron.calibrate.refit import (
     fit,
     spread,
 )
-from mist_megatron.calibrate.rows import MeasuredRow, read_rows
+from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.calibrate.validate import Predicted, outcomes_of, summary
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.iteration import StageTiming, iteration_time

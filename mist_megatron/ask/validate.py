@@ -10,7 +10,8 @@ from typing import Any
 from mist_megatron.ask.evaluators import evaluator_for, kept_programs
 from mist_megatron.ask.plan_words import columns, lines_repr
 from mist_megatron.ask.words import with_words
-from mist_megatron.calibrate.rows import MeasuredRow, read_rows
+from mist_megatron.calibrate.cells import MeasuredRow
+from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.calibrate.scatter import svg_scatter
 from mist_megatron.calibrate.validate import Outcome, Predicted, document, outcomes_of
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.calibrate.rows import MeasuredRow
+from mist_megatron.calibrate.cells import MeasuredRow
 from mist_megatron.calibrate.validate import Outcome, Predicted, folds_of
 
 Array = NDArray[np.float64]

@@ -1,21 +1,22 @@
 """Measured training runs: one CSV row -> a Plan and what was measured of it.
 
 The layout is that of published end-to-end measurements: one row per configuration, stage lists as JSON in
-plan.yaml's format where stages differ. Faults name the file, the line and the column.
+plan.yaml's format where stages differ; tables of runs of experts have another one (`run_tables`). Faults name
+the file, the line and the column.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeGuard, cast, get_args
 
-from mist_megatron.errors import InputError, MistError
+from mist_megatron.calibrate.cells import Cells, Inexpressible, MeasuredRow
+from mist_megatron.calibrate.run_tables import is_run_table, measured_run
+from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
@@ -48,22 +49,6 @@ ZERO3_OF_FRAMEWORK: Mapping[str, Zero3Name] = {"fsdp": "fsdp", "deepspeed": "dee
 _NETWORK = re.compile(r"\(([0-9.]+) GB/s per node\)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredRow:
-    """One run: what was measured, and the plan that was run, or why it cannot be expressed."""
-
-    row_id: str
-    line: int
-    framework: str
-    group: str
-    measured_s: float | None
-    measured_peak_bytes: float | None
-    stage_peak_bytes: tuple[float, ...]
-    peak_is_last_stage: bool
-    plan: Plan | None
-    skipped: str | None
-
-
 def read_rows(text: str, where: str) -> tuple[MeasuredRow, ...]:
     """All rows of a CSV text; `where` names the file in messages."""
     reader = csv.reader(io.StringIO(text), strict=True)
@@ -72,7 +57,8 @@ def read_rows(text: str, where: str) -> tuple[MeasuredRow, ...]:
         header = next(reader, None)
         if not header:
             raise InputError(f"{where}: the file is empty; wanted a header line and measured rows")
-        _check_header(header, where)
+        reads = measured_run if is_run_table(header) else _measured
+        _check_header(header, where, () if is_run_table(header) else NEEDED)
         seen: dict[str, int] = {}
         for values in reader:
             line = reader.line_num
@@ -83,8 +69,8 @@ def read_rows(text: str, where: str) -> tuple[MeasuredRow, ...]:
                     f"{where}, line {line}: {len(values)} fields, the header has {len(header)}; "
                     "wanted as many (is the file cut off?)"
                 )
-            row = _Row(dict(zip(header, values, strict=True)), f"{where}, line {line}")
-            measured = _measured(row, line)
+            row = Cells(dict(zip(header, values, strict=True)), f"{where}, line {line}")
+            measured = reads(row, line)
             if measured.row_id in seen:
                 raise InputError(
                     f"{row.where}: id {measured.row_id!r} stands already in line {seen[measured.row_id]}"
@@ -98,8 +84,8 @@ def read_rows(text: str, where: str) -> tuple[MeasuredRow, ...]:
     return tuple(rows)
 
 
-def _check_header(header: list[str], where: str) -> None:
-    missing = [name for name in NEEDED if name not in header]
+def _check_header(header: list[str], where: str, needed: tuple[str, ...]) -> None:
+    missing = [name for name in needed if name not in header]
     if missing:
         raise InputError(f"{where}, line 1: columns missing: {', '.join(missing)}")
     twice = sorted({name for name in header if header.count(name) > 1})
@@ -107,73 +93,11 @@ def _check_header(header: list[str], where: str) -> None:
         raise InputError(f"{where}, line 1: column {twice[0]!r} stands twice")
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Typed access to one row's cells."""
-
-    cells: Mapping[str, str]
-    where: str
-
-    def text(self, name: str, default: str = "") -> str:
-        return self.cells.get(name, "").strip() or default
-
-    def number(self, name: str) -> float | None:
-        """Above zero, or None when the cell is empty."""
-        text = self.text(name)
-        if not text:
-            return None
-        try:
-            value = float(text)
-        except ValueError:
-            raise InputError(f"{self.where}: {name} is {text!r}; wanted a number") from None
-        if not math.isfinite(value) or value <= 0.0:
-            raise InputError(f"{self.where}: {name} is {text}; wanted a number above 0")
-        return value
-
-    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        text = self.text(name)
-        if not text:
-            if default is None:
-                raise InputError(f"{self.where}: {name} is empty; wanted a whole number")
-            return default
-        try:
-            value = float(text)
-        except ValueError:
-            raise InputError(f"{self.where}: {name} is {text!r}; wanted a whole number") from None
-        if not value.is_integer() or value < least:
-            raise InputError(f"{self.where}: {name} is {text}; wanted a whole number from {least}")
-        return int(value)
-
-    def flag(self, name: str, *, default: bool) -> bool:
-        text = self.text(name)
-        if text not in ("", "0", "1"):
-            raise InputError(f"{self.where}: {name} is {text!r}; wanted 0, 1 or nothing")
-        return text == "1" if text else default
-
-    def one_of(self, name: str, known: tuple[str, ...], default: str) -> str:
-        text = self.text(name, default)
-        if text not in known:
-            raise InputError(f"{self.where}: {name} is {text!r}; wanted one of {', '.join(known)}")
-        return text
-
-    def json_list(self, name: str) -> list[object]:
-        text = self.text(name)
-        if not text:
-            return []
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise InputError(f"{self.where}: {name} is not a JSON list (is the row cut off?)") from None
-        if not isinstance(value, list):
-            raise InputError(f"{self.where}: {name} is not a JSON list")
-        return value
-
-
 def _is_size(mib: object) -> TypeGuard[float]:
     return isinstance(mib, int | float) and not isinstance(mib, bool) and 0 < mib < MOST_MIB
 
 
-def _measured(row: _Row, line: int) -> MeasuredRow:
+def _measured(row: Cells, line: int) -> MeasuredRow:
     peak = row.number("measured_peak_mib")
     peaks = row.json_list("measured_stage_peak_mib")
     sizes = [value for value in peaks if _is_size(value)]
@@ -189,7 +113,7 @@ def _measured(row: _Row, line: int) -> MeasuredRow:
     else:
         try:
             plan = _plan(row)
-        except _Inexpressible as error:
+        except Inexpressible as error:
             skipped = error.message
     return MeasuredRow(
         row_id=row.text("id", f"line {line}"),
@@ -205,16 +129,12 @@ def _measured(row: _Row, line: int) -> MeasuredRow:
     )
 
 
-class _Inexpressible(MistError):
-    """A sound row that no plan can express."""
-
-
-def _plan(row: _Row) -> Plan:
+def _plan(row: Cells) -> Plan:
     framework = row.text("framework")
     if framework not in TARGET_OF_FRAMEWORK:
-        raise _Inexpressible(f"framework {framework!r} is not modelled")
+        raise Inexpressible(f"framework {framework!r} is not modelled")
     if row.text("gpu") not in CATALOGUE:
-        raise _Inexpressible(f"GPU {row.text('gpu')!r} is not in the catalogue")
+        raise Inexpressible(f"GPU {row.text('gpu')!r} is not in the catalogue")
     schedule = cast(ScheduleName, row.one_of("schedule", get_args(ScheduleName), ONE_F_ONE_B))
     training = _training(row)
     stages, accumulation = _stages(row, training)
@@ -245,14 +165,14 @@ def _plan(row: _Row) -> Plan:
     except InputError as error:
         if error.message.startswith(f"{row.where}: "):  # a cell that cannot be read is a fault of the file
             raise
-        raise _Inexpressible(error.message) from None
+        raise Inexpressible(error.message) from None
 
 
-def _target(row: _Row) -> Target:
+def _target(row: Cells) -> Target:
     return TARGETS[TARGET_OF_FRAMEWORK[row.text("framework")]]
 
 
-def _training(row: _Row) -> TrainingSpec:
+def _training(row: Cells) -> TrainingSpec:
     dropout = row.text("dropout", str(_target(row).usual_dropout))
     try:
         rate = float(dropout)
@@ -269,7 +189,7 @@ def _training(row: _Row) -> TrainingSpec:
     )
 
 
-def _model(row: _Row) -> ModelSpec:
+def _model(row: Cells) -> ModelSpec:
     llama = row.one_of("family", ("gpt", "llama", "falcon"), "gpt") == "llama"
     gpt = row.text("family") == "gpt"
     heads, hidden = row.count("heads"), row.count("hidden")
@@ -295,7 +215,7 @@ def _model(row: _Row) -> ModelSpec:
     )
 
 
-def _cluster(row: _Row) -> ClusterSpec:
+def _cluster(row: Cells) -> ClusterSpec:
     network = _NETWORK.search(row.text("note"))
     return ClusterSpec(
         gpu=CATALOGUE[row.text("gpu")],
@@ -305,7 +225,7 @@ def _cluster(row: _Row) -> ClusterSpec:
     )
 
 
-def _stages(row: _Row, training: TrainingSpec) -> tuple[tuple[StagePlan, ...], int]:
+def _stages(row: Cells, training: TrainingSpec) -> tuple[tuple[StagePlan, ...], int]:
     """The stage list, and the micro-batches per step."""
     listed = row.json_list("stages")
     if listed:
@@ -314,13 +234,13 @@ def _stages(row: _Row, training: TrainingSpec) -> tuple[tuple[StagePlan, ...], i
         return stages, max(training.global_batch // (first.micro_batch * first.dp), 1)
     layers, pp, dp = row.count("layers"), row.count("pp"), row.count("dp")
     if layers % pp:
-        raise _Inexpressible(f"{layers} layers are not a multiple of {pp} stages, and no stage list is given")
+        raise Inexpressible(f"{layers} layers are not a multiple of {pp} stages, and no stage list is given")
     # Where the micro-batch is not told it is taken as 1, which is what published large runs use.
     micro = row.count("micro_batch", 1)
     gpus, per_node = row.count("nodes") * row.count("gpus_per_node") // pp, row.count("gpus_per_node")
     mesh = nodes_and_gpus(gpus, per_node)
     if mesh is None:
-        raise _Inexpressible(f"a stage of {gpus} GPUs is no whole number of nodes of {per_node}")
+        raise Inexpressible(f"a stage of {gpus} GPUs is no whole number of nodes of {per_node}")
     recompute = cast(Recompute, row.one_of("recompute", get_args(Recompute), "none"))
     zero = row.count("zero", 0, least=0)
     if zero > 3:
@@ -338,7 +258,7 @@ def _stages(row: _Row, training: TrainingSpec) -> tuple[tuple[StagePlan, ...], i
     if RECOMPUTES[recompute].whole_layers:
         stage = replace(stage, ckpt=stage.layers)
     if training.global_batch % (micro * dp):
-        raise _Inexpressible(
+        raise Inexpressible(
             f"micro_batch {micro} * dp {dp} does not divide global_batch {training.global_batch}"
         )
     return (stage,) * pp, training.global_batch // (micro * dp)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.calibrate.rows import MeasuredRow
+from mist_megatron.calibrate.cells import MeasuredRow
 from mist_megatron.errors import MistError
 
 Array = NDArray[np.float64]
@@ -52,10 +52,13 @@ class Outcome:
         if row.stage_peak_bytes and len(row.stage_peak_bytes) == len(peaks):
             pairs = list(zip(peaks, row.stage_peak_bytes, strict=True))
         elif row.measured_peak_bytes is not None:
-            pairs = [(peaks[-1] if row.peak_is_last_stage else max(peaks), row.measured_peak_bytes)]
+            ours = (
+                peaks[-1] if row.peak_is_last_stage else peaks[0] if row.peak_is_first_stage else max(peaks)
+            )
+            pairs = [(ours, row.measured_peak_bytes)]
         else:
             pairs = []
-        return tuple(ours / theirs - 1.0 for ours, theirs in pairs)
+        return tuple(predicted / measured - 1.0 for predicted, measured in pairs)
 
 
 def outcomes_of(
@@ -76,6 +79,24 @@ def _outcome(row: MeasuredRow, file: str, predict: Callable[[MeasuredRow], Predi
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
     """The figures of one file, or of all together; fractions throughout, None where nothing tells."""
+    settings = _parts(outcomes, lambda outcome: outcome.row.setting)
+    sources = _parts(outcomes, lambda outcome: outcome.row.source)
+    parted = {"by_setting": settings, "by_source": sources} if settings else {}
+    return {**_figures(outcomes), **parted}
+
+
+def _parts(outcomes: Sequence[Outcome], name_of: Callable[[Outcome], str]) -> dict[str, dict[str, object]]:
+    """Figures of rows that are alike in something, by its name; nothing of rows that do not say it."""
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        if name_of(outcome):
+            found.setdefault(name_of(outcome), []).append(outcome)
+    kept = ("rows", "predicted", "time_mape", "time_bias", "memory_mape", "memory_bias")
+    figures = {name: _figures(found[name]) for name in sorted(found)}
+    return {name: {key: each[key] for key in kept} for name, each in figures.items()}
+
+
+def _figures(outcomes: Sequence[Outcome]) -> dict[str, object]:
     timed = [o for o in outcomes if o.time_error is not None]
     errors = np.array([o.time_error for o in timed], dtype=np.float64)
     memory = np.array([error for o in outcomes for error in o.memory_errors()], dtype=np.float64)

@@ -124,6 +124,8 @@ def _type_words(hint: Any) -> str:
         return ", ".join(f"`{value}`" for value in get_args(hint))
     if get_origin(hint) is tuple:
         inner = get_args(hint)[0]
+        if get_origin(inner) is Literal:
+            return f"list of {_type_words(inner)}"
         return "list of whole numbers" if inner is int else "list of mappings"
     if get_origin(hint) is dict or is_dataclass(hint):
         return "mapping"

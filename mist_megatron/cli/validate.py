@@ -74,6 +74,38 @@ def _time_cells(figures: dict[str, Any]) -> list[str]:
     ]
 
 
+PARTS = (("model, hardware, precision", "by_setting"), ("source", "by_source"))
+MOST_TOLD = 20
+"""Rows that are left out one by one; of more, how many there are for each reason."""
+
+
+def _show_parts(people: Console, figures: dict[str, Any]) -> None:
+    """Errors of rows that are alike, in files of many models."""
+    for title, key in PARTS:
+        if key not in figures:
+            continue
+        names = (title, "rows", "error", "bias", "memory")
+        keys = ("time_mape", "time_bias", "memory_mape")
+        rows = [
+            [name, _counts(each), *(_percent(each[key]) for key in keys)]
+            for name, each in figures[key].items()
+        ]
+        people.print(table(names, rows, right=names[1:]))
+        people.print()
+
+
+def _show_skipped(people: Console, skipped: dict[str, str]) -> None:
+    """What was left out, and why."""
+    if len(skipped) <= MOST_TOLD:
+        for row, reason in skipped.items():
+            people.print(f"not predicted: {row}: {reason}", soft_wrap=True, markup=False)
+        return
+    reasons = sorted(set(skipped.values()), key=lambda reason: -list(skipped.values()).count(reason))
+    for reason in reasons:
+        count = list(skipped.values()).count(reason)
+        people.print(f"not predicted: {count} rows: {reason}", soft_wrap=True, markup=False)
+
+
 def _show(people: Console, validated: Validated) -> None:
     from mist_megatron.calibrate.scatter import text_scatter
 
@@ -95,6 +127,7 @@ def _show(people: Console, validated: Validated) -> None:
     people.print()
     people.print(LEGEND, style="dim")
     people.print()
+    _show_parts(people, found["overall"])
     people.print("furthest off", style="bold")
     worst = [
         [w["id"], f"{w['measured_s']:.4g}", f"{w['predicted_s']:.4g}", f"{w['time_error']:+.1%}"]
@@ -102,7 +135,6 @@ def _show(people: Console, validated: Validated) -> None:
     ]
     columns = ("row", "measured s", "predicted s", "error")
     people.print(table(columns, worst, right=columns[1:]))
-    for row, reason in found["overall"]["skipped"].items():
-        people.print(f"not predicted: {row}: {reason}", soft_wrap=True, markup=False)
+    _show_skipped(people, found["overall"]["skipped"])
     people.print()
     people.print(text_scatter(validated.points()), markup=False)

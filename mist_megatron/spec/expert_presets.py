@@ -6,10 +6,12 @@ Shapes are those of Megatron-Bridge's model providers (v0.2.0 and v0.3.0) and of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from mist_megatron.spec.experts import ExpertSpec, LatentAttention
+from mist_megatron.spec.layer import LayerGroup
 from mist_megatron.spec.model import ModelSpec
 
 PUBLISHED: Mapping[str, tuple[float, float, str]] = MappingProxyType(
@@ -82,6 +84,12 @@ def _experts(
     )
 
 
+def _windowed(model: ModelSpec) -> ModelSpec:
+    """GPT-OSS: every second layer, the first one among them, looks through a window of 128 tokens."""
+    pattern = model.kind("sliding", window=128), model.kind("full")
+    return replace(model, groups=(LayerGroup(layers=model.layers, pattern=pattern),))
+
+
 def _deepseek() -> tuple[ModelSpec, ...]:
     plain: dict[str, Any] = {"latent_attention": _LATENT_WITHOUT_Q}
     before: dict[str, Any] = {"router": "softmax_before_top_k"}
@@ -111,10 +119,10 @@ def _grouped() -> tuple[ModelSpec, ...]:
         _model("qwen3-30b-a3b", (48, 2048, 32, 4, 128), 6144, 151936, **qk, experts=_experts(128, 8, 768)),
         _model("qwen3-235b-a22b", (94, 4096, 64, 4, 128), 12288, 151936, **qk,
                experts=_experts(128, 8, 1536)),
-        _model("gpt-oss-20b", (24, 2880, 64, 8, 64), 2880, 201088, **oss,
-               experts=_experts(32, 4, 2880, router_bias=True)),
-        _model("gpt-oss-120b", (36, 2880, 64, 8, 64), 2880, 201088, **oss,
-               experts=_experts(128, 4, 2880, router_bias=True)),
+        _windowed(_model("gpt-oss-20b", (24, 2880, 64, 8, 64), 2880, 201088, **oss,
+                         experts=_experts(32, 4, 2880, router_bias=True))),
+        _windowed(_model("gpt-oss-120b", (36, 2880, 64, 8, 64), 2880, 201088, **oss,
+                         experts=_experts(128, 4, 2880, router_bias=True))),
         _model("glm-4.5", (92, 5120, 96, 8, 128), 12288, 151552, **qk, qkv_bias=True, mtp_layers=1,
                experts=_experts(160, 8, 1536, 1536, 3, **sigmoid)),
         _model("glm-4.5-air", (46, 4096, 96, 8, 128), 10944, 151552, qkv_bias=True, mtp_layers=1,

@@ -9,6 +9,14 @@ from typing import Generic, Literal, TypeVar
 Dispatcher = Literal["alltoall", "allgather", "flex"]
 """How tokens reach their experts, by Megatron's names. `alltoall` sends a token to each of them; `flex`
 (DeepEP, HybridEP) once to each rank and each node that has any; `allgather` all tokens to all."""
+Quantization = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
+"""How operands of 8 bits are scaled, by Megatron's names (--fp8-recipe): by the largest element of steps
+before, of the tensor now, of blocks of it, or of 32 elements; of `nvfp4` (--fp4-format) they have 4 bits."""
+GraphModule = Literal[
+    "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "layer", "full_iteration"
+]
+"""What a CUDA graph replays, by Megatron's names (--cuda-graph-modules); `layer` is all of a layer,
+`full_iteration` all of a step."""
 T = TypeVar("T")
 U = TypeVar("U")
 

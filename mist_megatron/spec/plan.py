@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.kinds import Dispatcher, Offload
+from mist_megatron.spec.kinds import Dispatcher, GraphModule, Offload, Quantization
 from mist_megatron.spec.mesh import (
     Group,
     Mesh,
@@ -88,6 +88,8 @@ class StagePlan:
         return facts.again if facts.drops else f"{self.ckpt} of {self.layers} layers"
 
 
+LEAST_OPTIMIZER_BYTES, MOST_OPTIMIZER_BYTES = 4, 12
+
 Zero3Name = Literal["deepspeed", "deepspeed-2021", "fsdp"]
 
 
@@ -125,6 +127,19 @@ class Execution:
     """How tokens reach their experts; null for alltoall."""
     expert_imbalance: float | None = None
     """Tokens of the busiest expert-parallel rank over the mean; null for 1, as with forced balance."""
+    expert_overlap: bool | None = None
+    """Tokens travel to experts and back beside a pass of another micro-batch
+    (--overlap-moe-expert-parallel-comm)."""
+    delayed_weight_grad: bool | None = None
+    """Weights' gradients are made last, where tokens that travel leave time (--delay-wgrad-compute)."""
+    shared_expert_overlap: bool | None = None
+    """Shared experts compute while tokens travel to the routed ones (--moe-shared-expert-overlap)."""
+    cuda_graphs: tuple[GraphModule, ...] | None = None
+    """What is launched once and replayed, by Megatron's names; null for nothing."""
+    quantization: Quantization | None = None
+    """How operands are scaled where precision is fp8; null for delayed."""
+    optimizer_bytes: int | None = None
+    """Bytes per parameter of master weight and moments: 12, or less with --use-precision-aware-optimizer."""
 
     @property
     def ep(self) -> int:
@@ -172,6 +187,7 @@ class Plan:
             raise InputError("plan: stages is empty; wanted at least one stage")
         if self.execution.grad_bytes not in (None, 2, 4):
             raise InputError(f"plan: execution.grad_bytes is {self.execution.grad_bytes}; wanted 2 or 4")
+        _check_numbers(self.training, self.execution)
         check_experts("plan", self.model, self.execution)
         for index, stage in enumerate(self.stages):
             _check_stage(f"plan: stages[{index}]", stage, self)
@@ -298,6 +314,21 @@ class Plan:
             )
 
 
+def _check_numbers(training: TrainingSpec, execution: Execution) -> None:
+    """Widths of what is multiplied and of what the optimizer keeps."""
+    if execution.quantization is not None and training.precision != "fp8":
+        raise InputError(
+            f"plan: execution.quantization is {execution.quantization} and precision {training.precision}; "
+            "wanted precision: fp8 or quantization: null"
+        )
+    kept = execution.optimizer_bytes
+    if kept is not None and not LEAST_OPTIMIZER_BYTES <= kept <= MOST_OPTIMIZER_BYTES:
+        raise InputError(
+            f"plan: execution.optimizer_bytes is {kept}; wanted {LEAST_OPTIMIZER_BYTES} (a remainder of the "
+            f"master weight and two moments of a byte) to {MOST_OPTIMIZER_BYTES}"
+        )
+
+
 def even_chunks(total: int, before: int, own: int, vpp: int) -> tuple[range, ...]:
     """Layers of each chunk of a stage with `own` of the model's `total`, so many on the stages before it; vpp
     divides all of them."""
@@ -362,6 +393,12 @@ def check_experts(where: str, model: ModelSpec, execution: Execution) -> None:
             raise InputError(f"{where}.{key} is {value}, but {model.name} has no experts; wanted 1")
     if said.expert_imbalance is not None and said.expert_imbalance < 1.0:
         raise InputError(f"{where}.expert_imbalance is {said.expert_imbalance}; wanted at least 1")
+    if (said.expert_overlap or said.shared_expert_overlap) and experts is None:
+        raise InputError(f"{where}: tokens travel to experts, of which {model.name} has none; wanted null")
+    if said.delayed_weight_grad and not said.expert_overlap:
+        raise InputError(f"{where}.delayed_weight_grad is true without expert_overlap, which it is part of")
+    if said.expert_overlap and said.shared_expert_overlap:
+        raise InputError(f"{where}: expert_overlap and shared_expert_overlap exclude each other")
     if experts is None:
         return
     check.divides(where, ("expert_parallel", said.ep), (f"experts of {model.name}", experts.count))

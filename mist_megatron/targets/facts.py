@@ -71,6 +71,8 @@ class Capability:
     """Products of 8-bit operands (Transformer Engine's recipes)."""
     model_parts: bool = False
     """Experts, latent attention, norms of heads, sinks and multi-token prediction."""
+    switches: tuple[str, ...] = ()
+    """Keys of `execution` that are switches of its framework alone, where it has them."""
     parallel_block: bool = False
     """Layers in which attention and MLP stand side by side (Falcon, GPT-NeoX)."""
     activations: tuple[str, ...] | None = None

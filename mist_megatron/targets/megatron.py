@@ -71,6 +71,14 @@ CAPABILITY = Capability(
     offload_needs_zero=1,
     deterministic=True,
     model_parts=True,
+    switches=(
+        "expert_overlap",
+        "delayed_weight_grad",
+        "shared_expert_overlap",
+        "cuda_graphs",
+        "quantization",
+        "optimizer_bytes",
+    ),
 )
 
 PATCHED_CAPABILITY = replace(
@@ -110,9 +118,10 @@ qkv and fc1. No measured peak and no installed release was held against it."""
 
 
 def memory_facts(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
-    """Gradients as wide as the plan asks for, and buffers of traffic beside products."""
+    """Gradients and optimizer states as wide as the plan asks for, and buffers of traffic beside products."""
     buffers = OVERLAP_BUFFERS if execution.tp_comm_overlap else 0
-    return replace(facts.with_grad_bytes(execution), overlap_buffers=buffers)
+    kept = facts.optimizer_bytes if execution.optimizer_bytes is None else execution.optimizer_bytes
+    return replace(facts.with_grad_bytes(execution), overlap_buffers=buffers, optimizer_bytes=kept)
 
 
 def patched_capability(precision: Precision | None, execution: Execution | None) -> Capability:

@@ -17,6 +17,9 @@ from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import Capability, GradientCase
 from mist_megatron.targets.table import TARGETS
 
+OWN_SWITCHES = TARGETS["megatron"].capability.switches
+"""Keys of `execution` that are switches of one framework."""
+
 
 def violations(plan: Plan) -> tuple[str, ...]:
     """Every rule of its target that a plan breaks, in words that name stage, key and reason."""
@@ -107,6 +110,9 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
         found.append("execution.deterministic: it has no such switch")
     if plan.execution.decoupled_step and not able.decoupled_step:
         found.append("execution.decoupled_step: it has no such switch")
+    for name in OWN_SWITCHES:
+        if getattr(plan.execution, name) and name not in able.switches:
+            found.append(f"execution.{name}: it has no such switch")
     if plan.execution.zero3 not in (None, "deepspeed"):
         found.append(f"execution.zero3 {plan.execution.zero3}: told of measured runs only, wanted deepspeed")
     if plan.execution.context_parallel > 1 and not able.context_parallel:

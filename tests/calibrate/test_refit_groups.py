@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from mist_megatron.calibrate.cells import MeasuredRow
 from mist_megatron.calibrate.refit import FitLimits, cross_validated, fit, spread
-from mist_megatron.calibrate.rows import MeasuredRow, read_rows
+from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.calibrate.validate import Predicted, outcomes_of
 
 HEADER = (

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mist_megatron.calibrate.rows import MeasuredRow, read_rows
+from mist_megatron.calibrate.cells import MeasuredRow
+from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.calibrate.scatter import svg_scatter, text_scatter
 from mist_megatron.calibrate.validate import Predicted, document, folds_of, outcomes_of, spearman, summary
 from mist_megatron.errors import InputError

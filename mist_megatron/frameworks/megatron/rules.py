@@ -19,6 +19,7 @@ def refusals(plan: Plan) -> tuple[Refusal, ...]:
     return (
         *model_refusals(plan.model),
         *_modules(plan),
+        *_switches(plan),
         *_tensor_parallel(plan),
         *_context(plan),
         *_determinism(plan),
@@ -32,6 +33,23 @@ def _modules(plan: Plan) -> Iterator[Refusal]:
             got="execution.recompute_modules",
             instead="recompute_modules: null",
         )
+
+
+NOT_WRITTEN = (
+    "expert_overlap", "delayed_weight_grad", "shared_expert_overlap", "cuda_graphs", "quantization",
+    "optimizer_bytes",
+)  # fmt: skip
+"""Switches that are priced, and not written yet."""
+
+
+def _switches(plan: Plan) -> Iterator[Refusal]:
+    for name in NOT_WRITTEN:
+        if getattr(plan.execution, name):
+            yield Refusal(
+                rule=f"execution.{name} is priced, but not written as arguments yet",
+                got=f"{name}: {getattr(plan.execution, name)}",
+                instead=f"{name}: null",
+            )
 
 
 def _tensor_parallel(plan: Plan) -> Iterator[Refusal]:

@@ -1,0 +1,133 @@
+"""Tables of runs with their whole layout: what their columns mean, and what is left out for which reason."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mist_megatron.ask.validate import predictor
+from mist_megatron.calibrate.cells import MeasuredRow
+from mist_megatron.calibrate.rows import read_rows
+from mist_megatron.calibrate.run_tables import chunk_counts, stage_layers
+from mist_megatron.calibrate.validate import outcomes_of, summary
+
+DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "measured"
+TABLE = Path(os.environ.get("MIST_MEASURED_DIR", DEFAULT)) / "other" / "moe_perf.csv"
+
+CELLS = {
+    "row_id": "a", "source": "somebody", "release": "1", "gpu": "h100", "n_gpus": "16", "gpus_per_node": "8",
+    "model": "Qwen3-30B-A3B", "layers_note": "", "seq": "4096", "gbs": "512", "mbs": "1", "tp": "2",
+    "pp": "2", "vpp": "12", "pp_layout": "", "cp": "1", "cp_comm": "", "ep": "8", "etp": "1", "dp": "4",
+    "precision": "bf16", "grad_dtype": "fp32", "optim_states": "m=float32,v=float32", "recompute": "none",
+    "offload": "none", "dispatcher": "alltoall", "a2a_overlap": "0", "delay_wgrad": "0",
+    "shared_expert_overlap": "0", "cuda_graphs": "none", "fsdp": "no", "tp_comm_overlap": "0",
+    "routing": "natural", "mtp": "0", "step_s": "20.5", "peak_mem_gib": "", "mem_def": "", "complete": "A",
+    "note": "",
+}  # fmt: skip
+
+
+def row_of(**changes: str) -> MeasuredRow:
+    cells = {**CELLS, **changes}
+    (row,) = read_rows(
+        ",".join(cells) + "\n" + ",".join(f'"{value}"' for value in cells.values()) + "\n", "t"
+    )
+    return row
+
+
+def test_a_row_is_the_plan_that_it_says() -> None:
+    row = row_of(
+        precision="mxfp8",
+        grad_dtype="bf16",
+        optim_states="pao:m=bfloat16,v=bfloat16",
+        recompute="moe_act+layernorm",
+        dispatcher="flex/hybridep",
+        a2a_overlap="1",
+        delay_wgrad="1",
+        cuda_graphs="transformer_engine:moe_router+moe_preprocess",
+    )
+    plan = row.plan
+    assert plan is not None and row.skipped is None
+    assert (plan.model.name, plan.cluster.gpu.name, plan.gpus) == ("qwen3-30b-a3b", "h100-sxm-80gb", 16)
+    assert (plan.schedule, plan.vpp, plan.grad_accum, plan.sequence_parallel) == (
+        "interleaved",
+        12,
+        128,
+        True,
+    )
+    assert [(stage.layers, stage.tp, stage.dp, stage.zero) for stage in plan.stages] == [(24, 2, 4, 1)] * 2
+    assert plan.stages[0].recompute == "selective"
+    execution = plan.execution
+    assert execution.recompute_modules == ("moe_act", "layernorm")
+    assert (execution.ep, execution.etp, execution.expert_dispatcher) == (8, 1, "flex")
+    assert (execution.expert_overlap, execution.delayed_weight_grad) == (True, True)
+    assert execution.cuda_graphs == ("moe_router", "moe_preprocess")
+    # Weights in 32 elements' scale keep no half of the master weight: 4 + 2 + 2 bytes; bf16 keeps 2 + 2 + 2.
+    assert (execution.quantization, execution.optimizer_bytes, execution.grad_bytes) == ("mxfp8", 8, 2)
+    half = row_of(optim_states="pao:m=bfloat16,v=bfloat16").plan
+    assert half is not None and half.execution.optimizer_bytes == 6
+    assert row.setting == "Qwen3-30B-A3B h100 mxfp8" and row.source == "somebody"
+
+
+def test_layouts_say_layers_of_chunks() -> None:
+    assert chunk_counts("Et*4|(t*4|)*14|tmL") == [*[4] * 15, 1]
+    assert chunk_counts("Et|(tt|)*30L") == [1, *[2] * 30, 0]
+    assert stage_layers("Et*4|(t*4|)*14tmL", 61, 4, 4) == [16, 16, 16, 13]
+    assert stage_layers("Et*4|(t*4|)*14tmL", 61, 2, 8) == [32, 29]
+    assert stage_layers("account_embedding+loss", 126, 16, 4) == [7, *[8] * 14, 7]
+    # Without a layout: alike, or ends counted as layers, or the rest last.
+    assert stage_layers("", 48, 2, 12) == [24, 24]
+    assert stage_layers("", 94, 8, 4) == [11, *[12] * 6, 11]
+    assert stage_layers("", 61, 16, 1) == [*[4] * 15, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": "Nemotron-3-Nano-30B-A3B"}, "Mamba-2"),
+        ({"model": "Qwen3-Next-80B-A3B"}, "gated delta nets"),
+        ({"model": "DeepSeek-V4-Flash"}, "sparse attention"),
+        ({"model": "Megalodon-1B"}, "shape is not known"),
+        ({"gpu": "tpu7"}, "not in the catalogue"),
+        ({"precision": "int4"}, "precision 'int4'"),
+        ({"recompute": "moe_act+gdn_norm_out"}, "gdn_norm_out"),
+        ({"offload": "act:expert_fc1"}, "expert_fc1"),
+        ({"dispatcher": "pigeons"}, "pigeons"),
+        ({"cuda_graphs": "local:optimizer"}, "optimizer"),
+        ({"fsdp": "hybrid"}, "hybrid"),
+        ({"cp": "2", "dp": "2", "cp_comm": "a2a"}, "a2a"),
+        ({"complete": "C"}, "complete C"),
+        ({"gbs": "510"}, "does not divide"),
+        ({"ep": "7"}, "expert_parallel"),
+        ({"vpp": "twelve"}, "vpp is 'twelve'"),
+    ],
+)
+def test_what_nothing_prices_is_left_out_by_name(changes: dict[str, str], reason: str) -> None:
+    row = row_of(**changes)
+    assert row.plan is None
+    assert reason in (row.skipped or "")
+
+
+def test_figures_by_setting_and_by_source() -> None:
+    rows = read_rows(
+        ",".join(CELLS)
+        + "".join(
+            "\n" + ",".join(f'"{value}"' for value in {**CELLS, "row_id": name, **more}.values())
+            for name, more in (("a", {}), ("b", {"source": "others"}), ("c", {"model": "Qwen3-Next-80B"}))
+        ),
+        "t",
+    )
+    found = summary(outcomes_of(rows, "t", predictor()))
+    settings, sources = found["by_setting"], found["by_source"]
+    assert isinstance(settings, dict) and isinstance(sources, dict)
+    assert settings["Qwen3-30B-A3B h100 bf16"]["predicted"] == 2
+    assert settings["Qwen3-Next-80B h100 bf16"]["predicted"] == 0
+    assert sorted(sources) == ["others", "somebody"] and sources["somebody"]["rows"] == 2
+
+
+def test_every_published_run_is_read() -> None:
+    """Either as a plan, or with a reason that somebody can check."""
+    if not TABLE.is_file():
+        pytest.skip(f"{TABLE.name} is not on this machine")
+    rows = read_rows(TABLE.read_text(), TABLE.name)
+    assert all((row.plan is None) != (row.skipped is None) for row in rows)
+    assert len(rows) == 301 and sum(row.plan is not None for row in rows) >= 221
