@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from mist_megatron.ask.plan_words import lines_repr
+from mist_megatron.ask.plan_words import GIB, host_words, lines_repr
 from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.ask.words import with_words
-from mist_megatron.errors import EmitError
+from mist_megatron.errors import EmitError, MistError
 from mist_megatron.formats.files import read_text, write_artifacts
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema, schema_from_text
 from mist_megatron.frameworks.folder import artifacts
@@ -40,16 +40,24 @@ class Emitted:
     """Path in the folder -> text."""
     out: Path | None = None
     """Where they were written."""
+    warnings: tuple[str, ...] = ()
+    """What the files will run into: memory that the plan has not got."""
 
     def to_dict(self) -> dict[str, Any]:
         """What `emit --json` prints."""
         out = None if self.out is None else str(self.out)
-        return {"target": self.plan.target, "out": out, "files": sorted(self.files)}
+        return {
+            "target": self.plan.target,
+            "out": out,
+            "files": sorted(self.files),
+            "warnings": list(self.warnings),
+        }
 
     def __repr__(self) -> str:
         where = "not written" if self.out is None else f"in {self.out}"
         return lines_repr(
-            self, [f"{len(self.files)} files for {self.plan.target}, {where}", *sorted(self.files)]
+            self,
+            [f"{len(self.files)} files for {self.plan.target}, {where}", *self.warnings, *sorted(self.files)],
         )
 
 
@@ -68,7 +76,25 @@ def emit(
     files = framework_files(plan)
     if out is not None:
         write_artifacts(Path(out), files, force=force)
-    return Emitted(plan=plan, files=files, out=None if out is None else Path(out))
+    where = None if out is None else Path(out)
+    return Emitted(plan=plan, files=files, out=where, warnings=memory_warnings(plan))
+
+
+def memory_warnings(plan: Plan) -> tuple[str, ...]:
+    """The fullest stage that has no room on its GPU or its host; none where all have, or none is priced."""
+    from mist_megatron.ask.predict import predict
+
+    try:
+        prediction = predict(plan).prediction
+    except MistError:  # of hardware that has no prices
+        return ()
+    device = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes - stage.limit_bytes)
+    over = device.peak_memory_bytes > device.limit_bytes
+    full = f"{device.peak_memory_bytes / GIB:.1f} GiB of {device.limit_bytes / GIB:.1f} on a GPU"
+    return (
+        *((f"it does NOT fit: {full}; `mist-megatron predict` tells what would help",) if over else ()),
+        *(line for line in host_words(prediction) if "does NOT fit" in line),
+    )
 
 
 def framework_files(plan: Plan) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from mist_megatron.calibrate.error_bars import ErrorBar
+from mist_megatron.cost.memory_parts import part_words, shrunk_by
 from mist_megatron.cost.predict import Prediction, StagePrediction, binding
 from mist_megatron.events.disagreement import disagreement
 from mist_megatron.events.iteration import Simulation
@@ -129,7 +130,7 @@ def plan_words(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def reasons(prediction: Prediction) -> list[str]:
+def reasons(plan: Plan, prediction: Prediction) -> list[str]:
     """What binds the plan, and how far it rests on measurement."""
     what = binding(prediction)
     share = prediction.measured_share
@@ -144,12 +145,25 @@ def reasons(prediction: Prediction) -> list[str]:
     return [
         f"time binds in stage {slowest}: {listed}",
         "step: " + ", ".join(f"{name} {seconds / step.total_s:.0%}" for seconds, name in split),
-        f"memory is fullest in stage {what['fullest_stage']}: {what['memory_used_fraction']:.0%} of its "
-        f"limit, most of it {str(what['largest_memory_term']).replace('_', ' ')}",
+        *fullest_words(plan, prediction),
         *host_words(prediction),
         f"prices: {share['exact']:.0%} measured at the exact shape, "
         f"{share['interpolated']:.0%} interpolated, "
         f"{share['extrapolated']:.0%} extrapolated",
+    ]
+
+
+def fullest_words(plan: Plan, prediction: Prediction) -> list[str]:
+    """Which stage has least room, what most of it is, and what would make that smaller."""
+    what = binding(prediction)
+    position, part, moment = what["fullest_stage"], what["largest_memory_term"], what["peak_moment"]
+    held = prediction.stages[position].memory_terms_bytes[part] / GIB
+    switches = ", ".join(shrunk_by(part, moment, plan, position))
+    less = [f"  less of that: {switches}"] if switches else []
+    return [
+        f"memory is fullest in stage {position}: {what['memory_used_fraction']:.0%} of its limit, "
+        f"most of it {part_words(part, moment)} ({held:.1f} GiB)",
+        *less,
     ]
 
 

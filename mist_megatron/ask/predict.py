@@ -73,7 +73,7 @@ class Predicted:
             f"{title_words(self.plan)}: {shape_words(self.plan)}",
             f"{speed_words(self.prediction, self.error_bar)}{'' if self.fits else '; does NOT fit'}",
             *stage_lines(self.plan, self.prediction),
-            *reasons(self.prediction),
+            *reasons(self.plan, self.prediction),
             f"of {self.prices}",
             *(f"cannot run: {rule}" for rule in self.violations),
         ]

@@ -13,6 +13,7 @@ from mist_megatron.ask.plan_words import (
     recompute_words,
     shape_words,
 )
+from mist_megatron.cost.memory_parts import part_words
 from mist_megatron.frameworks.folder import framework_of
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.table import TARGETS
@@ -64,7 +65,7 @@ def why_page(plan: Plan) -> str:
     """What binds, what it beats, and how sure the choice is: one line each."""
     about, what = _provenance(plan), _prediction(plan)["binding"]
     time_term = str(what["largest_time_term"]).replace("_", " ")
-    memory_term = str(what["largest_memory_term"]).replace("_", " ")
+    memory_term = part_words(what["largest_memory_term"], what["peak_moment"])
     share = _prediction(plan)["measured_share"]
     lines = [
         f"- **Binds:** time by stage {what['slowest_stage']}, most of it {time_term}; memory by stage "

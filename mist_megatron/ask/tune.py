@@ -207,7 +207,7 @@ class Tuned:
             f"{title_words(self.plan)}: {shape_words(self.plan)}",
             speed_words(self.prediction, self.error_bar),
             *stage_lines(self.plan, self.prediction),
-            *reasons(self.prediction),
+            *reasons(self.plan, self.prediction),
             proof_words(self),
         ]
         return lines_repr(self, lines)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from mist_megatron.cli.output import OutputOptions
 from mist_megatron.spec.check import either
@@ -31,4 +32,6 @@ def emit(
     emitted = emit_plan(plan, target=target, out=out, force=force)
     output.finish(emitted.to_dict())
     what = f"{len(emitted.files)} files for {emitted.plan.target}"
+    for warning in emitted.warnings:
+        output.people.print(f"[yellow]{escape(warning)}[/yellow]", soft_wrap=True)
     output.people.print(f"wrote {what} to {out}: fill in env.sh, then ./train.sh")

@@ -82,7 +82,7 @@ def _show_latency(people: Console, told: Latencies, asked: str) -> None:
 
 def show_prediction(people: Console, predicted: Predicted) -> None:
     """The tables for people: the whole step, the stages, and their terms."""
-    from mist_megatron.ask.plan_words import flops_words, host_words
+    from mist_megatron.ask.plan_words import flops_words, fullest_words, host_words
     from mist_megatron.cost.predict import binding
 
     plan, prediction, origin = predicted.plan, predicted.prediction, predicted.prices
@@ -114,12 +114,9 @@ def show_prediction(people: Console, predicted: Predicted) -> None:
         people.print(f"beyond t and d, in the iteration alone (ms, by stage): {each}", soft_wrap=True)
     what = binding(prediction)
     people.print()
-    people.print(
-        f"slowest stage {what['slowest_stage']}, most of it {_words(what['largest_time_term'])}; "
-        f"fullest stage {what['fullest_stage']} at {what['memory_used_fraction']:.0%} of its limit, "
-        f"most of it {_words(what['largest_memory_term'])}",
-        soft_wrap=True,
-    )
+    people.print(f"slowest stage {what['slowest_stage']}, most of it {_words(what['largest_time_term'])}")
+    for line in fullest_words(plan, prediction):
+        people.print(line)
     share = prediction.measured_share
     people.print(
         f"prices: {origin}; {share['exact']:.0%} of layer time measured at its exact shape, "

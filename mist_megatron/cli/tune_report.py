@@ -31,7 +31,7 @@ def show_result(people: Console, tuned: Tuned, defaults: list[str], out: Path | 
         column.no_wrap = True
     people.print(stages)
     people.print()
-    for line in reasons(prediction):
+    for line in reasons(plan, prediction):
         people.print(line)
     others = told_apart(tuned.plans)[1:]
     for words, cost in zip(others, tuned.predictions[1:], strict=True):

@@ -130,6 +130,12 @@ class StageEvaluator:
         peak = sizes["held"] + self._beyond(sizes)
         return {**terms, "transient": peak - sizes["held"] - terms["activations"]}
 
+    def peak_moment(self, grid: StageGrid) -> str:
+        """When one configuration holds most."""
+        sizes = self._memory(grid)
+        moments = {name[7:]: size.item() for name, size in sizes.items() if name.startswith("beyond.")}
+        return max(moments, key=lambda name: moments[name])
+
     def peak_bytes(self, grid: StageGrid) -> Array:
         """Largest number of live bytes on a GPU of the stage."""
         sizes = self._memory(grid)

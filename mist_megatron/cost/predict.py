@@ -49,6 +49,8 @@ class StagePrediction:
     stable_terms_s: Mapping[Term, float]
     delta_terms_s: Mapping[Term, float]
     memory_terms_bytes: Mapping[str, float]
+    peak_moment: str
+    """When it holds most: forward, backward, loss, step, ..."""
     beyond_s: tuple[float, float] = (0.0, 0.0)
     """What the iteration counts of this stage beyond t and d, which are what a search adds up: layers of a
     stage that recomputes none, and borders to neighbours that differ."""
@@ -301,6 +303,7 @@ def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredicti
         stable_terms_s=stable_terms_s,
         delta_terms_s=delta_terms_s,
         memory_terms_bytes={name: v.item() for name, v in evaluator.memory_terms(grid).items()},
+        peak_moment=evaluator.peak_moment(grid),
         beyond_s=(fine.stable_s.item(), fine.delta_s.item()),
         forward_traffic_s=fine.forward_s.item(),
         late=Late(
@@ -387,6 +390,7 @@ def binding(prediction: Prediction) -> dict[str, Any]:
         "fullest_stage": fullest,
         "memory_used_fraction": stage.peak_memory_bytes / stage.limit_bytes,
         "largest_memory_term": max(memory_terms, key=lambda name: memory_terms[name]),
+        "peak_moment": stage.peak_moment,
     }
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.memory_parts import part_words
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
 from mist_megatron.search.choices import AXES, Choices, slot_at, stage_grid
@@ -89,7 +90,7 @@ def _closest(asked: Asked) -> _Miss | None:
 
     shape = min(found, key=lambda shape: fullest(shape)[0])
     _, position, count = fullest(shape)
-    peak, words, terms = _least_configuration(evaluator, space, shape, position, count)
+    peak, words, terms, moment = _least_configuration(evaluator, space, shape, position, count)
     if peak <= evaluator.limit_bytes:
         limit = evaluator.host_limit_bytes
         told = "not known" if math.isinf(limit) else f"{limit / GIB:.1f} GiB per GPU"
@@ -100,16 +101,8 @@ def _closest(asked: Asked) -> _Miss | None:
         f"closest: {shape} {words} -> {peak / GIB:.1f} GiB per GPU, "
         f"limit {evaluator.limit_bytes / GIB:.1f} GiB"
     )
-    largest = f"largest part: {PART_WORDS.get(name, name)} {terms[name] / GIB:.1f} GiB"
+    largest = f"largest part: {part_words(name, moment)} {terms[name] / GIB:.1f} GiB"
     return _Miss(asked, peak, (closest, largest))
-
-
-PART_WORDS = {
-    "optimizer": "optimizer states",
-    "grads": "gradients",
-    "transient": "working memory of one layer",
-    "framework": "framework and communicators",
-}
 
 
 def _even(layers: int, stages: int) -> list[int]:
@@ -120,9 +113,9 @@ def _even(layers: int, stages: int) -> list[int]:
 
 def _least_configuration(
     evaluator: StageEvaluator, space: Space, shape: EqualPipeline, position: int, layers: int
-) -> tuple[float, str, dict[str, float]]:
-    """Peak of the configuration of a stage that holds least, in words, and its parts."""
-    best: tuple[float, str, dict[str, float]] = (np.inf, "", {})
+) -> tuple[float, str, dict[str, float], str]:
+    """Peak of the configuration of a stage that holds least, in words, its parts, and the moment."""
+    best: tuple[float, str, dict[str, float], str] = (np.inf, "", {}, "")
     choices = Choices(space=space, shape=shape, step=1.0)
     for recompute in space.recompute:
         axes = choices.axes(ends_of(choices.counts(layers, recompute=recompute)))
@@ -137,7 +130,13 @@ def _least_configuration(
                 name: float(np.broadcast_to(value, size)[place])
                 for name, value in evaluator.memory_terms(grid).items()
             }
-            best = (float(peak[place]), _words(picked, layers, recompute=recompute), terms)
+            moments = {
+                name: float(np.broadcast_to(value, size)[place])
+                for name, value in evaluator.memory_moments(grid).items()
+                if name.startswith("beyond.")
+            }
+            moment = max(moments, key=lambda name: moments[name]).removeprefix("beyond.")
+            best = (float(peak[place]), _words(picked, layers, recompute=recompute), terms, moment)
     return best
 
 

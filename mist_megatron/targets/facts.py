@@ -11,7 +11,7 @@ from typing import Literal
 
 from mist_megatron.spec.kinds import PerKind, Range, alike
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution, TargetName, Zero
+from mist_megatron.spec.plan import Execution, Plan, TargetName, Zero
 from mist_megatron.spec.recompute import WHOLE, Recompute
 from mist_megatron.spec.schedule import ScheduleName
 from mist_megatron.spec.training import Precision, TrainingSpec
@@ -48,6 +48,8 @@ NO_SWITCH: PerKind[str | None] = alike(None)
 HostGradients = Callable[[GradientCase], GradientRange]
 Bridge = Callable[[ModelSpec, TrainingSpec, Execution], tuple[str, ...]]
 """What of a job rules out stages of different grids."""
+PlanRules = Callable[[Plan], tuple[str, ...]]
+"""What a framework's own checks refuse of a whole plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ class Capability:
     """Each stage its own dp, tp and micro-batch."""
     bridge: Bridge | None = None
     """Stages of different grids pass activations over megatron-core's bridge, within its limits."""
+    further: PlanRules | None = None
+    """What its own checks refuse beyond all this."""
     offload: PerKind[Range]
     offload_needs_zero: int = 0
     """Least ZeRO level with which optimizer states can be offloaded."""

@@ -29,6 +29,7 @@ from mist_megatron.targets.facts import (
     TrafficFacts,
     Zero3Facts,
 )
+from mist_megatron.targets.megatron_rules import plan_rules
 
 
 def bridge_refusals(model: ModelSpec, training: TrainingSpec, execution: Execution) -> tuple[str, ...]:
@@ -79,6 +80,7 @@ CAPABILITY = Capability(
         "quantization",
         "optimizer_bytes",
     ),
+    further=plan_rules,
 )
 
 PATCHED_CAPABILITY = replace(

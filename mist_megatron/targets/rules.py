@@ -25,6 +25,7 @@ def violations(plan: Plan) -> tuple[str, ...]:
     """Every rule of its target that a plan breaks, in words that name stage, key and reason."""
     able = TARGETS[plan.target].can(plan.training.precision, plan.execution)
     found = [*_pipeline_rules(plan, able), *_uniformity_rules(plan, able), *_bridge_rules(plan, able)]
+    found += [] if able.further is None else able.further(plan)
     for index, stage in enumerate(plan.stages):
         found += _stage_rules(f"stages[{index}]", stage, plan, able)
         if recomputed_per_chunk(plan.chunk_layers[index], stage.ckpt) is None:
