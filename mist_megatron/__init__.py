@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from mist_megatron.ask.recipes import recipe as recipe
     from mist_megatron.ask.replay import Replayed as Replayed
     from mist_megatron.ask.replay import replay as replay
+    from mist_megatron.ask.report import Reported as Reported
+    from mist_megatron.ask.report import report as report
     from mist_megatron.ask.simulate import Simulated as Simulated
     from mist_megatron.ask.simulate import simulate as simulate
     from mist_megatron.ask.tune import Tuned as Tuned
@@ -66,6 +68,7 @@ _HOME = {
     "ask.simulate": "simulate Simulated",
     "ask.replay": "replay Replayed",
     "ask.explain": "explain Explained",
+    "ask.report": "report Reported",
     "ask.lint": "lint Linted",
     "ask.convert": "convert Converted",
     "ask.emit": "emit Emitted",

@@ -34,9 +34,10 @@ MAY_IMPORT = {
     "frameworks": {"spec", "formats", "targets"},
     "search": {"spec", "targets", "price", "cost"},
     "events": {"spec", "targets", "price", "cost"},
+    "pages": {"spec", "cost", "events"},
     "ask": {
         *("spec", "formats", "targets", "price", "cost", "calibrate", "frameworks", "search", "events"),
-        *("traces", "recorded"),
+        *("traces", "recorded", "pages"),
     },
     "cli": {
         *("spec", "formats", "targets", "price", "cost", "calibrate", "frameworks", "search", "events"),

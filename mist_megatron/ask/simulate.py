@@ -140,10 +140,10 @@ def simulate(
     scales = parse_scales(texts(words.get("scale")))
     plan = load_plan(plan)
     changed = rescheduled(plan, schedule, words.get("vpp"))
-    evaluator, prices = _scaled_evaluator(changed, scales)
+    evaluator, prices = scaled_evaluator(changed, scales)
     played, before = play(changed, evaluator, schedule, progress), None
     if scales.any or schedule is not None:
-        before = play(plan, _scaled_evaluator(plan, AS_PRICED)[0], None, progress)
+        before = play(plan, scaled_evaluator(plan, AS_PRICED)[0], None, progress)
     answer = Simulated(
         simulation=played,
         before=before,
@@ -184,7 +184,7 @@ def rescheduled(plan: Plan, schedule: str | None, vpp: int | None) -> Plan:
     return changed
 
 
-def _scaled_evaluator(plan: Plan, scales: Scales) -> tuple[StageEvaluator, str]:
+def scaled_evaluator(plan: Plan, scales: Scales) -> tuple[StageEvaluator, str]:
     """The evaluator of a plan's job at scaled prices, and where those come from."""
     job = job_of(plan)
     prices, origin = prices_for(job)

@@ -99,14 +99,18 @@ class Tuned:
     """Prices of each plan's way of execution."""
     seconds: float
     """What the search took."""
-    step: float = SETTINGS.step
-    """Grid of the offload fractions."""
+    settings: Settings = SETTINGS
+    """How it was searched."""
+    asked: Space = FULL
+    """The space that was asked for."""
     defaults: Mapping[str, str] = field(default_factory=dict)
     """Options that were not given -> what was taken for them."""
     verification: Verification | None = None
     """What the events say of the plans, where that was asked for."""
     files: tuple[str, ...] = ()
-    """Names of what was written."""
+    """Names of what was written ..."""
+    out: Path | None = None
+    """... and the folder."""
 
     @property
     def plan(self) -> Plan:
@@ -156,6 +160,15 @@ class Tuned:
     def _by_hand(self) -> Mapping[str, float]:
         return best_by_hand(self.job, self.result)
 
+    def first(self, count: int) -> Tuned:
+        """Only so many plans, the fastest."""
+        return replace(
+            self,
+            plans=self.plans[:count],
+            predictions=self.predictions[:count],
+            evaluators=self.evaluators[:count],
+        )
+
     def verified(self, watch: Watch | None = None) -> Tuned:
         """The same plans in the order of the events, which play each of them."""
 
@@ -182,7 +195,7 @@ class Tuned:
         if TARGETS[self.plan.target].framework is not None:
             texts = {**framework_files(self.plan), **texts}
         write_artifacts(Path(out), texts, force=force)
-        return replace(self, files=tuple(sorted(texts)))
+        return replace(self, files=tuple(sorted(texts)), out=Path(out))
 
     def to_dict(self) -> dict[str, Any]:
         """What `tune --json` prints; its `gain` takes the searches of `baselines`."""
@@ -278,7 +291,8 @@ def _told(
         result=result,
         evaluators=evaluators,
         seconds=seconds,
-        step=settings.step,
+        settings=settings,
+        asked=space,
     )
 
 
@@ -317,7 +331,7 @@ def left_out_words(tuned: Tuned) -> str:
     """What the proof is not about."""
     space, found = tuned.space, ["to a millionth"]
     if "any" in dict(space.offload.items()).values():
-        found.append(f"offload in steps of {tuned.step:g}")
+        found.append(f"offload in steps of {tuned.settings.step:g}")
     if space.near_even:
         found.append("stages that are alike split layers near evenly")
     if space.context_parallel:

@@ -24,6 +24,8 @@ from mist_megatron.search.space import Space, parse_limits, space_named
 from mist_megatron.spec.job import Job
 
 SOLVERS: Mapping[str, Solver] = {"exact": "exact", "milp": "milp"}
+PLANS_OF_A_PAGE = 12
+"""Plans of which a page shows time against memory."""
 AT_ONCE = 8
 """Shapes that an executor of unknown size is given together."""
 
@@ -55,6 +57,8 @@ class TuneWords(JobWords, total=False):
     """Replace files in a folder that is not empty."""
     verify: str | None
     """simulate: rank the best plans anew, by events."""
+    report: str | Path | None
+    """Write a page about the answer here: one HTML file."""
 
 
 AS_USUAL: TuneWords = {
@@ -87,6 +91,9 @@ def tune(
     if verify is not None and verify not in VERIFIERS:
         raise InputError(f"--verify: unknown way {verify!r}; known: {', '.join(VERIFIERS)}")
     watch = watch or SILENT
+    report, top = words.get("report"), settings.top
+    if report is not None:
+        settings = replace(settings, top=max(top, PLANS_OF_A_PAGE))
     try:
         with worker_pool(workers) if executor is None else nullcontext(executor) as pool:
             at_once = AT_ONCE if executor else workers
@@ -103,10 +110,17 @@ def tune(
         raise NoFeasiblePlan(
             f"no plan found within {limit}", details=("try: a longer --time-limit",)
         ) from None
-    tuned = replace(tuned, defaults=asked.defaults)
+    searched = replace(tuned, defaults=asked.defaults)
+    tuned = searched.first(top)
     if verify is not None:
         tuned = tuned.verified(watch)
-    return tuned if out is None else tuned.written(out, force=words["force"])
+    if out is not None:
+        tuned = tuned.written(out, force=words["force"])
+    if report is not None:
+        from mist_megatron.ask.report import report_search
+
+        report_search(tuned, searched, Path(report), within(watch, limit_s))
+    return tuned
 
 
 def _settings(words: TuneWords) -> Settings:

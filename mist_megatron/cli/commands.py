@@ -52,6 +52,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("place", "place:place", "Which node goes where, by measured links between nodes.", SEARCH),
     CommandEntry("simulate", "simulate:simulate", "One iteration of a plan, played event by event.", COSTS),
     CommandEntry("replay", "replay:replay", "Recorded steps: where time goes, and what if.", COSTS),
+    CommandEntry("report", "report:report", "Plans as a page: cluster, memory, time, timeline.", COSTS),
     CommandEntry("explain", "explain:explain", "The expressions behind a prediction, in symbols.", COSTS),
     CommandEntry("validate", "validate:validate", "Predictions against measured runs in CSV files.", COSTS),
     CommandEntry("calibrate", "calibrate:CALIBRATE", "Makes, shows and lists hardware profiles.", COSTS),

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from rich.markup import escape
 
 from mist_megatron.cli.expand import OptionGroup
 from mist_megatron.cli.options import JobOptions, assumed
 from mist_megatron.cli.output import OutputOptions
+from mist_megatron.cli.output_file import check_output_file
 from mist_megatron.cli.progress import search_watch
 from mist_megatron.errors import INTERRUPTED
 
@@ -59,6 +61,14 @@ class SearchOptions(OptionGroup):
         str | None,
         typer.Option(help="simulate: rank the best plans anew, by events.", rich_help_panel=PANEL),
     ] = None
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            readable=False,
+            help="Write a page about the answer here: one HTML file, such as report.html.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
 
     def words(self, job: JobOptions) -> TuneWords:
         """The same, and those of a job, as the arguments of Python."""
@@ -70,12 +80,16 @@ def tune(job: JobOptions, *, search: SearchOptions, output: OutputOptions) -> No
     from mist_megatron.ask.tune_words import tune as tune_job
     from mist_megatron.cli.tune_report import show_result, show_verified
 
+    if search.report is not None:
+        check_output_file("--report", search.report, read=(), example="report.html")
     with search_watch() as watch:
         tuned = tune_job(watch=watch, **search.words(job))
     output.finish(tuned.to_dict())
     if not output.json:
-        show_result(output.people, tuned, assumed(tuned.defaults), search.out)
+        show_result(output.people, tuned, assumed(tuned.defaults))
         if tuned.verification is not None:
             show_verified(output.people, tuned.verification)
+    if search.report is not None:
+        output.people.print(f"wrote {escape(str(search.report))}, for a browser", soft_wrap=True)
     if tuned.interrupted:
         raise typer.Exit(INTERRUPTED)  # with what it had

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,8 +14,9 @@ if TYPE_CHECKING:
     from mist_megatron.ask.verify import Verification
 
 
-def show_result(people: Console, tuned: Tuned, defaults: list[str], out: Path | None) -> None:
+def show_result(people: Console, tuned: Tuned, defaults: list[str]) -> None:
     """The plan as a table, what binds it, the next best, the proof, and the next command."""
+    from mist_megatron.ask.next_steps import next_steps
     from mist_megatron.ask.plan_words import STAGE_COLUMNS, reasons, stage_rows, told_apart
     from mist_megatron.ask.tune import proof_words
 
@@ -46,19 +45,11 @@ def show_result(people: Console, tuned: Tuned, defaults: list[str], out: Path | 
     if by_hand:
         people.print(f"gain: {', '.join(by_hand)}, each at its best")
     people.print(proof_words(tuned))
-    if out is not None:
+    if tuned.out is not None:
         files = tuned.files
-        people.print(f"wrote {len(files)} file{'s' * (len(files) != 1)} to {out}: {', '.join(files)}")
-        people.print(next_command(out, files), soft_wrap=True)
-    else:
-        people.print("next: the same command with --out DIR writes the plan and its files", soft_wrap=True)
-
-
-def next_command(out: Path, files: Sequence[str]) -> str:
-    """What to type next: start the training where there is something to start."""
-    if "train.sh" in files:
-        return f"next: fill in {out}/env.sh, then {out}/train.sh, or sbatch {out}/slurm.sbatch"
-    return f"next: mist-megatron predict {out}/plan.yaml"
+        people.print(f"wrote {len(files)} file{'s' * (len(files) != 1)} to {tuned.out}: {', '.join(files)}")
+    for number, step in enumerate(next_steps(tuned)):
+        people.print(f"{'next:' if not number else '     '} {escape(step)}")
 
 
 def headline(tuned: Tuned) -> str:

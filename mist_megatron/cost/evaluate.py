@@ -142,14 +142,21 @@ class StageEvaluator:
         return sizes["held"] + self._beyond(sizes)
 
     def host_bytes(self, grid: StageGrid) -> Array:
-        """What a GPU of the stage keeps in host memory. Bytes of a kind on the GPU fall linearly with the
-        fraction that is on the host, so the two ends tell how many there are."""
+        """What a GPU of the stage keeps in host memory."""
+        total: Array = ZERO
+        for each in self.host_terms(grid).values():
+            total = total + each
+        return total
+
+    def host_terms(self, grid: StageGrid) -> dict[str, Array]:
+        """The same by kind of what is kept there. Bytes of a kind on the GPU fall linearly with the fraction
+        that is on the host, so the two ends tell how many there are."""
         if not any(np.any(fraction) for fraction in grid.offload.values()):
-            return ZERO
+            return {}
         facts, none = self._memory_facts, np.zeros(())
         nothing = replace(grid, offload=alike(none))
         stay, gone = self._memory(nothing), self._memory(replace(grid, offload=alike(none + 1.0)))
-        total: Array = none
+        found: dict[str, Array] = {}
         for kind, fraction in grid.offload.items():
             if not np.any(fraction):
                 continue
@@ -159,8 +166,8 @@ class StageEvaluator:
                 each = facts.host_activations * (each + self._widest_saved(grid))
             elif kind == "optimizer":
                 each = each * (1.0 + facts.step.host_gradient / facts.optimizer_bytes)
-            total = total + fraction * each
-        return total
+            found[kind] = fraction * each
+        return found
 
     def _widest_saved(self, grid: StageGrid) -> Array:
         """What a layer keeps, of the kind in the stage that keeps most."""
