@@ -9,7 +9,7 @@ from mist_megatron.spec.plan import Execution
 def expert_values(model: ModelSpec, execution: Execution) -> dict[str, float]:
     """Those that a model has (`cost/symbols.py`), by their names."""
     values: dict[str, float] = {}
-    experts = next((kind.experts for kind in model.kinds if kind.experts is not None), None)
+    experts = model.routed
     latent = next((kind.latent_attention for kind in model.kinds if kind.latent_attention is not None), None)
     if experts is not None:
         values |= {

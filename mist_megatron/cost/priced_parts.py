@@ -19,12 +19,3 @@ def require_priced(model: ModelSpec) -> None:
         if len(found) > 1:
             words = part.replace("_", " ")
             raise InputError(f"model {model.name}: layers whose {words} differ cannot be priced yet")
-
-
-def require_searched(model: ModelSpec) -> None:
-    """Refuse a search that would leave out what decides: over which ranks experts are spread."""
-    if any(kind.experts is not None for kind in model.kinds):
-        raise InputError(
-            f"model {model.name}: expert parallelism is not searched yet; wanted a plan with "
-            "execution.expert_parallel for predict or simulate"
-        )

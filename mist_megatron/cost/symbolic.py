@@ -33,7 +33,7 @@ def layer_options(job: Job) -> LayerOptions:
         # Off by default in Megatron (--cross-entropy-loss-fusion) and in plain torch models.
         fused_cross_entropy=facts.fused_cross_entropy if fused is None else fused,
         eight_bit=job.training.precision == "fp8",
-        dispatcher=job.execution.expert_dispatcher or "alltoall",
+        dispatcher=job.execution.dispatcher,
         modules=job.execution.modules,
     )
 

@@ -286,6 +286,11 @@ def least_passes(gpus: int, grad_accum: int, lengths: tuple[int, ...]) -> float:
     return float(np.where(following < stages, ratio, np.inf).min())
 
 
+def _column(meshes: Sequence[EqualPipeline], size: str) -> Array:
+    """A size of all meshes, along the first of four axes."""
+    return np.array([getattr(mesh, size) for mesh in meshes], dtype=np.float64).reshape(-1, 1, 1, 1)
+
+
 def least_times(
     question: SearchProblem,
     meshes: Sequence[EqualPipeline],
@@ -298,9 +303,6 @@ def least_times(
     levels = sorted({level for mesh in meshes for level in mesh.zero})
     layers = np.array(counts or range(1, evaluator.job.model.layers + 1), dtype=np.float64)
 
-    def column(values: Sequence[float]) -> Array:
-        return np.array(values, dtype=np.float64).reshape(-1, 1, 1, 1)
-
     zero = np.zeros((1, 1, 1, 1))
     shares = fractions(question.space.offload.optimizer, question.step)
     grid = StageGrid(
@@ -312,11 +314,13 @@ def least_times(
         layers=layers.reshape(1, -1, 1, 1),
         ckpt=zero,
         in_flight=zero + 1.0,
-        micro_batch=column([mesh.micro_batch for mesh in meshes]),
-        dp=column([mesh.dp for mesh in meshes]),
-        tp=column([mesh.tp for mesh in meshes]),
+        micro_batch=_column(meshes, "micro_batch"),
+        dp=_column(meshes, "dp"),
+        tp=_column(meshes, "tp"),
         zero=np.array(levels, dtype=np.float64).reshape(1, 1, -1, 1),
-        grad_accum=column([mesh.grad_accum for mesh in meshes]),
+        grad_accum=_column(meshes, "grad_accum"),
+        ep=_column(meshes, "ep"),
+        etp=_column(meshes, "etp"),
         # The optimizer's share may make d smaller.
         offload=replace(alike(zero), optimizer=shares.reshape(1, 1, 1, -1)),
         stages=first.stages,

@@ -89,6 +89,8 @@ def stage_grid(
         zero=values["zero"],
         grad_accum=one(shape.grad_accum),
         offload=per_kind(values.__getitem__),
+        ep=np.asarray(float(shape.ep)),
+        etp=np.asarray(float(shape.etp)),
         stages=shape.stages,
         vpp=shape.vpp,
         bridged=shape.bridged,

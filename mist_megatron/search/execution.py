@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mist_megatron.errors import InputError
+from mist_megatron.search.experts import dispatchers
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.kinds import Dispatcher
 from mist_megatron.targets.facts import ExecutionVariant
 from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
@@ -32,10 +34,14 @@ class ExecutionChoice:
     """Only shapes whose stages all gather updated weights beside their first forward pass."""
     coprime: bool = False
     """Only shapes whose micro-batch has no divisor in common with the ranks that split sequences."""
+    sends: bool = False
+    """Only shapes whose tokens go to other ranks: where they stay, all dispatchers do the same."""
 
     def keeps(self, shape: EqualPipeline) -> bool:
         """Whether a shape is searched in this way."""
         if self.coprime and math.gcd(shape.micro_batch, shape.cp) > 1:
+            return False
+        if self.sends and shape.ep * shape.etp == 1:
             return False
         if not self.gathers_beside:
             return True
@@ -44,7 +50,7 @@ class ExecutionChoice:
     @property
     def mixes(self) -> bool:
         """Whether stages of different meshes are searched in this way."""
-        return not self.gathers_beside
+        return not self.gathers_beside and self.job.model.routed is None
 
 
 def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
@@ -53,16 +59,19 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
         grad_bytes = limits.fixed["grad_bytes"]
         job = replace(job, execution=replace(job.execution, grad_bytes=grad_bytes))
     alone = replace(limits, fixed={**limits.fixed, "pp": 1})
+    kinds = dispatchers(job, space, limits)
     choices = [
         ExecutionChoice(
-            job if variant.execution == job.execution and cp == 1 else _switched(job, variant, cp),
+            _switched(job, variant, cp, dispatcher),
             alone if variant.one_stage else limits,
             gathers_beside=variant.gathers_beside,
+            sends=dispatcher not in (None, kinds[0]),
             coprime=cp > 1 and limits.allows("cp", 1) and job.execution.context_parallel == 1,
         )
         for variant in TARGETS[job.target].executions(job.execution)
         if _is_open(variant, job, space, limits)
         for cp in context_sizes(job, space, limits)
+        for dispatcher in kinds
     ]
     if not choices:
         raise InputError(_none_open(job, space, limits))
@@ -80,8 +89,9 @@ def _none_open(job: Job, space: Space, limits: Limits) -> str:
     return f"--fix {said}: {where} has no such way to train {job.model.name} on {job.cluster.gpu.name}"
 
 
-def _switched(job: Job, variant: ExecutionVariant, cp: int) -> Job:
-    return replace(job, execution=replace(variant.execution, context_parallel=cp))
+def _switched(job: Job, variant: ExecutionVariant, cp: int, dispatcher: Dispatcher | None) -> Job:
+    execution = replace(variant.execution, context_parallel=cp, expert_dispatcher=dispatcher)
+    return job if execution == job.execution else replace(job, execution=execution)
 
 
 def context_sizes(job: Job, space: Space, limits: Limits) -> list[int]:

@@ -10,8 +10,9 @@ import numpy as np
 from mist_megatron.search.assign import Size
 from mist_megatron.search.borders import ROLES
 from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.experts import divisors
 from mist_megatron.search.least_memory import StageSizes, least_memory, sizes_of
-from mist_megatron.search.pipelines import EqualPipeline, divisors, stage_levels, tensor_sizes
+from mist_megatron.search.pipelines import EqualPipeline, stage_levels, tensor_sizes
 from mist_megatron.search.points import Array, Flags
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.job import Job

@@ -73,7 +73,7 @@ _Sizes = tuple[int, ...]
 def _sizes(shape: EqualPipeline) -> _Sizes:
     """All but the levels of ZeRO."""
     pipeline = (shape.grad_accum, shape.stages, shape.nodes, shape.gpus_per_node, shape.vpp)
-    split = (shape.dp, shape.tp, shape.cp, shape.micro_batch)
+    split = (shape.dp, shape.tp, shape.cp, shape.ep, shape.etp, shape.micro_batch)
     return (*pipeline, *split, shape.sequence_parallel, shape.bridged)
 
 
@@ -160,6 +160,8 @@ def _reductions_s(evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) ->
         micro_batch=column([mesh.micro_batch for mesh in meshes]),
         dp=column([mesh.dp for mesh in meshes]),
         tp=column([mesh.tp for mesh in meshes]),
+        ep=column([mesh.ep for mesh in meshes]),
+        etp=column([mesh.etp for mesh in meshes]),
         zero=zero,
         grad_accum=zero + 1.0,
         offload=alike(zero),

@@ -35,6 +35,8 @@ class StageSizes(NamedTuple):
     micro_batch: int
     dp: int
     tp: int
+    ep: int
+    etp: int
     held: float
 
 
@@ -72,9 +74,8 @@ def stages_of(shape: EqualPipeline, space: Space, layers: int) -> list[StageSize
 
 def sizes_of(mesh: EqualPipeline, role: StageRole, held: float) -> StageSizes:
     """What a stage on this mesh asks for."""
-    return StageSizes(
-        role, mesh.sequence_parallel, mesh.zero, mesh.micro_batch, mesh.dp, mesh.tp, float(held)
-    )
+    sizes = mesh.micro_batch, mesh.dp, mesh.tp, mesh.ep, mesh.etp
+    return StageSizes(role, mesh.sequence_parallel, mesh.zero, *sizes, float(held))
 
 
 def least_memory(
@@ -144,6 +145,8 @@ def _moments(
             micro_batch=column([sizes.micro_batch for sizes in members]),
             dp=column([sizes.dp for sizes in members]),
             tp=column([sizes.tp for sizes in members]),
+            ep=column([sizes.ep for sizes in members]),
+            etp=column([sizes.etp for sizes in members]),
         )
     )
     # Fractions of activations are kept where nothing is left to offload: that only lowers the bound.

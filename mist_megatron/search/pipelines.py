@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mist_megatron.errors import InputError
+from mist_megatron.search.experts import divisors, expert_sizes
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.splits import chunk_counts, layer_splits
 from mist_megatron.spec.job import Job
@@ -31,6 +33,10 @@ class EqualPipeline:
     """Levels that each stage may choose from; one where all stages must agree."""
     cp: int = 1
     """Ranks that split each sequence."""
+    ep: int = 1
+    """Ranks that share out experts ..."""
+    etp: int = 1
+    """... and that split each of them."""
     bridged: bool = False
     """Stands beside stages on other grids, on a target that bridges them."""
 
@@ -46,7 +52,11 @@ class EqualPipeline:
 
     def __str__(self) -> str:
         parts = [f"pp={self.stages}", f"dp={self.dp}", f"tp={self.tp}", f"mbs={self.micro_batch}"]
-        parts[3:3] = [f"cp={self.cp}"] * (self.cp > 1)
+        parts[3:3] = [
+            *[f"cp={self.cp}"] * (self.cp > 1),
+            *[f"ep={self.ep}"] * (self.ep > 1),
+            *[f"etp={self.etp}"] * (self.etp > 1),
+        ]
         parts += [f"G={self.grad_accum}"] + [f"vpp={self.vpp}"] * (self.vpp > 1)
         return " ".join([*parts, *["sp"] * self.sequence_parallel])
 
@@ -80,11 +90,6 @@ class MixedPipeline:
         parts += [listed("tp", [mesh.tp for mesh in self.meshes])]
         parts += [listed("mbs", [mesh.micro_batch for mesh in self.meshes]), f"G={self.grad_accum}"]
         return " ".join([*parts, *["sp"] * self.sequence_parallel])
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    low = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
-    return tuple(low + [number // k for k in reversed(low) if k * k != number])
 
 
 def shapes(job: Job, space: Space, limits: Limits) -> Iterator[EqualPipeline]:
@@ -134,21 +139,25 @@ def _with_batches(
         if not limits.allows("micro_batch", micro_batch) or not limits.allows("grad_accum", grad_accum):
             continue
         for sequence_parallel in _sequence_parallel(job, space, limits, tp):
-            for vpp in _chunks(job, space, limits, (stages, grad_accum)):
-                for zero in stage_levels(space, dp * cp, stages):
-                    yield EqualPipeline(
-                        grad_accum=grad_accum,
-                        stages=stages,
-                        nodes=nodes,
-                        gpus_per_node=gpus_per_node,
-                        dp=dp,
-                        tp=tp,
-                        micro_batch=micro_batch,
-                        sequence_parallel=sequence_parallel,
-                        vpp=vpp,
-                        zero=zero,
-                        cp=cp,
-                    )
+            sizes = expert_sizes(job, space, limits, (nodes * gpus_per_node, tp, sequence_parallel))
+            chunks = _chunks(job, space, limits, (stages, grad_accum))
+            levels = stage_levels(space, dp * cp, stages)
+            for vpp, zero, (ep, etp) in itertools.product(chunks, levels, sizes):
+                yield EqualPipeline(
+                    grad_accum=grad_accum,
+                    stages=stages,
+                    nodes=nodes,
+                    gpus_per_node=gpus_per_node,
+                    dp=dp,
+                    tp=tp,
+                    micro_batch=micro_batch,
+                    sequence_parallel=sequence_parallel,
+                    vpp=vpp,
+                    zero=zero,
+                    cp=cp,
+                    ep=ep,
+                    etp=etp,
+                )
 
 
 def _sequence_parallel(job: Job, space: Space, limits: Limits, tp: int) -> tuple[bool, ...]:

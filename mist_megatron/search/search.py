@@ -12,11 +12,11 @@ from enum import Enum
 from functools import lru_cache
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.priced_parts import require_searched
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.bounds import EqualBound, SearchProblem, Solver
 from mist_megatron.search.choices import fractions
 from mist_megatron.search.equal import solve_equal
+from mist_megatron.search.experts import cut_to_experts
 from mist_megatron.search.families import MixedFamily, mixed_families
 from mist_megatron.search.infeasible import Asked, no_plan
 from mist_megatron.search.kinds import solve_kinds
@@ -162,7 +162,6 @@ def search_ways(
             "cluster: a search prices all nodes alike, so that its proof would not hold for measured links",
             details=("try: tune without them, then: mist-megatron place PLAN --links links.yaml",),
         )
-    require_searched(job.model)
     watch = watch or Watch()
     ways, questions = _questions(ways, space, settings)
     run = _Run(questions, settings, watch, (executor, at_once) if executor else None)
@@ -204,6 +203,7 @@ def _questions(
         job = way.evaluator.job
         try:
             runnable = cut_to_target(space, job.target, job.training.precision, job.execution)
+            runnable = cut_to_experts(runnable, job)
             if len(job.model.kinds) > 1:
                 # Of stages of one configuration such models have the splits searched too.
                 uneven = space.uneven_layers and TARGETS[job.target].capability.uneven_layers

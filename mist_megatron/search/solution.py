@@ -10,6 +10,7 @@ from mist_megatron.cost.predict import predict
 from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline
 from mist_megatron.search.stage_fronts import StageConfigs, Tally
 from mist_megatron.spec.kinds import KINDS, Offload
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, Zero
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.spec.schedule import usual_schedule
@@ -70,7 +71,19 @@ def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
         schedule=usual_schedule(shape.vpp),
         vpp=shape.vpp,
         sequence_parallel=shape.sequence_parallel,
-        execution=solution.execution,
+        execution=_spread(job.model, shape, solution.execution),
+    )
+
+
+def _spread(model: ModelSpec, shape: EqualPipeline | MixedPipeline, execution: Execution) -> Execution:
+    """With what the shape says of experts; all of it, since the defaults of frameworks differ from ours."""
+    if model.routed is None or not isinstance(shape, EqualPipeline):
+        return execution
+    return replace(
+        execution,
+        expert_parallel=shape.ep,
+        expert_tensor_parallel=shape.etp,
+        expert_dispatcher=execution.dispatcher,
     )
 
 

@@ -9,7 +9,17 @@ from typing import Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
-from mist_megatron.spec.kinds import ANY_FRACTION, KINDS, STATES_WHOLE, STAYS, PerKind, Range, narrower
+from mist_megatron.spec.kinds import (
+    ANY_FRACTION,
+    DISPATCHERS,
+    KINDS,
+    STATES_WHOLE,
+    STAYS,
+    Dispatcher,
+    PerKind,
+    Range,
+    narrower,
+)
 from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.spec.recompute import PARTIAL, RECOMPUTE_KINDS, SEARCHED, WHOLE, Recompute
 from mist_megatron.spec.schedule import INTERLEAVED
@@ -42,6 +52,10 @@ class Space:
     sequence_parallel: bool = False
     interleaved: bool = False
     context_parallel: bool = False
+    expert_parallel: bool = False
+    """Whether experts are spread over ranks, and split."""
+    dispatchers: tuple[Dispatcher, ...] = ("alltoall",)
+    """How tokens may reach their experts."""
     tp_comm_overlap: bool = False
     """Whether tensor-parallel traffic may run beside products, where the job leaves it open."""
     decoupled_step: bool = False
@@ -72,6 +86,7 @@ class Space:
         found += [f"{kind} recompute" for kind in self.recompute if kind in PARTIAL]
         found += ["sequence_parallel"] * self.sequence_parallel
         found += ["interleaving"] * self.interleaved + ["decoupled steps"] * self.decoupled_step
+        found += ["ep", "etp"] * self.expert_parallel + ["dispatcher"] * (len(self.dispatchers) > 1)
         found += ["cp"] * self.context_parallel + ["tp overlap"] * self.tp_comm_overlap
         found += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
         found += [f"offload.{kind}" for kind, allowed in self.offload.items() if allowed != "none"]
@@ -83,6 +98,7 @@ _SPACES = (
     Space(
         name="megatron",
         summary="hand-made Megatron: even split, all layers or none recomputed, distributed optimizer",
+        expert_parallel=True,
     ),
     Space(
         name="megatron-expert",
@@ -92,6 +108,8 @@ _SPACES = (
         interleaved=True,
         near_even=True,
         context_parallel=True,
+        expert_parallel=True,
+        dispatchers=DISPATCHERS,
         tp_comm_overlap=True,
     ),
     Space(
@@ -160,6 +178,8 @@ _SPACES = (
         interleaved=True,
         near_even=True,
         context_parallel=True,
+        expert_parallel=True,
+        dispatchers=DISPATCHERS,
         tp_comm_overlap=True,
         decoupled_step=True,
         zero=(0, 1, 2, 3),
@@ -213,6 +233,7 @@ def cut_to_target(
         recompute=tuple(kind for kind in space.recompute if kind in able.recompute),
         sequence_parallel=space.sequence_parallel and able.sequence_parallel,
         context_parallel=space.context_parallel and able.context_parallel,
+        expert_parallel=space.expert_parallel and able.model_parts,
         interleaved=space.interleaved and INTERLEAVED in able.schedules,
         zero=zero,
         zero_with_pipeline=piped,
@@ -226,11 +247,11 @@ def cut_to_target(
     )
 
 
-LIMIT_KEYS = ("tp", "pp", "dp", "cp", "micro_batch", "grad_accum", "vpp", "zero")
+LIMIT_KEYS = ("tp", "pp", "dp", "cp", "ep", "etp", "micro_batch", "grad_accum", "vpp", "zero")
 ON_OFF_KEYS = ("sequence_parallel", "tp_comm_overlap", "overlap_param_gather")
 """Switches that --fix sets: 1 for on, 0 for off."""
 SHORT = {"sp": "sequence_parallel"}
-FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *SHORT, "grad_bytes", "recompute")
+FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *SHORT, "grad_bytes", "recompute", "dispatcher")
 SWITCH_KEYS = (
     "sequence_parallel",
     INTERLEAVED,
@@ -239,6 +260,7 @@ SWITCH_KEYS = (
     "tp_comm_overlap",
     "overlap_param_gather",
     *(f"recompute.{kind}" for kind in SEARCHED),
+    *(f"dispatcher.{kind}" for kind in DISPATCHERS),
     *(f"offload.{kind}" for kind in KINDS),
 )
 
@@ -251,6 +273,8 @@ class Limits:
     most: Mapping[str, int] = field(default_factory=dict)
     recompute: Recompute | None = None
     """What every stage recomputes: all layers in full, parts of all, or nothing."""
+    dispatcher: Dispatcher | None = None
+    """How tokens reach their experts."""
     forbidden: frozenset[str] = frozenset()
 
     def allows(self, key: str, value: int) -> bool:
@@ -264,6 +288,11 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
     recompute = said.pop("recompute", None)
     if recompute is not None:
         check.known("--fix recompute", "kind", recompute, RECOMPUTE_KINDS)
+    dispatcher = said.pop("dispatcher", None)
+    if dispatcher is not None:
+        check.known("--fix dispatcher", "dispatcher", dispatcher, DISPATCHERS)
+        if f"dispatcher.{dispatcher}" in forbid:
+            raise InputError(f"--fix dispatcher={dispatcher} contradicts --forbid dispatcher.{dispatcher}")
     fixed = {SHORT.get(key, key): _size("--fix", key, text) for key, text in said.items()}
     bounds = {key: _size("--max", key, text) for key, text in _pairs("--max", most, LIMIT_KEYS).items()}
     for name in forbid:
@@ -283,6 +312,7 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
         fixed=fixed,
         most=bounds,
         recompute=next((kind for kind in RECOMPUTE_KINDS if kind == recompute), None),
+        dispatcher=next((kind for kind in DISPATCHERS if kind == dispatcher), None),
         forbidden=frozenset(forbid),
     )
 

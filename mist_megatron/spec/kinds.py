@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 Dispatcher = Literal["alltoall", "allgather", "flex"]
 """How tokens reach their experts, by Megatron's names. `alltoall` sends a token to each of them; `flex`
 (DeepEP, HybridEP) once to each rank and each node that has any; `allgather` all tokens to all."""
+DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 Quantization = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
 """How operands of 8 bits are scaled, by Megatron's names (--fp8-recipe): by the largest element of steps
 before, of the tensor now, of blocks of it, or of 32 elements; of `nvfp4` (--fp4-format) they have 4 bits."""

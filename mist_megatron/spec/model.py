@@ -10,6 +10,7 @@ from typing import Any, Literal
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.constants import ModelConstants
+from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.layer import (
     OWN_KIND,
     WIDEST,
@@ -119,6 +120,11 @@ class ModelSpec(LayerSpec):
         groups = self.layer_groups
         found = {kind.name: kind for group in groups for kind in group.pattern[: group.layers]}
         return tuple(found.values())
+
+    @cached_property
+    def routed(self) -> ExpertSpec | None:
+        """Experts of the layers that have some; no two kinds of layers have different ones here."""
+        return next((kind.experts for kind in self.kinds if kind.experts is not None), None)
 
     @cached_property
     def kind_of_layer(self) -> tuple[int, ...]:

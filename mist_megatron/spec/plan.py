@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.expert_rules import ExpertCase, broken
 from mist_megatron.spec.kinds import Dispatcher, GraphModule, Offload, Quantization
 from mist_megatron.spec.mesh import (
     Group,
@@ -150,6 +151,11 @@ class Execution:
     def etp(self) -> int:
         """Expert-tensor-parallel ranks."""
         return self.expert_tensor_parallel or 1
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """How tokens reach their experts."""
+        return self.expert_dispatcher or "alltoall"
 
     @property
     def modules(self) -> tuple[Module, ...]:
@@ -382,8 +388,7 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
 
 def check_experts(where: str, model: ModelSpec, execution: Execution) -> None:
     """What of a job's switches its model rules out, whatever the stages."""
-    experts = next((kind.experts for kind in model.kinds if kind.experts is not None), None)
-    said = execution
+    said, experts = execution, model.routed
     where = f"{where}: execution"
     for key in ("expert_parallel", "expert_tensor_parallel"):
         value = getattr(said, key)
@@ -401,37 +406,27 @@ def check_experts(where: str, model: ModelSpec, execution: Execution) -> None:
         raise InputError(f"{where}: expert_overlap and shared_expert_overlap exclude each other")
     if experts is None:
         return
-    check.divides(where, ("expert_parallel", said.ep), (f"experts of {model.name}", experts.count))
-    check.divides(
-        where,
-        ("expert_tensor_parallel", said.etp),
-        (f"ffn_hidden of an expert of {model.name}", experts.ffn_hidden),
-    )
-    if said.etp > 1 and said.expert_dispatcher == "flex":
-        raise InputError(
-            f"{where}.expert_tensor_parallel is {said.etp} and dispatcher flex, which splits no expert; "
-            "wanted 1, or expert_dispatcher: alltoall"
-        )
-    if said.etp > 1 and model.linear_bias:
-        raise InputError(
-            f"{where}.expert_tensor_parallel is {said.etp}, but experts of {model.name} have biases, which "
-            "Megatron does not split; wanted 1"
-        )
+    case = ExpertCase(model=model, ep=said.ep, etp=said.etp, dispatcher=said.dispatcher)
+    for rule in broken(case):
+        raise InputError(f"{where}.{rule.words(case)}")
 
 
 def _check_expert_stage(where: str, stage: StagePlan, plan: Plan) -> None:
     """Experts are spread over the ranks of one stage."""
-    ep, etp = plan.execution.ep, plan.execution.etp
-    if stage.gpus % (ep * etp):
-        raise InputError(
-            f"{where}: expert_parallel * expert_tensor_parallel = {ep} * {etp} must divide the {stage.gpus} "
-            "GPUs of the stage"
-        )
-    if any(kind.experts for kind in plan.model.kinds) and stage.tp > 1 and not plan.sequence_parallel:
-        raise InputError(
-            f"{where}: tp is {stage.tp} without sequence_parallel, with which Megatron trains no experts; "
-            "wanted sequence_parallel: true or tp 1"
-        )
+    execution = plan.execution
+    if plan.model.routed is None:
+        return
+    case = ExpertCase(
+        model=plan.model,
+        ep=execution.ep,
+        etp=execution.etp,
+        dispatcher=execution.dispatcher,
+        tp=stage.tp,
+        sequence_parallel=plan.sequence_parallel,
+        stage_gpus=stage.gpus,
+    )
+    for rule in broken(case):
+        raise InputError(f"{where}: {rule.words(case)}")
 
 
 def _check_mesh(where: str, stage: StagePlan, plan: Plan) -> None:

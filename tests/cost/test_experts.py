@@ -10,7 +10,6 @@ import pytest
 
 from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.predict import job_of, predict
-from mist_megatron.cost.priced_parts import require_searched
 from mist_megatron.errors import InputError
 from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_from_text, plan_to_yaml
 from mist_megatron.price.datasheet import datasheet_prices
@@ -169,6 +168,7 @@ def test_a_plan_with_experts_is_read_as_it_was_written():
         ({"expert_tensor_parallel": 2, "expert_dispatcher": "flex"}, "flex"),
         ({"expert_imbalance": 0.5}, "expert_imbalance"),
         ({"expert_parallel": 32}, "must divide the 16"),
+        ({"expert_parallel": 1, "expert_dispatcher": "flex"}, "tokens go nowhere"),
     ],
 )
 def test_switches_of_experts_that_cannot_be_are_refused(changes, words):
@@ -181,10 +181,3 @@ def test_tensor_parallel_experts_need_sequence_parallelism():
     """Megatron's parser only warns, its layer raises."""
     with pytest.raises(InputError, match="without sequence_parallel"):
         replace(plan_of(tp=2), sequence_parallel=False)
-
-
-def test_a_search_without_expert_parallelism_is_refused():
-    """Its proof would be of a space that lacks what decides."""
-    with pytest.raises(InputError, match="expert parallelism is not searched"):
-        require_searched(PRESETS["mixtral-8x7b"])
-    require_searched(PRESETS["qwen3-8b"])

@@ -1,0 +1,79 @@
+"""Over which ranks a search spreads the experts of a model, and how their tokens get there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+from mist_megatron.search.space import Limits, Space
+from mist_megatron.spec.expert_rules import ExpertCase, broken
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.kinds import STAYS, Dispatcher
+
+NOT_SPREAD = ((1, 1),)
+"""Experts, if there are any, on every rank."""
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """All of them, the least first."""
+    low = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
+    return tuple(low + [number // k for k in reversed(low) if k * k != number])
+
+
+def cut_to_experts(space: Space, job: Job) -> Space:
+    """Of models with experts all stages are on one grid, and nothing is kept in host memory: neither is
+    modelled."""
+    return space if job.model.routed is None else replace(space, unequal=False, offload=STAYS)
+
+
+def expert_sizes(
+    job: Job, space: Space, limits: Limits, stage: tuple[int, int, bool]
+) -> tuple[tuple[int, int], ...]:
+    """Over how many ranks of a stage (of so many GPUs, with tensor-parallel ranks, and with or without
+    sequence parallelism) experts are shared out, and split: what the table of rules allows. Experts are split
+    over fast links only."""
+    model, execution = job.model, job.execution
+    if model.routed is None:
+        return NOT_SPREAD
+    gpus, tp, sequence_parallel = stage
+    shared = _sizes(execution.expert_parallel, space, math.gcd(gpus, model.routed.count))
+    split = _sizes(execution.expert_tensor_parallel, space, math.gcd(gpus, model.routed.ffn_hidden))
+    found = []
+    for etp in split:
+        for ep in shared:
+            case = ExpertCase(
+                model=model,
+                ep=ep,
+                etp=etp,
+                dispatcher=execution.dispatcher,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
+                stage_gpus=gpus,
+            )
+            allowed = limits.allows("ep", ep) and limits.allows("etp", etp)
+            if allowed and etp <= job.cluster.linked_gpus and next(broken(case), None) is None:
+                found.append((ep, etp))
+    return tuple(found)
+
+
+def _sizes(asked: int | None, space: Space, most: int) -> tuple[int, ...]:
+    if asked is not None:
+        return (asked,)
+    return divisors(most) if space.expert_parallel else (1,)
+
+
+def dispatchers(job: Job, space: Space, limits: Limits) -> list[Dispatcher | None]:
+    """How tokens may reach their experts: as the job says, or every way of the space. DeepEP and HybridEP,
+    which are behind `flex`, send over NVLink inside a node."""
+    asked = job.execution.expert_dispatcher
+    if job.model.routed is None:
+        return [asked]
+    linked = "PCIe" not in job.cluster.gpu.intra_link
+    able = [kind for kind in space.dispatchers if linked or kind != "flex"] if asked is None else [asked]
+    return [
+        kind
+        for kind in able
+        if limits.dispatcher in (None, kind) and f"dispatcher.{kind}" not in limits.forbidden
+    ]
