@@ -262,10 +262,14 @@ def fitted_figures(draft: Draft, recipe: Recipe, fitted: Mapping[str, Any]) -> N
             draft.put(name, value, "fitted", found["rows"])
     if recipe.eight_bit_as:
         other = fitted[recipe.eight_bit_as]
-        text = f"{other['source']}; on {other['gpus'][0]}"
-        draft.sources["eight_bit"] = Source(origin="assumed", text=text, uncertainty=other["error"])
-        share = other["figures"]["sustained_fraction"]
-        draft.put("eight_bit_sustained_fraction", share, "eight_bit", other["rows"])
+        own = recipe.gpu in other["gpus"]
+        draft.sources["eight_bit"] = Source(
+            origin="fitted" if own else "assumed",
+            text=other["source"] + ("" if own else f"; on {other['gpus'][0]}"),
+            uncertainty=other["error"] if own else ELSEWHERE,
+        )
+        name = "eight_bit_sustained_fraction"
+        draft.put(name, other["figures"][name], "eight_bit", other["rows"])
 
 
 def _sped_up(draft: Draft, rate: float, found: Mapping[str, Any]) -> None:

@@ -4,6 +4,8 @@
         MEASURED/end_to_end/megatron_papers_a100.csv MEASURED/other/published_perf.csv
     python calibration/fit_end_to_end.py h100 MEASURED/other/published_perf.csv
     python calibration/fit_end_to_end.py b200 MEASURED/end_to_end/simumax_b200.csv
+    python calibration/fit_end_to_end.py gb200 MEASURED/other/published_perf.csv MEASURED/end_to_end/nvidia_gb200.csv
+    python calibration/fit_end_to_end.py gb300 MEASURED/other/published_perf.csv
     python calibration/fit_end_to_end.py a100-pcie MEASURED/end_to_end/simumax_a100pcie.csv
     python calibration/fit_end_to_end.py a100 (the same files) --judge-only --folds 3
 
@@ -57,6 +59,7 @@ HOST = {
     **asdict(EAGER_PYTORCH),
     **{f"{ZERO3_SHARE}{name}": share for name, share in ZERO3_NETWORK_SHARES.items()},
 }
+EIGHT_BIT = "eight_bit_sustained_fraction"
 COLLECTIVE_RATE = "collective_rate"
 """Bandwidth of a profile's collectives over what its curves say."""
 SINGLE_GEMM = frozenset({"gemm_peak_fraction", "gemm_half_area", "gemm_half_depth"})
@@ -117,9 +120,14 @@ CHIPS: Mapping[str, Chip] = {
     # GB200 1,822 (gpu_catalogue.csv), where the tables have 1,090 at the median.
     "gb200": Chip(
         gpus=("gb200-186gb",),
-        start={"sustained_fraction": 1.0},
-        sources=("megatron-bridge",),
+        # Products of 16 and of 8 bits draw unlike power, and have a share each. Those of 16 start from B200's
+        # share times the ratio of peaks.
+        start={"sustained_fraction": 1.036, EIGHT_BIT: 1.2},
+        held={"sustained_fraction": 2e-2},
+        sources=("megatron-bridge", "nvidia_gb200"),
     ),
+    # Of Blackwell Ultra all published runs are in 8 bits.
+    "gb300": Chip(gpus=("gb300-288gb",), start={EIGHT_BIT: 1.4}, sources=("megatron-bridge",)),
     # Collectives over PCIe were published as fits to sweeps of all sizes; training sends large messages.
     "a100-pcie": Chip(
         gpus=("a100-pcie-80gb",),

@@ -91,8 +91,7 @@ class Recipe:
     fitted: str | None = None
     """Key of fitted.json."""
     eight_bit_as: str | None = None
-    """Another key of fitted.json, whose sustained share products of 8 bits have: nobody timed them alone on
-    this GPU, and its runs in 8 bits have that one's libraries."""
+    """Another key of fitted.json, whose sustained share products of 8 bits have."""
     note: str = ""
 
 
@@ -118,6 +117,11 @@ RECIPES = (
            fitted="b200", eight_bit_as="gb200"),
     Recipe(gpu="gb200-186gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB", fitted="gb200",
            note="kernels as measured on B200"),
+    # Blackwell Ultra: the same processors at more power. B300 has no published run of its own here.
+    Recipe(gpu="gb300-288gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB", fitted="gb200",
+           eight_bit_as="gb300", note="kernels as measured on B200"),
+    Recipe(gpu="b300-sxm-288gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB", fitted="gb200",
+           eight_bit_as="gb300", note="kernels as measured on B200, sustained as on GB300, the same chip"),
 )  # fmt: skip
 
 

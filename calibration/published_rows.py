@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ COLUMNS = (
     "id", "source", "gpu", "nodes", "gpus_per_node", "framework", "model", "family", "layers", "hidden",
     "ffn_hidden", "heads", "kv_heads", "vocab", "tied_embeddings", "linear_bias", "seq_len", "global_batch",
     "micro_batch", "dp", "tp", "pp", "vpp", "cp", "sequence_parallel", "schedule", "zero", "recompute",
-    "flash_attention", "precision", "dropout", "comm_overlap", "grad_bytes", "measured_s", "group", "note",
+    "flash_attention", "precision", "dropout", "comm_overlap", "grad_bytes", "stages", "measured_s", "group",
+    "note",
 )  # fmt: skip
 GPUS: Mapping[str, str] = {
     "H100-80 SXM": "h100-sxm-80gb",
@@ -34,6 +36,7 @@ GPUS: Mapping[str, str] = {
     "B200": "b200-sxm-180gb",
     "GB200 NVL72": "gb200-186gb",
     "GB300 NVL72": "gb300-288gb",
+    "V100-32 SXM2": "v100-sxm-32gb",
 }
 NETWORK_GB_PER_S: Mapping[str, int] = {
     "8x200Gb HDR IB/node, NVLink3": 200,
@@ -41,6 +44,7 @@ NETWORK_GB_PER_S: Mapping[str, int] = {
     "1600Gb/node RoCE": 200,
     "4x100Gb Omni-Path/node, NVLink3": 50,
     "4x100Gb Omni-Path/node": 50,
+    "NVLink2 intra; 4x100Gb Omni-Path/node (Jean Zay)": 50,
 }
 """GB/s per node; the catalogue's usual network where the source is silent."""
 
@@ -91,6 +95,15 @@ SOURCES = (
     Source(begins="Megatron-Bridge perf summary", short="megatron-bridge", framework="megatron-core",
            flash_attention=True, linear_bias=False, dropout=0.0, grad_bytes=2, family="llama", tied=False,
            tuned=True),
+    Source(begins="Megatron-Bridge skills docs", short="megatron-bridge-docs", framework="megatron-core",
+           flash_attention=True, linear_bias=False, dropout=0.0, grad_bytes=2, family="llama", tied=False,
+           tuned=True),
+    Source(begins="Megatron-LM examples/llama README", short="megatron-lm-llama", framework="megatron-core",
+           flash_attention=True, linear_bias=False, dropout=0.0, grad_bytes=2, family="llama", tied=False,
+           tuned=True),
+    # Megatron-LM of 2021 on nodes of 4 V100; steps are rounded to a second of 23 to 53.
+    Source(begins="BigScience tr3m", short="bigscience-v100", framework="megatron-lm", flash_attention=False,
+           linear_bias=True, dropout=0.1, grad_bytes=4),
 )  # fmt: skip
 
 
@@ -147,9 +160,25 @@ def _row(run: Mapping[str, str], source: Source, gpu: str, nodes: int, per_node:
         "zero": str(zero), "recompute": run["recompute"], "flash_attention": str(int(source.flash_attention)),
         "precision": _precision(run["precision"]), "dropout": str(source.dropout),
         "comm_overlap": ", ".join(overlaps), "grad_bytes": "2" if pure else str(source.grad_bytes),
+        "stages": _stages(run, nodes * per_node, per_node, zero),
         "measured_s": run["step_time_s"], "group": f"{source.short} {run['model']} {run['seq']}",
         "note": "; ".join(notes),
     }  # fmt: skip
+
+
+def _stages(run: Mapping[str, str], gpus: int, per_node: int, zero: int) -> str:
+    """Stages of unlike size: embedding and loss count as a layer each (Llama 3.1 405B's recipes, BLOOM)."""
+    layers, pp = int(run["layers"]), int(run["pp"])
+    if layers % pp == 0 or (layers + 2) % pp:
+        return ""
+    each = min(gpus // pp, per_node)
+    alike = {
+        "nodes": gpus // pp // each, "gpus_per_node": each, "dp": int(run["dp"]), "tp": int(run["tp"]),
+        "micro_batch": int(run["mbs"]), "zero": zero, "recompute": run["recompute"],
+    }  # fmt: skip
+    counts = [(layers + 2) // pp - (at == 0) - (at == pp - 1) for at in range(pp)]
+    whole = run["recompute"] == "full"
+    return json.dumps([{"layers": count, "ckpt": count if whole else 0, **alike} for count in counts])
 
 
 def table(rows: Iterable[Mapping[str, str]]) -> str:

@@ -46,6 +46,12 @@ TARGET_OF_FRAMEWORK: Mapping[str, TargetName] = {
 ZERO3_OF_FRAMEWORK: Mapping[str, Zero3Name] = {"fsdp": "fsdp", "deepspeed": "deepspeed-2021"}
 """Rows of plain `deepspeed` are of its first releases with ZeRO 3, of `deepspeed-zero` of later ones."""
 
+OVERLAPPING_RECIPES = ("NVIDIA/dgxc-benchmarking",)
+"""How the sources of NVIDIA's own recipes begin: tensor-parallel collectives overlap where sequences are split,
+whether a row names it or not. nemo_toolkit 2.3.0 has tp_comm_overlap=True in its recipes of Llama 3.1, GPT-3
+175B and Nemotron-4 (nemo/collections/llm/recipes), and in tp_overlap_configs/userbuffers.py how Nemotron-4
+340B's exchanges on B200 are cut, in 16 and in 8 bits."""
+
 _NETWORK = re.compile(r"\(([0-9.]+) GB/s per node\)")
 
 
@@ -156,7 +162,7 @@ def _plan(row: Cells) -> Plan:
                 grad_bytes=row.count("grad_bytes") if grad_bytes else None,
                 overlap_grad_reduce=None if framework == "fsdp" else "grad-reduce" in overlap,
                 overlap_param_gather=None if framework == "fsdp" else "param-gather" in overlap,
-                tp_comm_overlap="tp" in overlap.split(", "),
+                tp_comm_overlap="tp" in overlap.split(", ") or _overlaps_by_recipe(row),
                 fused_cross_entropy="fused cross entropy" in row.text("note") or None,
                 deterministic="deterministic mode" in row.text("note") or None,
                 zero3=ZERO3_OF_FRAMEWORK.get(framework) if row.text("zero") == "3" else None,
@@ -166,6 +172,11 @@ def _plan(row: Cells) -> Plan:
         if error.message.startswith(f"{row.where}: "):  # a cell that cannot be read is a fault of the file
             raise
         raise Inexpressible(error.message) from None
+
+
+def _overlaps_by_recipe(row: Cells) -> bool:
+    split = row.flag("sequence_parallel", default=False) and row.count("tp") > 1
+    return split and row.text("source").startswith(OVERLAPPING_RECIPES)
 
 
 def _target(row: Cells) -> Target:

@@ -35,6 +35,23 @@ def test_a_row_becomes_its_plan() -> None:
     assert row.measured_s == 1.5 and row.group == "g"
 
 
+@pytest.mark.parametrize(
+    ("source", "tp", "split", "overlaps"),
+    [
+        ("NVIDIA/dgxc-benchmarking v25.05.02 README tables", "2", "1", True),
+        ("NVIDIA/dgxc-benchmarking v25.05.02 README tables", "2", "0", False),
+        ("somebody else", "2", "1", False),
+    ],
+)
+def test_recipes_of_nvidia_overlap_tensor_parallel_collectives_unnamed(
+    source: str, tp: str, split: str, overlaps: bool
+) -> None:
+    cells = changed("tp", tp).splitlines()
+    text = f"{cells[0]},source,sequence_parallel\n{cells[1]},{source},{split}\n"
+    (row,) = read_rows(text, "runs.csv")
+    assert row.plan is not None and row.plan.execution.tp_comm_overlap is overlaps
+
+
 def test_pipelines_of_deepspeed_are_priced_as_its_engine_runs_them() -> None:
     (row,) = read_rows(changed("framework", "deepspeed-pipeline"), "runs.csv")
     assert row.plan is not None and row.plan.target == "deepspeed"

@@ -15,7 +15,8 @@ FOLDER = Path(os.environ.get("MIST_MEASURED_DIR", DEFAULT)) / "end_to_end"
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("mist_l4", 0.05), ("simumax_b200", 0.06), ("simumax_a100pcie", 0.08)]
+    ("name", "most"),
+    [("mist_l4", 0.05), ("simumax_b200", 0.06), ("simumax_a100pcie", 0.08), ("nvidia_gb200", 0.06)],
 )
 def test_time_error_stays_below_its_target(name: str, most: float) -> None:
     path = FOLDER / f"{name}.csv"
