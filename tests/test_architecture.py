@@ -48,6 +48,7 @@ HOME = {  # libraries with one home
     "sympy": "cost",
     "pulp": "search",
     "highspy": "search",
+    "matplotlib": "calibrate",
     "typer": "cli",
     "rich": "cli",
     "logging": "cli",

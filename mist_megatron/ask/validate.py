@@ -11,8 +11,8 @@ from mist_megatron.ask.evaluators import evaluator_for, kept_programs
 from mist_megatron.ask.plan_words import columns, lines_repr
 from mist_megatron.ask.words import with_words
 from mist_megatron.calibrate.cells import MeasuredRow
+from mist_megatron.calibrate.pictures import require_matplotlib, svg_scatter
 from mist_megatron.calibrate.rows import read_rows
-from mist_megatron.calibrate.scatter import svg_scatter
 from mist_megatron.calibrate.validate import Outcome, Predicted, document, outcomes_of
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.predict import job_of
@@ -51,6 +51,7 @@ class Validated:
 
     def plotted(self, path: str | Path) -> Validated:
         """Writes predicted against measured as SVG."""
+        require_matplotlib("--plot")
         write_pieces(Path(path), (svg_scatter(self.points()),))
         return self
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from mist_megatron.calibrate.agreement import HALF, peak_flops_per_s
 from mist_megatron.calibrate.fit_collectives import passes
-from mist_megatron.calibrate.line_chart import Labels, Line, svg_bars, svg_lines
+from mist_megatron.calibrate.pictures import Labels, Line, svg_bars, svg_lines
 from mist_megatron.spec.cluster import GpuSpec
 from mist_megatron.spec.profile import CollectiveKind, Profile
 

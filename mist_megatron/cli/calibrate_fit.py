@@ -132,6 +132,7 @@ def show(
 
 
 def _plots(profile: Profile, device: GpuSpec | None, folder: Path) -> list[Path]:
+    from mist_megatron.calibrate.pictures import require_matplotlib
     from mist_megatron.calibrate.profile_plots import profile_plots
     from mist_megatron.formats.files import write_file
 
@@ -139,6 +140,7 @@ def _plots(profile: Profile, device: GpuSpec | None, folder: Path) -> list[Path]
         raise InputError(f"profile {profile.name} is of {profile.gpu}, whose peak is not in the catalogue")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--plot {folder} is a file; wanted a folder")
+    require_matplotlib("--plot")
     pictures = profile_plots(profile, device)
     return [write_file(folder / name, text, force=True) for name, text in pictures.items()]
 

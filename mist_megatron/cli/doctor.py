@@ -34,7 +34,10 @@ TRAINING = {
     "transformers": ("running train_deepspeed.py; tests", "5"),
     "msgspec": ("reading traces several times as fast: replay, calibrate import", "0.19 or later"),
     "dask": ("a search over many machines, from Python", "2024.8 or later"),
+    "matplotlib": ("validate --plot, calibrate show --plot", "3.8 or later"),
 }
+EXTRAS = {"msgspec": "fast", "dask": "cluster", "matplotlib": "plot"}
+"""Distribution -> the extra of this package that installs it."""
 TORCH_LIMIT_S = 120.0
 """Importing torch from a slow network disk takes up to a minute."""
 TORCH_PROBE = (
@@ -230,8 +233,12 @@ def _package(name: str, around: Surroundings) -> Check:
         state="ok" if got else "missing",
         found=f"{got} (tested: {tested})" if got else "-",
         needed_for=feature,
-        fix="" if got else f"pip install {name}",
+        fix="" if got else f"pip install {_called(name)}",
     )
+
+
+def _called(name: str) -> str:
+    return f"'mist-megatron[{EXTRAS[name]}]'" if name in EXTRAS else name
 
 
 def _import_error(name: str) -> str | None:

@@ -36,9 +36,11 @@ def validate(
 ) -> None:
     """Predict every measured run and report errors, bias, ranking and pick regret."""
     from mist_megatron.ask.validate import validate as validate_files
+    from mist_megatron.calibrate.pictures import require_matplotlib
 
     if plot is not None:
         check_output_file("--plot", plot, read=files, example="validated.svg")
+        require_matplotlib("--plot")
 
     with progress_bar("predicting rows") as progress:
         validated = validate_files(files, by=by, progress=progress)
@@ -107,7 +109,7 @@ def _show_skipped(people: Console, skipped: dict[str, str]) -> None:
 
 
 def _show(people: Console, validated: Validated) -> None:
-    from mist_megatron.calibrate.scatter import text_scatter
+    from mist_megatron.calibrate.text_scatter import text_scatter
 
     found = validated.to_dict()
     everything = [*found["files"].items(), ("all", found["overall"])]

@@ -2,13 +2,16 @@
 
 import json
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
+from mist_megatron.calibrate import pictures
 from mist_megatron.calibrate.cells import MeasuredRow
+from mist_megatron.calibrate.pictures import svg_scatter
 from mist_megatron.calibrate.rows import read_rows
-from mist_megatron.calibrate.scatter import svg_scatter, text_scatter
+from mist_megatron.calibrate.text_scatter import text_scatter
 from mist_megatron.calibrate.validate import Predicted, document, folds_of, outcomes_of, spearman, summary
 from mist_megatron.errors import InputError
 
@@ -80,9 +83,21 @@ def test_folds_keep_groups_together() -> None:
 
 
 def test_pictures_hold_every_point() -> None:
-    points = {"a<b": [(1.0, 1.1), (10.0, 9.0)], "c": [(3.0, 3.0)]}
+    points = {"a<b $x_{": [(1.0, 1.1), (10.0, 9.0)], "c": [(3.0, 3.0)]}
     svg = svg_scatter(points)
-    assert svg.count("fill-opacity") == 3
-    assert "a&lt;b" in svg
+    assert svg == svg_scatter(points)  # nothing in it depends on the day
+    root = ElementTree.fromstring(svg)
+    drawn = [
+        item for item in root.iter() if item.tag.endswith("}use") and "fill-opacity" in item.get("style", "")
+    ]
+    assert len(drawn) == 3 + 2  # and one of each in the legend
+    assert any((item.text or "").strip() == "a<b $x_{ (2)" for item in root.iter())
     assert sum(int(c) for c in text_scatter(points).split("+")[0] if c.isdigit()) == 3
     assert text_scatter({}) == "nothing to plot"
+
+
+def test_pictures_without_matplotlib_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="--plot: matplotlib is not installed") as refused:
+        pictures.require_matplotlib("--plot")
+    assert "mist-megatron[plot]" in refused.value.details[0]

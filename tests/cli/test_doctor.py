@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +119,11 @@ def test_a_damaged_profile_is_found(monkeypatch, tmp_path):
     profiles = by_name(examine(around()))["profiles"]
     assert profiles.state == "broken"
     assert "x.yaml" in profiles.found
+
+
+def test_extras_are_named_as_they_are_called() -> None:
+    """By pyproject.toml, which is what pip reads."""
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    wanted = extras["optional-dependencies"]
+    for package, extra in doctor.EXTRAS.items():
+        assert any(need.startswith(package) for need in wanted[extra])
