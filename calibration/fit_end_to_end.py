@@ -4,7 +4,8 @@
         MEASURED/end_to_end/megatron_papers_a100.csv MEASURED/other/published_perf.csv
     python calibration/fit_end_to_end.py h100 MEASURED/other/published_perf.csv
     python calibration/fit_end_to_end.py b200 MEASURED/end_to_end/simumax_b200.csv
-    python calibration/fit_end_to_end.py gb200 MEASURED/other/published_perf.csv MEASURED/end_to_end/nvidia_gb200.csv
+    python calibration/fit_end_to_end.py gb200 MEASURED/other/published_perf.csv \\
+        MEASURED/end_to_end/nvidia_gb200.csv
     python calibration/fit_end_to_end.py gb300 MEASURED/other/published_perf.csv
     python calibration/fit_end_to_end.py a100-pcie MEASURED/end_to_end/simumax_a100pcie.csv
     python calibration/fit_end_to_end.py a100 (the same files) --judge-only --folds 3

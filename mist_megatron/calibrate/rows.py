@@ -47,10 +47,10 @@ ZERO3_OF_FRAMEWORK: Mapping[str, Zero3Name] = {"fsdp": "fsdp", "deepspeed": "dee
 """Rows of plain `deepspeed` are of its first releases with ZeRO 3, of `deepspeed-zero` of later ones."""
 
 OVERLAPPING_RECIPES = ("NVIDIA/dgxc-benchmarking",)
-"""How the sources of NVIDIA's own recipes begin: tensor-parallel collectives overlap where sequences are split,
-whether a row names it or not. nemo_toolkit 2.3.0 has tp_comm_overlap=True in its recipes of Llama 3.1, GPT-3
-175B and Nemotron-4 (nemo/collections/llm/recipes), and in tp_overlap_configs/userbuffers.py how Nemotron-4
-340B's exchanges on B200 are cut, in 16 and in 8 bits."""
+"""How the sources of NVIDIA's own recipes begin: tensor-parallel collectives overlap where sequences are
+split, whether a row names it or not. nemo_toolkit 2.3.0 has tp_comm_overlap=True in its recipes of Llama 3.1,
+GPT-3 175B and Nemotron-4 (nemo/collections/llm/recipes), and in tp_overlap_configs/userbuffers.py how
+Nemotron-4 340B's exchanges on B200 are cut, in 16 and in 8 bits."""
 
 _NETWORK = re.compile(r"\(([0-9.]+) GB/s per node\)")
 
