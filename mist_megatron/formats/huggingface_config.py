@@ -39,6 +39,14 @@ class Config:
             raise InputError(f"{self.where}: key {names[0]} is missing")
         return default
 
+    def number(self, name: str, default: float) -> float:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"{self.where}: {name} is {value!r}; wanted a number")
+        return float(value)
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name)
         if value is None:

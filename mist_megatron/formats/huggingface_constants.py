@@ -94,6 +94,7 @@ def constants_from_huggingface(values: Mapping[str, object], where: str) -> Mode
         rotary_share=_number(rope, "partial_rotary_factor", number(keys.rotary_share), where),
         rotary_scaling=kind,
         rotary_factor=1.0 if kind == "none" else _number(scaling, "factor", 1.0, where),
+        rotary_mscale=_number(scaling, "mscale_all_dim", 1.0, where) or 1.0,
         norm_epsilon=number(keys.norm_epsilon),
         init_std=number(keys.init_std),
         hidden_dropout=number(keys.hidden_dropout),

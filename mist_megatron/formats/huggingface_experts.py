@@ -17,8 +17,15 @@ def _mixtral(config: Config, name: str) -> ModelSpec:
         count=config.integer("num_local_experts", default=8),
         top_k=config.integer("num_experts_per_tok", default=2),
         ffn_hidden=config.integer("intermediate_size", default=14336),
+        **_evened(config),
     )
     return gated_model(config, name, kv_heads=8, experts=experts)
+
+
+def _evened(config: Config) -> dict[str, Any]:
+    """The loss over all tokens of a micro-batch that evens loads."""
+    share = config.number("router_aux_loss_coef", 0.001)
+    return {"balance": "aux_loss" if share else "none", "balance_loss": share}
 
 
 def _no_windows(config: Config) -> None:
@@ -53,6 +60,7 @@ def _qwen3_moe(config: Config, name: str) -> ModelSpec:
         ffn_hidden=config.integer("moe_intermediate_size", default=768),
         router=_router(config),
         every=_every(config),
+        **_evened(config),
     )
     return _qwen3(config, name, kv_heads=4, experts=experts)
 
@@ -67,6 +75,7 @@ def _qwen2_moe(config: Config, name: str) -> ModelSpec:
         shared_gate=True,
         router=_router(config),
         every=_every(config),
+        **_evened(config),
     )
     return gated_model(
         config, name, kv_heads=16, qkv_bias=config.flag("qkv_bias", True), head_dim=None, experts=experts
@@ -82,26 +91,34 @@ def _deepseek_experts(config: Config, defaults: Mapping[str, int], router: Route
     dense = config.integer("first_k_dense_replace", default=defaults["first_k_dense_replace"])
     if dense >= config.integer("num_hidden_layers"):
         return None
+    share = config.number("aux_loss_alpha", 0.0)
     return ExpertSpec(
         count=config.integer("n_routed_experts", default=defaults["n_routed_experts"]),
         top_k=config.integer("num_experts_per_tok", default=defaults.get("num_experts_per_tok")),
         ffn_hidden=ffn,
         shared_ffn_hidden=shared * ffn,
         router=router,
+        groups=config.integer("n_group", default=defaults["n_group"], null=1),
+        group_top_k=config.integer("topk_group", default=defaults["topk_group"], null=1),
+        scaling=config.number("routed_scaling_factor", 2.5 if defaults is _DEEPSEEK_V3 else 1.0),
+        balance="seq_aux_loss" if share else "none",
+        balance_loss=share,
+        balance_bias=router == "sigmoid",
         first_dense=dense,
     )
 
 
 _DEEPSEEK_V2 = {
     "moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0, "n_routed_experts": 64,
+    "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 _DEEPSEEK_V3 = {
     "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
-    "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
 }  # fmt: skip
 _GLM4 = {
     "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "n_routed_experts": 128, "num_experts_per_tok": 8,
+    "n_routed_experts": 128, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 
 

@@ -24,6 +24,8 @@ class ModelConstants:
     high 4, 8,192 original positions)."""
     rotary_factor: float = 1.0
     """Of that scaling."""
+    rotary_mscale: float = 1.0
+    """How far yarn raises the logits of latent attention with the factor: DeepSeek's mscale."""
     norm_epsilon: float = 1e-5
     """Added to the variance in every norm."""
     init_std: float = 0.02
@@ -41,6 +43,7 @@ class ModelConstants:
                 raise InputError(f"model constants: {name} is {value}; wanted from 0 to below 1")
         above = {
             "rotary_factor": self.rotary_factor,
+            "rotary_mscale": self.rotary_mscale,
             "norm_epsilon": self.norm_epsilon,
             "init_std": self.init_std,
         }

@@ -1,6 +1,7 @@
 """Public models of experts, of latent attention and of query-key norms, with their published shapes.
 
-Shapes are those of Megatron-Bridge's model providers (v0.2.0 and v0.3.0) and of Megatron-MoE-ModelZoo.
+Shapes are those of Megatron-Bridge's model providers (v0.2.0 and v0.3.0) and of Megatron-MoE-ModelZoo; so are
+scalings, groups and what evens loads, which of Mixtral are those of Megatron-LM's example of it.
 """
 
 from __future__ import annotations
@@ -92,39 +93,49 @@ def _windowed(model: ModelSpec) -> ModelSpec:
 
 def _deepseek() -> tuple[ModelSpec, ...]:
     plain: dict[str, Any] = {"latent_attention": _LATENT_WITHOUT_Q}
-    before: dict[str, Any] = {"router": "softmax_before_top_k"}
-    sigmoid: dict[str, Any] = {"router": "sigmoid"}
+    each = {"balance": "seq_aux_loss", "balance_loss": 1e-3}
+    before: dict[str, Any] = {"router": "softmax_before_top_k", **each}
+    sigmoid: dict[str, Any] = {"router": "sigmoid", "balance_bias": True, **each}
+    v2 = {"groups": 8, "group_top_k": 3, "scaling": 16.0}
+    v3 = {"groups": 8, "group_top_k": 4, "scaling": 2.5, "balance_loss": 1e-4}
     return (
         _latent("deepseek-v2-lite", (27, 2048, 16), 10944, 102400,
                 _experts(64, 6, 1408, 2816, 1, **before), **plain),
-        _latent("deepseek-v2", (60, 5120, 128), 12288, 102400, _experts(160, 6, 1536, 3072, 1, **before)),
+        _latent("deepseek-v2", (60, 5120, 128), 12288, 102400,
+                _experts(160, 6, 1536, 3072, 1, **before | v2)),
         _latent("deepseek-v3", (61, 7168, 128), 18432, 129280,
-                _experts(256, 8, 2048, 2048, 3, **sigmoid), mtp_layers=1),
+                _experts(256, 8, 2048, 2048, 3, **sigmoid | v3), mtp_layers=1),
         _latent("moonlight-16b-a3b", (27, 2048, 16), 11264, 163840,
-                _experts(64, 6, 1408, 2816, 1, **sigmoid), **plain),
-        _latent("kimi-k2", (61, 7168, 64), 18432, 163840, _experts(384, 8, 2048, 2048, 1, **sigmoid)),
+                _experts(64, 6, 1408, 2816, 1, **sigmoid, scaling=2.446), **plain),
+        _latent("kimi-k2", (61, 7168, 64), 18432, 163840,
+                _experts(384, 8, 2048, 2048, 1, **sigmoid, scaling=2.827)),
     )  # fmt: skip
 
 
 def _grouped() -> tuple[ModelSpec, ...]:
     qk = {"qk_norm": True}
-    sigmoid: dict[str, Any] = {"router": "sigmoid"}
+    even: dict[str, Any] = {"balance": "aux_loss", "balance_loss": 1e-3}
+    sigmoid: dict[str, Any] = {"router": "sigmoid", "balance_bias": True}
     oss = {"linear_bias": True, "sinks": True}
-    before: dict[str, Any] = {"router": "softmax_before_top_k"}
+    before: dict[str, Any] = {"router": "softmax_before_top_k", **even}
+    mixtral: dict[str, Any] = even | {"balance_loss": 1e-2}
     return (
-        _model("mixtral-8x7b", (32, 4096, 32, 8, 128), 14336, 32000, experts=_experts(8, 2, 14336)),
-        _model("mixtral-8x22b", (56, 6144, 48, 8, 128), 16384, 32768, experts=_experts(8, 2, 16384)),
+        _model("mixtral-8x7b", (32, 4096, 32, 8, 128), 14336, 32000,
+               experts=_experts(8, 2, 14336, **mixtral)),
+        _model("mixtral-8x22b", (56, 6144, 48, 8, 128), 16384, 32768,
+               experts=_experts(8, 2, 16384, **mixtral)),
         _model("qwen2-57b-a14b", (28, 3584, 28, 4, 128), 18944, 151936, qkv_bias=True,
                experts=_experts(64, 8, 2560, 20480, shared_gate=True, **before)),
-        _model("qwen3-30b-a3b", (48, 2048, 32, 4, 128), 6144, 151936, **qk, experts=_experts(128, 8, 768)),
+        _model("qwen3-30b-a3b", (48, 2048, 32, 4, 128), 6144, 151936, **qk,
+               experts=_experts(128, 8, 768, **even)),
         _model("qwen3-235b-a22b", (94, 4096, 64, 4, 128), 12288, 151936, **qk,
-               experts=_experts(128, 8, 1536)),
+               experts=_experts(128, 8, 1536, **even)),
         _windowed(_model("gpt-oss-20b", (24, 2880, 64, 8, 64), 2880, 201088, **oss,
                          experts=_experts(32, 4, 2880, router_bias=True))),
         _windowed(_model("gpt-oss-120b", (36, 2880, 64, 8, 64), 2880, 201088, **oss,
                          experts=_experts(128, 4, 2880, router_bias=True))),
         _model("glm-4.5", (92, 5120, 96, 8, 128), 12288, 151552, **qk, qkv_bias=True, mtp_layers=1,
-               experts=_experts(160, 8, 1536, 1536, 3, **sigmoid)),
+               experts=_experts(160, 8, 1536, 1536, 3, **sigmoid, scaling=2.5)),
         _model("glm-4.5-air", (46, 4096, 96, 8, 128), 10944, 151552, qkv_bias=True, mtp_layers=1,
                experts=_experts(128, 8, 1408, 1408, 1, **sigmoid)),
     )  # fmt: skip

@@ -10,6 +10,8 @@ from mist_megatron.spec import check
 
 Router = Literal["softmax", "softmax_before_top_k", "sigmoid"]
 """How scores become weights: softmax over the chosen experts, over all of them, or a sigmoid of each."""
+Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
+"""What a loss that evens loads looks at, by Megatron's names: a micro-batch, a sequence, a global batch."""
 
 MOST_EXPERTS = 65_536
 """A hundred times the experts of the widest published layer (Qwen3-Next: 512)."""
@@ -34,6 +36,19 @@ class ExpertSpec:
     router: Router = "softmax"
     router_bias: bool = False
     """A trained bias on the router's scores (GPT-OSS), not the one that balances loads."""
+    groups: int = 1
+    """Experts stand in so many groups ..."""
+    group_top_k: int = 1
+    """... of which each token's come from so many."""
+    scaling: float = 1.0
+    """By which the weights of a token's experts are multiplied."""
+    balance: Balance = "none"
+    """What the loss that evens loads looks at."""
+    balance_loss: float = 0.0
+    """Its share of the loss."""
+    balance_bias: bool = False
+    """Each expert's score for the choice has a bias that is moved after every step to even loads
+    (DeepSeek-V3); neither this nor the loss changes time or memory."""
     first_dense: int = 0
     """Layers at the start that keep a plain MLP."""
     every: int = 1
@@ -42,7 +57,14 @@ class ExpertSpec:
     def __post_init__(self) -> None:
         where = "experts"
         check.at_least(
-            where, 1, count=self.count, top_k=self.top_k, ffn_hidden=self.ffn_hidden, every=self.every
+            where,
+            1,
+            count=self.count,
+            top_k=self.top_k,
+            ffn_hidden=self.ffn_hidden,
+            groups=self.groups,
+            group_top_k=self.group_top_k,
+            every=self.every,
         )
         check.at_least(
             where,
@@ -56,6 +78,21 @@ class ExpertSpec:
             raise InputError(f"{where}: top_k is {self.top_k}; wanted at most count, which is {self.count}")
         if self.shared_gate and not self.shared_ffn_hidden:
             raise InputError(f"{where}: shared_gate is true without shared experts; wanted shared_ffn_hidden")
+        self._check_choice(where)
+
+    def _check_choice(self, where: str) -> None:
+        """How experts are chosen."""
+        check.divides(where, ("groups", self.groups), ("count", self.count))
+        if self.group_top_k > self.groups or self.top_k > self.group_top_k * (self.count // self.groups):
+            raise InputError(
+                f"{where}: group_top_k is {self.group_top_k} of {self.groups} groups; wanted at most all of "
+                f"them, and enough for top_k {self.top_k} of {self.count // self.groups} experts in each"
+            )
+        for name, value in (("scaling", self.scaling), ("balance_loss", self.balance_loss)):
+            if not 0.0 <= value < float("inf") or (name == "scaling" and not value):
+                raise InputError(f"{where}: {name} is {value}; wanted a number above 0")
+        if self.balance_bias and self.router != "sigmoid":
+            raise InputError(f"{where}: balance_bias goes with router: sigmoid; got router {self.router}")
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer` (from 0) is a mixture."""

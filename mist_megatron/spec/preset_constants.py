@@ -42,7 +42,7 @@ _BY_BEGINNING: Mapping[str, ModelConstants] = MappingProxyType(
         "qwen2.5-32b": _MILLION,
         "qwen2.5-72b": _MILLION,
         "qwen3-": _QWEN,
-        "deepseek-v2": _DEEPSEEK,
+        "deepseek-v2": replace(_DEEPSEEK, rotary_mscale=0.707),
         "deepseek-v3": _DEEPSEEK,
         "moonlight-": ModelConstants(rotary_base=50_000),
         "kimi-k2": replace(_DEEPSEEK, rotary_base=50_000, rotary_factor=32.0),
