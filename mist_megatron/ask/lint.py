@@ -42,7 +42,8 @@ from mist_megatron.frameworks.megatron.command import (
     read_command_line,
 )
 from mist_megatron.frameworks.megatron.lint import lint_command, lint_megatron, missing_sizes, version_notes
-from mist_megatron.frameworks.megatron.read import Reader, model_of, plan_of, training_of, with_stages
+from mist_megatron.frameworks.megatron.read import model_of, plan_of, training_of, with_stages
+from mist_megatron.frameworks.megatron.reader import Reader
 from mist_megatron.frameworks.stages_json import check_stages, with_map
 from mist_megatron.frameworks.trainer_yaml import adapter_findings, filled, named_config
 from mist_megatron.resources import data_folder
@@ -304,7 +305,8 @@ def _megatron(text: str, file: Path, job: JobWords, given: Mapping[str, str]) ->
     vocab = _vocabulary(job, file if document is not None else None)
     if vocab is not None and not {"vocab-size", "padded-vocab-size"} & common.keys():
         plan = replace(plan, model=replace(plan.model, vocab=vocab))
-    plan = plan if document is None else with_map(with_stages(plan, document, where), document)
+    if document is not None:
+        plan = _as_planned(with_map(with_stages(plan, document, where), document), file)
     return Linted(kind="megatron", findings=_once(findings), plan=plan)
 
 
@@ -316,6 +318,13 @@ def _vocabulary(job: JobWords, emitted: Path | None) -> int | None:
         return (named if isinstance(named, ModelSpec) else load_model(named)).vocab
     beside = None if emitted is None else emitted.parent / "plan.yaml"
     return None if beside is None or not beside.is_file() else load_plan(beside).model.vocab
+
+
+def _as_planned(plan: Plan, file: Path) -> Plan:
+    """With what no flag says of how tokens choose experts, from the plan.yaml beside emitted arguments."""
+    beside = file.parent / "plan.yaml"
+    imbalance = load_plan(beside).execution.expert_imbalance if beside.is_file() else None
+    return replace(plan, execution=replace(plan.execution, expert_imbalance=imbalance))
 
 
 def _written(command: CommandLine, where: str) -> list[Finding]:

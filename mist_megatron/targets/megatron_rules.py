@@ -6,22 +6,87 @@ core/transformer/transformer_config.py, MPC = core/model_parallel_config.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from mist_megatron.spec.mesh import shares_out
 from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.recompute import PARTIAL, Module
 
 
 def plan_rules(plan: Plan) -> tuple[str, ...]:
     """All that Megatron's own checks refuse of a plan, in words that name the key."""
-    return (*_modules(plan), *_tensor_parallel(plan), *_context(plan), *_determinism(plan))
+    return (*_modules(plan), *_tensor_parallel(plan), *_context(plan), *_determinism(plan), *_experts(plan))
+
+
+NEEDS: Mapping[Module, str] = MappingProxyType(
+    {
+        "layernorm": "experts or latent attention, beside which norms stand alone: others are fused",
+        "mlp": "layers without experts",
+        "moe": "experts",
+        "moe_act": "experts",
+        "mla_up_proj": "latent attention",
+        "shared_experts": "shared experts",
+    }
+)
+"""What a model must have for a module to be run again: elsewhere nothing happens, without a word."""
 
 
 def _modules(plan: Plan) -> Iterator[str]:
-    if plan.execution.recompute_modules is not None:
+    """What --recompute-modules would be rejected for, or do nothing at."""
+    for module in _idle_modules(plan):
         yield (
-            "execution.recompute_modules: selective recomputation is run for the attention core alone, "
-            "wanted null"
+            f"execution.recompute_modules: to run {module} again needs {NEEDS[module]} (TC:1750), which "
+            f"{plan.model.name} has not"
+        )
+    delayed = {"moe_act", "layernorm"} & set(plan.execution.recompute_modules or ())
+    if delayed and plan.training.precision == "fp8" and plan.execution.quantization in (None, "delayed"):
+        yield (
+            f"execution.recompute_modules: delayed scaling cannot run {' and '.join(sorted(delayed))} "
+            "again (TC:1821)"
+        )
+
+
+def _idle_modules(plan: Plan) -> list[Module]:
+    """Modules that the plan asks for and that its model has none of."""
+    kinds = plan.model.kinds
+    experts = [kind.experts for kind in kinds if kind.experts is not None]
+    latent = any(kind.latent_attention is not None for kind in kinds)
+    has: Mapping[Module, bool] = {
+        "core_attn": True,
+        "layernorm": bool(experts) or latent,
+        "mlp": len(experts) < len(kinds),
+        "moe": bool(experts),
+        "moe_act": bool(experts),
+        "mla_up_proj": latent,
+        "shared_experts": any(one.shared_ffn_hidden for one in experts),
+    }
+    asked = any(stage.recompute in PARTIAL for stage in plan.stages)
+    return [module for module in plan.execution.modules if asked and not has[module]]
+
+
+def _experts(plan: Plan) -> Iterator[str]:
+    """Rules of mixtures, several of which the parser accepts and the run breaks on."""
+    experts = next((kind.experts for kind in plan.model.kinds if kind.experts is not None), None)
+    if experts is None:
+        return
+    if experts.top_k == 1 and experts.router == "softmax":
+        yield (
+            f"model {plan.model.name}: a softmax over its one chosen expert learns nothing (TC:2336), wanted "
+            "router: softmax_before_top_k or sigmoid"
+        )
+    for tp in sorted({stage.tp for stage in plan.stages}):
+        if not shares_out(experts.shared_ffn_hidden, tp):
+            yield (
+                f"tp {tp}: must divide shared_ffn_hidden {experts.shared_ffn_hidden} "
+                "(core/tensor_parallel/layers.py)"
+            )
+    if plan.grids_differ:
+        yield "stages of different dp, tp or micro_batch: groups of experts are made for one grid of all"
+    if plan.execution.expert_dispatcher == "flex" and plan.execution.ep == 1:
+        yield (
+            "execution.expert_dispatcher flex: needs expert_parallel above 1 (token_dispatcher.py:1770), "
+            "wanted alltoall"
         )
 
 

@@ -33,16 +33,24 @@ SHAPE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-lengt
 @pytest.mark.parametrize(
     ("added", "named"),
     [
-        ("--num-experts 8 --moe-router-topk 2", ["num-experts"]),
-        ("--multi-latent-attention --kv-lora-rank 512", ["multi-latent-attention"]),
-        ("--mtp-num-layers 1", ["mtp-num-layers"]),
+        ("--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-aux-loss-coeff 1e-2", []),
+        (
+            "--num-experts 8 --moe-grouped-gemm --moe-expert-capacity-factor 1.5 --moe-paged-stash",
+            ["moe-expert-capacity-factor", "moe-paged-stash"],
+        ),
+        (
+            "--num-experts 8 --moe-grouped-gemm --moe-router-load-balancing-type sinkhorn",
+            ["moe-router-load-balancing-type"],
+        ),
+        ("--multi-latent-attention --kv-lora-rank 512 --mla-down-proj-fusion", ["mla-down-proj-fusion"]),
+        ("--mtp-num-layers 1 --mtp-use-repeated-layer", ["mtp-use-repeated-layer"]),
         ("--use-torch-fsdp2", ["use-torch-fsdp2"]),
         ("--hybrid-layer-pattern M-M*", ["hybrid-layer-pattern"]),
         ("--optimizer sgd", ["optimizer"]),
         ("--optimizer muon", ["optimizer"]),
-        ("--window-size 4096,0 --window-attn-skip-freq 2", ["window-attn-skip-freq"]),
+        ("--window-size 4096,0 --window-attn-skip-freq 2", []),
         ("--fp4-format e2m1", ["fp4-format"]),
-        ("--optimizer adam --num-experts 1 --lr 1e-4 --transformer-impl transformer_engine", []),
+        ("--optimizer adam --mtp-num-layers 0 --lr 1e-4 --transformer-impl transformer_engine", []),
     ],
 )
 def test_what_is_not_priced_is_named(added: str, named: list[str]) -> None:

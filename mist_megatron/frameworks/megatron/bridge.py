@@ -13,7 +13,15 @@ from typing import Any
 import yaml
 
 from mist_megatron.frameworks.flags import as_mapping
-from mist_megatron.frameworks.megatron.model import dropouts, window_flags
+from mist_megatron.frameworks.megatron.experts import (
+    expert_flags,
+    has_experts,
+    latent_attention_of,
+    latent_flags,
+    prediction_flags,
+    spread_flags,
+)
+from mist_megatron.frameworks.megatron.model import attention_backend, dropouts, window_flags
 from mist_megatron.frameworks.megatron.recompute import recompute_settings
 from mist_megatron.frameworks.megatron.write import distributed_optimizer, layout, offloads_optimizer
 from mist_megatron.spec.plan import Plan
@@ -33,8 +41,8 @@ if __name__ == "__main__":
     pretrain(process_config_with_overrides(recipe(), config_filepath="bridge.yaml"), forward_step)
 '''
 
-_BACKENDS: Mapping[bool, int] = {True: 1, False: 3}
-"""Flash attention -> the value of megatron.core.transformer.enums.AttnBackend: flash, or unfused."""
+_BACKENDS: Mapping[str, int] = {"flash": 1, "fused": 2, "unfused": 3}
+"""Values of megatron.core.transformer.enums.AttnBackend."""
 
 
 def bridge_text(plan: Plan) -> str:
@@ -61,21 +69,64 @@ _TAKEN_BACK = (
 """What a recipe may say and the plan may not: none of it, unless said below."""
 
 
+_NO_MIXTURE_SWITCHES = {
+    "moe_layer_freq": 1,
+    "moe_router_pre_softmax": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_shared_expert_overlap": False,
+    "moe_latent_size": None,
+    "moe_expert_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_aux_loss_coeff": 0.0,
+    "overlap_moe_expert_parallel_comm": False,
+    "delay_wgrad_compute": False,
+    "mtp_num_layers": None,
+}
+"""What a recipe of a mixture may say and the plan may not."""
+
+
+def _parts(plan: Plan) -> dict[str, Any]:
+    """Experts, latent attention and multi-token prediction, by their fields: the flags' own names but one."""
+    model = plan.model
+    flags = (*latent_flags(model), *expert_flags(model), *prediction_flags(model), *spread_flags(plan))
+    found = {name.replace("-", "_"): _field(value) for name, value in as_mapping(flags).items()}
+    if "num_experts" not in found:
+        return found
+    found["num_moe_experts"] = found.pop("num_experts")
+    if "moe_layer_freq" in found:
+        found["moe_layer_freq"] = has_experts(model)
+    return {**_NO_MIXTURE_SWITCHES, **found}
+
+
+def _field(value: str | bool | list[str]) -> Any:
+    """A number where it is one."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def _shape(plan: Plan) -> dict[str, Any]:
     """The model by GPTModelProvider's names, so that the plan's is trained whatever the recipe's defaults."""
     model, constants = plan.model, plan.model.constants
     hidden_dropout, attention_dropout = dropouts(model, plan.training)
+    latent = latent_attention_of(model)
     found: dict[str, Any] = {
         "num_layers": model.layers,
         "hidden_size": model.hidden,
         "ffn_hidden_size": model.ffn_hidden,
         "num_attention_heads": model.heads,
         "num_query_groups": model.kv_heads,
-        "kv_channels": model.head_dim,
+        "kv_channels": model.head_dim if latent is None else latent.v_head_dim,
         "gated_linear_unit": model.gated_mlp,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "layernorm_epsilon": constants.norm_epsilon,
-        "qk_layernorm": model.qk_norm,
+        "qk_layernorm": model.qk_norm or latent is not None,
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias or model.linear_bias,
         "share_embeddings_and_output_weights": model.tied_embeddings,
@@ -115,9 +166,10 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
         "attention_backend": {
             "_target_": "megatron.core.transformer.enums.AttnBackend",
             "_call_": True,
-            "_args_": [_BACKENDS[training.flash_attention]],
+            "_args_": [_BACKENDS[attention_backend(plan.model, training)]],
         },
         **dict.fromkeys(_TAKEN_BACK),
+        **_parts(plan),
     }
     # Names of megatron.core.ModelParallelConfig.
     switches = {
@@ -135,8 +187,8 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
     model |= {name.replace("-", "_"): json.loads(f"[{text}]") for name, text in windows.items()}
     if "window-attn-skip-freq" in windows:
         (model["window_attn_skip_freq"],) = model["window_attn_skip_freq"]
-    for name, value in recompute_settings(plan, 0).items():
-        model[name.replace("-", "_")] = [value] if name == "recompute-modules" else value
+    for name, values in recompute_settings(plan, 0).items():
+        model[name.replace("-", "_")] = list(values) if name == "recompute-modules" else values[0]
     offloads = offloads_optimizer(plan)
     optimizer: dict[str, Any] = {
         "use_distributed_optimizer": distributed_optimizer(plan),

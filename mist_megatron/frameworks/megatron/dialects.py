@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mist_megatron.frameworks.findings import Finding
 from mist_megatron.frameworks.megatron.command import Options
-from mist_megatron.frameworks.megatron.read import Reader
+from mist_megatron.frameworks.megatron.reader import Reader
 
 _SWITCH = "deepspeed"
 """The flag that hands training to DeepSpeed."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from mist_megatron.frameworks.megatron.recompute import MODULES
+from mist_megatron.spec.recompute import MODULES
 
 FlagKind = Literal["priced", "indifferent", "unpriced"]
 
@@ -47,7 +47,15 @@ CLASSES: Sequence[FlagClass] = (
         "num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention "
         "num-query-groups swiglu normalization disable-bias-linear add-qkv-bias position-embedding-type "
         "use-rotary-position-embeddings max-position-embeddings untie-embeddings-and-output-weights "
-        "vocab-size padded-vocab-size make-vocab-size-divisible-by qk-layernorm window-size",
+        "vocab-size padded-vocab-size make-vocab-size-divisible-by qk-layernorm window-size "
+        "window-attn-skip-freq",
+    ),
+    _priced(
+        "experts, latent attention and multi-token prediction",
+        "num-experts moe-layer-freq moe-ffn-hidden-size moe-router-topk moe-shared-expert-intermediate-size "
+        "moe-shared-expert-gate moe-latent-size expert-model-parallel-size expert-tensor-parallel-size "
+        "moe-token-dispatcher-type moe-grouped-gemm multi-latent-attention q-lora-rank kv-lora-rank "
+        "qk-head-dim qk-pos-emb-head-dim v-head-dim mtp-num-layers",
     ),
     _priced(
         "the run",
@@ -68,20 +76,36 @@ CLASSES: Sequence[FlagClass] = (
     ),
     # What acts only beside another flag, which is unpriced itself and so is named first.
     _indifferent(
-        "acts only with --num-experts",
-        "moe-* expert-tensor-parallel-size expert-tensor-parallel-num-weight-shards "
-        "overlap-moe-expert-parallel-comm overlap-dispatch-backward-with-experts-wgrad "
-        "ep-overlap-early-attn-memory-release use-grouped-gemm-for-shared-expert "
-        "high-priority-a2a-comm-stream save-tokens-per-expert-interval",
+        "chooses experts, evens their loads or names the transport: the same products and copies",
+        "moe-router-score-function moe-router-pre-softmax moe-router-topk-scaling-factor "
+        "moe-router-num-groups moe-router-group-topk moe-router-dtype moe-router-enable-expert-bias "
+        "moe-router-bias-update-rate moe-router-quantile-balancing-ema "
+        "moe-router-force-load-balancing moe-aux-loss-coeff moe-z-loss-coeff moe-per-layer-logging "
+        "moe-router-fusion moe-permute-fusion moe-flex-dispatcher-backend moe-enable-deepep "
+        "moe-deepep-num-sms moe-flex-dispatcher-num-sms moe-use-upcycling moe-upcycling-granularity "
+        "moe-token-drop-policy "
+        "moe-hybridep-num-sms moe-hybridep-num-sms-preprocessing moe-hybridep-num-blocks-permute "
+        "moe-hybridep-num-blocks-unpermute save-tokens-per-expert-interval",
     ),
-    _indifferent(
-        "acts only with --multi-latent-attention",
-        "q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale mscale-all-dim "
-        "cache-mla-latents mla-down-proj-fusion",
+    _unpriced(
+        "tokens above a capacity are dropped, or rows filled up to it", "moe-expert-capacity-factor", "-1"
     ),
-    _indifferent(
-        "acts only with --mtp-num-layers", "mtp-detach-heads mtp-loss-scaling-factor mtp-use-repeated-layer"
+    _unpriced(
+        "loads are evened by work of its own",
+        "moe-router-load-balancing-type",
+        *("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
     ),
+    _unpriced("a part of experts that is not modelled", "moe-*"),
+    _unpriced(
+        "another overlap or split of experts than priced",
+        "expert-tensor-parallel-num-weight-shards overlap-moe-expert-parallel-comm "
+        "overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
+        "use-grouped-gemm-for-shared-expert high-priority-a2a-comm-stream",
+    ),
+    _indifferent("numbers of latent attention", "mscale mscale-all-dim cache-mla-latents"),
+    _unpriced("another product than priced", "mla-down-proj-fusion"),
+    _unpriced("multi-token prediction of another kind", "mtp-use-repeated-layer mtp-detach-heads"),
+    _indifferent("acts only with --mtp-num-layers", "mtp-loss-scaling-factor"),
     _indifferent(
         "acts only with --hybrid-layer-pattern",
         "mamba-* disable-mamba-mem-eff-path mtp-hybrid-override-pattern mtp-standalone",
@@ -122,10 +146,6 @@ CLASSES: Sequence[FlagClass] = (
         "delay-offload-until-cuda-graph",
     ),
     _indifferent("acts only with --cpu-offloading-num-layers", "cpu-offloading-retain-pinned-cpu-buffers"),
-    _unpriced("experts are not priced from flags", "num-experts", "1"),
-    _unpriced("expert parallelism is not priced from flags", "expert-model-parallel-size", "1"),
-    _unpriced("latent attention is another layer than the priced one", "multi-latent-attention"),
-    _unpriced("layers that predict further tokens are not priced", "mtp-num-layers", "0"),
     _unpriced(
         "layers other than attention and MLP are not priced",
         "hybrid-layer-pattern hybrid-override-pattern is-hybrid-model experimental-attention-variant spec "
@@ -134,7 +154,6 @@ CLASSES: Sequence[FlagClass] = (
     _unpriced("states of other optimizers have another size", "optimizer", "adam", "adamw"),
     _unpriced("states of 4 bytes are priced", "exp-avg-dtype exp-avg-sq-dtype main-params-dtype", "fp32"),
     _unpriced("gradients are priced as the reductions say", "main-grads-dtype", "fp32"),
-    _unpriced("windows on some layers only are not read from flags", "window-attn-skip-freq"),
     _unpriced(
         "attention of another kind than the priced one",
         "softmax-type attention-output-gate qk-l2-norm qk-clip use-kitchen-attention "
@@ -162,7 +181,7 @@ CLASSES: Sequence[FlagClass] = (
         "cpu-offloading-num-layers fine-grained-activation-offloading",
     ),
     _unpriced("states in host memory are priced as Megatron's own", "use-torch-optimizer-for-cpu-offload"),
-    _unpriced("only what --recompute-activations does is priced", "recompute-modules", *MODULES.values()),
+    _unpriced("recomputation of some of these modules is not priced", "recompute-modules", *MODULES),
     _unpriced(
         "recomputation of other parts is not priced",
         "distribute-saved-activations mlp-chunks-for-training mlp-chunks-for-prefill",

@@ -20,9 +20,10 @@ from mist_megatron.frameworks.megatron.dialects import (
     underscore_finding,
 )
 from mist_megatron.frameworks.megatron.flag_classes import class_of, unpriced_flags
+from mist_megatron.frameworks.megatron.lint_experts import expert_findings, latent_findings
 from mist_megatron.frameworks.megatron.model import VERSION as PARSER_VERSION
 from mist_megatron.frameworks.megatron.patches import Patch
-from mist_megatron.frameworks.megatron.read import Reader, cut
+from mist_megatron.frameworks.megatron.reader import Reader, cut
 from mist_megatron.frameworks.megatron.recompute import PARTS, WHOLE_LAYERS
 from mist_megatron.spec.mesh import shares_out, shares_out_or_copies
 
@@ -66,6 +67,9 @@ _COUNTS = (
         "num-virtual-stages-per-pipeline-rank",
     ),
     *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "cpu-offloading-num-layers"),
+    *("num-experts", "moe-ffn-hidden-size", "moe-router-topk", "moe-shared-expert-intermediate-size"),
+    *("expert-model-parallel-size", "expert-tensor-parallel-size", "kv-lora-rank", "q-lora-rank"),
+    *("qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim", "mtp-num-layers"),
 )
 
 
@@ -108,6 +112,8 @@ def lint_megatron(
             _precision,
             _interleaving,
             _profiling,
+            expert_findings,
+            latent_findings,
         ):
             findings += _certain(read, rule)
         findings += (

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mist_megatron.frameworks.flags import Flags, flag, when
+from mist_megatron.frameworks.megatron.experts import (
+    expert_flags,
+    latent_attention_of,
+    latent_flags,
+    mixture_of,
+    prediction_flags,
+)
 from mist_megatron.frameworks.refusal import Refusal
 from mist_megatron.spec.constants import ModelConstants
+from mist_megatron.spec.layer import kind_of
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.training import TrainingSpec
 
@@ -21,14 +29,20 @@ def model_refusals(model: ModelSpec) -> tuple[Refusal, ...]:
 
 
 def _kind_refusals(model: ModelSpec) -> list[Refusal]:
-    """Layers that no flag is written for: of those that differ, windows of one size on some are."""
-    alike = {replace(kind, name="alike", window=None) for kind in model.kinds}
-    windows = {kind.window for kind in model.kinds} - {None}
-    if len(alike) == 1 and len(windows) <= 1 and model.kinds[0].attention == "causal":
+    """Layers that no flag is written for: of those that differ, some may have windows of one size, and some
+    experts of one kind."""
+    kinds = (kind_of(model, "own"), *model.kinds)
+    alike = {replace(kind, name="alike", window=None, experts=None) for kind in kinds}
+    windows, experts = (
+        {kind.window for kind in kinds} - {None},
+        {kind.experts for kind in model.kinds} - {None},
+    )
+    if len(alike) == 1 and len(windows) <= 1 and len(experts) <= 1 and model.attention == "causal":
         return []
     return [
         Refusal(
-            rule="flags are written for causal attention, and layers that differ in having a window alone",
+            rule="flags are written for causal attention, and layers that differ in having a window or "
+            "experts alone",
             got=f"{model.name} has layers of kind {', '.join(kind.name for kind in model.kinds)}",
             instead="predict and simulate, which take its plans, and tune, which finds them",
         )
@@ -37,26 +51,41 @@ def _kind_refusals(model: ModelSpec) -> list[Refusal]:
 
 def _part_refusals(model: ModelSpec) -> list[Refusal]:
     """Parts that no flag is written for, so that another model would be trained."""
-    parts = {
-        "experts": model.experts is not None,
-        "latent attention": model.latent_attention is not None,
-        "attention sinks": model.sinks,
-        "multi-token prediction": model.mtp_layers > 0,
-    }
-    return [
-        Refusal(
-            rule="flags are written for attention and one MLP per layer",
-            got=f"{model.name} has {part}",
-            instead="a model without it",
+    found = []
+    if any(kind.sinks for kind in model.kinds):
+        found.append(
+            Refusal(
+                rule="no flags are written for attention sinks and the activation that comes with them",
+                got=f"{model.name} has attention sinks",
+                instead="a model without them",
+            )
         )
-        for part, there in parts.items()
-        if there
-    ]
+    if model.mtp_layers and model.learned_positions:
+        found.append(
+            Refusal(
+                rule="multi-token prediction takes rotary positions or none (A:856)",
+                got=f"{model.name} has a table of positions and multi-token prediction",
+                instead="rotary: true",
+            )
+        )
+    experts = mixture_of(model)
+    if experts is not None and experts.router_bias != model.linear_bias:
+        found.append(
+            Refusal(
+                rule="Megatron's router has a trained bias where all other products have one (router.py:64)",
+                got=f"{model.name} has router_bias {str(experts.router_bias).lower()} and linear_bias "
+                f"{str(model.linear_bias).lower()}",
+                instead="the same of both",
+            )
+        )
+    return found
 
 
 def _constant_refusals(model: ModelSpec) -> list[Refusal]:
     """Scalings of rotary positions that the command line of dense models cannot say."""
     kind, factor = model.constants.rotary_scaling, model.constants.rotary_factor
+    if latent_attention_of(model) is not None:
+        return _latent_constant_refusals(model)
     said = kind in ("none", "llama3") or (kind == "linear" and factor.is_integer())
     if said or not model.rotary:
         return []
@@ -69,20 +98,37 @@ def _constant_refusals(model: ModelSpec) -> list[Refusal]:
     ]
 
 
+def _latent_constant_refusals(model: ModelSpec) -> list[Refusal]:
+    """Latent attention rotates its common key whole, by yarn."""
+    constants = model.constants
+    if model.rotary and constants.rotary_scaling in ("none", "yarn") and constants.rotary_share == 1.0:
+        return []
+    return [
+        Refusal(
+            rule="latent attention has flags for rotary positions of all its columns for them, by yarn or "
+            "not scaled",
+            got=f"{model.name} has {'' if model.rotary else 'no '}rotary positions of "
+            f"{constants.rotary_share:.0%}, scaled by {constants.rotary_scaling}",
+            instead="rotary: true, rotary_share: 1 and rotary_scaling: yarn or none",
+        )
+    ]
+
+
 def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
     """Shape, norm, positions, biases, dropout, initialisation."""
     grouped = model.kv_heads != model.heads
     hidden_dropout, attention_dropout = dropouts(model, training)
+    latent = latent_attention_of(model)
     return (
         flag("--num-layers", model.layers),
         flag("--hidden-size", model.hidden),
         flag("--ffn-hidden-size", model.ffn_hidden),
         flag("--num-attention-heads", model.heads),
-        flag("--kv-channels", model.head_dim),
+        flag("--kv-channels", model.head_dim if latent is None else latent.v_head_dim),
         *when(grouped, flag("--group-query-attention"), flag("--num-query-groups", model.kv_heads)),
         flag("--normalization", "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"),
         flag("--norm-epsilon", model.constants.norm_epsilon),
-        *when(model.qk_norm, flag("--qk-layernorm")),
+        *when(model.qk_norm or latent is not None, flag("--qk-layernorm")),
         *when(model.gated_mlp, flag("--swiglu")),
         *when(not model.linear_bias, flag("--disable-bias-linear")),
         *when(model.qkv_bias and not model.linear_bias, flag("--add-qkv-bias")),
@@ -93,6 +139,9 @@ def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
         flag("--hidden-dropout", hidden_dropout),
         flag("--attention-dropout", attention_dropout),
         flag("--init-method-std", model.constants.init_std),
+        *latent_flags(model),
+        *expert_flags(model),
+        *prediction_flags(model),
     )
 
 
@@ -161,6 +210,14 @@ def precision_flags(training: TrainingSpec) -> Flags:
     return (flag("--bf16"), *fp8)
 
 
-def attention_flags(training: TrainingSpec) -> Flags:
-    """`unfused` keeps the score matrix, which is what a plan without flash attention was priced with."""
-    return (flag("--attention-backend", "flash" if training.flash_attention else "unfused"),)
+def attention_backend(model: ModelSpec, training: TrainingSpec) -> str:
+    """`unfused` keeps the score matrix, which is what a plan without flash attention was priced with. Heads
+    whose values are narrower than their keys are cuDNN's `fused`: flash-attn 2 takes none."""
+    if not training.flash_attention:
+        return "unfused"
+    return "flash" if latent_attention_of(model) is None else "fused"
+
+
+def attention_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
+    """Which kernels attention runs in."""
+    return (flag("--attention-backend", attention_backend(model, training)),)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, cast
 
 from mist_megatron.errors import InputError
-from mist_megatron.frameworks.megatron.command import OPEN_VALUE, Options, shown
+from mist_megatron.frameworks.megatron.command import Options
 from mist_megatron.frameworks.megatron.patches import Patch
-from mist_megatron.frameworks.megatron.recompute import PARTS, WHOLE_LAYERS, kind_of
+from mist_megatron.frameworks.megatron.read_parts import (
+    dispatcher_of,
+    expert_ranks,
+    experts_of,
+    latent_of,
+    with_groups,
+)
+from mist_megatron.frameworks.megatron.reader import Reader, cut
+from mist_megatron.frameworks.megatron.recompute import PARTS, WHOLE_LAYERS, kind_of, modules_of
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.constants import ModelConstants, RotaryScaling
 from mist_megatron.spec.kinds import Offload
@@ -25,85 +33,6 @@ MOST_STAGES = 1 << 16
 """No cluster has more GPUs than this, and each pipeline stage needs one."""
 MOST_LAYERS_TOLD = 20_000
 """Letters that a pipeline layout may stand for; twice the deepest model that is priced."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reader:
-    """Typed access to options. `count`, `share` and `text` insist on a value, with one-line errors; `number`
-    and `word` give None where nothing is said, or where it is open."""
-
-    options: Options
-    where: str
-    maybe: Mapping[str, str] = field(default_factory=dict)
-    """Flags that stand there or not -> what decides."""
-    unsure: list[str] = field(default_factory=list, compare=False)
-    """Flags that were asked for and are open: what follows from them is no finding."""
-
-    def has(self, name: str) -> bool:
-        if name in self.maybe:
-            self.unsure.append(name)
-        return name in self.options
-
-    def word(self, name: str) -> str | None:
-        """The first value, or None."""
-        if name in self.maybe:
-            self.unsure.append(name)
-        values = self.options.get(name, ())
-        if not values:
-            return None
-        if OPEN_VALUE.search(values[0]):
-            self.unsure.append(name)
-            return None
-        return values[0]
-
-    def number(self, name: str, default: int | None = None) -> int | None:
-        """The value as a whole number, the default where the flag is missing, None where it is neither."""
-        text = self.word(name)
-        if text is None:
-            return default if name not in self.options else None
-        try:
-            return int(text)
-        except ValueError:
-            return None
-
-    def text(self, name: str, default: str | None = None) -> str:
-        values = self.options.get(name, ())
-        if values and (marks := OPEN_VALUE.findall(values[0])):
-            raise InputError(
-                f"{self.where}: --{name} is left open by {', '.join(dict.fromkeys(marks))}",
-                details=("it is needed to price the run",),
-            )
-        if values:
-            return values[0]
-        if default is None:
-            raise InputError(f"{self.where}: --{name} is missing", details=("it is needed to price the run",))
-        return default
-
-    def count(self, name: str, default: int | None = None) -> int:
-        text = self.text(name, None if default is None else str(default))
-        try:
-            value = int(text)
-        except ValueError:
-            raise InputError(f"{self.where}: --{name} is {cut(text)!r}; wanted a whole number") from None
-        if value < 0 or value > 1 << 62:
-            raise InputError(f"{self.where}: --{name} is {cut(text)}; wanted a whole number from 0 up")
-        return value
-
-    def share(self, name: str, default: float) -> float:
-        text = self.text(name, str(default))
-        try:
-            value = float(text)
-        except ValueError:
-            raise InputError(f"{self.where}: --{name} is {cut(text)!r}; wanted a number") from None
-        if not -1e300 < value < 1e300:
-            raise InputError(f"{self.where}: --{name} is {cut(text)}; wanted a finite number")
-        return value
-
-
-def cut(text: str) -> str:
-    """A value as a message can show it."""
-    text = shown(text)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def parse_layout(text: str, where: str) -> list[int]:
@@ -155,15 +84,18 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
     rms = read.text("normalization", "LayerNorm") == "RMSNorm"
     biased = not read.has("disable-bias-linear")
     window = read.text("window-size", "").strip("()").partition(",")[0]
-    return ModelSpec(
+    ffn_hidden, latent = read.count("ffn-hidden-size", 4 * hidden), latent_of(read)
+    head_dim = read.count("kv-channels", hidden // max(heads, 1))
+    grouped = read.has("group-query-attention") and latent is None
+    model = ModelSpec(
         name="command-line",
         family="llama" if gated else "gpt",
         layers=read.count("num-layers"),
         hidden=hidden,
-        ffn_hidden=read.count("ffn-hidden-size", 4 * hidden),
+        ffn_hidden=ffn_hidden,
         heads=heads,
-        kv_heads=read.count("num-query-groups") if read.has("group-query-attention") else heads,
-        head_dim=read.count("kv-channels", hidden // max(heads, 1)),
+        kv_heads=read.count("num-query-groups") if grouped else heads,
+        head_dim=head_dim if latent is None else latent.qk_head_dim,
         vocab=vocab if vocab is not None else read.count("vocab-size", 50304),
         gated_mlp=gated,
         activation=activation,
@@ -173,10 +105,14 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
         rotary=rotary,
         learned_positions=0 if rotary or kind == "none" else read.count("max-position-embeddings"),
         tied_embeddings=not read.has("untie-embeddings-and-output-weights"),
-        qk_norm=read.has("qk-layernorm"),
+        qk_norm=read.has("qk-layernorm") and latent is None,
         constants=constants_of(read, rotary=rotary),
         window=int(window) + 1 if window.isdecimal() else None,
+        experts=experts_of(read, ffn_hidden),
+        latent_attention=latent,
+        mtp_layers=read.count("mtp-num-layers", 0),
     )
+    return with_groups(model, read)
 
 
 def constants_of(read: Reader, *, rotary: bool) -> ModelConstants:
@@ -186,11 +122,16 @@ def constants_of(read: Reader, *, rotary: bool) -> ModelConstants:
         kind, factor = "llama3", read.share("rope-scaling-factor", 8.0)
     elif rotary and read.has("rotary-seq-len-interpolation-factor"):
         kind, factor = "linear", read.share("rotary-seq-len-interpolation-factor", 1.0)
+    elif read.has("multi-latent-attention") and read.share("rotary-scaling-factor", 1.0) != 1.0:
+        # Latent attention rotates by yarn unless --rope-type says otherwise.
+        kind = "none" if read.text("rope-type", "yarn") == "rope" else "yarn"
+        factor = 1.0 if kind == "none" else read.share("rotary-scaling-factor", 1.0)
     return ModelConstants(
         rotary_base=read.count("rotary-base", 10_000) if rotary else 10_000,
         rotary_share=read.share("rotary-percent", 1.0) if rotary else 1.0,
         rotary_scaling=cast(RotaryScaling, kind),
         rotary_factor=factor,
+        rotary_mscale=(read.share("mscale-all-dim", 0.0) or 1.0) if kind == "yarn" else 1.0,
         norm_epsilon=read.share("norm-epsilon", 1e-5),
         init_std=read.share("init-method-std", 0.02),
         hidden_dropout=read.share("hidden-dropout", 0.1),
@@ -268,7 +209,7 @@ def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpe
         schedule=usual_schedule(vpp),
         vpp=vpp,
         sequence_parallel=sliced,
-        execution=_execution(read, training, cp),
+        execution=_execution(read, training, cp, grids[0][1]),
     )
 
 
@@ -355,15 +296,17 @@ def _stage(read: Reader, chunks: tuple[int, ...], plain: StagePlan) -> StagePlan
         micro_batch=plain.micro_batch,
         zero=zero,
         ckpt=ckpt,
-        recompute=kind_of(granularity, read.word("recompute-modules")),
+        recompute=kind_of(granularity),
         offload=offload,
     )
 
 
-def _execution(read: Reader, training: TrainingSpec, context_parallel: int) -> Execution:
+def _execution(read: Reader, training: TrainingSpec, context_parallel: int, tp: int) -> Execution:
     wide = read.has("accumulate-allreduce-grads-in-fp32") or (
         training.precision != "fp16" and not read.has("grad-reduce-in-bf16")
     )
+    mixture = read.count("num-experts", 0) > 0
+    ep, etp = expert_ranks(read, tp) if mixture else (None, None)
     return Execution(
         context_parallel=context_parallel,
         grad_bytes=4 if wide else 2,
@@ -372,6 +315,10 @@ def _execution(read: Reader, training: TrainingSpec, context_parallel: int) -> E
         tp_comm_overlap=read.has("tp-comm-overlap"),
         fused_cross_entropy=read.has("cross-entropy-loss-fusion"),
         deterministic=read.has("deterministic-mode"),
+        recompute_modules=modules_of(read.options.get("recompute-modules", ())),
+        expert_parallel=ep,
+        expert_tensor_parallel=etp,
+        expert_dispatcher=dispatcher_of(read) if mixture else None,
     )
 
 

@@ -9,6 +9,7 @@ from math import lcm
 from typing import Any
 
 from mist_megatron.frameworks.flags import Flags, arguments, flag, when
+from mist_megatron.frameworks.megatron.experts import expert_environment, spread_flags
 from mist_megatron.frameworks.megatron.model import (
     attention_flags,
     model_flags,
@@ -41,9 +42,10 @@ def _plan_flags(plan: Plan) -> Flags:
         *model_flags(plan.model, plan.training),
         *vocabulary_flags(plan, 0),
         *precision_flags(plan.training),
-        *attention_flags(plan.training),
+        *attention_flags(plan.model, plan.training),
         *batch_flags(plan),
         *grid_flags(plan),
+        *spread_flags(plan),
         *pipeline_flags(plan),
         *sharding_flags(plan),
         *offload_flags(plan),
@@ -80,11 +82,12 @@ def vocabulary_flags(plan: Plan, index: int) -> Flags:
 
 
 def layout(plan: Plan) -> str:
-    """`Ett|ttL`: E embedding, t layer, L head, | between stages; virtual stages run over all stages first."""
+    """`Ett|ttmL`: E embedding, t layer, m depth of multi-token prediction, L head, | between stages; virtual
+    stages run over all stages first."""
     chunks = plan.chunk_layers
     parts = ["t" * chunks[stage][chunk] for chunk in range(plan.vpp) for stage in range(len(plan.stages))]
     short = [part if len(part) < 4 else f"t*{len(part)}" for part in parts]
-    return "E" + "|".join(short) + "L"
+    return "E" + "|".join(short) + "m" * plan.model.mtp_layers + "L"
 
 
 def pipeline_flags(plan: Plan) -> Flags:
@@ -161,7 +164,7 @@ def _own_flags(plan: Plan, index: int) -> Flags:
             *vocabulary_flags(plan, index),
             *when(plan.sequence_parallel and stage.tp > 1, flag("--sequence-parallel")),
         ),
-        *(flag(f"--{name}", value) for name, value in recompute_settings(plan, index).items()),
+        *(flag(f"--{name}", *values) for name, values in recompute_settings(plan, index).items()),
         *when(offloads_optimizer(plan), flag("--optimizer-offload-fraction", f"{stage.offload.optimizer:g}")),
     )
 
@@ -174,7 +177,7 @@ def environment(plan: Plan) -> dict[str, str | None]:
     """
     ordered = any(stage.tp > 1 for stage in plan.stages) or plan.execution.context_parallel > 1
     needed = ordered and plan.cluster.gpu.name not in BLACKWELL
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needed else {}
+    return {**({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needed else {}), **expert_environment(plan)}
 
 
 def require_emittable(plan: Plan) -> None:

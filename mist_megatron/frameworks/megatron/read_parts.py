@@ -1,0 +1,182 @@
+"""Parts of a model that not all have, and how they are spread, from the flags of a command line. Pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, cast, get_args
+
+from mist_megatron.errors import InputError
+from mist_megatron.frameworks.megatron.reader import Reader, cut
+from mist_megatron.spec.experts import Balance, ExpertSpec, LatentAttention, Router
+from mist_megatron.spec.kinds import Dispatcher
+from mist_megatron.spec.layer import LayerGroup, LayerKind
+from mist_megatron.spec.model import MOST_LAYERS, ModelSpec
+
+MOST_TURNS = 12
+"""Layers after which a pattern begins anew; twice the longest of published models (Gemma 3: 6)."""
+
+
+def experts_of(read: Reader, ffn_hidden: int) -> ExpertSpec | None:
+    """The experts of a layer that has some; as wide as a dense one's MLP unless said."""
+    if read.count("num-experts", 0) < 1:
+        return None
+    balance = read.text("moe-router-load-balancing-type", "aux_loss")
+    loss = read.share("moe-aux-loss-coeff", 0.0)
+    even = cast(Balance, balance) if balance in get_args(Balance) and loss else "none"
+    groups = read.count("moe-router-num-groups", 1)
+    return ExpertSpec(
+        count=read.count("num-experts"),
+        top_k=read.count("moe-router-topk", 2),
+        ffn_hidden=read.count("moe-ffn-hidden-size", ffn_hidden),
+        shared_ffn_hidden=read.count("moe-shared-expert-intermediate-size", 0),
+        shared_gate=read.has("moe-shared-expert-gate"),
+        latent=read.count("moe-latent-size", 0),
+        router=_router(read),
+        router_bias=not read.has("disable-bias-linear"),
+        groups=groups,
+        group_top_k=read.count("moe-router-group-topk", groups),
+        scaling=read.share("moe-router-topk-scaling-factor", 1.0),
+        balance=even,
+        balance_loss=loss if even != "none" else 0.0,
+        balance_bias=read.has("moe-router-enable-expert-bias"),
+    )
+
+
+def _router(read: Reader) -> Router:
+    if read.text("moe-router-score-function", "softmax") == "sigmoid":
+        return "sigmoid"
+    return "softmax_before_top_k" if read.has("moe-router-pre-softmax") else "softmax"
+
+
+def latent_of(read: Reader) -> LatentAttention | None:
+    """Widths of latent attention; the flags' own defaults where they say nothing."""
+    if not read.has("multi-latent-attention"):
+        return None
+    return LatentAttention(
+        kv_lora=read.count("kv-lora-rank", 32),
+        q_lora=read.count("q-lora-rank", 0),
+        nope_head_dim=read.count("qk-head-dim", 128),
+        rope_head_dim=read.count("qk-pos-emb-head-dim", 64),
+        v_head_dim=read.count("v-head-dim", 128),
+    )
+
+
+def dispatcher_of(read: Reader) -> Dispatcher:
+    """How tokens reach their experts."""
+    said = read.text("moe-token-dispatcher-type", "allgather")
+    if said not in get_args(Dispatcher):
+        raise InputError(
+            f"{read.where}: --moe-token-dispatcher-type is {cut(said)!r}; wanted "
+            f"{', '.join(get_args(Dispatcher))}"
+        )
+    return cast(Dispatcher, said)
+
+
+def expert_ranks(read: Reader, tp: int) -> tuple[int, int]:
+    """Expert-parallel and expert-tensor-parallel ranks; the latter are tp unless said."""
+    return read.count("expert-model-parallel-size", 1), read.count("expert-tensor-parallel-size", tp)
+
+
+def with_groups(model: ModelSpec, read: Reader) -> ModelSpec:
+    """The same with its layers apart, where only some have experts or a window."""
+    experts, windows = _experts_by_layer(read, model), _windows_by_layer(read, model)
+    if all(experts) and all(windows):
+        return model
+    kinds = {}
+    for mixture, window in sorted(set(zip(experts, windows, strict=True)), reverse=True):
+        parts = []
+        if not all(experts):
+            parts.append("moe" if mixture else "dense")
+        if not all(windows):
+            parts.append("window" if window else "full")
+        changes: dict[str, Any] = {} if mixture else {"experts": None}
+        changes |= {} if window else {"window": None}
+        kinds[mixture, window] = model.kind("_".join(parts), **changes)
+    order = [kinds[has] for has in zip(experts, windows, strict=True)]
+    if len(kinds) == 1:
+        only = order[0]
+        return replace(model, experts=only.experts, window=only.window)
+    return replace(model, groups=_groups(order))
+
+
+def _groups(order: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
+    """Few groups: layers that take turns, behind those of one kind at the start; else run by run."""
+    runs = [(kind, len(list(run))) for kind, run in groupby(order)]
+    first, start = runs[0]
+    for before in (0, start):
+        rest = order[before:]
+        for period in range(1, min(len(rest), MOST_TURNS) + 1):
+            if all(kind == rest[place % period] for place, kind in enumerate(rest)):
+                last = LayerGroup(layers=len(rest), pattern=tuple(rest[:period]))
+                return (LayerGroup(layers=before, pattern=(first,)), last) if before else (last,)
+    return tuple(LayerGroup(layers=count, pattern=(kind,)) for kind, count in runs)
+
+
+def _experts_by_layer(read: Reader, model: ModelSpec) -> list[bool]:
+    """Which layers have experts: a whole number means the first and each n-th after it."""
+    if model.experts is None or not read.has("moe-layer-freq"):
+        return [True] * model.layers
+    said = read.text("moe-layer-freq")
+    if "[" in said:
+        return _list(read, "moe-layer-freq", model.layers)
+    every = max(read.count("moe-layer-freq"), 1)
+    return [layer % every == 0 for layer in range(model.layers)]
+
+
+def _windows_by_layer(read: Reader, model: ModelSpec) -> list[bool]:
+    """Which layers have the window: a whole number means all but each n-th."""
+    if model.window is None or not read.has("window-attn-skip-freq"):
+        return [True] * model.layers
+    said = read.text("window-attn-skip-freq")
+    if "[" in said:
+        return _list(read, "window-attn-skip-freq", model.layers)
+    every = max(read.count("window-attn-skip-freq"), 1)
+    return [layer % every != 0 for layer in range(1, model.layers + 1)]
+
+
+def _list(read: Reader, name: str, layers: int) -> list[bool]:
+    """An entry for each layer, from a sum of products of lists."""
+    text = read.text(name)
+    found = pattern_of(text)
+    if found is None or len(found) != layers:
+        got = "which is no such list" if found is None else f"which has {len(found)} entries"
+        raise InputError(
+            f"{read.where}: --{name} is {cut(text)!r}, {got}; wanted a list of 0 and 1 with one for each of "
+            f"the {layers} layers, as in ([0]*3+[1]*{max(layers - 3, 1)})"
+        )
+    return [value != 0 for value in found]
+
+
+def pattern_of(text: str) -> list[int] | None:
+    """`([0]*3+[1,1])*2` written out, as Megatron's `eval` would, but no longer than twice the deepest model;
+    None where it is no list."""
+    if not re.fullmatch(r"[\d\[\](),+*\s]{1,20000}", text):
+        return None
+    try:
+        found = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return found if isinstance(found, list) else None
+
+
+def _value(node: ast.expr) -> list[int] | int:
+    """Lists of whole numbers, their sums, and their products with a whole number."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.List):
+        items = [_value(item) for item in node.elts]
+        if all(isinstance(item, int) for item in items):
+            return cast(list[int], items)
+    elif isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(left, int):
+            left, right = right, left
+        if isinstance(left, list) and isinstance(node.op, ast.Add) and isinstance(right, list):
+            return left + right
+        if isinstance(left, list) and isinstance(node.op, ast.Mult) and isinstance(right, int):
+            return left * min(right, MOST_LAYERS // max(len(left), 1) + 1)
+    raise ValueError
