@@ -103,6 +103,15 @@ def _parts(plan: Plan) -> dict[str, Any]:
     return {**_NO_MIXTURE_SWITCHES, **found}
 
 
+def _windows(plan: Plan) -> dict[str, Any]:
+    """The same words as Megatron's flags: two whole numbers, and each n-th layer or a list of them."""
+    windows = as_mapping(window_flags(plan.model, plan.training))
+    found = {name.replace("-", "_"): json.loads(f"[{text}]") for name, text in windows.items()}
+    if "window-attn-skip-freq" in windows:
+        (found["window_attn_skip_freq"],) = found["window_attn_skip_freq"]
+    return found
+
+
 def _field(value: str | bool | list[str]) -> Any:
     """A number where it is one."""
     try:
@@ -182,11 +191,7 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
         model["pipeline_model_parallel_layout"] = layout(plan)
     if plan.vpp > 1:
         model["virtual_pipeline_model_parallel_size"] = plan.vpp
-    # The same words as Megatron's flags: two whole numbers, and each n-th layer or a list of them.
-    windows = as_mapping(window_flags(plan.model, training))
-    model |= {name.replace("-", "_"): json.loads(f"[{text}]") for name, text in windows.items()}
-    if "window-attn-skip-freq" in windows:
-        (model["window_attn_skip_freq"],) = model["window_attn_skip_freq"]
+    model |= _windows(plan)
     for name, values in recompute_settings(plan, 0).items():
         model[name.replace("-", "_")] = list(values) if name == "recompute-modules" else values[0]
     offloads = offloads_optimizer(plan)
