@@ -67,7 +67,7 @@ def _idle_modules(plan: Plan) -> list[Module]:
 
 def _experts(plan: Plan) -> Iterator[str]:
     """Rules of mixtures, several of which the parser accepts and the run breaks on."""
-    experts = next((kind.experts for kind in plan.model.kinds if kind.experts is not None), None)
+    experts = plan.model.routed
     if experts is None:
         return
     if experts.top_k == 1 and experts.router == "softmax":
@@ -83,11 +83,6 @@ def _experts(plan: Plan) -> Iterator[str]:
             )
     if plan.grids_differ:
         yield "stages of different dp, tp or micro_batch: groups of experts are made for one grid of all"
-    if plan.execution.expert_dispatcher == "flex" and plan.execution.ep == 1:
-        yield (
-            "execution.expert_dispatcher flex: needs expert_parallel above 1 (token_dispatcher.py:1770), "
-            "wanted alltoall"
-        )
 
 
 def _tensor_parallel(plan: Plan) -> Iterator[str]:

@@ -12,17 +12,12 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from mist_megatron.frameworks.flags import Flags, flag, when
-from mist_megatron.spec.experts import ExpertSpec, LatentAttention
+from mist_megatron.spec.experts import LatentAttention
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
 
 MTP_LOSS = 0.1
 """Share of each depth's loss, Megatron's own default and DeepSeek-V3's for most of its training."""
-
-
-def mixture_of(model: ModelSpec) -> ExpertSpec | None:
-    """The experts of its layers that have some: flags say one kind of them."""
-    return next((kind.experts for kind in model.kinds if kind.experts is not None), None)
 
 
 def latent_attention_of(model: ModelSpec) -> LatentAttention | None:
@@ -32,7 +27,7 @@ def latent_attention_of(model: ModelSpec) -> LatentAttention | None:
 
 def expert_flags(model: ModelSpec) -> Flags:
     """Shape, router and balance of a mixture."""
-    experts = mixture_of(model)
+    experts = model.routed
     if experts is None:
         return ()
     grouped = experts.groups > 1
@@ -105,10 +100,10 @@ def prediction_flags(model: ModelSpec) -> Flags:
 
 def spread_flags(plan: Plan) -> Flags:
     """Over which ranks experts are spread, and how tokens reach them."""
-    if mixture_of(plan.model) is None:
+    if plan.model.routed is None:
         return ()
     execution = plan.execution
-    dispatcher = execution.expert_dispatcher or "alltoall"
+    dispatcher = execution.dispatcher
     return (
         flag("--expert-model-parallel-size", execution.ep),
         flag("--expert-tensor-parallel-size", execution.etp),

@@ -9,7 +9,6 @@ from mist_megatron.frameworks.megatron.experts import (
     expert_flags,
     latent_attention_of,
     latent_flags,
-    mixture_of,
     prediction_flags,
 )
 from mist_megatron.frameworks.refusal import Refusal
@@ -68,7 +67,7 @@ def _part_refusals(model: ModelSpec) -> list[Refusal]:
                 instead="rotary: true",
             )
         )
-    experts = mixture_of(model)
+    experts = model.routed
     if experts is not None and experts.router_bias != model.linear_bias:
         found.append(
             Refusal(

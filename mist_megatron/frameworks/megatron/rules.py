@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mist_megatron.frameworks.megatron.experts import mixture_of
 from mist_megatron.frameworks.megatron.model import model_refusals
 from mist_megatron.frameworks.megatron.patches import patches
 from mist_megatron.frameworks.refusal import Refusal
@@ -18,7 +17,7 @@ def refusals(plan: Plan) -> tuple[Refusal, ...]:
 
 def _patched_experts(plan: Plan) -> Iterator[Refusal]:
     """Patches were written for layers of attention and one MLP, whose weights all ranks of a group share."""
-    if patches(plan) and mixture_of(plan.model) is not None:
+    if patches(plan) and plan.model.routed is not None:
         yield Refusal(
             rule="patches know no experts",
             got=f"a plan of {plan.model.name} that needs {', '.join(patches(plan))}",
