@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from mist_megatron.ask.plan_words import GIB, host_words, lines_repr
+from mist_megatron.ask.plan_words import GIB, TOLD_FROM, host_words, lines_repr
 from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.ask.words import with_words
 from mist_megatron.errors import EmitError, MistError
@@ -41,7 +41,7 @@ class Emitted:
     out: Path | None = None
     """Where they were written."""
     warnings: tuple[str, ...] = ()
-    """What the files will run into: memory that the plan has not got."""
+    """Memory that the plan has not got, and a time in it that is not its own."""
 
     def to_dict(self) -> dict[str, Any]:
         """What `emit --json` prints."""
@@ -77,11 +77,12 @@ def emit(
     if out is not None:
         write_artifacts(Path(out), files, force=force)
     where = None if out is None else Path(out)
-    return Emitted(plan=plan, files=files, out=where, warnings=memory_warnings(plan))
+    return Emitted(plan=plan, files=files, out=where, warnings=warnings_of(plan))
 
 
-def memory_warnings(plan: Plan) -> tuple[str, ...]:
-    """The fullest stage that has no room on its GPU or its host; none where all have, or none is priced."""
+def warnings_of(plan: Plan) -> tuple[str, ...]:
+    """The fullest stage that has no room on its GPU or its host, and a time in the plan that is not its own;
+    none where nothing can be priced."""
     from mist_megatron.ask.predict import predict
 
     try:
@@ -91,7 +92,10 @@ def memory_warnings(plan: Plan) -> tuple[str, ...]:
     device = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes - stage.limit_bytes)
     over = device.peak_memory_bytes > device.limit_bytes
     full = f"{device.peak_memory_bytes / GIB:.1f} GiB of {device.limit_bytes / GIB:.1f} on a GPU"
+    written_s, own_s = (plan.prediction or {}).get("iteration_s"), prediction.iteration_s
+    stale = written_s is not None and abs(written_s / own_s - 1.0) > TOLD_FROM
     return (
+        *((f"the plan's own time of {written_s:.4g} s a step is {own_s:.4g} s now",) if stale else ()),
         *((f"it does NOT fit: {full}; `mist-megatron predict` tells what would help",) if over else ()),
         *(line for line in host_words(prediction) if "does NOT fit" in line),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,6 +24,8 @@ from mist_megatron.frameworks.deepspeed.convert import Batch, Question
 from mist_megatron.frameworks.deepspeed.convert_patched import PATCHED, bare_findings
 from mist_megatron.frameworks.deepspeed.pipeline import About, config_files, pipeline_plan, stage_findings
 from mist_megatron.frameworks.deepspeed.read import (
+    BATCH_KEYS,
+    Reading,
     filled_in,
     patch_findings,
     read_config,
@@ -68,6 +70,8 @@ class Linted:
     """What the framework would run."""
     prediction: Prediction | None = None
     """What that would cost."""
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    """Options that were not given and decide the price -> what was taken for them."""
 
     @property
     def rejected(self) -> bool:
@@ -81,6 +85,7 @@ class Linted:
             "findings": [asdict(finding) for finding in self.findings],
             "plan": None if self.plan is None else plan_to_mapping(self.plan),
             "prediction": None if self.prediction is None else prediction_document(self.prediction),
+            "defaults": dict(self.defaults),
         }
 
     def price_words(self) -> str:
@@ -216,6 +221,7 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
         return _pipeline(file, document, job)
     reading = read_config(read_loose(text, where), deepspeed_schema(probe=True))
     about: Plan | Job | None = None
+    defaults: Mapping[str, str] = {}
     batch = Batch(total=job.get("global_batch") if document is None else None)
     if document is not None:
         reading = replace(reading, config=filled_in(reading.config, document))
@@ -224,8 +230,13 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
         if job.get("model") is None or job.get("gpus") is None:
             alone = job.get("target") in PATCHED and document is None
             bare = tuple(bare_findings(reading)) if alone else ()
-            return Linted(kind="deepspeed", findings=(*reading.findings, *bare), plan=None)
-        about = read_job(with_batch(job, reading, batch)).job
+            missing = _missing_batch(reading, batch) if document is None else ()
+            return Linted(kind="deepspeed", findings=(*reading.findings, *bare, *missing), plan=None)
+        missing = _missing_batch(reading, batch)
+        if missing:
+            return Linted(kind="deepspeed", findings=(*reading.findings, *missing), plan=None)
+        asked = read_job(with_batch(job, reading, batch))
+        about, defaults = asked.job, asked.defaults
     target = about.target if document is None else "deepspeed"
     question = Question(
         model=about.model,
@@ -240,10 +251,19 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
     if document is None:
         patched = TARGETS[target].patched
         more = (*bare_findings(reading), *_refused(plan, "--target")) if patched else ()
-        return Linted(kind="deepspeed", findings=(*reading.findings, *more), plan=plan)
+        told = (*reading.findings, *more)
+        return Linted(kind="deepspeed", findings=told, plan=plan, defaults=defaults)
     plan = with_map(with_patches(plan, reading, document, where), document)
     findings = (*reading.findings, *patch_findings(reading, document), *_refused(plan, "stages.json"))
     return Linted(kind="deepspeed", findings=findings, plan=plan)
+
+
+def _missing_batch(reading: Reading, batch: Batch) -> tuple[Finding, ...]:
+    """What the script has to fill in, so that there is nothing to price without it."""
+    if not conversion.says_no_batch(reading, batch):
+        return ()
+    message = f"{conversion.BATCH_MISSING}; --global-batch says what the script fills in"
+    return (Finding(level="open", key=BATCH_KEYS[0], message=message),)
 
 
 def _pipeline(file: Path, document: dict[str, Any], job: JobWords) -> Linted:

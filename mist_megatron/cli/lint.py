@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
-from mist_megatron.cli.options import JobOptions
+from mist_megatron.cli.options import JobOptions, assumed
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.errors import InputError
 
@@ -39,6 +40,9 @@ def lint(
     if not output.json:
         rows = [(f.level, f.key, f.message) for f in linted.findings]
         output.people.print(table(("", "key", "what"), rows) if rows else linted.nothing_words())
+        if linted.defaults:
+            taken = ", ".join(assumed(linted.defaults))
+            output.people.print(f"[dim]taken by default: {escape(taken)}[/dim]")
         output.people.print(linted.price_words(), soft_wrap=True)
     if linted.rejected:
         raise typer.Exit(InputError.exit_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -84,6 +85,7 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
 def plan_from_mapping(value: Mapping[str, object], where: str = "plan") -> Plan:
     """Read the parsed form of a plan."""
     _refuse_boolean_levels(value, where)
+    _check_records(value, where)
     document = build_versioned(PlanDocument, value, where, SCHEMA)
     cluster = document.cluster
     try:
@@ -121,6 +123,27 @@ def _refuse_boolean_levels(value: Mapping[str, object], where: str) -> None:
         if isinstance(stage, dict) and isinstance(stage.get("zero"), bool):
             level = str(stage["zero"]).lower()
             raise InputError(f"{where}: stages[{index}].zero is {level}; wanted 0, 1, 2 or 3")
+
+
+RECORDED = ("iteration_s", "samples_per_s", "tokens_per_s", "tflops_per_gpu", "full_tflops_per_gpu", "mfu")
+"""Of a prediction, what `recipes` and emitted folders tell again as it is written."""
+
+
+def _check_records(value: Mapping[str, object], where: str) -> None:
+    """What was told of the plan is told again to people and launchers, so it is what it was."""
+    told, about = value.get("prediction"), value.get("provenance")
+    recorded = told if isinstance(told, dict) else {}
+    for key in RECORDED:
+        number = recorded.get(key)
+        fits = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < math.inf
+        if number is not None and not fits:
+            raise InputError(f"{where}: prediction.{key} is {number!r}; wanted a number above 0")
+    placement = about.get("placement") if isinstance(about, dict) else None
+    if placement is not None and not isinstance(placement, dict):
+        raise InputError(f"{where}: provenance.placement is {placement!r}; wanted a mapping")
+    spares = (placement or {}).get("spares", [])
+    if not isinstance(spares, list) or not all(isinstance(host, str) for host in spares):
+        raise InputError(f"{where}: provenance.placement.spares is {spares!r}; wanted a list of host names")
 
 
 def _model(value: str | dict[str, object]) -> ModelSpec:

@@ -83,11 +83,10 @@ def hosts_document(plan: Plan) -> dict[str, Any]:
     if matrix is None:
         return {}
     placement = (plan.provenance or {}).get("placement") or {}
-    spares = placement.get("spares", []) if isinstance(placement, Mapping) else []
     links = [[a, b, min(matrix.rate(a, b), matrix.rate(b, a))] for a, b in plan.node_pairs()]
     return {
         "hosts": list(matrix.hosts),
-        "spare_hosts": [str(host) for host in spares],
+        "spare_hosts": list(placement.get("spares", [])),
         "links": links,
         "links_at_once": matrix.gpus_at_once,
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import run
 
+import mist_megatron as mm
 from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.deepspeed.convert import Batch, batch_of
@@ -300,3 +301,20 @@ def test_no_configuration_fits_is_exit_3(tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 8, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}')
     assert run(["convert", str(path), "--model", "llama3-405b", "--gpus", "8", "--gpu", "l4-24gb"]) == 3
+
+
+def test_a_file_without_a_batch_is_priced_for_a_told_one_alone(tmp_path):
+    """As the real DeepSpeed: "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    job = {"model": "gpt3-1.3b", "gpus": 8}
+    with pytest.raises(InputError, match="train_batch_size is missing"):
+        mm.convert(path, **job)
+    asked = mm.lint(path, **job)
+    assert asked.prediction is None
+    assert ("open", "train_batch_size") in [(f.level, f.key) for f in asked.findings]
+    told = mm.lint(path, **job, global_batch=32)
+    assert told.prediction is not None and told.plan.training.global_batch == 32
+    assert told.defaults["--seq"].startswith("2048")
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": True}}))
+    assert mm.lint(path, **job).prediction is not None

@@ -14,7 +14,7 @@ from mist_megatron.formats.document import MOST_JSON, MOST_YAML, parse
 from mist_megatron.formats.files import load_mapping, load_model, load_plan, read_text
 from mist_megatron.formats.huggingface import model_from_huggingface
 from mist_megatron.formats.model_yaml import model_from_mapping
-from mist_megatron.formats.plan_yaml import plan_from_text
+from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_from_text
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import ClusterSpec, cluster_of
 
@@ -220,3 +220,18 @@ def test_models_that_nobody_could_train_are_refused(key: str) -> None:
     assert model_from_mapping(shape, "model")
     message = refused(lambda: model_from_mapping({**shape, key: HUGE}, "model"), f"{key} is {HUGE}")
     assert "wanted at most" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("prediction", {"iteration_s": "fast"}, "prediction.iteration_s is 'fast'; wanted a number above 0"),
+        ("prediction", {"mfu": True}, "prediction.mfu is True"),
+        ("prediction", {"tokens_per_s": -1}, "prediction.tokens_per_s is -1"),
+        ("provenance", {"placement": [1]}, r"provenance.placement is \[1\]; wanted a mapping"),
+        ("provenance", {"placement": {"spares": [5]}}, "wanted a list of host names"),
+    ],
+)
+def test_what_was_told_of_a_plan_is_of_its_kinds(key, value, words):
+    with pytest.raises(InputError, match=words):
+        plan_from_mapping({**parse(PLAN, "plan"), key: value})

@@ -101,9 +101,23 @@ class Question:
     batch: Batch = Batch()
 
 
+BATCH_MISSING = "missing, as train_micro_batch_size_per_gpu is: DeepSpeed needs one of them"
+
+
+def says_no_batch(reading: Reading, asked: Batch) -> bool:
+    """Whether DeepSpeed would stop for want of a batch (runtime/config.py, _set_batch_related_parameters);
+    "auto" is an answer, which a trainer gives."""
+    return not {BATCH_KEYS[0], BATCH_KEYS[1]} & reading.config.keys() and asked.total is asked.micro is None
+
+
 def batch_of(reading: Reading, gpus: int, asked: Batch = Batch()) -> tuple[int, int]:
     """Micro-batch and accumulation steps as DeepSpeed derives them; what the file leaves open ("auto") as
     `asked`, else as Trainer does."""
+    if says_no_batch(reading, asked):
+        raise InputError(
+            f"{BATCH_KEYS[0]} is {BATCH_MISSING}",
+            details=("try: --global-batch 64, what your script fills in", f'or "{BATCH_KEYS[1]}": "auto"'),
+        )
     written = [_count(reading.config.get(key), key) for key in BATCH_KEYS]
     for key, number, (option, said) in zip(BATCH_KEYS, written, asked.options.items(), strict=True):
         if number is not None and said is not None and number != said:
