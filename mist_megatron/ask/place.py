@@ -36,8 +36,9 @@ from mist_megatron.ask.words import texts, with_words
 from mist_megatron.cost.predict import job_of, prediction_document
 from mist_megatron.cost.predict import predict as predict_plan
 from mist_megatron.errors import InputError
-from mist_megatron.search.place import DEAD, Array, Places, best_order, seconds_per_byte
+from mist_megatron.search.place import DEAD, Array, Order, Places, best_order, seconds_per_byte
 from mist_megatron.search.place_costs import places_of
+from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.links import LinkMatrix
 from mist_megatron.spec.plan import Plan
 
@@ -142,23 +143,34 @@ class PlaceWords(TypedDict, total=False):
 def place(plan: PlanLike, *, links: str | Path, **words: Unpack[PlaceWords]) -> PlacedPlan:
     """The best map of a plan's nodes to those of links.yaml, and its gain over the order as given."""
     plan = load_plan(plan)
-    _check(plan)
+    matrix, notes = nodes_to_choose(plan.cluster, load_links(links), words)
     seed, evaluations = words.get("seed", 0), words.get("evaluations", EVALUATIONS)
-    matrix, notes = _chosen(plan, load_links(links), words)
+    return place_on(plan, matrix, notes, seed=seed, evaluations=evaluations)
+
+
+def place_on(
+    plan: Plan,
+    matrix: LinkMatrix,
+    notes: Sequence[str] = (),
+    *,
+    seed: int = 0,
+    evaluations: int = EVALUATIONS,
+) -> PlacedPlan:
+    """The same, on some nodes of a matrix of those that may be chosen."""
     start = range(len(matrix.hosts))
     first = tuple(start)[: plan.cluster.nodes]
-    evaluator, _ = evaluator_for(job_of(_on(plan, matrix, first)))
+    evaluator, _ = evaluator_for(job_of(on_nodes(plan, matrix, first)))
     places = places_of(plan, evaluator, matrix)
     rates, started = seconds_per_byte(matrix), time.process_time()
     order = best_order(places, rates, start=start, seed=seed, evaluations=evaluations)
     spent_s = max(time.process_time() - started, 1e-9)
-    usual, moved = (_on(plan, matrix, nodes) for nodes in (first, order.nodes))
+    usual = on_nodes(plan, matrix, first)
     usual_s = math.inf if _uses_dead(places, rates, first) else _seconds(usual)
-    moved_s = _seconds(moved)
-    interval = _interval(places, matrix, order.nodes, seed)
+    moved_s, chosen = _fastest(plan, matrix, order)
+    interval = _interval(places, matrix, chosen, seed)
     found = usual_s / moved_s - 1.0
     kept = math.isfinite(usual_s) and (interval[0] <= 0.0 or found < LEAST_GAIN)
-    taken, nodes = (usual, first) if kept else (moved, order.nodes)
+    taken, nodes = (usual, first) if kept else (on_nodes(plan, matrix, chosen), chosen)
     hosts = tuple(matrix.hosts[node] for node in nodes)
     unmeasured = _unmeasured(places, matrix, nodes)
     return PlacedPlan(
@@ -180,8 +192,7 @@ def place(plan: PlanLike, *, links: str | Path, **words: Unpack[PlaceWords]) -> 
     )
 
 
-def _check(plan: Plan) -> None:
-    cluster = plan.cluster
+def _check(cluster: ClusterSpec) -> None:
     if cluster.nodes < 2:
         raise InputError("place: the plan has one node; wanted two or more, whose order can matter")
     if cluster.linked_gpus > cluster.gpus_per_node:
@@ -191,38 +202,41 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _chosen(plan: Plan, matrices: Sequence[LinkMatrix], words: PlaceWords) -> tuple[LinkMatrix, list[str]]:
-    """The matrix whose traffic is the plan's, of the nodes that may be used."""
+def nodes_to_choose(
+    cluster: ClusterSpec, matrices: Sequence[LinkMatrix], words: PlaceWords
+) -> tuple[LinkMatrix, list[str]]:
+    """The matrix whose traffic is that of a cluster, of the nodes that may be used, with notes."""
+    _check(cluster)
     avoid, spare, gpus_at_once = texts(words.get("avoid")), words.get("spare"), words.get("gpus_at_once")
     notes = []
     if gpus_at_once is None:
-        matrix = matrix_for(matrices, plan.cluster.gpus_per_node)
+        matrix = matrix_for(matrices, cluster.gpus_per_node)
     else:
         counts = [one.gpus_at_once for one in matrices]
         if gpus_at_once not in counts:
             raise InputError(f"--gpus-at-once is {gpus_at_once}; measured were {', '.join(map(str, counts))}")
         matrix = matrices[counts.index(gpus_at_once)]
-    if matrix.gpus_at_once < plan.cluster.gpus_per_node:
+    if matrix.gpus_at_once < cluster.gpus_per_node:
         notes.append(
             f"the figures are of {matrix.gpus_at_once} GPUs of a node sending at once, the plan's "
-            f"{plan.cluster.gpus_per_node} send together: measured so, links may differ less"
+            f"{cluster.gpus_per_node} send together: measured so, links may differ less"
         )
     missing = [host for host in avoid if matrix.index(host) is None]
     if missing:
         raise InputError(f"--avoid {missing[0]}: no such node; measured are {', '.join(matrix.hosts)[:200]}")
     out = {matrix.index(host) for host in avoid}
     left = [node for node in range(len(matrix.hosts)) if node not in out]
-    needed = plan.cluster.nodes + (spare or 0)
+    needed = cluster.nodes + (spare or 0)
     if len(left) < needed:
         more = f" and {spare} spare ones" if spare else ""
         raise InputError(
-            f"place: the plan needs {plan.cluster.nodes} nodes{more}; links are known of {len(left)}"
+            f"place: the plan needs {cluster.nodes} nodes{more}; links are known of {len(left)}"
             + (f" without {', '.join(avoid)}" if avoid else "")
         )
     return matrix.take(left if spare is None else left[:needed]), notes
 
 
-def _on(plan: Plan, matrix: LinkMatrix, nodes: Sequence[int]) -> Plan:
+def on_nodes(plan: Plan, matrix: LinkMatrix, nodes: Sequence[int]) -> Plan:
     """The plan with its nodes on these. The cluster lists them as the matrix does, which is how schedulers
     list an allocation; the map says the rest."""
     listed = sorted(nodes)
@@ -237,6 +251,16 @@ def _on(plan: Plan, matrix: LinkMatrix, nodes: Sequence[int]) -> Plan:
 def _seconds(plan: Plan) -> float:
     evaluator, _ = evaluator_for(job_of(plan))
     return predict_plan(plan, evaluator).iteration_s
+
+
+def _fastest(plan: Plan, matrix: LinkMatrix, order: Order) -> tuple[float, tuple[int, ...]]:
+    """By `predict`, of the best order and those close to it by the formula that ranked them."""
+    found = [(_seconds(on_nodes(plan, matrix, order.nodes)), order.nodes)]
+    for nodes in order.close:
+        seconds = _seconds(on_nodes(plan, matrix, nodes))
+        if seconds < found[-1][0] * (1.0 - LEAST_GAIN):
+            found.append((seconds, nodes))
+    return found[-1]
 
 
 def _told(plan: Plan, hosts: Sequence[str], matrix: LinkMatrix) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +16,7 @@ from mist_megatron import __version__
 from mist_megatron.ask.baselines import best_by_hand
 from mist_megatron.ask.emit import framework_files
 from mist_megatron.ask.evaluators import error_bar_of, evaluator_for, profile_hash
+from mist_megatron.ask.on_links import OnLinks
 from mist_megatron.ask.plan_words import (
     faster_words,
     lines_repr,
@@ -107,6 +108,8 @@ class Tuned:
     """Options that were not given -> what was taken for them."""
     verification: Verification | None = None
     """What the events say of the plans, where that was asked for."""
+    on_links: OnLinks | None = None
+    """Which node goes where, where measured links were given."""
     files: tuple[str, ...] = ()
     """Names of what was written ..."""
     out: Path | None = None
@@ -158,7 +161,8 @@ class Tuned:
 
     @cached_property
     def _by_hand(self) -> Mapping[str, float]:
-        return best_by_hand(self.job, self.result)
+        # By hand nobody places: with measured links the plan for equal links stands for it.
+        return {} if self.on_links is not None else best_by_hand(self.job, self.result)
 
     def first(self, count: int) -> Tuned:
         """Only so many plans, the fastest."""
@@ -167,6 +171,7 @@ class Tuned:
             plans=self.plans[:count],
             predictions=self.predictions[:count],
             evaluators=self.evaluators[:count],
+            on_links=self.on_links and self.on_links.ranked(range(len(self.plans[:count]))),
         )
 
     def verified(self, watch: Watch | None = None) -> Tuned:
@@ -186,6 +191,7 @@ class Tuned:
             plans=tuple(self.plans[rank] for rank in ranks),
             predictions=tuple(self.predictions[rank] for rank in ranks),
             evaluators=tuple(self.evaluators[rank] for rank in ranks),
+            on_links=self.on_links and self.on_links.ranked(ranks),
             verification=Verification(ranks, tuple(played[rank] for rank in ranks)),
         )
 
@@ -210,6 +216,7 @@ class Tuned:
             "search": asdict(self.proof),
             "others": [plan_to_mapping(plan) for plan in self.plans[1:]],
             **({} if self.verification is None else {"verify": self.verification.to_dict()}),
+            **({} if self.on_links is None else {"placement": self.on_links.to_dict()}),
             "gain": gain,
             "defaults": dict(self.defaults),
             "files": list(self.files),
@@ -242,47 +249,56 @@ def tune(
     limit of time.
     """
     started = time.monotonic()
+    result, origins = searched(job, space, settings, Means(watch, executor, at_once))
+    return _told(job, space, settings, result, origins, time.monotonic() - started)
+
+
+@dataclass(frozen=True)
+class Means:
+    """Who watches a search, and where shapes are solved."""
+
+    watch: Watch = SILENT
+    executor: Executor | None = None
+    at_once: int = 8
+
+
+Priced = Mapping[Execution, tuple[StageEvaluator, str]]
+"""By way of execution: prices, and where they are from."""
+
+
+def searched(
+    job: Job,
+    space: Space,
+    settings: Settings,
+    means: Means,
+    evaluator_of: Callable[[Job], tuple[StageEvaluator, str]] = evaluator_for,
+) -> tuple[SearchResult, Priced]:
+    """One search over all ways of execution, and what each was priced by."""
     ways, origins = [], {}
     for choice in execution_choices(job, space, settings.limits):
-        evaluator, origin = evaluator_for(choice.job)
+        evaluator, origin = evaluator_of(choice.job)
         origins[choice.job.execution] = evaluator, origin
         ways.append(Way(evaluator=evaluator, limits=choice.limits, keeps=choice.keeps, mixes=choice.mixes))
     try:
-        result = search_ways(ways, space, settings, watch, executor, at_once)
+        result = search_ways(ways, space, settings, means.watch, means.executor, means.at_once)
     except StoppedEmpty as stopped:
         if stopped.status is Status.INTERRUPTED:
             raise KeyboardInterrupt from None
         raise
-    return _told(job, space, settings, result, origins, time.monotonic() - started)
-
-
-_Priced = Mapping[Execution, tuple[StageEvaluator, str]]
-"""By way of execution: prices, and where they are from."""
+    return result, origins
 
 
 def _told(
-    job: Job, space: Space, settings: Settings, result: SearchResult, priced: _Priced, seconds: float
+    job: Job, space: Space, settings: Settings, result: SearchResult, priced: Priced, seconds: float
 ) -> Tuned:
     """What a search found, as plans with prediction and provenance."""
     evaluators = tuple(priced[solution.execution][0] for solution in result.solutions)
     plans = [plan_of(*pair) for pair in zip(evaluators, result.solutions, strict=True)]
     predictions = tuple(predict(*pair) for pair in zip(plans, evaluators, strict=True))
-    about = {
-        "version": __version__,
-        "profile": priced[result.solutions[0].execution][1],
-        "profile_hash": profile_hash(job),
-        "space": space.name,
-        "grid": settings.step,
-        "solver": settings.solver,
-    }
-    proof = asdict(_proof(result, seconds))
+    abouts = provenances(job, space, settings, result, priced[result.solutions[0].execution][1], seconds)
     told = [
-        replace(
-            plan,
-            prediction=prediction_document(prediction),
-            provenance={**about, "rank": rank, **proof},
-        )
-        for rank, (plan, prediction) in enumerate(zip(plans, predictions, strict=True), 1)
+        replace(plan, prediction=prediction_document(prediction), provenance=about)
+        for plan, prediction, about in zip(plans, predictions, abouts, strict=True)
     ]
     return Tuned(
         job=job,
@@ -294,6 +310,22 @@ def _told(
         settings=settings,
         asked=space,
     )
+
+
+def provenances(
+    job: Job, space: Space, settings: Settings, result: SearchResult, prices: str, seconds: float
+) -> list[dict[str, Any]]:
+    """How each plan of a search was found, the fastest first."""
+    about = {
+        "version": __version__,
+        "profile": prices,
+        "profile_hash": profile_hash(job),
+        "space": space.name,
+        "grid": settings.step,
+        "solver": settings.solver,
+    }
+    proof = asdict(_proof(result, seconds))
+    return [{**about, "rank": rank, **proof} for rank in range(1, len(result.solutions) + 1)]
 
 
 def _proof(result: SearchResult, seconds: float) -> Proof:
@@ -336,4 +368,6 @@ def left_out_words(tuned: Tuned) -> str:
         found.append("stages that are alike split layers near evenly")
     if space.context_parallel:
         found.append("context parallelism is a ring over powers of two")
+    if tuned.on_links is not None:
+        found.append("on any of the nodes, by the best links that groups can have")
     return "; ".join([*found, ""])

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Unpack
 
 from mist_megatron.ask.job_words import JobWords, asked_job
-from mist_megatron.ask.tune import SILENT, Tuned
+from mist_megatron.ask.links import load_links
+from mist_megatron.ask.place import nodes_to_choose
+from mist_megatron.ask.tune import SILENT, Means, Tuned
 from mist_megatron.ask.tune import tune as search_ways
+from mist_megatron.ask.tune_links import tune_on
 from mist_megatron.ask.verify import VERIFIERS
 from mist_megatron.ask.words import Texts, texts, with_words
 from mist_megatron.ask.workers import within, worker_pool
@@ -22,6 +25,7 @@ from mist_megatron.search.bounds import Solver
 from mist_megatron.search.search import Settings, StoppedEmpty, Watch
 from mist_megatron.search.space import Space, parse_limits, space_named
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.links import LinkMatrix
 
 SOLVERS: Mapping[str, Solver] = {"exact": "exact", "milp": "milp"}
 PLANS_OF_A_PAGE = 12
@@ -59,6 +63,12 @@ class TuneWords(JobWords, total=False):
     """simulate: rank the best plans anew, by events."""
     report: str | Path | None
     """Write a page about the answer here: one HTML file."""
+    links: str | Path | None
+    """links.yaml of the cluster: choose the nodes and their order together with the plan."""
+    avoid: str | Sequence[str] | None
+    """Nodes of it that are left out."""
+    spare: int | None
+    """Choose among so many nodes more than the job has; all that were measured by default."""
 
 
 AS_USUAL: TuneWords = {
@@ -94,17 +104,11 @@ def tune(
     report, top = words.get("report"), settings.top
     if report is not None:
         settings = replace(settings, top=max(top, PLANS_OF_A_PAGE))
+    nodes = _nodes(asked.job, words)
     try:
         with worker_pool(workers) if executor is None else nullcontext(executor) as pool:
-            at_once = AT_ONCE if executor else workers
-            tuned = search_ways(
-                asked.job,
-                space=space,
-                settings=settings,
-                watch=within(watch, limit_s),
-                executor=pool,
-                at_once=at_once,
-            )
+            means = Means(within(watch, limit_s), pool, AT_ONCE if executor else workers)
+            tuned = _tuned(asked.job, space, settings, means, nodes)
     except StoppedEmpty:
         limit = "the time given" if limit_s is None else f"--time-limit {limit_s:g} s"
         raise NoFeasiblePlan(
@@ -121,6 +125,32 @@ def tune(
 
         report_search(tuned, searched, Path(report), within(watch, limit_s))
     return tuned
+
+
+Nodes = tuple[LinkMatrix, list[str]]
+"""That may be chosen, and what to tell of them."""
+
+
+def _nodes(job: Job, words: TuneWords) -> Nodes | None:
+    links = words.get("links")
+    if links is None:
+        said = next((name for name in ("avoid", "spare") if words.get(name)), None)
+        if said is not None:
+            raise InputError(f"--{said} is of nodes that --links names; wanted --links FILE beside it")
+        return None
+    return nodes_to_choose(
+        job.cluster, load_links(links), {"avoid": words.get("avoid") or (), "spare": words.get("spare")}
+    )
+
+
+def _tuned(job: Job, space: Space, settings: Settings, means: Means, nodes: Nodes | None) -> Tuned:
+    if nodes is not None:
+        matrix, notes = nodes
+        return tune_on(job, matrix, space=space, settings=settings, means=means, notes=notes)
+    watch, executor, at_once = means.watch, means.executor, means.at_once
+    return search_ways(
+        job, space=space, settings=settings, watch=watch, executor=executor, at_once=at_once
+    )  # fmt: skip
 
 
 def _settings(words: TuneWords) -> Settings:

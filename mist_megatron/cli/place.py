@@ -48,12 +48,13 @@ def place(
         write_file(out, plan_to_yaml(placed.plan), force=force)
     output.finish({**placed.to_dict(), "out": None if out is None else str(out)})
     if not output.json:
-        _show(output.people, placed)
+        show_placed(output.people, placed)
     if out is not None:
         output.people.print(f"wrote {out}", soft_wrap=True, markup=False)
 
 
-def _show(people: Console, placed: PlacedPlan) -> None:
+def show_placed(people: Console, placed: PlacedPlan) -> None:
+    """What an order of nodes gains, and the nodes by name."""
     from mist_megatron.ask.links import slow_links, slow_nodes
 
     low, high = placed.interval

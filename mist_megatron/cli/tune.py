@@ -69,6 +69,17 @@ class SearchOptions(OptionGroup):
             rich_help_panel=PANEL,
         ),
     ] = None
+    links: Annotated[
+        Path | None,
+        typer.Option(help="links.yaml: choose nodes and their order, too.", rich_help_panel=PANEL),
+    ] = None
+    avoid: Annotated[
+        list[str] | None, typer.Option(help="Leave a node of --links out.", rich_help_panel=PANEL)
+    ] = None
+    spare: Annotated[
+        int | None,
+        typer.Option(min=0, help="Choose among so many more nodes; all by default.", rich_help_panel=PANEL),
+    ] = None
 
     def words(self, job: JobOptions) -> TuneWords:
         """The same, and those of a job, as the arguments of Python."""

@@ -45,6 +45,11 @@ def show_result(people: Console, tuned: Tuned, defaults: list[str]) -> None:
     if by_hand:
         people.print(f"gain: {', '.join(by_hand)}, each at its best")
     people.print(proof_words(tuned))
+    if tuned.on_links is not None:
+        from mist_megatron.cli.place import show_placed
+
+        people.print(f"\n{tuned.on_links.words()}", soft_wrap=True, markup=False)
+        show_placed(people, tuned.on_links.best)
     if tuned.out is not None:
         files = tuned.files
         people.print(f"wrote {len(files)} file{'s' * (len(files) != 1)} to {tuned.out}: {', '.join(files)}")

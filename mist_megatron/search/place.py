@@ -26,6 +26,8 @@ Orders = NDArray[np.intp]
 """Orders of nodes, one a row: the place's node, and behind the plan's places those that are spare."""
 DEAD = 1e6
 """A dead link counts as so many times the slowest that works: never worth using, and still comparable."""
+KEPT = 2_000
+"""Orders that are kept of each piece of all of them."""
 MOST_EXACT = 400_000
 """Orders up to which all of them are priced: 8 nodes have 40,320."""
 CHAINS = 256
@@ -35,6 +37,8 @@ HOTTEST, COLDEST = 0.3, 1e-4
 EXCHANGES = 12
 """Times at which the worse half of the chains begin anew from the better half."""
 SAME = 1e-9
+CLOSE, MOST_CLOSE = 1.05, 6
+"""Up to which times the least cost, and how many, orders are told besides the best."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +143,53 @@ def seconds_per_byte(matrix: LinkMatrix) -> Array:
     return found
 
 
+def best_rates(matrix: LinkMatrix) -> tuple[float, ...]:
+    """By a number of nodes, from 0 on: what the slowest link of a ring over so many of them has at best,
+    bytes per second of a GPU. No group of so many nodes has more, whichever they are.
+
+    Every node of a ring over three or more has two links in it, so that as many nodes have a second-best link
+    of that rate; and links of that rate join so many nodes, which a spanning tree of best links tells.
+    """
+    links = seconds_per_byte(matrix)
+    count = len(links)
+    ways = np.where(links > 0.0, 1.0 / np.where(links > 0.0, links, 1.0), 0.0)
+    second = np.sort(np.sort(ways, axis=1)[:, -2])[::-1]
+    joined = _joining_rates(ways)
+    best = float(ways.max())
+    rings = [min(float(second[nodes - 1]), joined[nodes]) for nodes in range(3, count + 1)]
+    return (best, best, best, *rings)
+
+
+def _joining_rates(ways: Array) -> list[float]:
+    """By a number of nodes: the greatest rate whose links join so many. Prim's tree, cut at each rate."""
+    count = len(ways)
+    reached, begun, edges = ways[0].copy(), np.zeros(count, dtype=np.intp), []
+    inside = np.zeros(count, dtype=bool)
+    inside[0] = True
+    for _ in range(count - 1):
+        node = int(np.argmax(np.where(inside, -1.0, reached)))
+        edges.append((float(reached[node]), int(begun[node]), node))
+        inside[node] = True
+        nearer = ways[node] > reached
+        reached, begun = np.where(nearer, ways[node], reached), np.where(nearer, node, begun)
+    part, found, largest = list(range(count)), [math.inf, math.inf], 1
+    for rate, one, other in sorted(edges, reverse=True):
+        keep, gone = part[one], part[other]
+        part = [keep if label == gone else label for label in part]
+        size = part.count(keep)
+        found += [rate] * max(size - largest, 0)
+        largest = max(size, largest)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """What was found."""
 
     nodes: tuple[int, ...]
     """By place: the node."""
+    close: tuple[tuple[int, ...], ...]
+    """Others that cost hardly more, or as much over other links."""
     cost: float
     first_cost: float
     """Of the order as given."""
@@ -178,19 +223,38 @@ def _answer(places: Places, links: Array, found: Orders, first: Orders, count: i
     best = cheapest[int(np.argmin(moved))]
     nodes = tuple(int(node) for node in both[best])
     return Order(
-        nodes=nodes, cost=float(costs[best]), first_cost=float(costs[0]), proved=proved, evaluations=count
+        nodes=nodes,
+        close=_close(places, links, both, int(best)),
+        cost=float(costs[best]),
+        first_cost=float(costs[0]),
+        proved=proved,
+        evaluations=count,
     )
 
 
+def _close(places: Places, links: Array, orders: Orders, best: int) -> tuple[tuple[int, ...], ...]:
+    """The cheapest but the best, one of those that use links which are alike."""
+    costs = places.cost(orders, links)
+    near = np.flatnonzero(costs <= costs.min() * CLOSE)
+    near = near[np.argsort(costs[near], kind="stable")]
+    if not places.uses:
+        return ()
+    used = places.slowest(orders[np.append(best, near)], links)
+    _, first = np.unique(used, axis=0, return_index=True)
+    others = [int(near[at - 1]) for at in sorted(first) if at][:MOST_CLOSE]
+    return tuple(tuple(int(node) for node in orders[at]) for at in others)
+
+
 def _all_orders(places: Places, links: Array, first: Orders) -> tuple[Orders, int]:
-    """The cheapest of each few thousand."""
+    """The cheapest ones of each few thousand."""
     every: Iterator[tuple[int, ...]] = permutations(first[0].tolist(), places.places)
     kept, count = [], 0
     while piece := list(islice(every, 20_000)):
         orders = np.array(piece, dtype=np.intp)
         costs = places.cost(orders, links)
         count += len(orders)
-        kept.append(orders[costs <= costs.min() * (1.0 + SAME)])
+        near = np.flatnonzero(costs <= costs.min() * CLOSE)
+        kept.append(orders[near[np.argsort(costs[near], kind="stable")][:KEPT]])
     return np.concatenate(kept), count
 
 

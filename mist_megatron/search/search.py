@@ -160,7 +160,7 @@ def search_ways(
     if job.cluster.links.matrix is not None:
         raise InputError(
             "cluster: a search prices all nodes alike, so that its proof would not hold for measured links",
-            details=("try: tune without them, then: mist-megatron place PLAN --links links.yaml",),
+            details=("try: the job without them and --links links.yaml, which chooses the nodes too",),
         )
     watch = watch or Watch()
     ways, questions = _questions(ways, space, settings)
