@@ -107,7 +107,7 @@ def written(plans: tuple[Plan, ...], page: Page, out: Path | None) -> Reported:
 
 def report_search(tuned: Tuned, searched: Tuned, out: Path, watch: Watch) -> Reported:
     """A page of the chosen plan, all that the search found beside it, and what less memory would cost."""
-    less = () if tuned.interrupted else under_less_memory(tuned, watch)
+    less = () if tuned.interrupted or tuned.on_links is not None else under_less_memory(tuned, watch)
     return written(tuned.plans, search_page(tuned, searched, less), out)
 
 

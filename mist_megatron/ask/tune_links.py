@@ -50,7 +50,6 @@ class _Tried:
     """Plans that were placed, by what they are."""
 
     matrix: LinkMatrix
-    seed: int
     by_plan: dict[object, tuple[Solution, PlacedPlan]] = field(default_factory=dict)
     refused: InputError | None = None
 
@@ -60,7 +59,7 @@ class _Tried:
         key = (plan.stages, plan.grad_accum, plan.vpp, plan.sequence_parallel, plan.execution)
         if key not in self.by_plan:
             try:
-                placed = place_on(plan, self.matrix, seed=self.seed, evaluations=QUICKLY)
+                placed = place_on(plan, self.matrix, evaluations=QUICKLY)
             except InputError as error:
                 self.refused = error
                 return None
@@ -82,26 +81,27 @@ class _Tried:
         return sorted(told.values(), key=lambda pair: pair[1].iteration_s)[:top]
 
 
-def tune_on(
-    job: Job,
-    matrix: LinkMatrix,
-    *,
-    space: Space,
-    settings: Settings,
-    means: Means,
-    notes: Sequence[str] = (),
-    seed: int = 0,
-) -> Tuned:
+@dataclass(frozen=True)
+class Asked:
+    """A search, as it was asked for."""
+
+    job: Job
+    space: Space
+    settings: Settings
+
+
+def tune_on(asked: Asked, matrix: LinkMatrix, means: Means, notes: Sequence[str] = ()) -> Tuned:
     """The fastest plans found on nodes of the matrix, and by how much none can be faster."""
     started = time.monotonic()
+    job, space, settings = asked.job, asked.space, asked.settings
     many = replace(settings, top=SHAPES)
-    tried = _Tried(matrix, seed)
+    tried = _Tried(matrix)
 
-    def look(rates: Rates, asked: Settings) -> tuple[SearchResult, PlacedPlan | None]:
+    def look(rates: Rates, how: Settings) -> tuple[SearchResult, PlacedPlan | None]:
         def evaluator_of(choice: Job) -> tuple[StageEvaluator, str]:
             return _evaluator(choice, matrix, rates)
 
-        result, priced = searched(job, space, asked, means, evaluator_of)
+        result, priced = searched(job, space, how, means, evaluator_of)
         wanted = [one for one in result.solutions if rates is not best or one.value_s < tried.best_s]
         found = [tried.add(priced[one.execution][0], one) for one in wanted]
         return result, found[0] if found else None
@@ -121,7 +121,7 @@ def tune_on(
     if not tried.by_plan:
         assert tried.refused is not None
         raise tried.refused
-    return _told(job, space, settings, bound, tried, alike, tuple(notes), time.monotonic() - started)
+    return _told(asked, bound, tried, alike, tuple(notes), time.monotonic() - started)
 
 
 def _evaluator(job: Job, matrix: LinkMatrix, rates: Rates) -> tuple[StageEvaluator, str]:
@@ -158,9 +158,7 @@ def _seen(plan: Plan, best: Rates) -> Rates:
 
 
 def _told(
-    job: Job,
-    space: Space,
-    settings: Settings,
+    asked: Asked,
     bound: SearchResult,
     tried: _Tried,
     alike: PlacedPlan | None,
@@ -168,10 +166,11 @@ def _told(
     seconds: float,
 ) -> Tuned:
     """The fastest, placed once more with all care."""
+    job, space, settings = asked.job, asked.space, asked.settings
     told = []
     for solution, quick in tried.fastest(settings.top):
         plain = replace(quick.plan, cluster=job.cluster, rank_map=None)
-        sure = place_on(plain, tried.matrix, notes, seed=tried.seed, evaluations=AT_LAST)
+        sure = place_on(plain, tried.matrix, notes, evaluations=AT_LAST)
         placed = min((sure, quick), key=lambda one: one.iteration_s)
         told.append((replace(solution, value_s=placed.iteration_s), replace(placed, notes=sure.notes)))
     told.sort(key=lambda pair: pair[1].iteration_s)

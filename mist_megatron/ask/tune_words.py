@@ -16,7 +16,7 @@ from mist_megatron.ask.links import load_links
 from mist_megatron.ask.place import nodes_to_choose
 from mist_megatron.ask.tune import SILENT, Means, Tuned
 from mist_megatron.ask.tune import tune as search_ways
-from mist_megatron.ask.tune_links import tune_on
+from mist_megatron.ask.tune_links import Asked, tune_on
 from mist_megatron.ask.verify import VERIFIERS
 from mist_megatron.ask.words import Texts, texts, with_words
 from mist_megatron.ask.workers import within, worker_pool
@@ -146,7 +146,7 @@ def _nodes(job: Job, words: TuneWords) -> Nodes | None:
 def _tuned(job: Job, space: Space, settings: Settings, means: Means, nodes: Nodes | None) -> Tuned:
     if nodes is not None:
         matrix, notes = nodes
-        return tune_on(job, matrix, space=space, settings=settings, means=means, notes=notes)
+        return tune_on(Asked(job, space, settings), matrix, means, notes)
     watch, executor, at_once = means.watch, means.executor, means.at_once
     return search_ways(
         job, space=space, settings=settings, watch=watch, executor=executor, at_once=at_once
