@@ -126,21 +126,7 @@ def build_layer(shape: MixtureShape, tp: int, ep: int):
         multi_latent_attention=bool(shape.latent),
         normalization="RMSNorm",
     )
-    if shape.latent:
-        spec.submodules.self_attention.submodules.core_attention = core_of_two_widths()
     return build_module(spec, config=config, layer_number=1).bfloat16()
-
-
-def core_of_two_widths():
-    """Megatron's own attention core, of which only Transformer Engine's takes values of another width."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    class Core(DotProductAttention):
-        def __init__(self, *words, k_channels=None, v_channels=None, **named):
-            super().__init__(*words, **named)
-            self.hidden_size_per_partition = self.num_attention_heads_per_partition * self.config.v_head_dim
-
-    return Core
 
 
 def balance(layer, shape: MixtureShape) -> None:
@@ -155,18 +141,6 @@ def balance(layer, shape: MixtureShape) -> None:
 
     original = layer.mlp.router.gating
     layer.mlp.router.gating = gating
-
-
-def accept_counts() -> None:
-    """Counts of tokens come from the GPU as lists; on CPU nothing is copied, and they stay tensors."""
-    import torch
-
-    def exchange(output, source, output_split_sizes=None, input_split_sizes=None, **more):
-        sizes = [n.tolist() if hasattr(n, "tolist") else n for n in (output_split_sizes, input_split_sizes)]
-        return original(output, source, *sizes, **more)
-
-    original = torch.distributed.all_to_all_single
-    torch.distributed.all_to_all_single = exchange
 
 
 def measure(shape: MixtureShape, tp: int, ep: int) -> dict[str, int]:
@@ -227,7 +201,6 @@ def main() -> None:
         tp, 1, expert_model_parallel_size=ep, expert_tensor_parallel_size=1
     )
     model_parallel_cuda_manual_seed(1)
-    accept_counts()
     found = {}
     for shape in SHAPES:
         found[shape.name] = measure(shape, tp, ep)

@@ -313,6 +313,30 @@ def _gloo_only(torch, *, share_groups: bool) -> None:
         setattr(dist, name, call)
 
 
+def _counts_as_lists(torch) -> None:
+    """Numbers of tokens of each expert come from the GPU as lists; here nothing is copied, and they stay
+    tensors."""
+    exchange = torch.distributed.all_to_all_single
+
+    def exchanged(output, source, output_split_sizes=None, input_split_sizes=None, **more):
+        sizes = [n.tolist() if hasattr(n, "tolist") else n for n in (output_split_sizes, input_split_sizes)]
+        return exchange(output, source, *sizes, **more)
+
+    torch.distributed.all_to_all_single = exchanged
+
+
+def _cores_of_two_widths() -> None:
+    """Megatron's own attention core, of which only Transformer Engine's takes values of another width."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention as Core
+
+    def init(self, *words, k_channels=None, v_channels=None, _made=Core.__init__, **named):
+        _made(self, *words, **named)
+        if v_channels is not None:
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+    Core.__init__ = init
+
+
 def _megatron_pieces(torch) -> None:
     import megatron.core  # noqa: F401
     from megatron.core.optimizer import optimizer_config
@@ -368,7 +392,9 @@ def install(*, two_devices: bool = False, threads: int = 1, share_groups: bool =
     if two_devices:
         _two_devices(torch)
     _gloo_only(torch, share_groups=share_groups)
+    _counts_as_lists(torch)
     _megatron_pieces(torch)
+    _cores_of_two_widths()
 
 
 def allow_activation_offload() -> None:

@@ -95,17 +95,22 @@ def train(
     more: tuple[str, ...] = (),
     steps: int = STEPS,
     watched: bool = False,
+    without: tuple[str, ...] = (),
     variables: dict[str, str] | None = None,
 ) -> list[float]:
     """Write the plan's folder, start its train.sh with `more`, return the mean loss of every step.
 
-    `watched`: every rank leaves in the folder what `watch_bytes` counted.
+    `watched`: every rank leaves in the folder what `watch_bytes` counted. `without`: switches that ask for a
+    kernel of a GPU.
     """
     out = folder / "emitted"
     write_artifacts(out, artifacts(planned, launch_sources(probe=False)))
     args = (out / "args.sh").read_text()
-    if not half:  # in fp32 another grid gives the same losses to the last digits
-        (out / "args.sh").write_text(args.replace("  --bf16\n", ""))
+    # In fp32 another grid gives the same losses to the last digits.
+    for switch in (*without, *(() if half else ("--bf16",))):
+        assert f"  {switch}\n" in args, switch
+        args = args.replace(f"  {switch}\n", "")
+    (out / "args.sh").write_text(args)
     site = folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(SHIM.format(here=str(HERE)))

@@ -30,12 +30,22 @@ def whole(name: str, shape: list[int]) -> torch.Tensor:
 
 
 def load_weights(model, args) -> None:
-    tp, rank = args.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    dense = args.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    of_experts = (
+        parallel_state.get_expert_tensor_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+    )
+    own = (args.num_experts or 0) // args.expert_model_parallel_size
+    first = own * parallel_state.get_expert_model_parallel_rank()
     numbers = {f"decoder.layers.{k}": layer.layer_number for k, layer in enumerate(model.decoder.layers)}
     for name, parameter in model.named_parameters():
         local = re.match(r"decoder\.layers\.\d+", name)
         if local:
             name = name.replace(local.group(), f"layer{numbers[local.group()]}")
+        expert = re.search(r"local_experts\.(\d+)", name)
+        tp, rank = of_experts if expert else dense
+        if expert:
+            name = name.replace(expert.group(), f"expert{first + int(expert.group(1))}")
         shape = list(parameter.shape)
         split = getattr(parameter, "tensor_model_parallel", False) and tp > 1
         axis = parameter.partition_dim if split else 0
