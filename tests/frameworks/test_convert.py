@@ -304,7 +304,7 @@ def test_no_configuration_fits_is_exit_3(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_file_without_a_batch_is_priced_for_a_told_one_alone(tmp_path):
-    """As the real DeepSpeed: "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"."""
+    """The real one: "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"."""
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
     job = {"model": "gpt3-1.3b", "gpus": 8}
