@@ -8,6 +8,7 @@ import contextlib
 import gzip
 import io
 import os
+import re
 import shutil
 import stat
 import zlib
@@ -180,12 +181,23 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def load_model(name_or_path: str) -> ModelSpec:
-    """A preset by name, or a model from a Hugging Face config.json or our own YAML/JSON mapping."""
+    """A preset by name, a model from a Hugging Face config.json or our own YAML/JSON mapping, or one of the
+    Hub by its id: of the local cache, which is asked and nothing else, or the preset of that name."""
     if name_or_path.lower() in presets.PRESETS:
         return presets.PRESETS[name_or_path.lower()]
-    if not _looks_like_path(name_or_path):
-        check.known("--model", "model preset", name_or_path, presets.preset_names())
     path = Path(name_or_path)
+    if not is_there(path):
+        kept, known = _cached_config(name_or_path), presets.preset_like(name_or_path.rpartition("/")[2])
+        if kept is None and known is not None:
+            return known
+        if kept is None and HUB_ID.fullmatch(name_or_path) and not name_or_path.endswith(FILE_ENDINGS):
+            raise InputError(
+                f"--model {name_or_path}: neither a file, nor in the local Hugging Face cache, nor a preset",
+                details=(f"try: hf download {name_or_path} config.json, or see: mist-megatron models",),
+            )
+        path = kept or path
+    if not _looks_like_path(str(path)):
+        check.known("--model", "model preset", name_or_path, presets.preset_names())
     if is_there(path / "config.json"):
         path = path / "config.json"
     values = load_mapping(path)
@@ -194,8 +206,29 @@ def load_model(name_or_path: str) -> ModelSpec:
     return model_from_mapping(values, str(path))
 
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""Who publishes it and what it is called there."""
+LONGEST_ID = 96
+"""The Hub takes no longer one."""
+FILE_ENDINGS = (".json", ".yaml", ".yml")
+
+
+def _cached_config(name: str) -> Path | None:
+    """config.json of a Hub model that was downloaded before, where Hugging Face's own library keeps it."""
+    if not HUB_ID.fullmatch(name) or ".." in name or len(name) > LONGEST_ID:
+        return None
+    told = os.environ.get
+    home = told("HF_HOME") or f"{told('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    hub = Path(told("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
+    main = snapshots.parent / "refs" / "main"
+    newest = read_text(main).strip() if is_there(main) else "*"
+    found = sorted(snapshots.glob(f"{newest}/config.json")) if re.fullmatch(r"\w+|\*", newest) else []
+    return found[0] if found else None
+
+
 def _looks_like_path(text: str) -> bool:
-    if "/" in text or "\\" in text or text.endswith((".json", ".yaml", ".yml")):
+    if "/" in text or "\\" in text or text.endswith(FILE_ENDINGS):
         return True
     return bool(text) and is_there(Path(text))
 

@@ -466,7 +466,7 @@ CATALOGUE: Mapping[str, GpuSpec] = MappingProxyType(
 )
 
 BLACKWELL = frozenset(
-    name for name in CATALOGUE if name.startswith(("b200", "b300", "gb200", "gb300", "rtx-5090"))
+    name for name in CATALOGUE if name.startswith(("b200", "b300", "gb200", "gb300", "rtx5090"))
 )
 """Of compute capability 10 and above, for which Megatron needs no order of launches in one queue."""
 
@@ -478,20 +478,44 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def gpu(name: str) -> GpuSpec:
-    """A GPU by name, in letters of any case; a part that several names begin with is asked for the rest, and
-    a typing error is answered with the nearest name."""
-    plain = _plain(name)
-    several = tuple(known for known in gpu_names() if known.startswith(f"{plain}-"))
-    if plain not in CATALOGUE and len(several) > 1:
+    """A GPU by name as people and drivers write it, in letters of any case; what several are called is asked
+    for the rest, and a typing error is answered with the nearest name."""
+    plain = name.strip().lower()
+    if plain in CATALOGUE:
+        return CATALOGUE[plain]
+    words = _words(plain)
+    several = tuple(known for known in gpu_names() if words and words <= set(known.split("-")))
+    if len(several) > 1:
         raise InputError(f"--gpu: {name} may be {check.either(several)}")
-    found = several[0] if plain not in CATALOGUE and several else plain
-    if found not in CATALOGUE:
-        check.known("--gpu", "GPU", name, gpu_names())
-    return CATALOGUE[found]
+    if not several:
+        check.known("--gpu", "GPU", name, gpu_names(), closeness=0.75)
+    return CATALOGUE[several[0]]
 
 
-def _plain(name: str) -> str:
-    """As the catalogue writes it: NVIDIA A100-SXM4-80GB is a100-sxm-80gb."""
-    words = re.sub(r"[\s_]+", "-", name.strip().lower())
-    words = re.sub(r"^(nvidia|amd|tesla|geforce|instinct)-", "", words)
-    return re.sub(r"sxm\d", "sxm", words)
+_NOISE = frozenset(
+    (
+        "nvidia",
+        "amd",
+        "tesla",
+        "geforce",
+        "instinct",
+        "gpu",
+        "tensor",
+        "core",
+        "graphics",
+        "hbm2",
+        "hbm2e",
+        "hbm3e",
+    )
+)
+
+
+def _words(name: str) -> set[str]:
+    """What the catalogue's names are made of: `NVIDIA A100-SXM4-80GB` has a100, sxm and 80gb. Of the H100 the
+    one on a card has other memory than HBM3, and drivers do not say SXM."""
+    text = re.sub(r"\brtx[\s_-]+(?=\d)", "rtx", re.sub(r"\brtx[\s_-]+(?=a\d)", "", name))
+    text = re.sub(r"(\d)[\s_-]+(gi?b)\b", r"\1gb", text)
+    words = {re.sub(r"^sxm\d$", "sxm", word) for word in re.split(r"[\s_/-]+", text)}
+    if "hbm3" in words:
+        words = words - {"hbm3"} | ({"sxm"} if "h100" in words else set())
+    return {re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in words - _NOISE - {""}}

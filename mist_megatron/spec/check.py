@@ -43,10 +43,10 @@ def divides(where: str, part: tuple[str, int], whole: tuple[str, int]) -> None:
         raise InputError(f"{where}: {part[0]} ({part[1]}) must divide {whole[0]} ({whole[1]})")
 
 
-def known(where: str, what: str, got: str, names: tuple[str, ...]) -> None:
-    """`got` is one of `names`; otherwise the nearest is suggested."""
+def known(where: str, what: str, got: str, names: tuple[str, ...], closeness: float = 0.4) -> None:
+    """`got` is one of `names`; otherwise the nearest is suggested, where one is so close."""
     if got not in names:
-        near = get_close_matches(got, names, n=1, cutoff=0.4)
+        near = get_close_matches(got, names, n=1, cutoff=closeness)
         hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"
         raise InputError(f"{where}: unknown {what} {got!r}{hint}")
 

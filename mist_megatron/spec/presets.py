@@ -6,6 +6,7 @@ something else, are `falcon-7b-mist` and `falcon-40b-mist`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -213,8 +214,22 @@ def _all() -> dict[str, ModelSpec]:
 PRESETS: Mapping[str, ModelSpec] = MappingProxyType(_all())
 
 
+_BY_LETTERS = {name.replace("-", ""): model for name, model in PRESETS.items()}
+
+
 def preset_names() -> tuple[str, ...]:
     return tuple(PRESETS)
+
+
+SAME_SHAPE = re.compile(r"-(hf|base|instruct|chat|it|v0\.1|pt)(?=-|$)")
+"""What publishers add to a model's name where its shape is that of the others."""
+
+
+def preset_like(name: str) -> ModelSpec | None:
+    """The model that a name means as publishers write it: Llama-2-7b-hf, Meta-Llama-3.1-70B-Instruct; None
+    where that is no name of ours, as nearness is no sameness."""
+    plain = SAME_SHAPE.sub("", name.strip().lower().replace("_", "-")).removeprefix("meta-")
+    return _BY_LETTERS.get(plain.replace("-", ""))
 
 
 def preset(name: str) -> ModelSpec:

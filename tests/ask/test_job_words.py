@@ -199,3 +199,47 @@ def test_gpus_are_known_in_any_letters(typed: str, known: str) -> None:
 
 def test_models_are_known_in_any_letters() -> None:
     assert read_job({"model": "LLaMA2-7B", "gpus": 8}).job.model.name == "llama2-7b"
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm-80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
+        ("NVIDIA RTX A6000", "a6000-48gb"),
+        ("Tesla T4", "t4-16gb"),
+        ("AMD Instinct MI300X", "mi300x-192gb"),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_its_driver_says(asked, found):
+    assert read_job({"model": "gpt3-1.3b", "gpus": 8, "gpu": asked}).job.cluster.gpu.name == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [("A100-80GB", "may be a100-sxm-80gb or a100-pcie-80gb"), ("gh200", "known: "), ("H100 NVL", "known: ")],
+)
+def test_a_gpu_of_another_name_is_not_guessed(asked, said):
+    with pytest.raises(InputError, match=said):
+        read_job({"model": "gpt3-1.3b", "gpus": 8, "gpu": asked})
+
+
+def test_a_model_of_the_hub_is_of_the_cache_or_a_preset_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for asked in ("meta-llama/Llama-2-7b-hf", "Llama-2-7B", "llama2-7b"):
+        assert read_job({"model": asked, "gpus": 8}).job.model.name == "llama2-7b"
+    with pytest.raises(InputError, match="neither a file, nor in the local Hugging Face cache, nor a preset"):
+        read_job({"model": "someone/thing-8b", "gpus": 8})
+    kept = tmp_path / "models--someone--thing-8b" / "snapshots" / "0f1e"
+    kept.mkdir(parents=True)
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+    more = {
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512,
+    }
+    (kept / "config.json").write_text(json.dumps(config | more))
+    assert read_job({"model": "someone/thing-8b", "gpus": 8}).job.model.layers == 3
