@@ -117,7 +117,7 @@ def fit_profile(raws: Sequence[Raw], request: FitRequest) -> Fitted:
         raise InputError(
             "only bandwidths between pairs of nodes: a profile holds collectives of groups",
             details=(
-                "try: nccl-tests over the nodes; or calibrate import --links, for place and predict --links",
+                "try: nccl-tests over the nodes; or calibrate import --links, and fit that links.yaml, too",
             ),
         )
     draft = _Draft(profile=_with_own_sources(request.base), agreed=agreed, request=request)

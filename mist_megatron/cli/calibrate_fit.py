@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def fit(
     files: Annotated[
-        list[Path], typer.Argument(help="Raw measurements, of `run` or `import`.", show_default=False)
+        list[Path],
+        typer.Argument(help="Raw measurements, of `run` or `import`; a links.yaml, too.", show_default=False),
     ],
     *,
     gpu: Annotated[str, typer.Option(help="Catalogue name of the device, see `gpus`.")],
@@ -38,10 +39,12 @@ def fit(
     output: OutputOptions,
 ) -> None:
     """Fits a hardware profile to raw measurements, with errors by cross-validation."""
-    from mist_megatron.calibrate.fit_profile import FitRequest, fit_profile
+    from mist_megatron.calibrate.fit_profile import FitRequest, Fitted, fit_profile
     from mist_megatron.calibrate.held_out import held_out_shapes
+    from mist_megatron.calibrate.join_links import as_it_is, join_links
     from mist_megatron.calibrate.profile_view import document
     from mist_megatron.calibrate.profiles import base_profile, load_profile, write_profile
+    from mist_megatron.formats.links_yaml import links_from_text
     from mist_megatron.price.overlap import overlapped_time
     from mist_megatron.spec import catalogue
 
@@ -49,16 +52,19 @@ def fit(
         output.people.print(text, style="dim")
 
     device = catalogue.gpu(gpu)
-    raws = _raws(files)
+    raws, links = _read(files)
     filled = base_profile(device, base)
+    joins: tuple[str, ...] = ()
+    if links is not None:
+        filled, joins = join_links(filled, device, links_from_text(*links), links[1])
     request = FitRequest(
         name=_profile_name(name or out.stem), gpu=device, base=filled, overlap=overlapped_time,
         rehearsal=rehearsal, told=told,
     )  # fmt: skip
-    fitted = fit_profile(raws, request)
+    fitted = fit_profile(raws, request) if raws else Fitted(profile=as_it_is(filled, request.name), notes=())
     written = write_profile(fitted.profile, out, force=force)
     described = document(load_profile(out), device)
-    notes = [*fitted.notes, *held_out_shapes(fitted.profile, device)]
+    notes = [*joins, *fitted.notes, *held_out_shapes(fitted.profile, device)]
     paths = [str(path) for path in written]
     output.finish({**described, "base": filled.name, "notes": notes, "files": paths})
     for note in notes:
@@ -73,7 +79,8 @@ def fit(
     )  # fmt: skip
 
 
-def _raws(files: list[Path]) -> list[Raw]:
+def _read(files: list[Path]) -> tuple[list[Raw], tuple[str, str] | None]:
+    """Measurements, and text and name of a links.yaml among them."""
     from mist_megatron.calibrate.measurements import read_measurements
     from mist_megatron.formats.files import read_packed_text
     from mist_megatron.formats.links_yaml import is_links
@@ -82,14 +89,15 @@ def _raws(files: list[Path]) -> list[Raw]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise InputError(f"{twice} is given twice")
-    read = {path: read_packed_text(path) for path in files}
-    links = next((path for path, text in read.items() if is_links(text)), None)
-    if links is not None:
+    read = {str(path): read_packed_text(path) for path in files}
+    links = [(text, path) for path, text in read.items() if is_links(text)]
+    if len(links) > 1:
         raise InputError(
-            f"{links}: links are of the nodes of one cluster; a profile is of a GPU, on any cluster",
-            details=(f"try: mist-megatron place PLAN --links {links}, or predict PLAN --links {links}",),
+            f"{links[1][1]}: links are of one cluster, and {links[0][1]} is given, too",
+            details=("try: calibrate import --links of both files, which joins them",),
         )
-    return [read_measurements(text, str(path)) for path, text in read.items()]
+    raws = [read_measurements(text, path) for path, text in read.items() if not is_links(text)]
+    return raws, links[0] if links else None
 
 
 def _profile_name(text: str) -> str:

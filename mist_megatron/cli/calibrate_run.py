@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mist_megatron.cli.calibrate_run_links import LinkOptions, check_new, links_command, links_environment
 from mist_megatron.cli.expand import OptionGroup
 from mist_megatron.cli.options import complete_models
 from mist_megatron.cli.output import OutputOptions
@@ -103,10 +105,17 @@ def run(
         Path | None,
         typer.Option("--shapes-to", help="Write the list of shapes there and measure nothing."),
     ] = None,
+    links: LinkOptions,
     output: OutputOptions,
 ) -> None:
-    """Measures this machine: products, attention, memory, copies, collectives, streams at once, Adam."""
+    """Measures this machine: products, attention, memory, copies, collectives, streams at once, Adam; or with
+    --links the links between all nodes of a job."""
     program.checked()
+    if links.links:
+        _measure_links(links, program, shapes, python or sys.executable, out, output)
+        return
+    if links.nodes is not None or links.rendezvous is not None:
+        raise InputError("--nodes and --rendezvous are of links between nodes; wanted --links beside them")
     needed = _needed(shapes)
     for line in needed.left_out if needed else ():
         output.people.print(f"left out {line}", markup=False)
@@ -123,6 +132,29 @@ def run(
         soft_wrap=True,
         markup=False,
     )
+
+
+def _measure_links(
+    links: LinkOptions,
+    program: ProgramOptions,
+    shapes: ShapeOptions,
+    python: str,
+    out: Path | None,
+    output: OutputOptions,
+) -> None:
+    if out is None:
+        raise InputError("--out is missing", details=("try: --out links.yaml",))
+    if shapes.model or program.what != "all":
+        raise InputError("--model and --what are of one machine's operators; wanted --links alone")
+    check_new(out)
+    command = links_command(links, python, program.processes, out, os.environ)
+    _need_torch(python)
+    code = _finished(command, links_environment(os.environ, program.device))
+    if code:
+        raise typer.Exit(code if code in (2, INTERRUPTED) else 1)
+    output.finish({"out": str(out), "written": out.exists()})
+    if out.exists():
+        output.people.print(f"next: mist-megatron calibrate show {out}", soft_wrap=True, markup=False)
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
@@ -217,9 +249,11 @@ def _measured(
         return {"out": str(out), **json.loads(tally.read_text("utf-8"))}
 
 
-def _finished(command: Sequence[str]) -> int:
+def _finished(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Its exit code; an interrupt reaches the program too, which then closes its file."""
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno()) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), env=environment
+    ) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:

@@ -126,7 +126,10 @@ def main() -> None:
     chosen = parser.parse_args()
     document = measure(chosen.message_mib << 20)
     if os.environ.get("RANK") == "0":
-        Path(chosen.out).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        # All of it or nothing: a file that is there is a whole one.
+        part = Path(chosen.out).with_suffix(".part")
+        part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        part.replace(chosen.out)
         print(f"mist: {len(document['hosts'])} nodes, wrote {chosen.out}")  # noqa: T201 - a program's answer
 
 

@@ -1,0 +1,110 @@
+"""Links of one's own nodes: measured by a command on every node, and joined to a profile."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mist_megatron.ask.evaluators import prices_for
+from mist_megatron.ask.job_words import job
+from mist_megatron.calibrate.join_links import as_it_is, join_links
+from mist_megatron.calibrate.profiles import load_profile, profile_named
+from mist_megatron.cli.calibrate_run_links import LinkOptions, links_command
+from mist_megatron.errors import InputError
+from mist_megatron.formats.links_yaml import links_from_text, links_to_text
+from mist_megatron.price.prices import Collective
+from mist_megatron.spec.catalogue import gpu
+from mist_megatron.spec.links import LinkMatrix
+from tests.command_line import run
+
+A100 = gpu("a100-sxm-40gb")
+
+
+def matrix(at_once: int, rate: float = 4e9) -> LinkMatrix:
+    rows = tuple(tuple(None if a == b else rate for b in range(3)) for a in range(3))
+    return LinkMatrix(hosts=("a", "b", "c"), bytes_per_s=rows, gpus_at_once=at_once, date="2026-11-20")
+
+
+def test_nodes_send_what_was_measured_of_them(tmp_path, capsys):
+    """A send of 1 GB between nodes takes 1 GB / 4 GB/s and a latency, whatever the base says."""
+    links, out = tmp_path / "links.yaml", tmp_path / "mine.yaml"
+    links.write_text(links_to_text([matrix(1, 9e9), matrix(8)]))
+    assert run(["calibrate", "fit", str(links), "--gpu", "a100-sxm-40gb", "--out", str(out)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "nodes send 32 GB/s, 64%" in said
+    assert "25 curves of collectives between other nodes left out" in said
+    made = load_profile(out)
+    assert made.sources[made.links.inter_fraction.source].origin == "measured"
+    assert made.kernels == profile_named("a100-sxm-40gb").kernels
+    prices, _ = prices_for(job(model="gpt3-1.3b", gpus=16, gpu=str(out)))
+    sent = prices.of(Collective("send_recv", 1e9, 2.0, 2.0)).seconds
+    assert float(sent) == pytest.approx(0.25 + made.links.inter_latency_s.value)
+
+
+def test_links_that_say_nothing_of_a_whole_node_are_refused():
+    base = profile_named("a100-sxm-40gb")
+    with pytest.raises(InputError, match="of 1 GPUs of a node at once"):
+        join_links(base, A100, [matrix(1)], "links.yaml")
+    with pytest.raises(InputError, match="check the units"):
+        join_links(base, A100, [matrix(8, 4e11)], "links.yaml")
+    assert as_it_is(base, "mine").content_hash == base.content_hash
+
+
+def test_a_second_cluster_is_refused(tmp_path, capsys):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.yaml").write_text(links_to_text([matrix(8)]))
+    files = [str(tmp_path / f"{name}.yaml") for name in ("one", "two")]
+    out = tmp_path / "out.yaml"
+    assert run(["calibrate", "fit", *files, "--gpu", "a100-sxm-40gb", "--out", str(out)]) == 2
+    assert "links are of one cluster" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_every_node_runs_the_same_command():
+    out = Path("links.yaml")
+    options = LinkOptions(links=True, nodes=4, rendezvous="first:29400")
+    told = links_command(options, "python", None, out, {})
+    assert told[:3] == ["python", "-m", "torch.distributed.run"]
+    assert {"--nnodes=4", "--nproc-per-node=gpu", "--rdzv-endpoint=first:29400"} < set(told)
+    assert told[-4:] == ["-m", "mist_patches.links_measure", "--out", "links.yaml"]
+    ranked = {"RANK": "3", "WORLD_SIZE": "8"}
+    assert links_command(LinkOptions(links=True), "python", None, out, ranked)[1:3] == told[-4:-2]
+    for wrong, what in (
+        (LinkOptions(links=True), "--nodes N and --rendezvous"),
+        (LinkOptions(links=True, nodes=1, rendezvous="a:1"), "--nodes is 1"),
+        (LinkOptions(links=True, nodes=2, rendezvous="a"), "HOST:PORT"),
+    ):
+        with pytest.raises(InputError, match=what):
+            links_command(wrong, "python", None, out, {})
+    with pytest.raises(InputError, match="its launcher knows them"):
+        links_command(options, "python", None, out, ranked)
+
+
+def test_two_nodes_measure_their_link(tmp_path):
+    """Processes under made-up host names, over gloo."""
+    pytest.importorskip("torch")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = tmp_path / "links.yaml"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mist_megatron", "calibrate", "run", "--links", "--device", "cpu",
+             "--out", str(out), "--json"],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+                 "MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1", "MIST_NODE_NAME": f"node-{'ba'[rank]}.x"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ended = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0, 0], ended
+    (found,) = links_from_text(out.read_text(), "links.yaml")
+    assert found.hosts == ("node-b", "node-a")
+    assert (len(found.rates), found.repeats) == (2, 2)
+    assert run(["calibrate", "run", "--links", "--out", str(out)]) == 2
