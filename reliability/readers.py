@@ -6,16 +6,21 @@ sample is read; `fuzz.py` damages them.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mist_megatron.ask.replay import in_order
 from mist_megatron.calibrate.imported import Hints
 from mist_megatron.calibrate.importing import read_output
+from mist_megatron.calibrate.links import matrices_of, read_links
 from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.formats.document import parse
+from mist_megatron.formats.gpu_yaml import gpu_from_mapping
 from mist_megatron.formats.huggingface import model_from_huggingface
+from mist_megatron.formats.links_yaml import links_from_text, links_to_text
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.formats.plan_yaml import plan_from_text
 from mist_megatron.formats.profile_yaml import profile_from_text
@@ -27,8 +32,11 @@ from mist_megatron.frameworks.megatron.command import read_command_line
 from mist_megatron.frameworks.megatron.lint import lint_command
 from mist_megatron.frameworks.megatron.read import plan_of
 from mist_megatron.frameworks.trainer_yaml import adapter_findings, filled, named_config
+from mist_megatron.recorded.engine import play
+from mist_megatron.recorded.recording import record
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.traces.reader import read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = schema_from_text((ROOT / "launch" / "deepspeed_schema.json").read_text("utf-8"))
@@ -84,6 +92,20 @@ def _samples(pattern: str) -> tuple[Path, ...]:
     return tuple(sorted(SAMPLES.glob(pattern)))
 
 
+def trace(text: str) -> None:
+    """`replay` of a trace, played again as it was."""
+    source = io.BytesIO(text.encode("utf-8", "surrogatepass"))
+    traces, _ = in_order([read_trace(source, "trace.json")])
+    recording = record(traces, None)
+    play(recording.graph)
+
+
+def links(text: str, where: str) -> None:
+    """`calibrate import` of links, written and read again."""
+    matrices, _ = matrices_of(read_links(text, where, Hints(date="2026-11-21")).links)
+    links_from_text(links_to_text(matrices), "links.yaml")
+
+
 READERS: Mapping[str, Reader] = {
     "plan": Reader(
         lambda text: plan_from_text(text, "plan.yaml"),
@@ -102,5 +124,12 @@ READERS: Mapping[str, Reader] = {
     "nccl-tests": Reader(_output, _samples("nccl*")),
     "mpigraph": Reader(_output, _samples("mpigraph*")),
     "kineto": Reader(_output, _samples("kineto*.json")),
+    "trace": Reader(trace, _samples("trace*.json")),
+    "links": Reader(
+        lambda text: links(text, "links.log"), (*_samples("links*.yaml"), *_samples("mpigraph*"))
+    ),
+    "table of links": Reader(lambda text: links(text, "links.csv"), _samples("links*.csv")),
+    "gpu": Reader(lambda text: gpu_from_mapping(parse(text, "gpu.yaml"), "gpu.yaml"), _samples("gpu*.yaml")),
+    "table of runs": Reader(lambda text: read_rows(text, "runs.csv"), _samples("runs*.csv")),
     "raw measurements": Reader(_output, _samples("raw*.jsonl")),
 }
