@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from mist_megatron.errors import InputError
 if TYPE_CHECKING:
     from mist_megatron.calibrate.measurements import Raw
     from mist_megatron.spec.cluster import GpuSpec
+    from mist_megatron.spec.links import LinkMatrix
     from mist_megatron.spec.profile import Profile
 
 
@@ -44,7 +46,6 @@ def fit(
     from mist_megatron.calibrate.join_links import as_it_is, join_links
     from mist_megatron.calibrate.profile_view import document
     from mist_megatron.calibrate.profiles import base_profile, load_profile, write_profile
-    from mist_megatron.formats.links_yaml import links_from_text
     from mist_megatron.price.overlap import overlapped_time
     from mist_megatron.spec import catalogue
 
@@ -54,9 +55,7 @@ def fit(
     device = catalogue.gpu(gpu)
     raws, links = _read(files)
     filled = base_profile(device, base)
-    joins: tuple[str, ...] = ()
-    if links is not None:
-        filled, joins = join_links(filled, device, links_from_text(*links), links[1])
+    filled, joins = join_links(filled, device, *links) if links is not None else (filled, ())
     request = FitRequest(
         name=_profile_name(name or out.stem), gpu=device, base=filled, overlap=overlapped_time,
         rehearsal=rehearsal, told=told,
@@ -79,11 +78,11 @@ def fit(
     )  # fmt: skip
 
 
-def _read(files: list[Path]) -> tuple[list[Raw], tuple[str, str] | None]:
-    """Measurements, and text and name of a links.yaml among them."""
+def _read(files: list[Path]) -> tuple[list[Raw], tuple[Sequence[LinkMatrix], str] | None]:
+    """Measurements, and the links of a links.yaml among them, with its name."""
     from mist_megatron.calibrate.measurements import read_measurements
     from mist_megatron.formats.files import read_packed_text
-    from mist_megatron.formats.links_yaml import is_links
+    from mist_megatron.formats.links_yaml import is_links, links_from_text
 
     names = [str(path) for path in files]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -97,7 +96,7 @@ def _read(files: list[Path]) -> tuple[list[Raw], tuple[str, str] | None]:
             details=("try: calibrate import --links of both files, which joins them",),
         )
     raws = [read_measurements(text, path) for path, text in read.items() if not is_links(text)]
-    return raws, links[0] if links else None
+    return raws, (links_from_text(*links[0]), links[0][1]) if links else None
 
 
 def _profile_name(text: str) -> str:

@@ -97,7 +97,8 @@ def test_two_nodes_measure_their_link(tmp_path):
             [sys.executable, "-m", "mist_megatron", "calibrate", "run", "--links", "--device", "cpu",
              "--out", str(out), "--json"],
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0",
-                 "MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1", "MIST_NODE_NAME": f"node-{'ba'[rank]}.x"},
+                 "MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1",
+                 "MIST_NODE_NAME": f"node-{'ba'[rank]}.x"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)

@@ -170,7 +170,7 @@ def test_commands_read_a_folder_and_show_what_stands_out(ran_here, tmp_path):
     fitted = ran_here(
         "calibrate", "fit", str(out), "--gpu", "h100-sxm-80gb", "--out", str(tmp_path / "p.yaml")
     )
-    assert (fitted.code, "a profile is of a GPU" in fitted.err) == (2, True)
+    assert (fitted.code, "of 4 GPUs of a node at once" in fitted.err) == (2, True)
     for words, message in (
         (("--unit", "GB/s"), "wanted --links beside them"),
         (("--links", "--gpus-at-once", "0"), "at least 1"),
