@@ -9,6 +9,7 @@ it needs no sympy import at all.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,30 +21,16 @@ if TYPE_CHECKING:
     from sympy import Basic, Expr
 
 Array = NDArray[np.float64]
+_SIZE = operator.attrgetter("size")
 Step = tuple[str, tuple[float, ...]]
 """Operation and operands: slots of earlier results, except `const`, whose operand is the number."""
 
 
-def _sum(values: Sequence[Array]) -> Array:
-    """Smallest operands first: on an open grid only the last additions touch the full size."""
-    ordered = sorted(values, key=np.size)
-    total = ordered[0]
-    for value in ordered[1:]:
-        total = total + value
-    return total
-
-
-def _product(values: Sequence[Array]) -> Array:
-    ordered = sorted(values, key=np.size)
-    total = ordered[0]
-    for value in ordered[1:]:
-        total = total * value
-    return total
-
-
 def _fold(function: Callable[[Array, Array], Array]) -> Callable[[Sequence[Array]], Array]:
+    """Smallest operands first: on an open grid only the last operations touch the full size."""
+
     def folded(values: Sequence[Array]) -> Array:
-        ordered = sorted(values, key=np.size)
+        ordered = sorted(values, key=_SIZE)
         result = ordered[0]
         for value in ordered[1:]:
             result = function(result, value)
@@ -52,13 +39,17 @@ def _fold(function: Callable[[Array, Array], Array]) -> Callable[[Sequence[Array
     return folded
 
 
+_OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.logical_and,
+    "or": np.logical_or,
+}
+"""Of any number of operands, in whatever order."""
 _OPERATIONS: dict[str, tuple[int | None, Callable[[Sequence[Any]], Any]]] = {
-    "add": (None, _sum),
-    "mul": (None, _product),
-    "max": (None, _fold(np.maximum)),
-    "min": (None, _fold(np.minimum)),
-    "and": (None, _fold(np.logical_and)),
-    "or": (None, _fold(np.logical_or)),
+    **{name: (None, _fold(function)) for name, function in _OF_TWO.items()},
     "not": (1, lambda v: np.logical_not(v[0])),
     "reciprocal": (1, lambda v: 1.0 / v[0]),
     "square": (1, lambda v: v[0] * v[0]),
@@ -74,6 +65,15 @@ _OPERATIONS: dict[str, tuple[int | None, Callable[[Sequence[Any]], Any]]] = {
 """Name -> (number of operands, None for one or more; what it does)."""
 
 
+def _result(operation: str, operands: Sequence[float], slots: Mapping[int, Any] | list[Any]) -> Any:
+    """Of one step, given the slots before it."""
+    if operation == "const":
+        return np.float64(operands[0])
+    if len(operands) == 2 and operation in _OF_TWO:
+        return _OF_TWO[operation](slots[int(operands[0])], slots[int(operands[1])])
+    return _OPERATIONS[operation][1]([slots[int(i)] for i in operands])
+
+
 @dataclass(frozen=True)
 class Program:
     """Named inputs -> named outputs. Slot i < len(inputs) is an input, then one slot per step."""
@@ -86,11 +86,35 @@ class Program:
         """Evaluate over arrays that broadcast together; results keep only the axes they depend on."""
         slots: list[Any] = [np.asanyarray(values[name], dtype=np.float64) for name in self.inputs]
         for operation, operands in self.steps:
-            if operation == "const":
-                slots.append(np.float64(operands[0]))
-            else:
-                slots.append(_OPERATIONS[operation][1]([slots[int(i)] for i in operands]))
+            slots.append(_result(operation, operands, slots))
         return {name: np.asanyarray(slots[slot], dtype=np.float64) for name, slot in self.outputs}
+
+    def bound(self, fixed: Mapping[str, float], wanted: Callable[[str], bool]) -> Program:
+        """The outputs that are wanted of the program with some inputs fixed: what follows from these alone is
+        computed once, what nothing needs not at all; what is left is what `run` would do, in its order."""
+        known: dict[int, Any] = {
+            slot: np.float64(fixed[name]) for slot, name in enumerate(self.inputs) if name in fixed
+        }
+        count = len(self.inputs)
+        for slot, (operation, operands) in enumerate(self.steps, count):
+            if operation == "const" or all(int(i) in known for i in operands):
+                known[slot] = _result(operation, operands, known)
+        outputs = [(name, slot) for name, slot in self.outputs if wanted(name)]
+        needed = {slot for _, slot in outputs}
+        for slot in range(count + len(self.steps) - 1, count - 1, -1):
+            if slot in needed and slot not in known:
+                needed.update(int(i) for i in self.steps[slot - count][1])
+        inputs = tuple(name for slot, name in enumerate(self.inputs) if slot in needed and slot not in known)
+        places = {self.inputs.index(name): place for place, name in enumerate(inputs)}
+        steps: list[Step] = []
+        for slot in sorted(needed - places.keys()):
+            if slot in known:
+                steps.append(("const", (float(known[slot]),)))
+            else:
+                operation, operands = self.steps[slot - count]
+                steps.append((operation, tuple(places[int(i)] for i in operands)))
+            places[slot] = len(inputs) + len(steps) - 1
+        return Program(inputs, tuple(steps), tuple((name, places[slot]) for name, slot in outputs))
 
 
 def compile_expressions(expressions: Mapping[str, Expr]) -> Program:

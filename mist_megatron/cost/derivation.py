@@ -77,8 +77,12 @@ class _Recorder(StageEvaluator):
         work: StageWork = self._once("work", grid)
         return work
 
-    def _memory(self, grid: StageGrid) -> dict[str, Array]:
-        sizes: dict[str, Array] = self._once("_memory", grid)
+    def _memory(self, grid: StageGrid, wanted: tuple[str, ...] = ("",)) -> dict[str, Array]:
+        # All of it, and nothing fixed: what is told is made of the symbols.
+        key = "_memory", id(grid)
+        if key not in self._answers:
+            self._answers[key] = self.stage.memory[grid.role.value].run(self.memory_values(grid))
+        sizes: dict[str, Array] = self._answers[key]
         return sizes
 
     def layer_values(self, grid: StageGrid, sizes: LayerSizes) -> dict[str, Array | float]:

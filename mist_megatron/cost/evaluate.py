@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.closed_form import closed_form
+from mist_megatron.cost.compile import Program
 from mist_megatron.cost.expert_values import expert_values
 from mist_megatron.cost.grid import (
     OFFLOAD_SYMBOLS,
@@ -71,6 +72,10 @@ def make_evaluator(
     return StageEvaluator(job, priced, load_or_build(cache, described, build), without=without)
 
 
+MOST_BOUND = 256
+"""Programs that are kept: each takes about as much memory as its source."""
+
+
 class StageEvaluator:
     """Callable on a StageGrid. Holds no state but a memo of layer passes already priced."""
 
@@ -86,6 +91,8 @@ class StageEvaluator:
         self._context = _time_context(job, prices, self._memory_facts, without)
         self._fixed = _model_values(job)
         self._memo: dict[tuple[object, ...], tuple[dict[complex, int], _Pairs]] = {}
+        self._bound: dict[tuple[object, ...], Program] = {}
+        """Programs of memory in which what a search asks again and again is fixed."""
 
     @property
     def time_context(self) -> TimeContext:
@@ -138,7 +145,7 @@ class StageEvaluator:
 
     def peak_bytes(self, grid: StageGrid) -> Array:
         """Largest number of live bytes on a GPU of the stage."""
-        sizes = self._memory(grid)
+        sizes = self._memory(grid, ("held", "beyond."))
         return sizes["held"] + self._beyond(sizes)
 
     def host_bytes(self, grid: StageGrid) -> Array:
@@ -149,25 +156,31 @@ class StageEvaluator:
         return total
 
     def host_terms(self, grid: StageGrid) -> dict[str, Array]:
-        """The same by kind of what is kept there. Bytes of a kind on the GPU fall linearly with the fraction
-        that is on the host, so the two ends tell how many there are."""
-        if not any(np.any(fraction) for fraction in grid.offload.values()):
+        """The same by kind of what is kept there."""
+        parts = self.host_parts(grid)
+        return {kind: fraction * parts[kind] for kind, fraction in grid.offload.items() if kind in parts}
+
+    def host_parts(self, grid: StageGrid) -> dict[str, Array]:
+        """What it would keep there of each kind that is offloaded anywhere, were all of it there. Bytes of a
+        kind on the GPU fall linearly with the fraction that is on the host, so the two ends tell how many
+        there are."""
+        kinds = [kind for kind, fraction in grid.offload.items() if np.any(fraction)]
+        if not kinds:
             return {}
         facts, none = self._memory_facts, np.zeros(())
         nothing = replace(grid, offload=alike(none))
-        stay, gone = self._memory(nothing), self._memory(replace(grid, offload=alike(none + 1.0)))
-        found: dict[str, Array] = {}
-        for kind, fraction in grid.offload.items():
-            if not np.any(fraction):
-                continue
+        whole = replace(grid, offload=alike(none + 1.0))
+        stay, gone = (self._memory(end, ("term.",)) for end in (nothing, whole))
+        parts: dict[str, Array] = {}
+        for kind in kinds:
             each = stay[f"term.{kind}"] - gone[f"term.{kind}"]
             if kind == "activations":
                 # The layer that passes through the GPU is counted there whatever its share.
                 each = facts.host_activations * (each + self._widest_saved(grid))
             elif kind == "optimizer":
                 each = each * (1.0 + facts.step.host_gradient / facts.optimizer_bytes)
-            found[kind] = fraction * each
-        return found
+            parts[kind] = each
+        return parts
 
     def _widest_saved(self, grid: StageGrid) -> Array:
         """What a layer keeps, of the kind in the stage that keeps most."""
@@ -197,7 +210,7 @@ class StageEvaluator:
     def moments(self, grid: StageGrid) -> tuple[Array, tuple[Array, ...]]:
         """What is held throughout, and what each moment that may be the peak adds. Every moment is linear in
         micro-batches in flight and in offload fractions, which their largest is not."""
-        sizes = self._memory(grid)
+        sizes = self._memory(grid, ("held", "beyond."))
         moments = tuple(value for name, value in sizes.items() if name.startswith("beyond."))
         return sizes["held"], (*moments, *self._host_moments(grid, sizes))
 
@@ -219,8 +232,19 @@ class StageEvaluator:
             most = np.maximum(most, moment)
         return most
 
-    def _memory(self, grid: StageGrid) -> dict[str, Array]:
-        return self.stage.memory[grid.role.value].run(self.memory_values(grid))
+    def _memory(self, grid: StageGrid, wanted: tuple[str, ...] = ("",)) -> dict[str, Array]:
+        """Named bytes whose names begin so."""
+        values = self.memory_values(grid)
+        alone = [OFFLOAD_SYMBOLS[kind] for kind, fraction in grid.offload.items() if np.size(fraction) == 1]
+        choices = [(name, float(np.asarray(values[name]).reshape(()))) for name in ("sp", *alone)]
+        key = (grid.role, grid.recompute, tuple(choices), wanted)
+        if key not in self._bound:
+            if len(self._bound) > MOST_BOUND:
+                self._bound.clear()
+            fixed = {**self._fixed, **recompute_values(grid.recompute), **dict(choices)}
+            program = self.stage.memory[grid.role.value]
+            self._bound[key] = program.bound(fixed, lambda name: name.startswith(wanted))
+        return self._bound[key].run(values)
 
     def layer_values(self, grid: StageGrid, sizes: LayerSizes) -> dict[str, Array | float]:
         """What the symbols of layers' sizes stand for."""

@@ -354,9 +354,10 @@ class _Run:
 
     def quick(self, order: Orders) -> None:
         """First incumbents from the corners of the offload grid: without any, the whole grid of the most
-        promising shapes would have to be priced for all numbers of layers."""
-        for way, (bound, item) in order:
-            if len(self.best) >= min(self.settings.top, MOST_QUICK):
+        promising shapes would have to be priced for all numbers of layers. Where memory is so short that few
+        corners fit, the grid is the quicker way to one."""
+        for tried, (way, (bound, item)) in enumerate(order):
+            if len(self.best) >= min(self.settings.top, MOST_QUICK) or tried == len(self.best) + MOST_VAIN:
                 break
             self.tick()
             answer = solve(replace(self.questions[way], step=1.0), item, bound, math.inf)
@@ -435,6 +436,8 @@ class _Run:
 
 MOST_QUICK = 8
 """First incumbents that are looked for, however many plans are asked for."""
+MOST_VAIN = 16
+"""Items that may have none at their corners before these are given up."""
 WORST = 2.0
 """No plan is told that takes so many times what the fastest takes: who asks for 100,000 wants those that are
 worth a look, not every one that fits."""

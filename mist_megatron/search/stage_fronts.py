@@ -21,7 +21,6 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.search.choices import AXES, Array, Choices, Rows, StageSlot
 from mist_megatron.search.points import Front, pareto
 from mist_megatron.search.stage_prices import RolePrices, SlotPrices
-from mist_megatron.spec.kinds import per_kind
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
 
@@ -133,25 +132,10 @@ def _least_offload(choices: Choices, prices: SlotPrices, held: float, fast: Flag
 
 def _that_the_host_holds(role: RolePrices, slot: StageSlot, rows: Rows, tally: Tally) -> Rows:
     """Of configurations with the least optimizer offload that fits: with more of it the host holds more."""
-    evaluator = role.evaluator
-    if not len(rows[0]) or math.isinf(evaluator.host_limit_bytes):
+    limit_bytes = role.evaluator.host_limit_bytes
+    if not len(rows[0]) or math.isinf(limit_bytes):
         return rows
-    taken = {name: role.axes[name].reshape(-1)[row] for name, row in zip(AXES[1:], rows[1:], strict=True)}
-    ckpt = role.choices.counts(slot.layers, recompute=role.recompute)[rows[0]]
-    one = np.ones(len(ckpt))
-    grid = replace(
-        role.grid,
-        layers=one * slot.layers,
-        ckpt=ckpt,
-        in_flight=one * slot.held,
-        micro_batch=role.grid.micro_batch.reshape(-1) * one,
-        dp=role.grid.dp.reshape(-1) * one,
-        tp=role.grid.tp.reshape(-1) * one,
-        zero=taken["zero"],
-        grad_accum=role.grid.grad_accum.reshape(-1) * one,
-        offload=per_kind(taken.__getitem__),
-    )
-    holds = np.broadcast_to(evaluator.host_bytes(grid) <= evaluator.host_limit_bytes, one.shape)
+    holds = role.host_bytes(slot, rows) <= limit_bytes
     tally.over_memory += int((~holds).sum())
     return tuple(row[holds] for row in rows)
 

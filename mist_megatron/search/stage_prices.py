@@ -91,7 +91,8 @@ class RolePrices:
             ckpt = np.stack(counts).reshape(len(window), -1, *one)
         else:
             ckpt = counts[-1].reshape(1, -1, *one)
-        self._moments = corner_moments(evaluator, replace(self.grid, layers=layers, ckpt=ckpt))
+        self._counted = replace(self.grid, layers=layers, ckpt=ckpt)
+        self._moments = corner_moments(evaluator, self._counted)
         self.in_turn_s = float(np.max(times.in_turn_s))
         self.layer_backward_s = float(np.max(evaluator.loads(self.grid).block.backward_s))
         self._fine = _not_linear(evaluator, replace(self.grid, layers=layers))
@@ -113,6 +114,32 @@ class RolePrices:
 
         none, *some = (least(fine, ckpt) for ckpt, fine in self._fine)
         return Beyond(none, *(some or [np.zeros_like(none)] * 2))
+
+    @cached_property
+    def _host(self) -> dict[str, tuple[Array, Array]]:
+        """Of each kind of bytes, were all of it in host memory: what is there with nothing in flight, and
+        more with each micro-batch, over layers, recomputed layers and levels."""
+        in_flight = np.array([0.0, 1.0]).reshape(2, *(1,) * (len(AXES) + 1))
+        parts = self.evaluator.host_parts(replace(self._counted, in_flight=in_flight))
+        ends = {kind: with_axes(part, len(AXES) + 2) for kind, part in parts.items()}
+        flat = {kind: end.reshape(end.shape[:4]) for kind, end in ends.items()}
+        return {kind: (end[0], end[-1] - end[0]) for kind, end in flat.items()}
+
+    def host_bytes(self, slot: StageSlot, rows: Rows) -> Array:
+        """What configurations of a slot keep in host memory."""
+        row, total = self.window.index(slot.layers), np.zeros(len(rows[0]))
+        for kind, ends in self._host.items():
+            none, each = (
+                end[
+                    row if end.shape[0] > 1 else 0,
+                    rows[0] if end.shape[1] > 1 else 0,
+                    rows[1] if end.shape[2] > 1 else 0,
+                ]
+                for end in ends
+            )
+            fraction = self.axes[kind].reshape(-1)[rows[AXES.index(kind)]]
+            total = total + fraction * (none + slot.held * each)
+        return total
 
     def slot(self, layers: int) -> SlotPrices:
         """What is known of slots with so many layers."""
