@@ -25,7 +25,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from published_rows import converted, table
@@ -45,6 +45,7 @@ from mist_megatron.calibrate.validate import Predicted, outcomes_of, summary
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.iteration import StageTiming, iteration_time
 from mist_megatron.cost.predict import grid_of, job_of
+from mist_megatron.price.attention_kernels import AttentionName, with_attention
 from mist_megatron.price.profile_prices import prices_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
@@ -64,11 +65,6 @@ EIGHT_BIT = "eight_bit_sustained_fraction"
 COLLECTIVE_RATE = "collective_rate"
 """Bandwidth of a profile's collectives over what its curves say."""
 SINGLE_GEMM = frozenset({"gemm_peak_fraction", "gemm_half_area", "gemm_half_depth"})
-ASIDE = "triton_2023."
-"""Begins the names of figures that are fitted along and not kept: those of llm-foundry's attention, which ran
-the first Triton kernels of FlashAttention."""
-OLD_KERNELS = ("llm-foundry",)
-"""Sources whose rows have these figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +81,6 @@ class Chip:
 
 _COMMON = {
     "memory_latency_s": 2.5e-6,
-    f"{ASIDE}attention_forward_fraction": 0.45,
-    f"{ASIDE}attention_backward_fraction": 0.24,
-    f"{ASIDE}attention_half_seq": 550.0,
     "inter_fraction": 0.68,
     "inter_hop_latency_s": 2.0e-5,
 }
@@ -194,38 +187,31 @@ class Modeller:
 
     def __call__(self, values: Parameters) -> Callable[[MeasuredRow], Predicted]:
         profiles = {
-            (gpu, old): changed(base, _figures_of(values, old=old))
+            (gpu, attention): with_attention(changed(base, values), attention)
             for gpu, base in self._bases.items()
-            for old in (False, True)
+            for attention in (None, *get_args(AttentionName))
         }
         evaluators: dict[Any, StageEvaluator] = {}
 
         def predict(row: MeasuredRow) -> Predicted:
             assert row.plan is not None
-            job, old = job_of(row.plan), row.group.startswith(OLD_KERNELS)
-            if (job, old) not in evaluators:
-                profile = profiles[job.cluster.gpu.name, old]
+            job, attention = job_of(row.plan), row.attention
+            if (job, attention) not in evaluators:
+                profile = profiles[job.cluster.gpu.name, attention]
                 prices = prices_of(profile, job.cluster, job.training.precision)
                 if job not in self._compiled:
                     self._compiled[job] = make_evaluator(job, prices, cache=kept_programs())
                 made = StageEvaluator(job, prices, self._compiled[job].stage)
                 whose = job.execution.zero3 or "deepspeed"
                 made._context = replace(made._context, facts=_under(made._context.facts, values, whose))
-                evaluators[job, old] = made
+                evaluators[job, attention] = made
             return Predicted(
-                iteration_s=seconds_of(row.plan, evaluators[job, old]),
+                iteration_s=seconds_of(row.plan, evaluators[job, attention]),
                 stage_peak_bytes=(),
                 extrapolated_share=0.0,
             )
 
         return predict
-
-
-def _figures_of(values: Parameters, *, old: bool) -> dict[str, float]:
-    """The figures of a row: where its kernels are old, with those that are fitted aside."""
-    kept = {name: value for name, value in values.items() if not name.startswith(ASIDE)}
-    aside = {name.removeprefix(ASIDE): value for name, value in values.items() if name.startswith(ASIDE)}
-    return {**kept, **aside} if old else kept
 
 
 def _under(facts: TrafficFacts, values: Parameters, whose: str) -> TrafficFacts:
@@ -322,8 +308,7 @@ def fitted_part(chip: Chip, rows: Mapping[str, Sequence[MeasuredRow]], options: 
         )
         error = summary(unseen)["time_mape"]
         print(f"figures: on unseen groups {error:.2%}")
-    print("aside: " + ", ".join(f"{name} {values[name]:.3g}" for name in values if name.startswith(ASIDE)))
-    figures = {n: float(f"{v:.4g}") for n, v in values.items() if n not in HOST and not n.startswith(ASIDE)}
+    figures = {n: float(f"{v:.4g}") for n, v in values.items() if n not in HOST}
     part: dict[str, Any] = {
         "source": "measured iterations, through this cost model: " + ", ".join(sorted(rows)),
         "gpus": list(chip.gpus),

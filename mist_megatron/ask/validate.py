@@ -12,6 +12,7 @@ from mist_megatron.ask.plan_words import columns, lines_repr
 from mist_megatron.ask.words import with_words
 from mist_megatron.calibrate.cells import MeasuredRow
 from mist_megatron.calibrate.pictures import require_matplotlib, svg_scatter
+from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.calibrate.validate import Outcome, Predicted, document, outcomes_of
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
@@ -21,6 +22,8 @@ from mist_megatron.errors import InputError
 from mist_megatron.events.engine import Progress
 from mist_megatron.events.iteration import simulate
 from mist_megatron.formats.files import read_text, write_pieces
+from mist_megatron.price.attention_kernels import AttentionName, with_attention
+from mist_megatron.price.datasheet import datasheet_profile
 from mist_megatron.price.profile_prices import prices_of
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.profile import Profile
@@ -114,20 +117,16 @@ def predictor(
 ) -> Callable[[MeasuredRow], Predicted]:
     """The cost model as a function of a row; `profiles` by GPU replace the shipped ones. `by_events` takes
     the time from a simulation instead of the closed form."""
-    evaluators: dict[Job, StageEvaluator] = {}
+    evaluators: dict[tuple[Job, AttentionName | None], StageEvaluator] = {}
 
     def predict(row: MeasuredRow) -> Predicted:
         assert row.plan is not None
         job = job_of(row.plan)
-        if job not in evaluators:
-            profile = (profiles or {}).get(job.cluster.gpu.name)
-            if profile is None:
-                evaluators[job] = evaluator_for(job)[0]
-            else:
-                prices = prices_of(profile, job.cluster, job.training.precision)
-                evaluators[job] = make_evaluator(job, prices, cache=kept_programs())
-        prediction = predict_plan(row.plan, evaluators[job])
-        timed = simulate(row.plan, evaluators[job]) if by_events else prediction
+        asked = (job, row.attention)
+        if asked not in evaluators:
+            evaluators[asked] = _evaluator(*asked, (profiles or {}).get(job.cluster.gpu.name))
+        prediction = predict_plan(row.plan, evaluators[asked])
+        timed = simulate(row.plan, evaluators[asked]) if by_events else prediction
         return Predicted(
             iteration_s=timed.iteration_s,
             stage_peak_bytes=tuple(stage.peak_memory_bytes for stage in prediction.stages),
@@ -135,3 +134,12 @@ def predictor(
         )
 
     return predict
+
+
+def _evaluator(job: Job, attention: AttentionName | None, profile: Profile | None) -> StageEvaluator:
+    """By a profile, else the shipped one, else the datasheet, with the attention kernels of a row."""
+    if profile is None and attention is None:
+        return evaluator_for(job)[0]
+    known = profile or profile_of(job.cluster) or datasheet_profile(job.cluster.gpu)
+    prices = prices_of(with_attention(known, attention), job.cluster, job.training.precision)
+    return make_evaluator(job, prices, cache=kept_programs())

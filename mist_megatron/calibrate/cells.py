@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mist_megatron.errors import InputError, MistError
+from mist_megatron.price.attention_kernels import AttentionName
 from mist_megatron.spec.plan import Plan
 
 
@@ -30,6 +31,8 @@ class MeasuredRow:
     source: str = ""
     """Who published it, where a file has rows of several."""
     peak_is_first_stage: bool = False
+    attention: AttentionName | None = None
+    """Attention kernels that it ran, where they are not those of the GPU's profile."""
 
 
 class Inexpressible(MistError):

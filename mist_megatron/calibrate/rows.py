@@ -18,6 +18,7 @@ from mist_megatron.calibrate.cells import Cells, Inexpressible, MeasuredRow
 from mist_megatron.calibrate.run_tables import is_run_table, measured_run
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build
+from mist_megatron.price.attention_kernels import AttentionName
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.mesh import nodes_and_gpus
@@ -51,6 +52,9 @@ OVERLAPPING_RECIPES = ("NVIDIA/dgxc-benchmarking",)
 split, whether a row names it or not. nemo_toolkit 2.3.0 has tp_comm_overlap=True in its recipes of Llama 3.1,
 GPT-3 175B and Nemotron-4 (nemo/collections/llm/recipes), and in tp_overlap_configs/userbuffers.py how
 Nemotron-4 340B's exchanges on B200 are cut, in 16 and in 8 bits."""
+
+ATTENTION_OF_SOURCE: Mapping[str, AttentionName] = {"MosaicML llm-foundry": "triton-2023"}
+"""Kernels of fused attention by how a source begins: its tables are of attn_impl: triton."""
 
 _NETWORK = re.compile(r"\(([0-9.]+) GB/s per node\)")
 
@@ -132,7 +136,15 @@ def _measured(row: Cells, line: int) -> MeasuredRow:
         peak_is_last_stage="last pipeline stage only" in row.text("note"),
         plan=plan,
         skipped=skipped,
+        attention=_attention(row),
     )
+
+
+def _attention(row: Cells) -> AttentionName | None:
+    if not row.flag("flash_attention", default=True):
+        return None
+    source = row.text("source")
+    return next((name for begins, name in ATTENTION_OF_SOURCE.items() if source.startswith(begins)), None)
 
 
 def _plan(row: Cells) -> Plan:
