@@ -12,11 +12,19 @@ from types import MappingProxyType
 from mist_megatron.spec.mesh import shares_out
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.recompute import PARTIAL, Module
+from mist_megatron.targets.megatron_switches import switch_rules
 
 
 def plan_rules(plan: Plan) -> tuple[str, ...]:
     """All that Megatron's own checks refuse of a plan, in words that name the key."""
-    return (*_modules(plan), *_tensor_parallel(plan), *_context(plan), *_determinism(plan), *_experts(plan))
+    return (
+        *_modules(plan),
+        *_tensor_parallel(plan),
+        *_context(plan),
+        *_determinism(plan),
+        *_experts(plan),
+        *switch_rules(plan),
+    )
 
 
 NEEDS: Mapping[Module, str] = MappingProxyType(

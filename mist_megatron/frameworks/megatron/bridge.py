@@ -23,7 +23,9 @@ from mist_megatron.frameworks.megatron.experts import (
 )
 from mist_megatron.frameworks.megatron.model import attention_backend, dropouts, window_flags
 from mist_megatron.frameworks.megatron.recompute import recompute_settings
+from mist_megatron.frameworks.megatron.switches import graph_flags, keeps_narrow, overlap_flags
 from mist_megatron.frameworks.megatron.write import distributed_optimizer, layout, offloads_optimizer
+from mist_megatron.spec.kinds import Quantization
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.table import TARGETS
 
@@ -52,10 +54,22 @@ def bridge_text(plan: Plan) -> str:
         note += (
             "# Stages differ in this plan: only `train.sh` carries that out; these are stage 0's values.\n"
         )
+    if keeps_narrow(plan):
+        note += (
+            f"# The optimizer keeps {plan.execution.optimizer_bytes} bytes a parameter: set its "
+            "exp_avg_dtype and exp_avg_sq_dtype as args.sh does.\n"
+        )
     text: str = yaml.safe_dump(bridge_mapping(plan), sort_keys=False)
     return note + text
 
 
+_RECIPES: Mapping[Quantization, str] = {
+    "delayed": "fp8_delayed_scaling",
+    "tensorwise": "fp8_current_scaling",
+    "blockwise": "fp8_subchannel_scaling",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
 _TAKEN_BACK = (
     "virtual_pipeline_model_parallel_size",
     "pipeline_model_parallel_layout",
@@ -85,6 +99,7 @@ _NO_MIXTURE_SWITCHES = {
     "moe_aux_loss_coeff": 0.0,
     "overlap_moe_expert_parallel_comm": False,
     "delay_wgrad_compute": False,
+    "cuda_graph_impl": "none",
     "mtp_num_layers": None,
 }
 """What a recipe of a mixture may say and the plan may not."""
@@ -93,8 +108,15 @@ _NO_MIXTURE_SWITCHES = {
 def _parts(plan: Plan) -> dict[str, Any]:
     """Experts, latent attention and multi-token prediction, by their fields: the flags' own names but one."""
     model = plan.model
-    flags = (*latent_flags(model), *expert_flags(model), *prediction_flags(model), *spread_flags(plan))
+    flags = (
+        *(*latent_flags(model), *expert_flags(model), *prediction_flags(model), *spread_flags(plan)),
+        *(*overlap_flags(plan.execution), *graph_flags(plan.execution)),
+    )
     found = {name.replace("-", "_"): _field(value) for name, value in as_mapping(flags).items()}
+    # A step's own graph has no look for values that are none, which is said to `rerun_state_machine`.
+    found.pop("no_check_for_nan_in_loss_and_grad", None)
+    if "cuda_graph_modules" in found and isinstance(found["cuda_graph_modules"], str):
+        found["cuda_graph_modules"] = [found["cuda_graph_modules"]]
     if "num_experts" not in found:
         return found
     found["num_moe_experts"] = found.pop("num_experts")
@@ -199,7 +221,7 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
         "use_distributed_optimizer": distributed_optimizer(plan),
         "optimizer_cpu_offload": offloads,
         "optimizer_offload_fraction": stage.offload.optimizer,
-        "use_precision_aware_optimizer": offloads,
+        "use_precision_aware_optimizer": offloads or keeps_narrow(plan),
         "overlap_cpu_optimizer_d2h_h2d": offloads,
     }
     return {
@@ -214,7 +236,12 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
             "overlap_param_gather": bool(execution.overlap_param_gather),
         },
         "optimizer": optimizer,
-        "mixed_precision": {"fp16": "fp16_mixed", "fp8": "bf16_with_fp8_delayed_scaling_mixed"}.get(
-            training.precision, "bf16_mixed"
-        ),
+        "mixed_precision": _precision(plan),
     }
+
+
+def _precision(plan: Plan) -> str:
+    """A precision that Megatron-Bridge has by name."""
+    if plan.training.precision != "fp8":
+        return "fp16_mixed" if plan.training.precision == "fp16" else "bf16_mixed"
+    return f"bf16_with_{_RECIPES[plan.execution.quantization or 'delayed']}_mixed"

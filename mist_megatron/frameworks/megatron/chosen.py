@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mist_megatron.frameworks.megatron.model import FP8_HISTORY, dropouts, windowed_attention
+from mist_megatron.frameworks.megatron.experts import flex_backend
+from mist_megatron.frameworks.megatron.model import dropouts, windowed_attention
+from mist_megatron.frameworks.megatron.switches import FP8_HISTORY
+from mist_megatron.frameworks.megatron.write import environment
 from mist_megatron.frameworks.readme import Choice
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.table import TARGETS
@@ -41,6 +44,49 @@ def _model_choices(plan: Plan) -> list[Choice]:
     return found
 
 
+def _expert_choices(plan: Plan) -> list[Choice]:
+    """Of a mixture: what is trained beside the shape, and what its price took for granted."""
+    experts, execution = plan.model.routed, plan.execution
+    if experts is None:
+        return []
+    even = f"{experts.balance} of {experts.balance_loss:g}" if experts.balance != "none" else "no loss"
+    bias = ", and a bias on each expert's score that follows its load" if experts.balance_bias else ""
+    found = [
+        Choice(what="loads of experts", value=f"evened by {even}{bias}", why="the model's, in `args.sh`"),
+        Choice(
+            what="tokens of the busiest rank",
+            value=f"{execution.expert_imbalance or 1.0:g} times the mean; none dropped",
+            why="as the plan was priced; `expert_imbalance` in plan.yaml changes it",
+        ),
+        Choice(
+            what="experts",
+            value="grouped products, fused permutation, router in 32 bits",
+            why="as the plan was priced; they need Transformer Engine 2.1 or newer",
+        ),
+    ]
+    if execution.dispatcher == "flex":
+        package = {"deepep": "DeepEP", "hybridep": "DeepEP with HybridEP"}[flex_backend(plan)]
+        found.append(
+            Choice(
+                what="dispatcher",
+                value=f"flex by {flex_backend(plan)}",
+                why=f"{package} must be installed; it sends a token once to each rank that has its experts",
+            )
+        )
+    for name, value in environment(plan).items():
+        found.append(Choice(what=name, value=str(value), why=_WHY[name]))
+    return found
+
+
+_WHY = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1 keeps kernels of tensor parallelism in order; 32 lets tokens travel "
+    "beside two passes",
+    "NVLINK_DOMAIN_SIZE": "HybridEP: GPUs that NVLink joins",
+    "USE_MNNVL": "HybridEP: NVLink joins several nodes",
+    "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": "HybridEP: ranks of an expert group in one such domain",
+}
+
+
 def _run_choices(plan: Plan) -> list[Choice]:
     found = [
         Choice(
@@ -54,9 +100,10 @@ def _run_choices(plan: Plan) -> list[Choice]:
             why="as the plan was priced",
         ),
     ]
-    if plan.training.precision == "fp8":
+    if plan.training.precision == "fp8" and plan.execution.quantization in (None, "delayed"):
         value = f"delayed scaling, E4M3 forward and E5M2 backward, largest of the last {FP8_HISTORY} values"
         found.append(Choice(what="FP8", value=value, why="as in NVIDIA's recipes; every GPU with FP8 has it"))
+    found += _expert_choices(plan)
     if any(stage.offload.optimizer for stage in plan.stages):
         found.append(
             Choice(

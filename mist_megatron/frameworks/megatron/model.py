@@ -17,7 +17,6 @@ from mist_megatron.spec.layer import kind_of
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.training import TrainingSpec
 
-FP8_HISTORY = 1024
 VERSION = "0.19.2"
 """The megatron-core whose argument parser these flags are tested against."""
 
@@ -192,21 +191,6 @@ def rotary_flags(constants: ModelConstants) -> Flags:
         *when(kind == "llama3", flag("--use-rope-scaling"), flag("--rope-scaling-factor", factor)),
         *when(kind == "linear", flag("--rotary-seq-len-interpolation-factor", f"{factor:.0f}")),
     )
-
-
-def precision_flags(training: TrainingSpec) -> Flags:
-    """fp8 is a layer on bf16: delayed scaling, the recipe every GPU with fp8 has, as NVIDIA's recipes use it:
-    the largest of the last 1,024 values. Megatron's own default is the most recent one alone."""
-    if training.precision == "fp16":
-        return (flag("--fp16"),)
-    fp8 = when(
-        training.precision == "fp8",
-        flag("--fp8-format", "hybrid"),
-        flag("--fp8-recipe", "delayed"),
-        flag("--fp8-amax-history-len", FP8_HISTORY),
-        flag("--fp8-amax-compute-algo", "max"),
-    )
-    return (flag("--bf16"), *fp8)
 
 
 def attention_backend(model: ModelSpec, training: TrainingSpec) -> str:

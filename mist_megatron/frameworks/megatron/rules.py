@@ -12,7 +12,7 @@ from mist_megatron.spec.plan import Plan
 
 def refusals(plan: Plan) -> tuple[Refusal, ...]:
     """All reasons why its files would train something else; empty when they train it."""
-    return (*model_refusals(plan.model), *_switches(plan), *_patched_experts(plan))
+    return (*model_refusals(plan.model), *_patched_experts(plan))
 
 
 def _patched_experts(plan: Plan) -> Iterator[Refusal]:
@@ -23,20 +23,3 @@ def _patched_experts(plan: Plan) -> Iterator[Refusal]:
             got=f"a plan of {plan.model.name} that needs {', '.join(patches(plan))}",
             instead="target megatron, without what needs them",
         )
-
-
-NOT_WRITTEN = (
-    "expert_overlap", "delayed_weight_grad", "shared_expert_overlap", "cuda_graphs", "quantization",
-    "optimizer_bytes",
-)  # fmt: skip
-"""Switches that are priced, and not written yet."""
-
-
-def _switches(plan: Plan) -> Iterator[Refusal]:
-    for name in NOT_WRITTEN:
-        if getattr(plan.execution, name):
-            yield Refusal(
-                rule=f"execution.{name} is priced, but not written as arguments yet",
-                got=f"{name}: {getattr(plan.execution, name)}",
-                instead=f"{name}: null",
-            )

@@ -13,11 +13,17 @@ from mist_megatron.frameworks.megatron.experts import expert_environment, spread
 from mist_megatron.frameworks.megatron.model import (
     attention_flags,
     model_flags,
-    precision_flags,
 )
 from mist_megatron.frameworks.megatron.patches import patches
 from mist_megatron.frameworks.megatron.recompute import recompute_settings
 from mist_megatron.frameworks.megatron.rules import refusals
+from mist_megatron.frameworks.megatron.switches import (
+    graph_flags,
+    keeps_narrow,
+    narrow_flags,
+    overlap_flags,
+    precision_flags,
+)
 from mist_megatron.frameworks.refusal import refuse
 from mist_megatron.frameworks.stages_json import stages_document
 from mist_megatron.spec.catalogue import BLACKWELL
@@ -41,14 +47,17 @@ def _plan_flags(plan: Plan) -> Flags:
     return (
         *model_flags(plan.model, plan.training),
         *vocabulary_flags(plan, 0),
-        *precision_flags(plan.training),
+        *precision_flags(plan.training, plan.execution),
         *attention_flags(plan.model, plan.training),
         *batch_flags(plan),
         *grid_flags(plan),
         *spread_flags(plan),
+        *overlap_flags(plan.execution),
         *pipeline_flags(plan),
         *sharding_flags(plan),
         *offload_flags(plan),
+        *narrow_flags(plan),
+        *graph_flags(plan.execution),
         *execution_flags(plan),
     )
 
@@ -104,7 +113,7 @@ def distributed_optimizer(plan: Plan) -> bool:
     """Uniform over stages; optimizer offload needs it even where there is nothing to shard (A:1884)."""
     ranks = plan.execution.context_parallel
     sharded = any(stage.zero >= 1 and stage.dp * ranks > 1 for stage in plan.stages)
-    return sharded or offloads_optimizer(plan)
+    return sharded or offloads_optimizer(plan) or keeps_narrow(plan)
 
 
 def offloads_optimizer(plan: Plan) -> bool:
@@ -174,10 +183,13 @@ def environment(plan: Plan) -> dict[str, str | None]:
 
     One hardware queue keeps kernels in launch order, which tensor and context parallelism need before
     Blackwell (A:1413). Elsewhere it would only hold copies and steps behind the kernels launched before them.
+    Tokens on their way to experts beside the passes of two micro-batches need many (A:1426), as NVIDIA's
+    recipes set them.
     """
     ordered = any(stage.tp > 1 for stage in plan.stages) or plan.execution.context_parallel > 1
     needed = ordered and plan.cluster.gpu.name not in BLACKWELL
-    return {**({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needed else {}), **expert_environment(plan)}
+    queues = "32" if plan.execution.expert_overlap else "1" if needed else None
+    return {**({"CUDA_DEVICE_MAX_CONNECTIONS": queues} if queues else {}), **expert_environment(plan)}
 
 
 def require_emittable(plan: Plan) -> None:

@@ -1,0 +1,113 @@
+"""Rules of megatron-core 0.19 on its own switches: overlaps of experts, CUDA graphs, recipes of 8 and 4 bits,
+narrow optimizer states. Sources as in megatron_rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mist_megatron.spec.catalogue import BLACKWELL
+from mist_megatron.spec.plan import Plan
+
+
+def switch_rules(plan: Plan) -> Iterator[str]:
+    """All of them that a plan breaks."""
+    yield from _overlap(plan)
+    yield from _shared_overlap(plan)
+    yield from _graphs(plan)
+    yield from _recipe(plan)
+    yield from _states(plan)
+
+
+def _modules(plan: Plan) -> tuple[str, ...]:
+    """What of each layer runs again."""
+    return plan.execution.modules if any(s.recompute == "selective" for s in plan.stages) else ()
+
+
+def _overlap(plan: Plan) -> Iterator[str]:
+    if not plan.execution.expert_overlap:
+        return
+    broken = {
+        "needs expert_parallel above 1": plan.execution.ep == 1,
+        "excludes expert_dispatcher: allgather": plan.execution.dispatcher == "allgather",
+        "needs chunks in a pipeline, vpp above 1": plan.pipeline_size > 1 and plan.vpp == 1,
+        "excludes recomputation of whole layers": any(stage.ckpt for stage in plan.stages),
+        "excludes moe among recompute_modules": "moe" in _modules(plan),
+        "takes at most one depth of multi-token prediction": plan.model.mtp_layers > 1,
+    }
+    for why, applies in broken.items():
+        if applies:
+            yield f"execution.expert_overlap: it {why} (TC:2660-2712)"
+
+
+def _shared_overlap(plan: Plan) -> Iterator[str]:
+    experts = plan.model.routed
+    if not plan.execution.shared_expert_overlap or experts is None:
+        return
+    broken = {
+        f"{plan.model.name} has no shared experts": not experts.shared_ffn_hidden,
+        "excludes expert_dispatcher: allgather (TC:1644)": plan.execution.dispatcher == "allgather",
+        "excludes shared_experts among recompute_modules (TC:1815)": "shared_experts" in _modules(plan),
+        "excludes experts that work in a latent": experts.latent > 0,
+    }
+    for why, applies in broken.items():
+        if applies:
+            yield f"execution.shared_expert_overlap: {why}"
+
+
+def _graphs(plan: Plan) -> Iterator[str]:
+    graphs, experts = plan.execution.cuda_graphs or (), plan.model.routed
+    if not graphs:
+        return
+    whole = {"layer", "full_iteration"} & set(graphs)
+    recomputes = any(stage.ckpt for stage in plan.stages)
+    broken = {
+        "of layer or full_iteration stands alone": bool(whole) and len(graphs) > 1,
+        "of whole layers or steps with experts needs a fixed number of tokens for each, which no plan has": (
+            bool(whole) and experts is not None
+        ),
+        "of mamba needs such layers": "mamba" in graphs,
+        "of moe needs a fixed number of tokens for each expert (TC:2510)": "moe" in graphs,
+        "of moe_router needs experts (TC:2497)": "moe_router" in graphs and experts is None,
+        "of moe_preprocess goes with that of moe_router (TC:2489)": (
+            "moe_preprocess" in graphs and "moe_router" not in graphs
+        ),
+        "of mlp needs dense layers (TC:2505)": (
+            "mlp" in graphs and all(kind.experts for kind in plan.model.kinds)
+        ),
+        "of mlp excludes expert_overlap (TC:2740)": "mlp" in graphs and bool(plan.execution.expert_overlap),
+        "excludes recomputation of whole layers, but of full_iteration (TC:2524)": (
+            recomputes and "full_iteration" not in graphs
+        ),
+        "of moe_router excludes moe among recompute_modules (TC:2534)": (
+            "moe_router" in graphs and "moe" in _modules(plan)
+        ),
+    }
+    for why, applies in broken.items():
+        if applies:
+            yield f"execution.cuda_graphs: a graph {why}"
+
+
+def _recipe(plan: Plan) -> Iterator[str]:
+    recipe, gpu = plan.execution.quantization, plan.cluster.gpu.name
+    if recipe in ("mxfp8", "nvfp4") and gpu not in BLACKWELL:
+        yield f"execution.quantization {recipe}: {gpu} has no such products, wanted a Blackwell GPU"
+
+
+def _states(plan: Plan) -> Iterator[str]:
+    execution = plan.execution
+    kept = execution.optimizer_bytes
+    if kept in (None, 12):
+        return
+    master = 2 if execution.quantization in (None, "delayed") else 4
+    # Two moments of 4, 2 or 1 bytes.
+    wanted = [master + moments for moments in (2, 4, 8) if master + moments < 12]
+    key = f"execution.optimizer_bytes {kept}"
+    if kept not in wanted:
+        told = ", ".join(map(str, wanted))
+        yield f"{key}: two moments alike and a master weight of {master} come to {told}"
+    if plan.training.precision == "fp16":
+        yield f"{key}: fp16 weights leave no remainder of their masters, wanted 12"
+    if any(stage.zero == 0 for stage in plan.stages):
+        yield f"{key}: --use-precision-aware-optimizer needs zero 1, the distributed optimizer"
+    if any(stage.offload.optimizer for stage in plan.stages):
+        yield f"{key}: states in host memory keep 12 bytes, wanted no offload.optimizer"

@@ -1,0 +1,214 @@
+"""Every stage of a grid of emitted mixtures through the argument parser and configurations of Megatron.
+
+CI takes each twelfth plan; MIST_WHOLE_GRIDS=1 takes all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import warnings
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
+
+import megatron_parser
+from test_emitted_megatron_parse import USER_ARGS
+
+from mist_megatron.errors import InputError
+from mist_megatron.frameworks.megatron import write as megatron
+from mist_megatron.spec import catalogue, presets
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
+from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
+
+TURNS = replace(
+    presets.PRESETS["mixtral-8x7b"],
+    name="turns",
+    experts=replace(presets.PRESETS["mixtral-8x7b"].experts, every=2, latent=512),
+)
+MODELS = (
+    *(presets.PRESETS[name] for name in ("mixtral-8x7b", "qwen3-30b-a3b", "qwen2-57b-a14b", "glm-4.5-air")),
+    *(presets.PRESETS[name] for name in ("deepseek-v2-lite", "deepseek-v3", "moonlight-16b-a3b", "kimi-k2")),
+    TURNS,
+)
+GRIDS = [
+    # stages, dp, tp, vpp, ep, etp
+    (1, 8, 1, 1, 8, 1),
+    (1, 4, 2, 1, 4, 2),
+    (1, 2, 4, 1, 8, 1),
+    (2, 4, 1, 1, 4, 1),
+    (2, 2, 2, 1, 4, 1),
+    (2, 4, 1, 2, 2, 1),
+    (4, 2, 1, 2, 2, 1),
+    (4, 2, 2, 1, 1, 2),
+]
+SWITCHES: list[dict] = [
+    {},
+    {"expert_dispatcher": "flex"},
+    {"expert_dispatcher": "allgather", "expert_imbalance": 1.2},
+    {"recompute_modules": ("layernorm", "moe_act")},
+    {"recompute_modules": ("core_attn", "moe")},
+    {"recompute_modules": ("mla_up_proj", "shared_experts")},
+    {"expert_overlap": True, "delayed_weight_grad": True},
+    {"shared_expert_overlap": True, "optimizer_bytes": 6},
+    {"cuda_graphs": ("attn", "moe_router", "moe_preprocess"), "quantization": "mxfp8", "optimizer_bytes": 8},
+    {"quantization": "blockwise", "recompute_modules": ("moe_act",)},
+    {"quantization": "tensorwise", "expert_dispatcher": "flex", "grad_bytes": 2, "optimizer_bytes": 8},
+    {"quantization": "nvfp4", "overlap_grad_reduce": True, "overlap_param_gather": True},
+]
+
+
+def made(model, grid, switches, number: int) -> Plan:
+    stages, dp, tp, vpp, ep, etp = grid
+    own = [model.layers // stages // vpp * vpp] * stages
+    own[0] += model.layers - sum(own)
+    gpu = (
+        "gb200-186gb" if number % 2 or switches.get("quantization") in ("mxfp8", "nvfp4") else "h100-sxm-80gb"
+    )
+    per_node = min(dp * tp, catalogue.gpu(gpu).usual_gpus_per_node)
+    return Plan(
+        model=model,
+        training=TrainingSpec(
+            global_batch=dp * 8, seq_len=4096, precision="fp8" if "quantization" in switches else "bf16"
+        ),
+        cluster=ClusterSpec(
+            gpu=catalogue.gpu(gpu), nodes=stages * dp * tp // per_node, gpus_per_node=per_node
+        ),
+        target="megatron",
+        grad_accum=8,
+        stages=tuple(
+            StagePlan(
+                layers=layers, nodes=dp * tp // per_node, gpus_per_node=per_node, dp=dp, tp=tp, micro_batch=1,
+                recompute="selective" if "recompute_modules" in switches else "full",
+                ckpt=vpp if not switches and number % 3 == 0 else 0,
+            )
+            for layers in own
+        ),
+        schedule="interleaved" if vpp > 1 else "1f1b",
+        vpp=vpp,
+        sequence_parallel=tp > 1,
+        execution=Execution(expert_parallel=ep, expert_tensor_parallel=etp, **switches),
+    )  # fmt: skip
+
+
+def grid_of_plans() -> list[Plan]:
+    """What the target can run of all combinations, each value with each other one."""
+    found = []
+    for number, (model, grid, switches) in enumerate(itertools.product(MODELS, GRIDS, SWITCHES)):
+        try:
+            plan = made(model, grid, switches, number)
+        except InputError:  # such a plan cannot be written down
+            continue
+        if not violations(plan):
+            found.append(plan)
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _parser():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shim = megatron_parser.shim()
+        shim.import_megatron()
+        importlib.import_module("megatron.training.training")  # loaded before it is patched
+        shim.pretend_transformer_engine(capability=10)
+        yield
+
+
+def parsed_of(plan: Plan, index: int = 0):
+    argv = megatron_parser.rank_arguments(plan, index)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return megatron_parser.parse(
+            argv + USER_ARGS.split(), world=plan.gpus, environment=megatron.environment(plan)
+        )
+
+
+def test_grid_parses_and_means_what_the_plan_says() -> None:
+    plans = grid_of_plans()
+    assert len(plans) >= 400, len(plans)
+    for plan in plans if os.environ.get("MIST_WHOLE_GRIDS") else plans[::12]:
+        megatron.require_emittable(plan)
+        assert not megatron.stages_differ(plan)
+        try:
+            found = parsed_of(plan)
+        except Exception as error:
+            raise AssertionError(f"{plan.model.name} {plan.execution} {plan.stages}: {error}") from error
+        check_experts(plan, found)
+        check_layers(plan, found)
+        check_switches(plan, found)
+
+
+def check_experts(plan: Plan, parsed) -> None:
+    config, experts, said = parsed.config, plan.model.routed, plan.execution
+    sizes = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+    assert sizes == (said.ep, said.etp)
+    assert plan.gpus % (said.ep * said.etp * len(plan.stages)) == 0
+    assert (config.num_moe_experts, config.moe_router_topk) == (experts.count, experts.top_k)
+    assert config.moe_ffn_hidden_size == experts.ffn_hidden
+    assert (config.moe_shared_expert_intermediate_size or 0) == experts.shared_ffn_hidden
+    assert config.moe_shared_expert_gate == experts.shared_gate
+    assert (config.moe_latent_size or 0) == experts.latent
+    assert config.moe_token_dispatcher_type == said.dispatcher
+    assert config.moe_grouped_gemm and config.moe_permute_fusion
+    assert config.moe_router_score_function == ("sigmoid" if experts.router == "sigmoid" else "softmax")
+    assert config.moe_router_pre_softmax == (experts.router == "softmax_before_top_k")
+    assert (config.moe_router_num_groups or 1, config.moe_router_group_topk or 1) == (
+        experts.groups, experts.group_top_k,
+    )  # fmt: skip
+    assert (config.moe_router_topk_scaling_factor or 1.0) == experts.scaling
+    assert config.moe_router_load_balancing_type == experts.balance
+    assert config.moe_aux_loss_coeff == experts.balance_loss
+    assert config.moe_router_enable_expert_bias == experts.balance_bias
+
+
+def check_layers(plan: Plan, parsed) -> None:
+    config, model = parsed.config, plan.model
+    freq = config.moe_layer_freq
+    real = freq if isinstance(freq, list) else [int(k % freq == 0) for k in range(model.layers)]
+    assert real == [int(model.kinds[at].experts is not None) for at in model.kind_of_layer]
+    assert (config.mtp_num_layers or 0) == model.mtp_layers
+    if len(plan.stages) > 1:
+        table = config.pipeline_model_parallel_layout.layout
+        for index, stage in enumerate(plan.stages):
+            here = [str(kind) for chunk in table[index] for kind in chunk]
+            assert sum("decoder" in kind for kind in here) == stage.layers
+            assert sum("mtp" in kind for kind in here) == model.mtp_layers * (index == len(plan.stages) - 1)
+    latent = model.latent_attention
+    assert config.multi_latent_attention == (latent is not None)
+    assert config.qk_layernorm == (model.qk_norm or latent is not None)
+    if latent is not None:
+        widths = config.q_lora_rank or 0, config.kv_lora_rank, config.qk_head_dim
+        assert widths == (latent.q_lora, latent.kv_lora, latent.nope_head_dim)
+        assert (config.qk_pos_emb_head_dim, config.v_head_dim) == (latent.rope_head_dim, latent.v_head_dim)
+        assert config.rotary_scaling_factor == model.constants.rotary_factor
+        assert config.mscale_all_dim == model.constants.rotary_mscale
+        assert config.rotary_base == model.constants.rotary_base
+
+
+def check_switches(plan: Plan, parsed) -> None:
+    config, said = parsed.config, plan.execution
+    if any(stage.recompute == "selective" for stage in plan.stages):
+        assert set(config.recompute_modules) == set(said.modules)
+    assert config.overlap_moe_expert_parallel_comm == bool(said.expert_overlap)
+    assert config.delay_wgrad_compute == bool(said.delayed_weight_grad)
+    assert config.moe_shared_expert_overlap == bool(said.shared_expert_overlap)
+    graphs = {str(getattr(module, "name", module)) for module in config.cuda_graph_modules or ()}
+    assert graphs == set(said.cuda_graphs or ())
+    assert (config.cuda_graph_impl != "none") == bool(said.cuda_graphs)
+    recipe = "nvfp4" if config.fp4 else str(config.fp8_recipe) if config.fp8 else None
+    assert recipe == (said.quantization if plan.training.precision == "fp8" else None)
+    narrow = said.optimizer_bytes not in (None, 12)
+    optimizer, _ = parsed.optimizer
+    assert optimizer.use_precision_aware_optimizer == narrow
+    if narrow:
+        width = {"torch.float32": 4, "torch.bfloat16": 2, "torch.uint8": 1}
+        kept = [width[str(kind)] for kind in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)]
+        master = 2 if optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else 4
+        assert sum(kept) + master == said.optimizer_bytes
