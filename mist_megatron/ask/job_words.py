@@ -83,7 +83,7 @@ def read_job(words: JobWords) -> AskedJob:
     defaults: dict[str, str] = {}
     cluster = _cluster(words, defaults)
     training = _training(words, model, cluster, defaults)
-    if 0 < model.learned_positions < training.seq_len:
+    if 0 < model.learned_positions < model.first_shape.sequence(training.seq_len):
         # Frameworks make the table as long as the sequences are; it takes memory and traffic.
         why = f"the model has {model.learned_positions:,}"
         rows = _taken(defaults, "learned positions", training.seq_len, why)
@@ -171,8 +171,12 @@ def _training(
     if batch is None:
         why = f"{SEQUENCES_PER_GPU} sequences per GPU"
         batch = _taken(defaults, "--global-batch", SEQUENCES_PER_GPU * cluster.gpus, why)
-    if seq is None:
-        longest = model.learned_positions or SEQ_LEN
+    if seq is None and model.tokens is not None:
+        seq = _taken(defaults, "--seq", model.tokens, "all the model has")
+    elif seq is None:
+        # A table of images' positions says nothing of the text.
+        rows = model.learned_positions if model.first_shape.tokens is None else 0
+        longest = rows or SEQ_LEN
         why = "" if longest >= SEQ_LEN else "all the model has"
         seq = _taken(defaults, "--seq", min(SEQ_LEN, longest), why)
     if precision is not None:

@@ -46,6 +46,7 @@ def _sections() -> list[tuple[str, str, type[Any]]]:
     from mist_megatron.formats.plan_yaml import ClusterDocument, PlanDocument
     from mist_megatron.spec.cluster import LinkOverrides
     from mist_megatron.spec.constants import ModelConstants
+    from mist_megatron.spec.entry import EncoderOutput, Entry
     from mist_megatron.spec.kinds import Offload
     from mist_megatron.spec.plan import Execution, StagePlan
     from mist_megatron.spec.training import TrainingSpec
@@ -59,6 +60,8 @@ def _sections() -> list[tuple[str, str, type[Any]]]:
         ("`stages[].offload`", "Fractions from 0 to 1.", Offload),
         ("`execution`", "null takes what the target does by default.", Execution),
         ("`model`, when it is a mapping", "The same keys as in a file for `--model`.", ModelDocument),
+        ("`model.kinds.NAME.entry`", "Of a layer between groups of other widths or tokens.", Entry),
+        ("`model.kinds.NAME.cross_attention`", "An encoder's output, behind an entry.", EncoderOutput),
         ("`model.constants`", "What no shape tells and decides what is trained.", ModelConstants),
     ]
 
@@ -134,7 +137,7 @@ def _type_words(hint: Any) -> str:
 
 def _default_words(item: Field[Any]) -> str:
     if item.default is MISSING:
-        return "required"
+        return "required" if item.default_factory is MISSING else "none"
     if item.default is None:
         return "null"
     if isinstance(item.default, bool):

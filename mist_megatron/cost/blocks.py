@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from sympy import Expr, Max, Symbol
 
+from mist_megatron.cost.entries import frozen, outside_bytes
 from mist_megatron.cost.kinds import own_sizes
-from mist_megatron.cost.layers import LayerOptions, block, expert_parameters, parameters
-from mist_megatron.cost.operators import Operator, Work
+from mist_megatron.cost.layers import LayerOptions, block, embedding, expert_parameters, parameters
+from mist_megatron.cost.operators import ZERO, Operator, Work
+from mist_megatron.cost.shapes import ACTIVATION
 from mist_megatron.cost.symbols import CKPT, LAYERS, own_symbol
 from mist_megatron.spec.layer import LayerKind
 from mist_megatron.spec.model import ModelSpec
@@ -22,7 +24,9 @@ class Block:
     kind: LayerKind
     operators: tuple[Operator, ...]
     parameters: Expr
-    """Elements of one such layer on a tensor-parallel rank."""
+    """Elements of one such layer on a tensor-parallel rank, those that are trained."""
+    still: Expr
+    """Those that are frozen."""
     expert_parameters: Expr
     """Those of routed experts among them."""
     layers: Expr
@@ -30,6 +34,15 @@ class Block:
     ckpt: Expr
     """... and how many of these are recomputed in full."""
     names: Mapping[Symbol, Symbol]
+    passes_back: bool
+    """It has a backward pass."""
+    given: Expr
+    """Bytes on one rank that leave it for the next layer, an encoder's output that passes by among them."""
+
+    @property
+    def weights(self) -> Expr:
+        """Elements of one such layer, trained or not."""
+        return self.parameters + self.still
 
     def own(self, expression: Expr) -> Expr:
         """A size of any layer as one of this kind."""
@@ -39,16 +52,71 @@ class Block:
 def blocks(model: ModelSpec, options: LayerOptions) -> tuple[Block, ...]:
     """All kinds of a model's layers."""
     own = own_sizes(model)
-    return tuple(_block(kind, options, own[kind.name]) for kind in model.kinds)
+    return tuple(_block(kind, options, own[kind.name], model.passes_back(kind)) for kind in model.kinds)
 
 
-def _block(kind: LayerKind, options: LayerOptions, own: Iterable[str]) -> Block:
-    symbols = [Symbol(name, nonnegative=True) for name in own]
-    names = {symbol: own_symbol(symbol, kind.name) for symbol in symbols}
-    operators = tuple(_renamed_operator(operator, names) for operator in block(kind, options))
+def _block(kind: LayerKind, options: LayerOptions, own: Iterable[str], passes_back: bool) -> Block:
+    names = _names(own, kind.name)
+    operators = _own_operators(block(kind, options), names, kind, passes_back=passes_back)
     layers, ckpt = own_symbol(LAYERS, kind.name), own_symbol(CKPT, kind.name)
-    of_experts = expert_parameters(operators)
-    return Block(kind, operators, parameters(operators), of_experts, layers, ckpt, names)
+    all_of_it, of_experts = parameters(operators), expert_parameters(operators)
+    trained, still = (ZERO, all_of_it) if kind.frozen else (all_of_it, ZERO)
+    source = kind.cross_attention
+    given = ACTIVATION + (ZERO if source is None else outside_bytes(source))
+    given = renamed(given, names)
+    return Block(kind, operators, trained, still, of_experts, layers, ckpt, names, passes_back, given)
+
+
+def _names(own: Iterable[str], kind: str) -> dict[Symbol, Symbol]:
+    symbols = [Symbol(name, nonnegative=True) for name in own]
+    return {symbol: own_symbol(symbol, kind) for symbol in symbols}
+
+
+def _own_operators(
+    operators: Iterable[Operator], names: Mapping[Symbol, Symbol], layer: LayerKind, *, passes_back: bool
+) -> tuple[Operator, ...]:
+    own = tuple(_renamed_operator(operator, names) for operator in operators)
+    return frozen(own, passes_back=passes_back) if layer.frozen else own
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Embedding or head: as wide and as long as the layers beside it, and frozen with them."""
+
+    operators: tuple[Operator, ...]
+    names: Mapping[Symbol, Symbol]
+    frozen: bool
+
+    def own(self, expression: Expr) -> Expr:
+        """A size of any layer as one of this edge."""
+        return renamed(expression, self.names)
+
+    @property
+    def weights(self) -> Expr:
+        """Elements on a tensor-parallel rank."""
+        return parameters(self.operators)
+
+    @property
+    def parameters(self) -> Expr:
+        """Those that are trained."""
+        return ZERO if self.frozen else self.weights
+
+
+def first_edge(model: ModelSpec, options: LayerOptions) -> Edge:
+    """The embedding."""
+    return _edge(model, "embedding", embedding(model, options))
+
+
+def last_edge(model: ModelSpec, operators: Iterable[Operator]) -> Edge:
+    """The head, made of these."""
+    return _edge(model, "head", operators)
+
+
+def _edge(model: ModelSpec, name: str, operators: Iterable[Operator]) -> Edge:
+    layer = model.first_shape if name == "embedding" else model.head_shape
+    names = _names(own_sizes(model)[name], name)
+    own = _own_operators(operators, names, layer, passes_back=name == "head")
+    return Edge(own, names, layer.frozen)
 
 
 def renamed(expression: Expr, names: Mapping[Symbol, Symbol]) -> Expr:

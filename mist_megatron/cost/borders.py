@@ -22,10 +22,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from mist_megatron.cost.boundary import boundary_work, hop_seconds
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import Spans, send_seconds
-from mist_megatron.cost.work import boundary_work, hop_seconds
 from mist_megatron.spec.plan import Plan
 
 Border = tuple[int, int]
@@ -44,12 +44,21 @@ def border_seconds(
             spans = _spans_of(one, behind=True)
             seconds = crossing_seconds(one, other, evaluator, across=across[left, left + 1], spans=spans)
             found[left, left + 1] = seconds, seconds
+        elif not plan.model.alike:
+            found[left, left + 1] = _side_seconds(one, evaluator, across=across[left, left + 1])
         elif one.placed is not None:
             found[left, left + 1] = _sent_seconds((one, other), one.placed.after, evaluator)
     last, first = grids[-1], grids[0]
     if plan.vpp > 1 and last.placed is not None:
         found[0, len(grids) - 1] = _sent_seconds((last, first), last.placed.after, evaluator)
     return found
+
+
+def _side_seconds(one: StageGrid, evaluator: StageEvaluator, *, across: bool) -> tuple[float, float]:
+    """Forward and backward over the boundary behind a stage, of what its last layer gives."""
+    side = evaluator.loads(one).sides[-1]
+    seconds: float = hop_seconds(side.sent_bytes, evaluator.time_context)[1 if across else 0].item()
+    return seconds, seconds * side.returns
 
 
 def _sent_seconds(

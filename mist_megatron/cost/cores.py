@@ -59,9 +59,22 @@ def _pairs_share(layer: LayerSpec) -> Expr | None:
     if layer.attention == "causal" and layer.window is None:
         return None
     causal = S * (S + 1) / 2
+    if in_blocks(layer):
+        return 2 * WINDOW / (WINDOW + 1)
     if layer.attention == "full":
-        return S * (S if layer.window is None else WINDOW) / causal
+        return S * S / causal
     return (WINDOW * S - WINDOW * (WINDOW - 1) / 2) / causal
+
+
+def in_blocks(layer: LayerSpec) -> bool:
+    """Whether tokens see those of their own window and no others: windows of a Swin transformer or of
+    Qwen2.5-VL's images, or images beside each other. Each is a short sequence of its own."""
+    return layer.attention == "full" and layer.window is not None
+
+
+def scores_of(layer: LayerSpec) -> Expr:
+    """Bytes of its attention scores in half precision."""
+    return HALF * B * (HEADS / TP) * S * WINDOW / CP if in_blocks(layer) else SCORES
 
 
 def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
@@ -75,6 +88,8 @@ def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
         full = full * (WINDOW / S if layer.attention == "full" else share)
     # A context-parallel rank computes its share of the square: priced as that share of the heads.
     size = (B, S, heads / CP, kv_heads, width)
+    if in_blocks(layer):
+        size = (B * S / WINDOW, WINDOW, heads / CP, kv_heads, width)
     return Operator(
         name="attention",
         forward=(
@@ -99,10 +114,13 @@ def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
     )
 
 
-def plain_attention(*, dropped: bool, latent: bool = False) -> tuple[Operator, ...]:
+def plain_attention(
+    *, dropped: bool, latent: bool = False, layer: LayerSpec | None = None
+) -> tuple[Operator, ...]:
     """Scores, softmax, weighted sum as three operators; the scores are kept after the softmax."""
-    batch, rows = B * HEADS / TP, S / CP
-    scores = SCORES
+    batch, rows, keys, scores = B * HEADS / TP, S / CP, S, SCORES
+    if layer is not None and in_blocks(layer):
+        batch, rows, keys, scores = batch * S / WINDOW, WINDOW / CP, WINDOW, scores_of(layer)
     saved = [SavedTensor(key="core_softmax", size_bytes=scores, inner=True)]
     if dropped:
         # A mask of one byte per score and the dropped scores themselves.
@@ -115,10 +133,10 @@ def plain_attention(*, dropped: bool, latent: bool = False) -> tuple[Operator, .
     return (
         Operator(
             name="scores",
-            forward=(gemm_work("scores", rows, S, deep, batch),),
+            forward=(gemm_work("scores", rows, keys, deep, batch),),
             backward=(
-                replace(gemm_work("scores_query", rows, deep, S, batch), layout="nn"),
-                replace(gemm_work("scores_key", S, deep, rows, batch), layout="tn"),
+                replace(gemm_work("scores_query", rows, deep, keys, batch), layout="nn"),
+                replace(gemm_work("scores_key", keys, deep, rows, batch), layout="tn"),
             ),
             saved=_attention_inputs(latent=latent)[:2],
             part=CORE,
@@ -132,10 +150,10 @@ def plain_attention(*, dropped: bool, latent: bool = False) -> tuple[Operator, .
         ),
         Operator(
             name="weighted_sum",
-            forward=(replace(gemm_work("weighted_sum", rows, wide, S, batch), layout="nn"),),
+            forward=(replace(gemm_work("weighted_sum", rows, wide, keys, batch), layout="nn"),),
             backward=(
-                gemm_work("weighted_sum_scores", rows, S, wide, batch),
-                replace(gemm_work("weighted_sum_value", S, wide, rows, batch), layout="tn"),
+                gemm_work("weighted_sum_scores", rows, keys, wide, batch),
+                replace(gemm_work("weighted_sum_value", keys, wide, rows, batch), layout="tn"),
             ),
             saved=(
                 _attention_inputs(latent=latent)[2],

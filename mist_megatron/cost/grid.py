@@ -76,6 +76,8 @@ class StageGrid:
     """`layers` and `ckpt` by kind of layer, where a model has several."""
     runs: tuple[Ends, ...] = ()
     """By chunk of the stage, where a model has several kinds."""
+    before: int | None = None
+    """There, the kind of the layer before the stage, if there is one."""
 
     @property
     def by_kind(self) -> tuple[LayerCount, ...]:

@@ -18,9 +18,18 @@ SIZES: Mapping[str, Callable[[LayerSpec, float], float]] = {
     "a": lambda layer, _: float(layer.heads),
     "k": lambda layer, _: float(layer.kv_heads),
     "e": lambda layer, _: float(layer.head_dim),
-    "w": lambda layer, seq_len: seq_len if layer.window is None else min(float(layer.window), seq_len),
+    "s": lambda layer, seq_len: layer.sequence(seq_len),
+    "sx": lambda layer, seq_len: layer.outside(seq_len),
+    "w": lambda layer, seq_len: (
+        layer.sequence(seq_len) if layer.window is None else min(float(layer.window), layer.sequence(seq_len))
+    ),
 }
 """Values of the symbols (`cost/symbols.py`) that a layer's shape decides, given the sequence length."""
+
+EDGES = ("embedding", "head")
+"""Layers of the model that are no transformer layers; all others are kinds of these (`spec.layer`)."""
+OF_EDGES = ("h", "s")
+"""Sizes of these that embedding and head have."""
 
 
 def own_name(symbol: str, kind: str) -> str:
@@ -28,24 +37,30 @@ def own_name(symbol: str, kind: str) -> str:
     return symbol if kind == OWN_KIND else f"{symbol}_{kind}"
 
 
+def shapes(model: ModelSpec) -> dict[str, LayerSpec]:
+    """By name: each kind of layer, and what embedding and head are as wide and as long as."""
+    kinds = {kind.name: kind for kind in model.kinds}
+    return {**kinds, "embedding": model.first_shape, "head": model.head_shape}
+
+
 def own_sizes(model: ModelSpec) -> dict[str, dict[str, str]]:
-    """By kind of layer: the symbols whose value is its own, and their names. A size that differs for no kind
-    is the model's, whatever the sequence."""
+    """By kind of layer, and of embedding and head: the symbols whose value is its own, and their names. A
+    size that differs for no kind is the model's, whatever the sequence."""
     longest = float("inf")
     return {
-        kind.name: {
-            name: own_name(name, kind.name)
+        kind: {
+            name: own_name(name, kind)
             for name, value in SIZES.items()
-            if value(kind, longest) != value(model, longest)
+            if (kind not in EDGES or name in OF_EDGES) and value(shape, longest) != value(model, longest)
         }
-        for kind in model.kinds
+        for kind, shape in shapes(model).items()
     }
 
 
 def size_values(model: ModelSpec, seq_len: float) -> dict[str, float]:
     """What these symbols stand for, those of every kind among them."""
     values = {name: value(model, seq_len) for name, value in SIZES.items()}
-    by_name = {kind.name: kind for kind in model.kinds}
+    by_name = shapes(model)
     for kind, names in own_sizes(model).items():
         values |= {own: SIZES[name](by_name[kind], seq_len) for name, own in names.items()}
     return values

@@ -13,6 +13,7 @@ from sympy import Expr, Integer
 
 from mist_megatron.cost.chosen import chosen
 from mist_megatron.cost.cores import context_ring, flash_attention, plain_attention
+from mist_megatron.cost.entries import cross_attention, entry_operators
 from mist_megatron.cost.experts import mixture
 from mist_megatron.cost.latent import (
     VALUE_WIDTH,
@@ -64,7 +65,13 @@ class LayerOptions:
 
 def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """One transformer layer of that shape."""
+    if model.entry is not None:
+        return entry_operators(model, _statistics(model, options))
     return chosen(_whole_block(model, options), options.modules)
+
+
+def _statistics(model: LayerSpec, options: LayerOptions) -> int:
+    return options.norm_statistics_bytes or (8 if model.norm == "layernorm" else 4)
 
 
 def _latent_block_attention(
@@ -98,13 +105,45 @@ def _in_sequence(
         kind, eight_bit = options.dispatcher, options.eight_bit
         gated, bias = model.gated_mlp, model.linear_bias
         inside = mixture(experts, gated=gated, bias=bias, dispatcher=kind, eight_bit=eight_bit)
+    # What these norms read: the results of attention and MLP.
+    after = [norm(f"post_norm{k}", model, options, reads=f"branch{k}") for k in (1, 2) if model.post_norms]
     return (
         norm("norm1", model, options, reads="input"),
         *(plain if latent is None else _latent_block_attention(model, latent, options)),
+        *after[:1],
         _residual("residual1", options),
+        *_to_encoder(model, options),
         norm("norm2", model, options, reads="middle"),
         *inside,
+        *after[1:],
         _residual("residual2", options),
+    )
+
+
+def _to_encoder(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    """Attention to the output of an encoder."""
+    source = model.cross_attention
+    if source is None:
+        return ()
+    return (
+        norm("cross_norm", model, options, reads="after_attention"),
+        _gather("cross_own_gather"),
+        *cross_attention(
+            source,
+            flash=options.flash_attention,
+            dropped=options.dropout,
+            bias=model.linear_bias,
+            eight_bit=options.eight_bit,
+        ),
+        *_projection_out(
+            "cross_out",
+            (HIDDEN, QUERY),
+            bias=model.linear_bias,
+            saves="cross_output",
+            eight_bit=options.eight_bit,
+        ),
+        _reduce("cross_own_reduce"),
+        _residual("cross_residual", options),
     )
 
 
@@ -122,7 +161,7 @@ def _whole_block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...
         *((sinks(),) if model.sinks else ()),
         context_ring(),
         *(flash_attention(model),) * options.flash_attention,
-        *(() if options.flash_attention else plain_attention(dropped=options.dropout)),
+        *(() if options.flash_attention else plain_attention(dropped=options.dropout, layer=model)),
         *_projection_out(
             "attention_out",
             (HIDDEN, QUERY),
@@ -169,18 +208,9 @@ def _parallel_entry(model: LayerSpec, options: LayerOptions) -> tuple[Operator, 
 
 
 def embedding(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
-    """Token table (rows split over tensor-parallel ranks), learned positions, dropout."""
-    looked_up = HALF * TOKENS * HIDDEN
-    # The gradient is scattered into a table of its own, then added to the accumulated one.
-    scattered = memory_work("embedding_weight", 2 * looked_up + 6 * VOCAB_SHARE * HIDDEN, kernels=2)
-    lookup = Operator(
-        name="embedding",
-        forward=(memory_work("embedding_forward", 2 * looked_up),),
-        backward=(weight_grad(scattered),),
-        saved=(SavedTensor(key="token_ids", size_bytes=8 * TOKENS),),
-        parameters=VOCAB_SHARE * HIDDEN,
-    )
-    operators = [lookup, _reduce("embedding_reduce")]
+    """Token table (rows split over tensor-parallel ranks) or matrix of patches, learned positions,
+    dropout."""
+    operators = [_patches(model)] if model.patch_elements else [_lookup(), _reduce("embedding_reduce")]
     if model.learned_positions:
         operators.append(
             Operator(
@@ -195,11 +225,63 @@ def embedding(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
     return tuple(operators)
 
 
+def _lookup() -> Operator:
+    looked_up = HALF * TOKENS * HIDDEN
+    # The gradient is scattered into a table of its own, then added to the accumulated one.
+    scattered = memory_work("embedding_weight", 2 * looked_up + 6 * VOCAB_SHARE * HIDDEN, kernels=2)
+    return Operator(
+        name="embedding",
+        forward=(memory_work("embedding_forward", 2 * looked_up),),
+        backward=(weight_grad(scattered),),
+        saved=(SavedTensor(key="token_ids", size_bytes=8 * TOKENS),),
+        parameters=VOCAB_SHARE * HIDDEN,
+    )
+
+
+def _patches(model: ModelSpec) -> Operator:
+    """Pieces of an image, each by one matrix to a token. The matrix is whole on every rank, and so are
+    pixels, which need no gradient."""
+    deep = Integer(model.patch_elements)
+    forward, backward = products("patches", ROWS, (HIDDEN, deep), eight_bit=False)
+    return Operator(
+        name="embedding",
+        forward=forward,
+        backward=tuple(work for work in backward if work.makes_weight_grad),
+        saved=(SavedTensor(key="pixels", size_bytes=HALF * ROWS * deep, for_weight=True),),
+        parameters=HIDDEN * (deep + model.patch_bias),
+    )
+
+
+def _transform(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    """BERT's matrix, activation and norm before the output layer, whole on every rank."""
+    forward, backward = products("transform", ROWS, (HIDDEN, HIDDEN), eight_bit=False)
+    return (
+        Operator(
+            name="transform",
+            forward=forward,
+            backward=backward,
+            saved=(SavedTensor(key="head_given", size_bytes=ACTIVATION, for_weight=True),),
+            parameters=HIDDEN * HIDDEN + HIDDEN,
+        ),
+        Operator(
+            name="transform_activation",
+            forward=(memory_work("transform_activation", 2 * ACTIVATION),),
+            backward=(memory_work("transform_activation_backward", 3 * ACTIVATION),),
+            saved=(SavedTensor(key="transformed", size_bytes=ACTIVATION),),
+        ),
+        norm("transform_norm", model.head_shape, options, reads="transform_activated"),
+    )
+
+
 def head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """Final norm, logits of this rank's part of the vocabulary, cross entropy."""
     logits = TOKENS * VOCAB_SHARE
-    last = (norm("final_norm", model, options, reads="head_input"),) if model.final_norm else ()
-    projection = _projection_in("logits", (VOCAB_SHARE, HIDDEN), bias=False, saves="normed_head")
+    last = (norm("final_norm", model.head_shape, options, reads="head_input"),) if model.final_norm else ()
+    if model.head_transform:
+        last = (*last, *_transform(model, options))
+    projection = _projection_in(
+        "logits", (VOCAB_SHARE, HIDDEN), bias=model.head_transform, saves="normed_head"
+    )
     # Passes over the logits: to fp32, maximum, exponent and sum, division; fused ones read them once less.
     passes = 10 if options.fused_cross_entropy else 16
     loss = Operator(
@@ -220,7 +302,9 @@ def unneeded_again(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """What a recomputation may leave out that stops when it has all that backward needs: the last matrix
     product, whose input is the last thing saved, and what follows. Dropout after it saves a mask, for which
     the product is needed."""
-    last = max(index for index, operator in enumerate(operators) if operator.saved)
+    last = max((index for index, operator in enumerate(operators) if operator.saved), default=len(operators))
+    if last == len(operators):
+        return ()
     inputs_saved = any(work.kind is WorkKind.GEMM for work in operators[last].forward)
     return operators[last:] if inputs_saved else ()
 
@@ -259,7 +343,7 @@ def backward_flops(operators: tuple[Operator, ...]) -> Expr:
 
 def norm(name: str, model: LayerSpec, options: LayerOptions, reads: str) -> Operator:
     """Over a token's channels; keeps its input."""
-    statistics = options.norm_statistics_bytes or (8 if model.norm == "layernorm" else 4)
+    statistics = _statistics(model, options)
     return Operator(
         name=name,
         forward=(memory_work(f"{name}_forward", 2 * ACTIVATION),),
@@ -287,7 +371,7 @@ def _projection_in(
                 *backward,
                 *((memory_work(f"{name}_bias", HALF * TOKENS * wide),) if bias else ()),
             ),
-            saved=(SavedTensor(key=saves, size_bytes=ACTIVATION),),
+            saved=(SavedTensor(key=saves, size_bytes=ACTIVATION, for_weight=True),),
             parameters=wide * deep + (wide if bias else ZERO),
         ),
     )
@@ -307,7 +391,7 @@ def _projection_out(
                 *backward,
                 *((memory_work(f"{name}_bias", HALF * TOKENS * wide),) if bias else ()),
             ),
-            saved=(SavedTensor(key=saves, size_bytes=HALF * TOKENS * deep),),
+            saved=(SavedTensor(key=saves, size_bytes=HALF * TOKENS * deep, for_weight=True),),
             parameters=wide * deep + (wide if bias else ZERO),
         ),
     )

@@ -7,34 +7,23 @@ optimizer's fraction to others, buffers may appear with the first of it: there e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sympy import Expr, Integer, Max
 
-from mist_megatron.cost.blocks import Block, blocks
-from mist_megatron.cost.cores import CORE
-from mist_megatron.cost.layers import (
-    LayerOptions,
-    block,
-    embedding,
-    expert_parameters,
-    parameters,
-    saved_bytes,
-)
-from mist_megatron.cost.mtp import depths_kept, whole_head
+from mist_megatron.cost.blocks import Block, Edge, blocks, first_edge
+from mist_megatron.cost.entries import outside_bytes
+from mist_megatron.cost.layer_memory import layer_memory, norm_elements
+from mist_megatron.cost.layers import LayerOptions, expert_parameters, saved_bytes
+from mist_megatron.cost.mtp import depths_kept, head_edge
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import (
     ACTIVATION,
-    EXPERT_INNER,
-    EXPERT_ROWS,
     FULL,
     GATHERED,
     HALF,
-    INNER,
     OWN_EXPERTS,
-    QUERY,
-    ROWS,
     SCORES,
     TOKENS,
     VOCAB_SHARE,
@@ -44,11 +33,9 @@ from mist_megatron.cost.symbols import (
     DP,
     EP,
     ETP,
-    EXPERT_WIDTH,
     HIDDEN,
     IN_FLIGHT,
     OFFLOAD,
-    RECOMPUTE,
     SP,
     TP,
     Z1,
@@ -60,7 +47,6 @@ from mist_megatron.cost.symbols import (
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
 from mist_megatron.targets.facts import MemoryFacts, Modules
 
 ONE = Integer(1)
@@ -81,115 +67,42 @@ class StageMemory:
         return Max(*self.peaks.values(), evaluate=False)
 
 
-@dataclass(frozen=True)
-class LayerMemory:
-    """Bytes of one layer on one rank."""
-
-    saved: Expr
-    """Kept for backward by a layer that is not recomputed in full."""
-    kept_input: Expr
-    """Kept by a layer that is."""
-    forward: Expr
-    """Live beyond saved tensors at the worst moment of its forward pass."""
-    backward: Expr
-    """The same of its backward pass, where its saved tensors go one by one."""
-
-
-def layer_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> LayerMemory:
-    """Saved and transient bytes of a transformer layer."""
-    operators = block(model, options)
-    kept = saved_bytes(operators)
-    light = {kind: saved_bytes(operators, kind) for kind in PARTIAL}
-    if modules == "plain_torch":
-        kept = kept + _plain_modules(model)
-        light = {kind: size + _plain_modules(model) for kind, size in light.items()}
-    saved = sum((RECOMPUTE[kind] * (size - kept) for kind, size in light.items() if size != kept), start=kept)
-    without_core = {kind: light[kind] for kind in kinds_that_drop(CORE)}
-    if modules == "mist_runtime":
-        forward, backward = _mist_transients(model, options, saved)
-        return LayerMemory(saved, ACTIVATION, forward, backward)
-    gates = 2 if model.gated_mlp else 1
-    hidden, activated = HALF * TOKENS * gates * INNER, HALF * TOKENS * INNER
-    if model.experts is not None:
-        # Tokens come one for each of their experts; their input is gathered by the exchange.
-        activated = HALF * EXPERT_ROWS * EXPERT_INNER
-        came = HALF * EXPERT_ROWS * EXPERT_WIDTH
-        at_input = ACTIVATION + 2 * came - activated
-        peak = Max(2 * ACTIVATION + gates * activated, at_input, evaluate=False)
-        return LayerMemory(saved, ACTIVATION, gates * activated + activated + 2 * came, peak)
-    # Backward of the activation: the gradients of both sides of it live, its output is gone.
-    at_activation = 2 * ACTIVATION + hidden
-    if modules == "plain_torch" and _composite_gelu(model):
-        at_activation = at_activation + activated  # the gradients of both factors of its last product
-    # Backward of the matrix before it: the gathered input and its gradient, activation tensors gone.
-    at_input = ACTIVATION + GATHERED * (1 + SP) - activated
-    candidates = [at_activation, at_input]
-    if modules == "plain_torch":
-        # Plain autograd makes the weight gradient first and adds it to the kept one afterwards: the MLP's
-        # output matrix beside the gradients on either side of it.
-        candidates.append(ACTIVATION + activated + HALF * INNER * HIDDEN)
-    if not options.flash_attention:
-        # Gradients of softmax output and of scores beside the kept scores, MLP tensors gone; where the core
-        # is run again it has them to make first.
-        passes = sum(
-            (RECOMPUTE[kind] * 2 for kind in without_core), start=Integer(3 if options.dropout else 2)
-        )
-        candidates.append(passes * SCORES + 2 * ACTIVATION - hidden - activated)
-    elif any(size != kept for size in without_core.values()):
-        made = sum((RECOMPUTE[kind] * (kept - size) for kind, size in without_core.items()), start=ZERO)
-        candidates.append(made + 4 * HALF * TOKENS * QUERY - hidden - activated)
-    backward = Max(*candidates, evaluate=False)
-    forward = hidden + activated + GATHERED
-    return LayerMemory(saved, ACTIVATION, forward, backward)
-
-
-def _plain_modules(model: LayerSpec) -> Expr:
-    """What modules written in plain PyTorch keep beyond fused kernels, as in LLaMA of Hugging Face's
-    transformers: an RMSNorm its input in fp32 and the normalised input in half precision, where a fused one
-    keeps the input; a gated MLP silu(gate) beside gate, up and their product."""
-    norms = 2 * FULL * ROWS * HIDDEN if model.norm == "rmsnorm" else ZERO
-    gelu = 3 * HALF * TOKENS * INNER if _composite_gelu(model) else ZERO
-    return norms + gelu + (HALF * TOKENS * INNER if model.gated_mlp else ZERO)
-
-
-def _composite_gelu(model: LayerSpec) -> bool:
-    """GPT-2 in transformers spells its GELU out (NewGELUActivation): beside input and output it keeps half
-    the input, the hyperbolic tangent, and one more than that. Models of its shape, with learned positions, a
-    key head for each query head and causal attention, are trained with that module; later ones and BERT have
-    a fused GELU, OPT none."""
-    like_gpt2 = not model.rotary and model.attention == "causal" and model.kv_heads == model.heads
-    return like_gpt2 and model.activation == "gelu" and not model.gated_mlp
-
-
-def _mist_transients(model: LayerSpec, options: LayerOptions, saved: Expr) -> tuple[Expr, Expr]:
-    """Beyond saved bytes, as measured on Mist's runtime (artifact, README and 26 stage peaks)."""
-    share = INNER / HIDDEN
-    norms = 16 * B * S
-    forward: Expr
-    if options.flash_attention:
-        backward = ACTIVATION * (5 + 4 / TP + (5 if model.gated_mlp else 3) * share) + norms - saved
-        return 2 * ACTIVATION, backward
-    # Without a fused core one buffer of scores is live in either pass on top of what the passes need.
-    forward = Max(ACTIVATION * (2 + 5 / TP) + 2 * SCORES, saved + 2 * ACTIVATION, evaluate=False)
-    backward = ACTIVATION * (3 + 3 / TP) + 3 * SCORES + norms / 2
-    return forward - saved + SCORES, backward - saved + SCORES
-
-
-def _norm_parameters(model: LayerSpec) -> Expr:
-    norms = model.parallel_norms if model.parallel_block else 2
-    return Integer(norms * model.norm_parameters)
-
-
 def edge_parameters(model: ModelSpec, options: LayerOptions, role: StageRole) -> tuple[Expr, Expr]:
     """Elements of embedding and head on one rank of a stage of this role.
 
     Tied weights exist once where one stage has both ends, twice in a pipeline.
     """
-    first = parameters(embedding(model, options)) if role.has_embedding else ZERO
-    last = parameters(whole_head(model, options)) if role.has_head else ZERO
-    if model.tied_embeddings and role is StageRole.ONLY:
-        last = last - VOCAB_SHARE * HIDDEN
+    return _of_edges(model, options, role, lambda edge: edge.parameters)
+
+
+def edge_weights(model: ModelSpec, options: LayerOptions, role: StageRole) -> tuple[Expr, Expr]:
+    """The same with those that are frozen."""
+    return _of_edges(model, options, role, lambda edge: edge.weights)
+
+
+def _of_edges(
+    model: ModelSpec, options: LayerOptions, role: StageRole, elements: Callable[[Edge], Expr]
+) -> tuple[Expr, Expr]:
+    head = head_edge(model, options)
+    first = elements(first_edge(model, options)) if role.has_embedding else ZERO
+    last = elements(head) if role.has_head else ZERO
+    if model.tied_embeddings and role is StageRole.ONLY and last != ZERO:
+        last = last - head.own(VOCAB_SHARE * HIDDEN)
     return first, last
+
+
+def shared_table(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
+    """Elements of a copy of the token table, on a stage where decoder tokens are looked up in it (T5) that
+    has neither the embedding nor a head that is tied to it."""
+    if role.has_embedding or (role.has_head and model.tied_embeddings):
+        return ZERO
+    found = blocks(model, options)
+    tables = (
+        _present(block, len(found)) * block.own(VOCAB_SHARE * HIDDEN)
+        for block in found
+        if block.kind.entry is not None and block.kind.entry.table == "shared"
+    )
+    return sum(tables, start=ZERO)
 
 
 def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: StageRole) -> StageMemory:
@@ -211,6 +124,7 @@ def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, ro
     # Offloaded tensors pass through the GPU: one layer's on the way out, one layer's on the way back.
     per_micro_batch_once = OFFLOAD.activations * _most([kind.present * kind.saved for kind in kinds])
     edge = _edge_activations(model, options, facts, role) + pipe.per_micro_batch
+    edge = edge + sum((kind.present * kind.passing for kind in kinds[-1:]), start=ZERO)
     activations = IN_FLIGHT * (per_micro_batch + edge) + per_micro_batch_once
     others = (IN_FLIGHT - 1) * (per_micro_batch + edge)
     peaks = {
@@ -228,9 +142,11 @@ def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, ro
         peaks["backward"] = held + activations + live
     if role.has_head:
         at_loss = _head_transients(options, facts.modules) + depths_kept(model, options)
+        at_loss = head_edge(model, options).own(at_loss)
         peaks["loss"] = held + activations + at_loss - pipe.own_logits
-    if role.has_embedding and facts.table_gradient:
-        peaks["embedding"] = held + others + HALF * VOCAB_SHARE * HIDDEN + 2 * ACTIVATION
+    if role.has_embedding and facts.table_gradient and not model.patch_elements:
+        at_table = HALF * VOCAB_SHARE * HIDDEN + 2 * ACTIVATION
+        peaks["embedding"] = held + others + first_edge(model, options).own(at_table)
     if facts.gradients_return:
         peaks["reduction"] = held + facts.grad_bytes * _elements(model, options, role) * OFFLOAD.grads
     if piped:
@@ -264,10 +180,13 @@ class _Kind:
     kept_input: Expr
     forward: Expr
     backward: Expr
+    passing: Expr
+    """Of an encoder's output, which all its layers read and keep once."""
 
 
 def _kind(block: Block, kinds: int, options: LayerOptions, modules: Modules) -> _Kind:
-    memory = layer_memory(block.kind, options, modules)
+    memory = layer_memory(block.kind, options, modules, passes_back=block.passes_back)
+    source = block.kind.cross_attention
     return _Kind(
         layers=block.layers,
         ckpt=block.ckpt,
@@ -277,6 +196,7 @@ def _kind(block: Block, kinds: int, options: LayerOptions, modules: Modules) -> 
         kept_input=block.own(memory.kept_input),
         forward=block.own(memory.forward),
         backward=block.own(memory.backward),
+        passing=ZERO if source is None else block.own(outside_bytes(source)),
     )
 
 
@@ -335,12 +255,15 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     """Weights, gradients and optimizer states by ZeRO level and offload, and the buffers they need."""
     kinds = blocks(model, options)
     inner = sum((kind.layers * kind.parameters for kind in kinds), start=ZERO)
+    still = sum((kind.layers * kind.still for kind in kinds), start=ZERO)
     first, last = edge_parameters(model, options, role)
+    still_edges = sum(edge_weights(model, options, role), start=ZERO) - first - last if still else ZERO
+    first = first + shared_table(model, options, role)
     ranks = DP * CP
     follow = facts.edges_follow
     grad, optimizer = facts.grad_bytes, facts.optimizer_bytes
 
-    of_head = expert_parameters(whole_head(model, options)) if role.has_head else ZERO
+    of_head = expert_parameters(head_edge(model, options).operators) if role.has_head else ZERO
     of_layers = sum((kind.layers * kind.expert_parameters for kind in kinds), start=ZERO)
     experts = of_layers + of_head
     # Split over the ranks that have copies of the same experts.
@@ -356,12 +279,13 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
         edges = (first + last) / _sharded(edge_switch, ranks)
         return size * (inner / _sharded(switch, ranks) * (1 - offloaded) + edges)
 
+    frozen_bytes = HALF * (still + still_edges) / _sharded(Z3, ranks)
     widest = _widest(model, options, role)
     needs_weights, needs_grads = _either(Z3, OFFLOAD.weights), _either(Z2, OFFLOAD.grads)
     buffers = 2 * HALF * widest * needs_weights + 2 * Integer(grad) * widest * needs_grads
     buffers = buffers + _buckets(facts)
     states = {
-        "weights": term(2, Z3, OFFLOAD.weights, ZERO),
+        "weights": term(2, Z3, OFFLOAD.weights, ZERO) + frozen_bytes,
         "grads": term(grad, Z2, OFFLOAD.grads, ZERO),
         "optimizer": term(optimizer, Z1, OFFLOAD.optimizer, ONE),
         "buffers": buffers,
@@ -374,10 +298,10 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     if facts.modules == "transformer_engine":
         # One unused half-precision weight gradient is kept per distinct weight shape: the real one is added
         # to the fp32 buffer inside the GEMM, and autograd is handed this instead.
-        alike = {_matrices(kind.kind): kind for kind in reversed(kinds)}
+        alike = {_matrices(kind.kind): kind for kind in reversed(kinds) if not kind.kind.frozen}
         kept_once = sum(
             (
-                _present(kind, len(kinds)) * (_once(kind) - _norm_parameters(kind.kind))
+                _present(kind, len(kinds)) * (_once(kind) - norm_elements(kind.kind))
                 for kind in alike.values()
             ),
             start=ZERO,
@@ -388,8 +312,8 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
 
 def _widest(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
     """Parameters of the largest of layers, embedding and head."""
-    edges, kinds = edge_parameters(model, options, role), blocks(model, options)
-    layers = [_present(kind, len(kinds)) * kind.parameters for kind in kinds]
+    edges, kinds = edge_weights(model, options, role), blocks(model, options)
+    layers = [_present(kind, len(kinds)) * kind.weights for kind in kinds]
     return Max(*layers, *(e for e in edges if e != ZERO), evaluate=False)
 
 
@@ -400,9 +324,10 @@ def _once(kind: Block) -> Expr:
     return kind.parameters - kind.expert_parameters * (1 - 1 / OWN_EXPERTS)
 
 
-def _matrices(layer: LayerSpec) -> tuple[int, ...]:
+def _matrices(layer: LayerSpec) -> tuple[object, ...]:
     """What decides the shapes of a layer's matrices."""
-    return layer.hidden, layer.query_width, layer.kv_width, layer.ffn_hidden, int(layer.gated_mlp)
+    own = layer.hidden, layer.query_width, layer.kv_width, layer.ffn_hidden, int(layer.gated_mlp)
+    return (*own, layer.entry, layer.cross_attention is None)
 
 
 def _any(fraction: Expr) -> Expr:
@@ -419,7 +344,7 @@ def _edge_activations(model: ModelSpec, options: LayerOptions, facts: MemoryFact
     """Kept per micro-batch outside of the layers: token ids, masks, boundary tensors."""
     kept: Expr = ZERO
     if role.has_embedding:
-        kept = kept + saved_bytes(embedding(model, options))
+        kept = kept + saved_bytes(first_edge(model, options).operators)
     if role is not StageRole.ONLY and facts.boundary_tensors_stay:
         kept = kept + 2 * ACTIVATION
     return kept

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sympy import Expr
 
-from mist_megatron.cost.blocks import blocks
+from mist_megatron.cost.blocks import Edge, blocks, last_edge
 from mist_megatron.cost.layers import LayerOptions, head, norm, saved_bytes
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, WorkKind
 from mist_megatron.cost.shapes import ACTIVATION, FULL, GATHERED, HALF, TOKENS, VOCAB_SHARE
@@ -23,6 +23,11 @@ def whole_head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
     once = head(model, options)
     again = tuple(_shared(operator) for operator in once)
     return once + model.mtp_layers * (*_joined(model, options), *_last(model, options), *again)
+
+
+def head_edge(model: ModelSpec, options: LayerOptions) -> Edge:
+    """That head, as wide and as long as what it works on."""
+    return last_edge(model, whole_head(model, options))
 
 
 def _last(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:

@@ -81,6 +81,8 @@ class SavedTensor:
     """Nothing outside its operator's part reads it: it goes when that part is to run again."""
     chosen: bool = False
     """It goes with the modules that were chosen to run again."""
+    for_weight: bool = False
+    """Its operator needs it for the gradient of a weight alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

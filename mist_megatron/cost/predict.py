@@ -16,6 +16,7 @@ from mist_megatron.cost.grid import LayerCount, StageGrid
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
 from mist_megatron.cost.placed import placed_stages
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
+from mist_megatron.cost.width_flops import sample_flops
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.layer import LayerSpec
@@ -169,6 +170,7 @@ def _kinds_of(plan: Plan, position: int) -> dict[str, Any]:
     return {
         "counts": tuple(counts),
         "runs": tuple((of_layer[chunk[0]], of_layer[chunk[-1]]) for chunk in chunks),
+        "before": of_layer[chunks[0][0] - 1] if chunks[0][0] and not plan.model.alike else None,
     }
 
 
@@ -331,6 +333,8 @@ def model_flops(model: ModelSpec, training: TrainingSpec, *, causal: bool = Fals
     12 layers * query width * sequence per token for full attention (Chowdhery et al. 2022, appendix B), which
     causal attention counts as well, or half of it where `causal` asks for what its mask leaves; windows have
     their share of that. Of experts those count that a token goes to."""
+    if not model.plain:
+        return training.global_batch * sample_flops(model, float(training.seq_len), causal=causal)
     matrices, attended = float(model.hidden * model.vocab), 0.0
     mixed = any(kind.experts is not None or kind.latent_attention is not None for kind in model.kinds)
     if mixed:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mist_megatron.cost.boundary import hop_seconds
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import Spans, send_seconds
 from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext, of_kind
 from mist_megatron.cost.traffic import replica_nodes
-from mist_megatron.cost.work import LayerWork, StageWork, hop_seconds
+from mist_megatron.cost.work import LayerWork, StageWork
 from mist_megatron.price.prices import Array
 from mist_megatron.spec.mesh import StageRole, boundary_crossing_share
 

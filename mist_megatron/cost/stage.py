@@ -19,6 +19,7 @@ from mist_megatron.cost.compile import (
     program_from_document,
     program_to_document,
 )
+from mist_megatron.cost.kinds import EDGES
 from mist_megatron.cost.placed import Placed, slowest
 from mist_megatron.price.overlap import one_step
 from mist_megatron.price.prices import (
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
     from mist_megatron.cost.operators import Operator, Work
 
-EDGES = ("embedding", "head")
-"""Layers of the model that are no transformer layers; all others are kinds of these (`spec.layer`)."""
 PASSES = ("forward", "backward", *PARTIAL, "unneeded")
 """Each of PARTIAL is what that kind of recomputation runs again of every layer; `unneeded` what
 of the forward pass full recomputation does not."""

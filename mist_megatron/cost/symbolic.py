@@ -10,14 +10,16 @@ from dataclasses import replace
 from sympy import Expr, Integer
 
 from mist_megatron.cost import layers
-from mist_megatron.cost.blocks import blocks
+from mist_megatron.cost.blocks import blocks, first_edge
 from mist_megatron.cost.compile import compile_expressions
+from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
-from mist_megatron.cost.memory import edge_parameters, layer_memory, stage_memory
-from mist_megatron.cost.mtp import whole_head
-from mist_megatron.cost.operators import Operator
-from mist_megatron.cost.shapes import ACTIVATION
+from mist_megatron.cost.memory import edge_parameters, stage_memory
+from mist_megatron.cost.mtp import head_edge
+from mist_megatron.cost.operators import ZERO, Operator
+from mist_megatron.cost.shapes import ACTIVATION, VOCAB_SHARE
 from mist_megatron.cost.stage import StageProgram, build_stage_program
+from mist_megatron.cost.symbols import HIDDEN
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.targets.table import TARGETS
@@ -42,9 +44,9 @@ def layer_graphs(job: Job) -> dict[str, tuple[Operator, ...]]:
     """The operators of the embedding, of each kind of layer, and of the head."""
     options = layer_options(job)
     return {
-        "embedding": layers.embedding(job.model, options),
+        "embedding": first_edge(job.model, options).operators,
         **{block.kind.name: block.operators for block in blocks(job.model, options)},
-        "head": whole_head(job.model, options),
+        "head": head_edge(job.model, options).operators,
     }
 
 
@@ -61,11 +63,24 @@ def size_expressions(job: Job) -> dict[str, Expr]:
     for block in blocks(job.model, options):
         each[f"{block.kind.name}_parameters"] = block.parameters
         each[f"{block.kind.name}_expert_parameters"] = block.expert_parameters
-        each[f"{block.kind.name}_saved_bytes"] = block.own(layer_memory(block.kind, options, modules).saved)
+        kept = layer_memory(block.kind, options, modules, passes_back=block.passes_back).saved
+        each[f"{block.kind.name}_saved_bytes"] = block.own(kept)
+        if block.still != ZERO:
+            each[f"{block.kind.name}_still"] = block.still
+        if not job.model.alike:
+            each[f"{block.kind.name}_given"] = block.given
+        if block.kind.entry is not None and block.kind.entry.table == "shared":
+            each[f"{block.kind.name}_table"] = block.own(VOCAB_SHARE * HIDDEN)
+    for name, edge in (
+        ("embedding", first_edge(job.model, options)),
+        ("head", head_edge(job.model, options)),
+    ):
+        if edge.frozen:
+            each[f"{name}_still"] = edge.weights
     return {
         **each,
         "embedding_parameters": first[0],
-        "head_expert_parameters": layers.expert_parameters(whole_head(job.model, options)),
+        "head_expert_parameters": layers.expert_parameters(head_edge(job.model, options).operators),
         "head_parameters": last[1],
         "head_parameters_alone": alone[1],
         "boundary_bytes": ACTIVATION,

@@ -23,6 +23,7 @@ def own_symbol(symbol: Symbol, kind: str) -> Symbol:
 
 B = _symbol("b")
 S = _symbol("s")
+OUTSIDE = _symbol("sx")
 TP = _symbol("tp")
 DP = _symbol("dp")
 CP = _symbol("cp")
@@ -60,6 +61,7 @@ VALUE_DIM = _symbol("ev")
 MEANINGS: dict[Symbol, str] = {
     B: "micro-batch: sequences per GPU and micro-step",
     S: "sequence length in tokens",
+    OUTSIDE: "tokens that a layer reads from outside: an encoder's, or of the group of layers before",
     TP: "tensor-parallel size of the stage",
     DP: "data-parallel size of the stage",
     CP: "context-parallel size",

@@ -101,6 +101,13 @@ class LayerLoad:
     """Of the collectives, those that take tokens to experts and back, forward ..."""
     backward_exchange_s: Array = field(default_factory=lambda: ZERO)
     """... and backward."""
+    still: Array = field(default_factory=lambda: ZERO)
+    """Elements that are not trained, which `parameters` has not."""
+
+    @property
+    def passes_back(self) -> bool:
+        """Whether it has a backward pass: a frozen layer has none where nothing before it is trained."""
+        return not np.any(self.still) or bool(np.any(self.backward_s))
 
     @property
     def dropped(self) -> tuple[Array, Array]:
@@ -141,6 +148,16 @@ class TimeContext:
 
 
 @dataclass(frozen=True)
+class BoundarySide:
+    """One boundary of a stage."""
+
+    sent_bytes: Array
+    """Per rank."""
+    returns: bool
+    """Whether gradients come back: not to layers that have no backward pass."""
+
+
+@dataclass(frozen=True)
 class StageLoads:
     """The layers of a stage's role; None where the role has no such layer."""
 
@@ -150,6 +167,9 @@ class StageLoads:
     head: LayerLoad | None
     boundary_bytes: Array
     """One activation at a stage boundary, per rank."""
+    sides: tuple[BoundarySide, ...] = ()
+    """What crosses the boundary before the stage and behind it, where a model has layers of several
+    widths."""
     tied_parameters: Array | None = None
     """Elements of a token table that another stage holds too, whose gradients the two stages add."""
     others: Mapping[str, LayerLoad] = field(default_factory=dict)

@@ -61,11 +61,11 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
         compute = prices.of(DeviceAdam(step_share * on_device)).seconds
         if facts.step.by_place:
             compute = compute + step_copies_s(grid, step_share, context)
-    reduce_bytes = context.grad_bytes * count
     if np.any(load.expert_parameters):
         gather, reduce = _with_experts(load, grid, context)
     else:
-        gather, reduce = _weight_gather(weights, grid, context), _reduction(reduce_bytes, grid, context)
+        gather = _weight_gather(_gathered(weights, load, grid, context), grid, context)
+        reduce = _reduction(context.grad_bytes * count, grid, context)
     if facts.host_copies.in_collectives:
         added = _added_gradients(grid, count, grads_out, context)
         shards, visiting = np.where(zero >= 3, weights_out, 0.0), np.where(zero >= 3, 0.0, weights_out)
@@ -91,6 +91,13 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
         step_out_s=host_copy(step_out, "d2h", context),
         step_compute_s=compute,
     )
+
+
+def _gathered(weights: Array, load: LayerLoad, grid: StageGrid, context: TimeContext) -> Array:
+    """Frozen weights too where all are gathered; where only updated ones are, these."""
+    if not np.any(load.still):
+        return weights
+    return weights + np.where(grid.zero >= 3, context.weight_bytes * load.still, 0.0)
 
 
 def _reduction(message: Array, grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:

@@ -11,10 +11,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from mist_megatron.cost.boundary import BoundaryWork, boundary_work
 from mist_megatron.cost.expert_traffic import expert_count, expert_gather, reduced_once
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import slowest
-from mist_megatron.cost.terms import ZERO, LayerLoad, Linear, StageLoads, TimeContext, add_term, of_kind
+from mist_megatron.cost.terms import (
+    ZERO,
+    LayerLoad,
+    Linear,
+    StageLoads,
+    TimeContext,
+    add_term,
+    of_kind,
+)
 from mist_megatron.cost.traffic import (
     Traffic,
     collective,
@@ -83,20 +92,6 @@ class BlockWork:
     """... that is not recomputed in full, ..."""
     recomputed: LayerWork
     """... and that is; `kept` itself where no configuration has one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundaryWork:
-    """One boundary tensor on its way to a neighbour ..."""
-
-    inside_s: Array
-    """... on the same node ..."""
-    across_s: Array
-    """... or on another, ..."""
-    handed_on_s: Array
-    """... and then, over a bridge, from the rank that received it to the rest of its tensor group."""
-    sent_bytes: Array
-    """What a rank that sends sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +174,7 @@ def layer_work(
     `saved_bytes` what of its activations may be offloaded."""
     traffic = layer_traffic(grid, load, context)
     shared = _data_parallel(grid, traffic, context.facts)
-    gathers = 1.0 + _gathers_again(load, context.facts, again[0])
+    gathers = 1.0 + _gathers_again(load, context.facts, again[0]) if load.passes_back else ZERO
     saved = grid.offload.activations * saved_bytes
     saved_out, saved_in = host_copy(saved, "d2h", context), host_copy(saved, "h2d", context)
     backward_s = load.backward_s + again[0]
@@ -462,37 +457,3 @@ def host_seconds(grid: StageGrid, context: TimeContext) -> Array:
     exchanges = 1 if context.facts.pipeline.sends_overlap_when_interleaved else grid.vpp
     exchange_s = exchanges * context.facts.host.per_exchange_s if grid.stages > 1 else 0.0
     return np.asanyarray(context.facts.host.per_micro_batch_s + exchange_s)
-
-
-def boundary_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> BoundaryWork:
-    """What one boundary tensor takes; over a bridge one rank sends and receives it whole."""
-    if not grid.bridged:
-        inside_s, across_s = hop_seconds(loads.boundary_bytes, context)
-        return BoundaryWork(
-            inside_s=inside_s, across_s=across_s, handed_on_s=ZERO, sent_bytes=loads.boundary_bytes
-        )
-    whole_bytes = loads.boundary_bytes * (grid.tp if grid.sequence_parallel else 1.0)
-    inside_s, across_s = hop_seconds(whole_bytes, context)
-    handed_on_s = _handed_on(whole_bytes, grid, context)
-    return BoundaryWork(inside_s=inside_s, across_s=across_s, handed_on_s=handed_on_s, sent_bytes=whole_bytes)
-
-
-def _handed_on(whole_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
-    """A broadcast in a tensor-parallel group: a ring passes every byte once, as a gather does."""
-    nodes = replace(context.mesh(grid), gpus_per_node=context.cluster_gpus_per_node).nodes(Group.TENSOR)
-    work = Collective("all_gather", whole_bytes, grid.tp, nodes)
-    if grid.placed is not None:
-        return np.where(
-            grid.tp > 1.0, slowest(work, grid.placed.of(Group.TENSOR), context.prices).seconds, 0.0
-        )
-    seconds = context.prices.of(work).seconds
-    return np.where(grid.tp > 1.0, seconds, 0.0)
-
-
-def hop_seconds(boundary_bytes: Array, context: TimeContext) -> tuple[Array, Array]:
-    """One transfer to a neighbouring stage, inside a node and between nodes."""
-    inside, across = (
-        context.prices.of(Collective("send_recv", boundary_bytes, np.asarray(2.0), np.asarray(nodes))).seconds
-        for nodes in (1.0, 2.0)
-    )
-    return inside, across

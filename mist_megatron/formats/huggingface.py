@@ -15,6 +15,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.huggingface_config import Config, even, gated_model
 from mist_megatron.formats.huggingface_constants import constants_from_huggingface, window_from_huggingface
 from mist_megatron.formats.huggingface_experts import EXPERT_READERS
+from mist_megatron.formats.huggingface_groups import GROUP_READERS, HEADS, text_values
 from mist_megatron.spec import check
 from mist_megatron.spec.model import ModelSpec
 
@@ -195,13 +196,14 @@ _READERS: dict[str, Callable[[Config, str], ModelSpec]] = {
     "phi3": _phi3,
     "starcoder2": _starcoder2,
     **EXPERT_READERS,
+    **GROUP_READERS,
 }
 
 _REASONS = {
     "olmo": "norms without weights are not modelled",
     "olmo2": "query-key norms are not modelled",
-    "gemma2": "norms after attention and MLP are not modelled",
-    "gemma3_text": "norms after attention and MLP are not modelled",
+    "gemma2": "capped logits are not modelled",
+    "gemma3": "its text model alone is modelled; give its text_config, of model_type gemma3_text",
     "bloom": "ALiBi positions are not modelled",
     "mpt": "ALiBi positions are not modelled",
     "gptj": "a bias on the output projection is not modelled",
@@ -230,12 +232,14 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
         raise InputError(
             f"{where}: architecture {shown!r} is not supported{reason}; supported: {', '.join(_READERS)}"
         )
+    values = text_values(values)
     config = Config(values, where)
     if kind not in EXPERT_READERS:
         for experts in ("num_local_experts", "num_experts", "n_routed_experts"):
             config.refuse(experts, f"no architecture {kind} has experts")
     config.refuse("add_cross_attention", "attention to an encoder is not modelled")
-    config.refuse("is_encoder_decoder", "models with an encoder are not modelled")
+    if kind != "t5":
+        config.refuse("is_encoder_decoder", "models with an encoder are not modelled")
     config.refuse(
         "quantization_config", "quantized weights are not modelled; give the config of the full model"
     )
@@ -243,18 +247,17 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
     given = values.get("_name_or_path")
     name = given.rsplit("/", 1)[-1] if isinstance(given, str) and given.strip("/. ") else kind
     check.name(f"{where}: _name_or_path", name)
-    return replace(
-        _READERS[kind](config, name),
-        constants=constants_from_huggingface(values, where),
-        window=window_from_huggingface(values, where),
-    )
+    model = replace(_READERS[kind](config, name), constants=constants_from_huggingface(values, where))
+    return model if kind in GROUP_READERS else replace(model, window=window_from_huggingface(values, where))
 
 
 def _refuse_other_heads(values: Mapping[str, object], where: str) -> None:
     """A classifier has no projection onto the vocabulary; its loss is not ours."""
     named = values.get("architectures")
+    wanted = HEADS.get(str(values.get("model_type")), "ForCausalLM")
+    what = "causal language model" if wanted == "ForCausalLM" else f"model {wanted}"
     for text in named if isinstance(named, list) else ():
-        if isinstance(text, str) and "For" in text and "ForCausalLM" not in text:
+        if isinstance(text, str) and "For" in text and wanted not in text:
             raise InputError(
-                f"{where}: architecture {text!r} is no causal language model, which is all that is modelled"
+                f"{where}: architecture {text!r} is no {what}, which is all that is modelled of it"
             )

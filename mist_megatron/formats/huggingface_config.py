@@ -13,6 +13,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu",
     "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "gelu",
+    "quick_gelu": "gelu",
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",

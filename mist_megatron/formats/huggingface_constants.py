@@ -66,6 +66,29 @@ _KEYS: Mapping[str, _Keys] = MappingProxyType(
             rotary_base=("rotary_emb_base", 10_000),
             rotary_share=("rotary_pct", 0.25),
         ),
+        "bert": _Keys(
+            norm_epsilon=("layer_norm_eps", 1e-12),
+            hidden_dropout=("hidden_dropout_prob", 0.1),
+            attention_dropout=("attention_probs_dropout_prob", 0.1),
+        ),
+        "vit": _Keys(
+            norm_epsilon=("layer_norm_eps", 1e-12),
+            hidden_dropout=("hidden_dropout_prob", 0.0),
+            attention_dropout=("attention_probs_dropout_prob", 0.0),
+        ),
+        "swin": _Keys(
+            norm_epsilon=("layer_norm_eps", 1e-5),
+            hidden_dropout=("hidden_dropout_prob", 0.0),
+            attention_dropout=("attention_probs_dropout_prob", 0.0),
+        ),
+        # Initial weights of T5 follow from each matrix's width: a factor in place of a deviation.
+        "t5": _Keys(
+            norm_epsilon=("layer_norm_epsilon", 1e-6),
+            init_std=("", 0.02),
+            hidden_dropout=("dropout_rate", 0.1),
+            attention_dropout=("dropout_rate", 0.1),
+        ),
+        "gemma3_text": _Keys(rotary_base=("rope_theta", 1_000_000)),
         "opt": _Keys(
             # torch's own default: OPT's configuration has no key for it.
             norm_epsilon=("", 1e-5),
@@ -81,6 +104,8 @@ def constants_from_huggingface(values: Mapping[str, object], where: str) -> Mode
     versions as `rope_theta` and `rope_scaling`; both are read."""
     keys = _KEYS.get(str(values.get("model_type")), _USUAL)
     rope = _mapping(values, "rope_parameters", where)
+    # Of layers without a window, where these have positions of their own.
+    rope = _mapping(rope, "full_attention", where) or rope
     scaling = rope or _mapping(values, "rope_scaling", where)
     kind = _scaling(scaling, where)
 

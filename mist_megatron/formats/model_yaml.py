@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build
 from mist_megatron.spec import check
 from mist_megatron.spec.constants import ModelConstants
+from mist_megatron.spec.entry import EncoderOutput, Entry
 from mist_megatron.spec.experts import ExpertSpec, LatentAttention
-from mist_megatron.spec.layer import OWN_KIND, Attention, LayerGroup, LayerKind, kind_of
+from mist_megatron.spec.layer import OWN_KIND, Attention, LayerGroup, LayerKind, LayerSpec, kind_of
 from mist_megatron.spec.model import Activation, Family, ModelSpec, Norm
 
 T = TypeVar("T")
@@ -89,13 +90,36 @@ class ModelDocument:
     """Whether a token sees those before it only, or, `full`, all of them."""
     window: int | None = None
     """Keys that a token sees, its own among them; null for all that its attention lets it see."""
+    post_norms: bool = False
+    """Norms of what attention and MLP give, too."""
+    tokens: int | None = None
+    """Tokens of a sample that layers work on, the mean where samples differ; null for the training's
+    sequence."""
+    cross_attention: EncoderOutput | None = None
+    """Width and tokens of an encoder's output that layers attend to after themselves."""
+    entry: Entry | None = None
+    """Of a kind: it is no block, but stands between groups of other widths or tokens."""
+    frozen: bool = False
+    """Of a kind: it is not trained."""
+    patch_elements: int = 0
+    """Elements of a piece of an image that one matrix turns into a token; 0 for a token table."""
+    patch_bias: bool = False
+    """Of that matrix."""
+    head_tokens: int | None = None
+    """Tokens of a sample that reach the output layer; null for all."""
+    head_transform: bool = False
+    """A matrix, an activation and a norm before the output layer, which has a bias (BERT)."""
     kinds: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Layers that differ, by name: the keys above in which they are not as the rest of the model says."""
     groups: tuple[GroupDocument, ...] = ()
     """Their order, first to last; `layers` is the sum of theirs. Without it all layers are alike."""
 
 
-PARTS = ("experts", "latent_attention", "qk_norm", "sinks", "mtp_layers", "attention", "window")
+PARTS = (
+    "experts", "latent_attention", "qk_norm", "sinks", "mtp_layers", "attention", "window", "post_norms",
+    "tokens", "cross_attention", "entry", "frozen", "patch_elements", "patch_bias", "head_tokens",
+    "head_transform",
+)  # fmt: skip
 """Keys that few models have; written only where they say something."""
 
 
@@ -104,7 +128,7 @@ def model_to_mapping(model: ModelSpec) -> dict[str, object]:
     defaults = {part.name: part.default for part in fields(ModelSpec) if part.name in PARTS}
     written: dict[str, object] = {
         key: value
-        for key, value in asdict(replace(model, groups=())).items()
+        for key, value in asdict(model).items()
         if key != "groups" and (key not in PARTS or value != defaults[key])
     }
     usual = asdict(ModelConstants())
@@ -126,10 +150,13 @@ def _changes(kind: LayerKind, model: ModelSpec) -> dict[str, object]:
     return {key: value for key, value in changed.items() if value != own[key]}
 
 
-def _groups(document: ModelDocument, model: ModelSpec, where: str) -> tuple[LayerGroup, ...]:
+def _groups(document: ModelDocument, model: LayerSpec, where: str) -> tuple[LayerGroup, ...]:
     if bool(document.kinds) != bool(document.groups):
         raise InputError(f"{where}: kinds and groups go together; wanted both or neither")
     own = asdict(kind_of(model, OWN_KIND))
+    for kind, changes in document.kinds.items():
+        if "name" in changes:
+            raise InputError(f"{where}: kinds.{kind}: unknown key name; its name is {kind}")
     kinds = {
         name: build(LayerKind, {**own, **changes, "name": name}, f"{where}: kinds.{name}")
         for name, changes in document.kinds.items()
@@ -137,6 +164,13 @@ def _groups(document: ModelDocument, model: ModelSpec, where: str) -> tuple[Laye
     for group in document.groups:
         for name in group.pattern:
             check.known(f"{where}: groups", "kind of layer", name, tuple(kinds))
+    used = {name for group in document.groups for name in group.pattern[: group.layers]}
+    unused = [name for name in kinds if name not in used]
+    if unused:
+        raise InputError(
+            f"{where}: kinds.{unused[0]} has no layer: wanted its name in a pattern of groups, where a layer "
+            "takes its turn"
+        )
     return tuple(
         LayerGroup(layers=group.layers, pattern=tuple(kinds[name] for name in group.pattern))
         for group in document.groups
@@ -155,7 +189,7 @@ def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:
             )
         head_dim = document.hidden // document.heads
     gated = _or(document.gated_mlp, llama)
-    model = ModelSpec(
+    said: dict[str, Any] = dict(
         name=document.name,
         family=document.family,
         layers=document.layers,
@@ -180,7 +214,8 @@ def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:
         constants=document.constants,
         **{key: getattr(document, key) for key in PARTS},
     )
-    return replace(model, groups=_groups(document, model, where))
+    own = LayerSpec(**{key.name: said[key.name] for key in fields(LayerSpec)})
+    return ModelSpec(**said, groups=_groups(document, own, where))
 
 
 def _or(value: T | None, default: T) -> T:

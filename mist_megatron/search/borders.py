@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from mist_megatron.cost.boundary import boundary_work, hop_seconds
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.sends import sent_to_neighbours
-from mist_megatron.cost.work import boundary_work, hop_seconds
 from mist_megatron.search.choices import AXES, Array, Ints, StageSlot, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.spec.mesh import StageRole

@@ -104,7 +104,7 @@ def context_sizes(job: Job, space: Space, limits: Limits) -> list[int]:
     asked = job.execution.context_parallel
     if asked > 1:
         return [asked] if limits.allows("cp", asked) else []
-    able = space.context_parallel and TARGETS[job.target].capability.context_parallel
+    able = space.context_parallel and TARGETS[job.target].capability.context_parallel and job.model.alike
     return [cp for cp in _powers_of_two(job) if limits.allows("cp", cp) and (able or cp == 1)]
 
 

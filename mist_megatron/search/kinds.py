@@ -153,7 +153,7 @@ def least_seconds(question: SearchProblem, shape: EqualPipeline) -> float:
     model = question.evaluator.job.model
     axes = {name: np.zeros((1,) * len(AXES)) for name in AXES}
     axes["zero"] = axes["zero"] + float(min(shape.zero))
-    some = [(0, shape.vpp)], ((0, 0),) * shape.vpp
+    some = [(0, shape.vpp)], (((0, 0),) * shape.vpp, None)
     grid = _grid(question, shape, some, axes, 0, "full")
     slopes = Times.of(question.evaluator, grid).stable.slopes
     each_s = [float(slope.per_layer.min()) for slope in slopes]
@@ -201,17 +201,17 @@ def _price_role(
     configs = int(np.prod([axes[name].size for name in AXES]))
     parts = {name: np.full((len(every), configs), np.inf) for name in ("t", "longer", "d", "step", "in_turn")}
     fits = {position: np.zeros((len(every), configs), dtype=bool) for position in positions}
-    ends = [_runs(question, shape, slot) for slot in every]
+    ends = [_around(question, shape, slot) for slot in every]
     choices = Choices(space=question.space, shape=shape, step=question.step)
 
     def flat(values: NDArray[Number], rows: int) -> NDArray[Number]:
         whole = np.broadcast_to(values, (rows, *(axes[name].size for name in AXES)))
         return whole.reshape(rows, configs)
 
-    for runs in dict.fromkeys(ends):
+    for here in dict.fromkeys(ends):
         question.tick()
-        rows = np.array([row for row, kinds in enumerate(ends) if kinds == runs], dtype=np.intp)
-        alike = [every[row] for row in rows], runs
+        rows = np.array([row for row, kinds in enumerate(ends) if kinds == here], dtype=np.intp)
+        alike = [every[row] for row in rows], here
         grid = _grid(question, shape, alike, axes, positions[0], recompute)
         valid = flat(choices.valid(0, {**axes, "ckpt": axes["ckpt"] - grid.layers}), len(rows))
         valid = valid & flat(axes["ckpt"] <= grid.layers, len(rows))
@@ -225,23 +225,28 @@ def _price_role(
     return _Slots(place, parts["t"], parts["longer"], parts["d"], parts["step"], parts["in_turn"], fits)
 
 
-def _runs(question: SearchProblem, shape: EqualPipeline, slot: Slot) -> tuple[Kinds, ...]:
-    """Kinds at the ends of a stage's chunks."""
+_Around = tuple[tuple[Kinds, ...], int | None]
+"""Kinds at the ends of a stage's chunks, and, where its boundaries may differ, of the layer before it."""
+
+
+def _around(question: SearchProblem, shape: EqualPipeline, slot: Slot) -> _Around:
     model = question.evaluator.job.model
     chunks = even_chunks(model.layers, *slot, shape.vpp)
-    return tuple((model.kind_of_layer[chunk[0]], model.kind_of_layer[chunk[-1]]) for chunk in chunks)
+    runs = tuple((model.kind_of_layer[chunk[0]], model.kind_of_layer[chunk[-1]]) for chunk in chunks)
+    first = slot[0]
+    return runs, model.kind_of_layer[first - 1] if first and not model.alike else None
 
 
 def _grid(
     question: SearchProblem,
     shape: EqualPipeline,
-    alike: tuple[Sequence[Slot], tuple[Kinds, ...]],
+    alike: tuple[Sequence[Slot], _Around],
     axes: dict[str, Array],
     position: int,
     recompute: Recompute,
 ) -> StageGrid:
     """The evaluator's grid of these stages, along an axis before the others."""
-    job, (slots, runs) = question.evaluator.job, alike
+    job, (slots, (runs, before)) = question.evaluator.job, alike
     first_ones = TARGETS[job.target].memory(job.execution).recomputes_first_layers
     again = (axes["ckpt"].reshape(-1) // shape.vpp).astype(np.intp)
     one = (1,) * (len(AXES) - 1)
@@ -250,9 +255,9 @@ def _grid(
     begin = starts[..., None] if first_ones else starts[..., None] + lengths[..., None] - again
     counts = []
     for kind in range(len(job.model.kinds)):
-        before = np.array([0, *accumulate(int(k == kind) for k in job.model.kind_of_layer)], dtype=np.float64)
-        layers = (before[starts + lengths] - before[starts]).sum(axis=1)
-        ckpt = (before[begin + again] - before[begin]).sum(axis=1)
+        until = np.array([0, *accumulate(int(k == kind) for k in job.model.kind_of_layer)], dtype=np.float64)
+        layers = (until[starts + lengths] - until[starts]).sum(axis=1)
+        ckpt = (until[begin + again] - until[begin]).sum(axis=1)
         counts.append(LayerCount(layers.reshape(-1, 1, *one), ckpt.reshape(len(slots), -1, *one)))
     grid = stage_grid(shape, slot_at(shape, position, 1), axes, recompute=recompute)
     return replace(
@@ -260,6 +265,7 @@ def _grid(
         layers=np.array([float(count) for _, count in slots]).reshape(-1, 1, *one),
         counts=tuple(counts),
         runs=runs,
+        before=before,
     )
 
 

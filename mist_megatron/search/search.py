@@ -27,6 +27,7 @@ from mist_megatron.search.queue import Bound, Order, Orders, Pair, ordered
 from mist_megatron.search.solution import Solution, Solved
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.search.stage_fronts import Tally
+from mist_megatron.spec.kinds import STAYS
 from mist_megatron.targets.rules import require_job
 from mist_megatron.targets.table import TARGETS
 
@@ -208,6 +209,8 @@ def _questions(
                 # Of stages of one configuration such models have the splits searched too.
                 uneven = space.uneven_layers and TARGETS[job.target].capability.uneven_layers
                 runnable = replace(runnable, uneven_layers=uneven, near_even=False)
+            if any(kind.frozen for kind in job.model.kinds):
+                runnable = replace(runnable, offload=STAYS)
             cut = apply_limits(runnable, way.limits)
         except InputError as error:
             refused.append(error)

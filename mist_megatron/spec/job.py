@@ -26,6 +26,9 @@ class Job:
     target: TargetName = "megatron"
     execution: Execution = Execution()
 
+    def __post_init__(self) -> None:
+        self.model.check_sequence("training", self.training.seq_len)
+
 
 _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*$")
 _SIZE_UNITS = {

@@ -18,6 +18,11 @@ of each kind it has, how many of them are recomputed, and which kinds stand at t
 (`cost.grid`). Times and bytes are linear in these counts, kind by kind; where layers of two kinds are
 neighbours, what one moves beside the other's compute is priced as beside its own.
 
+Groups may differ in width and in the tokens of a sample that they work on (`tokens`): a vision tower before a
+language model, the stages of a Swin transformer, the decoder of a T5. Between groups whose widths or tokens
+do not meet stands a layer of its own with an `entry` (`spec.entry`), which is counted among the layers. What
+a decoder attends to beside itself is its `cross_attention`. `frozen` layers are not trained.
+
 To add a property of layers: a field here (default: as before), its operators in `cost.layers.block`, its
 elements in `block_parameters` below, a symbol for each of its sizes (`cost.kinds.SIZES`, `cost.symbols`), a
 key in `formats.model_yaml`, and what a target cannot run of it in `targets.rules.job_rules`.
@@ -30,6 +35,7 @@ from typing import Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.entry import EncoderOutput, Entry
 from mist_megatron.spec.experts import ExpertSpec, LatentAttention
 
 Norm = Literal["layernorm", "rmsnorm"]
@@ -80,6 +86,17 @@ class LayerSpec:
     """A norm on each query and key head (Qwen3)."""
     sinks: bool = False
     """A trained number per head in the attention's softmax (GPT-OSS)."""
+    post_norms: bool = False
+    """Norms of what attention and MLP give, too, before each is added (Gemma 2 and 3)."""
+    tokens: int | None = None
+    """Tokens of a sample that it works on, the mean where samples differ; null for the training's
+    sequence."""
+    cross_attention: EncoderOutput | None = None
+    """What it attends to after itself (T5's decoder)."""
+    entry: Entry | None = None
+    """It is no block, but what turns one group's output into the next one's input."""
+    frozen: bool = False
+    """Not trained: no weight gradients and no optimizer states."""
 
     def check(self, where: str) -> None:
         """Refuse a shape that no layer has."""
@@ -89,12 +106,25 @@ class LayerSpec:
         check.divides(where, ("kv_heads", self.kv_heads), ("heads", self.heads))
         if self.parallel_norms > 2:
             raise InputError(f"{where}: parallel_norms is {self.parallel_norms}; wanted 1 or 2")
-        if self.window is not None:
-            check.at_least(where, 1, window=self.window)
+        for name in ("window", "tokens"):
+            if getattr(self, name) is not None:
+                check.at_least(where, 1, **{name: getattr(self, name)})
+        if self.entry is not None:
+            self.entry.check(where)
+        if self.cross_attention is not None:
+            self.cross_attention.check(where)
         self._check_parts(where)
 
     def _check_parts(self, where: str) -> None:
         latent = self.latent_attention
+        odd = {"experts": self.experts, "latent_attention": latent, "parallel_block": self.parallel_block}
+        for name, what in {
+            "entry": self.entry, "cross_attention": self.cross_attention, "post_norms": self.post_norms,
+            "frozen": self.frozen,
+        }.items():  # fmt: skip
+            with_it = [key for key, value in odd.items() if value]
+            if what and with_it:
+                raise InputError(f"{where}: {name} with {with_it[0]} is not modelled; wanted one of the two")
         if self.experts is not None and self.parallel_block:
             raise InputError(f"{where}: experts in a parallel block are not modelled; wanted one of the two")
         if latent is not None and (self.head_dim != latent.qk_head_dim or self.kv_heads != self.heads):
@@ -138,8 +168,38 @@ class LayerSpec:
         return self.hidden * columns + self.query_width * self.hidden + biases + extra
 
     @property
+    def cross_parameters(self) -> int:
+        """Of the attention to an encoder's output, its norm among them."""
+        if self.cross_attention is None:
+            return 0
+        width = self.cross_attention.hidden
+        biases = self.query_width + 2 * self.kv_width + self.hidden if self.linear_bias else 0
+        matrices = 2 * self.hidden * self.query_width + 2 * width * self.kv_width
+        return matrices + biases + self.norm_parameters
+
+    @property
+    def gives(self) -> tuple[int, int | None]:
+        """Width and tokens of its output."""
+        return self.hidden, self.tokens
+
+    @property
+    def takes(self) -> tuple[int, int | None]:
+        """The same of its input."""
+        return self.gives if self.entry is None else (self.entry.hidden, self.entry.tokens)
+
+    def sequence(self, seq_len: float) -> float:
+        """Tokens of a sample that it works on."""
+        return seq_len if self.tokens is None else float(self.tokens)
+
+    def outside(self, seq_len: float) -> float:
+        """Tokens of a sample that it reads beside its own: an encoder's, or of the group before."""
+        source = self.entry or self.cross_attention
+        tokens = self.tokens if source is None else source.tokens
+        return seq_len if tokens is None else float(tokens)
+
+    @property
     def block_parameters(self) -> int:
-        """Trainable elements of one such layer."""
+        """Elements of one such layer, a table that it shares aside."""
         return self._parameters_with(self.experts.count if self.experts else 0)
 
     @property
@@ -149,8 +209,12 @@ class LayerSpec:
 
     def _parameters_with(self, experts: int) -> int:
         """Counting so many routed experts."""
-        norms = self.parallel_norms if self.parallel_block else 2
-        around = self.attention_parameters + norms * self.norm_parameters
+        if self.entry is not None:
+            each = self.norm_parameters // self.hidden
+            norm = each * self.entry.norm_width
+            return norm + self.entry.matrix_elements(self.hidden) + self.entry.bias_elements(self.hidden)
+        norms = self.parallel_norms if self.parallel_block else 4 if self.post_norms else 2
+        around = self.attention_parameters + norms * self.norm_parameters + self.cross_parameters
         if self.experts is not None:
             each = self.experts.expert_parameters(self.hidden, gated=self.gated_mlp, bias=self.linear_bias)
             others = self.experts.other_parameters(self.hidden, gated=self.gated_mlp, bias=self.linear_bias)
@@ -162,6 +226,8 @@ class LayerSpec:
     @property
     def matrix_elements(self) -> int:
         """Elements of the matrices by which each token is multiplied."""
+        if self.entry is not None:
+            return self.entry.matrix_elements(self.hidden)
         attention = self.query_width + 2 * self.kv_width + self.query_width
         mlp = (3 if self.gated_mlp else 2) * self.ffn_hidden
         return self.hidden * (attention + mlp)

@@ -205,5 +205,6 @@ def splits(model: ModelSpec, tp: int) -> bool:
         shares_out(kind.heads, tp)
         and shares_out_or_copies(kind.kv_heads, tp)
         and shares_out(kind.ffn_hidden, tp)
+        and (kind.entry is None or shares_out(kind.entry.inner, tp))
         for kind in model.kinds
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 from mist_megatron.errors import InputError
@@ -26,9 +27,22 @@ from mist_megatron.spec.training import LONGEST_SEQUENCE
 __all__ = ["Activation", "Family", "LayerGroup", "LayerKind", "LayerSpec", "ModelSpec", "Norm"]
 
 Family = Literal["gpt", "llama", "falcon"]
+Part = Literal[
+    "mixtures of experts",
+    "latent attention",
+    "norms of query and key heads",
+    "attention sinks",
+    "multi-token prediction",
+    "norms after attention and MLP",
+]
+"""What a model may have that a plain transformer has not."""
 
 MOST_LAYERS = 10_000
 """Ten times the deepest transformer that was trained (DeepNet, arXiv:2203.00555: 1,000 layers)."""
+
+
+def _shape_words(hidden: int, tokens: int | None) -> str:
+    return f"{'the sequence' if tokens is None else f'{tokens} tokens'} of width {hidden}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +67,15 @@ class ModelSpec(LayerSpec):
     mtp_layers: int = 0
     """Depths of multi-token prediction: each a projection, a layer like the last one, and the output layer
     once more."""
+    patch_elements: int = 0
+    """Elements of a piece of an image that one matrix turns into a token, of a model that begins with
+    images; 0 where it begins with a token table."""
+    patch_bias: bool = False
+    """Of that matrix."""
+    head_tokens: int | None = None
+    """Tokens of a sample that reach the output layer, 1 for a classifier; null for all of the last layer."""
+    head_transform: bool = False
+    """A square matrix, an activation and a norm before the output layer, which has a bias (BERT)."""
     groups: tuple[LayerGroup, ...] = ()
     """Layers that differ, first to last; empty where all are of the model's own shape, but for those that its
     `experts` leave dense."""
@@ -61,19 +84,24 @@ class ModelSpec(LayerSpec):
         check.name("model", self.name)
         where = f"model {self.name}"
         check.at_least(where, 1, layers=self.layers, vocab=self.vocab)
+        check.at_least(where, 1, layers=self.layers, vocab=self.vocab)
         self.check(where)
         check.at_least(where, 0, learned_positions=self.learned_positions, mtp_layers=self.mtp_layers)
+        check.at_least(where, 0, patch_elements=self.patch_elements)
+        check.at_most(where, WIDEST, "far above any known model", patch_elements=self.patch_elements)
+        if self.head_tokens is not None:
+            check.at_least(where, 1, head_tokens=self.head_tokens)
         check.at_most(where, MOST_LAYERS, "ten times the deepest known model", layers=self.layers)
         check.at_most(where, WIDEST, "far above any known model", vocab=self.vocab)
         # A row per token of the longest sequence.
         rows = "a row per token of the longest sequence"
         check.at_most(where, LONGEST_SEQUENCE, rows, learned_positions=self.learned_positions)
-        if self.rotary and self.learned_positions:
+        self._check_groups(where)
+        if self.first_shape.rotary and self.learned_positions:
             raise InputError(
                 f"{where}: rotary is true and learned_positions is {self.learned_positions}; "
                 "a model has one kind of positions: set rotary: false or learned_positions: 0"
             )
-        self._check_groups(where)
 
     def _check_groups(self, where: str) -> None:
         experts = self.experts
@@ -89,11 +117,61 @@ class ModelSpec(LayerSpec):
         for kind in (kind for group in self.groups for kind in group.pattern):
             if known.setdefault(kind.name, kind) != kind:
                 raise InputError(f"{where}: two kinds of layers are named {kind.name}; wanted two names")
-            if kind.hidden != self.hidden:
+        self._check_borders(where)
+
+    def _check_borders(self, where: str) -> None:
+        """Each layer takes what the one before it gives."""
+        kinds = [self.kinds[place] for place in self.kind_of_layer]
+        if kinds[0].entry is not None or kinds[0].cross_attention is not None:
+            what = "is between two groups" if kinds[0].entry else "attends to an encoder"
+            raise InputError(f"{where}: its first layer, {kinds[0].name}, {what}; wanted a block before it")
+        tables = [kind for kind in self.kinds if kind.entry and kind.entry.table == "own"]
+        if tables and (not self.patch_elements or self.tied_embeddings):
+            raise InputError(
+                f"{where}: {tables[0].name} has a token table of its own; wanted patch_elements above 0, so "
+                "that the model begins with images, and tied_embeddings: false"
+            )
+        for before, after in dict.fromkeys(pairwise(kinds)):
+            if before.gives != after.takes:
+                gives, takes = (_shape_words(*shape) for shape in (before.gives, after.takes))
                 raise InputError(
-                    f"{where}: layers of kind {kind.name} are {kind.hidden} wide and the model "
-                    f"{self.hidden}; wanted one width, projectors between widths are not modelled"
+                    f"{where}: layers of kind {before.name} give {gives} and those of kind {after.name} take "
+                    f"{takes}; wanted a kind with an entry between them"
                 )
+            self._check_encoder(where, before, after)
+        trained = [kind for kind in self.kinds if not kind.frozen]
+        if not trained:
+            raise InputError(f"{where}: all its layers are frozen; wanted one that is trained")
+
+    def _check_encoder(self, where: str, before: LayerKind, after: LayerKind) -> None:
+        """What a decoder attends to is what its encoder gave, or what the layer before it let pass."""
+        wanted = after.cross_attention
+        if wanted is None:
+            return
+        given = (wanted.hidden, wanted.tokens)
+        entered = after.entry is not None and not after.entry.projects and after.takes == given
+        if not entered and before.cross_attention != wanted:
+            raise InputError(
+                f"{where}: layers of kind {after.name} attend to {_shape_words(*given)}, which no layer "
+                "before them gives; wanted a kind with an entry (projects: false) behind the encoder, with "
+                "the same cross_attention"
+            )
+
+    def check_sequence(self, where: str, seq_len: int) -> None:
+        """Refuse sequences that samples of the model do not have."""
+        if self.tokens is not None and seq_len != self.tokens:
+            raise InputError(
+                f"{where}: seq_len is {seq_len}; a sample of {self.name} has {self.tokens} tokens"
+            )
+        for kind in self.kinds:
+            entry = kind.entry
+            if entry is not None and entry.table == "own" and entry.tokens is not None:
+                given, room = entry.tokens // entry.merged, kind.sequence(seq_len)
+                if given > room:
+                    raise InputError(
+                        f"{where}: layer {kind.name} of {self.name} gives {given} tokens of a sample, and "
+                        f"its sequence has {room:g}; wanted seq_len {given} or more"
+                    )
 
     def kind(self, name: str, **changes: Any) -> LayerKind:
         """A kind of layer of the model's own shape, but for these changes."""
@@ -137,34 +215,105 @@ class ModelSpec(LayerSpec):
         """How many layers of each kind it has."""
         return {kind.name: self.kind_of_layer.count(place) for place, kind in enumerate(self.kinds)}
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether it begins with a token table, and tokens of the training's sequences meet every layer of
+        one width and the output layer."""
+        usual = not self.patch_elements and self.head_tokens is None and self.tokens is None
+        return self.alike and usual
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all its layers have one width and the same tokens, and all are trained blocks."""
+        return all(
+            kind.gives == self.gives
+            and kind.entry is None
+            and kind.cross_attention is None
+            and not kind.frozen
+            for kind in self.kinds
+        )
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The first layer that is trained: those before it have no backward pass."""
+        return next(k for k, place in enumerate(self.kind_of_layer) if not self.kinds[place].frozen)
+
+    def passes_back(self, kind: LayerKind) -> bool:
+        """Whether layers of a kind have a backward pass: where they are trained, or one before them is."""
+        place = self.kinds.index(kind)
+        last = max(k for k, other in enumerate(self.kind_of_layer) if other == place)
+        return not kind.frozen or last > self.first_trained
+
     @property
-    def parts(self) -> tuple[str, ...]:
+    def first_shape(self) -> LayerKind:
+        """Of the layers that the embedding belongs to."""
+        return self.kinds[self.kind_of_layer[0]]
+
+    @property
+    def head_shape(self) -> LayerKind:
+        """Of what the output layer works on."""
+        last = self.kinds[self.kind_of_layer[-1]]
+        return last if self.head_tokens is None else replace(last, tokens=self.head_tokens)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
         """What it has that a plain transformer has not, in words."""
-        there = {
+        there: dict[Part, bool] = {
             "mixtures of experts": any(kind.experts is not None for kind in self.kinds),
             "latent attention": any(kind.latent_attention is not None for kind in self.kinds),
             "norms of query and key heads": any(kind.qk_norm for kind in self.kinds),
             "attention sinks": any(kind.sinks for kind in self.kinds),
             "multi-token prediction": self.mtp_layers > 0,
+            "norms after attention and MLP": any(kind.post_norms for kind in self.kinds),
         }
         return tuple(part for part, has in there.items() if has)
 
     @property
     def embedding_parameters(self) -> int:
-        """Token table and learned positions."""
-        return (self.vocab + self.learned_positions) * self.hidden
+        """Token table, or the matrix of patches, and learned positions."""
+        first = self.first_shape.hidden
+        rows = self.patch_elements + self.patch_bias if self.patch_elements else self.vocab
+        return (rows + self.learned_positions) * first
+
+    @property
+    def entry_tables(self) -> int:
+        """Elements of token tables that layers with an entry have for themselves."""
+        own = [kind for kind in self.kinds if kind.entry is not None and kind.entry.table == "own"]
+        return sum(self.vocab * kind.hidden * self.layers_of_kind[kind.name] for kind in own)
+
+    @property
+    def transform_parameters(self) -> int:
+        """Of the matrix before the output layer, its bias and norm, and the output layer's bias."""
+        last = self.head_shape
+        own = last.hidden * (last.hidden + 1) + last.norm_parameters + self.vocab
+        return own if self.head_transform else 0
 
     @property
     def head_parameters(self) -> int:
         """Final norm and output projection; a tied projection is counted with the embedding."""
-        projection = 0 if self.tied_embeddings else self.vocab * self.hidden
-        return projection + (self.norm_parameters if self.final_norm else 0)
+        last = self.head_shape
+        projection = 0 if self.tied_embeddings else self.vocab * last.hidden
+        norm = last.norm_parameters if self.final_norm else 0
+        return projection + norm + self.transform_parameters
 
     @property
     def parameters(self) -> int:
         """Trainable elements of the whole model, multi-token prediction aside, as models are named."""
         layers = sum(kind.block_parameters * self.layers_of_kind[kind.name] for kind in self.kinds)
-        return self.embedding_parameters + layers + self.head_parameters
+        return self.embedding_parameters + layers + self.entry_tables + self.head_parameters
+
+    @property
+    def trained_parameters(self) -> int:
+        """Of these, what is not frozen; the embedding is trained with the first layer, the head with the
+        last."""
+        still = sum(
+            kind.block_parameters * self.layers_of_kind[kind.name] for kind in self.kinds if kind.frozen
+        )
+        still += (
+            self.embedding_parameters * self.first_shape.frozen
+            + self.head_parameters * self.head_shape.frozen
+        )
+        return self.parameters - still
 
     @property
     def active_parameters(self) -> int:

@@ -194,6 +194,7 @@ class Plan:
         if self.execution.grad_bytes not in (None, 2, 4):
             raise InputError(f"plan: execution.grad_bytes is {self.execution.grad_bytes}; wanted 2 or 4")
         _check_numbers(self.training, self.execution)
+        self.model.check_sequence("plan", self.training.seq_len)
         check_experts("plan", self.model, self.execution)
         for index, stage in enumerate(self.stages):
             _check_stage(f"plan: stages[{index}]", stage, self)

@@ -48,6 +48,10 @@ _BY_BEGINNING: Mapping[str, ModelConstants] = MappingProxyType(
         "kimi-k2": replace(_DEEPSEEK, rotary_base=50_000, rotary_factor=32.0),
         "gpt-oss-": _GPT_OSS,
         "glm-4.5": _HALF_ROTATED,
+        "t5-": replace(_DROPPED, norm_epsilon=1e-6),
+        # The base of layers without a window; those with one have 10,000.
+        "gemma-3-": replace(_MILLION, norm_epsilon=1e-6, rotary_scaling="linear", rotary_factor=8.0),
+        "gemma-3-1b": replace(_MILLION, norm_epsilon=1e-6),
     }
 )
 

@@ -14,10 +14,12 @@ from typing import Any
 
 from mist_megatron.spec import check
 from mist_megatron.spec.expert_presets import expert_presets
+from mist_megatron.spec.group_presets import group_presets
 from mist_megatron.spec.model import Family, ModelSpec
 from mist_megatron.spec.preset_constants import constants_of
 
 _GALVATRON = "Wang et al. 2024 (Galvatron-BMW), Table I"
+_GEMMA3 = "Gemma Team 2025 (arXiv:2503.19786), Table 1, without the vision encoder"
 PUBLISHED_PARAMETERS: Mapping[str, tuple[int, str]] = MappingProxyType(
     {
         "gpt2": (124_439_808, "Hugging Face openai-community/gpt2"),
@@ -31,6 +33,22 @@ PUBLISHED_PARAMETERS: Mapping[str, tuple[int, str]] = MappingProxyType(
         "bert-huge-32": (672_000_000, _GALVATRON),
         "bert-huge-48": (987_000_000, _GALVATRON),
         "bert-xhuge": (10_200_000_000, _GALVATRON),
+        "vit-huge-32": (632_000_000, _GALVATRON),
+        "vit-huge-48": (947_000_000, _GALVATRON),
+        "vit-xhuge": (10_100_000_000, _GALVATRON),
+        "t5-large-32": (502_000_000, _GALVATRON),
+        "t5-large-48": (737_000_000, _GALVATRON),
+        "t5-512/4-32": (502_000_000, _GALVATRON),
+        "t5-512/4-48": (737_000_000, _GALVATRON),
+        "swin-huge-32": (701_000_000, _GALVATRON),
+        "swin-huge-48": (1_016_000_000, _GALVATRON),
+        "qwen2.5-vl-7b": (8_292_166_656, "Hugging Face Qwen/Qwen2.5-VL-7B-Instruct"),
+        "qwen2.5-vl-7b-frozen-vision": (8_292_166_656, "Hugging Face Qwen/Qwen2.5-VL-7B-Instruct"),
+        "llava-1.5-13b": (13_350_000_000, "Hugging Face llava-hf/llava-1.5-13b-hf"),
+        "gemma-3-1b": (1_000_000_000, _GEMMA3),
+        "gemma-3-4b": (3_884_000_000, _GEMMA3),
+        "gemma-3-12b": (11_771_000_000, _GEMMA3),
+        "gemma-3-27b": (27_016_000_000, _GEMMA3),
         "opt-1.3b": (1_315_758_080, "Hugging Face facebook/opt-1.3b"),
         "opt-6.7b": (6_658_473_984, "Hugging Face facebook/opt-6.7b"),
         "opt-13b": (12_853_473_280, "Hugging Face facebook/opt-13b"),
@@ -147,7 +165,7 @@ def _galvatron() -> tuple[ModelSpec, ...]:
     """Of Galvatron-BMW. BERT sees the whole sequence; it has its norms after attention and MLP and one after
     the embedding, as many as here, and rows for two kinds of segments beside its 512 positions."""
     sizes = {"15b": (48, 5120, 40), "39b": (48, 8192, 64), "65b": (80, 8192, 64)}
-    bert: dict[str, Any] = {"vocab": 30522, "positions": 514, "attention": "full"}
+    bert: dict[str, Any] = {"vocab": 30522, "positions": 514, "attention": "full", "head_transform": True}
     return (
         *(_gpt(f"gpt3-{size}", shape, vocab=50257, positions=2048) for size, shape in sizes.items()),
         _gpt("bert-huge-32", (32, 1280, 16), **bert),
@@ -207,7 +225,7 @@ def _public() -> tuple[ModelSpec, ...]:
 def _all() -> dict[str, ModelSpec]:
     families: tuple[tuple[Family, str], ...] = (("gpt", "gpt3"), ("llama", "llama"), ("falcon", "falcon"))
     mist = [_mist(family, prefix, size) for family, prefix in families for size in _MIST_SIZES]
-    shapes = (*mist, *_public(), *expert_presets())
+    shapes = (*mist, *_public(), *expert_presets(), *group_presets())
     return {spec.name: replace(spec, constants=constants_of(spec.name)) for spec in shapes}
 
 

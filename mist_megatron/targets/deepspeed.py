@@ -49,6 +49,8 @@ CAPABILITY = Capability(
     parallel_block=True,
     layer_kinds=True,
     full_attention=True,
+    layer_widths=True,
+    model_parts=("norms of query and key heads", "norms after attention and MLP"),
     offload=STATES_WHOLE,
     offload_needs_zero=1,
     grads_follow_optimizer=True,
@@ -91,6 +93,7 @@ PATCHED_CAPABILITY = replace(
     CAPABILITY,
     # Fractions of offloaded bytes count layers as equal.
     layer_kinds=False,
+    layer_widths=False,
     # The patch pipeline_stages configures a PipelineModule stage by stage. Without ZeRO, DeepSpeed 0.19.8
     # clips each stage by a norm of its own in fp32, and its bf16 optimizer cannot load in a pipeline what it
     # saved; 2 and 3 it refuses there.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mist_megatron.spec.kinds import PerKind, Range, alike
-from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.model import ModelSpec, Part
 from mist_megatron.spec.plan import Execution, Plan, TargetName, Zero
 from mist_megatron.spec.recompute import WHOLE, Recompute
 from mist_megatron.spec.schedule import ScheduleName
@@ -71,8 +71,8 @@ class Capability:
     """Any number of a stage's layers recomputed in full, not only none or all."""
     fp8: bool = False
     """Products of 8-bit operands (Transformer Engine's recipes)."""
-    model_parts: bool = False
-    """Experts, latent attention, norms of heads, sinks and multi-token prediction."""
+    model_parts: tuple[Part, ...] = ()
+    """What it has beyond plain transformers, by `spec.model.PARTS`."""
     switches: tuple[str, ...] = ()
     """Keys of `execution` that are switches of its framework alone, where it has them."""
     parallel_block: bool = False
@@ -85,6 +85,9 @@ class Capability:
     """Layers that differ."""
     full_attention: bool = False
     """Attention that is not causal."""
+    layer_widths: bool = False
+    """Layers of several widths or tokens, attention to an encoder's output, images, layers that are
+    frozen."""
     uneven_layers: bool = False
     per_stage_ckpt: bool = False
     """Each stage its own number of recomputed layers and kind of recomputation."""

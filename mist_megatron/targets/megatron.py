@@ -71,7 +71,13 @@ CAPABILITY = Capability(
     # Offload needs the precision-aware optimizer, which needs the distributed optimizer.
     offload_needs_zero=1,
     deterministic=True,
-    model_parts=True,
+    model_parts=(
+        "mixtures of experts",
+        "latent attention",
+        "norms of query and key heads",
+        "attention sinks",
+        "multi-token prediction",
+    ),
     switches=(
         "expert_overlap",
         "delayed_weight_grad",

@@ -68,8 +68,14 @@ def job_rules(model: ModelSpec, precision: Precision, target: TargetName) -> tup
         broken.append(f"model {model.name}: it runs one kind of layers, these are of kinds {kinds}")
     if not able.full_attention and any(kind.attention == "full" for kind in model.kinds):
         broken.append(f"model {model.name}: it has no attention that is not causal")
-    if model.parts and not able.model_parts:
-        broken.append(f"model {model.name}: it has no {' nor '.join(model.parts)} here")
+    parts = [part for part in model.parts if part not in able.model_parts]
+    if parts:
+        broken.append(f"model {model.name}: it has no {' nor '.join(parts)} here")
+    if not model.plain and not able.layer_widths:
+        broken.append(
+            f"model {model.name}: its models begin with a token table and have layers of one width and "
+            "sequence, all trained"
+        )
     if precision == "fp8" and not able.fp8:
         broken.append("precision fp8: it has no 8-bit products, wanted bf16 or fp16")
     return tuple(broken)
@@ -91,6 +97,7 @@ def require_job(model: ModelSpec, precision: Precision, target: TargetName) -> N
 
 def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
     found = list(job_rules(plan.model, plan.training.precision, plan.target))
+    found += _width_rules(plan)
     if plan.pipeline_size > 1 and not able.pipeline:
         overlaps = ": execution.overlap_grad_reduce is on, which DeepSpeed switches off in one"
         more = overlaps if TARGETS[plan.target].capability.pipeline else ""
@@ -118,6 +125,32 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
         found.append(f"execution.zero3 {plan.execution.zero3}: told of measured runs only, wanted deepspeed")
     if plan.execution.context_parallel > 1 and not able.context_parallel:
         found.append(f"context_parallel {plan.execution.context_parallel}: it has none")
+    return found
+
+
+def _width_rules(plan: Plan) -> list[str]:
+    """What is not modelled of layers of several widths, or of frozen ones."""
+    model = plan.model
+    if model.alike:
+        return []
+    there = {
+        f"vpp {plan.vpp}": plan.vpp > 1,
+        f"context_parallel {plan.execution.context_parallel}": plan.execution.context_parallel > 1,
+        "a rank_map": plan.rank_map is not None,
+        "stages of different dp, tp or micro_batch": plan.grids_differ,
+    }
+    kinds = ", ".join(kind.name for kind in model.kinds)
+    found = [
+        f"{what}: not modelled where layers differ in width, tokens or training ({kinds})"
+        for what, is_there in there.items()
+        if is_there
+    ]
+    if any(kind.frozen for kind in model.kinds):
+        found += [
+            f"stages[{index}].offload: not modelled beside frozen layers, wanted none"
+            for index, stage in enumerate(plan.stages)
+            if any(stage.offload.values())
+        ]
     return found
 
 

@@ -33,7 +33,7 @@ def sections(capsys):
 
 def test_every_key_has_a_meaning(capsys):
     found = sections(capsys)
-    assert len(found) == 9
+    assert len(found) == 11
     assert not [row["key"] for rows in found.values() for row in rows if not row["meaning"]]
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from mist_megatron.cost.borders import border_seconds, exchanges_seconds, parts_moved
+from mist_megatron.cost.boundary import hop_seconds
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.predict import grid_of, job_of, predict, prediction_document
-from mist_megatron.cost.work import hop_seconds
 from mist_megatron.events.iteration import simulate
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec.catalogue import CATALOGUE

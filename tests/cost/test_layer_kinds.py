@@ -159,7 +159,7 @@ def test_models_with_groups_are_written_and_read_back():
         ({"kinds": {"full": {"heads": 7}, "sliding": {}}}, "must divide heads"),
         ({"kinds": {"full": {"window": 0}, "sliding": {}}}, "window is 0"),
         ({"kinds": {"full": {"widow": 4}, "sliding": {}}}, "unknown key widow"),
-        ({"kinds": {"full": {"hidden": 64}, "sliding": {}}}, "projectors between widths"),
+        ({"kinds": {"full": {"hidden": 64}, "sliding": {}}}, "wanted a kind with an entry between them"),
     ],
 )
 def test_wrong_groups_are_refused_by_name(change, words):

@@ -263,3 +263,79 @@ def test_scaled_positions_are_read_in_both_forms(kind, form):
 def test_positions_that_are_not_understood_are_refused(change, words):
     with pytest.raises(InputError, match=words):
         model_from_huggingface({**LLAMA, **change}, "config.json")
+
+
+BERT = {"model_type": "bert", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 30}  # fmt: skip
+T5 = {"model_type": "t5", "d_model": 64, "d_ff": 96, "d_kv": 8, "num_layers": 3, "num_decoder_layers": 2,
+      "num_heads": 4, "vocab_size": 100, "is_encoder_decoder": True}  # fmt: skip
+VIT = {"model_type": "vit", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+       "num_attention_heads": 4, "image_size": 32, "patch_size": 8}  # fmt: skip
+SWIN = {"model_type": "swin", "embed_dim": 32, "depths": [1, 2], "num_heads": [2, 4], "image_size": 56}
+GEMMA3 = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 8, "num_key_value_heads": 2,
+          "head_dim": 24, "sliding_window": 8}  # fmt: skip
+TOWER = {"depth": 3, "num_heads": 4, "hidden_size": 32}
+QWEN_VL = {"text_config": {**QWEN2, **GROUPED, "model_type": "qwen2_vl_text"}}
+QWEN2_VL = {**QWEN_VL, "model_type": "qwen2_vl",
+            "vision_config": {**TOWER, "embed_dim": 32, "hidden_size": 64}}  # fmt: skip
+QWEN25_VL = {**QWEN_VL, "model_type": "qwen2_5_vl", "vision_config": {
+    **TOWER, "out_hidden_size": 64, "intermediate_size": 48, "fullatt_block_indexes": [1]}}  # fmt: skip
+GROUPS = {
+    # What is beyond ours: biases of positions of two T5 stacks; of classes; of Swin those of windows of
+    # 7 x 7 and the norm of its patches.
+    "bert": (BERT, "AutoModelForMaskedLM", 0),
+    "t5": (T5, "AutoModelForSeq2SeqLM", 2 * 32 * 4),
+    "t5, gated": ({**T5, "feed_forward_proj": "gated-gelu"}, "AutoModelForSeq2SeqLM", 2 * 32 * 4),
+    "vit": (VIT, "AutoModelForImageClassification", 2),
+    "vit, ten classes": ({**VIT, "num_labels": 10}, "AutoModelForImageClassification", 10),
+    "swin": (SWIN, "AutoModelForImageClassification", 2 + 2 * 32 + 13 * 13 * (2 + 2 * 4)),
+    "gemma3_text": (GEMMA3, "AutoModelForCausalLM", 0),
+    "gemma3_text, all full": (
+        {**GEMMA3, "layer_types": ["full_attention"] * 8}, "AutoModelForCausalLM", 0
+    ),
+    "qwen2_vl": (QWEN2_VL, "AutoModelForImageTextToText", 0),
+    "qwen2_5_vl": (QWEN25_VL, "AutoModelForImageTextToText", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_models_of_unlike_layers_count_as_transformers_builds_them(name):
+    config, made_by, beyond = GROUPS[name]
+    with torch.device("meta"):
+        model = getattr(transformers, made_by).from_config(read_by_transformers(config))
+    model.tie_weights()
+    theirs = sum(parameter.numel() for parameter in model.parameters())
+    assert model_from_huggingface(config, "config.json").parameters == theirs - beyond
+
+
+def test_layers_of_gemma3_have_the_windows_that_transformers_gives_them():
+    for change in ({}, {"layer_types": ["full_attention", "sliding_attention"] * 4}):
+        config = {**GEMMA3, **change}
+        read = model_from_huggingface(config, "config.json")
+        theirs = read_by_transformers(config)
+        ours = [read.kinds[place].window for place in read.kind_of_layer]
+        assert ours == [8 if kind == "sliding_attention" else None for kind in theirs.layer_types]
+        assert read.constants.rotary_base == theirs.rope_parameters["full_attention"]["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**BERT, "is_decoder": True}, "is_decoder is true"),
+        ({**BERT, "architectures": ["BertForSequenceClassification"]}, "is no model ForMaskedLM"),
+        ({**VIT, "image_size": 30}, "must divide image_size"),
+        ({**VIT, "qkv_bias": False}, "qkv_bias is false"),
+        ({**SWIN, "image_size": 60}, "padded windows"),
+        ({**SWIN, "depths": "2"}, "depths is '2'"),
+        ({**GEMMA3, "layer_types": ["full_attention"]}, "wanted a list of 8 names"),
+        ({**GEMMA3, "final_logit_softcapping": 30.0}, "capped logits"),
+        ({"model_type": "gemma3"}, "text_config"),
+        ({**QWEN2_VL, "vision_config": {**TOWER, "hidden_size": 48}}, "gives 48 channels"),
+        ({**QWEN25_VL, "vision_config": 3}, "wanted a mapping"),
+        ({**T5, "feed_forward_proj": "maxout"}, "feed_forward_proj is 'maxout'"),
+    ],
+)
+def test_wrong_configs_of_unlike_layers_are_refused_in_one_line(config, words):
+    with pytest.raises(InputError, match=words) as caught:
+        model_from_huggingface(config, "config.json")
+    assert "\n" not in caught.value.message

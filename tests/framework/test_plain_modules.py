@@ -14,8 +14,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from mist_megatron.cost import symbols as s
+from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
-from mist_megatron.cost.memory import layer_memory
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.targets.facts import Modules
 

@@ -33,10 +33,9 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         flavours = {"args.sh": shell_arrays({"PIPELINE_ARGS": write.pipeline_flags(plan)})}
     else:
         configs["ds_config_auto.json"] = write.auto_config(plan, schema)
-        arrays = {
-            "HUGGINGFACE_ARGS": write.huggingface_flags(plan),
-            "MEGATRON_DEEPSPEED_ARGS": write.megatron_deepspeed_flags(plan),
-        }
+        arrays = {"HUGGINGFACE_ARGS": write.huggingface_flags(plan)}
+        if plan.model.plain:  # Megatron-DeepSpeed's scripts build no other model
+            arrays["MEGATRON_DEEPSPEED_ARGS"] = write.megatron_deepspeed_flags(plan)
         flavours = {
             "args.sh": shell_arrays(arrays),
             "training_arguments.py": write.training_arguments_text(plan),

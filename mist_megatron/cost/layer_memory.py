@@ -1,0 +1,170 @@
+"""Bytes of one layer: what it keeps for its backward pass, and what lives beyond that in either pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sympy import Expr, Integer, Max
+
+from mist_megatron.cost.cores import CORE, scores_of
+from mist_megatron.cost.entries import CROSS_SCORES, frozen, outside_bytes
+from mist_megatron.cost.layers import LayerOptions, block, saved_bytes
+from mist_megatron.cost.operators import ZERO
+from mist_megatron.cost.shapes import (
+    ACTIVATION,
+    EXPERT_INNER,
+    EXPERT_ROWS,
+    FULL,
+    GATHERED,
+    HALF,
+    INNER,
+    KEY,
+    QUERY,
+    ROWS,
+    SCORES,
+    TOKENS,
+    VOCAB_SHARE,
+)
+from mist_megatron.cost.symbols import EXPERT_WIDTH, HIDDEN, RECOMPUTE, SP, TP, B, S
+from mist_megatron.spec.layer import LayerSpec
+from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
+from mist_megatron.targets.facts import Modules
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one layer on one rank."""
+
+    saved: Expr
+    """Kept for backward by a layer that is not recomputed in full."""
+    kept_input: Expr
+    """Kept by a layer that is."""
+    forward: Expr
+    """Live beyond saved tensors at the worst moment of its forward pass."""
+    backward: Expr
+    """The same of its backward pass, where its saved tensors go one by one."""
+
+
+def layer_memory(
+    model: LayerSpec, options: LayerOptions, modules: Modules, *, passes_back: bool = True
+) -> LayerMemory:
+    """Saved and transient bytes of a transformer layer, or of one between groups."""
+    if model.entry is not None:
+        return _entry_memory(model, options, passes_back=passes_back)
+    found = _block_memory(model, options, modules)
+    if not passes_back:
+        # What would be kept lives as long as its readers do: input, residual stream and norm beside the MLP.
+        return LayerMemory(ZERO, ZERO, found.forward + 2 * ACTIVATION, ZERO)
+    if model.cross_attention is not None:
+        # The gradients of an encoder's output, of this layer and of those after it.
+        return replace(found, backward=found.backward + 2 * outside_bytes(model.cross_attention))
+    return found
+
+
+def _entry_memory(model: LayerSpec, options: LayerOptions, *, passes_back: bool) -> LayerMemory:
+    entry = model.entry
+    assert entry is not None
+    operators = block(model, options)
+    if model.frozen:
+        operators = frozen(operators, passes_back=passes_back)
+    came, inner = outside_bytes(entry), HALF * ROWS * entry.inner / TP
+    table = HALF * VOCAB_SHARE * HIDDEN if entry.table != "none" and not model.frozen else ZERO
+    forward = came + 2 * inner + ACTIVATION
+    if not passes_back:
+        return LayerMemory(ZERO, ZERO, forward, ZERO)
+    return LayerMemory(saved_bytes(operators), came, forward, 2 * came + 2 * inner + 2 * ACTIVATION + table)
+
+
+def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> LayerMemory:
+    operators = block(model, options)
+    if model.frozen:
+        operators = frozen(operators, passes_back=True)
+    kept = saved_bytes(operators)
+    light = {kind: saved_bytes(operators, kind) for kind in PARTIAL}
+    if modules == "plain_torch":
+        kept = kept + _plain_modules(model)
+        light = {kind: size + _plain_modules(model) for kind, size in light.items()}
+    saved = sum((RECOMPUTE[kind] * (size - kept) for kind, size in light.items() if size != kept), start=kept)
+    without_core = {kind: light[kind] for kind in kinds_that_drop(CORE)}
+    if modules == "mist_runtime":
+        forward, backward = _mist_transients(model, options, saved)
+        return LayerMemory(saved, ACTIVATION, forward, backward)
+    gates = 2 if model.gated_mlp else 1
+    hidden, activated = HALF * TOKENS * gates * INNER, HALF * TOKENS * INNER
+    if model.experts is not None:
+        # Tokens come one for each of their experts; their input is gathered by the exchange.
+        activated = HALF * EXPERT_ROWS * EXPERT_INNER
+        came = HALF * EXPERT_ROWS * EXPERT_WIDTH
+        at_input = ACTIVATION + 2 * came - activated
+        peak = Max(2 * ACTIVATION + gates * activated, at_input, evaluate=False)
+        return LayerMemory(saved, ACTIVATION, gates * activated + activated + 2 * came, peak)
+    # Backward of the activation: the gradients of both sides of it live, its output is gone.
+    at_activation = 2 * ACTIVATION + hidden
+    if modules == "plain_torch" and _composite_gelu(model):
+        at_activation = at_activation + activated  # the gradients of both factors of its last product
+    # Backward of the matrix before it: the gathered input and its gradient, activation tensors gone.
+    at_input = ACTIVATION + GATHERED * (1 + SP) - activated
+    candidates = [at_activation, at_input]
+    if modules == "plain_torch":
+        # Plain autograd makes the weight gradient first and adds it to the kept one afterwards: the MLP's
+        # output matrix beside the gradients on either side of it.
+        candidates.append(ACTIVATION + activated + HALF * INNER * HIDDEN)
+    if not options.flash_attention:
+        # Gradients of softmax output and of scores beside the kept scores, MLP tensors gone; where the core
+        # is run again it has them to make first.
+        passes = sum(
+            (RECOMPUTE[kind] * 2 for kind in without_core), start=Integer(3 if options.dropout else 2)
+        )
+        most = scores_of(model)
+        if model.cross_attention is not None:
+            most = Max(most, CROSS_SCORES, evaluate=False)
+        candidates.append(passes * most + 2 * ACTIVATION - hidden - activated)
+    elif any(size != kept for size in without_core.values()):
+        made = sum((RECOMPUTE[kind] * (kept - size) for kind, size in without_core.items()), start=ZERO)
+        candidates.append(made + 4 * HALF * TOKENS * QUERY - hidden - activated)
+    backward = Max(*candidates, evaluate=False)
+    forward = hidden + activated + GATHERED
+    return LayerMemory(saved, ACTIVATION, forward, backward)
+
+
+def _plain_modules(model: LayerSpec) -> Expr:
+    """What modules written in plain PyTorch keep beyond fused kernels, as in LLaMA of Hugging Face's
+    transformers: an RMSNorm its input in fp32 and the normalised input in half precision, where a fused one
+    keeps the input; a gated MLP silu(gate) beside gate, up and their product."""
+    norms = (4 if model.post_norms else 2) * FULL * ROWS * HIDDEN if model.norm == "rmsnorm" else ZERO
+    if model.norm == "rmsnorm" and model.cross_attention is not None:
+        norms = norms + FULL * ROWS * HIDDEN
+    if model.qk_norm:
+        norms = norms + FULL * TOKENS * (QUERY + KEY)
+    gelu = 3 * HALF * TOKENS * INNER if _composite_gelu(model) else ZERO
+    return norms + gelu + (HALF * TOKENS * INNER if model.gated_mlp else ZERO)
+
+
+def _composite_gelu(model: LayerSpec) -> bool:
+    """GPT-2 in transformers spells its GELU out (NewGELUActivation): beside input and output it keeps half
+    the input, the hyperbolic tangent, and one more than that. Models of its shape, with learned positions, a
+    key head for each query head and causal attention, are trained with that module; later ones and BERT have
+    a fused GELU, OPT none."""
+    like_gpt2 = not model.rotary and model.attention == "causal" and model.kv_heads == model.heads
+    return like_gpt2 and model.activation == "gelu" and not model.gated_mlp
+
+
+def _mist_transients(model: LayerSpec, options: LayerOptions, saved: Expr) -> tuple[Expr, Expr]:
+    """Beyond saved bytes, as measured on Mist's runtime (artifact, README and 26 stage peaks)."""
+    share = INNER / HIDDEN
+    norms = 16 * B * S
+    forward: Expr
+    if options.flash_attention:
+        backward = ACTIVATION * (5 + 4 / TP + (5 if model.gated_mlp else 3) * share) + norms - saved
+        return 2 * ACTIVATION, backward
+    # Without a fused core one buffer of scores is live in either pass on top of what the passes need.
+    forward = Max(ACTIVATION * (2 + 5 / TP) + 2 * SCORES, saved + 2 * ACTIVATION, evaluate=False)
+    backward = ACTIVATION * (3 + 3 / TP) + 3 * SCORES + norms / 2
+    return forward - saved + SCORES, backward - saved + SCORES
+
+
+def norm_elements(model: LayerSpec) -> Expr:
+    if model.entry is not None:
+        return Integer(model.norm_parameters // model.hidden * model.entry.norm_width)
+    norms = model.parallel_norms if model.parallel_block else 4 if model.post_norms else 2
+    return Integer((norms + (model.cross_attention is not None)) * model.norm_parameters)
