@@ -27,7 +27,6 @@ from mist_megatron.cost.sizes import limit_of, padded_vocabulary
 from mist_megatron.cost.stage import PassTime, StageProgram, price_passes, with_unfused_softmax
 from mist_megatron.cost.terms import (
     ZERO,
-    BoundarySide,
     LayerLoad,
     Linear,
     StageLoads,
@@ -35,6 +34,7 @@ from mist_megatron.cost.terms import (
     TimeContext,
     totals,
 )
+from mist_megatron.cost.unlike import boundary_sides, with_tables
 from mist_megatron.cost.work import StageWork, stage_work
 from mist_megatron.price.deterministic import DeterministicPrices
 from mist_megatron.price.prices import Prices
@@ -328,8 +328,7 @@ class StageEvaluator:
             blocks = [replace(block, unneeded_s=nothing, unneeded_collective_s=nothing) for block in blocks]
         if head is not None and role is StageRole.ONLY:
             head = replace(head, parameters=pairs.size("head_parameters_alone"))
-        if not self.job.model.alike:
-            blocks = self._with_tables(blocks, role, pairs)
+        blocks = with_tables(self.job.model, blocks, role, pairs.size)
         tied = self.job.model.tied_embeddings and role in (StageRole.FIRST, StageRole.LAST)
         return StageLoads(
             block=blocks[0],
@@ -338,30 +337,7 @@ class StageEvaluator:
             boundary_bytes=pairs.size("boundary_bytes"),
             tied_parameters=embedding.parameters if tied else None,
             others=dict(zip(self.kinds[1:], blocks[1:], strict=True)),
-            sides=() if self.job.model.alike else self._sides(grid, pairs),
-        )
-
-    def _with_tables(self, blocks: list[LayerLoad], role: StageRole, pairs: _PricedPairs) -> list[LayerLoad]:
-        """A layer that looks tokens up in the embedding's table has a copy where its stage has no other use
-        of it."""
-        model = self.job.model
-        if role.has_embedding or (role.has_head and model.tied_embeddings):
-            return blocks
-        return [
-            replace(block, parameters=block.parameters + pairs.size(f"{kind.name}_table"))
-            if kind.entry is not None and kind.entry.table == "shared"
-            else block
-            for kind, block in zip(model.kinds, blocks, strict=True)
-        ]
-
-    def _sides(self, grid: StageGrid, pairs: _PricedPairs) -> tuple[BoundarySide, ...]:
-        """What the layer before the stage gives, and what its last layer does."""
-        model = self.job.model
-        ends = [] if grid.before is None else [grid.before]
-        ends += [grid.runs[-1][1]] if grid.runs and not grid.role.has_head else []
-        return tuple(
-            BoundarySide(pairs.size(f"{model.kinds[end].name}_given"), model.passes_back(model.kinds[end]))
-            for end in ends
+            sides=() if self.job.model.alike else boundary_sides(self.job.model, grid, pairs.size),
         )
 
     def _priced(self, grid: StageGrid) -> _PricedPairs:
@@ -447,8 +423,7 @@ class _Pairs:
         unneeded, dropped = self.passes[layer, "unneeded"], self.passes.get((layer, self.recompute))
         host_s = self.host_s
         if np.any(still) and not np.any(backward.compute_s):
-            # Nothing is run again for a pass that there is not.
-            unneeded, dropped = forward, None
+            unneeded, dropped = forward, None  # nothing is run again for a pass that there is not
         again = forward.without(unneeded)
         forward_s = forward.compute_s + forward.waiting_s(*host_s)
         return LayerLoad(

@@ -119,11 +119,10 @@ def _swin(config: Config, name: str) -> ModelSpec:
             )
     return swin_groups(
         name,
-        (width, side, window),
+        (width, side, window, int(ratio)),
         tuple(zip(depths, heads, strict=True)),
         vocab=_labels(config),
         patch_elements=config.integer("num_channels", default=3) * patch * patch,
-        ratio=int(ratio),
         activation=config.activation("hidden_act", "gelu"),
     )
 

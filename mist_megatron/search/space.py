@@ -233,7 +233,7 @@ def cut_to_target(
         recompute=tuple(kind for kind in space.recompute if kind in able.recompute),
         sequence_parallel=space.sequence_parallel and able.sequence_parallel,
         context_parallel=space.context_parallel and able.context_parallel,
-        expert_parallel=space.expert_parallel and able.model_parts,
+        expert_parallel=space.expert_parallel and "mixtures of experts" in able.model_parts,
         interleaved=space.interleaved and INTERLEAVED in able.schedules,
         zero=zero,
         zero_with_pipeline=piped,

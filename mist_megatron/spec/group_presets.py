@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mist_megatron.spec.entry import EncoderOutput, Entry
-from mist_megatron.spec.model import Activation, LayerGroup, LayerKind, ModelSpec
+from mist_megatron.spec.model import LayerGroup, LayerKind, ModelSpec
 
 IMAGE_PATCHES = 4096
 """Of the one image per sample with which models that take images of any size are read: 64 x 64 patches, 896 x
@@ -56,29 +56,29 @@ def _vit(name: str, layers: int, hidden: int, heads: int) -> ModelSpec:
 def _swin(name: str, depths: tuple[int, ...]) -> ModelSpec:
     """Of Galvatron-BMW: images of 224 x 224, patches of 4 x 4, windows of 7 x 7 tokens, heads of 32."""
     stages = tuple((depth, (320 << stage) // 32) for stage, depth in enumerate(depths))
-    return swin_groups(name, (320, 56, 7), stages, vocab=1000, patch_elements=3 * 4 * 4)
+    return swin_groups(name, (320, 56, 7, 4), stages, vocab=1000, patch_elements=3 * 4 * 4)
 
 
 def swin_groups(
     name: str,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     stages: tuple[tuple[int, int], ...],
     *,
     vocab: int,
     patch_elements: int,
-    ratio: int = 4,
-    activation: Activation = "gelu",
+    **more: Any,
 ) -> ModelSpec:
     """Stages of so many layers and heads; between them four neighbours are merged into one of twice the
-    width. Sizes are the first width, and tokens along a side of the image and of a window."""
-    width, side, window = sizes
+    width. Sizes are the first width, and tokens along a side of the image and of a window, and how much
+    wider an MLP is."""
+    width, side, window, ratio = sizes
     groups: list[LayerGroup] = []
     shapes: list[dict[str, Any]] = []
     for stage, (depth, heads) in enumerate(stages):
         wide, across = width << stage, side >> stage
         shape = _encoder(
             wide, heads, tokens=across**2, window=min(window, across) ** 2, ffn_hidden=ratio * wide,
-            activation=activation,
+            **more,
         )  # fmt: skip
         if stage:
             entry = Entry(hidden=wide // 2, tokens=4 * across**2, merged=4, norm=True, norm_merged=True)
