@@ -164,6 +164,10 @@ def _groups(document: ModelDocument, model: LayerSpec, where: str) -> tuple[Laye
     for group in document.groups:
         for name in group.pattern:
             check.known(f"{where}: groups", "kind of layer", name, tuple(kinds))
+    groups = tuple(
+        LayerGroup(layers=group.layers, pattern=tuple(kinds[name] for name in group.pattern))
+        for group in document.groups
+    )
     used = {name for group in document.groups for name in group.pattern[: group.layers]}
     unused = [name for name in kinds if name not in used]
     if unused:
@@ -171,10 +175,7 @@ def _groups(document: ModelDocument, model: LayerSpec, where: str) -> tuple[Laye
             f"{where}: kinds.{unused[0]} has no layer: wanted its name in a pattern of groups, where a layer "
             "takes its turn"
         )
-    return tuple(
-        LayerGroup(layers=group.layers, pattern=tuple(kinds[name] for name in group.pattern))
-        for group in document.groups
-    )
+    return groups
 
 
 def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:

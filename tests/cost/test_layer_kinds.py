@@ -153,7 +153,10 @@ def test_models_with_groups_are_written_and_read_back():
     ("change", "words"),
     [
         ({"groups": []}, "kinds and groups go together"),
-        ({"groups": [{"layers": 3, "pattern": ["full"]}]}, "groups have 3 layers together; layers is 16"),
+        (
+            {"groups": [{"layers": 3, "pattern": ["full", "sliding"]}]},
+            "groups have 3 layers together; layers is 16",
+        ),
         ({"groups": [{"layers": 16, "pattern": ["ful"]}]}, "unknown kind of layer 'ful'"),
         ({"groups": [{"layers": 16, "pattern": []}]}, "pattern is empty"),
         ({"kinds": {"full": {"heads": 7}, "sliding": {}}}, "must divide heads"),

@@ -86,8 +86,18 @@ def test_the_table_is_that_of_the_notes() -> None:
 def test_every_gated_public_preset_is_in_the_table() -> None:
     """A new preset of a family whose constants differ between releases needs a row."""
     public = {name for name, spec in PRESETS.items() if spec.family == "llama" and not _of_the_paper(name)}
-    dense = {name for name in public if PRESETS[name].experts is None}
+    dense = {name for name in public if PRESETS[name].experts is None and not PRESETS[name].groups}
     assert dense == set(ROWS)
+
+
+def test_models_that_see_images_have_the_constants_of_their_texts() -> None:
+    """Gemma 3's are of layers without a window (arXiv:2503.19786, section 2: base 1M, and a factor of 8 but
+    for 1B)."""
+    for name, text in (("qwen2.5-vl-7b", "qwen2.5-7b"), ("llava-1.5-13b", "llama2-13b")):
+        assert PRESETS[name].constants == PRESETS[text].constants
+    found = {size: PRESETS[f"gemma-3-{size}"].constants for size in ("1b", "4b", "12b", "27b")}
+    assert {each.rotary_base for each in found.values()} == {1_000_000}
+    assert [each.rotary_factor for each in found.values()] == [1.0, 8.0, 8.0, 8.0]
 
 
 def _of_the_paper(name: str) -> bool:
