@@ -63,6 +63,7 @@ def shape_words(plan: Plan) -> str:
     words += [f"GPUs {_each(s.gpus for s in stages)}"] * (len({s.gpus for s in stages}) > 1)
     words += [f"dp {_each(s.dp for s in stages)}", f"tp {_each(s.tp for s in stages)}"]
     words += [f"cp {plan.execution.context_parallel}"] * (plan.execution.context_parallel > 1)
+    words += _expert_words(plan)
     words += [f"micro-batch {_each(s.micro_batch for s in stages)}"]
     words += [f"{plan.grad_accum} micro-batch{'es' * (plan.grad_accum > 1)}"]
     words += [f"{plan.vpp} chunks per stage"] * (plan.vpp > 1)
@@ -70,6 +71,15 @@ def shape_words(plan: Plan) -> str:
     words += ["tensor-parallel overlap"] * bool(plan.execution.tp_comm_overlap)
     words += ["decoupled steps"] * bool(plan.execution.decoupled_step)
     return ", ".join(words)
+
+
+def _expert_words(plan: Plan) -> list[str]:
+    """Over how many ranks experts are, and how tokens get there."""
+    execution = plan.execution
+    if plan.model.routed is None:
+        return []
+    words = [f"ep {execution.ep}"] + [f"etp {execution.etp}"] * (execution.etp > 1)
+    return words + [f"by {execution.dispatcher}"] * (execution.ep * execution.etp > 1)
 
 
 def told_apart(plans: Sequence[Plan]) -> list[str]:

@@ -80,6 +80,13 @@ class JobOptions(OptionGroup):
             rich_help_panel=PANEL,
         ),
     ] = None
+    moe_imbalance: Annotated[
+        float | None,
+        typer.Option(
+            help="Tokens of the busiest expert-parallel rank over the mean, such as 1.2; 1 by default.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
     bandwidth: Annotated[
         list[str] | None,
         typer.Option(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mist_megatron.errors import InputError
-from mist_megatron.search.experts import dispatchers
+from mist_megatron.search.experts import dispatchers, require_spread
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.job import Job
@@ -59,6 +59,7 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
         grad_bytes = limits.fixed["grad_bytes"]
         job = replace(job, execution=replace(job.execution, grad_bytes=grad_bytes))
     alone = replace(limits, fixed={**limits.fixed, "pp": 1})
+    require_spread(job, limits)
     kinds = dispatchers(job, space, limits)
     choices = [
         ExecutionChoice(
@@ -85,6 +86,10 @@ def _none_open(job: Job, space: Space, limits: Limits) -> str:
         able = ", ".join(map(str, context_sizes(job, space, Limits())))
         tokens = f"{job.training.seq_len} tokens of a sequence"
         return f"--fix cp={limits.fixed.get('cp')}: {where} splits {tokens} over {able}; wanted one of these"
+    if not dispatchers(job, space, limits):
+        able = ", ".join(str(kind) for kind in dispatchers(job, space, Limits()))
+        said = f"--fix dispatcher={limits.dispatcher}" if limits.dispatcher else "--forbid"
+        return f"{said}: {where} reaches experts on {job.cluster.gpu.name} by {able}; wanted one of these"
     said = ", ".join(f"{key}={limits.fixed[key]}" for key in OVERLAPS if key in limits.fixed)
     return f"--fix {said}: {where} has no such way to train {job.model.name} on {job.cluster.gpu.name}"
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
+from mist_megatron.errors import InputError
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.expert_rules import ExpertCase, broken
 from mist_megatron.spec.job import Job
@@ -77,3 +78,47 @@ def dispatchers(job: Job, space: Space, limits: Limits) -> list[Dispatcher | Non
         for kind in able
         if limits.dispatcher in (None, kind) and f"dispatcher.{kind}" not in limits.forbidden
     ]
+
+
+def require_spread(job: Job, limits: Limits) -> None:
+    """Refuses what was fixed of experts and no plan can have: the rule, and what would do."""
+    model, fixed = job.model, limits.fixed
+    said = {key: fixed[key] for key in _SAID if key in fixed}
+    spread = [f"{key}={fixed[key]}" for key in ("ep", "etp") if fixed.get(key, 1) > 1]
+    spread += [f"dispatcher={limits.dispatcher}"] * (limits.dispatcher is not None)
+    if model.routed is None:
+        if spread:
+            raise InputError(f"--fix {','.join(spread)}: {model.name} has no experts")
+        return
+    stage_gpus, apart = divmod(job.cluster.gpus, fixed.get("pp", 1))
+    case = ExpertCase(
+        model=model,
+        ep=fixed.get("ep", 1),
+        etp=fixed.get("etp", 1),
+        dispatcher=limits.dispatcher or "alltoall",
+        tp=fixed.get("tp", 1),
+        sequence_parallel=_may_be_sequence_parallel(limits),
+        stage_gpus=None if apart else stage_gpus,
+    )
+    for rule in broken(case):
+        if rule.name == "somewhere to send" and "ep" not in fixed:
+            continue
+        words = [*(f"{key}={value}" for key, value in said.items())]
+        words += [f"dispatcher={limits.dispatcher}"] * (limits.dispatcher is not None)
+        raise InputError(f"--fix {','.join(words)}: {rule.words(case)}{_would_do(case)}")
+
+
+_SAID = ("ep", "etp", "tp", "pp", "sequence_parallel")
+"""Keys of --fix that rules of experts are about."""
+
+
+def _may_be_sequence_parallel(limits: Limits) -> bool:
+    forbidden = "sequence_parallel" in limits.forbidden
+    return not forbidden and limits.allows("sequence_parallel", 1)
+
+
+def _would_do(case: ExpertCase) -> str:
+    """Sizes that break no rule, the other ones as they are."""
+    most = case.stage_gpus or case.experts.count
+    able = [ep for ep in divisors(most) if next(broken(replace(case, ep=ep)), None) is None]
+    return f"; ep may be {', '.join(map(str, able))}" if able else ""

@@ -1,0 +1,194 @@
+"""Stock Megatron: of random small jobs with experts no plan that its table takes is faster than what is told.
+
+Plans are listed here one by one, from loops of their own, and priced by `predict`: every spread of experts
+and every dispatcher beside every pipeline, mesh and micro-batch. MIST_TEST_EXPERT_JOBS=100 tries so
+many jobs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
+from mist_megatron.cost.predict import predict
+from mist_megatron.errors import InputError, NoFeasiblePlan
+from mist_megatron.price.datasheet import datasheet_prices
+from mist_megatron.search.execution import execution_choices
+from mist_megatron.search.search import SearchResult, Settings, Way, search_ways
+from mist_megatron.search.space import Limits, space_named
+from mist_megatron.spec.catalogue import gpu
+from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.experts import ExpertSpec
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.kinds import DISPATCHERS
+from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
+from mist_megatron.spec.presets import PRESETS
+from mist_megatron.spec.schedule import usual_schedule
+from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
+
+JOBS = int(os.environ.get("MIST_TEST_EXPERT_JOBS", "3"))
+SPACE = replace(
+    space_named("full"), recompute=("full",), near_even=False, decoupled_step=False, tp_comm_overlap=False
+)
+"""Even splits, which have a list of their own (`test_alike_stages.py`)."""
+
+
+def small_mixture(rng: np.random.Generator) -> ModelSpec:
+    """A few layers, all with experts, or some before or between that have none."""
+    experts = ExpertSpec(
+        count=int(rng.choice([4, 6, 8])),
+        top_k=int(rng.choice([1, 2])),
+        ffn_hidden=int(rng.choice([768, 4096])),
+        shared_ffn_hidden=int(rng.choice([0, 1024])),
+        first_dense=int(rng.choice([0, 0, 1])),
+        every=int(rng.choice([1, 1, 2])),
+    )
+    heads = {"heads": 8, "kv_heads": int(rng.choice([2, 8]))}
+    model = replace(
+        PRESETS["llama3-8b"],
+        name="small",
+        layers=4,
+        hidden=1024,
+        ffn_hidden=4096,
+        vocab=32_000,
+        head_dim=128,
+        **heads,
+    )
+    return replace(model, experts=experts, qk_norm=bool(rng.random() < 0.5))
+
+
+def random_job(seed: int) -> Job:
+    rng = np.random.default_rng(seed)
+    gpus = int(rng.choice([2, 4]))
+    cluster = cluster_of(gpu("h100-sxm-80gb"), gpus, int(rng.choice([gpus, max(gpus // 2, 1)])))
+    links = replace(cluster.links, inter_bytes_per_s=float(10.0 ** rng.uniform(9.0, 11.0)))
+    limit = float(rng.choice([2.5, 4.0, 8.0, 70.0])) * 2**30
+    return Job(
+        model=small_mixture(rng),
+        training=TrainingSpec(global_batch=gpus * int(rng.choice([1, 2])), seq_len=1024),
+        cluster=replace(cluster, links=links, memory_limit_bytes=limit),
+        target="megatron",
+        execution=Execution(expert_imbalance=float(rng.choice([1.0, 1.2]))),
+    )
+
+
+def evaluator_of(job: Job) -> StageEvaluator:
+    return make_evaluator(job, datasheet_prices(job.cluster, job.training.precision))
+
+
+def searched(job: Job, limits: Limits | None = None, **settings: int) -> SearchResult | None:
+    ways = [
+        Way(evaluator=evaluator_of(choice.job), limits=choice.limits, keeps=choice.keeps, mixes=choice.mixes)
+        for choice in execution_choices(job, SPACE, limits or Limits())
+    ]
+    try:
+        return search_ways(ways, SPACE, Settings(**settings))
+    except NoFeasiblePlan:
+        return None
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def executions(job: Job, cp: int) -> Iterator[Execution]:
+    """Every switch, however few of them the rules leave."""
+    gpus, experts = job.cluster.gpus, job.model.routed
+    spreads = itertools.product(divisors(gpus), divisors(gpus), DISPATCHERS, (None, True))
+    for ep, etp, dispatcher, gather in spreads:
+        if experts.count % ep == 0 and experts.ffn_hidden % etp == 0:
+            yield replace(
+                job.execution,
+                context_parallel=cp,
+                expert_parallel=ep,
+                expert_tensor_parallel=etp,
+                expert_dispatcher=dispatcher,
+                overlap_grad_reduce=True,
+                overlap_param_gather=gather,
+                fused_cross_entropy=True,
+            )
+
+
+def every_plan(job: Job) -> Iterator[Plan]:
+    gpus, layers, batch = job.cluster.gpus, job.model.layers, job.training.global_batch
+    for stages, tp, cp in itertools.product(divisors(gpus), divisors(gpus), divisors(gpus)):
+        if gpus % (stages * tp * cp):
+            continue
+        dp, of_stage = gpus // (stages * tp * cp), gpus // stages
+        inside = min(of_stage, job.cluster.gpus_per_node)
+        for micro_batch, zero, vpp, split, execution in itertools.product(
+            divisors(batch), (0, 1), divisors(layers), splits(job, stages), executions(job, cp)
+        ):
+            chunks = [count // vpp for count in split]
+            if batch % (dp * micro_batch) or tp > inside or any(count % vpp for count in split):
+                continue
+            for again in range(min(chunks) + 1):
+                try:
+                    plan = Plan(
+                        model=job.model,
+                        training=job.training,
+                        cluster=job.cluster,
+                        target="megatron",
+                        grad_accum=batch // dp // micro_batch,
+                        stages=tuple(
+                            StagePlan(
+                                layers=count,
+                                nodes=of_stage // inside,
+                                gpus_per_node=inside,
+                                dp=dp,
+                                tp=tp,
+                                micro_batch=micro_batch,
+                                zero=1 if zero else 0,
+                                ckpt=again * vpp,
+                            )
+                            for count in split
+                        ),
+                        schedule=usual_schedule(vpp),
+                        vpp=vpp,
+                        sequence_parallel=tp > 1,
+                        execution=execution,
+                    )
+                except InputError:
+                    continue  # what Megatron refuses
+                if not violations(plan):
+                    yield plan
+
+
+def splits(job: Job, stages: int) -> list[tuple[int, ...]]:
+    """Even ones; of models whose layers differ all."""
+    layers = job.model.layers
+    if len(job.model.kinds) == 1:
+        return [(layers // stages,) * stages] if layers % stages == 0 else []
+    found = itertools.product(range(1, layers + 1), repeat=stages)
+    return [split for split in found if sum(split) == layers]
+
+
+def least_of_all(job: Job) -> float:
+    """Seconds of the fastest plan that fits, from all of them."""
+    evaluators: dict[Execution, StageEvaluator] = {}
+    least_s = math.inf
+    for plan in every_plan(job):
+        if plan.execution not in evaluators:
+            evaluators[plan.execution] = evaluator_of(replace(job, execution=plan.execution))
+        told = predict(plan, evaluators[plan.execution])
+        if told.fits:
+            least_s = min(least_s, told.iteration_s)
+    return least_s
+
+
+@pytest.mark.parametrize("seed", range(JOBS))
+def test_the_best_of_all_plans_is_found(seed: int) -> None:
+    job = random_job(seed)
+    found, least_s = searched(job), least_of_all(job)
+    assert (found is None) == math.isinf(least_s)
+    if found is not None:
+        assert found.objective_s == pytest.approx(least_s, rel=1e-9)
