@@ -5,17 +5,23 @@
 Each job is small, of any target, with odd batches, nodes of three GPUs, short memory and slow links among
 them. Of its best plan is asked: that `predict` tells the same of it and finds that it fits; that its target's
 files can be written; that events tell its time within 3 %; that it stays the best whatever `--top` is, and
-when its own sizes are fixed; and that more memory, quicker links or a larger space give no slower plan.
+when its own sizes are fixed, in any order; that more memory, quicker links or a larger space give no slower
+plan; and that another process, of another hash seed and with two workers, writes the same to the last byte.
 Printed: how often each law held, and every job that broke one.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mist_megatron as mm
@@ -25,6 +31,8 @@ RUNNABLE = TARGETS[1:]
 """Mist's own runtime is no framework that files could be written for."""
 ROUNDING = 1e-9
 NEAR = 0.03
+ELSEWHERE_EACH = 10
+"""Of so many jobs one is asked in two more processes."""
 EVENTS = "events tell the time within 3 %"
 """The one law that is known to break: on tiny jobs with slow links, where sends and reductions take longer
 than what they run beside."""
@@ -133,7 +141,10 @@ def check(job: Mapping[str, Any], tally: Tally) -> None:
     several = best(job, top=3)
     kept = several is not None and several.plan.stages == plan.stages
     tally.law("the best is the same whatever --top is", kept, job)
-    own = best(job, fix=own_sizes(plan))
+    sizes = own_sizes(plan)
+    same_order = same_plan(best(job, fix=sizes), best(job, fix=sizes[::-1]))
+    tally.law("the order of options changes nothing", same_order, job)
+    own = best(job, fix=sizes)
     tally.law("its own sizes fixed give it again", not slower(own, tuned), job, _told(own, tuned))
     for name, changed in easier(job):
         answer = best(job, **changed)
@@ -142,6 +153,46 @@ def check(job: Mapping[str, Any], tally: Tally) -> None:
         smaller = best(job, space=space)
         held = smaller is None or not slower(tuned, smaller)
         tally.law("a larger space is no slower", held, job, f"{space}: {_told(smaller, tuned)}")
+
+
+def same_plan(one: mm.Tuned | None, other: mm.Tuned | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.plan == other.plan
+
+
+ELSEWHERE = """
+import sys
+sys.path.insert(0, {folder!r})
+from laws import best, random_job
+from mist_megatron.formats.plan_yaml import plan_to_yaml
+if __name__ == "__main__":
+    found = best(random_job({seed}), workers={workers})
+    print("nothing fits" if found is None else plan_to_yaml(found.plan))
+"""
+
+
+def written_elsewhere(seed: int, *, hash_seed: int, workers: int) -> str:
+    """The plan file of a random job as another process writes it."""
+    program = ELSEWHERE.format(folder=str(Path(__file__).resolve().parent), seed=seed, workers=workers)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "elsewhere.py"  # workers start from a file
+        file.write_text(program)
+        done = subprocess.run(
+            [sys.executable, str(file)],
+            env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return done.stdout
+
+
+def check_elsewhere(seed: int, tally: Tally) -> None:
+    """The same bytes whatever seeds the hashes and how many processes search."""
+    one = written_elsewhere(seed, hash_seed=1, workers=1)
+    other = written_elsewhere(seed, hash_seed=2, workers=2)
+    tally.law("other processes write the same bytes", one == other, random_job(seed))
 
 
 def _told(answer: mm.Tuned | None, usual: mm.Tuned) -> str:
@@ -171,6 +222,8 @@ def tried(jobs: int, seed: int) -> Tally:
     tally = Tally()
     for number in range(jobs):
         check(random_job(seed * 1_000_000 + number), tally)
+        if number % ELSEWHERE_EACH == 0:
+            check_elsewhere(seed * 1_000_000 + number, tally)
     return tally
 
 

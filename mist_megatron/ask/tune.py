@@ -295,7 +295,7 @@ def _told(
     evaluators = tuple(priced[solution.execution][0] for solution in result.solutions)
     plans = [plan_of(*pair) for pair in zip(evaluators, result.solutions, strict=True)]
     predictions = tuple(predict(*pair) for pair in zip(plans, evaluators, strict=True))
-    abouts = provenances(job, space, settings, result, priced[result.solutions[0].execution][1], seconds)
+    abouts = provenances(job, space, settings, result, priced[result.solutions[0].execution][1])
     told = [
         replace(plan, prediction=prediction_document(prediction), provenance=about)
         for plan, prediction, about in zip(plans, predictions, abouts, strict=True)
@@ -313,9 +313,10 @@ def _told(
 
 
 def provenances(
-    job: Job, space: Space, settings: Settings, result: SearchResult, prices: str, seconds: float
+    job: Job, space: Space, settings: Settings, result: SearchResult, prices: str
 ) -> list[dict[str, Any]]:
-    """How each plan of a search was found, the fastest first."""
+    """How each plan of a search was found, the fastest first. What the search took is not in it: that depends
+    on the machine and on how many processes there are, and a plan's file does not."""
     about = {
         "version": __version__,
         "profile": prices,
@@ -324,8 +325,12 @@ def provenances(
         "grid": settings.step,
         "solver": settings.solver,
     }
-    proof = asdict(_proof(result, seconds))
+    proof = {key: value for key, value in asdict(_proof(result, 0.0)).items() if key not in EFFORT}
     return [{**about, "rank": rank, **proof} for rank in range(1, len(result.solutions) + 1)]
+
+
+EFFORT = ("configs", "over_memory", "milp_solved", "seconds")
+"""Of a proof, what it took."""
 
 
 def _proof(result: SearchResult, seconds: float) -> Proof:

@@ -183,7 +183,7 @@ def _told(
         bound_s=min(bound.bound_s * (1.0 - FORMS_APART), best_s),
     )
     priced = [evaluator_for(job_of(placed.plan)) for placed in placed_plans]
-    abouts = provenances(job, space, settings, result, priced[0][1], seconds)
+    abouts = provenances(job, space, settings, result, priced[0][1])
     plans = tuple(
         replace(placed.plan, provenance={**(placed.plan.provenance or {}), **about})
         for placed, about in zip(placed_plans, abouts, strict=True)

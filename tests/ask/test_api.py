@@ -51,8 +51,6 @@ def timeless(document: dict[str, Any]) -> dict[str, Any]:
     """Without what a clock says."""
     document = json.loads(json.dumps(document))
     document["search"].pop("seconds")
-    for plan in (document, *document["others"]):
-        plan["provenance"].pop("seconds")
     return document
 
 

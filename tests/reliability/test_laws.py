@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "reliability"))
-from laws import EVENTS, TARGETS, Tally, check, random_job
+from laws import EVENTS, TARGETS, Tally, check, check_elsewhere, random_job
 
 import mist_megatron as mm
 
@@ -26,6 +26,12 @@ def test_laws_hold_on_random_jobs(target: str) -> None:
     assert not tally.broke, tally.broke
     assert max(map(abs, tally.apart)) < FAR
     assert tally.held["the plan fits"] + tally.held["nothing fits"] == JOBS_EACH
+
+
+def test_another_process_writes_the_same_bytes() -> None:
+    tally = Tally()
+    check_elsewhere(7, tally)
+    assert tally.held["other processes write the same bytes"] == 1 and not tally.broke
 
 
 def test_what_emit_refuses_no_search_begins() -> None:
