@@ -53,8 +53,12 @@ split, whether a row names it or not. nemo_toolkit 2.3.0 has tp_comm_overlap=Tru
 GPT-3 175B and Nemotron-4 (nemo/collections/llm/recipes), and in tp_overlap_configs/userbuffers.py how
 Nemotron-4 340B's exchanges on B200 are cut, in 16 and in 8 bits."""
 
-ATTENTION_OF_SOURCE: Mapping[str, AttentionName] = {"MosaicML llm-foundry": "triton-2023"}
-"""Kernels of fused attention by how a source begins: its tables are of attn_impl: triton."""
+ATTENTION_OF_SOURCE: Mapping[str, AttentionName] = {
+    "MosaicML llm-foundry": "triton-2023",
+    "InternEvo": "flash-1",
+}
+"""Kernels of fused attention by how a source begins: llm-foundry's tables are of attn_impl: triton, InternEvo
+of 2023 (0.1.0) calls flash_attn_unpadded_func, which is FlashAttention 1's name."""
 
 _NETWORK = re.compile(r"\(([0-9.]+) GB/s per node\)")
 

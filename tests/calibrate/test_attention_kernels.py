@@ -31,10 +31,20 @@ def seconds(gpu: str, name: AttentionName | None, *, backward: bool) -> float:
     return float(prices_of(with_attention(profile, name), cluster, "bf16").of(work).seconds)
 
 
-@pytest.mark.parametrize(("backward", "slower"), [(False, 1.4), (True, 2.0)])
-def test_the_first_triton_kernels_take_longer_by_what_was_published(backward: bool, slower: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "backward", "slower"),
+    [
+        ("triton-2023", False, 1.4),
+        ("triton-2023", True, 2.0),
+        ("flash-1", False, 2.0),
+        ("flash-1", True, 2.0),
+    ],
+)
+def test_old_kernels_take_longer_by_what_was_published(
+    name: AttentionName, backward: bool, slower: float
+) -> None:
     gpu = "a100-sxm-80gb"
-    ratio = seconds(gpu, "triton-2023", backward=backward) / seconds(gpu, None, backward=backward)
+    ratio = seconds(gpu, name, backward=backward) / seconds(gpu, None, backward=backward)
     assert ratio == pytest.approx(slower, rel=0.01)
 
 
