@@ -54,8 +54,18 @@ class _Run:
 
     @property
     def tensor_s(self) -> Array:
-        """Tensor-parallel collectives that stop compute, forward and backward together."""
+        """Collectives of layers that stop compute, forward and backward together."""
         return self.layer.forward.tensor_s + self.layer.backward.tensor_s
+
+    @property
+    def sent_s(self) -> Array:
+        """Tokens on their way to experts and back."""
+        return self.layer.forward.sent_s + self.layer.backward.sent_s
+
+    @property
+    def others_s(self) -> Array:
+        """Tensor-parallel collectives alone."""
+        return self.tensor_s - self.sent_s if np.any(self.sent_s) else self.tensor_s
 
     @property
     def blocking_s(self) -> Array:
@@ -129,7 +139,9 @@ def _block_terms(
     add_term(stable, Term.FORWARD, of_kind(place, load.forward_s))
     add_term(stable, Term.BACKWARD, of_kind(place, load.backward_s))
     add_term(stable, Term.RECOMPUTE, of_kind(place, again_s, load.again[0] - again_s))
-    add_term(stable, Term.TENSOR_PARALLEL, _mixed(place, kept.tensor_s, whole.tensor_s))
+    add_term(stable, Term.TENSOR_PARALLEL, _mixed(place, kept.others_s, whole.others_s))
+    if np.any(kept.sent_s):
+        add_term(stable, Term.EXPERT_TRAFFIC, _mixed(place, kept.sent_s, whole.sent_s))
     add_term(stable, Term.BLOCKING_DATA_PARALLEL, _mixed(place, kept.blocking_s, whole.blocking_s))
     exposed = forward.exposed(kept.forward, whole.forward) + backward.exposed(kept.backward, whole.backward)
     add_term(stable, Term.EXPOSED_TRAFFIC, exposed)

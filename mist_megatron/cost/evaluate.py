@@ -34,6 +34,7 @@ from mist_megatron.cost.terms import (
     TimeContext,
     totals,
 )
+from mist_megatron.cost.time_context import time_context_of
 from mist_megatron.cost.unlike import boundary_sides, with_tables
 from mist_megatron.cost.work import StageWork, stage_work
 from mist_megatron.price.deterministic import DeterministicPrices
@@ -43,7 +44,6 @@ from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import Mesh, StageRole
 from mist_megatron.spec.recompute import Recompute
 from mist_megatron.spec.term import Term
-from mist_megatron.targets.facts import MemoryFacts
 from mist_megatron.targets.table import TARGETS
 
 __all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "make_evaluator"]
@@ -97,7 +97,7 @@ class StageEvaluator:
         self.stage = stage
         self.limit_bytes = job.cluster.memory_limit_bytes or limit_of(job.cluster.gpu.memory_bytes.value)
         self._memory_facts = TARGETS[job.target].memory(job.execution)
-        self._context = _time_context(job, prices, self._memory_facts, without)
+        self._context = time_context_of(job, prices, self._memory_facts, without)
         self._fixed = _model_values(job)
         self._memo: dict[tuple[object, ...], tuple[dict[complex, int], _Pairs]] = {}
         self._bound: dict[tuple[object, ...], Program] = {}
@@ -435,6 +435,11 @@ class _Pairs:
             expert_parameters=self.sizes.get(f"{layer}_expert_parameters", ZERO),
             forward_exchange_s=forward.exchange_s,
             backward_exchange_s=backward.exchange_s,
+            dropped_exchange_s=ZERO if dropped is None else dropped.exchange_s,
+            forward_inside_s=forward.inside_s,
+            backward_inside_s=backward.inside_s,
+            forward_beside_s=forward.beside_s,
+            backward_beside_s=backward.beside_s,
             saved_bytes=self.sizes.get(f"{layer}_saved_bytes", np.zeros(())),
             dropped_s=ZERO if dropped is None else dropped.compute_s + dropped.waiting_s(*host_s),
             dropped_collective_s=ZERO if dropped is None else dropped.stopping_s,
@@ -479,22 +484,3 @@ def _model_values(job: Job) -> dict[str, float]:
         **size_values(job.model, seq_len),
         **expert_values(job.model, job.execution),
     }
-
-
-def _time_context(job: Job, prices: Prices, facts: MemoryFacts, without: frozenset[Term]) -> TimeContext:
-    execution = job.execution
-    return TimeContext(
-        prices=prices,
-        facts=TARGETS[job.target].traffic(execution),
-        interference=prices.interference(),
-        weight_bytes=2.0,
-        grad_bytes=float(facts.grad_bytes),
-        optimizer_bytes=float(facts.optimizer_bytes),
-        tensor_collectives_overlap=bool(execution.tp_comm_overlap),
-        cluster_gpus=job.cluster.gpus,
-        cluster_gpus_per_node=job.cluster.linked_gpus,
-        context_parallel=execution.context_parallel,
-        model_layers=job.model.layers,
-        without=without,
-        recomputes_first_layers=facts.recomputes_first_layers,
-    )

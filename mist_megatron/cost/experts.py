@@ -43,20 +43,27 @@ SCORE_KERNELS = 8
 
 
 def mixture(
-    experts: ExpertSpec, *, gated: bool, bias: bool, dispatcher: Dispatcher, eight_bit: bool
+    experts: ExpertSpec,
+    *,
+    gated: bool,
+    bias: bool,
+    dispatcher: Dispatcher,
+    eight_bit: bool,
+    fused: bool = False,
 ) -> tuple[Operator, ...]:
-    """Between the norm and the residual addition, which are those of any layer."""
+    """Between the norm and the residual addition, which are those of any layer. `fused`: Transformer Engine's
+    fuser makes one kernel of the experts' products, their activation and the casts between them."""
     gates = 2 if gated else 1
     shared = _shared(experts, gates, bias=bias, eight_bit=eight_bit) if experts.shared_ffn_hidden else ()
     return (
         _router(experts),
         *shared,
         *(_latent_in(eight_bit) if experts.latent else ()),
-        _permute(),
+        _permute(dispatcher),
         _exchange("dispatch", dispatcher, forward=True),
-        *_routed(gates, bias=bias, eight_bit=eight_bit),
+        *_routed(gates, bias=bias, eight_bit=eight_bit, fused=fused),
         _exchange("combine", dispatcher, forward=False),
-        _unpermute(),
+        _unpermute(dispatcher),
         *(_latent_out(eight_bit) if experts.latent else ()),
     )
 
@@ -79,8 +86,17 @@ def _router(experts: ExpertSpec) -> Operator:
     )
 
 
-def _activation(name: str, gates: int, inner: Expr, kept: tuple[SavedTensor, ...]) -> Operator:
-    """Fused with the product of a gated one, and with what weighs a token: keeps its input only."""
+def _without_casts(works: tuple[Work, ...], but: str = "") -> tuple[Work, ...]:
+    return tuple(work for work in works if work.kind is not WorkKind.MEMORY or work.name == but)
+
+
+def _activation(
+    name: str, gates: int, inner: Expr, kept: tuple[SavedTensor, ...], *, fused: bool = False
+) -> Operator:
+    """Fused with the product of a gated one, and with what weighs a token: keeps its input only. Or fused
+    with the products on both sides, and no pass of its own."""
+    if fused:
+        return Operator(name=name, forward=(), backward=(), saved=kept)
     return Operator(
         name=name,
         forward=(memory_work(f"{name}_forward", (gates + 1) * inner),),
@@ -177,29 +193,32 @@ def _latent_out(eight_bit: bool) -> tuple[Operator, ...]:
     )
 
 
-def _rows_moved() -> Expr:
+def _rows_moved(dispatcher: Dispatcher) -> Expr:
     """Bytes read and written where tokens are copied for each of their experts, or added up again, and where
-    what has come is sorted by expert."""
+    what has come is sorted by expert; `flex` sends tokens as they are, and copies where they have come."""
     one, all_rows = HALF * ROWS * EXPERT_WIDTH, HALF * ROUTED * EXPERT_WIDTH
-    return one + all_rows + 2 * ETP * all_rows
+    sorted_rows = 2 * ETP * all_rows
+    return sorted_rows if dispatcher == "flex" else one + all_rows + sorted_rows
 
 
-def _permute() -> Operator:
+def _permute(dispatcher: Dispatcher) -> Operator:
+    moved = _rows_moved(dispatcher)
     return Operator(
         name="permute",
-        forward=(memory_work("permute_forward", _rows_moved(), kernels=3),),
-        backward=(memory_work("permute_backward", _rows_moved(), kernels=3),),
+        forward=(memory_work("permute_forward", moved, kernels=3),),
+        backward=(memory_work("permute_backward", moved, kernels=3),),
         saved=(
             SavedTensor(key="row_map", size_bytes=(ROW_MAP_BYTES * EXPERTS + ROW_MAP_COUNT_BYTES) * ROWS),
         ),
     )
 
 
-def _unpermute() -> Operator:
+def _unpermute(dispatcher: Dispatcher) -> Operator:
+    moved = _rows_moved(dispatcher)
     return Operator(
         name="unpermute",
-        forward=(memory_work("unpermute_forward", _rows_moved(), kernels=2),),
-        backward=(memory_work("unpermute_backward", _rows_moved(), kernels=2),),
+        forward=(memory_work("unpermute_forward", moved, kernels=2),),
+        backward=(memory_work("unpermute_backward", moved, kernels=2),),
     )
 
 
@@ -239,7 +258,7 @@ _GROUP_SIZE = OWN_EXPERTS**-1 * EXPERTS * ETP
 """Ranks among which the tokens of an expert-parallel group lie, parts of experts included."""
 
 
-def _routed(gates: int, *, bias: bool, eight_bit: bool) -> tuple[Operator, ...]:
+def _routed(gates: int, *, bias: bool, eight_bit: bool, fused: bool) -> tuple[Operator, ...]:
     rows = EXPERT_ROWS / OWN_EXPERTS
     into, into_back = products(
         "expert_in", rows, (gates * EXPERT_INNER, EXPERT_WIDTH), OWN_EXPERTS, eight_bit=eight_bit
@@ -247,6 +266,10 @@ def _routed(gates: int, *, bias: bool, eight_bit: bool) -> tuple[Operator, ...]:
     out, out_back = products(
         "expert_out", rows, (EXPERT_WIDTH, EXPERT_INNER), OWN_EXPERTS, eight_bit=eight_bit
     )
+    if fused:
+        # Rows come in 8 bits, and the gradient leaves in 16; what lies between is never cast by itself.
+        out, out_back = _without_casts(out), _without_casts(out_back, but="expert_out_gradient_cast")
+        into_back = _without_casts(into_back)
     inner = HALF * EXPERT_ROWS * EXPERT_INNER
     first = OWN_EXPERTS * gates * EXPERT_INNER * (EXPERT_WIDTH + (1 if bias else 0))
     second = OWN_EXPERTS * EXPERT_WIDTH * (EXPERT_INNER + (1 if bias else 0))
@@ -268,6 +291,7 @@ def _routed(gates: int, *, bias: bool, eight_bit: bool) -> tuple[Operator, ...]:
                 # Probabilities, and where they came from, in 32 bits.
                 SavedTensor(key="expert_weights", size_bytes=2 * FULL * EXPERT_ROWS),
             ),
+            fused=fused,
         ),
         Operator(
             name="expert_out",

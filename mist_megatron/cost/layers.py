@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from sympy import Expr, Integer
 
+from mist_megatron.cost.captured import captured
 from mist_megatron.cost.chosen import chosen
 from mist_megatron.cost.cores import context_ring, flash_attention, plain_attention
 from mist_megatron.cost.entries import cross_attention, entry_operators
@@ -40,7 +41,7 @@ from mist_megatron.cost.symbols import (
 )
 from mist_megatron.cost.works import ONE, collective_work, memory_work, products, weight_grad
 from mist_megatron.spec.experts import LatentAttention
-from mist_megatron.spec.kinds import Dispatcher
+from mist_megatron.spec.kinds import Dispatcher, GraphModule
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import RECOMPUTES, USUAL_MODULES, Module, Recompute
@@ -61,13 +62,20 @@ class LayerOptions:
     dispatcher: Dispatcher = "alltoall"
     modules: tuple[Module, ...] = USUAL_MODULES
     """What selective recomputation runs again."""
+    graphs: tuple[GraphModule, ...] = ()
+    """What CUDA graphs replay."""
+    fused_experts: bool = False
+    """Products of experts, their activation and casts are one kernel (--use-transformer-engine-op-fuser)."""
+    shared_apart: bool = False
+    """Shared experts compute beside the dispatch of tokens."""
 
 
 def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """One transformer layer of that shape."""
     if model.entry is not None:
         return entry_operators(model, _statistics(model, options))
-    return chosen(_whole_block(model, options), options.modules)
+    operators = chosen(_whole_block(model, options), options.modules)
+    return captured(operators, options.graphs, shared_apart=options.shared_apart)
 
 
 def _statistics(model: LayerSpec, options: LayerOptions) -> int:
@@ -104,7 +112,14 @@ def _in_sequence(
     if experts is not None:
         kind, eight_bit = options.dispatcher, options.eight_bit
         gated, bias = model.gated_mlp, model.linear_bias
-        inside = mixture(experts, gated=gated, bias=bias, dispatcher=kind, eight_bit=eight_bit)
+        inside = mixture(
+            experts,
+            gated=gated,
+            bias=bias,
+            dispatcher=kind,
+            eight_bit=eight_bit,
+            fused=options.fused_experts,
+        )
     # What these norms read: the results of attention and MLP.
     after = [norm(f"post_norm{k}", model, options, reads=f"branch{k}") for k in (1, 2) if model.post_norms]
     return (

@@ -13,6 +13,7 @@ from typing import Literal
 
 from sympy import Expr, Integer
 
+from mist_megatron.spec.kinds import Place
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.recompute import Part
 
@@ -97,5 +98,9 @@ class Operator:
     """Trainable elements on this tensor-parallel rank."""
     expert_parameters: Expr = ZERO
     """Those of them that are shared out over expert-parallel ranks, and copied over the rest."""
+    captured: bool = False
+    """A CUDA graph replays its kernels: the host launches none of them."""
+    place: Place = ""
+    """Where it computes while tokens travel to their experts and back."""
     part: Part | None = None
     """What it belongs to that can be dropped and run again on its own."""

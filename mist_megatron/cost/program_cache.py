@@ -14,7 +14,7 @@ from typing import Protocol
 
 from mist_megatron.cost.stage import StageProgram, stage_program_from_document
 
-_FORMAT = 2
+_FORMAT = 3
 _LARGEST_BYTES = 8 * 1024 * 1024
 """A real program is some 60 kB; a file far beyond that is not ours."""
 SOURCES = ("cost", "spec", "targets")

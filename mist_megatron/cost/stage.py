@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from mist_megatron.price.prices import (
     Priced,
     Prices,
 )
+from mist_megatron.spec.kinds import Place
 from mist_megatron.spec.mesh import Group, Mesh
 from mist_megatron.spec.profile import CollectiveKind
 from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
@@ -80,6 +81,10 @@ class Use:
     count: int
     weight_grad: bool
     """A GEMM that only makes weight gradients, which zero-bubble schedules may delay."""
+    captured: bool = False
+    """A CUDA graph replays it."""
+    place: str = ""
+    """Where it computes while tokens travel (`Place`)."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,9 @@ class StageProgram:
             "program": program_to_document(self.program),
             "memory": {role: program_to_document(program) for role, program in self.memory.items()},
             "items": [[i.kind, i.kernels, i.backward, i.group, i.eight_bit] for i in self.items],
-            "uses": [[u.layer, u.run, u.item, u.count, u.weight_grad] for u in self.uses],
+            "uses": [
+                [u.layer, u.run, u.item, u.count, u.weight_grad, u.captured, u.place] for u in self.uses
+            ],
         }
 
 
@@ -111,13 +118,18 @@ def stage_program_from_document(document: Any) -> StageProgram | None:
             for kind, kernels, backward, group, eight_bit in document["items"]
         )
         uses = tuple(
-            Use(str(layer), str(run), int(item), int(count), bool(weight))
-            for layer, run, item, count, weight in document["uses"]
+            Use(str(layer), str(run), int(item), int(count), bool(weight), bool(captured), str(place))
+            for layer, run, item, count, weight, captured, place in document["uses"]
         )
     except (TypeError, KeyError, ValueError, AttributeError):
         return None
     sane = all(
-        u.layer.isidentifier() and u.run in PASSES and 0 <= u.item < len(items) and u.count > 0 for u in uses
+        u.layer.isidentifier()
+        and u.run in PASSES
+        and 0 <= u.item < len(items)
+        and u.count > 0
+        and u.place in get_args(Place)
+        for u in uses
     )
     whole = {role: program for role, program in memory.items() if program is not None}
     if program is None or not sane or len(whole) < len(memory):
@@ -136,13 +148,13 @@ def build_stage_program(
     table = _WorkTable()
     for kind, operators in layers.items():
         for operator in operators:
-            table.add(kind, "forward", operator.forward, backward=False)
-            table.add(kind, "backward", operator.backward, backward=True)
+            table.add(kind, "forward", operator)
+            table.add(kind, "backward", operator)
             for recompute in () if kind in EDGES else kinds_that_drop(operator.part):
-                table.add(kind, recompute, operator.forward, backward=False)
+                table.add(kind, recompute, operator)
     for kind, operators in unneeded.items():
         for operator in operators:
-            table.add(kind, "unneeded", operator.forward, backward=False)
+            table.add(kind, "unneeded", operator)
     expressions = {**sizes, **table.expressions}
     return StageProgram(compile_expressions(expressions), tuple(table.items), table.uses())
 
@@ -154,10 +166,12 @@ class _WorkTable:
         self.items: list[WorkItem] = []
         self.expressions: dict[str, Expr] = {}
         self._index: dict[Any, int] = {}
-        self._counts: dict[tuple[str, str, int, bool], int] = {}
+        self._counts: dict[tuple[str, str, int, bool, bool, str], int] = {}
 
-    def add(self, layer: str, run: str, works: Sequence[Work], *, backward: bool) -> None:
-        for work in works:
+    def add(self, layer: str, run: str, operator: Operator) -> None:
+        backward = run == "backward"
+        for work in operator.backward if backward else operator.forward:
+            work = _replayed(work) if operator.captured else work
             sizes = _sizes(work)
             kind = work.kind.value
             is_backward = backward and kind == "attention"
@@ -167,13 +181,20 @@ class _WorkTable:
                 self._index[key] = index
                 self.items.append(WorkItem(kind, work.kernels, is_backward, work.group, work.eight_bit))
                 self.expressions.update({f"w{index}.{name}": e for name, e in sizes.items()})
-            use = (layer, run, self._index[key], work.makes_weight_grad)
+            flags = work.makes_weight_grad, operator.captured, operator.place
+            use = (layer, run, self._index[key], *flags)
             self._counts[use] = self._counts.get(use, 0) + 1
 
     def uses(self) -> tuple[Use, ...]:
         return tuple(
-            Use(layer, run, item, count, weight) for (layer, run, item, weight), count in self._counts.items()
+            Use(layer, run, item, count, weight, captured, place)
+            for (layer, run, item, weight, captured, place), count in self._counts.items()
         )
+
+
+def _replayed(work: Work) -> Work:
+    """A graph starts kernels right behind each other: the least time of one holds for all of them."""
+    return replace(work, kernels=1)
 
 
 def _sizes(work: Work) -> dict[str, Expr]:
@@ -205,6 +226,10 @@ class PassTime:
     without tensor parallelism too, and published floors do not rise with it."""
     exchange_s: Array
     """Of the collectives, those that take tokens to experts and back."""
+    inside_s: Array
+    """Of compute, what is done while tokens are with their experts ..."""
+    beside_s: Array
+    """... and beside their way."""
     peers: Array
     """Other ranks, summed over the collectives of the pass: each may be late."""
 
@@ -288,7 +313,7 @@ def price_passes(
                 if use.layer == layer and use.run == run:
                     item = stage.items[use.item]
                     _add_use(sums, use, item, priced[use.item])
-                    if item.kind not in COMPUTED and item.group is Group.TENSOR:
+                    if item.kind not in COMPUTED and item.group is Group.TENSOR and not use.captured:
                         happens = priced[use.item].seconds > 0.0
                         sums["peers"] += use.count * happens * (mesh.tp - 1.0)
             result[layer, run] = PassTime(**sums)
@@ -302,7 +327,9 @@ EXCHANGED = (Group.EXPERT, Group.EXPERT_TENSOR, Group.EXPERT_ALL)
 def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced) -> None:
     if item.kind in COMPUTED:
         sums["compute_s"] += use.count * priced.seconds
-        sums["launches"] += use.count * item.kernels
+        sums["launches"] += 0.0 if use.captured else use.count * item.kernels
+        if use.place:
+            sums[f"{use.place}_s"] += use.count * priced.seconds
     else:
         sums["context_s" if item.group is Group.CONTEXT else "collective_s"] += use.count * priced.seconds
         if item.group in EXCHANGED:

@@ -11,6 +11,7 @@ from sympy import Expr, Integer
 
 from mist_megatron.cost import layers
 from mist_megatron.cost.blocks import blocks, first_edge
+from mist_megatron.cost.captured import captured
 from mist_megatron.cost.compile import compile_expressions
 from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
@@ -28,6 +29,7 @@ from mist_megatron.targets.table import TARGETS
 def layer_options(job: Job) -> LayerOptions:
     """What the job's framework keeps and launches."""
     facts, fused = TARGETS[job.target].memory(job.execution), job.execution.fused_cross_entropy
+    graphs = job.execution.cuda_graphs or ()
     return LayerOptions(
         flash_attention=job.training.flash_attention,
         dropout=job.training.dropout > 0.0,
@@ -37,16 +39,26 @@ def layer_options(job: Job) -> LayerOptions:
         eight_bit=job.training.precision == "fp8",
         dispatcher=job.execution.dispatcher,
         modules=job.execution.modules,
+        graphs=graphs,
+        # A graph of the whole step needs experts that the host never asks; recipes that have it fuse them.
+        fused_experts=job.execution.quantization == "mxfp8" and "full_iteration" in graphs,
+        shared_apart=bool(job.execution.shared_expert_overlap),
     )
 
 
 def layer_graphs(job: Job) -> dict[str, tuple[Operator, ...]]:
     """The operators of the embedding, of each kind of layer, and of the head."""
     options = layer_options(job)
-    return {
+    edges = {
         "embedding": first_edge(job.model, options).operators,
-        **{block.kind.name: block.operators for block in blocks(job.model, options)},
         "head": head_edge(job.model, options).operators,
+    }
+    if "full_iteration" in options.graphs:
+        edges = {name: captured(operators, options.graphs) for name, operators in edges.items()}
+    return {
+        "embedding": edges["embedding"],
+        **{block.kind.name: block.operators for block in blocks(job.model, options)},
+        "head": edges["head"],
     }
 
 

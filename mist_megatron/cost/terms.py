@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,6 +75,18 @@ def of_kind(place: int, per_layer: Array = ZERO, per_ckpt: Array = ZERO) -> Line
     return Linear(others=(*(NO_SLOPE,) * (place - 1), Slope(per_layer, per_ckpt)))
 
 
+class Again(NamedTuple):
+    """What a backward pass does again of a forward pass."""
+
+    compute_s: Array
+    collective_s: Array
+    exchange_s: Array
+    """Of the collectives, those that take tokens to experts and back."""
+
+
+NOTHING_AGAIN = Again(ZERO, ZERO, ZERO)
+
+
 @dataclass(frozen=True)
 class LayerLoad:
     """One layer's passes on one tensor-parallel rank, arrays over (micro-batch, tp)."""
@@ -101,6 +114,15 @@ class LayerLoad:
     """Of the collectives, those that take tokens to experts and back, forward ..."""
     backward_exchange_s: Array = field(default_factory=lambda: ZERO)
     """... and backward."""
+    dropped_exchange_s: Array = field(default_factory=lambda: ZERO)
+    """The same of the parts that are run again."""
+    forward_inside_s: Array = field(default_factory=lambda: ZERO)
+    """Of compute, what is done while tokens are with their experts, forward ..."""
+    backward_inside_s: Array = field(default_factory=lambda: ZERO)
+    """... and backward, ..."""
+    forward_beside_s: Array = field(default_factory=lambda: ZERO)
+    """... and what runs beside their way."""
+    backward_beside_s: Array = field(default_factory=lambda: ZERO)
     still: Array = field(default_factory=lambda: ZERO)
     """Elements that are not trained, which `parameters` has not."""
 
@@ -110,14 +132,15 @@ class LayerLoad:
         return not np.any(self.still) or bool(np.any(self.backward_s))
 
     @property
-    def dropped(self) -> tuple[Array, Array]:
-        """Compute and collectives of the parts that are run again of a layer that is not in whole."""
-        return self.dropped_s, self.dropped_collective_s
+    def dropped(self) -> Again:
+        """What is run again of a layer that is not in whole."""
+        return Again(self.dropped_s, self.dropped_collective_s, self.dropped_exchange_s)
 
     @property
-    def again(self) -> tuple[Array, Array]:
-        """Compute and collectives of full recomputation."""
-        return self.forward_s - self.unneeded_s, self.forward_collective_s - self.unneeded_collective_s
+    def again(self) -> Again:
+        """Full recomputation."""
+        collective_s = self.forward_collective_s - self.unneeded_collective_s
+        return Again(self.forward_s - self.unneeded_s, collective_s, self.forward_exchange_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +161,8 @@ class TimeContext:
     model_layers: int
     without: frozenset[Term]
     """Terms that are left out, for comparison with models that leave them out."""
+    expert_overlap: bool = False
+    """Tokens travel beside a pass of another micro-batch."""
     recomputes_first_layers: bool = True
     """Of a stage's layers the first are the recomputed ones; its last ones otherwise."""
 

@@ -10,7 +10,8 @@ import numpy as np
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import slowest
 from mist_megatron.cost.terms import ZERO, LayerLoad, TimeContext
-from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostCopy
+from mist_megatron.price.overlap import overlapped_time
+from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostCopy, MemoryPass
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.profile import CollectiveKind
 from mist_megatron.spec.term import Term
@@ -276,3 +277,20 @@ def gathers_on_arrival(grid: StageGrid, facts: TrafficFacts) -> bool:
 def reduces_by_chunk(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether a chunk's gradients of ZeRO 0 and 1 are reduced when all of them are made."""
     return facts.reduction.last_overlaps and facts.pipeline.later_stages_at_once and grid.vpp > 1
+
+
+def accumulation_seconds(parameters: Array, context: TimeContext) -> Array:
+    """Adding a layer's new gradients to its old ones, where that is a pass of its own."""
+    if not context.facts.reduction.accumulation_pass:
+        return ZERO
+    return context.prices.of(MemoryPass(3.0 * context.grad_bytes * parameters)).seconds
+
+
+def exposed_beside_products(compute_s: Array, collective_s: Array, ranks: Array, factors: Array) -> Array:
+    """What tensor-parallel collectives beside compute add to it. Userbuffers cut each, and the product that
+    it feeds or follows, into as many pieces as there are ranks: the first piece of one and the last of the
+    other run alone (Transformer Engine, comm_gemm_overlap)."""
+    pieces = np.maximum(ranks, 1.0)
+    both = (1.0 - 1.0 / pieces) * compute_s, (1.0 - 1.0 / pieces) * collective_s
+    together_s = overlapped_time((*both, ZERO, ZERO), factors)
+    return np.asarray(together_s + (compute_s + collective_s) / pieces - compute_s)

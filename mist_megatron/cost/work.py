@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mist_megatron.cost.boundary import BoundaryWork, boundary_work
-from mist_megatron.cost.expert_traffic import expert_count, expert_gather, reduced_once
+from mist_megatron.cost.expert_traffic import expert_count, expert_gather, exposed_exchange, reduced_once
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import slowest
 from mist_megatron.cost.terms import (
+    NOTHING_AGAIN,
     ZERO,
+    Again,
     LayerLoad,
     Linear,
     StageLoads,
@@ -26,8 +28,10 @@ from mist_megatron.cost.terms import (
 )
 from mist_megatron.cost.traffic import (
     Traffic,
+    accumulation_seconds,
     collective,
     crossing_bytes,
+    exposed_beside_products,
     gathers_on_arrival,
     host_copy,
     layer_traffic,
@@ -57,7 +61,11 @@ class PassWork:
     """Collectives that leave: gradients."""
     copy_out_s: Array = field(default_factory=lambda: ZERO)
     tensor_s: Array = field(default_factory=lambda: ZERO)
-    """By how much tensor-parallel collectives stop compute."""
+    """By how much tensor-parallel collectives, and tokens on their way to experts and back, stop compute,"""
+    sent_s: Array = field(default_factory=lambda: ZERO)
+    """the tokens' part of that,"""
+    inside_s: Array = field(default_factory=lambda: ZERO)
+    """and what of compute experts do while they have them."""
     blocking_gather_s: Array = field(default_factory=lambda: ZERO)
     """Data-parallel collectives that do, before compute ..."""
     blocking_reduce_s: Array = field(default_factory=lambda: ZERO)
@@ -130,7 +138,7 @@ def stage_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Stag
     plain = replace(context, tensor_collectives_overlap=False)
     embedding, head = (
         # Never recomputed, and their activations are never offloaded.
-        None if load is None else layer_work(edge, load, plain, again=(ZERO, ZERO), saved_bytes=ZERO)
+        None if load is None else layer_work(edge, load, plain, again=NOTHING_AGAIN, saved_bytes=ZERO)
         for load in (loads.embedding, loads.head)
     )
     return StageWork(
@@ -168,7 +176,7 @@ def kept_layer(grid: StageGrid, load: LayerLoad, context: TimeContext) -> LayerW
 
 
 def layer_work(
-    grid: StageGrid, load: LayerLoad, context: TimeContext, *, again: tuple[Array, Array], saved_bytes: Array
+    grid: StageGrid, load: LayerLoad, context: TimeContext, *, again: Again, saved_bytes: Array
 ) -> LayerWork:
     """One kind of layer; `again` is the compute and the collectives that its backward pass does again, and
     `saved_bytes` what of its activations may be offloaded."""
@@ -178,17 +186,15 @@ def layer_work(
     saved = grid.offload.activations * saved_bytes
     saved_out, saved_in = host_copy(saved, "d2h", context), host_copy(saved, "h2d", context)
     backward_s = load.backward_s + again[0]
-    forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
-    if context.tensor_collectives_overlap:
-        each, ranks = context.interference, grid.tp
-        forward_tp = _beside_products(load.forward_s, forward_tp, load.forward_exchange_s, ranks, each)
-        backward_tp = _beside_products(backward_s, backward_tp, load.backward_exchange_s, ranks, each)
+    (forward_tp, forward_sent), (backward_tp, backward_sent) = _stopping(grid, load, context, again)
     forward = PassWork(
         compute_s=load.forward_s,
         gather_s=shared.gather_s,
         copy_in_s=traffic.weights_in_s,
         copy_out_s=saved_out,
-        tensor_s=forward_tp,
+        tensor_s=forward_tp + forward_sent,
+        sent_s=forward_sent,
+        inside_s=load.forward_inside_s,
         blocking_gather_s=shared.blocking_gather_s,
     )
     backward = PassWork(
@@ -197,7 +203,9 @@ def layer_work(
         copy_in_s=traffic.weights_in_s + traffic.grads_in_s + saved_in,
         reduce_s=shared.reduce_s,
         copy_out_s=traffic.grads_out_s,
-        tensor_s=backward_tp,
+        tensor_s=backward_tp + backward_sent,
+        sent_s=backward_sent,
+        inside_s=load.backward_inside_s,
         blocking_gather_s=gathers * shared.blocking_gather_s,
         blocking_reduce_s=shared.blocking_reduce_s,
     )
@@ -229,21 +237,20 @@ def layer_work(
     )
 
 
-def _beside_products(
-    compute_s: Array, collective_s: Array, alone_s: Array, ranks: Array, factors: Array
-) -> Array:
-    """The same where some of the collectives, tokens on their way to experts, run alone."""
-    return alone_s + exposed_beside_products(compute_s, collective_s - alone_s, ranks, factors)
-
-
-def exposed_beside_products(compute_s: Array, collective_s: Array, ranks: Array, factors: Array) -> Array:
-    """What tensor-parallel collectives beside compute add to it. Userbuffers cut each, and the product that
-    it feeds or follows, into as many pieces as there are ranks: the first piece of one and the last of the
-    other run alone (Transformer Engine, comm_gemm_overlap)."""
-    pieces = np.maximum(ranks, 1.0)
-    both = (1.0 - 1.0 / pieces) * compute_s, (1.0 - 1.0 / pieces) * collective_s
-    together_s = overlapped_time((*both, ZERO, ZERO), factors)
-    return np.asarray(together_s + (compute_s + collective_s) / pieces - compute_s)
+def _stopping(
+    grid: StageGrid, load: LayerLoad, context: TimeContext, again: Again
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Tensor-parallel collectives and journeys of tokens that stop compute, forward and backward."""
+    forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
+    forward_sent, backward_sent = exposed_exchange(grid, load, again, context)
+    if np.any(load.forward_exchange_s):
+        forward_tp = forward_tp - load.forward_exchange_s
+        backward_tp = backward_tp - load.backward_exchange_s - again.exchange_s
+    if context.tensor_collectives_overlap:
+        each, ranks = context.interference, grid.tp
+        forward_tp = exposed_beside_products(load.forward_s, forward_tp, ranks, each)
+        backward_tp = exposed_beside_products(load.backward_s + again[0], backward_tp, ranks, each)
+    return (forward_tp, forward_sent), (backward_tp, backward_sent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,13 +297,6 @@ def _gathers_again(load: LayerLoad, facts: TrafficFacts, recomputed_s: Array) ->
     if facts.zero3.reuse_elements is None or not np.any(recomputed_s):
         return ZERO
     return np.asarray(load.parameters > facts.zero3.reuse_elements, dtype=np.float64)
-
-
-def accumulation_seconds(parameters: Array, context: TimeContext) -> Array:
-    """Adding a layer's new gradients to its old ones, where that is a pass of its own."""
-    if not context.facts.reduction.accumulation_pass:
-        return ZERO
-    return context.prices.of(MemoryPass(3.0 * context.grad_bytes * parameters)).seconds
 
 
 def edge_grid(grid: StageGrid, facts: TrafficFacts) -> StageGrid:

@@ -28,7 +28,7 @@ import numpy as np
 
 from mist_megatron.events.engine import Deadlock, Program, Stream, Timeline
 from mist_megatron.events.step_events import end_of_iteration, on_arrival, reduced
-from mist_megatron.events.tasks import LayerTasks, NamedLayer, PassTasks, StageTasks, Workload
+from mist_megatron.events.tasks import LayerTasks, NamedLayer, PassTasks, StageTasks, Workload, around_experts
 from mist_megatron.spec.passes import Order, Pass, PassKind
 from mist_megatron.spec.schedule import SCHEDULES
 
@@ -40,6 +40,8 @@ KINDS = (
     "optimizer step",
     "gradient accumulation",
     "tensor-parallel collective",
+    "dispatch",
+    "combine",
     "weight gather",
     "gradient reduction",
     "copy in",
@@ -404,12 +406,12 @@ class _Builder:
         added = ("gradient accumulation", compute, added_s)
         if step.kind is PassKind.FORWARD:
             stepped = ("optimizer step", compute, work.step_s)
-            return gather, stepped, ("forward", compute, work.compute_s), tensor
+            return gather, stepped, *around_experts("forward", work, work.compute_s), tensor
         if step.kind is PassKind.WEIGHT:
             return ("weight gradient", compute, work.weight_s), added, reduce
         if self.split:
-            return gather, again, ("backward", compute, work.compute_s - work.weight_s), tensor
-        return gather, again, ("backward", compute, work.compute_s), added, tensor, reduce
+            return gather, again, *around_experts("backward", work, work.compute_s - work.weight_s), tensor
+        return gather, again, *around_experts("backward", work, work.compute_s), added, tensor, reduce
 
     def add_steps(self) -> None:
         """The end of the iteration: what is reduced at once, and the optimizer step of other targets."""

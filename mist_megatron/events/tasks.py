@@ -20,6 +20,7 @@ from mist_megatron.cost.predict import grids_of, recomputed_layers
 from mist_megatron.cost.terms import ZERO, LayerLoad
 from mist_megatron.cost.traffic import reduces_by_chunk
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer, last_layer_stays
+from mist_megatron.events.engine import Stream
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.term import Term
@@ -38,6 +39,10 @@ class PassTasks:
     """Part of compute that only makes weight gradients."""
     accumulate_s: float = 0.0
     """After compute, from the second micro-batch on."""
+    inside_s: float = 0.0
+    """Part of compute that experts do while tokens are with them."""
+    sent_s: float = 0.0
+    """Tokens on their way to experts and back, one as long as the other, as far as they stop compute."""
     tensor_s: float = 0.0
     blocking_reduce_s: float = 0.0
     gather_s: float = 0.0
@@ -49,7 +54,24 @@ class PassTasks:
     def serial_s(self) -> float:
         """Of the second and later micro-batches, when nothing that runs beside compute holds it up."""
         before_s = self.blocking_gather_s + self.step_s + self.recompute_s
-        return before_s + self.compute_s + self.accumulate_s + self.tensor_s + self.blocking_reduce_s
+        stopped_s = self.sent_s + self.tensor_s + self.blocking_reduce_s
+        return before_s + self.compute_s + self.accumulate_s + stopped_s
+
+
+def around_experts(name: str, work: PassTasks, compute_s: float) -> tuple[tuple[str, Stream, float], ...]:
+    """The compute of a pass with the journeys of tokens in it: tokens leave, experts compute, and results
+    come back; backward passes send the gradients of results first."""
+    if work.sent_s <= 0.0:
+        return ((name, Stream.COMPUTE, compute_s),)
+    inside_s = min(work.inside_s, compute_s)
+    there, back = ("dispatch", "combine") if name == "forward" else ("combine", "dispatch")
+    outside = (name, Stream.COMPUTE, compute_s - inside_s)
+    journeys = (
+        (there, Stream.GPU_TO_GPU, work.sent_s / 2.0),
+        (name, Stream.COMPUTE, inside_s),
+        (back, Stream.GPU_TO_GPU, work.sent_s / 2.0),
+    )
+    return (outside, *journeys) if name == "forward" else (*journeys, outside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +198,8 @@ def _between_nodes(plan: Plan, position: int) -> frozenset[str]:
     """Kinds of a stage's collectives that have ranks on several nodes."""
     groups = {
         "tensor-parallel collective": Group.TENSOR,
+        "dispatch": Group.EXPERT_ALL,
+        "combine": Group.EXPERT_ALL,
         "weight gather": Group.DATA,
         "gradient reduction": Group.DATA,
     }
@@ -269,7 +293,9 @@ def _pass(streams: PassWork, less_s: float = 0.0) -> PassTasks:
     return PassTasks(
         blocking_gather_s=float(streams.blocking_gather_s),
         compute_s=max(float(streams.compute_s) - less_s, 0.0),
-        tensor_s=float(streams.tensor_s),
+        inside_s=float(streams.inside_s),
+        sent_s=float(streams.sent_s),
+        tensor_s=float(streams.tensor_s - streams.sent_s),
         blocking_reduce_s=float(streams.blocking_reduce_s),
         gather_s=float(streams.gather_s),
         copy_in_s=float(streams.copy_in_s),

@@ -12,10 +12,17 @@ form with constants of its own comes out 10 % off in the mean on 108 grouped pro
 tables, bf16, 128 to 9,832 rows of each expert); with the profile's peak and rates, as here, eight of them,
 which a test holds, come out less than 15 % off in the mean and less than 35 % each."""
 EXCHANGE_FRACTION = 0.60
-"""Of the datasheet rate of NVLink, for an all-to-all of NCCL inside a node: SimuMax's fit on 8 B200."""
-OUTSIDE_FRACTION = 0.90
-"""Of the rate of a rank's adapter between nodes, assumed: DeepEP's authors report 43 to 58 GB/s of 50 on
-H800, bytes that stay inside a node counted with them."""
+"""Of the datasheet rate of NVLink, for an all-to-all of NCCL inside a domain: SimuMax's fit on 8 B200; 0.55
+and 0.62 follow from the 930 and 827 us of dispatch and combine over 64 GB200 (arXiv:2603.07685)."""
+ONCE_FRACTION = 0.70
+"""The same where each rank gets one copy: 0.72 and 0.65 follow from HybridEP's 675 and 744 us there, and
+DeepEP's authors report 643 to 740 GB/s of 900 on 8 B200."""
+OUTSIDE_FRACTION = 0.78
+"""Of the rate of a rank's adapter between nodes, for NCCL: of Qwen3-30B on two nodes of H100 a layer's four
+journeys by NCCL take 5.4 ms more than by HybridEP (Megatron-Bridge, skill expert-parallel-overlap)."""
+ONCE_OUTSIDE_FRACTION = 0.90
+"""The same where each node gets one copy, assumed: DeepEP's authors report 43 to 58 GB/s of 50 on H800, bytes
+that stay inside a node counted with them."""
 
 
 def grouped_s(work: GroupedGemm, *, flops_per_s: float, bytes_per_s: float, launch_s: float) -> Array:
@@ -65,7 +72,8 @@ def exchange_s(
 ) -> Array:
     """Both ways out of a rank at once; each at its own rate."""
     inside, outside = exchanged_bytes(work)
-    inside_s = inside / (EXCHANGE_FRACTION * intra_bytes_per_s)
-    outside_s = outside / (OUTSIDE_FRACTION * inter_bytes_per_s)
+    once = np.asarray(work.once) > 0.0
+    inside_s = inside / (np.where(once, ONCE_FRACTION, EXCHANGE_FRACTION) * intra_bytes_per_s)
+    outside_s = outside / (np.where(once, ONCE_OUTSIDE_FRACTION, OUTSIDE_FRACTION) * inter_bytes_per_s)
     there = (np.asarray(work.ranks) > 1.0) & (inside + outside > 0.0)
     return np.where(there, latency_s + np.maximum(inside_s, outside_s), 0.0)

@@ -36,6 +36,7 @@ PARTS: Mapping[str, tuple[Term, ...]] = {
     "recompute": (Term.RECOMPUTE,),
     "embedding and head": (Term.EMBEDDING, Term.HEAD),
     "tensor-parallel collectives": (Term.TENSOR_PARALLEL,),
+    "tokens to experts and back": (Term.EXPERT_TRAFFIC,),
     "gradient reduction": (
         Term.GRADIENT_REDUCTION, Term.LAST_BACKWARD_TRAFFIC, Term.CHUNK_REDUCTIONS, Term.EMBEDDING_TRAFFIC,
         Term.HEAD_TRAFFIC, Term.TIED_EMBEDDINGS,
@@ -57,6 +58,7 @@ OWN = {
     "gradient accumulation": "backward", "optimizer step": "optimizer", "send": "send",
     "tensor-parallel collective": "tensor-parallel collectives", "weight gather": "weight gather",
     "gradient reduction": "gradient reduction", "copy in": "copies", "copy out": "copies",
+    "dispatch": "tokens to experts and back", "combine": "tokens to experts and back",
     "host work": "host work", "host Adam": "optimizer",
 }  # fmt: skip
 """Kinds of events in traces of our own simulations."""

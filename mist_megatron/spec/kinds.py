@@ -18,6 +18,9 @@ GraphModule = Literal[
 ]
 """What a CUDA graph replays, by Megatron's names (--cuda-graph-modules); `layer` is all of a layer,
 `full_iteration` all of a step."""
+Place = Literal["", "inside", "beside"]
+"""Of an operator's compute: before tokens leave or after they are back, while they are with their experts, or
+beside their way, on a stream of its own."""
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -16,6 +16,7 @@ class Busy(StrEnum):
     COMPUTE = "compute"
     TENSOR_PARALLEL = "tensor-parallel traffic"
     DATA_PARALLEL = "data-parallel traffic"
+    EXPERTS = "tokens on their way to experts"
     EXPOSED = "gathers and copies that compute does not hide"
     BETWEEN_STAGES = "transfers between stages"
     HOST = "host"
@@ -45,7 +46,7 @@ class Traits(Flag):
 
 
 T, D, SWITCH, STOPS = Traits.T, Traits.D, Traits.SWITCHABLE, Traits.STOPS_STEPPING_PASS
-COMPUTE, TENSOR, DATA = Busy.COMPUTE, Busy.TENSOR_PARALLEL, Busy.DATA_PARALLEL
+COMPUTE, TENSOR, DATA, EXPERTS = Busy.COMPUTE, Busy.TENSOR_PARALLEL, Busy.DATA_PARALLEL, Busy.EXPERTS
 EXPOSED, STAGES, HOST = Busy.EXPOSED, Busy.BETWEEN_STAGES, Busy.HOST
 EACH, FIRST, LAST, ENDED, STEP = When.EACH, When.FIRST, When.LAST, When.ENDED, When.STEP
 
@@ -73,6 +74,9 @@ class Term(StrEnum):
     RECOMPUTE = _facts("recompute", T, COMPUTE, EACH, "forward passes computed again before backward")
     TENSOR_PARALLEL = _facts(
         "tensor_parallel", T, TENSOR, EACH, "tensor-parallel collectives that stop compute"
+    )
+    EXPERT_TRAFFIC = _facts(
+        "expert_traffic", T, EXPERTS, EACH, "tokens on their way to experts and back that stop compute"
     )
     BLOCKING_DATA_PARALLEL = _facts(
         "blocking_data_parallel", T, DATA, EACH, "data-parallel collectives that stop compute"

@@ -13,7 +13,8 @@ from plain_overlap import no_interference
 from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.terms import LayerLoad, StageLoads, TimeContext
-from mist_megatron.cost.work import exposed_beside_products, stage_work
+from mist_megatron.cost.traffic import exposed_beside_products
+from mist_megatron.cost.work import stage_work
 from mist_megatron.price.prices import (
     EXACT,
     Attention,

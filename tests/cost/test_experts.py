@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import comb
 
 import numpy as np
 import pytest
 
 from mist_megatron.cost.evaluate import make_evaluator
+from mist_megatron.cost.expert_traffic import REACHED
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import InputError
+from mist_megatron.events.iteration import simulate
 from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_from_text, plan_to_yaml
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.price.expert_prices import exchanged_bytes, grouped_s
 from mist_megatron.price.prices import AllToAll, GroupedGemm
 from mist_megatron.spec.mesh import Group, Mesh, groups_of
 from mist_megatron.spec.presets import PRESETS
+from mist_megatron.spec.term import Term
 
 GIB = 2**30
 
 
-def plan_of(model="qwen3-30b-a3b", *, gpu="h100-sxm-80gb", nodes=2, tp=1, micro_batch=1, **execution):
+def plan_of(
+    model="qwen3-30b-a3b", *, gpu="h100-sxm-80gb", nodes=2, tp=1, micro_batch=1, seq_len=4096, **execution
+):
     gpus = nodes * 8
     dp = gpus // tp
     return plan_from_mapping(
         {
             "schema": 1,
             "model": model,
-            "training": {"global_batch": 2 * dp * micro_batch, "seq_len": 4096},
+            "training": {"global_batch": 2 * dp * micro_batch, "seq_len": seq_len},
             "cluster": {"gpu": gpu, "nodes": nodes, "gpus_per_node": 8},
             "target": "megatron",
             "grad_accum": 2,
@@ -181,3 +187,46 @@ def test_tensor_parallel_experts_need_sequence_parallelism():
     """Megatron's parser only warns, its layer raises."""
     with pytest.raises(InputError, match="without sequence_parallel"):
         replace(plan_of(tp=2), sequence_parallel=False)
+
+
+def expert_s(plan) -> float:
+    return sum(stage.stable_terms_s.get(Term.EXPERT_TRAFFIC, 0.0) for stage in predicted(plan).stages)
+
+
+def test_tokens_on_their_way_are_a_term_of_their_own_and_hide_beside_another_micro_batch() -> None:
+    plain, beside = (plan_of(expert_parallel=16, expert_overlap=said) for said in (None, True))
+    assert predicted(plain).stages[0].stable_terms_s[Term.TENSOR_PARALLEL] == 0.0
+    hidden_s = expert_s(plain) - expert_s(beside)
+    # Never more than the part that is reached, of passes that have a partner.
+    paired = 1.0 - 1.0 / plain.grad_accum
+    assert 0.0 < hidden_s <= REACHED * paired * expert_s(plain) * (1.0 + 1e-9)
+    assert predicted(plain).iteration_s - predicted(beside).iteration_s == pytest.approx(
+        hidden_s * plain.grad_accum
+    )
+
+
+def test_dispatch_and_combine_are_events() -> None:
+    plan = plan_of(expert_parallel=16)
+    evaluator = make_evaluator(job_of(plan), datasheet_prices(plan.cluster, "bf16"))
+    simulation = simulate(plan, evaluator)
+    assert {"dispatch", "combine"} <= set(simulation.built.kind)
+    assert simulation.iteration_s == pytest.approx(predicted(plan).iteration_s, rel=0.01)
+
+
+def test_graphs_leave_the_host_less_to_launch() -> None:
+    """A layer of few tokens, which waits for the host: each module that is captured makes it faster, up to
+    the whole step."""
+    times = [
+        predicted(plan_of(seq_len=512, expert_parallel=8, cuda_graphs=modules)).iteration_s
+        for modules in (None, ("moe_router",), ("moe_router", "attn"), ("layer",), ("full_iteration",))
+    ]
+    assert all(later < earlier for earlier, later in pairwise(times)), times
+
+
+def test_shared_experts_hide_beside_the_dispatch() -> None:
+    plain, apart = (
+        plan_of("deepseek-v2-lite", nodes=2, expert_parallel=16, shared_expert_overlap=said)
+        for said in (None, True)
+    )
+    assert 0.0 < expert_s(apart) < expert_s(plain)
+    assert predicted(apart).iteration_s < predicted(plain).iteration_s
