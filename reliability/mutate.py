@@ -1,0 +1,262 @@
+"""Changes the product in one place at a time and asks the tests whether they see it.
+
+    python reliability/mutate.py [ROOM ...] [--count 200] [--seed 1]
+
+Places are drawn at random from the syntax trees of the rooms that compute: a comparison turned, an operator
+exchanged, a number moved, min taken for max, branches exchanged. Texts, messages and annotations are left
+alone. Each change is made in a copy of the checkout, where test files that name its module run first, then
+the room's others, until one fails. What no test sees is listed, to be read: it is a gap in the tests, or a
+change that means the same. Over a minute each, so no part of CI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = (
+    "mist_megatron", "patches", "tests", "launch", "calibration", "recipes", "benchmarks", "reliability",
+    "examples", "docs", "pyproject.toml", "README.md", "ARCHITECTURE.md",
+)  # fmt: skip
+ROOMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cost": (("mist_megatron/cost",), ("tests/cost", "tests/property")),
+    "price": (("mist_megatron/price",), ("tests/cost", "tests/calibrate")),
+    "search": (("mist_megatron/search",), ("tests/search",)),
+    "events": (("mist_megatron/events",), ("tests/events",)),
+    "files": (
+        ("mist_megatron/frameworks",), ("tests/frameworks", "tests/framework/test_emitted_deepspeed.py"),
+    ),
+    "placement": (
+        ("mist_megatron/ask/place.py", "mist_megatron/search/place.py", "mist_megatron/cost/placed.py",
+         "mist_megatron/calibrate/links.py", "mist_megatron/calibrate/link_tables.py"),
+        ("tests/ask/test_place.py", "tests/cost/test_placed.py", "tests/calibrate", "tests/search"),
+    ),
+    "traces": (("mist_megatron/traces", "mist_megatron/recorded"), ("tests/traces", "tests/recorded")),
+}  # fmt: skip
+"""Room -> what is changed, and which tests should see it."""
+LIMIT_S = 1200.0
+"""A change after which the tests do not end is seen."""
+TURNED: Mapping[type[ast.AST], str] = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Add: "-",
+    ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//", ast.And: "or", ast.Or: "and",
+}  # fmt: skip
+SIGNS: Mapping[type[ast.AST], str] = {
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Add: "+",
+    ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.And: "and", ast.Or: "or",
+}  # fmt: skip
+SWAPPED = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One place of one file."""
+
+    path: str
+    start: int
+    end: int
+    """Of the replaced text, in characters."""
+    new: str
+    line: int
+    old: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.old.strip()!r} -> {self.new.strip()!r}"
+
+
+class Places(ast.NodeVisitor):
+    """Where a file can be changed so that it computes something else."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path, self.text, self.found = path, text, list[Change]()
+        self.starts = [0]
+        for line in text.splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line))
+        self.lines = text.splitlines()
+
+    def at(self, line: int, column: int) -> int:
+        """Characters before a place; the tree counts bytes."""
+        return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
+
+    def put(self, start: int, end: int, new: str, line: int) -> None:
+        self.found.append(Change(self.path, start, end, new, line, self.text[start:end]))
+
+    def between(self, left: ast.expr, right: ast.expr, sign: str, new: str) -> None:
+        start, end = (
+            self.at(left.end_lineno or 1, left.end_col_offset or 0),
+            self.at(right.lineno, right.col_offset),
+        )
+        gap = self.text[start:end]
+        if gap.count(sign) == 1:
+            place = start + gap.index(sign)
+            self.put(place, place + len(sign), new, right.lineno)
+
+    def visit_Module(self, node: ast.Module) -> None:
+        """What functions compute; tables of constants are data."""
+        for inner in node.body:
+            if isinstance(inner, ast.FunctionDef | ast.ClassDef):
+                self.visit(inner)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for inner in node.body:
+            if isinstance(inner, ast.FunctionDef):
+                self.visit(inner)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """A message."""
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        """What is said then, and to whom."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        if node.name != "__repr__":
+            for inner in node.body:
+                self.visit(inner)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        self.generic_visit(node)
+        operand = node.left
+        for sign, right in zip(node.ops, node.comparators, strict=True):
+            if type(sign) in TURNED:
+                self.between(operand, right, SIGNS[type(sign)], TURNED[type(sign)])
+            operand = right
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        self.generic_visit(node)
+        said = (ast.Constant, ast.JoinedStr)
+        words = [side for side in (node.left, node.right) if isinstance(side, said) and not _number(side)]
+        if type(node.op) in TURNED and not words:
+            self.between(node.left, node.right, SIGNS[type(node.op)], TURNED[type(node.op)])
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        self.generic_visit(node)
+        self.between(node.values[0], node.values[1], SIGNS[type(node.op)], TURNED[type(node.op)])
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        start, end = (self.at(node.lineno, node.col_offset),
+                      self.at(node.end_lineno or 1, node.end_col_offset or 0))  # fmt: skip
+        if isinstance(node.value, bool):
+            self.put(start, end, str(not node.value), node.lineno)
+        elif _number(node):
+            moved = node.value + 1 if isinstance(node.value, int) else node.value * 2 or 1.0
+            self.put(start, end, repr(moved), node.lineno)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in SWAPPED:
+            end = self.at(node.func.end_lineno or 1, node.func.end_col_offset or 0)
+            self.put(end - len(name), end, SWAPPED[name], node.lineno)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Not):
+            start = self.at(node.lineno, node.col_offset)
+            self.put(start, start + len("not "), "", node.lineno)
+
+
+def _number(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, (int, float))
+        and not isinstance(node.value, bool)
+    )
+
+
+def places(room: str) -> Iterator[Change]:
+    """All places of a room."""
+    for named in ROOMS[room][0]:
+        home = ROOT / named
+        for path in sorted(home.rglob("*.py")) if home.is_dir() else [home]:
+            text = path.read_text("utf-8")
+            found = Places(str(path.relative_to(ROOT)), text)
+            found.visit(ast.parse(text))
+            yield from found.found
+
+
+def drawn(rooms: list[str], count: int, seed: int) -> list[tuple[str, Change]]:
+    """As many of each room, in an order of their own."""
+    chooser = random.Random(seed)
+    each = -(-count // len(rooms))
+    found = [(room, change) for room in rooms for change in chooser.sample(list(places(room)), each)]
+    chooser.shuffle(found)
+    return found[:count]
+
+
+def test_files(room: str, change: Change) -> list[str]:
+    """Those that name the module first, then the room's others, short ones first."""
+    files = [
+        path
+        for named in ROOMS[room][1]
+        for path in (sorted((ROOT / named).glob("test_*.py")) if (ROOT / named).is_dir() else [ROOT / named])
+    ]
+    module = change.path.removesuffix(".py").replace("/", ".")
+    texts = {path: path.read_text("utf-8") for path in files if path.is_file()}
+    ordered = sorted(texts, key=lambda path: (module not in texts[path], len(texts[path])))
+    return [str(path.relative_to(ROOT)) for path in ordered]
+
+
+def seen_by(change: Change, tests: list[str], checkout: Path) -> str:
+    """The first test that fails, or nothing."""
+    home = checkout / change.path
+    whole = home.read_text("utf-8")
+    home.write_text(whole[: change.start] + change.new + whole[change.end :], "utf-8")
+    paths = os.pathsep.join((str(checkout), str(checkout / "patches")))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return "no end"
+    finally:
+        home.write_text(whole, "utf-8")
+    if not done.returncode:
+        return ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else done.stdout[-200:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("rooms", nargs="*", choices=[*ROOMS, []], default=[])
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    survived = []
+    with tempfile.TemporaryDirectory() as folder:
+        checkout = Path(folder)
+        for name in COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, checkout / name)
+        chosen = drawn(asked.rooms or list(ROOMS), asked.count, asked.seed)
+        for room, change in chosen:
+            started = time.monotonic()
+            seen = seen_by(change, test_files(room, change), checkout)
+            print(f"{change}: {seen or 'SURVIVED'} ({time.monotonic() - started:.0f} s)", flush=True)
+            survived += [] if seen else [str(change)]
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} seen; survived:", *survived, sep="\n  ")
+    return bool(survived)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
