@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import os
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,12 +23,17 @@ from test_emitted_megatron_parse import USER_ARGS
 
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.megatron import write as megatron
+from mist_megatron.frameworks.megatron.command import options_of
+from mist_megatron.frameworks.megatron.lint import lint_megatron
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
 
+KNOWN = frozenset(
+    json.loads((Path(__file__).parents[2] / "launch" / "megatron_flags.json").read_text("utf-8"))["flags"]
+)
 TURNS = replace(
     presets.PRESETS["mixtral-8x7b"],
     name="turns",
@@ -212,3 +219,56 @@ def check_switches(plan: Plan, parsed) -> None:
         kept = [width[str(kind)] for kind in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)]
         master = 2 if optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else 4
         assert sum(kept) + master == said.optimizer_bytes
+
+
+WRONG = [
+    # (arguments added, arguments taken out)
+    ("", ""),
+    ("--expert-model-parallel-size 3", ""),
+    ("--moe-router-topk 1", ""),
+    ("--moe-router-enable-expert-bias", ""),
+    ("--moe-router-group-topk 2", ""),
+    ("--moe-router-num-groups 3 --moe-router-group-topk 2", ""),
+    ("--moe-enable-deepep", ""),
+    (
+        "--moe-token-dispatcher-type flex --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+        "",
+    ),
+    ("--moe-pad-expert-input-to-capacity", ""),
+    ("--overlap-moe-expert-parallel-comm", ""),
+    ("--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type allgather", ""),
+    ("--overlap-moe-expert-parallel-comm --expert-model-parallel-size 1", ""),
+    ("--delay-wgrad-compute", ""),
+    (
+        "--overlap-moe-expert-parallel-comm --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1",
+        "",
+    ),
+    ("--overlap-moe-expert-parallel-comm --recompute-granularity selective --recompute-modules moe", ""),
+    ("--recompute-granularity selective --recompute-modules moe_act", "--moe-grouped-gemm"),
+    ("--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", ""),
+    (
+        "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap "
+        "--moe-token-dispatcher-type allgather",
+        "",
+    ),
+    ("--multi-latent-attention", ""),
+    ("--mtp-num-layers 1 --position-embedding-type learned_absolute", ""),
+    ("--mtp-num-layers 1", ""),
+]
+
+
+@pytest.mark.parametrize(("added", "removed"), WRONG)
+def test_lint_rejects_what_megatron_rejects(added: str, removed: str) -> None:
+    plan = made(presets.PRESETS["mixtral-8x7b"], (1, 8, 1, 1, 4, 1), {}, 1)
+    words = [word for word in megatron_parser.rank_arguments(plan, 0) if word not in removed.split()]
+    argv = words + USER_ARGS.split() + added.split()
+    findings = lint_megatron(options_of(argv), "", "x", KNOWN)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            megatron_parser.parse(argv, world=plan.gpus, environment={})
+        real = None
+    except Exception as error:
+        real = str(error)
+    assert (real is not None) == any(one.level == "rejected" for one in findings), (real, findings)

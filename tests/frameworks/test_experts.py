@@ -94,6 +94,23 @@ PLANS = {
         "qwen2-57b-a14b", stage(28, dp=8), execution={"expert_parallel": 2, "expert_dispatcher": "allgather"}
     ),
     "glm": plan("glm-4.5-air", stage(23, dp=4), stage(23, dp=4), execution={"expert_parallel": 4}),
+    "beside other passes": plan(
+        "moonlight-16b-a3b",
+        stage(27, dp=8),
+        execution={
+            "expert_parallel": 8,
+            "expert_overlap": True,
+            "delayed_weight_grad": True,
+            "cuda_graphs": ("attn", "moe_router"),
+            "optimizer_bytes": 6,
+        },
+    ),
+    "shared experts beside tokens": plan(
+        "deepseek-v2",
+        stage(30, dp=4),
+        stage(30, dp=4),
+        execution={"expert_parallel": 4, "shared_expert_overlap": True, "optimizer_bytes": 10},
+    ),
     "every second layer": plan(TURNS, stage(32, dp=8), execution={"expert_parallel": 4}),
 }
 
@@ -112,8 +129,10 @@ def test_files_read_back_as_the_plan(name: str) -> None:
         written.schedule, written.vpp, written.sequence_parallel,
     )  # fmt: skip
     said = written.execution
-    for key in ("ep", "etp", "recompute_modules"):
+    for key in ("ep", "etp", "recompute_modules", "cuda_graphs", "quantization", "optimizer_bytes"):
         assert getattr(read.execution, key) == getattr(said, key), key
+    for key in ("expert_overlap", "delayed_weight_grad", "shared_expert_overlap"):
+        assert bool(getattr(read.execution, key)) == bool(getattr(said, key)), key
     assert read.execution.expert_dispatcher == (said.expert_dispatcher or "alltoall")
     model, own = read.model, written.model
     assert model.kinds == own.kinds and model.kind_of_layer == own.kind_of_layer
@@ -121,7 +140,10 @@ def test_files_read_back_as_the_plan(name: str) -> None:
     assert (model.mtp_layers, model.tied_embeddings) == (own.mtp_layers, own.tied_embeddings)
 
 
-@pytest.mark.parametrize("name", ["qwen3, tensor parallel and folded", "glm"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3, tensor parallel and folded", "glm", "shared experts beside tokens", "beside other passes"],
+)
 def test_lint_reads_the_plans_own_time(name: str, tmp_path: Path) -> None:
     write_artifacts(tmp_path / "out", artifacts(PLANS[name], SOURCES))
     found = lint(tmp_path / "out")

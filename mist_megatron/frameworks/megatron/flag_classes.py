@@ -58,6 +58,11 @@ CLASSES: Sequence[FlagClass] = (
         "qk-head-dim qk-pos-emb-head-dim v-head-dim mtp-num-layers",
     ),
     _priced(
+        "overlaps of experts, CUDA graphs, and widths of the optimizer's states",
+        "overlap-moe-expert-parallel-comm delay-wgrad-compute moe-shared-expert-overlap cuda-graph-impl "
+        "cuda-graph-modules exp-avg-dtype exp-avg-sq-dtype",
+    ),
+    _priced(
         "the run",
         "global-batch-size micro-batch-size seq-length bf16 fp16 fp8-format attention-backend hidden-dropout "
         "attention-dropout",
@@ -98,9 +103,9 @@ CLASSES: Sequence[FlagClass] = (
     _unpriced("a part of experts that is not modelled", "moe-*"),
     _unpriced(
         "another overlap or split of experts than priced",
-        "expert-tensor-parallel-num-weight-shards overlap-moe-expert-parallel-comm "
-        "overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
-        "use-grouped-gemm-for-shared-expert high-priority-a2a-comm-stream",
+        "expert-tensor-parallel-num-weight-shards overlap-dispatch-backward-with-experts-wgrad "
+        "ep-overlap-early-attn-memory-release use-grouped-gemm-for-shared-expert "
+        "high-priority-a2a-comm-stream",
     ),
     _indifferent("numbers of latent attention", "mscale mscale-all-dim cache-mla-latents"),
     _unpriced("another product than priced", "mla-down-proj-fusion"),
@@ -136,9 +141,8 @@ CLASSES: Sequence[FlagClass] = (
         "megatron-fsdp-* init-model-with-meta-device disable-strict-fsdp-dtensor-load "
         "no-strict-fsdp-dtensor-load",
     ),
-    _indifferent(
-        "acts only with a CUDA graph", "cuda-graph-modules cuda-graph-scope cuda-graph-warmup-steps"
-    ),
+    _indifferent("acts only with a CUDA graph", "cuda-graph-warmup-steps te-rng-tracker"),
+    _unpriced("modules of a CUDA graph by names of before 0.19", "cuda-graph-scope"),
     _indifferent(
         "acts only with --fine-grained-activation-offloading",
         "offload-modules min-offloaded-tensor-size activation-offload-fraction "
@@ -152,8 +156,12 @@ CLASSES: Sequence[FlagClass] = (
         "heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json",
     ),
     _unpriced("states of other optimizers have another size", "optimizer", "adam", "adamw"),
-    _unpriced("states of 4 bytes are priced", "exp-avg-dtype exp-avg-sq-dtype main-params-dtype", "fp32"),
-    _unpriced("gradients are priced as the reductions say", "main-grads-dtype", "fp32"),
+    _unpriced(
+        "master weights of 4 bytes, or what of them is not in the weight, are priced",
+        "main-params-dtype",
+        "fp32",
+    ),
+    _unpriced("gradients are priced as the reductions say", "main-grads-dtype", "fp32", "bf16"),
     _unpriced(
         "attention of another kind than the priced one",
         "softmax-type attention-output-gate qk-l2-norm qk-clip use-kitchen-attention "
@@ -186,7 +194,6 @@ CLASSES: Sequence[FlagClass] = (
         "recomputation of other parts is not priced",
         "distribute-saved-activations mlp-chunks-for-training mlp-chunks-for-prefill",
     ),
-    _unpriced("a CUDA graph hides launches and keeps its own memory", "cuda-graph-impl", "none"),
     _unpriced(
         "a CUDA graph hides launches and keeps its own memory",
         "enable-cuda-graph external-cuda-graph optimizer-cuda-graph",
@@ -197,7 +204,7 @@ CLASSES: Sequence[FlagClass] = (
         "no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion "
         "no-persist-layer-norm no-gradient-accumulation-fusion no-gradient-reduce-div-fusion "
         "disable-jit-fuser use-transformer-engine-op-fuser fused-residual-rmsnorm "
-        "use-grouped-gemm-for-dense-mlp batch-invariant-mode te-rng-tracker",
+        "use-grouped-gemm-for-dense-mlp batch-invariant-mode",
     ),
     _unpriced("the loss is computed in 2 bytes", "fp16-lm-cross-entropy"),
     _unpriced("another kernel of the loss", "cross-entropy-fusion-impl", "native", "te"),
@@ -213,7 +220,7 @@ CLASSES: Sequence[FlagClass] = (
     _unpriced(
         "the pipeline runs in another order than priced",
         "microbatch-group-size-per-virtual-pipeline-stage overlap-p2p-communication-warmup-flush "
-        "no-overlap-p2p-communication use-ring-exchange-p2p delay-wgrad-compute "
+        "no-overlap-p2p-communication use-ring-exchange-p2p "
         "defer-embedding-wgrad-compute wgrad-deferral-limit account-for-embedding-in-pipeline-split "
         "account-for-loss-in-pipeline-split",
     ),

@@ -18,6 +18,11 @@ from mist_megatron.frameworks.megatron.read_parts import (
     latent_of,
     with_groups,
 )
+from mist_megatron.frameworks.megatron.read_switches import (
+    graphs_of,
+    optimizer_bytes_of,
+    quantization_of,
+)
 from mist_megatron.frameworks.megatron.reader import Reader, cut
 from mist_megatron.frameworks.megatron.recompute import PARTS, WHOLE_LAYERS, kind_of, modules_of
 from mist_megatron.spec.cluster import ClusterSpec
@@ -141,7 +146,7 @@ def constants_of(read: Reader, *, rotary: bool) -> ModelConstants:
 
 def training_of(read: Reader) -> TrainingSpec:
     half = "fp16" if read.has("fp16") else "bf16"
-    precision = "fp8" if read.has("fp8-format") else half
+    precision = "fp8" if read.has("fp8-format") or read.has("fp4-format") else half
     unfused = read.text("attention-backend", "auto") in {"unfused", "local"}
     return TrainingSpec(
         global_batch=read.count("global-batch-size"),
@@ -307,6 +312,7 @@ def _execution(read: Reader, training: TrainingSpec, context_parallel: int, tp: 
     )
     mixture = read.count("num-experts", 0) > 0
     ep, etp = expert_ranks(read, tp) if mixture else (None, None)
+    overlaps = mixture and read.has("overlap-moe-expert-parallel-comm")
     return Execution(
         context_parallel=context_parallel,
         grad_bytes=4 if wide else 2,
@@ -319,6 +325,12 @@ def _execution(read: Reader, training: TrainingSpec, context_parallel: int, tp: 
         expert_parallel=ep,
         expert_tensor_parallel=etp,
         expert_dispatcher=dispatcher_of(read) if mixture else None,
+        expert_overlap=overlaps,
+        delayed_weight_grad=overlaps and read.has("delay-wgrad-compute"),
+        shared_expert_overlap=mixture and not overlaps and read.has("moe-shared-expert-overlap"),
+        cuda_graphs=graphs_of(read),
+        quantization=quantization_of(read),
+        optimizer_bytes=optimizer_bytes_of(read),
     )
 
 
