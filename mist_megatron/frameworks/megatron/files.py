@@ -65,6 +65,7 @@ def _notes(plan: Plan, *, package: bool) -> list[str]:
     return [
         *(_package_notes(plan) if package else _STOCK_NOTES),
         *(_GRID_NOTES if plan.grids_differ else ()),
+        *(_GRAPH_NOTES if plan.execution.cuda_graphs else ()),
         "",
         "`args.json` and `args.yaml` hold the same arguments as `args.sh`; `bridge.yaml` those that",
         "Megatron-Bridge takes, through `bridge.py`. `mist-megatron lint args.sh` checks the folder again",
@@ -92,6 +93,12 @@ _GRID_NOTES = (
     "any other layout can load them; the states of random generators are not kept.",
     "This needs megatron-core 0.19: older releases cannot give stages process groups of their own, and the",
     "patch `stage_grids` refuses them when training starts.",
+)
+
+
+_GRAPH_NOTES = (
+    "`--cuda-graph-modules` is the name since megatron-core 0.18; older releases call it",
+    "`--cuda-graph-scope`, with the same values.",
 )
 
 
