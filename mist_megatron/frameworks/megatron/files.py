@@ -97,8 +97,8 @@ _GRID_NOTES = (
 
 
 _GRAPH_NOTES = (
-    "`--cuda-graph-modules` is the name since megatron-core 0.18; older releases call it",
-    "`--cuda-graph-scope`, with the same values.",
+    "`--cuda-graph-modules` is its name in megatron-core 0.18 and 0.19; 0.16 calls it",
+    "`--cuda-graph-scope`.",
 )
 
 
