@@ -61,6 +61,41 @@ def _side_seconds(one: StageGrid, evaluator: StageEvaluator, *, across: bool) ->
     return seconds, seconds * side.returns
 
 
+def border_sends(stages: int, chunks: int, micro_batches: int, border: Border) -> int:
+    """Messages that a border of an interleaved schedule carries one after another, there and back at once:
+    those of all chunks, behind those of the forward passes before the first gradient comes back. From the
+    last stage to the first all but the last chunk go, in bursts of as many as there are stages."""
+    first, last = border
+    if last - first > 1 or stages == 2:
+        return (chunks - 1) * (micro_batches + micro_batches // stages) + stages
+    return micro_batches * chunks + 2 * (stages - 1 - first) + (chunks - 1) * stages + 1
+
+
+def slowest_border_s(plan: Plan, grids: Sequence[StageGrid], evaluator: StageEvaluator) -> float:
+    """What the busiest link of an interleaved schedule carries in a step, where links were measured; 0 where
+    all borders are alike, which the terms of the stages tell. They know a mean border only."""
+    if plan.vpp == 1 or grids[0].placed is None:
+        return 0.0
+    stages = len(grids)
+    borders = [*pairwise(range(stages)), (0, stages - 1)]
+    return max(busy_border_s(plan, grids, evaluator, border) for border in borders)
+
+
+def busy_border_s(plan: Plan, grids: Sequence[StageGrid], evaluator: StageEvaluator, border: Border) -> float:
+    """The same of one border; of two stages, or where sends stop compute, terms of stages tell all."""
+    stages, pipeline = len(grids), evaluator.time_context.facts.pipeline
+    if plan.vpp == 1 or stages == 2 or not pipeline.sends_overlap_when_interleaved:
+        return 0.0
+    left, right = border
+    wraps = right - left > 1
+    placed = grids[right if wraps else left].placed
+    if placed is None:
+        return 0.0
+    both = (grids[right], grids[left]) if wraps else (grids[left], grids[right])
+    seconds, _ = _sent_seconds(both, placed.after, evaluator)
+    return seconds * border_sends(stages, plan.vpp, plan.grad_accum, border)
+
+
 def _sent_seconds(
     both: tuple[StageGrid, StageGrid], spans: Spans, evaluator: StageEvaluator
 ) -> tuple[float, float]:

@@ -59,7 +59,7 @@ Other schedules keep eq. 1 and change what the ramp-up and drain cost per stage,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mist_megatron.spec.schedule import ONE_F_ONE_B, ScheduleName, closed_form
 
@@ -127,9 +127,23 @@ class IterationTime:
     binding_extra_stage: int
     """Stage whose first-and-last extra is exposed."""
 
+    passed_s: float = 0.0
+    """What one chunk of every stage takes: what is left where a link is busy throughout."""
+
     @property
     def total_s(self) -> float:
         return self.steady_s + self.ramp_s + self.first_and_last_s
+
+    def no_shorter_than(self, link_s: float) -> IterationTime:
+        """Where a link is busy so long, between the first chunk that reaches it and the last that comes from
+        it."""
+        more_s = link_s + self.passed_s - self.total_s if link_s else 0.0
+        if more_s <= 0.0:
+            return self
+        idle_s = self.bubble_fraction * self.total_s + more_s
+        return replace(
+            self, ramp_s=self.ramp_s + more_s, bubble_fraction=idle_s / (self.total_s + more_s)
+        )  # fmt: skip
 
 
 def iteration_time(
@@ -160,6 +174,7 @@ def iteration_time(
         bubble_fraction=max(ramp_s - stable_s, 0.0) / total_s if total_s > 0.0 else 0.0,
         slowest_stage=slowest,
         binding_extra_stage=binding,
+        passed_s=sum(ramps),
     )
 
 

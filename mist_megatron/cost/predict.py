@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mist_megatron.cost.borders import exchanges_seconds
+from mist_megatron.cost.borders import exchanges_seconds, slowest_border_s
 from mist_megatron.cost.closed_form import Refinement, closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import LayerCount, StageGrid
@@ -193,7 +193,9 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
     """Price every stage and put them together; `evaluator` is of `job_of(plan)`."""
     grids = grids_of(plan)
     stages = priced_stages(plan, grids, evaluator)
-    time = iteration_of(plan, stages, evaluator, plan.grad_accum)
+    time = iteration_of(plan, stages, evaluator, plan.grad_accum).no_shorter_than(
+        slowest_border_s(plan, grids, evaluator)
+    )
     training = plan.training
     tokens = training.global_batch * training.seq_len
     gpu_s = plan.cluster.gpus * time.total_s

@@ -72,6 +72,8 @@ class Places:
     curves: tuple[Curve, ...]
     grad_accum: int
     chunks: int = 1
+    busy_bytes: tuple[tuple[int, float], ...] = ()
+    """Uses whose slowest link is busy all the time where it is slow enough, and what it then carries."""
 
     def slowest(self, orders: Orders, seconds_per_byte: Array) -> Array:
         """Of each use, in each order."""
@@ -95,7 +97,10 @@ class Places:
         ramp = stable / self.chunks
         before = np.cumsum(ramp, axis=1) - ramp
         extra = np.max(delta - before, axis=1)
-        return np.asarray(self.grad_accum * stable.max(axis=1) + ramp.sum(axis=1) - ramp.max(axis=1) + extra)
+        total = self.grad_accum * stable.max(axis=1) + ramp.sum(axis=1) - ramp.max(axis=1) + extra
+        for use, carried in self.busy_bytes:
+            total = np.maximum(total, carried * slow[:, use] + ramp.sum(axis=1))
+        return np.asarray(total)
 
 
 def _along(asked: Array, at: Array, values: Array) -> Array:

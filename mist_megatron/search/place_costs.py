@@ -3,12 +3,14 @@ what a slower link between them adds to each stage's times, asked of the evaluat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
+from mist_megatron.cost.borders import busy_border_s
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import Placed, Spans
@@ -63,7 +65,25 @@ def places_of(plan: Plan, evaluator: StageEvaluator, matrix: LinkMatrix) -> Plac
         curves=tuple(curves),
         grad_accum=plan.grad_accum,
         chunks=plan.vpp,
+        busy_bytes=_busy(uniform, grids, asked, evaluator),
     )
+
+
+def _busy(
+    plan: Plan, grids: Sequence[StageGrid], asked: Sequence[_Asked], evaluator: StageEvaluator
+) -> tuple[tuple[int, float], ...]:
+    """Of the borders of an interleaved schedule."""
+    found = []
+    for number, one in enumerate(asked):
+        if one.part != AFTER:
+            continue
+        border = one.stage, (one.stage + 1) % len(grids)
+        seconds = busy_border_s(plan, grids, evaluator, (min(border), max(border)))
+        spans = grids[one.stage].placed
+        assert spans is not None
+        rate = min(span.bytes_per_s or math.inf for span in spans.after)
+        found.append((number, seconds * rate))
+    return tuple((number, carried) for number, carried in found if 0.0 < carried < math.inf)
 
 
 def uniform_links(plan: Plan, matrix: LinkMatrix, bytes_per_s: float) -> Plan:

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from mist_megatron.ask.evaluators import prices_for
 from mist_megatron.ask.job_words import job
 from mist_megatron.calibrate.join_links import as_it_is, join_links
 from mist_megatron.calibrate.profiles import load_profile, profile_named
-from mist_megatron.cli.calibrate_run_links import LinkOptions, links_command
 from mist_megatron.errors import InputError
 from mist_megatron.formats.links_yaml import links_from_text, links_to_text
 from mist_megatron.price.prices import Collective
@@ -63,26 +61,6 @@ def test_a_second_cluster_is_refused(tmp_path, capsys):
     assert run(["calibrate", "fit", *files, "--gpu", "a100-sxm-40gb", "--out", str(out)]) == 2
     assert "links are of one cluster" in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_every_node_runs_the_same_command():
-    out = Path("links.yaml")
-    options = LinkOptions(links=True, nodes=4, rendezvous="first:29400")
-    told = links_command(options, "python", None, out, {})
-    assert told[:3] == ["python", "-m", "torch.distributed.run"]
-    assert {"--nnodes=4", "--nproc-per-node=gpu", "--rdzv-endpoint=first:29400"} < set(told)
-    assert told[-4:] == ["-m", "mist_patches.links_measure", "--out", "links.yaml"]
-    ranked = {"RANK": "3", "WORLD_SIZE": "8"}
-    assert links_command(LinkOptions(links=True), "python", None, out, ranked)[1:3] == told[-4:-2]
-    for wrong, what in (
-        (LinkOptions(links=True), "--nodes N and --rendezvous"),
-        (LinkOptions(links=True, nodes=1, rendezvous="a:1"), "--nodes is 1"),
-        (LinkOptions(links=True, nodes=2, rendezvous="a"), "HOST:PORT"),
-    ):
-        with pytest.raises(InputError, match=what):
-            links_command(wrong, "python", None, out, {})
-    with pytest.raises(InputError, match="its launcher knows them"):
-        links_command(options, "python", None, out, ranked)
 
 
 def test_two_nodes_measure_their_link(tmp_path):
