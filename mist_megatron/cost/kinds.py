@@ -63,4 +63,6 @@ def size_values(model: ModelSpec, seq_len: float) -> dict[str, float]:
     by_name = shapes(model)
     for kind, names in own_sizes(model).items():
         values |= {own: SIZES[name](by_name[kind], seq_len) for name, own in names.items()}
+    if all(kind.entry is None and kind.cross_attention is None for kind in model.kinds):
+        del values["sx"]
     return values
