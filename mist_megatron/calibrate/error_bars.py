@@ -102,7 +102,7 @@ class ErrorBar:
 
 def kind_of(job: Job) -> Kind:
     """What runs like a job's have in common."""
-    framework = TARGETS[job.target].framework or "mist"
+    framework = TARGETS[job.target].framework or job.target
     return Kind(
         family=family_of(job.cluster.gpu.name),
         fabric=fabric_of(job.cluster),
@@ -130,6 +130,8 @@ def bar_of(job: Job, *, profiled: bool) -> ErrorBar:
     if any(kind.experts is not None for kind in job.model.kinds):
         # No run of experts took part in these errors.
         return replace(bar, like=f"{bar.like}, none of which had experts")
+    if not job.model.plain:
+        return replace(bar, like=f"{bar.like}, none of which had layers of other widths or images")
     return bar
 
 

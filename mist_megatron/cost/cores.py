@@ -158,7 +158,9 @@ def plain_attention(
             saved=(
                 _attention_inputs(latent=latent)[2],
                 SavedTensor(
-                    key="attention_output", size_bytes=HALF * TOKENS * (VALUE_WIDTH if latent else QUERY)
+                    key="attention_output",
+                    size_bytes=HALF * TOKENS * (VALUE_WIDTH if latent else QUERY),
+                    for_weight=True,
                 ),
             ),
             part=CORE,

@@ -251,7 +251,7 @@ def _plain_core(*, dropped: bool) -> tuple[Operator, ...]:
                 gemm_work("cross_sum_scores", rows, OUTSIDE, HEAD_DIM, batch),
                 replace(gemm_work("cross_sum_value", OUTSIDE, HEAD_DIM, rows, batch), layout="tn"),
             ),
-            saved=(_core_inputs()[2], SavedTensor(key="cross_output", size_bytes=HALF * TOKENS * QUERY)),
+            saved=_core_inputs()[2:],
             part="attention_core",
         ),
     )

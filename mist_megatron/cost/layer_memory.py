@@ -128,16 +128,31 @@ def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> 
 
 
 def _plain_modules(model: LayerSpec) -> Expr:
-    """What modules written in plain PyTorch keep beyond fused kernels, as in LLaMA of Hugging Face's
-    transformers: an RMSNorm its input in fp32 and the normalised input in half precision, where a fused one
-    keeps the input; a gated MLP silu(gate) beside gate, up and their product."""
-    norms = (4 if model.post_norms else 2) * FULL * ROWS * HIDDEN if model.norm == "rmsnorm" else ZERO
-    if model.norm == "rmsnorm" and model.cross_attention is not None:
-        norms = norms + FULL * ROWS * HIDDEN
-    if model.qk_norm:
-        norms = norms + FULL * TOKENS * (QUERY + KEY)
+    """What modules written in plain PyTorch keep beyond fused kernels, as in Hugging Face's transformers: an
+    RMSNorm its input in fp32 and the normalised input in half precision, where a fused one keeps the input; a
+    gated MLP silu(gate) beside gate, up and their product. A ReLU keeps its result alone, which the next
+    matrix reads."""
     gelu = 3 * HALF * TOKENS * INNER if _composite_gelu(model) else ZERO
-    return norms + gelu + (HALF * TOKENS * INNER if model.gated_mlp else ZERO)
+    gate = HALF * TOKENS * INNER if model.gated_mlp else ZERO
+    relu = HALF * TOKENS * INNER if model.activation == "relu" and not model.gated_mlp else ZERO
+    return _plain_norms(model) + gelu + gate - relu
+
+
+def _plain_norms(model: LayerSpec) -> Expr:
+    """Of RMSNorms, beyond the input in half precision. That of T5, whose models have no rotary positions,
+    multiplies the input itself, which so stays beside its fp32 copy; that of Gemma 3 keeps input and result
+    in fp32."""
+    if model.norm != "rmsnorm":
+        return ZERO
+    count = (4 if model.post_norms else 2) + (model.cross_attention is not None)
+    each = FULL + (ZERO if model.rotary else HALF)
+    if model.post_norms:
+        each = 2 * FULL - HALF
+    if model.frozen:
+        # The normalised input is for the gradient of the norm's weight.
+        each = each - (FULL if model.post_norms else HALF)
+    heads = TOKENS * (QUERY + KEY) if model.qk_norm else ZERO
+    return each * (count * ROWS * HIDDEN + heads)
 
 
 def _composite_gelu(model: LayerSpec) -> bool:

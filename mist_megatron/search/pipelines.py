@@ -12,7 +12,7 @@ from mist_megatron.search.experts import divisors, expert_sizes
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.splits import chunk_counts, layer_splits
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.mesh import data_parallel_size, nodes_and_gpus, shares_out, splits
+from mist_megatron.spec.mesh import data_parallel_size, nodes_and_gpus, splits, splits_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,8 @@ def _sequence_parallel(job: Job, space: Space, limits: Limits, tp: int) -> tuple
     """With and without, where every rank gets as much of its part of the sequence. Traffic beside products is
     for it alone, and for ranks that fast links join."""
     ranks = tp * job.execution.context_parallel
-    able = space.sequence_parallel and tp > 1 and shares_out(job.training.seq_len, ranks)
+    shared = splits_tokens(job.model, job.training.seq_len, ranks)
+    able = space.sequence_parallel and tp > 1 and shared
     if job.execution.tp_comm_overlap:
         able = able and tp <= job.cluster.linked_gpus
     found: tuple[bool, ...] = () if job.execution.tp_comm_overlap else (False,)

@@ -199,6 +199,12 @@ def shares_out_or_copies(count: int, ranks: int) -> bool:
     return count % ranks == 0 or ranks % count == 0
 
 
+def splits_tokens(model: ModelSpec, seq_len: int, ranks: int) -> bool:
+    """Whether so many ranks get as much each of the tokens of a sample, in all layers of a model."""
+    each = (tokens(seq_len) for kind in model.kinds for tokens in (kind.sequence, kind.outside))
+    return all(shares_out(int(tokens), ranks) for tokens in each)
+
+
 def splits(model: ModelSpec, tp: int) -> bool:
     """Whether so many tensor-parallel ranks can share the matrices of all layers of a model out."""
     return all(

@@ -34,7 +34,7 @@ from mist_megatron.spec.schedule import (
 )
 from mist_megatron.spec.training import TrainingSpec
 
-TargetName = Literal["mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches"]
+TargetName = Literal["mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches", "torch"]
 TARGET_NAMES: tuple[TargetName, ...] = get_args(TargetName)
 """What is known of each stands in `targets/`."""
 Zero = Literal[0, 1, 2, 3]

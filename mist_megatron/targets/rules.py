@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from mist_megatron.errors import EmitError, InputError
+from mist_megatron.spec.mesh import splits_tokens
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan, StagePlan, TargetName
 from mist_megatron.spec.recompute import PARTIAL, RECOMPUTES
@@ -130,9 +131,16 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
 
 def _width_rules(plan: Plan) -> list[str]:
     """What is not modelled of layers of several widths, or of frozen ones."""
-    model = plan.model
+    model, found = plan.model, []
+    if plan.sequence_parallel and not model.plain:
+        found = [
+            f"stages[{index}].tp {stage.tp}: sequence_parallel shares tokens out, and a kind of layer of "
+            f"{model.name} has a number of them that so many ranks do not divide"
+            for index, stage in enumerate(plan.stages)
+            if not splits_tokens(model, plan.training.seq_len, stage.tp)
+        ]
     if model.alike:
-        return []
+        return found
     there = {
         f"vpp {plan.vpp}": plan.vpp > 1,
         f"context_parallel {plan.execution.context_parallel}": plan.execution.context_parallel > 1,
@@ -140,7 +148,7 @@ def _width_rules(plan: Plan) -> list[str]:
         "stages of different dp, tp or micro_batch": plan.grids_differ,
     }
     kinds = ", ".join(kind.name for kind in model.kinds)
-    found = [
+    found += [
         f"{what}: not modelled where layers differ in width, tokens or training ({kinds})"
         for what, is_there in there.items()
         if is_there

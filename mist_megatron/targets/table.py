@@ -10,8 +10,9 @@ from mist_megatron.targets.deepspeed import DEEPSPEED, DEEPSPEED_PATCHES
 from mist_megatron.targets.facts import FrameworkName, Target
 from mist_megatron.targets.megatron import MEGATRON, MEGATRON_PATCHES
 from mist_megatron.targets.mist import MIST
+from mist_megatron.targets.torch import TORCH
 
-_ALL = (MEGATRON, MEGATRON_PATCHES, DEEPSPEED, DEEPSPEED_PATCHES, MIST)
+_ALL = (MEGATRON, MEGATRON_PATCHES, DEEPSPEED, DEEPSPEED_PATCHES, MIST, TORCH)
 TARGETS: Mapping[TargetName, Target] = MappingProxyType({target.name: target for target in _ALL})
 
 

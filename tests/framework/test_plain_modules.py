@@ -1,4 +1,4 @@
-"""Saved activations of the DeepSpeed targets' layers against those of transformers' LLaMA and GPT-2."""
+"""Saved activations of layers in plain PyTorch against those of transformers' modules."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the test framework environment")
 import torch
-from transformers import GPT2Config, LlamaConfig
+from sympy import Symbol
+from transformers import BertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, T5Config, ViTConfig
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RotaryEmbedding
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.t5.modeling_t5 import T5Block
+from transformers.models.vit.modeling_vit import ViTLayer
 
 from mist_megatron.cost import symbols as s
+from mist_megatron.cost.blocks import blocks
+from mist_megatron.cost.kinds import size_values
 from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
+from mist_megatron.formats.huggingface import model_from_huggingface
+from mist_megatron.spec.layer import LayerGroup
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.targets.facts import Modules
 
@@ -100,3 +110,96 @@ def test_gpt2_layer(hidden: int, ffn: int, heads: int, seq: int, batch: int) -> 
     options = LayerOptions(norm_statistics_bytes=4)
     assert predicted("gpt2-xl", sizes, "plain_torch", options) == pytest.approx(measured, rel=0.005)
     assert predicted("gpt2-xl", sizes, "transformer_engine", options) < 0.75 * measured
+
+
+SEQ, BATCH = 128, 2
+SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 2}
+OF_BERT = {**SIZES, "vocab_size": 100, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+OF_LLAMA = {**SIZES, "vocab_size": 100, "num_key_value_heads": 2}
+OF_T5 = {"d_model": 256, "d_ff": 1024, "d_kv": 64, "num_heads": 4, "vocab_size": 100, "dropout_rate": 0.0}
+OF_GEMMA = {**OF_LLAMA, "head_dim": 64, "num_hidden_layers": 6, "sliding_window": 64}
+OF_VIT = {**SIZES, "image_size": 64, "patch_size": 8}
+
+
+def kept_by(model: ModelSpec, kind: str, *, fused: bool) -> float:
+    """What is predicted of a layer of that kind, for two samples."""
+    options = LayerOptions(flash_attention=fused, norm_statistics_bytes=4)
+    sizes = {"b": BATCH, "tp": 1, "cp": 1, "sp": 0, "sel": 0, "v": model.vocab, **size_values(model, SEQ)}
+    values = {Symbol(name, nonnegative=True): value for name, value in sizes.items()}
+    (block,) = [block for block in blocks(model, options) if block.kind.name == kind]
+    memory = layer_memory(block.kind, options, "plain_torch", passes_back=block.passes_back)
+    return float(block.own(memory.saved).subs(values))
+
+
+def read(kind: str, config: dict[str, Any], *, frozen: bool = False) -> ModelSpec:
+    """The model of a config; with `frozen`, all its layers but the first."""
+    model = model_from_huggingface({"model_type": kind, **config}, "config.json")
+    if not frozen:
+        return model
+    live, still = (replace(model.kinds[0], name=name, frozen=name == "still") for name in ("live", "still"))
+    groups = LayerGroup(layers=1, pattern=(live,)), LayerGroup(layers=model.layers - 1, pattern=(still,))
+    return replace(model, groups=groups)
+
+
+def implemented(config: Any, *, fused: bool) -> Any:
+    config._attn_implementation = "sdpa" if fused else "eager"
+    return config
+
+
+def rotated(rotary: Any, hidden: int, *layer_type: str) -> tuple[torch.Tensor, dict[str, Any], int]:
+    """Input, positions and the bytes of these, which a model has once."""
+    given, places = inputs(hidden, SEQ, BATCH), torch.arange(SEQ)[None]
+    tables = tuple(table.bfloat16() for table in rotary(given, places, *layer_type))
+    more = {"position_embeddings": tables, "position_ids": places}
+    return given, more, sum(table.untyped_storage().nbytes() for table in tables)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_bert_layer(fused: bool, frozen: bool) -> None:
+    layer = BertLayer(implemented(BertConfig(**OF_BERT), fused=fused)).bfloat16().requires_grad_(not frozen)
+    measured = saved_bytes(layer, inputs(256, SEQ, BATCH))
+    model = read("bert", OF_BERT, frozen=frozen)
+    assert kept_by(model, "still" if frozen else "block", fused=fused) == measured
+
+
+def test_frozen_llama_layer() -> None:
+    config = LlamaConfig(**OF_LLAMA, attn_implementation="sdpa")
+    given, more, tables = rotated(LlamaRotaryEmbedding(config), 256)
+    layer = LlamaDecoderLayer(config, 0).bfloat16().requires_grad_(False)
+    measured = saved_bytes(layer, given, **more) - tables
+    assert kept_by(read("llama", OF_LLAMA, frozen=True), "still", fused=True) == measured
+
+
+def test_vit_layer() -> None:
+    model = read("vit", OF_VIT)
+    layer = ViTLayer(implemented(ViTConfig(**OF_VIT), fused=True)).bfloat16()
+    assert kept_by(model, "block", fused=True) == saved_bytes(layer, inputs(256, model.tokens or 0, BATCH))
+
+
+def test_gemma3_layer() -> None:
+    """Statistics and weights in fp32 aside."""
+    config = implemented(Gemma3TextConfig(**OF_GEMMA), fused=True)
+    given, more, tables = rotated(Gemma3RotaryEmbedding(config), 256, "full_attention")
+    measured = saved_bytes(Gemma3DecoderLayer(config, 5).bfloat16(), given, **more) - tables
+    assert kept_by(read("gemma3_text", OF_GEMMA), "full", fused=True) == pytest.approx(measured, rel=0.002)
+
+
+def test_t5_layers() -> None:
+    """The encoder's output, which all layers of the decoder read, is not a layer's."""
+    bias = torch.zeros(1, 4, SEQ, SEQ, dtype=torch.bfloat16)
+    model = read("t5", OF_T5)
+    config = implemented(T5Config(**OF_T5), fused=False)
+    measured = saved_bytes(T5Block(config).bfloat16(), inputs(256, SEQ, BATCH), position_bias=bias)
+    assert kept_by(model, "encoder", fused=False) == measured
+    config.is_decoder = True
+    encoded = inputs(256, SEQ, BATCH)
+    measured = saved_bytes(
+        T5Block(config, layer_idx=0).bfloat16(),
+        inputs(256, SEQ, BATCH),
+        position_bias=bias,
+        encoder_hidden_states=encoded,
+        encoder_decoder_position_bias=bias,
+        use_cache=False,
+    )
+    assert kept_by(model, "decoder", fused=False) == measured - encoded.untyped_storage().nbytes()

@@ -17,6 +17,7 @@ from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import cut_to_target, space_named
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.entry import EncoderOutput, Entry
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.model import LayerGroup, ModelSpec
 from mist_megatron.spec.plan import Plan, StagePlan
@@ -114,3 +115,77 @@ def test_no_plan_is_told_as_such():
 def test_the_space_is_what_the_target_runs():
     cut = cut_to_target(space_named("mist-ckpt"), "megatron")
     assert not cut.per_stage and cut.ckpt == "any" and cut.zero == (1,)
+
+
+def encoder_decoder() -> ModelSpec:
+    """A wide encoder on 512 tokens, two layers of it frozen, and a decoder on 64."""
+    model = replace(preset("llama3-8b"), layers=1, hidden=2048, ffn_hidden=8192, vocab=8192, rotary=False)
+    given = EncoderOutput(hidden=2048)
+    entry = Entry(hidden=2048, norm=True, projects=False, table="shared")
+    more = {"cross_attention": given, "tokens": 64}
+    encoder = model.kind("encoder", attention="full")
+    groups = [
+        (2, replace(encoder, name="frozen", frozen=True)),
+        (1, encoder),
+        (1, model.kind("start", entry=entry, **more)),
+        (2, model.kind("decoder", **more)),
+    ]
+    made = tuple(LayerGroup(layers=layers, pattern=(kind,)) for layers, kind in groups)
+    return replace(model, layers=LAYERS, groups=made)
+
+
+def widths_job(limit_gib: float) -> Job:
+    training = TrainingSpec(seq_len=512, global_batch=BATCH)
+    return replace(job_with(limit_gib), model=encoder_decoder(), training=training, target="torch")
+
+
+def every_plan_of_torch(job: Job) -> Iterator[Plan]:
+    """Of space full without tensor parallelism: replicated or sharded, any split, any layers recomputed."""
+    for stages in (1, 2, 4):
+        dp = GPUS // stages
+        for micro_batch in (1, 2, 4, 8):
+            if BATCH % (dp * micro_batch):
+                continue
+            for split in splits_of(stages):
+                for ckpt in range(min(split) + 1):
+                    for zero in (0, 3) if dp > 1 else (0,):
+                        stage = StagePlan(
+                            layers=1, nodes=1, gpus_per_node=dp, dp=dp, tp=1, micro_batch=micro_batch,
+                            ckpt=ckpt, zero=zero,
+                        )  # fmt: skip
+                        yield Plan(
+                            model=job.model,
+                            training=job.training,
+                            cluster=job.cluster,
+                            target=job.target,
+                            grad_accum=BATCH // dp // micro_batch,
+                            stages=tuple(replace(stage, layers=layers) for layers in split),
+                        )
+
+
+@cache
+def tried_of_torch() -> tuple[tuple[int, float, float], ...]:
+    """Stages, seconds and bytes of the fullest stage of every plan."""
+    job = widths_job(60.0)
+    evaluator, _ = evaluator_for(job)
+    plans = [plan for plan in every_plan_of_torch(job) if not violations(plan)]
+    told = [(len(plan.stages), predict(plan, evaluator)) for plan in plans]
+    return tuple((n, one.iteration_s, max(s.peak_memory_bytes for s in one.stages)) for n, one in told)
+
+
+@pytest.mark.parametrize("stages", [None, 2, 4])
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.05])
+def test_the_best_of_all_plans_of_unlike_widths_is_found(share, stages):
+    """Of all pipelines, or of those of one length, where so many of them fit."""
+    plans = [plan for plan in tried_of_torch() if stages in (None, plan[0])]
+    limit = sorted(held for _, _, held in plans)[int(share * (len(plans) - 1))]
+    job = widths_job(limit / GIB)
+    evaluator, _ = evaluator_for(job)
+    fixed = {"tp": 1, **({} if stages is None else {"pp": stages})}
+    settings = Settings(limits=replace(Settings().limits, fixed=fixed))
+    found = search(evaluator, space_named("full"), settings)
+    best = plan_of(evaluator, found.solutions[0])
+    assert predict(best, evaluator).fits and not violations(best)
+    assert found.objective_s == pytest.approx(
+        min(seconds for _, seconds, held in plans if held <= limit), rel=1e-9
+    )
