@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mist_megatron.cli.output import OutputOptions
+from mist_megatron.cli.output_file import check_output_file
+from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,6 +42,10 @@ def place(
     from mist_megatron.formats.files import write_file
     from mist_megatron.formats.plan_yaml import plan_to_yaml
 
+    if out is not None:
+        check_output_file("--out", out, read=(plan, links), example="placed.yaml")
+        if out.exists() and not force:
+            raise InputError(f"{out} exists", details=("try: --force, or another --out",))
     placed = place_plan(
         plan, links=links, avoid=tuple(avoid or ()), spare=spare, gpus_at_once=gpus_at_once, seed=seed,
         evaluations=evaluations,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,8 @@ FASTEST_BYTES_PER_S = 2e12
 UNREPEATED_SPREAD = 0.03
 """Of a pair that was measured once: the two published snapshots of the 240 pairs of Pipette's 16-node cluster
 differ by 3.1 % (standard deviation of the logarithm of their ratio)."""
+HOST = re.compile(r"\w[\w-]*(\.\w[\w-]*)*\.?(:\d+)?", re.ASCII)
+"""A name or an address; mpiGraph adds the number of a process. Launch scripts and files carry it."""
 Rates = tuple[tuple[float | None, ...], ...]
 
 
@@ -49,6 +52,10 @@ class LinkMatrix:
             raise InputError(f"links: {count} hosts; wanted 2 to {MOST_HOSTS}")
         for host in self.hosts:
             check.name("links: host", host)
+            if not HOST.fullmatch(host):
+                raise InputError(
+                    f"links: host {host!r} is no host name; wanted letters, digits, '-', '_' and '.'"
+                )
         shorts = [short_name(host) for host in self.hosts]
         twice = next((host for host in shorts if shorts.count(host) > 1), None)
         if twice is not None:

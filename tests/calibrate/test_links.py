@@ -12,6 +12,7 @@ from mist_megatron.calibrate.imported import Hints
 from mist_megatron.calibrate.links import matrices_of, read_links
 from mist_megatron.errors import InputError
 from mist_megatron.formats.links_yaml import is_links, links_from_text, links_to_text
+from mist_megatron.spec.links import LinkMatrix
 
 HINTS = Hints(date="2026-11-21")
 
@@ -178,3 +179,24 @@ def test_commands_read_a_folder_and_show_what_stands_out(ran_here, tmp_path):
         refused = ran_here("calibrate", "import", str(logs), *words, "--out", str(out), "--force")
         assert refused.code == 2
         assert message in refused.err
+
+
+@pytest.mark.parametrize("host", ["../x", "a b", "n1;reboot", "-n1", "n..1", "$HOME", "n1/2", ".n1"])
+def test_what_is_no_host_name_is_refused(host):
+    """It goes into launch scripts."""
+    rows = ((None, 1e9), (1e9, None))
+    with pytest.raises(InputError, match="is no host name"):
+        LinkMatrix(hosts=("n0", host), bytes_per_s=rows)
+    for fine in ("n1", "gpu-7.cluster.example.org", "10.0.0.7", "node_3", "x7:12"):
+        assert LinkMatrix(hosts=("n0", fine), bytes_per_s=rows).hosts[1] == fine
+
+
+def test_where_a_placed_plan_goes_is_checked_before_the_work(tmp_path, ran_here):
+    """The plan is not even read."""
+    for out, told in ((tmp_path, "is a folder"), (tmp_path / "no" / "x.yaml", "there is no folder")):
+        refused = ran_here("place", str(tmp_path / "plan.yaml"), "--links", "none.yaml", "--out", str(out))
+        assert (refused.code, told in refused.err) == (2, True)
+    (tmp_path / "there.yaml").write_text("mine")
+    refused = ran_here("place", "p.yaml", "--links", "none.yaml", "--out", str(tmp_path / "there.yaml"))
+    assert (refused.code, "exists" in refused.err) == (2, True)
+    assert (tmp_path / "there.yaml").read_text() == "mine"
