@@ -78,7 +78,18 @@ def make_evaluator(
         (job.model, training.flash_attention, training.dropout, eight_bit, execution, job.target)
     )
     priced = DeterministicPrices(prices) if job.execution.deterministic else prices
-    return StageEvaluator(job, priced, load_or_build(cache, described, build), without=without)
+    if cache is None:
+        return StageEvaluator(job, priced, build(), without=without)
+    if (cache, described) not in _READ:
+        while len(_READ) >= MOST_READ:
+            del _READ[next(iter(_READ))]
+        _READ[cache, described] = load_or_build(cache, described, build)
+    return StageEvaluator(job, priced, _READ[cache, described], without=without)
+
+
+_READ: dict[tuple[Store, str], StageProgram] = {}
+"""Programs that this process has from a cache: a search asks for the same in each way of execution."""
+MOST_READ = 64
 
 
 MOST_BOUND = 256

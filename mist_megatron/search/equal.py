@@ -5,32 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mist_megatron.search.assign import Assignment, Pipelines, assign, improves, in_line
 from mist_megatron.search.borders import ROLES
 from mist_megatron.search.bounds import EqualBound, SearchProblem, split_bounds
 from mist_megatron.search.choices import (
-    AXES,
-    Array,
     Choices,
-    StageSlot,
-    per_chunk_counts,
     slot_at,
-    stage_grid,
 )
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.points import Ends, steady_s
-from mist_megatron.search.solution import Solved, StageChoice, stage_choice, told
+from mist_megatron.search.solution import Solved, stage_choice, told
 from mist_megatron.search.splits import layer_splits, split_table, splits_layers
 from mist_megatron.search.stage_fronts import StageConfigs, StageTimes, Tally, slot_configs
-from mist_megatron.search.stage_prices import Times, beyond_linear
+from mist_megatron.search.uniform import SplitGrids
 from mist_megatron.spec.mesh import StageRole, role_of
-from mist_megatron.spec.recompute import RECOMPUTE_KINDS, RECOMPUTES, Recompute
-from mist_megatron.spec.schedule import chunk_layers, recomputed_of
 
 
 def solve_equal(question: SearchProblem, shape: EqualPipeline, bound: EqualBound, best_s: float) -> Solved:
@@ -127,8 +117,8 @@ def _layer_windows(
 
 
 def _solve_uniform(question: SearchProblem, shape: EqualPipeline, bound: EqualBound, best_s: float) -> Solved:
-    """All stages with one configuration: the whole grid at once, of each split of the layers that may beat
-    what there is."""
+    """All stages with one configuration: the whole grid, of the splits of the layers that may beat what there
+    is, as many at once as their grids are small."""
     layers, stages, vpp = question.evaluator.job.model.layers, shape.stages, shape.vpp
     splits: list[tuple[float, tuple[int, ...]]] = [(0.0, (layers // stages,) * stages)]
     if splits_layers(question.space, stages, vpp):
@@ -136,127 +126,18 @@ def _solve_uniform(question: SearchProblem, shape: EqualPipeline, bound: EqualBo
         splits = sorted(zip(map(float, bounds_s), layer_splits(layers, stages, vpp), strict=True))
     tally = Tally()
     best = Solved(tally=tally)
-    priced: dict[tuple[object, ...], _StageTimes] = {}
-    for least_s, split in splits:
-        for recompute in question.space.recompute:
+    left = dict.fromkeys(question.space.recompute, splits)
+    while any(left.values()):
+        for recompute, open_splits in left.items():
             wanted_s = min(best_s, best.left_s)
-            if least_s >= wanted_s:
-                return best
-            grid = _SplitGrid(question, shape, split, recompute, priced)
-            found = grid.best(wanted_s, tally)
+            promising = [split for least_s, split in open_splits if least_s < wanted_s]
+            left[recompute] = []
+            if not promising:
+                continue
+            grids = SplitGrids(question, shape, promising, recompute)
+            left[recompute] = open_splits[len(grids.splits) :]
+            found = grids.best(wanted_s, tally)
             if found is not None:
                 value_s, rows = found
                 best = Solved(told(question.evaluator, shape, rows), value_s, tally)
     return best
-
-
-class _StageTimes(NamedTuple):
-    """Of all configurations of one stage, over their axes."""
-
-    t_s: Array
-    """Per chunk, without what is in turn."""
-    d_s: Array
-    step_s: Array
-    in_turn_s: Array
-
-
-class _SplitGrid:
-    """All configurations that the stages of one split may have alike."""
-
-    def __init__(
-        self,
-        question: SearchProblem,
-        shape: EqualPipeline,
-        split: tuple[int, ...],
-        recompute: Recompute,
-        priced: dict[tuple[object, ...], _StageTimes],
-    ) -> None:
-        self.question, self.shape, self.split, self.recompute = question, shape, split, recompute
-        self.chunks = chunk_layers(split, shape.vpp)
-        self.choices = Choices(space=question.space, shape=shape, step=question.step)
-        whole = RECOMPUTES[recompute].whole_layers
-        counts = per_chunk_counts(question.space, self.chunks) if whole else np.zeros(1)
-        self.axes = [
-            self.choices.axes(np.array([float(recomputed_of(chunks, int(n))) for n in counts]))
-            for chunks in self.chunks
-        ]
-        self.priced = priced
-
-    def best(self, wanted_s: float, tally: Tally) -> tuple[float, list[StageChoice]] | None:
-        """The fastest that fits, if it takes less than that, and its stages."""
-        size = tuple(self.axes[0][name].size for name in AXES)
-        value_s = np.broadcast_to(self._values_s(), size)
-        wanted = value_s < wanted_s
-        kinds = dict(zip(zip(self.split, self.chunks, strict=True), self.axes, strict=True))
-        for (layers, _), axes in kinds.items():
-            wanted = wanted & self.choices.valid(layers, axes)
-        tally.priced += int(wanted.sum())
-        fits = self._fitting(wanted)
-        tally.over_memory += int((wanted & ~fits).sum())
-        value_s = np.where(fits, value_s, np.inf)
-        index = np.unravel_index(int(np.argmin(value_s)), size)
-        if not fits[index]:
-            return None
-        rows = [
-            {
-                "layers": float(layers),
-                **{name: float(axes[name].reshape(-1)[k]) for name, k in zip(AXES, index, strict=True)},
-                "recompute": float(RECOMPUTE_KINDS.index(self.recompute)),
-            }
-            for layers, axes in zip(self.split, self.axes, strict=True)
-        ]
-        return float(value_s[index]), rows
-
-    def _slot(self, position: int) -> StageSlot:
-        chunks = self.chunks[position] if self.shape.vpp > 1 else None
-        return slot_at(self.shape, position, self.split[position], chunks)
-
-    def _times(self, position: int) -> _StageTimes:
-        evaluator, vpp, axes = self.question.evaluator, self.shape.vpp, self.axes[position]
-        slot = self._slot(position)
-        key = slot.role, self.chunks[position], self.recompute, axes["ckpt"].size
-        if key not in self.priced:
-            self.question.tick()
-            grid = stage_grid(self.shape, slot, axes, recompute=self.recompute)
-            times = Times.of(evaluator, grid)
-            beyond_t, beyond_d = beyond_linear(evaluator, grid)
-            self.priced[key] = _StageTimes(
-                (times.stable.at(grid) - times.in_turn_s + beyond_t) / vpp,
-                times.delta.at(grid) + beyond_d,
-                times.step.at(grid),
-                times.in_turn_s,
-            )
-        return self.priced[key]
-
-    def _values_s(self) -> Array:
-        """What every configuration takes."""
-        shape, evaluator = self.shape, self.question.evaluator
-        behind = step = np.zeros(())
-        steady = second = np.full((), -np.inf)
-        grid = stage_grid(shape, self._slot(0), self.axes[0], recompute=self.recompute)
-        layer_backward_s = evaluator.loads(grid).block.backward_s
-        for position in reversed(range(shape.stages)):
-            t_s, d_s, step_s, in_turn_s = self._times(position)
-            following = 0 if shape.vpp > 1 else shape.stages - 1 - position
-            ends = Ends(shape.grad_accum * shape.vpp, following)
-            longer_s = np.maximum(0.5 * t_s, self.split[position] * layer_backward_s)
-            steady = np.maximum(steady, steady_s(t_s, longer_s, in_turn_s, ends, behind))
-            behind = behind + t_s
-            second = np.maximum(second, d_s + behind)
-            step = np.maximum(step, step_s)
-        return np.asarray(steady + second + step)
-
-    def _fitting(self, wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Of these, those that fit on every stage: of stages that are alike the first holds most."""
-        seen: set[tuple[object, ...]] = set()
-        evaluator = self.question.evaluator
-        for position in range(self.shape.stages):
-            slot = self._slot(position)
-            key = slot.role, self.chunks[position]
-            if key in seen or not wanted.any():
-                continue
-            seen.add(key)
-            self.question.tick()
-            grid = stage_grid(self.shape, slot, self.axes[position], recompute=self.recompute)
-            wanted = wanted & evaluator.fits(grid)
-        return wanted

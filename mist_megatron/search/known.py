@@ -9,7 +9,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -38,6 +38,8 @@ class Known:
     step: float
     bounds: Mapping[Item, float]
     """Seconds that no plan of an item beats."""
+    solved: Mapping[Item, float] = field(default_factory=dict)
+    """The same of items that were solved: seconds that no plan of the item, of this space, beats."""
 
 
 def floors(question: SearchProblem, items: Sequence[Item], known: Iterable[Known]) -> list[float]:
@@ -52,10 +54,44 @@ def floors(question: SearchProblem, items: Sequence[Item], known: Iterable[Known
             slack = late_reduction_s(question.evaluator, items)
         else:
             continue
-        by_sizes = _by_sizes(one.bounds)
-        here = np.array([_looked_up(item, one.bounds, by_sizes) for item in items])
-        found = np.maximum(found, (here - slack) * (1 - 1e-9))
+        found = np.maximum(found, (_of_items(items, one.bounds) - slack) * (1 - 1e-9))
+        if one.solved and one.job == question.evaluator.job and _within(question, one):
+            # The same configurations are priced here, so that nothing need be left for rounding.
+            found = np.maximum(found, _of_items(items, one.solved))
     return [float(value) for value in found]
+
+
+_LESS_CKPT = {"none": ("none",), "all": ("all",), "none_or_all": ("none", "all", "none_or_all")}
+
+
+def _within(question: SearchProblem, known: Known) -> bool:
+    """Whether all that stages of a shape may be here they may be there."""
+    here, there = question.space, known.space
+    rules = (
+        "grads_follow_optimizer",
+        "weights_least_zero",
+        "host_gradients",
+        "wide_grads",
+        "layer_steps",
+        "optimizer_offload_least_zero",
+    )
+    same_grid = known.step == question.step or "any" not in here.offload.values()
+    splits = not here.near_even or (there.near_even and here.per_stage == there.per_stage)
+    freer = ("uneven_layers", "per_stage", "per_stage_zero")
+    return (
+        same_grid
+        and splits
+        and all(getattr(here, name) <= getattr(there, name) for name in freer)
+        and all(getattr(here, name) == getattr(there, name) for name in rules)
+        and (there.ckpt == "any" or here.ckpt in _LESS_CKPT[there.ckpt])
+        and set(here.recompute) <= set(there.recompute)
+        and narrower(here.offload, there.offload) == here.offload
+    )
+
+
+def _of_items(items: Sequence[Item], bounds: Mapping[Item, float]) -> Array:
+    by_sizes = _by_sizes(bounds)
+    return np.array([_looked_up(item, bounds, by_sizes) for item in items])
 
 
 def _covers(known: Known, question: SearchProblem) -> bool:

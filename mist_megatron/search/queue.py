@@ -110,12 +110,13 @@ class Order:
     def left_s(self) -> list[float]:
         return [value_s for queue in self.queues for value_s in queue.left_s()]
 
-    def known(self, question: SearchProblem) -> Known:
+    def known(self, question: SearchProblem, solved: Mapping[Item, float] | None = None) -> Known:
         """For searches after this one."""
         bounds: dict[Item, float] = {}
         for queue in self.queues:
             bounds.update(queue.known())
-        return Known(job=question.evaluator.job, space=question.space, step=question.step, bounds=bounds)
+        job, space = question.evaluator.job, question.space
+        return Known(job=job, space=space, step=question.step, bounds=bounds, solved=solved or {})
 
 
 class Orders:

@@ -190,7 +190,10 @@ def search_ways(
         shapes=len(order),
         shapes_solved=run.solved,
         tally=run.tally,
-        known=tuple(one.known(question) for one, question in zip(order.orders, questions, strict=True)),
+        known=tuple(
+            one.known(question, run.proved[way])
+            for way, (one, question) in enumerate(zip(order.orders, questions, strict=True))
+        ),
     )
 
 
@@ -263,6 +266,8 @@ class _Run:
         self.tally = Tally()
         self.solved = 0
         self._put_off: list[tuple[int, Pair]] = []
+        self.proved: list[dict[Item, float]] = [{} for _ in questions]
+        """By way: seconds that no plan of an item beats."""
         self.under_way_s: list[float] = []
         """Bounds of what is being solved."""
         self.open_bounds: list[float] = []
@@ -374,7 +379,12 @@ class _Run:
             way, (bound, item) = due
             self.under_way_s = [bound.value_s]
             self.tick()
-            yield solve(self.questions[way], item, bound, self._beat(item))
+            beat_s = self._beat(item)
+            answer = solve(self.questions[way], item, bound, beat_s)
+            self.proved[way][item] = min(
+                answer.left_s, answer.solution.value_s if answer.solution else beat_s
+            )
+            yield answer
             self.under_way_s = []
             if self.best and self._put_off and self._put_off[-1] is due:
                 self._put_off.pop()  # It gave the first plan.
