@@ -274,6 +274,12 @@ def gathers_on_arrival(grid: StageGrid, facts: TrafficFacts) -> bool:
     return alone and facts.pipeline.later_stages_at_once and grid.vpp == 1
 
 
+def gathers_by_chunk(grid: StageGrid, facts: TrafficFacts) -> bool:
+    """Whether they are gathered ahead, a chunk at a time."""
+    alone = facts.step.gather_overlaps and not facts.step.in_first_forward
+    return alone and facts.pipeline.later_stages_at_once and grid.vpp > 1
+
+
 def reduces_by_chunk(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether a chunk's gradients of ZeRO 0 and 1 are reduced when all of them are made."""
     return facts.reduction.last_overlaps and facts.pipeline.later_stages_at_once and grid.vpp > 1

@@ -8,11 +8,11 @@ A layer pass is a chain on the compute and GPU-GPU streams. Beside it run, by Mi
 layer k + 1 needs comes in while layer k computes, what layer k - 1 made goes out meanwhile, and layer k + 1
 waits for that, because buffers are two layers deep. (Reductions of ZeRO 0 and 1, whose gradients have a
 place of their own, hold nothing up: layers' own collectives go before them, and interleaved stages of
-Megatron begin them when a chunk's last backward pass has ended.) Transfers that compute waits for go before
-those that it does not, which stands for the share of the network that they would get. Sends go through a
-communicator of their own and share links with collectives, half and half, where both stay inside a node or
-both leave it. The first layer of a pass fetches when its pass begins; what its last layer made leaves beside
-whatever comes next.
+Megatron begin them when a chunk's last backward pass has ended; they gather weights ahead, see `gathers`.)
+Transfers that compute waits for go before those that it does not, which stands for the share of the network
+that they would get. Sends go through a communicator of their own and share links with collectives, half and
+half, where both stay inside a node or both leave it. The first layer of a pass fetches when its pass begins;
+what its last layer made leaves beside whatever comes next.
 
 Where layers step before their first forward, a stage that waits for its first input steps as soon as it is
 done with the iteration before: eq. 1 counts on that, and measured runs of Mist (its artifact, GPT-7B on 8 L4)
@@ -26,59 +26,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mist_megatron.events.built import Built, PassSpan
 from mist_megatron.events.engine import Deadlock, Program, Stream, Timeline
+from mist_megatron.events.gathers import launches, waited_for
 from mist_megatron.events.step_events import end_of_iteration, on_arrival, reduced
 from mist_megatron.events.tasks import LayerTasks, NamedLayer, PassTasks, StageTasks, Workload, around_experts
 from mist_megatron.spec.passes import Order, Pass, PassKind
 from mist_megatron.spec.schedule import SCHEDULES
-
-KINDS = (
-    "forward",
-    "backward",
-    "weight gradient",
-    "recompute",
-    "optimizer step",
-    "gradient accumulation",
-    "tensor-parallel collective",
-    "dispatch",
-    "combine",
-    "weight gather",
-    "gradient reduction",
-    "copy in",
-    "copy out",
-    "send",
-    "host work",
-    "host Adam",
-)
-"""What events are."""
-
-
-@dataclass(frozen=True, slots=True)
-class PassSpan:
-    """The serial events of one pass."""
-
-    stage: int
-    step: Pass
-    first: int
-    last: int
-
-
-@dataclass(slots=True)
-class Built:
-    """An iteration as events, with what each of them is."""
-
-    program: Program
-    kind: list[str] = field(default_factory=list)
-    spans: list[PassSpan] = field(default_factory=list)
-    sends: list[tuple[int, int]] = field(default_factory=list)
-    """A transfer, and the first event of the pass that it is for."""
-    steps: list[tuple[int, int, int]] = field(default_factory=list)
-    """Stage, and first and last event of its optimizer step at the end of the iteration."""
-
-    sends_overlap: bool = False
-    """Stages compute on while a boundary tensor leaves."""
-    warm_up: int = 0
-    """Events of the iteration before, which is played where iterations reach into each other."""
 
 
 @dataclass(slots=True)
@@ -93,6 +47,8 @@ class _Rank:
     """What the last two layers sent off, older first."""
     unfinished: dict[Stream, int] = field(default_factory=dict)
     """The last departure on each stream."""
+    gathered: list[int] = field(default_factory=list)
+    """The last gather of weights of a chunk."""
     position: int = 0
 
 
@@ -118,6 +74,10 @@ class _Builder:
         # stage -> the transfer that its next pass is for.
         self.outgoing: dict[int, Pass] = {}
         self.came: dict[int, int] = {}
+        # Stage -> place in its order -> chunks whose weights are gathered from there on.
+        self.launches = launches(work, orders)
+        # Stage and layer -> the gather that its first forward pass waits for.
+        self.gathered: dict[tuple[int, str], int] = {}
 
     def add(self, kind: str, name: str, rank: int, stream: Stream, work_s: float, after: list[int]) -> int:
         self.built.kind.append(kind)
@@ -176,6 +136,8 @@ class _Builder:
                     return False
                 given = [arrival]
         rank, stage = self.ranks[number], self.work.stages[number]
+        for chunk in self.launches[number].get(rank.position, ()):
+            self.gather_ahead(number, chunk)
         sent = given[0] if given and self.built.kind[given[0]] == "send" else None
         handed = [] if sent is None else self.hand_on_inside(number, step, sent)
         begun = self.play_pass(number, step, handed or given, stage)
@@ -329,13 +291,26 @@ class _Builder:
             return layer.forward if step.micro_batch or self.steps_ahead(number, step) else layer.first
         return layer.last if step.micro_batch == self.last_micro_batch else layer.backward
 
+    def gather_ahead(self, number: int, chunk: int) -> None:
+        """All weights of a chunk, in one bucket but for what the very first pass needs."""
+        rank, layers, events = self.ranks[number], self.work.stages[number].chunks[chunk], []
+        for layer in layers:
+            seconds, name = layer.work.first.gather_s, f"weights of {layer.name}"
+            after = [*rank.end, *rank.gathered]
+            events.append(self.add("weight gather", name, number, Stream.GPU_TO_GPU, seconds, after))
+            rank.gathered = [events[-1]]
+        for name, event in waited_for(layers, events, bucketed=number == chunk == 0).items():
+            self.gathered[number, name] = event
+
     def fetch(self, number: int, step: Pass, layer: NamedLayer, after: list[int]) -> list[int]:
         """What must be there before a layer computes."""
         if step.kind is PassKind.WEIGHT:
             return []
         work, name = self.streams_of(number, step, layer.work), f"{step} {layer.name}"
-        events = []
-        if work.gather_s > 0.0:
+        first = step.kind is PassKind.FORWARD and step.micro_batch == 0
+        ahead = self.gathered.get((number, layer.name)) if first else None
+        events = [] if ahead is None else [ahead]
+        if work.gather_s > 0.0 and ahead is None:
             events.append(self.add("weight gather", name, number, Stream.GPU_TO_GPU, work.gather_s, after))
         if work.copy_in_s > 0.0:
             backward = step.kind is PassKind.BACKWARD

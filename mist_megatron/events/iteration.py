@@ -15,7 +15,8 @@ from mist_megatron.events.analysis import (
     device_usage,
     path_shares,
 )
-from mist_megatron.events.build import Built, build, last_iteration
+from mist_megatron.events.build import build, last_iteration
+from mist_megatron.events.built import Built
 from mist_megatron.events.engine import Progress, Timeline, critical_path, run_program
 from mist_megatron.events.memory_curve import MemoryCurve, memory_curves
 from mist_megatron.events.tasks import StageTasks, workload_of

@@ -14,7 +14,7 @@ import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import grid_of
-from mist_megatron.events.build import Built, PassSpan
+from mist_megatron.events.built import Built, PassSpan
 from mist_megatron.events.engine import Array, Timeline
 from mist_megatron.spec.passes import PassKind
 from mist_megatron.spec.plan import Plan

@@ -18,7 +18,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.predict import grids_of, recomputed_layers
 from mist_megatron.cost.terms import ZERO, LayerLoad
-from mist_megatron.cost.traffic import reduces_by_chunk
+from mist_megatron.cost.traffic import gathers_by_chunk, reduces_by_chunk
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer, last_layer_stays
 from mist_megatron.events.engine import Stream
 from mist_megatron.spec.mesh import Group
@@ -154,6 +154,8 @@ class Workload:
     """Stages compute on while a boundary tensor leaves."""
     reduces_by_chunk: bool = False
     """Reductions of a last backward pass begin when it has ended."""
+    gathers_by_chunk: bool = False
+    """Weights are gathered ahead of the first forward pass of their chunk."""
     steps_on_arrival: bool = False
     """Each layer steps before its first forward, when its stage's input has come."""
     sends_in_turn: bool = False
@@ -188,6 +190,7 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         steps_on_arrival=facts.step.taken == "on_arrival",
         sends_overlap=plan.vpp > 1 and facts.pipeline.sends_overlap_when_interleaved,
         reduces_by_chunk=any(reduces_by_chunk(grid, facts) for grid in grids),
+        gathers_by_chunk=any(gathers_by_chunk(grid, facts) for grid in grids),
         sends_in_turn=facts.pipeline.sends_in_turn,
         tied_before_reduction=facts.reduction.tied_first,
         borders=border_seconds(plan, grids, evaluator),

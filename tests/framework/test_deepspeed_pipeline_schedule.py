@@ -12,7 +12,8 @@ from deepspeed.runtime.pipe import schedule
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
-from mist_megatron.events.build import Built, build
+from mist_megatron.events.build import build
+from mist_megatron.events.built import Built
 from mist_megatron.events.engine import run_program
 from mist_megatron.events.tasks import LayerTasks, StageTasks, Workload, workload_of
 from mist_megatron.formats.model_yaml import model_from_mapping
