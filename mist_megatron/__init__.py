@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from mist_megatron.ask.report import report as report
     from mist_megatron.ask.simulate import Simulated as Simulated
     from mist_megatron.ask.simulate import simulate as simulate
+    from mist_megatron.ask.strategies import Strategies as Strategies
+    from mist_megatron.ask.strategies import strategies as strategies
+    from mist_megatron.ask.sweep import Swept as Swept
+    from mist_megatron.ask.sweep import sweep as sweep
     from mist_megatron.ask.tune import Tuned as Tuned
     from mist_megatron.ask.tune_words import tune as tune
     from mist_megatron.ask.validate import Validated as Validated
@@ -64,6 +68,8 @@ if TYPE_CHECKING:
 _HOME = {
     "ask.tune_words": "tune",
     "ask.compare": "compare Compared",
+    "ask.sweep": "sweep Swept",
+    "ask.strategies": "strategies Strategies",
     "ask.predict": "predict Predicted",
     "ask.simulate": "simulate Simulated",
     "ask.replay": "replay Replayed",

@@ -21,10 +21,11 @@ from mist_megatron.ask.job_words import JobWords
 from mist_megatron.ask.place import PlaceWords
 from mist_megatron.ask.replay import ReplayWords
 from mist_megatron.ask.simulate import SimulateWords
+from mist_megatron.ask.sweep import SweepWords
 from mist_megatron.ask.tune_words import AS_USUAL, TuneWords
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
-KINDS = (JobWords, TuneWords, ConvertWords, SimulateWords, ReplayWords, PlaceWords)
+KINDS = (JobWords, TuneWords, SweepWords, ConvertWords, SimulateWords, ReplayWords, PlaceWords)
 WORDS = {kind.__name__: kind for kind in KINDS}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -95,7 +96,7 @@ def _with_network(plan: Plan, factor: float) -> _Other:
 def under_less_memory(tuned: Tuned, watch: Watch) -> tuple[Change, ...]:
     """The best plan where GPUs have less memory: a search of its own for each."""
     job, limit = tuned.job, tuned.prediction.stages[0].limit_bytes
-    settings = replace(tuned.settings, top=1)
+    settings = replace(tuned.settings, top=1, below_s=math.inf)
     found = []
     for share in LIMITS:
         less = replace(job, cluster=replace(job.cluster, memory_limit_bytes=share * limit))

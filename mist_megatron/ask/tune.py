@@ -110,6 +110,8 @@ class Tuned:
     """What the events say of the plans, where that was asked for."""
     on_links: OnLinks | None = None
     """Which node goes where, where measured links were given."""
+    notes: tuple[str, ...] = ()
+    """What else was found, such as how many GPUs are the fewest that will do."""
     files: tuple[str, ...] = ()
     """Names of what was written ..."""
     out: Path | None = None
@@ -217,6 +219,7 @@ class Tuned:
             "others": [plan_to_mapping(plan) for plan in self.plans[1:]],
             **({} if self.verification is None else {"verify": self.verification.to_dict()}),
             **({} if self.on_links is None else {"placement": self.on_links.to_dict()}),
+            **({"notes": list(self.notes)} if self.notes else {}),
             "gain": gain,
             "defaults": dict(self.defaults),
             "files": list(self.files),
@@ -228,6 +231,7 @@ class Tuned:
             speed_words(self.prediction, self.error_bar),
             *stage_lines(self.plan, self.prediction),
             *reasons(self.plan, self.prediction),
+            *self.notes,
             proof_words(self),
         ]
         return lines_repr(self, lines)

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Unpack
 
-from mist_megatron.ask.job_words import JobWords, asked_job
+from mist_megatron.ask.gpu_counts import NumberWords, on_best_number, wanted_number
+from mist_megatron.ask.job_words import AskedJob, asked_job
 from mist_megatron.ask.links import load_links
 from mist_megatron.ask.place import nodes_to_choose
 from mist_megatron.ask.tune import SILENT, Means, Tuned
@@ -34,7 +35,7 @@ AT_ONCE = 8
 """Shapes that an executor of unknown size is given together."""
 
 
-class TuneWords(JobWords, total=False):
+class TuneWords(NumberWords, total=False):
     """A search by the names of the options of `tune`; what is left out is as it is there."""
 
     space: str | Space
@@ -95,26 +96,36 @@ def tune(
     `tune(model="gpt3-7b", gpus=32)`, or `tune(job)`. A `watch` hears of progress and may end the search,
     which keeps the best so far; `executor` is where shapes are solved, in place of `workers`.
     """
-    asked, words = asked_job(job, words), {**AS_USUAL, **words}
+    words = {**AS_USUAL, **words}
+    number = wanted_number(words) if job is None else None
+    asked = asked_job(job, words) if number is None else None
+    nodes = None if asked is None else _nodes(asked.job, words)
+    if number is not None and words.get("links") is not None:
+        raise InputError("--links is of one number of GPUs; wanted --gpus N beside it")
     space, workers, limit_s = space_of(words["space"]), words["workers"], words.get("time_limit")
     settings, out, verify = _settings(words), _checked_out(words), words.get("verify")
     if verify is not None and verify not in VERIFIERS:
         raise InputError(f"--verify: unknown way {verify!r}; known: {', '.join(VERIFIERS)}")
     watch = watch or SILENT
-    report, top = words.get("report"), settings.top
+    report, top, ends = words.get("report"), settings.top, within(watch, limit_s)
     if report is not None:
         settings = replace(settings, top=max(top, PLANS_OF_A_PAGE))
-    nodes = _nodes(asked.job, words)
+
+    def search(one: AskedJob, settings: Settings) -> Tuned:
+        means = Means(ends, pool, AT_ONCE if executor else workers)
+        return replace(_tuned(one.job, space, settings, means, nodes), defaults=one.defaults)
+
     try:
         with worker_pool(workers) if executor is None else nullcontext(executor) as pool:
-            means = Means(within(watch, limit_s), pool, AT_ONCE if executor else workers)
-            tuned = _tuned(asked.job, space, settings, means, nodes)
+            if asked is not None:
+                searched = search(asked, settings)
+            elif number is not None:
+                searched = on_best_number(number, words, settings, search)
     except StoppedEmpty:
         limit = "the time given" if limit_s is None else f"--time-limit {limit_s:g} s"
         raise NoFeasiblePlan(
             f"no plan found within {limit}", details=("try: a longer --time-limit",)
         ) from None
-    searched = replace(tuned, defaults=asked.defaults)
     tuned = searched.first(top)
     if verify is not None:
         tuned = tuned.verified(watch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,6 +88,26 @@ def svg_bars(bars: Bars, labels: Labels) -> str:
             range(len(bars)), [_plain(name) for name in bars], rotation=30, ha="right", fontsize=8
         )
         _legend(axes)
+        _save(figure, drawn)
+    return drawn.getvalue()
+
+
+def svg_heat(cells: Mapping[tuple[int, int], float | None], labels: Labels) -> str:
+    """Figures by column and row, dark where they are large; None stands empty."""
+    across, upwards = (sorted({place[side] for place in cells}) for side in (0, 1))
+    with _drawing(labels) as (figure, axes, drawn):
+        grid = [[cells.get((x, y)) for x in across] for y in upwards]
+        shown = [[math.nan if value is None else value for value in row] for row in grid]
+        axes.imshow(shown, cmap="YlOrBr", origin="lower", aspect="auto")
+        axes.grid(False)
+        axes.set_xticks(range(len(across)), [str(x) for x in across])
+        axes.set_yticks(range(len(upwards)), [str(y) for y in upwards])
+        most = max((value for value in cells.values() if value is not None), default=1.0)
+        for y, row in enumerate(grid):
+            for x, value in enumerate(row):
+                words, dark = ("-", False) if value is None else (f"{value:.2f}", value > 0.75 * most)
+                if (across[x], upwards[y]) in cells:
+                    axes.text(x, y, words, ha="center", va="center", color="white" if dark else "black")
         _save(figure, drawn)
     return drawn.getvalue()
 

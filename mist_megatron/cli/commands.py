@@ -47,7 +47,8 @@ FILES = "Files for the frameworks"
 
 COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("tune", "tune:tune", "Finds the fastest plan that fits, and proves it.", SEARCH),
-    CommandEntry("compare", "compare:compare", "The same job under each named search space.", SEARCH),
+    CommandEntry("compare", "compare:compare", "The same job under each space, or framework.", SEARCH),
+    CommandEntry("sweep", "sweep:sweep", "One model over many clusters: cost and scaling.", SEARCH),
     CommandEntry("predict", "predict:predict", "Time and memory of a given plan, term by term.", COSTS),
     CommandEntry("place", "place:place", "Which node goes where, by measured links between nodes.", SEARCH),
     CommandEntry("simulate", "simulate:simulate", "One iteration of a plan, played event by event.", COSTS),

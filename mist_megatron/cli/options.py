@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from mist_megatron.cli.expand import OptionGroup
+from mist_megatron.errors import InputError
 from mist_megatron.spec.check import either
 from mist_megatron.spec.plan import TARGET_NAMES
 
@@ -44,7 +45,10 @@ class JobOptions(OptionGroup):
             rich_help_panel=PANEL,
         ),
     ] = None
-    gpus: Annotated[int | None, typer.Option(help="GPUs of the whole cluster.", rich_help_panel=PANEL)] = None
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="GPUs of the whole cluster; of `tune` also any<=512.", rich_help_panel=PANEL),
+    ] = None
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -97,7 +101,14 @@ class JobOptions(OptionGroup):
 
     def words(self) -> JobWords:
         """The same as the arguments of Python."""
-        return cast("JobWords", vars(self))
+        return cast("JobWords", {**vars(self), "gpus": self._gpus()})
+
+    def _gpus(self) -> int | None:
+        from mist_megatron.ask.ranges import most_of_any, whole_number
+
+        if most_of_any("--gpus", self.gpus) is not None:
+            raise InputError(f"--gpus {self.gpus} asks for their number, which `tune` alone chooses")
+        return None if self.gpus is None else whole_number("--gpus", self.gpus)
 
 
 def assumed(defaults: Mapping[str, str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -61,6 +61,15 @@ class SearchOptions(OptionGroup):
         str | None,
         typer.Option(help="simulate: rank the best plans anew, by events.", rich_help_panel=PANEL),
     ] = None
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            help="With --tokens: the fewest GPUs that train in this time, such as 30d.", rich_help_panel=PANEL
+        ),
+    ] = None
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens to train until --deadline, such as 1T.", rich_help_panel=PANEL)
+    ] = None
     report: Annotated[
         Path | None,
         typer.Option(
@@ -83,7 +92,11 @@ class SearchOptions(OptionGroup):
 
     def words(self, job: JobOptions) -> TuneWords:
         """The same, and those of a job, as the arguments of Python."""
-        return cast("TuneWords", {**vars(job), **vars(self)})
+        from mist_megatron.ask.ranges import most_of_any
+
+        most = most_of_any("--gpus", job.gpus)
+        said = job.words() if most is None else {**replace(job, gpus=None).words(), "any_gpus": most}
+        return cast("TuneWords", {**said, **vars(self)})
 
 
 def tune(job: JobOptions, *, search: SearchOptions, output: OutputOptions) -> None:

@@ -50,6 +50,8 @@ def show_result(people: Console, tuned: Tuned, defaults: list[str]) -> None:
 
         people.print(f"\n{tuned.on_links.words()}", soft_wrap=True, markup=False)
         show_placed(people, tuned.on_links.best)
+    for note in tuned.notes:
+        people.print(note)
     if tuned.out is not None:
         files = tuned.files
         people.print(f"wrote {len(files)} file{'s' * (len(files) != 1)} to {tuned.out}: {', '.join(files)}")

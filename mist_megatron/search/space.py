@@ -71,6 +71,8 @@ class Space:
     layer_steps: bool = False
     """The job's steps are decoupled."""
     optimizer_offload_least_zero: int = 0
+    of_paper: bool = False
+    """It is what a paper searched: to compare with it, not what anybody would choose from."""
 
     def varies(self) -> tuple[str, ...]:
         """Names of what this space searches, for the list of spaces."""
@@ -124,16 +126,18 @@ _SPACES = (
     ),
     Space(
         name="aceso",
+        of_paper=True,
         summary="uneven pipeline with recomputed layers per stage, no ZeRO, no offload",
         uneven_layers=True,
         per_stage=True,
         ckpt="any",
         zero=(0,),
     ),
-    Space(name="3d", summary="data x tensor x pipeline parallelism and micro-batch only"),
-    Space(name="pipette", summary="the same as 3d, by the name of the paper that places it"),
+    Space(name="3d", of_paper=True, summary="data x tensor x pipeline parallelism and micro-batch only"),
+    Space(name="pipette", of_paper=True, summary="the same as 3d, by the name of the paper that places it"),
     Space(
         name="mist-zero",
+        of_paper=True,
         summary="mist with ZeRO levels, no partial recompute, no offload",
         uneven_layers=True,
         per_stage=True,
@@ -142,6 +146,7 @@ _SPACES = (
     ),
     Space(
         name="mist-ckpt",
+        of_paper=True,
         summary="mist with recomputed layers per stage, no ZeRO choice, no offload",
         uneven_layers=True,
         per_stage=True,
@@ -149,6 +154,7 @@ _SPACES = (
     ),
     Space(
         name="mist-offload",
+        of_paper=True,
         summary="mist with offload fractions per stage, no ZeRO choice, recompute none or full",
         uneven_layers=True,
         per_stage=True,
@@ -156,6 +162,7 @@ _SPACES = (
     ),
     Space(
         name="mist",
+        of_paper=True,
         summary="the Mist paper's: layers, ZeRO 1-3, recompute and four offload fractions per stage",
         uneven_layers=True,
         per_stage=True,
