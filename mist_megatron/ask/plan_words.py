@@ -153,6 +153,7 @@ def reasons(plan: Plan, prediction: Prediction) -> list[str]:
     split = [(step.steady_s + own_s, "steady"), (step.ramp_s - own_s, "fill and drain")]
     split += [(step.first_and_last_s, "first and last micro-batch")]
     return [
+        *kind_lines(plan),
         f"time binds in stage {slowest}: {listed}",
         "step: " + ", ".join(f"{name} {seconds / step.total_s:.0%}" for seconds, name in split),
         *fullest_words(plan, prediction),
@@ -161,6 +162,20 @@ def reasons(plan: Plan, prediction: Prediction) -> list[str]:
         f"{share['interpolated']:.0%} interpolated, "
         f"{share['extrapolated']:.0%} extrapolated",
     ]
+
+
+def kind_lines(plan: Plan) -> list[str]:
+    """Of a model whose layers differ, which of them each stage has, first to last."""
+    kinds, of_layer = plan.model.kinds, plan.model.kind_of_layer
+    if len(kinds) == 1:
+        return []
+    lines = []
+    for index in range(len(plan.stages)):
+        layers = [of_layer[layer] for chunk in plan.layers_of(index) for layer in chunk]
+        each = (f"{layers.count(place)} {kinds[place].name}" for place in dict.fromkeys(layers))
+        lines.append(f"layers of stage {index}: {', '.join(each)}")
+    more = [f"... {len(lines) - MOST_ROWS} more stages"] if len(lines) > MOST_ROWS else []
+    return [*lines[:MOST_ROWS], *more]
 
 
 def fullest_words(plan: Plan, prediction: Prediction) -> list[str]:

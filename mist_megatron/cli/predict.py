@@ -82,7 +82,7 @@ def _show_latency(people: Console, told: Latencies, asked: str) -> None:
 
 def show_prediction(people: Console, predicted: Predicted) -> None:
     """The tables for people: the whole step, the stages, and their terms."""
-    from mist_megatron.ask.plan_words import flops_words, fullest_words, host_words
+    from mist_megatron.ask.plan_words import flops_words, fullest_words, host_words, kind_lines
     from mist_megatron.cost.predict import binding
 
     plan, prediction, origin = predicted.plan, predicted.prediction, predicted.prices
@@ -100,6 +100,8 @@ def show_prediction(people: Console, predicted: Predicted) -> None:
     )
     people.print()
     people.print(_stage_table(plan, prediction))
+    for line in kind_lines(plan):
+        people.print(line, soft_wrap=True)
     for title, unit, scale, kind in (
         ("one stable micro-batch, ms", "stable_terms_s", 1e-3, 1),
         ("extra of the first and last micro-batch, ms", "delta_terms_s", 1e-3, 1),

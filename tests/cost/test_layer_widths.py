@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.plan_words import kind_lines
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import Prediction, grids_of, job_of, model_flops, predict
 from mist_megatron.errors import InputError
@@ -273,3 +274,14 @@ def test_what_cannot_run_or_is_not_modelled_is_told():
     for seq_len, name in ((512, "qwen2.5-vl-7b"), (200, "vit-huge-32")):
         with pytest.raises(InputError, match=f"seq(uence|_len).*{seq_len}"):
             plan_of(preset(name), (preset(name).layers,), seq_len=seq_len)
+
+
+def test_groups_are_told_by_name():
+    plan = plan_of(preset("t5-512/4-32"), (12, 5, 8, 8))
+    assert kind_lines(plan) == [
+        "layers of stage 0: 12 encoder",
+        "layers of stage 1: 4 encoder, 1 decoder_embedding",
+        "layers of stage 2: 8 decoder",
+        "layers of stage 3: 8 decoder",
+    ]
+    assert not kind_lines(plan_of(plain(), (2, 2, 2, 2)))

@@ -8,11 +8,22 @@ from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import TARGET_NAMES, Execution, Plan, StagePlan
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.training import TrainingSpec
 
 FRACTION = st.one_of(st.just(0.0), st.floats(0.0, 1.0))
+
+
+def sequences(model: ModelSpec) -> st.SearchStrategy[int]:
+    """Lengths that samples of a model may have."""
+    if model.tokens is not None:
+        return st.just(model.tokens)
+    given = [
+        kind.entry.tokens // kind.entry.merged for kind in model.kinds if kind.entry and kind.entry.tokens
+    ]
+    return st.integers(max(given, default=1), 1 << 17)
 
 
 @st.composite
@@ -56,7 +67,7 @@ def valid_plans(draw) -> Plan:
         model=model,
         training=TrainingSpec(
             global_batch=micro_batch * dp * grad_accum,
-            seq_len=draw(st.integers(1, 1 << 17)),
+            seq_len=draw(sequences(model)),
             precision=draw(st.sampled_from(["fp16", "bf16", "fp8"])),
             flash_attention=draw(st.booleans()),
             dropout=draw(st.floats(0.0, 0.9)),

@@ -66,6 +66,20 @@ def _part_refusals(model: ModelSpec) -> list[Refusal]:
                 instead="rotary: true",
             )
         )
+    unwritten = {
+        "norms after attention and MLP": any(kind.post_norms for kind in model.kinds),
+        "layers of several widths or tokens, images, or frozen layers": not model.plain,
+        "a matrix before its output layer": model.head_transform,
+    }
+    found += [
+        Refusal(
+            rule="flags are written for models that pretrain_gpt builds",
+            got=f"{model.name} has {part}",
+            instead="predict --what-if and simulate, and --target deepspeed or torch",
+        )
+        for part, there in unwritten.items()
+        if there
+    ]
     experts = model.routed
     if experts is not None and experts.router_bias != model.linear_bias:
         found.append(
