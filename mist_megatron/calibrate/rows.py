@@ -53,6 +53,10 @@ split, whether a row names it or not. nemo_toolkit 2.3.0 has tp_comm_overlap=Tru
 GPT-3 175B and Nemotron-4 (nemo/collections/llm/recipes), and in tp_overlap_configs/userbuffers.py how
 Nemotron-4 340B's exchanges on B200 are cut, in 16 and in 8 bits."""
 
+SCATTERING = ("megatron-lm", "megatron-deepspeed")
+"""Frameworks whose stages sent each other parts: scatter_gather_tensors_in_pipeline was Megatron-LM's
+default (Narayanan et al. 2021, section 4.1), which went when its pipelines became megatron-core's."""
+
 ATTENTION_OF_SOURCE: Mapping[str, AttentionName] = {
     "MosaicML llm-foundry": "triton-2023",
     "InternEvo": "flash-1",
@@ -181,6 +185,7 @@ def _plan(row: Cells) -> Plan:
                 tp_comm_overlap="tp" in overlap.split(", ") or _overlaps_by_recipe(row),
                 fused_cross_entropy="fused cross entropy" in row.text("note") or None,
                 deterministic="deterministic mode" in row.text("note") or None,
+                scattered_boundaries=framework in SCATTERING or None,
                 zero3=ZERO3_OF_FRAMEWORK.get(framework) if row.text("zero") == "3" else None,
             ),
         )

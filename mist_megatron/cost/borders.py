@@ -22,7 +22,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mist_megatron.cost.boundary import boundary_work, hop_seconds
+from mist_megatron.cost.boundary import boundary_work, hop_seconds, sent_by_rank
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import Spans, send_seconds
@@ -181,8 +181,8 @@ def handed_on_seconds(grid: StageGrid, evaluator: StageEvaluator) -> float:
 
 def _moved_bytes(grid: StageGrid, evaluator: StageEvaluator) -> float:
     """What one rank has to send of a micro-batch."""
-    own_bytes: float = evaluator.loads(grid).boundary_bytes.item()
-    return own_bytes * grid.tp.item() if grid.bridged and grid.sequence_parallel else own_bytes
+    sent: float = sent_by_rank(grid, evaluator.loads(grid).boundary_bytes, evaluator.time_context).item()
+    return sent
 
 
 def parts_moved(sender: StageGrid, receiver: StageGrid) -> float:

@@ -22,7 +22,7 @@ class BoundaryWork:
     across_s: Array
     """... or on another, ..."""
     handed_on_s: Array
-    """... and then, over a bridge, from the rank that received it to the rest of its tensor group."""
+    """... and then from the rank that received it, or a part of it, to the rest of its tensor group."""
     sent_bytes: Array
     """What a rank that sends sends."""
 
@@ -37,15 +37,25 @@ def boundary_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> B
         )
         most = max((side.sent_bytes for side in loads.sides), key=np.max)
         return BoundaryWork(inside_s=inside, across_s=across, handed_on_s=ZERO, sent_bytes=most)
-    if not grid.bridged:
-        inside_s, across_s = hop_seconds(loads.boundary_bytes, context)
-        return BoundaryWork(
-            inside_s=inside_s, across_s=across_s, handed_on_s=ZERO, sent_bytes=loads.boundary_bytes
-        )
-    whole_bytes = loads.boundary_bytes * (grid.tp if grid.sequence_parallel else 1.0)
-    inside_s, across_s = hop_seconds(whole_bytes, context)
-    handed_on_s = _handed_on(whole_bytes, grid, context)
-    return BoundaryWork(inside_s=inside_s, across_s=across_s, handed_on_s=handed_on_s, sent_bytes=whole_bytes)
+    sent_bytes = sent_by_rank(grid, loads.boundary_bytes, context)
+    inside_s, across_s = hop_seconds(sent_bytes, context)
+    handed_on_s: Array = ZERO
+    if grid.bridged or _scattered(grid, context):
+        whole = loads.boundary_bytes * (grid.tp if grid.sequence_parallel else 1.0)
+        handed_on_s = _handed_on(whole, grid, context)
+    return BoundaryWork(inside_s=inside_s, across_s=across_s, handed_on_s=handed_on_s, sent_bytes=sent_bytes)
+
+
+def sent_by_rank(grid: StageGrid, own_bytes: Array, context: TimeContext) -> Array:
+    """What a rank that sends sends, of a boundary tensor of which it has so many bytes: over a bridge all
+    that its tensor-parallel group has; a part of its own where the receivers gather it again."""
+    if grid.bridged:
+        return own_bytes * grid.tp if grid.sequence_parallel else own_bytes
+    return own_bytes / grid.tp if _scattered(grid, context) else own_bytes
+
+
+def _scattered(grid: StageGrid, context: TimeContext) -> bool:
+    return context.facts.pipeline.scatters_boundaries and not grid.sequence_parallel
 
 
 def side_share(side: BoundarySide) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mist_megatron.cost.boundary import hop_seconds
+from mist_megatron.cost.boundary import hop_seconds, sent_by_rank
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import Spans, send_seconds
 from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext, of_kind
@@ -192,6 +192,6 @@ def sent_beside_reductions(work: StageWork) -> Array:
         sent_s = _mean([hop * same for hop, same in zip(hops, alike, strict=True)])
     else:
         share = _crossing_share(grid, context, None)
-        inside, across = hop_seconds(work.loads.boundary_bytes, context)
+        inside, across = hop_seconds(sent_by_rank(grid, work.loads.boundary_bytes, context), context)
         sent_s = np.where(spanned > 1.0, share * across, (1.0 - share) * inside)
     return np.asanyarray(grid.vpp * sent_s * grid.stages / context.model_layers)

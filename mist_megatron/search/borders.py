@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.cost.boundary import boundary_work, hop_seconds
+from mist_megatron.cost.boundary import boundary_work, hop_seconds, sent_by_rank
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.sends import sent_to_neighbours
@@ -117,7 +117,7 @@ def sides_of(evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) -> dict
             own.append(np.broadcast_to(sent.fixed, (len(members),)))
         grid = _grid(members, StageRole.MIDDLE)
         loads = evaluator.loads(grid)
-        bytes_ = loads.boundary_bytes * (grid.tp if grid.bridged and grid.sequence_parallel else 1.0)
+        bytes_ = sent_by_rank(grid, loads.boundary_bytes, context)
         columns = [
             np.broadcast_to(part, (len(members),))
             for part in (bytes_, boundary_work(grid, loads, context).handed_on_s)

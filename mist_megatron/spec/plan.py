@@ -118,6 +118,9 @@ class Execution:
     zero3: Zero3Name | None = None
     """Whose ZeRO 3 runs, which decides what of the network between nodes its collectives reach: that of
     DeepSpeed since 2022, DeepSpeed's of 2021, or PyTorch's FSDP; None takes the first."""
+    scattered_boundaries: bool | None = None
+    """What stages send is split over tensor-parallel ranks and gathered behind, where sequences are not
+    split: Megatron-LM until its pipelines moved to megatron-core; told of measured runs only."""
     recompute_modules: tuple[Module, ...] | None = None
     """What `recompute: selective` runs again, by Megatron's names; null for the attention core."""
     expert_parallel: int | None = None

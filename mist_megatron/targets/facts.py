@@ -271,6 +271,9 @@ class PipelineFacts:
     sends_in_turn: bool = False
     """Neighbours stop for each other: when both are done with a pass, the gradient goes one way and then the
     activation the other way."""
+    scatters_boundaries: bool = False
+    """Where sequences are not split, each tensor-parallel rank sends its part of a boundary tensor, and those
+    that receive gather it."""
     recomputes_to_end: bool = False
     """In a pipeline recomputation runs a layer to its end, whatever it does outside of one."""
 

@@ -172,7 +172,11 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
             # devices that does not block converts on the GPU (ATen/native/cuda/Copy.cu).
             crossing_bytes=4.0,
         ),
-        pipeline=PipelineFacts(sends_overlap_when_interleaved=True, later_stages_at_once=True),
+        pipeline=PipelineFacts(
+            sends_overlap_when_interleaved=True,
+            later_stages_at_once=True,
+            scatters_boundaries=bool(execution.scattered_boundaries),
+        ),
         host_copies=HostCopyFacts(states_visit=True, last_stays=True),
     )
 

@@ -124,6 +124,8 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
             found.append(f"execution.{name}: it has no such switch")
     if plan.execution.zero3 not in (None, "deepspeed"):
         found.append(f"execution.zero3 {plan.execution.zero3}: told of measured runs only, wanted deepspeed")
+    if plan.execution.scattered_boundaries:
+        found.append("execution.scattered_boundaries: told of measured runs only, wanted null")
     if plan.execution.context_parallel > 1 and not able.context_parallel:
         found.append(f"context_parallel {plan.execution.context_parallel}: it has none")
     return found

@@ -14,9 +14,10 @@ from mist_megatron.price.prices import Collective, Priced, Work
 from mist_megatron.price.profile_prices import ProfilePrices, rates_of
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
-from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
 
 
 class Links(ProfilePrices):
@@ -61,6 +62,16 @@ def test_a_bridge_moves_whole_activations_and_hands_them_on(sequence_parallel: b
     own = whole / 2 if sequence_parallel else whole
     assert hop_s(plan, bridge=False) == pytest.approx(own)
     assert hop_s(plan, bridge=True) == pytest.approx(whole + whole / 2)
+
+
+def test_scattered_activations_are_sent_in_parts_and_gathered() -> None:
+    plan = plan_of(2, sequence_parallel=False)
+    whole = 2.0 * 2 * 512 * 2048
+    scattered = replace(plan, target="megatron", execution=Execution(scattered_boundaries=True))
+    assert hop_s(scattered, bridge=False) == pytest.approx(whole / 2 + whole / 2)
+    both = replace(scattered, sequence_parallel=True)
+    assert hop_s(both, bridge=False) == pytest.approx(whole / 2)
+    assert any("scattered_boundaries" in reason for reason in violations(scattered))
 
 
 def test_only_stages_that_differ_are_bridged() -> None:
