@@ -8,6 +8,8 @@ kept.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sympy import Expr, Integer
 
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, Work, WorkKind
@@ -42,6 +44,15 @@ SCORE_KERNELS = 8
 """... in so many kernels."""
 
 
+HOST_LAUNCHES = {"permute": (12, 8), "expert_in": (15, 25), "unpermute": (4, 6)}
+"""What the host launches besides, forward and backward, of a mixture that no graph replays: counts of tokens
+by expert, offsets, weights of tokens, experts one by one. 70 together make Qwen3-30B on 16 H100
+(Megatron-Bridge, FP8 by HybridEP without graphs: 29.3 to 29.7 s) as slow as it is; how they are spread over
+the operators is assumed."""
+ALL_TO_ALL_LAUNCHES = (6, 14)
+"""Further ones of NCCL's all-to-all, of which splits are read by the host (assumed)."""
+
+
 def mixture(
     experts: ExpertSpec,
     *,
@@ -55,7 +66,7 @@ def mixture(
     fuser makes one kernel of the experts' products, their activation and the casts between them."""
     gates = 2 if gated else 1
     shared = _shared(experts, gates, bias=bias, eight_bit=eight_bit) if experts.shared_ffn_hidden else ()
-    return (
+    operators = (
         _router(experts),
         *shared,
         *(_latent_in(eight_bit) if experts.latent else ()),
@@ -65,6 +76,21 @@ def mixture(
         _exchange("combine", dispatcher, forward=False),
         _unpermute(dispatcher),
         *(_latent_out(eight_bit) if experts.latent else ()),
+    )
+    return tuple(_with_launches(operator, dispatcher) for operator in operators)
+
+
+def _with_launches(operator: Operator, dispatcher: Dispatcher) -> Operator:
+    """With what keeps the host busy and the device hardly."""
+    there, back = HOST_LAUNCHES.get(operator.name, (0, 0))
+    if operator.name == "unpermute" and dispatcher == "alltoall":
+        there, back = there + ALL_TO_ALL_LAUNCHES[0], back + ALL_TO_ALL_LAUNCHES[1]
+    if not there:
+        return operator
+    return replace(
+        operator,
+        forward=(*operator.forward, memory_work(f"{operator.name}_launches", ZERO, kernels=there)),
+        backward=(*operator.backward, memory_work(f"{operator.name}_launches_back", ZERO, kernels=back)),
     )
 
 

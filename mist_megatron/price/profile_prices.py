@@ -202,8 +202,10 @@ class ProfilePrices:
             bytes_per_s=self._memory_rate,
             launch_s=curves.launch_s.value,
         )
-        clock = 1.0 if curves.sustained_fraction is None else curves.sustained_fraction.value
-        return Priced(np.asarray(seconds / clock))
+        sustained = curves.sustained_fraction
+        if work.eight_bit and curves.eight_bit_sustained_fraction is not None:
+            sustained = curves.eight_bit_sustained_fraction
+        return Priced(np.asarray(seconds / (1.0 if sustained is None else sustained.value)))
 
     def _exchange(self, work: AllToAll) -> Priced:
         links, across = self.profile.links, np.asarray(work.nodes) > 1.0
