@@ -139,6 +139,13 @@ class ModelSpec(LayerSpec):
                     f"{takes}; wanted a kind with an entry between them"
                 )
             self._check_encoder(where, before, after)
+        shared = [kind for kind in self.kinds if kind.entry and kind.entry.table == "shared"]
+        for kind in shared:
+            if self.patch_elements or kind.hidden != kinds[0].hidden:
+                raise InputError(
+                    f"{where}: {kind.name} shares the embedding's token table; wanted patch_elements 0 and "
+                    f"layers as wide as the first ones, {kinds[0].hidden}"
+                )
         trained = [kind for kind in self.kinds if not kind.frozen]
         if not trained:
             raise InputError(f"{where}: all its layers are frozen; wanted one that is trained")

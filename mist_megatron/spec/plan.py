@@ -383,6 +383,8 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
     for kind in plan.model.kinds:
         owner = plan.model.name if len(plan.model.kinds) == 1 else f"{plan.model.name}'s {kind.name} layers"
         check.divides(where, ("tp", stage.tp), (f"heads of {owner}", kind.heads))
+        if kind.entry is not None:
+            check.divides(where, ("tp", stage.tp), (f"entry.inner of {owner}", kind.entry.inner))
         if not shares_out_or_copies(kind.kv_heads, stage.tp):
             raise InputError(
                 f"{where}: tp ({stage.tp}) must divide kv_heads of {owner} ({kind.kv_heads}) "

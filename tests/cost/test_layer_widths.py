@@ -234,6 +234,8 @@ def test_wrong_neighbours_are_refused_by_name():
         },
     }  # fmt: skip
     assert encoder_decoder().layers == 9
+    with pytest.raises(InputError, match="start shares the embedding's token table"):
+        replace(encoder_decoder(), patch_elements=48)
     for words, changes in wrong.items():
         with pytest.raises(InputError, match=words):
             encoder_decoder(**changes)
