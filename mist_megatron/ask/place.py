@@ -333,6 +333,8 @@ def _warnings(
     told = []
     if not places.uses:
         told.append("no group and no send of this plan leaves its node: no order is better than another")
+    if any(kind.experts for kind in plan.model.kinds):
+        told.append("what experts exchange is priced by the cluster's network, not by these links")
     age = age_days(matrix, datetime.now(tz=UTC).date())
     if age is None:
         told.append("when the links were measured is not said: stale figures are worse than none")

@@ -66,7 +66,10 @@ def placed(tmp_path, compiled, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("text", [PLAN, CHAIN])
+CHUNKS = CHAIN.replace("grad_accum: 16", "grad_accum: 16\nvpp: 2\nschedule: interleaved")
+
+
+@pytest.mark.parametrize("text", [PLAN, CHAIN, CHUNKS])
 def test_no_order_is_faster_by_predict(placed, text):
     """All 24 orders of four nodes, each priced by `predict` with its map."""
     random, plan = np.random.default_rng(11), plan_from_text(text)
@@ -174,3 +177,12 @@ def test_another_file_is_not_taken_for_links(tmp_path):
     with pytest.raises(InputError, match=r"not a links\.yaml") as caught:
         mm.place(plan_from_text(PLAN), links=tmp_path / "x.csv")
     assert "calibrate import --links" in caught.value.details[0]
+
+
+def test_what_links_do_not_price_is_told(placed):
+    text = PLAN.replace("gpt3-1.3b", "mixtral-8x7b").replace("layers: 12", "layers: 16")
+    told = placed(plan_from_text(text), matrix_of(same(4)))
+    assert any("what experts exchange" in note for note in told.notes)
+    assert not any(
+        "what experts exchange" in note for note in placed(plan_from_text(PLAN), matrix_of(same(4))).notes
+    )
