@@ -74,7 +74,7 @@ def _show(made: Converted, output: OutputOptions, out: Path | None) -> None:
 
     people = output.people
     for line in assumed(made.defaults):
-        people.print(f"assumed: {line}", soft_wrap=True)
+        people.print(f"assumed: {line}")
     rows = [(f.level, f.key, f.message) for f in made.reading.findings]
     if rows:
         people.print(table(("what the file says", "key", ""), rows))
@@ -83,13 +83,12 @@ def _show(made: Converted, output: OutputOptions, out: Path | None) -> None:
     people.print(table(("key", "before", "after", "saves", "reason"), changed, right=("saves",)))
     people.print()
     for line in summary(made):
-        people.print(line, soft_wrap=True)
+        people.print(line)
     if out is None:
         people.print(
             "nothing was written; --out FOLDER writes ds_config.json, the diff and the reasons"
             f"{', and what starts it under its patches' if made.patches else ''}",
-            soft_wrap=True,
         )
     else:
         more = ", and what starts it under its patches," if made.patches else ""
-        people.print(f"wrote ds_config.json, ds_config.diff and CHANGES.md{more} to {out}", soft_wrap=True)
+        people.print(f"wrote ds_config.json, ds_config.diff and CHANGES.md{more} to {out}")

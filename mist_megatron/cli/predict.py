@@ -65,7 +65,7 @@ def predict(
         if predicted.latency is not None and latency is not None:
             _show_latency(output.people, predicted.latency, latency)
         for rule in predicted.violations:
-            output.people.print(f"cannot run on {read.target}: {rule}", soft_wrap=True)
+            output.people.print(f"cannot run on {read.target}: {rule}")
 
 
 def _show_latency(people: Console, told: Latencies, asked: str) -> None:
@@ -93,10 +93,9 @@ def show_prediction(people: Console, predicted: Predicted) -> None:
         f"{plan.schedule}{chunks}, {plan.grad_accum} micro-batches"
     )
     people.print(
-        f"iteration [bold]{prediction.iteration_s:.4g} s[/bold] ({predicted.error_bar.words})   "
-        f"{prediction.samples_per_s:.4g} samples/s   {prediction.tokens_per_s:,.0f} tokens/s   "
-        f"{flops_words(prediction)}   bubble of the slowest stage {prediction.time.bubble_fraction:.1%}",
-        soft_wrap=True,
+        f"iteration [bold]{prediction.iteration_s:.4g} s[/bold] ({predicted.error_bar.words}), "
+        f"{prediction.samples_per_s:.4g} samples/s, {prediction.tokens_per_s:,.0f} tokens/s, "
+        f"{flops_words(prediction)}, bubble of the slowest stage {prediction.time.bubble_fraction:.1%}"
     )
     people.print()
     people.print(_stage_table(plan, prediction))
@@ -113,7 +112,7 @@ def show_prediction(people: Console, predicted: Predicted) -> None:
     if any(map(any, beyond)):
         each = ", ".join(f"{t * 1e3:+.2f} and {d * 1e3:+.2f}" for t, d in beyond)
         people.print()
-        people.print(f"beyond t and d, in the iteration alone (ms, by stage): {each}", soft_wrap=True)
+        people.print(f"beyond t and d, in the iteration alone (ms, by stage): {each}")
     what = binding(prediction)
     people.print()
     people.print(f"slowest stage {what['slowest_stage']}, most of it {_words(what['largest_time_term'])}")
@@ -123,10 +122,9 @@ def show_prediction(people: Console, predicted: Predicted) -> None:
     people.print(
         f"prices: {origin}; {share['exact']:.0%} of layer time measured at its exact shape, "
         f"{share['interpolated']:.0%} interpolated, {share['extrapolated']:.0%} extrapolated",
-        soft_wrap=True,
     )
     for line in host_words(prediction):
-        people.print(line, soft_wrap=True)
+        people.print(line)
     if not prediction.fits:
         people.print("[bold red]does not fit[/bold red]: a stage is over its memory limit")
 

@@ -39,13 +39,12 @@ def show_simulation(people: Console, played: Simulated) -> None:
     people.print(
         f"[bold]{escape(plan.model.name)}[/bold] on {cluster.gpus} x {cluster.gpu.name}, {plan.target}, "
         f"{found.schedule}{chunks}, {plan.grad_accum} micro-batches",
-        soft_wrap=True,
     )
     people.print(
         f"iteration [bold]{found.iteration_s:.4g} s[/bold]   "
         f"idle, mean of the stages, {found.bubble_fraction:.1%} (their bubble)"
     )
-    people.print(f"closed form {closed_form_words(found)}", soft_wrap=True)
+    people.print(f"closed form {closed_form_words(found)}")
     if before is not None:
         people.print(
             f"as the plan is {before.iteration_s:.4g} s, idle {before.bubble_fraction:.1%}: this is "
@@ -56,15 +55,13 @@ def show_simulation(people: Console, played: Simulated) -> None:
     people.print()
     people.print(_memory_table(found, people))
     if (over := too_full(found)) is not None:
-        people.print(over, soft_wrap=True)
+        people.print(over)
     people.print()
     people.print(_path_table(found))
     people.print()
     people.print(_longest_table(found))
     people.print()
-    people.print(
-        f"{found.events:,} events from {found.prices} distinct prices: {played.prices}", soft_wrap=True
-    )
+    people.print(f"{found.events:,} events from {found.prices} distinct prices: {played.prices}")
 
 
 def _usage_table(found: Simulation) -> Table:

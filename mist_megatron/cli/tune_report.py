@@ -56,7 +56,7 @@ def show_result(people: Console, tuned: Tuned, defaults: list[str]) -> None:
         files = tuned.files
         people.print(f"wrote {len(files)} file{'s' * (len(files) != 1)} to {tuned.out}: {', '.join(files)}")
     for number, step in enumerate(next_steps(tuned)):
-        people.print(f"{'next:' if not number else '     '} {escape(step)}")
+        people.print(f"{'or' if number else 'next'}: {escape(step)}")
 
 
 def headline(tuned: Tuned) -> str:

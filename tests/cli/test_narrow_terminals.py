@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,20 @@ def test_lines_fit_but_for_words_that_are_longer(columns, capsys, monkeypatch):
 def test_no_colour_says_so_and_pipes_get_none(mist_process):
     for environment in ({}, {"NO_COLOR": "1"}, {"COLUMNS": "40"}):
         assert "\x1b" not in mist_process("gpus", **environment).out
+
+
+def test_answers_of_many_stages_are_80_columns_wide(ran_here, tmp_path):
+    """Also in a pipe, which is what README and logs show."""
+    recipes = Path(__file__).parents[2] / "recipes"
+    before = recipes / "deepspeed" / "7b-accelerate-8xa100-80gb" / "before.json"
+    large = str(recipes / "llama3-405b-128x8-h100" / "plan.yaml")
+    small = str(recipes / "gpt3-7b-2x8-l4" / "plan.yaml")
+    job = ("--model", "llama2-7b", "--gpus", "8", "--gpu", "a100-sxm-80gb")
+    for command in (
+        ("predict", large),
+        ("simulate", small),
+        ("convert", str(before), *job),
+    ):
+        ran = ran_here(*command)
+        assert ran.code == 0, ran.err
+        assert [line for line in ran.out.splitlines() if len(line) > 80] == []
