@@ -25,6 +25,8 @@ class OnLinks:
     nodes can run it."""
     tried: int
     """Plans that were placed."""
+    complete: bool = True
+    """Nothing ended the searches early."""
 
     @property
     def best(self) -> PlacedPlan:
@@ -40,7 +42,7 @@ class OnLinks:
     def shape_changed(self) -> bool:
         """Whether links that differ make another plan the fastest."""
         if self.alike is None:
-            return True
+            return self.complete
         return self.gain > CHANGED and _parts(self.alike.plan) != _parts(self.best.plan)
 
     def ranked(self, ranks: Sequence[int]) -> OnLinks:
@@ -49,6 +51,8 @@ class OnLinks:
 
     def words(self) -> str:
         """What the links changed, in a line."""
+        if self.alike is None and not self.complete:
+            return "ended before the plan for equal links was known"
         if self.alike is None:
             return "no order of nodes avoids dead links with the plan that is best where links are alike"
         if not self.shape_changed:
@@ -69,6 +73,7 @@ class OnLinks:
             "plan_for_equal_links": None if self.alike is None else shape_words(self.alike.plan),
             "plan_for_equal_links_s": None if self.alike is None else self.alike.iteration_s,
             "gain_over_it": self.gain,
+            "complete": self.complete,
             "plans_placed": self.tried,
         }
 

@@ -22,7 +22,7 @@ from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import InputError
 from mist_megatron.price.linked import LinkedPrices
 from mist_megatron.search.place import best_rates
-from mist_megatron.search.search import SearchResult, Settings, Status
+from mist_megatron.search.search import SearchResult, Settings, Status, StoppedEmpty
 from mist_megatron.search.solution import Solution, plan_of
 from mist_megatron.search.space import Space
 from mist_megatron.spec.job import Job
@@ -108,8 +108,8 @@ def tune_on(asked: Asked, matrix: LinkMatrix, means: Means, notes: Sequence[str]
 
     best = _loaded(best_rates(matrix), job, matrix)
     bound, _ = look(best, many)
-    alike = None
-    if bound.status is Status.OPTIMAL:
+    alike, status = None, bound.status
+    try:
         if len(bound.solutions) == SHAPES and bound.solutions[-1].value_s < tried.best_s:
             look(best, replace(settings, top=MORE_SHAPES))
         _, alike = look((matrix.median_bytes_per_s,) * 2, many)
@@ -118,6 +118,13 @@ def tune_on(asked: Asked, matrix: LinkMatrix, means: Means, notes: Sequence[str]
             look(_seen(tried.best.plan, best), many)
             if tried.best_s > before_s * (1.0 - BETTER):
                 break
+    except (StoppedEmpty, KeyboardInterrupt):
+        # Ended by its watch: what was placed until then is told.
+        ended = means.watch.stop()
+        if ended is None or not tried.by_plan:
+            raise
+        status = ended
+    bound = replace(bound, status=status)
     if not tried.by_plan:
         assert tried.refused is not None
         raise tried.refused
@@ -201,5 +208,6 @@ def _told(
             placed=tuple(replace(one, plan=plan) for one, plan in zip(placed_plans, plans, strict=True)),
             alike=alike,
             tried=len(tried.by_plan),
+            complete=bound.status is Status.OPTIMAL,
         ),
     )

@@ -18,6 +18,7 @@ from mist_megatron.formats.plan_yaml import plan_from_text
 from mist_megatron.search.execution import execution_choices
 from mist_megatron.search.pipelines import shapes
 from mist_megatron.search.place import best_rates, seconds_per_byte
+from mist_megatron.search.search import Status, Watch
 from mist_megatron.search.solution import Solution, plan_of
 from mist_megatron.search.space import Limits, apply_limits, cut_to_target, space_named
 from mist_megatron.spec.kinds import KINDS
@@ -165,3 +166,23 @@ def test_no_ring_has_more_than_the_best_rate(seed):
             assert best == pytest.approx(rates[2])
     joined = matrix_of(np.where(np.add.outer(range(6), range(6)) % 2 == 0, 9e9, 1e9))
     assert best_rates(joined)[3:5] == pytest.approx((9e9, 1e9))  # two islands of three
+
+
+@pytest.mark.parametrize("status", [Status.TIME_LIMIT, Status.INTERRUPTED])
+def test_what_was_placed_is_told_when_the_search_is_ended(links, status):
+    """Ended in the search that follows the first one."""
+    begun: list[str] = []
+
+    def stop() -> Status | None:
+        return status if begun else None
+
+    def progress(done: int, total: int, best_s: float) -> None:
+        begun.extend(["ended"] if done == total else [])
+
+    watch = Watch(progress=progress, stop=stop)
+    tuned = mm.tune(mm.job(**{**JOB, "global_batch": 8}), links=links(islands()), space="3d", watch=watch)
+    assert tuned.proof.status == status.value
+    assert tuned.interrupted == (status is Status.INTERRUPTED)
+    assert tuned.proof.bound_s <= tuned.iteration_s
+    assert "ended before" in tuned.on_links.words()
+    assert tuned.to_dict()["placement"]["shape_changed"] is False
