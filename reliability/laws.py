@@ -20,11 +20,12 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mist_megatron as mm
+from mist_megatron.spec.experts import ExpertSpec
 
 TARGETS = ("mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches")
 RUNNABLE = TARGETS[1:]
@@ -90,6 +91,8 @@ def random_job(seed: int) -> dict[str, Any]:
         norm="rmsnorm",
         tied_embeddings=rng.random() < 0.3,
     )
+    if target == "megatron" and rng.random() < MIXTURES:
+        model = mixture(model, rng)
     return {
         "model": model,
         "gpus": nodes * per_node,
@@ -103,6 +106,23 @@ def random_job(seed: int) -> dict[str, Any]:
         "bandwidth": {"inter": f"{rng.choice([1, 5, 25])}GB/s"},
         "grid": 0.5,
     }
+
+
+MIXTURES = 0.3
+"""Of stock Megatron's jobs."""
+
+
+def mixture(model: mm.ModelSpec, rng: random.Random) -> mm.ModelSpec:
+    """The same with experts in place of the MLP of all layers, of all but the first, or of every second."""
+    experts = ExpertSpec(
+        count=rng.choice([4, 8]),
+        top_k=rng.choice([2, 3]),
+        ffn_hidden=model.ffn_hidden // 2,
+        shared_ffn_hidden=rng.choice([0, 256]),
+        first_dense=rng.choice([0, 1]),
+        every=rng.choice([1, 2]),
+    )
+    return replace(model, name="small mixture", gated_mlp=True, activation="silu", experts=experts)
 
 
 def best(job: Mapping[str, Any], **changed: Any) -> mm.Tuned | None:

@@ -50,6 +50,8 @@ Bridge = Callable[[ModelSpec, TrainingSpec, Execution], tuple[str, ...]]
 """What of a job rules out stages of different grids."""
 PlanRules = Callable[[Plan], tuple[str, ...]]
 """What a framework's own checks refuse of a whole plan."""
+ModelRules = Callable[[ModelSpec], tuple[str, ...]]
+"""And of a model, whatever the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,8 @@ class Capability:
     """Stages of different grids pass activations over megatron-core's bridge, within its limits."""
     further: PlanRules | None = None
     """What its own checks refuse beyond all this."""
+    further_of_models: ModelRules | None = None
+    """The same of models, before any plan."""
     offload: PerKind[Range]
     offload_needs_zero: int = 0
     """Least ZeRO level with which optimizer states can be offloaded."""

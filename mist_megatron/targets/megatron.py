@@ -29,7 +29,7 @@ from mist_megatron.targets.facts import (
     TrafficFacts,
     Zero3Facts,
 )
-from mist_megatron.targets.megatron_rules import plan_rules
+from mist_megatron.targets.megatron_rules import model_rules, plan_rules
 
 
 def bridge_refusals(model: ModelSpec, training: TrainingSpec, execution: Execution) -> tuple[str, ...]:
@@ -87,6 +87,7 @@ CAPABILITY = Capability(
         "optimizer_bytes",
     ),
     further=plan_rules,
+    further_of_models=model_rules,
 )
 
 PATCHED_CAPABILITY = replace(

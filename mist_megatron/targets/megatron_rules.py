@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from mist_megatron.spec.mesh import shares_out
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.recompute import PARTIAL, Module
 from mist_megatron.targets.megatron_switches import switch_rules
@@ -24,6 +25,17 @@ def plan_rules(plan: Plan) -> tuple[str, ...]:
         *_determinism(plan),
         *_experts(plan),
         *switch_rules(plan),
+    )
+
+
+def model_rules(model: ModelSpec) -> tuple[str, ...]:
+    """What Megatron refuses of a model, whatever the plan."""
+    experts = model.routed
+    if experts is None or experts.top_k > 1 or experts.router != "softmax":
+        return ()
+    return (
+        f"model {model.name}: a softmax over its one chosen expert learns nothing (TC:2336), wanted "
+        "router: softmax_before_top_k or sigmoid",
     )
 
 
@@ -78,11 +90,6 @@ def _experts(plan: Plan) -> Iterator[str]:
     experts = plan.model.routed
     if experts is None:
         return
-    if experts.top_k == 1 and experts.router == "softmax":
-        yield (
-            f"model {plan.model.name}: a softmax over its one chosen expert learns nothing (TC:2336), wanted "
-            "router: softmax_before_top_k or sigmoid"
-        )
     for tp in sorted({stage.tp for stage in plan.stages}):
         if not shares_out(experts.shared_ffn_hidden, tp):
             yield (

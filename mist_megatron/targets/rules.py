@@ -77,6 +77,7 @@ def job_rules(model: ModelSpec, precision: Precision, target: TargetName) -> tup
             f"model {model.name}: its models begin with a token table and have layers of one width and "
             "sequence, all trained"
         )
+    broken += [] if able.further_of_models is None else able.further_of_models(model)
     if precision == "fp8" and not able.fp8:
         broken.append("precision fp8: it has no 8-bit products, wanted bf16 or fp16")
     return tuple(broken)

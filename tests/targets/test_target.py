@@ -14,6 +14,7 @@ from mist_megatron.search.search import Settings, search
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.presets import preset
@@ -75,3 +76,20 @@ def test_traffic_of_a_parallel_block_is_not_planned_beside_its_products() -> Non
     assert True in asked[0] and True not in asked[1] and asked[1]
     overlapped = replace(plan, model=falcon, execution=replace(plan.execution, tp_comm_overlap=True))
     assert any("tp_comm_overlap" in rule for rule in violations(overlapped))
+
+
+def test_a_mixture_that_cannot_learn_is_refused_before_a_search() -> None:
+    """Megatron stops at a softmax over one chosen expert."""
+    plan = plan_with(Offload(), "bf16")
+    alone = replace(
+        plan.model, gated_mlp=True, activation="silu", experts=ExpertSpec(count=4, top_k=1, ffn_hidden=512)
+    )
+    (rule,) = job_rules(alone, "bf16", "megatron")
+    assert "learns nothing" in rule
+    with pytest.raises(InputError, match="learns nothing"):
+        search(
+            evaluator_for(replace(job_of(plan), model=alone, target="megatron"))[0],
+            space_named("full"),
+            Settings(),
+        )
+    assert not job_rules(replace(alone, experts=replace(alone.experts, top_k=2)), "bf16", "megatron")
