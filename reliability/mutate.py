@@ -215,6 +215,14 @@ def seen_by(change: Change, tests: list[str], checkout: Path) -> str:
     home = checkout / change.path
     whole = home.read_text("utf-8")
     home.write_text(whole[: change.start] + change.new + whole[change.end :], "utf-8")
+    try:
+        return failing(tests, checkout)
+    finally:
+        home.write_text(whole, "utf-8")
+
+
+def failing(tests: list[str], checkout: Path) -> str:
+    """The first test that fails, or nothing."""
     paths = os.pathsep.join((str(checkout), str(checkout / "patches")))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
@@ -228,8 +236,6 @@ def seen_by(change: Change, tests: list[str], checkout: Path) -> str:
         )
     except subprocess.TimeoutExpired:
         return "no end"
-    finally:
-        home.write_text(whole, "utf-8")
     if not done.returncode:
         return ""
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -248,7 +254,14 @@ def main() -> int:
         for name in COPIED:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, checkout / name)
-        chosen = drawn(asked.rooms or list(ROOMS), asked.count, asked.seed)
+        rooms = asked.rooms or list(ROOMS)
+        chosen = drawn(rooms, asked.count, asked.seed)
+        whole = {
+            room: test_files(room, next(change for name, change in chosen if name == room)) for room in rooms
+        }
+        for room, tests in whole.items():
+            if told := failing(tests, checkout):
+                raise SystemExit(f"the tests of {room} fail without any change: {told}")
         for room, change in chosen:
             started = time.monotonic()
             seen = seen_by(change, test_files(room, change), checkout)

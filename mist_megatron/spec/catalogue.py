@@ -492,22 +492,8 @@ def gpu(name: str) -> GpuSpec:
     return CATALOGUE[several[0]]
 
 
-_NOISE = frozenset(
-    (
-        "nvidia",
-        "amd",
-        "tesla",
-        "geforce",
-        "instinct",
-        "gpu",
-        "tensor",
-        "core",
-        "graphics",
-        "hbm2",
-        "hbm2e",
-        "hbm3e",
-    )
-)
+NOISE = re.compile(r"^(nvidia|amd|tesla|geforce|instinct|gpu|tensor|core|graphics|hbm2e?|hbm3e|)$")
+"""Words of names that tell no two GPUs apart."""
 
 
 def _words(name: str) -> set[str]:
@@ -518,4 +504,4 @@ def _words(name: str) -> set[str]:
     words = {re.sub(r"^sxm\d$", "sxm", word) for word in re.split(r"[\s_/-]+", text)}
     if "hbm3" in words:
         words = words - {"hbm3"} | ({"sxm"} if "h100" in words else set())
-    return {re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in words - _NOISE - {""}}
+    return {re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in words if not NOISE.match(word)}
