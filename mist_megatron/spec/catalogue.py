@@ -7,7 +7,6 @@ Rates are dense; bandwidths go in one direction. `memory_bytes` is what the devi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from types import MappingProxyType
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import Figure, GpuSpec
+from mist_megatron.spec.gpu_names import words_of
 
 MIB = float(1 << 20)
 _REPORTED = "memory.total as reported by nvidia-smi"
@@ -483,25 +483,10 @@ def gpu(name: str) -> GpuSpec:
     plain = name.strip().lower()
     if plain in CATALOGUE:
         return CATALOGUE[plain]
-    words = _words(plain)
+    words = words_of(plain)
     several = tuple(known for known in gpu_names() if words and words <= set(known.split("-")))
     if len(several) > 1:
         raise InputError(f"--gpu: {name} may be {check.either(several)}")
     if not several:
         check.known("--gpu", "GPU", name, gpu_names(), closeness=0.75)
     return CATALOGUE[several[0]]
-
-
-NOISE = re.compile(r"^(nvidia|amd|tesla|geforce|instinct|gpu|tensor|core|graphics|hbm2e?|hbm3e|)$")
-"""Words of names that tell no two GPUs apart."""
-
-
-def _words(name: str) -> set[str]:
-    """What the catalogue's names are made of: `NVIDIA A100-SXM4-80GB` has a100, sxm and 80gb. Of the H100 the
-    one on a card has other memory than HBM3, and drivers do not say SXM."""
-    text = re.sub(r"\brtx[\s_-]+(?=\d)", "rtx", re.sub(r"\brtx[\s_-]+(?=a\d)", "", name))
-    text = re.sub(r"(\d)[\s_-]+(gi?b)\b", r"\1gb", text)
-    words = {re.sub(r"^sxm\d$", "sxm", word) for word in re.split(r"[\s_/-]+", text)}
-    if "hbm3" in words:
-        words = words - {"hbm3"} | ({"sxm"} if "h100" in words else set())
-    return {re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in words if not NOISE.match(word)}
