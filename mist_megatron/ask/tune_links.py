@@ -176,10 +176,14 @@ def _told(
     job, space, settings = asked.job, asked.space, asked.settings
     told = []
     for solution, quick in tried.fastest(settings.top):
-        plain = replace(quick.plan, cluster=job.cluster, rank_map=None)
-        sure = place_on(plain, tried.matrix, notes, evaluations=AT_LAST)
-        placed = min((sure, quick), key=lambda one: one.iteration_s)
-        told.append((replace(solution, value_s=placed.iteration_s), replace(placed, notes=sure.notes)))
+        placed = quick
+        if bound.status is Status.OPTIMAL:  # else its time is over
+            plain = replace(quick.plan, cluster=job.cluster, rank_map=None)
+            sure = place_on(plain, tried.matrix, evaluations=AT_LAST)
+            placed = min((sure, quick), key=lambda one: one.iteration_s)
+        told.append(
+            (replace(solution, value_s=placed.iteration_s), replace(placed, notes=(*notes, *placed.notes)))
+        )
     told.sort(key=lambda pair: pair[1].iteration_s)
     placed_plans = [placed for _, placed in told]
     best_s = placed_plans[0].iteration_s
