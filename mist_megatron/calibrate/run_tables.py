@@ -33,6 +33,9 @@ COLUMNS = (
 )  # fmt: skip
 """By these a table of this layout is known; others may be absent."""
 NO = ("", "none", "no", "0")
+NATURAL_IMBALANCE = 1.2
+"""Tokens of the busiest rank over the mean where nothing forces a balance (assumed): matched pairs of runs say
+1.1 (Mixtral-8x22B) and 1.6 (Qwen3-235B at 16k to 128k tokens, all four pairs alike)."""
 
 
 def is_run_table(header: Sequence[str]) -> bool:
@@ -196,6 +199,7 @@ def _execution(row: Cells, model: ModelSpec, quantization: Quantization | None) 
         expert_parallel=row.count("ep", 1),
         expert_tensor_parallel=row.count("etp", 1),
         expert_dispatcher=_dispatcher(row),
+        expert_imbalance=NATURAL_IMBALANCE if row.text("routing").startswith("natural") else None,
         expert_overlap=overlaps,
         delayed_weight_grad=overlaps and row.flag("delay_wgrad", default=False),
         shared_expert_overlap=row.flag("shared_expert_overlap", default=False),

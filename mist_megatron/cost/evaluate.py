@@ -38,6 +38,7 @@ from mist_megatron.cost.time_context import time_context_of
 from mist_megatron.cost.unlike import boundary_sides, with_tables
 from mist_megatron.cost.work import StageWork, stage_work
 from mist_megatron.price.deterministic import DeterministicPrices
+from mist_megatron.price.four_bit import FourBitPrices
 from mist_megatron.price.prices import Prices
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import alike
@@ -77,6 +78,8 @@ def make_evaluator(
     described = repr(
         (job.model, training.flash_attention, training.dropout, eight_bit, execution, job.target)
     )
+    if job.execution.quantization == "nvfp4":
+        prices = FourBitPrices(prices)
     priced = DeterministicPrices(prices) if job.execution.deterministic else prices
     if cache is None:
         return StageEvaluator(job, priced, build(), without=without)
