@@ -34,8 +34,8 @@ COLUMNS = (
 """By these a table of this layout is known; others may be absent."""
 NO = ("", "none", "no", "0")
 NATURAL_IMBALANCE = 1.2
-"""Tokens of the busiest rank over the mean where nothing forces a balance (assumed): matched pairs of runs say
-1.1 (Mixtral-8x22B) and 1.6 (Qwen3-235B at 16k to 128k tokens, all four pairs alike)."""
+"""Tokens of the busiest rank over the mean where nothing forces a balance (assumed): matched pairs of runs
+say 1.1 (Mixtral-8x22B) and 1.6 (Qwen3-235B at 16k to 128k tokens, all four pairs alike)."""
 
 
 def is_run_table(header: Sequence[str]) -> bool:

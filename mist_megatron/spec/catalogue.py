@@ -20,6 +20,8 @@ MIB = float(1 << 20)
 _REPORTED = "memory.total as reported by nvidia-smi"
 _PCIE = "PCI-SIG: 16 lanes at {} GT/s, 128b/130b"
 _PCIE_BYTES_PER_S = {3: (15.75e9, 8), 4: (31.5e9, 16), 5: (63.0e9, 32)}
+_SUPERCHIPS = ("gb200-186gb", "gb300-288gb")
+_CHIP_TO_CHIP = (225e9, "NVLink-C2C of GB200 and GB300: 900 GB/s both ways between a Grace and two GPUs")
 _EDR = "100 Gb/s Ethernet or EDR InfiniBand per node (AWS p3dn; DGX-1 has 4 x EDR)"
 _NDR8 = "8 x 400 Gb/s adapters per node (DGX, NDR InfiniBand)"
 _HDR8 = "8 x 200 Gb/s adapters per node (DGX A100, HDR InfiniBand)"
@@ -442,6 +444,7 @@ def _gpu(name: str, sheet: _Sheet) -> GpuSpec:
         return Figure(value=value, source=source or sheet.source)
 
     pcie_rate, transfers = _PCIE_BYTES_PER_S[sheet.pcie]
+    host_rate, host_link = _CHIP_TO_CHIP if name in _SUPERCHIPS else (pcie_rate, _PCIE.format(transfers))
     return GpuSpec(
         name=name,
         bf16_flops_per_s=None if sheet.bf16 is None else figure(sheet.bf16 * 1e12),
@@ -452,7 +455,7 @@ def _gpu(name: str, sheet: _Sheet) -> GpuSpec:
         intra_link=sheet.link,
         intra_bytes_per_s=figure(sheet.link_gb_per_s * 1e9),
         pcie_generation=sheet.pcie,
-        pcie_bytes_per_s=figure(pcie_rate, _PCIE.format(transfers)),
+        pcie_bytes_per_s=figure(host_rate, host_link),
         usual_network=sheet.network,
         inter_bytes_per_s=figure(sheet.network_gb_per_s * 1e9, sheet.network),
         usual_gpus_per_node=sheet.per_node,

@@ -12,6 +12,11 @@ from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.cost.layers import LayerOptions, block, head
 from mist_megatron.cost.operators import WorkKind
 from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.price.datasheet import datasheet_prices
+from mist_megatron.price.four_bit import FourBitPrices
+from mist_megatron.price.prices import Gemm, GroupedGemm, MemoryPass
+from mist_megatron.spec.catalogue import CATALOGUE
+from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.presets import PRESETS
 
 
@@ -55,3 +60,17 @@ def test_what_is_gained_is_what_published_runs_gained(measured_dir):
         pytest.skip("no pair of runs of one layout")
     assert np.abs(errors).max() < 0.10
     assert np.abs(errors).mean() < 0.05
+
+
+def test_four_bits_halve_products_and_nothing_else():
+    """By the datasheets of B200 and GB200; attention, casts and logits take what they take with 8 bits."""
+    usual = datasheet_prices(cluster_of(CATALOGUE["gb200-186gb"], 4), "fp8")
+    narrow = FourBitPrices(usual)
+    sizes = [np.asarray(float(size)) for size in (4096, 8192, 8192, 1)]
+    for work, ratio in (
+        (Gemm(*sizes, eight_bit=True), 2.0),
+        (GroupedGemm(*sizes, eight_bit=True), 2.0),
+        (Gemm(*sizes), 1.0),
+        (MemoryPass(np.asarray(1e9)), 1.0),
+    ):
+        assert usual.of(work).seconds == pytest.approx(ratio * narrow.of(work).seconds)
