@@ -129,8 +129,8 @@ def told(found: Sequence[SourceErrors]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=40, help="most rows of one source that are fitted to")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=30, help="most rows of one source that are fitted to")
     parser.add_argument("--only", action="append", help="make this source anew, keep the others; repeatable")
     parser.add_argument("--table", action="store_true", help="print the errors by source")
     parser.add_argument("--out", type=Path, default=HERE / "error_bars.json")
