@@ -419,3 +419,20 @@ def test_plans_that_name_their_nodes_say_so_to_every_launcher() -> None:
         assert words in files[name]
         assert "MIST_" not in before[name]
     assert "hosts" not in json.loads(before["stages.json"])
+
+
+def test_models_of_unlike_layers_are_not_offered_to_megatron_deepspeed() -> None:
+    """Its scripts build decoders: a tower and a projector are of Hugging Face's."""
+    stage = StagePlan(layers=61, nodes=1, gpus_per_node=8, dp=8, tp=1, micro_batch=1, zero=2)
+    unlike = Plan(
+        model=presets.PRESETS["qwen2.5-vl-7b-frozen-vision"],
+        training=TrainingSpec(global_batch=8, seq_len=2048),
+        cluster=ClusterSpec(gpu=catalogue.gpu("a100-sxm-80gb"), nodes=1, gpus_per_node=8),
+        target="deepspeed",
+        grad_accum=1,
+        stages=(stage,),
+    )
+    files = artifacts(unlike, SOURCES)
+    for name in ("args.sh", "train.sh", "deepspeed_launcher.sh"):
+        assert "egatron" not in files[name].replace("MEGATRON_LM", ""), name
+    assert "HUGGINGFACE_ARGS" in files["args.sh"]

@@ -28,7 +28,7 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         package=bool(named) or pipeline,
         resized=bool({Patch.WEIGHT_FRACTION, Patch.GRADIENT_FRACTION} & set(named)),
     )
-    facts = {**launched, "environment": {}, "pipeline": pipeline}
+    facts = {**launched, "environment": {}, "pipeline": pipeline, "plain": plan.model.plain}
     if plan.pipeline_size > 1:  # neither Trainer nor Accelerate can build one
         flavours = {"args.sh": shell_arrays({"PIPELINE_ARGS": write.pipeline_flags(plan)})}
     else:
