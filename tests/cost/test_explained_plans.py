@@ -17,8 +17,12 @@ from printed_expressions import Scope
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.explain import explain
 from mist_megatron.cost.predict import Prediction, job_of, predict
+from mist_megatron.spec.catalogue import gpu
+from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import PerKind
-from mist_megatron.spec.plan import Execution, Plan
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
+from mist_megatron.spec.presets import preset
+from mist_megatron.spec.training import TrainingSpec
 
 PLANS = 54
 
@@ -110,7 +114,34 @@ def check_stages(scopes: list[Mapping[str, float]], prediction: Prediction) -> N
 
 @pytest.mark.parametrize("seed", range(PLANS))
 def test_printed_expressions_come_to_what_predict_says(seed: int) -> None:
-    plan = random_plan(seed)
+    check_plan(random_plan(seed))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "seq_len", "target"),
+    [
+        ("t5-512/4-32", (9, 7, 8, 9), 512, "torch"),
+        ("qwen2.5-vl-7b-frozen-vision", (61,), 1024, "deepspeed"),
+    ],
+)
+def test_expressions_of_unlike_layers_come_to_what_predict_says(name, layers, seq_len, target) -> None:
+    gpus = 8 // len(layers)
+    stage = StagePlan(layers=1, nodes=1, gpus_per_node=gpus, dp=gpus, tp=1, micro_batch=1, zero=3, ckpt=1)
+    if target == "deepspeed":
+        stage = replace(stage, ckpt=0)
+    plan = Plan(
+        model=preset(name),
+        training=TrainingSpec(seq_len=seq_len, global_batch=4 * gpus),
+        cluster=ClusterSpec(gpu=gpu("a100-sxm-80gb"), nodes=1, gpus_per_node=8),
+        target=target,
+        grad_accum=4,
+        stages=tuple(replace(stage, layers=count) for count in layers),
+    )
+    check_plan(plan)
+
+
+def check_plan(plan: Plan) -> None:
+    """Every term of every stage, and the iteration."""
     evaluator = evaluator_for(job_of(plan))[0]
     document, prediction = printed(plan), predict(plan, evaluator)
     factors = document["interference"]
