@@ -130,7 +130,7 @@ def plan_words(plan: Plan) -> str:
     stage = plan.stages[0]
     words = [shape_words(plan), f"ZeRO {stage.zero}"]
     if stage.ckpt or stage.recompute in PARTIAL:
-        words.append(f"{stage.recomputed} recomputed")
+        words.append(f"{plan.recomputed(0)} recomputed")
     moved = [
         IN_WORDS[kind] if share == 1.0 else f"{share:.0%} of {IN_WORDS[kind]}"
         for kind, share in stage.offload.items()

@@ -10,6 +10,7 @@ from typing import Any
 from mist_megatron.ask.baselines import HAND_MADE
 from mist_megatron.ask.emit import launch_sources
 from mist_megatron.ask.plan_words import plan_words
+from mist_megatron.ask.predict import predict
 from mist_megatron.ask.recipe_jobs import RecipeJob
 from mist_megatron.ask.recipe_pages import readme_page, rounded, short_prediction, why_page
 from mist_megatron.ask.tune import Tuned, tune
@@ -36,7 +37,7 @@ def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
         for target, named in HAND_MADE.items()
         for space in named
     }
-    plan = recipe_plan(tuned, spaces)
+    plan = recipe_plan(tuned, spaces, _published(job))
     files = emitted(plan)
     other = spaces["deepspeed"]
     if "ds_config.json" not in files and not isinstance(other, MistError):
@@ -46,11 +47,30 @@ def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
     return files
 
 
-def recipe_plan(tuned: Tuned, spaces: Mapping[str, Tuned | MistError]) -> Plan:
+def _published(job: RecipeJob) -> Mapping[str, Any] | None:
+    """The layout that somebody else ran the job with: what they measured, and what we predict of it."""
+    if job.published is None:
+        return None
+    plan = job.published.plan(job.job())
+    prediction = predict(plan, what_if=True).prediction
+    return {
+        "source": job.published.source,
+        "measured_s": job.published.step_s,
+        "iteration_s": prediction.iteration_s,
+        "fits": prediction.fits,
+        "shape": plan_words(plan),
+    }
+
+
+def recipe_plan(
+    tuned: Tuned, spaces: Mapping[str, Tuned | MistError], published: Mapping[str, Any] | None = None
+) -> Plan:
     """The best plan; nothing in its prediction and provenance depends on when it was made."""
     best = tuned.plan
     about = {key: best.provenance[key] for key in _SAME_EACH_TIME} if best.provenance else {}
     about["compared"] = {space: _compared(other) for space, other in spaces.items()}
+    if published is not None:
+        about["published"] = dict(published)
     if FORBIDDEN:
         about["forbid"] = sorted(FORBIDDEN)
     prediction = short_prediction(prediction_document(tuned.prediction))

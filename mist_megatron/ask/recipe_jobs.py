@@ -12,11 +12,61 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build_versioned
 from mist_megatron.formats.files import load_mapping
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.plan import TargetName
+from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName
+from mist_megatron.spec.recompute import Recompute
+from mist_megatron.spec.schedule import usual_schedule
 from mist_megatron.spec.training import Precision
 
 JOBS_FILE = "jobs.yaml"
 SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedLayout:
+    """How somebody else ran the same job, and what it took."""
+
+    source: str
+    step_s: float
+    """Measured."""
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    micro_batch: int = 1
+    layers: tuple[int, ...] | None = None
+    """Of each stage; near even splits where nothing is said."""
+    recompute: Recompute = "none"
+    execution: Execution = Execution()
+
+    def plan(self, job: Job) -> Plan:
+        """The job under this layout."""
+        cluster, training = job.cluster, job.training
+        gpus, total = cluster.gpus // self.pp, job.model.layers
+        dp = gpus // (self.tp * self.execution.context_parallel)
+        even = tuple(total // self.pp + (index < total % self.pp) for index in range(self.pp))
+        inside = min(gpus, cluster.gpus_per_node)
+        return Plan(
+            model=job.model,
+            training=training,
+            cluster=cluster,
+            target=job.target,
+            grad_accum=training.global_batch // (self.micro_batch * dp),
+            stages=tuple(
+                StagePlan(
+                    layers=count,
+                    nodes=gpus // inside,
+                    gpus_per_node=inside,
+                    dp=dp,
+                    tp=self.tp,
+                    micro_batch=self.micro_batch,
+                    recompute=self.recompute,
+                )
+                for count in self.layers or even
+            ),
+            schedule=usual_schedule(self.vpp),
+            vpp=self.vpp,
+            sequence_parallel=self.tp > 1,
+            execution=self.execution,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +81,7 @@ class RecipeJob:
     gpus_per_node: int = 8
     precision: Precision = "bf16"
     target: TargetName = "megatron+patches"
+    published: PublishedLayout | None = None
 
     def job(self, target: TargetName | None = None) -> Job:
         """The question, for the recipe's own target or for another one."""

@@ -72,6 +72,7 @@ def why_page(plan: Plan) -> str:
         f"{what['fullest_stage']} at {what['memory_used_fraction']:.0%} of its limit, "
         f"most of it {memory_term}.",
         f"- **Beats:** {'; '.join(_beaten(plan, space) for space in HAND_MADE)}.",
+        *_published(about),
         f"- **Sure:** {_proof(about)}; {share['exact'] + share['interpolated']:.0%} of the layer time "
         f"rests on measured kernels of this GPU, the rest on curves or its datasheet.",
     ]
@@ -87,6 +88,18 @@ def _beaten(plan: Plan, space: str) -> str:
     if faster is None:
         return f"{name}: {compared.get('reason', 'not compared')}"
     return f"{name} {faster:.2f}x ({compared['iteration_s']:.4g} s with {compared['shape']})"
+
+
+def _published(about: Mapping[str, Any]) -> list[str]:
+    """What somebody else ran the same job with, where that is known."""
+    other = about.get("published")
+    if other is None:
+        return []
+    fits = "" if other["fits"] else ", of more memory than there is by our model"
+    return [
+        f"- **Published:** {other['shape']}: measured {other['measured_s']:.4g} s ({other['source']}), "
+        f"predicted {other['iteration_s']:.4g} s{fits}."
+    ]
 
 
 def _proof(about: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ def readme_text(
         "",
         "| stage | layers | dp | tp | micro-batch | ZeRO | recomputed | offloaded |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        *(_row(index, stage) for index, stage in enumerate(plan.stages)),
+        *(_row(plan, index, stage) for index, stage in enumerate(plan.stages)),
         "",
         f"1. Fill in `env.sh` (`{script}` at least). Nothing else needs editing.",
         "2. Start: `./train.sh` on one node, `sbatch slurm.sbatch` from any folder,",
@@ -55,8 +55,8 @@ def readme_text(
     return "\n".join(lines)
 
 
-def _row(index: int, stage: StagePlan) -> str:
+def _row(plan: Plan, index: int, stage: StagePlan) -> str:
     away = [f"{IN_WORDS[kind]} {share:.3g}" for kind, share in stage.offload.items() if share]
     sizes = (index, stage.layers, stage.dp, stage.tp, stage.micro_batch, stage.zero)
-    cells = (*sizes, stage.recomputed, ", ".join(away) or "-")
+    cells = (*sizes, plan.recomputed(index), ", ".join(away) or "-")
     return "| " + " | ".join(map(str, cells)) + " |"

@@ -218,6 +218,11 @@ class Plan:
         """Layers of every chunk of every stage."""
         return chunk_layers([stage.layers for stage in self.stages], self.vpp)
 
+    def recomputed(self, index: int) -> str:
+        """What of a stage is run again, in words: chosen modules by their names."""
+        chosen, stage = self.execution.recompute_modules, self.stages[index]
+        return " and ".join(chosen) if chosen and RECOMPUTES[stage.recompute].drops else stage.recomputed
+
     @property
     def recomputed_per_chunk(self) -> int | None:
         """Layers of each chunk that are recomputed in full, or all of a smaller one, where one number says it

@@ -95,6 +95,22 @@ def test_nothing_hand_made_is_faster(name):
         assert time_s is None or time_s >= plan.prediction["iteration_s"] * (1 - 1e-4)
 
 
+def test_published_layouts_are_plans_of_their_jobs():
+    """What somebody else ran a job with is a plan of it that the target runs, told beside what it took."""
+    layouts = {name: job for name, job in JOBS.items() if job.published is not None}
+    assert layouts
+    for name, job in layouts.items():
+        plan = job.published.plan(job.job())
+        assert violations(plan) == (), name
+        assert (plan.model.name, plan.gpus) == (job.model, job.nodes * job.gpus_per_node)
+    told = {"source": "a page", "measured_s": 3.25, "iteration_s": 2.5, "fits": True, "shape": "pp 4"}
+    plan = plan_of("gpt3-1.3b-1x8-l4")
+    told_of = replace(plan, provenance={**plan.provenance, "published": told})
+    prediction = {**plan.prediction, "binding": {**plan.prediction["binding"], "peak_moment": "backward"}}
+    page = why_page(replace(told_of, prediction=prediction))
+    assert "- **Published:** pp 4: measured 3.25 s (a page), predicted 2.5 s." in page
+
+
 def test_why_says_how_much_faster_a_plan_may_be():
     plan = plan_of("gpt3-7b-2x8-l4")
     assert " is faster under this cost model" in why_page(plan)
