@@ -7,9 +7,11 @@ import inspect
 import textwrap
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from mist_megatron.cli.output import OutputOptions
+import typer
+
+from mist_megatron.cli.output import OutputOptions, emit_json
 
 EXAMPLE = """\
 schema: 1
@@ -25,8 +27,20 @@ stages:
 """A plan that is read by a test, so that the page cannot show one that is refused."""
 
 
-def reference(*, output: OutputOptions) -> None:
+def reference(
+    *,
+    schema: Annotated[
+        bool,
+        typer.Option("--schema", help="Print the JSON Schema of a plan, for editors and other programs."),
+    ] = False,
+    output: OutputOptions,
+) -> None:
     """Describes every key of plan.yaml: type, default, meaning, and what each target runs."""
+    if schema:
+        from mist_megatron.formats.plan_yaml import json_schema
+
+        emit_json(json_schema())
+        return
     output.finish({"sections": [_section_document(*section) for section in _sections()]})
     if not output.json:
         # As it is: `mist-megatron reference > docs/plan.md` writes the page of the repository.

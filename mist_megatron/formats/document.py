@@ -218,6 +218,11 @@ def build_versioned(kind: type[T], value: Mapping[str, object], where: str, sche
     return build(kind, value, where)
 
 
+def schema_of(kind: type[T]) -> dict[str, Any]:
+    """JSON Schema of a document."""
+    return _adapter(kind).json_schema()
+
+
 def _adapter(kind: type[T]) -> TypeAdapter[T]:
     from pydantic import TypeAdapter
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mist_megatron.errors import InputError
-from mist_megatron.formats.document import Inline, Row, build_versioned, parse, to_yaml
+from mist_megatron.formats.document import Inline, Row, build_versioned, parse, schema_of, to_yaml
 from mist_megatron.formats.model_yaml import model_from_mapping, model_to_mapping
 from mist_megatron.spec import catalogue, check, presets
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
@@ -75,6 +75,15 @@ class PlanDocument:
     """Written by `tune`: what `predict --json` prints. Times in seconds, sizes in bytes."""
     provenance: dict[str, Any] | None = None
     """Written by `tune`: version, profile, space, proof."""
+
+
+def json_schema() -> dict[str, Any]:
+    """Of a plan, for editors and other programs. What keys say of each other (sums, divisions) it
+    cannot hold: reading a plan tells it."""
+    made = schema_of(PlanDocument)
+    properties = {**made["properties"], "schema": {"const": SCHEMA}}
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "mist-megatron plan"}
+    return {**made, **about, "properties": properties}
 
 
 def plan_from_text(text: str, where: str = "plan") -> Plan:

@@ -1,0 +1,69 @@
+"""The documentation builds without warnings, and every command line that it shows runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from mist_megatron.formats.document import parse
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(p for p in (ROOT / "docs").rglob("*.md") if "```bash" in p.read_text("utf-8"))
+FILE = re.compile(r"^```\w+ title=\"([\w.-]+)\"\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def test_there_are_pages_with_commands() -> None:
+    assert len(PAGES) >= 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_of_a_page_runs(page: Path, tmp_path: Path, ran_here, monkeypatch) -> None:
+    # What hand-made spaces reach beside a plan takes as long as all else, and is tested with `tune`.
+    monkeypatch.setattr("mist_megatron.ask.tune.best_by_hand", lambda job, result: {})
+    text = page.read_text("utf-8")
+    for name, content in FILE.findall(text):
+        (tmp_path / name).write_text(content, "utf-8")
+    for block in BLOCK.findall(text):
+        for line in block.splitlines():
+            program, *arguments = shlex.split(line, comments=True)
+            assert program == "mist-megatron", line
+            if arguments[0] == "tune":
+                # The whole space need not be searched again for every page.
+                arguments += ["--space", "megatron", *(["--force"] if "--out" in arguments else [])]
+            ran = ran_here(*arguments)
+            assert ran.code == 0, f"{line}\n{ran.out}\n{ran.err}"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is the extra docs")
+def test_the_documentation_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path / "site")]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # of the theme, about its successor
+    done = subprocess.run(
+        command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    assert (tmp_path / "site" / "tutorials" / "my_cluster.html").is_file()
+
+
+def test_the_schema_of_plans(ran_here) -> None:
+    ran = ran_here("reference", "--schema")
+    schema = json.loads(ran.out)
+    judge = jsonschema.Draft202012Validator(schema)
+    judge.check_schema(schema)
+    recipes = [parse(path.read_text(), path.name) for path in sorted((ROOT / "recipes").glob("*/plan.yaml"))]
+    assert len(recipes) > 20
+    for plan in recipes:
+        assert not list(judge.iter_errors(plan))
+    for key, wrong in (("schema", 2), ("target", "jax"), ("grad_accum", "8"), ("colour", "red")):
+        assert list(judge.iter_errors({**recipes[0], key: wrong})), key
