@@ -327,4 +327,17 @@ def _routed(gates: int, *, bias: bool, eight_bit: bool, fused: bool) -> tuple[Op
             parameters=second,
             expert_parameters=second,
         ),
+        *((_output_bias(),) if bias else ()),
+    )
+
+
+def _output_bias() -> Operator:
+    """Biases of the second products, weighed by the probabilities of tokens in 32 bits (experts.py,
+    _apply_bias): forward it is multiplied (4 bytes an element written), added (6 read, 4 written), put
+    together (8) and rounded (6); backward that is undone, and summed once for biases and once for weights."""
+    elements = EXPERT_ROWS * EXPERT_WIDTH
+    return Operator(
+        name="expert_bias",
+        forward=(memory_work("expert_bias_forward", 28 * elements, kernels=4),),
+        backward=(memory_work("expert_bias_backward", 44 * elements, kernels=8),),
     )
