@@ -23,6 +23,8 @@ from mist_megatron.frameworks.megatron.lint import lint_megatron
 from mist_megatron.frameworks.megatron.model import model_flags
 from mist_megatron.frameworks.megatron.read import plan_of, with_stages
 from mist_megatron.frameworks.megatron.read_parts import pattern_of
+from mist_megatron.frameworks.megatron.read_switches import quantization_of
+from mist_megatron.frameworks.megatron.reader import Reader
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
@@ -281,6 +283,15 @@ BASE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length
 def test_what_megatron_breaks_on_is_told(added: str, found: str) -> None:
     findings = lint_megatron(options_of((BASE + added).split()), "", "x", KNOWN)
     assert found in [finding.key for finding in findings if finding.level == "rejected"]
+
+
+def test_recipes_whose_casts_are_priced_as_others_are_noted() -> None:
+    words = f"{BASE} --fp8-format e4m3 --fp8-recipe mxfp8 --moe-grouped-gemm".split()
+    findings = lint_megatron(options_of(words), "", "x", KNOWN)
+    assert "--fp8-recipe" in [one.key for one in findings if one.level == "note"]
+    read = quantization_of(Reader(options=options_of(words), where="x"))
+    assert read == "mxfp8"
+    assert quantization_of(Reader(options={"fp4-format": ("e2m1",)}, where="x")) == "nvfp4"
 
 
 def test_experts_one_after_the_other_are_not_priced() -> None:

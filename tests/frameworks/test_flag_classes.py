@@ -49,7 +49,9 @@ SHAPE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-lengt
         ("--optimizer sgd", ["optimizer"]),
         ("--optimizer muon", ["optimizer"]),
         ("--window-size 4096,0 --window-attn-skip-freq 2", []),
-        ("--fp4-format e2m1", ["fp4-format"]),
+        ("--fp4-format e2m1", []),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", []),
+        ("--fp8-format e4m3 --fp8-recipe custom", ["fp8-recipe"]),
         ("--optimizer adam --mtp-num-layers 0 --lr 1e-4 --transformer-impl transformer_engine", []),
     ],
 )

@@ -64,8 +64,8 @@ CLASSES: Sequence[FlagClass] = (
     ),
     _priced(
         "the run",
-        "global-batch-size micro-batch-size seq-length bf16 fp16 fp8-format attention-backend hidden-dropout "
-        "attention-dropout",
+        "global-batch-size micro-batch-size seq-length bf16 fp16 fp8-format fp4-format "
+        "attention-backend hidden-dropout attention-dropout",
     ),
     _priced(
         "the way of execution",
@@ -172,8 +172,11 @@ CLASSES: Sequence[FlagClass] = (
         "squared-relu quick-geglu openai-gelu use-te-activation-func use-fused-weighted-squared-relu "
         "onnx-safe glu-linear-offset activation-func-clamp-value",
     ),
-    _unpriced("4-bit products are not priced", "fp4-format"),
-    _unpriced("the recipe changes what is cast and kept", "fp8-recipe", "delayed", "tensorwise"),
+    _unpriced(
+        "the recipe changes what is cast and kept",
+        "fp8-recipe",
+        *("delayed", "tensorwise", "blockwise", "mxfp8"),
+    ),
     _unpriced(
         "keeps other bytes or casts others than the priced 8-bit training",
         "fp8-param-gather keep-fp8-transpose-cache fp8-quantizer-factory fp8-output-proj "

@@ -110,6 +110,7 @@ def lint_megatron(
             _sharding,
             _parallel,
             _precision,
+            _recipe,
             _interleaving,
             _profiling,
             expert_findings,
@@ -335,6 +336,15 @@ def _precision(read: Reader) -> Iterator[Finding]:
         yield _say(
             "rejected", "grad-reduce-in-bf16", "and --accumulate-allreduce-grads-in-fp32 exclude each other"
         )
+
+
+def _recipe(read: Reader) -> Iterator[Finding]:
+    """Casts of recipes that are priced as those of another."""
+    if read.has("fp8-format") and read.word("fp8-recipe") in {"blockwise", "mxfp8"}:
+        told = "priced are the 8-bit products; casts and copies as those of delayed scaling"
+        yield _say("note", "fp8-recipe", told)
+    if read.has("fp4-format") and read.has("fp8-format"):
+        yield _say("rejected", "fp4-format", "and --fp8-format exclude each other (A:1066)")
 
 
 def _profiling(read: Reader) -> Iterator[Finding]:
