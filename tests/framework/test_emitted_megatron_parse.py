@@ -226,7 +226,8 @@ def check_constants(plan: Plan, parsed) -> None:
         (constants.hidden_dropout, constants.attention_dropout) if same else (plan.training.dropout,) * 2
     )
     assert (config.hidden_dropout, config.attention_dropout) == dropouts
-    assert config.qk_layernorm == plan.model.qk_norm
+    # Latent attention norms what it compresses by the same flag.
+    assert config.qk_layernorm == (plan.model.qk_norm or plan.model.latent_attention is not None)
     window = plan.model.window
     windowed = window is not None and window < plan.training.seq_len
     assert config.window_size == ((window - 1, 0) if windowed else None)
@@ -261,6 +262,7 @@ def test_every_preset_is_built_with_its_constants(name: str) -> None:
         target="megatron",
         grad_accum=8,
         stages=(stage,),
+        sequence_parallel=tp > 1 and model.routed is not None,
     )
     if model.window:
         plan = replace(plan, training=replace(plan.training, seq_len=8192))

@@ -50,16 +50,9 @@ def apply(path: str | os.PathLike[str]) -> list[Undo]:
     if names:
         _require_known_version(framework, names)
         _require_nothing_built(framework)
-    undone: list[Undo] = []
-    try:
-        for name in names:
-            undone.append(_forgetting(known[name].apply(document, stage)))
-        if names:
-            undone.append(_forgetting(_guards(document)))
-    except BaseException:
-        for undo in reversed(undone):
-            undo()
-        raise
+    undone = [_forgetting(known[name].apply(document, stage)) for name in names]
+    if names:
+        undone.append(_forgetting(_guards(document)))
     _applied.clear()
     _applied[asked] = undone
     show_lines()
