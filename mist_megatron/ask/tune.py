@@ -377,6 +377,8 @@ def left_out_words(tuned: Tuned) -> str:
         found.append("stages that are alike split layers near evenly")
     if space.context_parallel:
         found.append("context parallelism is a ring over powers of two")
+    if space.recompute_modules:
+        found.append("of parts of layers attention, MLP or both are recomputed")
     if tuned.on_links is not None:
         found.append("on any of the nodes, by the best links that groups can have")
     return "; ".join([*found, ""])

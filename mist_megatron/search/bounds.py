@@ -27,6 +27,7 @@ from mist_megatron.search.splits import split_table, splits_layers
 from mist_megatron.search.stage_prices import Times
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole, role_of
+from mist_megatron.spec.recompute import PARTIAL, Recompute
 from mist_megatron.spec.term import Term
 
 Array = NDArray[np.float64]
@@ -291,6 +292,12 @@ def _column(meshes: Sequence[EqualPipeline], size: str) -> Array:
     return np.array([getattr(mesh, size) for mesh in meshes], dtype=np.float64).reshape(-1, 1, 1, 1)
 
 
+def least_recompute(space: Space) -> Recompute:
+    """The kind that takes least time: of whole layers none is among `full`."""
+    partial = [kind for kind in space.recompute if kind in PARTIAL]
+    return partial[0] if len(space.recompute) == 1 and partial else "full"
+
+
 def least_times(
     question: SearchProblem,
     meshes: Sequence[EqualPipeline],
@@ -310,7 +317,7 @@ def least_times(
         nodes=max(mesh.nodes for mesh in meshes),
         gpus_per_node=first.gpus_per_node,
         sequence_parallel=first.sequence_parallel,
-        recompute="full",
+        recompute=least_recompute(question.space),
         layers=layers.reshape(1, -1, 1, 1),
         ckpt=zero,
         in_flight=zero + 1.0,

@@ -16,6 +16,7 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import Dispatcher
+from mist_megatron.spec.recompute import Module
 from mist_megatron.targets.facts import ExecutionVariant
 from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
@@ -63,8 +64,8 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
     kinds = dispatchers(job, space, limits)
     choices = [
         ExecutionChoice(
-            _switched(job, variant, cp, dispatcher),
-            alone if variant.one_stage else limits,
+            _switched(job, variant, cp, (dispatcher, modules)),
+            _limits_of(alone if variant.one_stage else limits, job, modules),
             gathers_beside=variant.gathers_beside,
             sends=dispatcher not in (None, kinds[0]),
             coprime=cp > 1 and limits.allows("cp", 1) and job.execution.context_parallel == 1,
@@ -73,6 +74,7 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
         if _is_open(variant, job, space, limits)
         for cp in context_sizes(job, space, limits)
         for dispatcher in kinds
+        for modules in recompute_modules(job, space, limits)
     ]
     if not choices:
         raise InputError(_none_open(job, space, limits))
@@ -94,9 +96,36 @@ def _none_open(job: Job, space: Space, limits: Limits) -> str:
     return f"--fix {said}: {where} has no such way to train {job.model.name} on {job.cluster.gpu.name}"
 
 
-def _switched(job: Job, variant: ExecutionVariant, cp: int, dispatcher: Dispatcher | None) -> Job:
-    execution = replace(variant.execution, context_parallel=cp, expert_dispatcher=dispatcher)
+_Modules = tuple[Module, ...] | None
+
+
+def _switched(job: Job, variant: ExecutionVariant, cp: int, kinds: tuple[Dispatcher | None, _Modules]) -> Job:
+    execution = replace(
+        variant.execution, context_parallel=cp, expert_dispatcher=kinds[0], recompute_modules=kinds[1]
+    )
     return job if execution == job.execution else replace(job, execution=execution)
+
+
+def recompute_modules(job: Job, space: Space, limits: Limits) -> list[_Modules]:
+    """What `selective` may run again: what the job says, or the usual modules and, of layers without experts
+    or latents, others that the target can. Fused attention keeps hardly more than it makes, so that it is run
+    again beside another module only where it is not fused."""
+    said = job.execution.recompute_modules
+    cut = cut_to_target(space, job.target)
+    kinds = limits.recompute in (None, "selective") and "recompute.selective" not in limits.forbidden
+    plain = all(kind.experts is None and kind.latent_attention is None for kind in job.model.kinds)
+    if said is not None or not (cut.recompute_modules and kinds and plain and "selective" in cut.recompute):
+        return [said]
+    able = TARGETS[job.target].capability.recompute_modules
+    flash = job.training.flash_attention
+    return [None, *(modules for modules in able if not (flash and "core_attn" in modules))]
+
+
+def _limits_of(limits: Limits, job: Job, modules: _Modules) -> Limits:
+    """Where other modules are chosen, only they are run again: whole layers are as in the usual way."""
+    if modules == job.execution.recompute_modules:
+        return limits
+    return replace(limits, recompute="selective")
 
 
 def context_sizes(job: Job, space: Space, limits: Limits) -> list[int]:

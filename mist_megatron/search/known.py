@@ -16,7 +16,7 @@ import numpy as np
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.traffic import bucketed
-from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.bounds import SearchProblem, least_recompute
 from mist_megatron.search.choices import Array
 from mist_megatron.search.families import MixedFamily
 from mist_megatron.search.pipelines import EqualPipeline
@@ -48,7 +48,8 @@ def floors(question: SearchProblem, items: Sequence[Item], known: Iterable[Known
     for one in known:
         if not _covers(one, question):
             continue
-        if one.job == question.evaluator.job or beside_products(one.job, question.evaluator):
+        same = _without_modules(one, one.job) == _without_modules(one, question.evaluator.job)
+        if same or beside_products(one.job, question.evaluator):
             slack = np.zeros(len(items))
         elif reduces_beside(one.job, question.evaluator):
             slack = late_reduction_s(question.evaluator, items)
@@ -100,7 +101,16 @@ def _covers(known: Known, question: SearchProblem) -> bool:
     there, here = known.space, question.space
     shared = narrower(there.offload, here.offload).optimizer
     same_grid = shared != "any" or known.step == question.step
+    if least_recompute(there) not in ("full", least_recompute(here)):
+        return False
     return shared == here.offload.optimizer and same_grid and (there.uneven_layers or not here.uneven_layers)
+
+
+def _without_modules(known: Known, job: Job) -> Job:
+    """What is run again is no matter to bounds that have nothing of it."""
+    if least_recompute(known.space) != "full":
+        return job
+    return replace(job, execution=replace(job.execution, recompute_modules=None))
 
 
 _Sizes = tuple[int, ...]

@@ -49,6 +49,8 @@ class Space:
     ckpt: CkptRange = "none_or_all"
     recompute: tuple[Recompute, ...] = ("full",)
     """Kinds of recomputation; of whole layers `ckpt` says how many."""
+    recompute_modules: bool = False
+    """Whether modules other than the usual ones may be run again, where the job leaves it open."""
     sequence_parallel: bool = False
     interleaved: bool = False
     context_parallel: bool = False
@@ -86,6 +88,7 @@ class Space:
             "any": ["recomputed layers"],
         }[self.ckpt]
         found += [f"{kind} recompute" for kind in self.recompute if kind in PARTIAL]
+        found += ["recomputed modules"] * self.recompute_modules
         found += ["sequence_parallel"] * self.sequence_parallel
         found += ["interleaving"] * self.interleaved + ["decoupled steps"] * self.decoupled_step
         found += ["ep", "etp"] * self.expert_parallel + ["dispatcher"] * (len(self.dispatchers) > 1)
@@ -181,6 +184,7 @@ _SPACES = (
         unequal=True,
         ckpt="any",
         recompute=SEARCHED,
+        recompute_modules=True,
         sequence_parallel=True,
         interleaved=True,
         near_even=True,
@@ -238,6 +242,7 @@ def cut_to_target(
         unequal=space.unequal and able.per_stage_grid and able.uneven_layers and able.per_stage_ckpt,
         ckpt=ckpt,
         recompute=tuple(kind for kind in space.recompute if kind in able.recompute),
+        recompute_modules=space.recompute_modules and bool(able.recompute_modules),
         sequence_parallel=space.sequence_parallel and able.sequence_parallel,
         context_parallel=space.context_parallel and able.context_parallel,
         expert_parallel=space.expert_parallel and "mixtures of experts" in able.model_parts,

@@ -12,7 +12,7 @@ from typing import Literal
 from mist_megatron.spec.kinds import PerKind, Range, alike
 from mist_megatron.spec.model import ModelSpec, Part
 from mist_megatron.spec.plan import Execution, Plan, TargetName, Zero
-from mist_megatron.spec.recompute import WHOLE, Recompute
+from mist_megatron.spec.recompute import WHOLE, Module, Recompute
 from mist_megatron.spec.schedule import ScheduleName
 from mist_megatron.spec.training import Precision, TrainingSpec
 
@@ -69,6 +69,8 @@ class Capability:
     sequence_parallel: bool = False
     recompute: tuple[Recompute, ...] = WHOLE
     """Kinds of recomputation."""
+    recompute_modules: tuple[tuple[Module, ...], ...] = ()
+    """Modules of plain layers that `selective` can run again together, besides the usual ones."""
     partial_ckpt: bool = False
     """Any number of a stage's layers recomputed in full, not only none or all."""
     fp8: bool = False

@@ -61,6 +61,7 @@ CAPABILITY = Capability(
     fp8=True,
     sequence_parallel=True,
     recompute=RECOMPUTE_KINDS,
+    recompute_modules=(("mlp",), ("core_attn", "mlp")),
     partial_ckpt=True,
     # No parallel_block: TransformerLayer of megatron-core 0.19 always adds attention before the MLP reads its
     # input. The patch of that name changes it.
@@ -95,6 +96,8 @@ PATCHED_CAPABILITY = replace(
     # What patches add. ZeRO stays one for all stages: a distributed optimizer on some of them only hangs,
     # since the norm groups differ.
     parallel_block=True,
+    # Nobody tried them beside activation_offload.
+    recompute_modules=(),
     # Fractions of offloaded bytes count layers as equal.
     layer_kinds=False,
     per_stage_ckpt=True,

@@ -62,6 +62,9 @@ SHAPES = (
         if shape.shared
     ),
     *(replace(shape, name=f"{shape.name}-up", modules=("mla_up_proj",)) for shape in _PLAIN if shape.latent),
+    *(replace(shape, name=f"{shape.name}-mlp", modules=("mlp",)) for shape in _PLAIN if shape.dense),
+    MixtureShape("ungated-mlp", hidden=96, dense=256, gated=False, batch=3, modules=("mlp",)),
+    MixtureShape("both", qk_norm=True, kv_heads=2, dense=128, modules=("core_attn", "mlp")),
 )
 
 

@@ -406,6 +406,22 @@ def test_chunks_that_do_not_divide_the_layers_are_those_that_were_priced() -> No
         assert parsed.args.context_parallel_size == 2 and parsed.args.tp_comm_overlap
 
 
+def test_modules_that_are_run_again_are_those_that_were_chosen() -> None:
+    plan = make(
+        presets.PRESETS["gpt3-1.3b"], (2, 2, 2, 1), "selective", (0.0, 0.0), target="megatron", number=6
+    )
+    plan = replace(plan, execution=replace(plan.execution, recompute_modules=("mlp",)))
+    megatron.require_emittable(plan)
+    document = megatron.stages(plan)
+    parsed = megatron_parser.parse(
+        megatron_parser.rank_arguments(plan, 0) + USER_ARGS.split(),
+        world=document["world_size"],
+        environment=document["environment"],
+    )
+    assert parsed.config.recompute_granularity == "selective"
+    assert parsed.config.recompute_modules == ["mlp"]
+
+
 def test_bridge_names_the_attention_backend_that_megatron_has() -> None:
     from megatron.core.transformer.enums import AttnBackend
 

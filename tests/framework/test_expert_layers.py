@@ -114,6 +114,9 @@ def differences(shape: MixtureShape, model: ModelSpec) -> list:
     else:
         known += [plain["rotary_tables"], plain["qkv_copies"]]
         known += [3 * HALF * TOKENS * (QUERY + KEY)] if shape.qk_norm else []
+    if "mlp" in shape.modules:
+        # The norm is no part of the local layer's MLP, so that its output is what the checkpoint keeps.
+        return [*known, HALF * ROWS * s.HIDDEN]
     if shape.dense:
         return [*known, 2 * HALF * TOKENS * INNER]
     if shape.shared and shape.gated and not moe and "shared_experts" not in shape.modules:
