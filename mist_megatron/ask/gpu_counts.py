@@ -19,7 +19,11 @@ from mist_megatron.spec.job import Job
 
 
 class NumberWords(JobWords, total=False):
-    """A job whose number of GPUs may be left open."""
+    """A job whose number of GPUs may be left open, or whose batch is told by GPU."""
+
+    per_device_batch: int | None
+    """In place of global_batch: sequences of a GPU per optimizer step; of Hugging Face's Trainer its
+    per_device_train_batch_size times its gradient_accumulation_steps."""
 
     any_gpus: int | None
     """In place of gpus: the fastest on any number of GPUs up to this."""
@@ -75,6 +79,20 @@ class Number:
     tokens: float | None = None
     deadline_s: float | None = None
     """The fewest that train so many tokens in this time; else the fastest."""
+
+
+def whole_batch(words: NumberWords) -> int | None:
+    """Sequences per step that the words say, by GPU or in all; None where they do not."""
+    each, whole, gpus = words.get("per_device_batch"), words.get("global_batch"), words.get("gpus")
+    if each is None:
+        return whole
+    if whole is not None:
+        raise InputError("--per-device-batch is given beside --global-batch; wanted one of them")
+    if gpus is None:
+        raise InputError("--per-device-batch: how many GPUs is not said; wanted --gpus N beside it")
+    if each < 1:
+        raise InputError(f"--per-device-batch is {each}; wanted at least 1")
+    return each * gpus
 
 
 def wanted_number(words: NumberWords) -> Number | None:

@@ -61,6 +61,14 @@ class SearchOptions(OptionGroup):
         str | None,
         typer.Option(help="simulate: rank the best plans anew, by events.", rich_help_panel=PANEL),
     ] = None
+    per_device_batch: Annotated[
+        int | None,
+        typer.Option(
+            help="In place of --global-batch: sequences of a GPU per optimizer step (Trainer's "
+            "per-device batch times its accumulation).",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
     deadline: Annotated[
         str | None,
         typer.Option(

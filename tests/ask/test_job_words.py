@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import mist_megatron as mm
 from mist_megatron.ask.job_words import JobWords, read_job
 from mist_megatron.ask.words import texts
 from mist_megatron.errors import InputError, MistError
@@ -243,3 +244,17 @@ def test_a_model_of_the_hub_is_of_the_cache_or_a_preset_of_its_name(tmp_path, mo
     }
     (kept / "config.json").write_text(json.dumps(config | more))
     assert read_job({"model": "someone/thing-8b", "gpus": 8}).job.model.layers == 3
+
+
+def test_a_batch_may_be_told_by_gpu() -> None:
+    small = {"model": "gpt2", "gpus": 2, "gpu": "l4-24gb", "space": "megatron"}
+    by_gpu, whole = mm.tune(**small, per_device_batch=8), mm.tune(**small, global_batch=16)
+    assert by_gpu.plan.training == whole.plan.training
+    assert by_gpu.iteration_s == whole.iteration_s
+    for more, said in (
+        ({"gpus": 2, "global_batch": 16}, "beside --global-batch"),
+        ({"any_gpus": 8}, "wanted --gpus N"),
+        ({"gpus": 2, "per_device_batch": 0}, "wanted at least 1"),
+    ):
+        with pytest.raises(InputError, match=said):
+            mm.tune(**{"model": "gpt2", "per_device_batch": 8, **more})

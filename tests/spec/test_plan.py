@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -117,3 +118,17 @@ def test_a_plan_is_runnable_exactly_where_it_breaks_no_rule(plan):
     able = runnable_on(plan)
     assert (plan.target in able) == (violations(plan) == ())
     assert set(able) <= set(TARGETS)
+
+
+def test_a_plan_of_the_first_release_of_schema_1_is_still_read() -> None:
+    """As it was written then, with a prediction and provenance that have fewer keys than today's: whoever
+    changes what schema 1 means breaks plans that people keep, and needs a schema 2 and a way there."""
+    text = (Path(__file__).parent / "first_schema_1.yaml").read_text("utf-8")
+    plan = plan_from_text(text)
+    assert (plan.gpus, plan.vpp, plan.grad_accum, plan.schedule) == (16, 8, 64, "interleaved")
+    assert [stage.offload.optimizer for stage in plan.stages] == [0.875, 0.5, 0.375, 0.75]
+    assert plan.prediction is not None
+    assert plan.prediction["iteration_s"] == 36.97
+    assert plan_from_text(plan_to_yaml(plan)) == plan
+    with pytest.raises(InputError, match="schema is 2; this version reads schema 1"):
+        plan_from_text(text.replace("schema: 1", "schema: 2", 1))
