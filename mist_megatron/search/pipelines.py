@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mist_megatron.errors import InputError
 from mist_megatron.search.experts import divisors, expert_sizes
@@ -92,8 +92,21 @@ class MixedPipeline:
         return " ".join([*parts, *["sp"] * self.sequence_parallel])
 
 
+Spread = tuple[int, int]
+"""Expert-parallel and expert-tensor-parallel ranks."""
+Family = tuple[EqualPipeline, tuple[Spread, ...]]
+"""A shape in its widest spread, and all of them."""
+
+
 def shapes(job: Job, space: Space, limits: Limits) -> Iterator[EqualPipeline]:
     """All shapes of a space for a job."""
+    for shape, spreads in families(job, space, limits):
+        for ep, etp in spreads:
+            yield shape if (ep, etp) == (shape.ep, shape.etp) else replace(shape, ep=ep, etp=etp)
+
+
+def families(job: Job, space: Space, limits: Limits) -> Iterator[Family]:
+    """All shapes, those that differ in nothing but where experts are together."""
     cluster, model = job.cluster, job.model
     for stages in divisors(cluster.gpus):
         if stages > model.layers or not limits.allows("pp", stages) or (stages > 1 and not space.pipeline):
@@ -127,7 +140,7 @@ def _tensor_parallel_allowed(job: Job, space: Space, limits: Limits, tp: int) ->
 
 def _with_batches(
     job: Job, space: Space, limits: Limits, grid: tuple[int, tuple[int, int], int]
-) -> Iterator[EqualPipeline]:
+) -> Iterator[Family]:
     stages, (nodes, gpus_per_node), tp = grid
     cp = job.execution.context_parallel
     dp = data_parallel_size(nodes * gpus_per_node, tp=tp, cp=cp)
@@ -139,11 +152,17 @@ def _with_batches(
         if not limits.allows("micro_batch", micro_batch) or not limits.allows("grad_accum", grad_accum):
             continue
         for sequence_parallel in _sequence_parallel(job, space, limits, tp):
-            sizes = expert_sizes(job, space, limits, (nodes * gpus_per_node, tp, sequence_parallel))
+            spreads = expert_sizes(job, space, limits, (nodes * gpus_per_node, tp, sequence_parallel))
+            if not spreads:
+                continue
+            widest = max(spreads, key=math.prod)
+            # Copies of experts may be more than those of the rest.
+            copies = (
+                dp * cp if job.model.routed is None else nodes * gpus_per_node // min(map(math.prod, spreads))
+            )
             chunks = _chunks(job, space, limits, (stages, grad_accum))
-            levels = stage_levels(space, dp * cp, stages)
-            for vpp, zero, (ep, etp) in itertools.product(chunks, levels, sizes):
-                yield EqualPipeline(
+            for vpp, zero in itertools.product(chunks, stage_levels(space, max(dp * cp, copies), stages)):
+                shape = EqualPipeline(
                     grad_accum=grad_accum,
                     stages=stages,
                     nodes=nodes,
@@ -155,9 +174,10 @@ def _with_batches(
                     vpp=vpp,
                     zero=zero,
                     cp=cp,
-                    ep=ep,
-                    etp=etp,
+                    ep=widest[0],
+                    etp=widest[1],
                 )
+                yield shape, spreads
 
 
 def _sequence_parallel(job: Job, space: Space, limits: Limits, tp: int) -> tuple[bool, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import merge
 
@@ -19,7 +20,9 @@ from mist_megatron.search.infeasible import possible_of
 from mist_megatron.search.kinds import least_step_s
 from mist_megatron.search.known import Item, Known, floors
 from mist_megatron.search.mixed import MixedBound, mixture_bounds
-from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.pipelines import EqualPipeline, Family
+from mist_megatron.search.room import with_room
+from mist_megatron.search.spread import SpreadShapes
 
 Bound = EqualBound | MixedBound
 Pair = tuple[Bound, Item]
@@ -32,6 +35,8 @@ AT_ONCE = 1.02
 
 class Queue:
     """Items of one kind."""
+
+    at_once = AT_ONCE
 
     def __init__(self, items: Sequence[Item], least_s: Sequence[float], bounded: Bounded) -> None:
         self._bounded = bounded
@@ -46,6 +51,10 @@ class Queue:
     def __len__(self) -> int:
         """Items that are not known not to fit."""
         return len(self._open) + len(self._ready)
+
+    def _floor_s(self) -> float | None:
+        """The least floor of what was not looked at; None where that is all."""
+        return self._floors[self._open[-1]] if self._open else None
 
     def _look(self, limit_s: float) -> None:
         """At all items whose floors are no larger than that."""
@@ -63,12 +72,11 @@ class Queue:
 
     def at(self, position: int, limit_s: float = float("inf")) -> Pair | None:
         """The item at a place of the order; None where it, or what might be there, is not below the limit."""
-        while self._open:
-            floor_s = self._floors[self._open[-1]]
+        while (floor_s := self._floor_s()) is not None:
             known = position < len(self._ready) and self._ready[position][0] < floor_s
             if known or floor_s >= limit_s:
                 break
-            self._look(min(floor_s * AT_ONCE, limit_s))
+            self._look(min(floor_s * self.at_once, limit_s))
         if position < len(self._ready) and self._ready[position][0] < limit_s:
             return self._ready[position][2]
         return None
@@ -93,6 +101,38 @@ class Queue:
     def known(self) -> Mapping[Item, float]:
         """Seconds that no plan of an item beats."""
         return {**self._floors, **{item: value_s for value_s, _, (_, item) in self._ready}}
+
+
+class SpreadQueue(Queue):
+    """Shapes of models with experts, which are made when their bound is the least."""
+
+    at_once = 1.1
+
+    def __init__(self, shapes: SpreadShapes, bounded: Bounded) -> None:
+        self._shapes = shapes
+        super().__init__([], [], bounded)
+
+    def __len__(self) -> int:
+        return len(self._shapes) + len(self._ready)
+
+    def _floor_s(self) -> float | None:
+        left_s = self._shapes.left_s
+        return float(left_s[0]) if len(left_s) else None
+
+    def _look(self, limit_s: float) -> None:
+        batch = self._shapes.below(limit_s)
+        least_s = {shape: floor_s for floor_s, shape in batch}
+        for bound, item in self._bounded([shape for _, shape in batch]):
+            assert isinstance(item, EqualPipeline)
+            pair = replace(bound, value_s=max(bound.value_s, least_s[item])), item
+            insort(self._ready, (pair[0].value_s, len(self._ready), pair), key=lambda entry: entry[:2])
+        self._shapes.take(limit_s)
+
+    def left_s(self) -> list[float]:
+        return [value_s for value_s, _, _ in self._ready[self.given :]] + list(self._shapes.left_s)
+
+    def known(self) -> Mapping[Item, float]:
+        return {item: value_s for value_s, _, (_, item) in self._ready}
 
 
 class Order:
@@ -168,6 +208,20 @@ class Orders:
         return [value_s for order in self.orders for value_s in order.left_s()]
 
 
+def _of_shapes(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
+    fit = possible_of(question, [item for item in items if isinstance(item, EqualPipeline)])
+    return list(zip(shape_bounds(question, fit), fit, strict=True))
+
+
+def _of_alike(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
+    """Of models with experts, with what must be recomputed where stages are alike."""
+    pairs = _of_shapes(question, items)
+    if question.space.per_stage:
+        return pairs
+    alike = [(bound, item) for bound, item in pairs if isinstance(item, EqualPipeline)]
+    return list(with_room(question, [(b, item) for b, item in alike if isinstance(b, EqualBound)]))
+
+
 def _of_kinds(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
     """Shapes of a model whose layers differ: whether they fit is seen when they are solved."""
     nothing = LeastTimes(np.zeros(1), np.zeros(1), np.zeros(1))
@@ -176,6 +230,15 @@ def _of_kinds(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
         (EqualBound(least_step_s(question, item), 0.0, 0.0, (nothing, nothing, nothing)), item)
         for item in equal
     ]
+
+
+def ordered_spread(
+    question: SearchProblem, found: Sequence[Family], keeps: Callable[[EqualPipeline], bool]
+) -> Order:
+    """The same of models with experts, spread in every way."""
+    bounded = partial(_of_kinds if len(question.evaluator.job.model.kinds) > 1 else _of_alike, question)
+    shapes = SpreadShapes(question, [family for family in found if keeps(family[0])], keeps)
+    return Order(SpreadQueue(shapes, bounded), Queue([], [], bounded))
 
 
 def ordered(
@@ -189,15 +252,11 @@ def ordered(
         bounded = partial(_of_kinds, question)
         return Order(Queue(found, [0.0] * len(found), bounded), Queue([], [], bounded))
 
-    def of_shapes(items: Sequence[Item]) -> list[Pair]:
-        fit = possible_of(question, [item for item in items if isinstance(item, EqualPipeline)])
-        return list(zip(shape_bounds(question, fit), fit, strict=True))
-
     def of_mixtures(items: Sequence[Item]) -> list[Pair]:
         fit = [item for item in items if isinstance(item, MixedFamily)]
         return list(zip(mixture_bounds(question, fit), fit, strict=True))
 
-    equal = Queue(found, floors(question, found, known), of_shapes)
+    equal = Queue(found, floors(question, found, known), partial(_of_shapes, question))
     if not len(equal):
         mixed = possible_mixtures(question, mixed)
     return Order(equal, Queue(mixed, floors(question, mixed, known), of_mixtures))

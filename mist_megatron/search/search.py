@@ -22,8 +22,14 @@ from mist_megatron.search.infeasible import Asked, no_plan
 from mist_megatron.search.kinds import solve_kinds
 from mist_megatron.search.known import Item, Known
 from mist_megatron.search.mixed import MixedBound, solve_mixed
-from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline, explain_no_pipeline, shapes
-from mist_megatron.search.queue import Bound, Order, Orders, Pair, ordered
+from mist_megatron.search.pipelines import (
+    EqualPipeline,
+    MixedPipeline,
+    explain_no_pipeline,
+    families,
+    shapes,
+)
+from mist_megatron.search.queue import Bound, Order, Orders, Pair, ordered, ordered_spread
 from mist_megatron.search.solution import Solution, Solved
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.search.stage_fronts import Tally
@@ -279,6 +285,10 @@ class _Run:
         known, items = list(self.settings.known), 0
         for way, question in zip(ways, self.questions, strict=True):
             job, cut = question.evaluator.job, question.space
+            if job.model.routed is not None:
+                orders.append(ordered_spread(question, list(families(job, cut, way.limits)), way.keeps))
+                items += len(orders[-1])
+                continue
             mixed = []
             for mixture in mixed_families(job, cut, way.limits) if way.mixes else ():
                 self.tick()

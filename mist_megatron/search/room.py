@@ -1,0 +1,151 @@
+"""What memory adds to bounds of shapes whose stages are alike: the least recomputation with which they fit.
+
+The bound of a shape assumes that nothing is recomputed. Of each split of its layers the kinds and amounts of
+recomputation are found here with which a first, a second and a last stage fit, of many shapes at once, and
+what the cheapest of them adds to the time of every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mist_megatron.cost.grid import StageGrid
+from mist_megatron.search.bounds import EqualBound, SearchProblem, split_bounds
+from mist_megatron.search.choices import Array, Ints, ckpt_counts
+from mist_megatron.search.least_memory import stages_of
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.splits import split_table, splits_layers
+from mist_megatron.spec.kinds import alike
+from mist_megatron.spec.mesh import StageRole, role_of
+from mist_megatron.spec.recompute import RECOMPUTES, Recompute
+
+Pair = tuple[EqualBound, EqualPipeline]
+AT_ONCE = 64
+"""Shapes in one call."""
+
+
+def with_room(question: SearchProblem, pairs: Sequence[Pair]) -> list[Pair]:
+    """The same without what does not fit, with bounds that count what must be recomputed. Only for spaces in
+    which nothing is kept in host memory and stages are alike."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for place, (_, shape) in enumerate(pairs):
+        key = shape.stages, shape.nodes, shape.gpus_per_node, shape.sequence_parallel, shape.vpp
+        groups.setdefault(key, []).append(place)
+    found: dict[int, Pair] = {}
+    for members in groups.values():
+        for begin in range(0, len(members), AT_ONCE):
+            question.tick()
+            some = members[begin : begin + AT_ONCE]
+            values_s = _values(question, [pairs[place] for place in some])
+            for place, value_s in zip(some, values_s, strict=True):
+                if np.isfinite(value_s):
+                    bound, shape = pairs[place]
+                    found[place] = replace(bound, value_s=max(bound.value_s, value_s)), shape
+    return [found[place] for place in sorted(found)]
+
+
+def _values(question: SearchProblem, pairs: Sequence[Pair]) -> list[float]:
+    """Bounds of shapes of one pipeline; infinite where nothing fits."""
+    shapes = [shape for _, shape in pairs]
+    first, layers = shapes[0], question.evaluator.job.model.layers
+    table = np.array([[layers // first.stages] * first.stages])
+    splits = splits_layers(question.space, first.stages, first.vpp)
+    if splits:
+        table = split_table(layers, first.stages, first.vpp)
+    added_s = np.full((len(shapes), len(table)), np.inf)
+    for recompute in question.space.recompute:
+        added_s = np.minimum(added_s, _added(question, shapes, table, recompute))
+    found = []
+    for (bound, shape), more_s in zip(pairs, added_s, strict=True):
+        others = shape.grad_accum - 1
+        times = others - (0.5 * min(shape.stages - 1, others) if shape.vpp == 1 else 0.0)
+        values_s = split_bounds(shape, bound.stages, table) if splits else np.array([bound.value_s])
+        fits = np.isfinite(more_s)
+        added = np.where(fits, times * np.where(fits, more_s, 0.0) * (1 - 1e-9), np.inf)
+        found.append(float((values_s + added).min()))
+    return found
+
+
+def _added(
+    question: SearchProblem, shapes: Sequence[EqualPipeline], table: Ints, recompute: Recompute
+) -> Array:
+    """What a kind of recomputation adds to t of every stage at least, by shape and split."""
+    first, stages, vpp = shapes[0], shapes[0].stages, shapes[0].vpp
+    whole = RECOMPUTES[recompute].whole_layers
+    largest = -(-table.max(axis=1) // vpp)
+    counts = _per_chunk(question, int(largest.max())) if whole else np.zeros(1)
+    fits = np.ones((len(shapes), len(table), len(counts)), dtype=bool)
+    held = [stages_of(shape, question.space, question.evaluator.job.model.layers) for shape in shapes]
+    for position in sorted({0, min(1, stages - 1), stages - 1}):
+        sizes, row = np.unique(table[:, position], return_inverse=True)
+        here = np.array([of_stage[position].held for of_stage in held])
+        grid = _grid(shapes, role_of(position, stages), recompute)
+        grid = replace(
+            grid,
+            in_flight=here.reshape(-1, 1, 1),
+            layers=sizes.astype(np.float64).reshape(1, -1, 1),
+            ckpt=np.minimum(sizes.reshape(1, -1, 1), vpp * counts.reshape(1, 1, -1)),
+        )
+        fits &= _fitting(question, grid, (len(shapes), len(sizes), len(counts)))[:, row.reshape(-1), :]
+    again_s = _slope(question, shapes, recompute)
+    fewest = table.min(axis=1).reshape(-1, 1)
+    if not whole:
+        return np.asarray(np.where(fits, again_s * fewest, np.inf).min(axis=-1))
+    kept = vpp * np.maximum(largest.reshape(-1, 1) - counts, 0.0)
+    repeated = np.maximum(fewest - kept, 0.0) if first.stages > 1 else np.minimum(fewest, counts)
+    return np.asarray(np.where(fits, again_s * repeated, np.inf).min(axis=-1))
+
+
+def _per_chunk(question: SearchProblem, largest: int) -> Array:
+    """Layers that each chunk may recompute."""
+    return ckpt_counts(question.space, largest, 1)
+
+
+def _fitting(question: SearchProblem, grid: StageGrid, size: tuple[int, int, int]) -> NDArray[np.bool_]:
+    evaluator = question.evaluator
+    return np.broadcast_to(evaluator.peak_bytes(grid) <= evaluator.limit_bytes, size)
+
+
+def _slope(question: SearchProblem, shapes: Sequence[EqualPipeline], recompute: Recompute) -> Array:
+    """What running a layer again, or parts of it, adds to t at least: compute, and collectives but for those
+    that may run beside products."""
+    evaluator = question.evaluator
+    load = evaluator.loads(_grid(shapes, StageRole.MIDDLE, recompute)).block
+    compute_s, collective_s = load.again if RECOMPUTES[recompute].whole_layers else load.dropped
+    if evaluator.time_context.tensor_collectives_overlap:
+        collective_s = np.zeros(())
+    added_s = np.maximum(compute_s + collective_s, 0.0)
+    return np.asarray(np.broadcast_to(added_s, (len(shapes), 1, 1)), dtype=np.float64)
+
+
+def _grid(shapes: Sequence[EqualPipeline], role: StageRole, recompute: Recompute) -> StageGrid:
+    """Stages of these shapes, a layer each, which is recomputed."""
+    first, one = shapes[0], np.ones((1, 1, 1))
+
+    def column(size: str) -> Array:
+        return np.array([getattr(shape, size) for shape in shapes], dtype=np.float64).reshape(-1, 1, 1)
+
+    return StageGrid(
+        role=role,
+        nodes=first.nodes,
+        gpus_per_node=first.gpus_per_node,
+        sequence_parallel=first.sequence_parallel,
+        recompute=recompute,
+        layers=one,
+        ckpt=one,
+        in_flight=one,
+        micro_batch=column("micro_batch"),
+        dp=column("dp"),
+        tp=column("tp"),
+        zero=np.array([min(shape.zero) for shape in shapes], dtype=np.float64).reshape(-1, 1, 1),
+        grad_accum=column("grad_accum"),
+        offload=alike(0.0 * one),
+        ep=column("ep"),
+        etp=column("etp"),
+        stages=first.stages,
+        vpp=first.vpp,
+    )

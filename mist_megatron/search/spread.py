@@ -1,0 +1,235 @@
+"""Shapes of models with experts, of which there are too many to look at each: bounds of all at once.
+
+A family is a shape with every spread of its experts. What one micro-batch takes on all stages together, and
+on the slowest one at least, follows from the time of one layer of each kind, which few numbers decide. Shapes
+are made from their families when their bound is the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mist_megatron.cost.grid import LayerCount, LayerSizes, StageGrid
+from mist_megatron.cost.terms import NO_SLOPE, Linear, totals
+from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.choices import Array, Ints
+from mist_megatron.search.pipelines import EqualPipeline, Family
+from mist_megatron.search.stage_prices import Times
+from mist_megatron.spec.kinds import alike
+from mist_megatron.spec.mesh import StageRole
+from mist_megatron.spec.term import Term
+
+
+class SpreadShapes:
+    """The shapes of some families, those with the least bound first."""
+
+    def __init__(
+        self,
+        question: SearchProblem,
+        families: Sequence[Family],
+        keeps: Callable[[EqualPipeline], bool],
+    ) -> None:
+        self._families, self._keeps = families, keeps
+        of_family = [len(spreads) for _, spreads in families]
+        self._rows = np.repeat(np.arange(len(families)), of_family)
+        every = [spread for _, spreads in families for spread in spreads]
+        self._spreads = np.array(every, dtype=np.float64).reshape(-1, 2)
+        floors_s = _floors(question, [shape for shape, _ in families], self._rows, self._spreads)
+        order = np.argsort(floors_s, kind="stable")
+        self._order = order[: int(np.isfinite(floors_s).sum())]
+        self.floors_s = floors_s[self._order]
+        self._taken = 0
+
+    def __len__(self) -> int:
+        """Shapes that were not taken yet."""
+        return len(self._order) - self._taken
+
+    @property
+    def left_s(self) -> Array:
+        """Their bounds, the least first."""
+        return self.floors_s[self._taken :]
+
+    def below(self, limit_s: float) -> list[tuple[float, EqualPipeline]]:
+        """Those whose bounds are no larger, with these; they count as taken after `take`."""
+        end = int(np.searchsorted(self.floors_s, limit_s, side="right"))
+        found = []
+        for place in range(self._taken, end):
+            row = self._order[place]
+            ep, etp = self._spreads[row]
+            shape = replace(self._families[self._rows[row]][0], ep=int(ep), etp=int(etp))
+            if self._keeps(shape):
+                found.append((float(self.floors_s[place]), shape))
+        return found
+
+    def take(self, limit_s: float) -> None:
+        """All of these."""
+        self._taken = max(self._taken, int(np.searchsorted(self.floors_s, limit_s, side="right")))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What one micro-batch takes, by distinct sizes of layers."""
+
+    of_kind_s: list[Array]
+    first_s: Array
+    """Of a first stage without its layers ..."""
+    last_s: Array
+    """... and of a last one; of an only stage all of both is in `first_s`."""
+    step_s: Array
+    """Of a stage with the even share of layers, after all passes."""
+
+
+def _floors(question: SearchProblem, shapes: Sequence[EqualPipeline], rows: Ints, spreads: Array) -> Array:
+    """Seconds that no plan of each shape beats; infinite where states alone do not fit."""
+    sizes = np.array(
+        [
+            (
+                s.nodes,
+                s.gpus_per_node,
+                s.sequence_parallel,
+                s.stages,
+                s.vpp,
+                s.grad_accum,
+                s.micro_batch,
+                s.tp,
+            )
+            for s in shapes
+        ],
+        dtype=np.float64,
+    ).reshape(-1, 8)[rows]
+    levels = np.array([min(s.zero) for s in shapes], dtype=np.float64)[rows]
+    found = np.full(len(rows), np.inf)
+    groups: dict[tuple[float, ...], Ints] = {}
+    keys, places = np.unique(sizes[:, :4], axis=0, return_inverse=True)
+    for place, key in enumerate(keys.tolist()):
+        groups[tuple(key)] = np.flatnonzero(places.reshape(-1) == place)
+    for key, mine in groups.items():
+        question.tick()
+        nodes, per_node, sliced, stages = int(key[0]), int(key[1]), bool(key[2]), int(key[3])
+        own, level = sizes[mine], levels[mine]
+        layer = LayerSizes(own[:, 6], own[:, 7], spreads[mine, 0], spreads[mine, 1])
+        distinct, index = np.unique(layer.packed(), return_inverse=True)
+        grid = _grid(question, (nodes, per_node, sliced, stages), LayerSizes.unpacked(distinct))
+        parts = _parts(question, grid, stages)
+        fits = np.stack([_fits(question, grid, stages, zero) for zero in (0.0, 1.0)])
+        times_s = _steps(question, parts, stages, index.reshape(-1), own[:, 4], own[:, 5])
+        found[mine] = np.where(fits[(level > 0.0).astype(np.intp), index.reshape(-1)], times_s, np.inf)
+    return found
+
+
+def _grid(question: SearchProblem, stage: tuple[int, int, bool, int], sizes: LayerSizes) -> StageGrid:
+    """Stages with these sizes of layers, and no layers as yet."""
+    nodes, per_node, sliced, stages = stage
+    job, zero = question.evaluator.job, np.zeros(1)
+    cp = job.execution.context_parallel
+    kinds = len(job.model.kinds)
+    return StageGrid(
+        role=StageRole.ONLY if stages == 1 else StageRole.FIRST,
+        nodes=nodes,
+        gpus_per_node=per_node,
+        sequence_parallel=sliced,
+        recompute="full",
+        layers=zero,
+        ckpt=zero,
+        in_flight=zero + 1.0,
+        micro_batch=sizes.micro_batch,
+        dp=nodes * per_node / (sizes.tp * cp),
+        tp=sizes.tp,
+        zero=zero,
+        grad_accum=zero + 1.0,
+        offload=alike(zero),
+        ep=sizes.ep,
+        etp=sizes.etp,
+        stages=min(stages, 2),
+        counts=(LayerCount(zero, zero),) * kinds if kinds > 1 else (),
+    )
+
+
+def _parts(question: SearchProblem, grid: StageGrid, stages: int) -> _Parts:
+    evaluator, model, count = question.evaluator, question.evaluator.job.model, len(grid.tp)
+
+    def wide(value: Array) -> Array:
+        return np.broadcast_to(value, (count,))
+
+    def without_sends(role: StageRole) -> Linear:
+        terms = evaluator.terms(replace(grid, role=role)).stable
+        return totals({name: term for name, term in terms.items() if name is not Term.PIPELINE_P2P})
+
+    first = without_sends(grid.role)
+    last = wide(without_sends(StageRole.LAST).fixed) if stages > 1 else np.zeros(count)
+    slopes = [*first.slopes, *[NO_SLOPE] * (len(model.kinds) - len(first.slopes))]
+    step = Times.of(evaluator, replace(grid, zero=grid.zero + 1.0)).step
+    plain = Times.of(evaluator, grid).step
+    share = -(-model.layers // stages)
+    least_s = [
+        each.fixed + share * np.minimum.reduce([wide(slope.per_layer) for slope in each.slopes])
+        for each in (step, plain)
+    ]
+    return _Parts(
+        [wide(slope.per_layer) for slope in slopes],
+        wide(first.fixed),
+        last,
+        np.maximum(np.minimum(*map(wide, least_s)), 0.0),
+    )
+
+
+def _steps(
+    question: SearchProblem, parts: _Parts, stages: int, index: Ints, vpp: Array, grad_accum: Array
+) -> Array:
+    """Of each shape, by its distinct sizes of layers."""
+    model = question.evaluator.job.model
+    loads = np.stack([parts.of_kind_s[place] for place in model.kind_of_layer])
+    sum_s = loads.sum(axis=0) + parts.first_s + parts.last_s
+    mean_s = sum_s / stages
+    share = -(-model.layers // stages)
+    most_s = np.maximum(mean_s, share * loads.min(axis=0))
+    split_s = np.maximum(mean_s, least_maximum(loads, parts.first_s, parts.last_s, stages))
+    sum_s, mean_s, most_s, split_s, step_s = (
+        part[index] for part in (sum_s, mean_s, most_s, split_s, parts.step_s)
+    )
+    others = grad_accum * vpp - 1.0
+    # Of the slowest stage b with f behind it, m is its t and B theirs: all stages take at most m, so that
+    # what warm-up passes fill of its waits is at most f m - B <= stages (m - mean).
+    filled = np.minimum(0.5 * np.minimum(stages - 1.0, others) * split_s, stages * (split_s - mean_s))
+    steady_s = np.where(vpp > 1.0, others * most_s, others * split_s - filled)
+    return np.asarray(((steady_s + sum_s) / vpp + step_s) * (1 - 1e-9))
+
+
+def least_maximum(loads: Array, first: Array, last: Array, stages: int) -> Array:
+    """The least that the heaviest of so many runs of layers can weigh; a column each."""
+    layers = len(loads)
+    sums = np.concatenate([np.zeros((1, loads.shape[1])), np.cumsum(loads, axis=0)])
+    sums = sums + first
+    sums[0] -= first
+    sums[-1] = sums[-1] + last
+    least = sums.copy()
+    least[0] = np.inf
+    for stage in range(1, stages):
+        after = np.full_like(least, np.inf)
+        ends = range(stage + 1, layers - (stages - 1 - stage) + 1)
+        for end in ends if stage < stages - 1 else (layers,):
+            some = np.maximum(least[stage:end], sums[end] - sums[stage:end])
+            after[end] = some.min(axis=0)
+        least = after
+    return np.asarray(least[layers])
+
+
+def _fits(question: SearchProblem, grid: StageGrid, stages: int, zero: float) -> NDArray[np.bool_]:
+    """Whether what stages hold throughout would fit if all held the same: on the mean they hold that, and
+    embedding and head besides."""
+    evaluator, model = question.evaluator, question.evaluator.job.model
+    one = np.ones(1)
+    counts = [LayerCount(one * model.layers_of_kind[kind.name] / stages, 0.0 * one) for kind in model.kinds]
+    mean = replace(
+        grid,
+        role=StageRole.MIDDLE if stages > 1 else StageRole.ONLY,
+        layers=one * model.layers / stages,
+        zero=one * zero,
+        counts=tuple(counts) if len(counts) > 1 else (),
+    )
+    held, _ = evaluator.moments(mean)
+    return np.broadcast_to(held <= evaluator.limit_bytes, (len(grid.tp),))
