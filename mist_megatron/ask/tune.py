@@ -377,7 +377,10 @@ def left_out_words(tuned: Tuned) -> str:
         found.append("stages that are alike split layers near evenly")
     if space.context_parallel:
         found.append("context parallelism is a ring over powers of two")
-    if space.recompute_modules:
+    if tuned.job.model.routed is not None:
+        found.append("experts are split over fast links only and their exchange overlaps as asked")
+        found.append("of layers with experts all is recomputed or attention, and nothing is in host memory")
+    elif space.recompute_modules:
         found.append("of parts of layers attention, MLP or both are recomputed")
     if tuned.on_links is not None:
         found.append("on any of the nodes, by the best links that groups can have")

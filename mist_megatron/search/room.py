@@ -112,13 +112,14 @@ def _fitting(question: SearchProblem, grid: StageGrid, size: tuple[int, int, int
 
 def _slope(question: SearchProblem, shapes: Sequence[EqualPipeline], recompute: Recompute) -> Array:
     """What running a layer again, or parts of it, adds to t at least: compute, and collectives but for those
-    that may run beside products."""
+    that may run beside it."""
     evaluator = question.evaluator
     load = evaluator.loads(_grid(shapes, StageRole.MIDDLE, recompute)).block
-    compute_s, collective_s = load.again if RECOMPUTES[recompute].whole_layers else load.dropped
-    if evaluator.time_context.tensor_collectives_overlap:
-        collective_s = np.zeros(())
-    added_s = np.maximum(compute_s + collective_s, 0.0)
+    again = load.again if RECOMPUTES[recompute].whole_layers else load.dropped
+    execution, added_s = evaluator.job.execution, again.compute_s
+    if not (execution.expert_overlap or execution.shared_expert_overlap):
+        added_s = added_s + (again.exchange_s if execution.tp_comm_overlap else again.collective_s)
+    added_s = np.maximum(added_s, 0.0)
     return np.asarray(np.broadcast_to(added_s, (len(shapes), 1, 1)), dtype=np.float64)
 
 

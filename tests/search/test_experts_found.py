@@ -35,7 +35,7 @@ from mist_megatron.spec.schedule import usual_schedule
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
 
-JOBS = int(os.environ.get("MIST_TEST_EXPERT_JOBS", "3"))
+JOBS = int(os.environ.get("MIST_TEST_EXPERT_JOBS", "2"))
 SPACE = replace(
     space_named("full"), recompute=("full",), near_even=False, decoupled_step=False, tp_comm_overlap=False
 )
@@ -51,6 +51,7 @@ def small_mixture(rng: np.random.Generator) -> ModelSpec:
         shared_ffn_hidden=int(rng.choice([0, 1024])),
         first_dense=int(rng.choice([0, 0, 1])),
         every=int(rng.choice([1, 1, 2])),
+        router="sigmoid",
     )
     heads = {"heads": 8, "kv_heads": int(rng.choice([2, 8]))}
     model = replace(
@@ -185,7 +186,7 @@ def least_of_all(job: Job) -> float:
     return least_s
 
 
-@pytest.mark.parametrize("seed", range(JOBS))
+@pytest.mark.parametrize("seed", range(3, 3 + JOBS))
 def test_the_best_of_all_plans_is_found(seed: int) -> None:
     job = random_job(seed)
     found, least_s = searched(job), least_of_all(job)

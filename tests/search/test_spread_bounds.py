@@ -1,0 +1,58 @@
+"""Bounds of shapes with experts: none is above what a plan of the shape takes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from test_experts_found import SPACE, evaluator_of, random_job
+
+from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.execution import execution_choices
+from mist_megatron.search.experts import cut_to_experts
+from mist_megatron.search.pipelines import EqualPipeline, families, shapes
+from mist_megatron.search.queue import ordered_spread
+from mist_megatron.search.search import every, solve
+from mist_megatron.search.space import Limits, cut_to_target
+from mist_megatron.search.spread import SpreadShapes, least_maximum
+
+
+@pytest.mark.parametrize("seed", [1, 3, 11, 12])
+def test_no_plan_of_a_shape_beats_its_bounds(seed: int) -> None:
+    job = random_job(seed)
+    choices = execution_choices(job, SPACE, Limits())
+    rng = np.random.default_rng(seed)
+    choice = choices[int(rng.integers(len(choices)))]
+    evaluator = evaluator_of(choice.job)
+    space = cut_to_experts(cut_to_target(SPACE, job.target, None, choice.job.execution), job)
+    question = SearchProblem(evaluator=evaluator, space=space, step=1.0)
+    found = list(families(choice.job, space, Limits()))
+    floors_s = {shape: s for s, shape in SpreadShapes(question, found, every).below(math.inf)}
+    bounds_s = {
+        shape: bound.value_s for bound, shape in ordered_spread(question, found, every).below(math.inf)
+    }
+    listed = list(shapes(choice.job, space, Limits()))
+    for place in rng.permutation(len(listed))[:24]:
+        shape = listed[place]
+        bound = (
+            next(b for b, s in ordered_spread(question, [_alone(shape)], every).below(math.inf))
+            if (shape in bounds_s)
+            else None
+        )
+        if bound is None:
+            continue
+        solved = solve(question, shape, bound, math.inf).solution
+        if solved is not None:
+            assert floors_s[shape] <= bounds_s[shape] * (1 + 1e-12) <= solved.value_s * (1 + 1e-9), shape
+
+
+def _alone(shape: EqualPipeline) -> tuple[EqualPipeline, tuple[tuple[int, int], ...]]:
+    return shape, ((shape.ep, shape.etp),)
+
+
+def test_the_heaviest_run_is_as_light_as_can_be() -> None:
+    loads = np.array([[1.0], [1.0], [3.0], [3.0], [3.0]])
+    assert least_maximum(loads, np.array([0.0]), np.array([0.0]), 3) == [5.0]
+    assert least_maximum(loads, np.array([4.0]), np.array([0.0]), 3) == [6.0]
+    assert least_maximum(loads, np.array([0.0]), np.array([2.0]), 1) == [13.0]
