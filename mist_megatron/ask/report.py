@@ -30,6 +30,7 @@ from mist_megatron.formats.files import write_pieces
 from mist_megatron.pages.page_html import page_html
 from mist_megatron.pages.parts import Bar, Change, Chart, Fact, Page, PlanPart, Point, Segment
 from mist_megatron.pages.views import (
+    MOST_EVENTS,
     busy,
     device_memory,
     host_memory,
@@ -87,9 +88,11 @@ def report(
     read = [load_plan(plan) for plan in listed]
     if not 1 <= len(read) <= MOST_PLANS:
         raise InputError(f"report: {len(read)} plans; wanted 1 to {MOST_PLANS}")
+    # A page stays below 2 MB, however many plans stand on it.
+    most = MOST_EVENTS if len(read) == 1 else 3 * MOST_EVENTS // (2 * len(read))
     parts = []
     for done, plan in enumerate(read):
-        parts.append(plan_part(plan))
+        parts.append(plan_part(plan, most_events=most))
         if progress is not None:
             progress(done + 1, len(read))
     title = parts[0].title if len(parts) == 1 else f"{len(parts)} plans"
@@ -154,7 +157,13 @@ def _spaces_chart(tuned: Tuned) -> Chart | None:
     return Chart(key="spaces", title="Spaces of hand-made choices", note=note, bars=bars)
 
 
-def plan_part(plan: Plan, *, less: tuple[Change, ...] = (), assumed: tuple[str, ...] = ()) -> PlanPart:
+def plan_part(
+    plan: Plan,
+    *,
+    less: tuple[Change, ...] = (),
+    assumed: tuple[str, ...] = (),
+    most_events: int = MOST_EVENTS,
+) -> PlanPart:
     """Everything about one plan: priced and played anew, so that the page says what `predict` says."""
     evaluator, prices = evaluator_for(job_of(plan))
     cost, played = predict(plan, evaluator), play(plan, evaluator)
@@ -170,7 +179,7 @@ def plan_part(plan: Plan, *, less: tuple[Change, ...] = (), assumed: tuple[str, 
         nodes=node_rows(plan),
         cards=stage_cards(plan),
         charts=(*memory, *times(cost), busy(played)),
-        timeline=timeline(played),
+        timeline=timeline(played, most_events),
         changes=(*changes_of(plan), *less),
         assumed=(*assumed, *(f"its target cannot run it: {rule}" for rule in violations(plan))),
         sure=_sure(plan, cost, prices),

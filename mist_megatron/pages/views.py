@@ -17,7 +17,7 @@ from mist_megatron.spec.term import Term
 
 GIB = float(1 << 30)
 MOST_EVENTS = 20_000
-"""More make a page too large to mail, and no screen has the columns to tell them apart."""
+"""Of a plan: more make a page too large to mail, and no screen has the columns to tell them apart."""
 SHARED: Mapping[int, str] = {
     0: "nothing",
     1: "optimizer states",
@@ -214,19 +214,19 @@ def busy(played: Simulation) -> Chart:
     return Chart(key="busy", title="Who is busy", note=note, bars=tuple(bars))
 
 
-def timeline(played: Simulation) -> Timeline:
+def timeline(played: Simulation, most: int = MOST_EVENTS) -> Timeline:
     """Events as whole microseconds; where there are too many, neighbours of one kind become one, and what is
     still too much is left out from the end."""
     found = _events(played)
     note = f"all {len(found):,} events"
-    if len(found) > MOST_EVENTS:
+    if len(found) > most:
         found = _joined(found)
         note = (
             f"{len(found):,} bars for {played.events:,} events: neighbours of one kind on one stream are one"
         )
-    if len(found) > MOST_EVENTS:
-        until_s = found[MOST_EVENTS].start_us / 1e6
-        found = found[:MOST_EVENTS]
+    if len(found) > most:
+        until_s = found[most].start_us / 1e6
+        found = found[:most]
         note += f"; shown until {until_s:.4g} s"
     lanes = sorted({event.lane for event in found})
     kinds, names = (

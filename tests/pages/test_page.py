@@ -16,7 +16,6 @@ import pytest
 
 import mist_megatron as mm
 from mist_megatron.events.iteration import Simulation
-from mist_megatron.pages import views
 from mist_megatron.pages.page_html import page_html
 from mist_megatron.pages.views import timeline
 
@@ -106,11 +105,10 @@ def test_the_timeline_is_that_of_simulate(reported: mm.Reported) -> None:
     assert forward_us / 1e6 == pytest.approx(forward_s, rel=1e-4)
 
 
-def test_a_long_step_is_drawn_with_fewer_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_is_drawn_with_fewer_bars() -> None:
     played: Simulation = mm.simulate(RECIPE).simulation
     whole = timeline(played)
-    monkeypatch.setattr(views, "MOST_EVENTS", 4000)
-    joined = timeline(played)
+    joined = timeline(played, 4000)
     assert len(joined.numbers) // 5 <= 4000 < len(whole.numbers) // 5
     assert "neighbours" in joined.note
     assert joined.span_us <= whole.span_us
