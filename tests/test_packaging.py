@@ -66,7 +66,7 @@ def test_wheel_holds_two_packages_and_the_data(built: Path) -> None:
     for folder in DATA:
         assert any(name.startswith(f"mist_megatron/_data/{folder}/") for name in names), folder
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert "mist_megatron/py.typed" in names
+    assert {"mist_megatron/py.typed", "mist_megatron/pages/template/page.html"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
 
 
