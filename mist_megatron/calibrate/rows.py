@@ -64,7 +64,7 @@ ATTENTION_OF_SOURCE: Mapping[str, AttentionName] = {
 """Kernels of fused attention by how a source begins: llm-foundry's tables are of attn_impl: triton, InternEvo
 of 2023 (0.1.0) calls flash_attn_unpadded_func, which is FlashAttention 1's name."""
 
-_NETWORK = re.compile(r"\(([0-9.]+) GB/s per node\)")
+_NETWORK = re.compile(r"\((\d+(?:\.\d+)?) GB/s per node\)")
 
 
 def read_rows(text: str, where: str) -> tuple[MeasuredRow, ...]:

@@ -84,7 +84,7 @@ def _study(row: Cells) -> str:
 
 def _stage_peaks(defined: str) -> tuple[float, ...]:
     """Bytes of each stage, where they are told and every stage has one number."""
-    told = re.search(r"per stage MiB ([0-9/.]+)", defined)
+    told = re.search(r"per stage MiB (\d+(?:\.\d+)?(?:/\d+(?:\.\d+)?)*)", defined)
     return tuple(float(part) * MIB for part in told.group(1).split("/")) if told else ()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the patches run inside a torch process")
 
-from mist_patches.megatron.decoupled_step import DecoupledSteps  # noqa: E402
+from mist_patches.megatron.decoupled_step import DecoupledSteps, _patch_optimizers  # noqa: E402
 from mist_patches.megatron.unit_steps import _send_gradients  # noqa: E402
 
 
@@ -71,3 +72,38 @@ def test_other_units_of_a_bucket_group_are_stepped_before_it_is_gathered():
     steps.pending = {unit: [part] for unit in units}
     steps.take(units[1])
     assert stepped == ["0", "1", "gather"] and not steps.pending
+
+
+@pytest.mark.parametrize("name", ["MixedPrecisionOptimizer", "FP32Optimizer"])
+def test_pending_steps_are_taken_before_new_gradients_are_read(monkeypatch, name):
+    """A second step without a forward pass between: the first one's gradients must not be written over."""
+
+    class MegatronOptimizer:
+        def __init__(self, optimizer, config, init_state_fn=None):
+            pass
+
+    def method(self):
+        log.append("reads")
+
+    log = []
+    members = {"step_with_ready_grads": method, "prepare_grads": method}
+    made = {
+        one: type(one, (MegatronOptimizer,), {**members})
+        for one in ("MixedPrecisionOptimizer", "FP32Optimizer", "DistributedOptimizer")
+    }
+    optimizers = ModuleType("megatron.core.optimizer.optimizer")
+    vars(optimizers).update(made, MegatronOptimizer=MegatronOptimizer)
+    distributed = ModuleType("megatron.core.optimizer.distrib_optimizer")
+    vars(distributed).update(made)
+    for module in ("megatron", "megatron.core", "megatron.core.optimizer"):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    monkeypatch.setitem(sys.modules, optimizers.__name__, optimizers)
+    monkeypatch.setitem(sys.modules, distributed.__name__, distributed)
+    engine = SimpleNamespace(flush=log.append)
+    undo = _patch_optimizers(engine)
+    try:
+        made[name](None, SimpleNamespace(optimizer="adam")).prepare_grads()
+    finally:
+        for one in reversed(undo):
+            one()
+    assert log == ["gradients are read", "reads"]
