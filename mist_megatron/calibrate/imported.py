@@ -43,7 +43,7 @@ class Imported:
 
 def identity_of(*parts: str) -> str:
     """Short name of a set of conditions, the same for the same file."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:8]
 
 
 def text_of(mapping: Mapping[str, object], *names: str) -> str:

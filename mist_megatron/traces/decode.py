@@ -8,6 +8,7 @@ left to it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, Protocol
@@ -74,7 +75,7 @@ class _PlainArguments:
         for ours, theirs in ARGUMENTS.items():
             setattr(self, ours, found.get(theirs))
         for ours, theirs in SHAPES.items():
-            setattr(self, ours, json.dumps(found[theirs]).encode() if theirs in found else b"")
+            setattr(self, ours, json.dumps(found[theirs], default=float).encode() if theirs in found else b"")
 
 
 class _PlainRecord:
@@ -100,9 +101,9 @@ def plain_decode(piece: bytes) -> list[Record]:
 
 
 def exact_number(text: str) -> float | Decimal:
-    """A float, where it tells nanoseconds apart."""
+    """A float, where it tells nanoseconds apart or is infinite, which no exact number is."""
     value = float(text)
-    return value if abs(value) < MOST_EXACT_US else Decimal(text)
+    return value if abs(value) < MOST_EXACT_US or math.isinf(value) else Decimal(text)
 
 
 class Decoder:
