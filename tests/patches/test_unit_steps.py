@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the patches run inside a torch process")
 
+from mist_patches.megatron import decoupled_step  # noqa: E402
 from mist_patches.megatron.decoupled_step import DecoupledSteps, _patch_optimizers  # noqa: E402
 from mist_patches.megatron.unit_steps import _send_gradients  # noqa: E402
 
@@ -107,3 +108,17 @@ def test_pending_steps_are_taken_before_new_gradients_are_read(monkeypatch, name
         for one in reversed(undo):
             one()
     assert log == ["gradients are read", "reads"]
+
+
+def test_what_a_forward_pass_did_not_run_is_stepped_at_its_end(monkeypatch):
+    """The backward pass adds to the gradients that such a unit's step still has to read."""
+    monkeypatch.setattr(decoupled_step, "refuse_direct_use", lambda chunk, output: None)
+    chunk, other = SimpleNamespace(gathers=False), SimpleNamespace(gathers=False)
+    units = [
+        _Unit(name=k, chunk=one, groups=[], weights=None, grads=None) for k, one in enumerate((chunk, other))
+    ]
+    steps, taken = DecoupledSteps(), []
+    monkeypatch.setattr(steps, "take", lambda unit, runs_now: taken.append((unit.name, runs_now)))
+    steps.pending = {unit: [] for unit in units}
+    steps.end(chunk, None)
+    assert taken == [(0, False)]
