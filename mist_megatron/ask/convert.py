@@ -160,7 +160,8 @@ def convert(
         batch=batch,
     )
     made = _converted(raw, reading, question, _Tools(schema, keep, watching or silently))
-    made, out = replace(made, defaults=asked.defaults), words.get("out")
+    taken = conversion.taken_for_auto(reading, asked.job.cluster.gpus, batch)
+    made, out = replace(made, defaults={**asked.defaults, **taken}), words.get("out")
     if out is not None:
         write_artifacts(Path(out), made.files(), force=words.get("force", False))
     return made

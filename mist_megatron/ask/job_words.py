@@ -16,7 +16,7 @@ from mist_megatron.spec import catalogue, check
 from mist_megatron.spec.cluster import MOST_GPUS, ClusterSpec, GpuSpec, cluster_of
 from mist_megatron.spec.job import PRECISIONS, Job, parse_bytes, parse_links
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import TARGET_NAMES, Execution, TargetName
+from mist_megatron.spec.plan import MOST_IMBALANCE, TARGET_NAMES, Execution, TargetName
 from mist_megatron.spec.training import Precision, TrainingSpec
 
 Taken = TypeVar("Taken", str, int, float)
@@ -64,8 +64,6 @@ class AskedJob:
     """Option -> the value taken and why, in the order of the options."""
 
 
-MOST_IMBALANCE = 64.0
-"""A rank with all tokens of 64; published runs without forced balance are at 1.1 to 1.2."""
 SEQUENCES_PER_GPU = 16
 """Global batch when none is given: the runs of the Mist artifact (EuroSys 2025) start at 32 on 2 GPUs."""
 SEQ_LEN = 2048

@@ -236,7 +236,8 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
         if missing:
             return Linted(kind="deepspeed", findings=(*reading.findings, *missing), plan=None)
         asked = read_job(with_batch(job, reading, batch))
-        about, defaults = asked.job, asked.defaults
+        taken = conversion.taken_for_auto(reading, asked.job.cluster.gpus, batch)
+        about, defaults = asked.job, {**asked.defaults, **taken}
     target = about.target if document is None else "deepspeed"
     question = Question(
         model=about.model,

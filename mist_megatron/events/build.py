@@ -295,12 +295,20 @@ class _Builder:
         """All weights of a chunk, in one bucket but for what the very first pass needs."""
         rank, layers, events = self.ranks[number], self.work.stages[number].chunks[chunk], []
         for layer in layers:
-            seconds, name = layer.work.first.gather_s, f"weights of {layer.name}"
+            name = f"weights of {layer.name}"
             after = [*rank.end, *rank.gathered]
-            events.append(self.add("weight gather", name, number, Stream.GPU_TO_GPU, seconds, after))
+            events.append(self.gather_beside(number, name, layer.work.first, after))
             rank.gathered = [events[-1]]
         for name, event in waited_for(layers, events, bucketed=number == chunk == 0).items():
             self.gathered[number, name] = event
+
+    def gather_beside(self, number: int, name: str, work: PassTasks, after: list[int]) -> int:
+        """Weights that come in beside compute, over a communicator of their own: tokens on their way to
+        experts, for which compute stops, do not wait behind them."""
+        event = self.add("weight gather", name, number, Stream.GPU_TO_GPU, work.gather_s, after)
+        if work.sent_s > 0.0:
+            self.built.program.yielding.add(event)
+        return event
 
     def fetch(self, number: int, step: Pass, layer: NamedLayer, after: list[int]) -> list[int]:
         """What must be there before a layer computes."""
@@ -311,7 +319,7 @@ class _Builder:
         ahead = self.gathered.get((number, layer.name)) if first else None
         events = [] if ahead is None else [ahead]
         if work.gather_s > 0.0 and ahead is None:
-            events.append(self.add("weight gather", name, number, Stream.GPU_TO_GPU, work.gather_s, after))
+            events.append(self.gather_beside(number, name, work, after))
         if work.copy_in_s > 0.0:
             backward = step.kind is PassKind.BACKWARD
             left = self.offloaded.pop((step.micro_batch, layer.name), None) if backward else None

@@ -103,6 +103,19 @@ def test_a_window_of_all_layers_is_read_back_and_priced(mist, tmp_path):
     assert found["prediction"]["iteration_s"] == json.loads(tuned.out)["prediction"]["iteration_s"]
 
 
+def test_what_stands_for_sizes_left_to_a_trainer_is_told(mist, tmp_path):
+    """TrainingArguments' own 8 sequences per GPU; 64 over 4 GPUs are 2 of these."""
+    file = tmp_path / "ds.json"
+    sizes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    file.write_text(json.dumps({**sizes, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    job = ("--model", "gpt3-1.3b", "--gpus", "4", "--gpu", "a100-sxm-40gb")
+    for options, steps in (((), 1), (("--global-batch", "64"), 2)):
+        told = json.loads(mist("lint", str(file), *job, *options, "--json").out)
+        taken = [told["defaults"][key] for key in sizes]
+        assert taken == ['8 for "auto"', f'{steps} for "auto"']
+        assert (told["plan"]["stages"][0]["micro_batch"], told["plan"]["grad_accum"]) == (8, steps)
+
+
 def test_a_change_that_a_patch_refuses_is_said(mist, tmp_path):
     out = tmp_path / "run"
     assert mist("tune", *IN_ONE_PIECE, "--grid", "0.25", "--out", str(out)).code == 0

@@ -92,3 +92,33 @@ def test_weights_that_come_with_the_input_hold_all_stages_up():
     begun = begun_s(ahead=False)
     assert begun[1, "F0 layer 1"] == begun[1, "F0 layer 0"] + 3.0
     assert begun[1, "F0.1 layer 3"] > begun_s(ahead=True)[1, "F0.1 layer 3"]
+
+
+def test_tokens_on_their_way_to_experts_do_not_wait_behind_weights_that_come_ahead():
+    """Layer 0 has its weights at 4 and leaves for its experts at 5; layer 1's weights, begun at 4, stand
+    still until 6, and again while results come back from 8 to 9, so that they are there at 10. By one
+    communicator the tokens would have waited until 8."""
+    first = PassTasks(compute_s=3.0, inside_s=2.0, sent_s=2.0, gather_s=4.0)
+    once = LayerTasks(first=first, forward=first, backward=first, last=PassTasks(compute_s=1.0))
+    layers = (NamedLayer("layer 0", once), NamedLayer("layer 1", once))
+    stage = StageTasks(chunks=(layers,), host_s=0.0, hop_inside_s=0.0, hop_across_s=0.0, step=NO_STEP)
+    work = Workload(
+        plan=plan_of(2, target="megatron", grad_accum=1),
+        stages=(stage,),
+        prices=0,
+        interference=ALONE,
+        step_waits_for_all=False,
+        steps_early=False,
+        sends_overlap=False,
+    )
+    built = build(work, schedule_orders("1f1b", 1, 1, 1), "1f1b")
+    timeline = run_program(built.program, ALONE)
+    played = [
+        (kind, name, float(timeline.start_s[k]), float(timeline.end_s[k]))
+        for k, (kind, name) in enumerate(zip(built.kind, built.program.name, strict=True))
+        if name.startswith("F0")
+    ]
+    assert ("dispatch", "F0 layer 0", 5.0, 6.0) in played
+    assert ("combine", "F0 layer 0", 8.0, 9.0) in played
+    assert ("weight gather", "F0 layer 1", 4.0, 10.0) in played
+    assert ("forward", "F0 layer 1", 10.0, 11.0) in played

@@ -147,6 +147,16 @@ def batch_of(reading: Reading, gpus: int, asked: Batch = Batch()) -> tuple[int, 
     return micro, steps
 
 
+def taken_for_auto(reading: Reading, gpus: int, asked: Batch = Batch()) -> dict[str, str]:
+    """What stands for sizes that the file leaves to a trainer and nobody said."""
+    sizes = zip(BATCH_KEYS[1:], batch_of(reading, gpus, asked), (asked.micro, asked.steps), strict=True)
+    return {
+        key: f'{size} for "auto"'
+        for key, size, said in sizes
+        if reading.config.get(key) == "auto" and said is None
+    }
+
+
 def _usual_part(total: int, gpus: int) -> int:
     """Of a batch that nobody split: Trainer's own micro-batch, or the next smaller one that divides."""
     per_gpu = total // gpus
