@@ -1,0 +1,50 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 32
+  --hidden-size 4096
+  --ffn-hidden-size 14336
+  --num-attention-heads 32
+  --kv-channels 128
+  --group-query-attention
+  --num-query-groups 8
+  --normalization RMSNorm
+  --norm-epsilon 1e-05
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type rope
+  --max-position-embeddings 4096
+  --rotary-base 1000000
+  --rotary-percent 1.0
+  --seq-length 4096
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --init-method-std 0.02
+  --num-experts 8
+  --moe-ffn-hidden-size 14336
+  --moe-router-topk 2
+  --moe-router-score-function softmax
+  --moe-router-dtype fp32
+  --moe-router-load-balancing-type aux_loss
+  --moe-aux-loss-coeff 0.01
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 1
+  --global-batch-size 256
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 2
+  --expert-model-parallel-size 8
+  --expert-tensor-parallel-size 1
+  --moe-token-dispatcher-type flex
+  --moe-flex-dispatcher-backend deepep
+  --moe-grouped-gemm
+  --moe-permute-fusion
+  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
+  --cross-entropy-loss-fusion
+)

@@ -1,0 +1,61 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 27
+  --hidden-size 2048
+  --ffn-hidden-size 11264
+  --num-attention-heads 16
+  --kv-channels 128
+  --normalization RMSNorm
+  --norm-epsilon 1e-05
+  --qk-layernorm
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type rope
+  --max-position-embeddings 4096
+  --rotary-base 50000
+  --rotary-percent 1.0
+  --seq-length 4096
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --init-method-std 0.02
+  --multi-latent-attention
+  --kv-lora-rank 512
+  --qk-head-dim 128
+  --qk-pos-emb-head-dim 64
+  --v-head-dim 128
+  --rope-type yarn
+  --rotary-scaling-factor 1.0
+  --mscale 1.0
+  --mscale-all-dim 1.0
+  --num-experts 64
+  --moe-layer-freq '([0]+[1]*26)'
+  --moe-ffn-hidden-size 1408
+  --moe-router-topk 6
+  --moe-router-score-function sigmoid
+  --moe-router-topk-scaling-factor 2.446
+  --moe-router-dtype fp32
+  --moe-router-load-balancing-type seq_aux_loss
+  --moe-aux-loss-coeff 0.001
+  --moe-router-enable-expert-bias
+  --moe-shared-expert-intermediate-size 2816
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend fused
+  --micro-batch-size 2
+  --global-batch-size 1024
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 1
+  --expert-model-parallel-size 8
+  --expert-tensor-parallel-size 1
+  --moe-token-dispatcher-type flex
+  --moe-flex-dispatcher-backend deepep
+  --moe-grouped-gemm
+  --moe-permute-fusion
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
+  --cross-entropy-loss-fusion
+)

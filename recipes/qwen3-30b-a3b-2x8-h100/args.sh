@@ -1,0 +1,53 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 48
+  --hidden-size 2048
+  --ffn-hidden-size 6144
+  --num-attention-heads 32
+  --kv-channels 128
+  --group-query-attention
+  --num-query-groups 4
+  --normalization RMSNorm
+  --norm-epsilon 1e-06
+  --qk-layernorm
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type rope
+  --max-position-embeddings 4096
+  --rotary-base 1000000
+  --rotary-percent 1.0
+  --seq-length 4096
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --init-method-std 0.02
+  --num-experts 128
+  --moe-ffn-hidden-size 768
+  --moe-router-topk 8
+  --moe-router-score-function softmax
+  --moe-router-dtype fp32
+  --moe-router-load-balancing-type aux_loss
+  --moe-aux-loss-coeff 0.001
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 2
+  --global-batch-size 1024
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 4
+  --expert-model-parallel-size 4
+  --expert-tensor-parallel-size 1
+  --moe-token-dispatcher-type flex
+  --moe-flex-dispatcher-backend deepep
+  --moe-grouped-gemm
+  --moe-permute-fusion
+  --pipeline-model-parallel-layout 'Et*12|t*13|t*13|t*10L'
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --cross-entropy-loss-fusion
+  --recompute-granularity full
+  --recompute-method block
+  --recompute-num-layers 2
+)
