@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from mist_megatron.formats.document import build
+from mist_megatron.spec import check
 from mist_megatron.spec.cluster import Figure, GpuSpec
 
 
@@ -43,6 +44,8 @@ def is_gpu(values: Mapping[str, object]) -> bool:
 def gpu_from_mapping(values: Mapping[str, object], where: str) -> GpuSpec:
     """The GPU of a file; each figure's source is that file."""
     told = build(GpuDocument, dict(values), where)
+    figures = {field.name: getattr(told, field.name) for field in fields(told) if field.name != "name"}
+    check.positive(where, **figures)
 
     def figure(value: float) -> Figure:
         return Figure(value=value, source=f"{where} (own figures)")

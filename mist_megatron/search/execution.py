@@ -60,7 +60,7 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
         grad_bytes = limits.fixed["grad_bytes"]
         job = replace(job, execution=replace(job.execution, grad_bytes=grad_bytes))
     alone = replace(limits, fixed={**limits.fixed, "pp": 1})
-    require_spread(job, limits)
+    require_spread(job, space, limits)
     kinds = dispatchers(job, space, limits)
     choices = [
         ExecutionChoice(

@@ -80,7 +80,7 @@ def dispatchers(job: Job, space: Space, limits: Limits) -> list[Dispatcher | Non
     ]
 
 
-def require_spread(job: Job, limits: Limits) -> None:
+def require_spread(job: Job, space: Space, limits: Limits) -> None:
     """Refuses what was fixed of experts and no plan can have: the rule, and what would do."""
     model, fixed = job.model, limits.fixed
     said = {key: fixed[key] for key in _SAID if key in fixed}
@@ -97,7 +97,7 @@ def require_spread(job: Job, limits: Limits) -> None:
         etp=fixed.get("etp", 1),
         dispatcher=limits.dispatcher or "alltoall",
         tp=fixed.get("tp", 1),
-        sequence_parallel=_may_be_sequence_parallel(limits),
+        sequence_parallel=space.sequence_parallel and _may_be_sequence_parallel(limits),
         stage_gpus=None if apart else stage_gpus,
     )
     for rule in broken(case):
@@ -105,7 +105,9 @@ def require_spread(job: Job, limits: Limits) -> None:
             continue
         words = [*(f"{key}={value}" for key, value in said.items())]
         words += [f"dispatcher={limits.dispatcher}"] * (limits.dispatcher is not None)
-        raise InputError(f"--fix {','.join(words)}: {rule.words(case)}{_would_do(case)}")
+        never = rule.name == "sequence parallel" and not space.sequence_parallel
+        details = (f"space {space.name} has no sequence_parallel; try: --space megatron-expert",) * never
+        raise InputError(f"--fix {','.join(words)}: {rule.words(case)}{_would_do(case)}", details=details)
 
 
 _SAID = ("ep", "etp", "tp", "pp", "sequence_parallel")

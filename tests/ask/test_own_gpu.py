@@ -49,7 +49,9 @@ def test_half_the_rate_takes_longer(file: str, tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("bf16_tflops: 312\n", "is missing"),
-        (FIVE.replace("80", "-1"), "above 0"),
+        (FIVE.replace("80", "-1"), "memory_gib is -1.0; wanted a number above 0"),
+        (FIVE.replace("2039", ".nan"), "memory_gb_per_s is nan; wanted a number above 0"),
+        (FIVE + "fp16_tflops: 0\n", "fp16_tflops is 0.0; wanted a number above 0"),
         (FIVE.replace("memory_gib", "memory_gigs"), "unknown key memory_gigs"),
     ],
 )

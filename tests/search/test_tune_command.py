@@ -114,6 +114,15 @@ def test_bad_input_is_one_line(mist, arguments, code, words):
     assert done.err.startswith("error: ")
 
 
+def test_experts_beside_tensor_parallelism_need_a_space_with_sequence_parallelism(mist):
+    """Megatron's layer of experts raises without, so that a space that lacks it has no such plan."""
+    job = ("--model", "mixtral-8x7b", "--gpus", "64", "--gpu", "h100-sxm-80gb", "--global-batch", "64")
+    done = mist("tune", *job, "--space", "megatron", "--fix", "tp=2")
+    assert done.code == 2
+    assert "--fix tp=2: tp is 2 without sequence_parallel" in done.err
+    assert "try: --space megatron-expert" in done.err
+
+
 def test_seven_gpus(mist):
     """Seven GPUs are seven replicas, which 16 sequences do not divide into, or seven stages, which 24 layers
     do not evenly."""
