@@ -39,7 +39,7 @@ from mist_megatron.search.search import Watch
 from mist_megatron.spec import check
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Plan
-from mist_megatron.targets.rules import violations
+from mist_megatron.targets.rules import require_job, violations
 from mist_megatron.targets.table import TARGETS, targets_of
 
 
@@ -150,6 +150,7 @@ def convert(
         total=words.get("global_batch"), micro=words.get("micro_batch"), steps=words.get("grad_accum")
     )
     asked = read_job(with_batch(words, reading, batch))
+    require_job(asked.job.model, asked.job.training.precision, asked.job.target)
     question = Question(
         model=asked.job.model,
         cluster=asked.job.cluster,

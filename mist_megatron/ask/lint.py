@@ -52,9 +52,10 @@ from mist_megatron.resources import data_folder
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.plan import Plan, TargetName
+from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import FrameworkName
-from mist_megatron.targets.rules import violations
+from mist_megatron.targets.rules import job_rules, violations
 from mist_megatron.targets.table import TARGETS
 
 
@@ -252,11 +253,19 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
     if document is None:
         patched = TARGETS[target].patched
         more = (*bare_findings(reading), *_refused(plan, "--target")) if patched else ()
-        told = (*reading.findings, *more)
+        told = (*reading.findings, *more, *_beyond(about.model, about.training.precision, target))
         return Linted(kind="deepspeed", findings=told, plan=plan, defaults=defaults)
     plan = with_map(with_patches(plan, reading, document, where), document)
     findings = (*reading.findings, *patch_findings(reading, document), *_refused(plan, "stages.json"))
     return Linted(kind="deepspeed", findings=findings, plan=plan)
+
+
+def _beyond(model: ModelSpec, precision: Precision, target: TargetName) -> tuple[Finding, ...]:
+    """What of a model its target is not modelled with, so that no price of it would be honest."""
+    rules = job_rules(model, precision, target)
+    return tuple(
+        Finding(level="unpriced", key="--model", message=f"target {target}: {rule}") for rule in rules
+    )
 
 
 def _missing_batch(reading: Reading, batch: Batch) -> tuple[Finding, ...]:

@@ -116,6 +116,18 @@ def test_what_stands_for_sizes_left_to_a_trainer_is_told(mist, tmp_path):
         assert (told["plan"]["stages"][0]["micro_batch"], told["plan"]["grad_accum"]) == (8, steps)
 
 
+def test_mixtures_on_deepspeed_are_not_priced(mist, tmp_path):
+    """As `tune` says of them: neither a number that is not modelled, nor that nothing fits."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}))
+    job = ("--model", "deepseek-v2-lite", "--gpus", "8", "--gpu", "h200-sxm-141gb")
+    linted = json.loads(mist("lint", str(file), *job, "--json").out)
+    assert linted["prediction"] is None
+    assert any("mixtures of experts" in finding["message"] for finding in linted["findings"])
+    done = mist("convert", str(file), *job)
+    assert done.code == 2 and "target deepspeed cannot run model deepseek-v2-lite" in done.err
+
+
 def test_a_change_that_a_patch_refuses_is_said(mist, tmp_path):
     out = tmp_path / "run"
     assert mist("tune", *IN_ONE_PIECE, "--grid", "0.25", "--out", str(out)).code == 0
