@@ -30,11 +30,14 @@ class Ran:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Temporary files of the tests, and of the programs that they start (torchrun leaves a folder a start),
-    lie in one folder, which goes when the tests end. Programs that tests kill leave theirs in it too."""
+    lie in one folder, which goes when the tests end. Programs that tests kill leave theirs in it too. So do
+    torch's compiled extensions: of one that was killed while it compiled a lock stays for which all others
+    wait for ever."""
     if "MIST_TEST_TEMPORARY" in os.environ:  # a worker's: the folder is the one of whoever started it
         return
     folder = tempfile.mkdtemp(prefix="mist-tests-")
     os.environ["MIST_TEST_TEMPORARY"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ["TORCH_EXTENSIONS_DIR"] = f"{folder}/extensions"
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
@@ -43,9 +46,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"native crash, tried once more: {crash}")
 
 
+LONG = ("framework", "search", "reliability", "recipes", "ask", "property", "pages")
+"""Folders by how long their longest files take."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts frameworks comes first: a long file that begins last keeps one worker busy and no other."""
-    items.sort(key=lambda item: "framework" not in item.path.parent.parts)
+    """Folders whose files take long come first: one that begins last keeps one worker busy and no other."""
+    items.sort(
+        key=lambda item: LONG.index(item.path.parent.name) if item.path.parent.name in LONG else len(LONG)
+    )
 
 
 @pytest.fixture(scope="session")

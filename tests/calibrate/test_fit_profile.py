@@ -288,7 +288,7 @@ def test_wrong_measurements_are_refused(ran_here, tmp_path, spoil: Change, code:
         (("--base", "l4-24gb"), 4, "base profile is of l4-24gb, wanted one of h200-sxm-141gb"),
         (("--base", "nothing"), 4, "no profile 'nothing'"),
         (("--name", "a b"), 2, "--name"),
-        (("--gpu", "h200-sxm-141g"), 2, "did you mean"),
+        (("--gpu", "h200-sxm-114gb"), 2, "did you mean"),
         (("--out", "node.txt"), 2, "ends in .yaml"),
         (("slow.jsonl",), 2, "wanted clocks within 10%"),
     ],

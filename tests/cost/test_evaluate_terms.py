@@ -28,7 +28,15 @@ from mist_megatron.price.prices import (
     Work,
 )
 from mist_megatron.spec.kinds import alike
-from mist_megatron.spec.mesh import AXES, Group, Mesh, StageRole, boundary_crossing_share, role_of
+from mist_megatron.spec.mesh import (
+    AXES,
+    EXPERT_AXES,
+    Group,
+    Mesh,
+    StageRole,
+    boundary_crossing_share,
+    role_of,
+)
 from mist_megatron.spec.plan import Execution
 from mist_megatron.targets.table import TARGETS
 
@@ -363,7 +371,7 @@ def test_stages_cross_as_many_node_borders_as_there_are(
 
 def test_groups_and_nodes() -> None:
     def mesh(**sizes: float) -> Mesh[Any]:
-        arrays = {axis: array(sizes.get(axis, 1)) for axis in AXES}
+        arrays = {axis: array(sizes.get(axis, 1)) for axis in (*AXES, "ep", "etp")}
         return Mesh(**arrays, gpus_per_node=8)
 
     assert mesh(tp=8).nodes(Group.TENSOR) == 1

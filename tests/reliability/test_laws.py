@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,6 @@ def test_what_emit_refuses_no_search_begins() -> None:
         ({"final_norm": False}, "end with a norm"),
     ):
         job = random_job(1)
-        odd = mm.ModelSpec(**{**vars(job["model"]), **model})
+        odd = replace(job["model"], **model)
         with pytest.raises(mm.InputError, match=words):
             mm.tune(**{**job, "model": odd})
