@@ -30,7 +30,6 @@ from mist_megatron.price.prices import (
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import (
     AXES,
-    EXPERT_AXES,
     Group,
     Mesh,
     StageRole,
