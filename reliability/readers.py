@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "patches"))
+from mist_patches.core.node_order import ordered
+from mist_patches.core.stage_arguments import read_stages
+from mist_patches.core.stage_guards import check
 
 from mist_megatron.ask.replay import in_order
 from mist_megatron.calibrate.imported import Hints
 from mist_megatron.calibrate.importing import read_output
 from mist_megatron.calibrate.links import matrices_of, read_links
 from mist_megatron.calibrate.rows import read_rows
+from mist_megatron.errors import InputError
 from mist_megatron.formats.document import parse
 from mist_megatron.formats.gpu_yaml import gpu_from_mapping
 from mist_megatron.formats.huggingface import model_from_huggingface
@@ -106,6 +114,32 @@ def links(text: str, where: str) -> None:
     links_from_text(links_to_text(matrices), "links.yaml")
 
 
+def stages(text: str) -> None:
+    """What a training job reads before anything starts; it refuses by leaving with one line."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stages.json"
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            check(read_stages(path))
+        except SystemExit as left:
+            raise refused(left) from left
+
+
+def refused(left: SystemExit) -> InputError:
+    """The patches stand alone, so nothing but they themselves makes foreign words fit for a terminal."""
+    assert str(left.code).isprintable(), left.code
+    return InputError(str(left.code))
+
+
+def hosts(text: str) -> None:
+    """The nodes of a job, first what the plan names and then what the job got, a line each."""
+    planned, _, got = text.partition("\n\n")
+    try:
+        ordered(planned.split(), got.split())
+    except SystemExit as left:
+        raise refused(left) from left
+
+
 READERS: Mapping[str, Reader] = {
     "plan": Reader(
         lambda text: plan_from_text(text, "plan.yaml"),
@@ -129,6 +163,8 @@ READERS: Mapping[str, Reader] = {
         lambda text: links(text, "links.log"), (*_samples("links*.yaml"), *_samples("mpigraph*"))
     ),
     "table of links": Reader(lambda text: links(text, "links.csv"), _samples("links*.csv")),
+    "stages": Reader(stages, tuple((ROOT / "recipes").glob("gpt3-22b-4x8-l4/stages.json"))),
+    "hosts": Reader(hosts, _samples("hosts*")),
     "gpu": Reader(lambda text: gpu_from_mapping(parse(text, "gpu.yaml"), "gpu.yaml"), _samples("gpu*.yaml")),
     "table of runs": Reader(lambda text: read_rows(text, "runs.csv"), _samples("runs*.csv")),
     "raw measurements": Reader(_output, _samples("raw*.jsonl")),

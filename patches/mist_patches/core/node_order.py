@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mist_patches.core.stage_shape import visible
+
 ALLOCATED = "MIST_HOSTS"
 """Names of the nodes that the job got, as its launch script saw them."""
 OWN = ("MIST_NODE_NAME", "SLURMD_NODENAME")
@@ -30,7 +32,7 @@ OWN = ("MIST_NODE_NAME", "SLURMD_NODENAME")
 
 def short_name(host: str) -> str:
     """Without its domain; addresses are kept."""
-    return host if re.fullmatch(r"[\d.:]+", host) else host.split(".", 1)[0]
+    return host if re.fullmatch(r"[\d.:]+", host) else visible(host.split(".", 1)[0])
 
 
 def ordered(
@@ -109,7 +111,10 @@ def main(words: Sequence[str]) -> None:
     """For launch scripts that list nodes in a file."""
     if not words:
         raise SystemExit("usage: python -m mist_patches.core.node_order stages.json NODE...")
-    document = json.loads(Path(words[0]).read_text(encoding="utf-8"))
+    try:
+        document = dict(json.loads(Path(words[0]).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise SystemExit(f"mist: cannot read {words[0]}: {visible(str(error))}") from error
     hosts = document.get("hosts")
     order, told = ordered(hosts or words[1:], words[1:], document.get("spare_hosts") or ())
     for line in told:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mist_patches.core.registry import PATCHES, RELEASES, has_own_grids, movers, named
-from mist_patches.core.stage_shape import MOST, OFFLOAD, short
+from mist_patches.core.stage_shape import MOST, OFFLOAD, short, visible
 
 _READERS = ("--log-params-norm", "--check-weight-hash-across-dp-replicas-interval")
 SAME = 1e-5
@@ -37,7 +37,7 @@ def problems(document: Mapping[str, Any], argv: Sequence[str] = ()) -> Iterator[
 def check(document: Mapping[str, Any], argv: Sequence[str] = (), where: str = "stages.json") -> None:
     """Refuse to start with the first problem; `where` is the file that it stands in."""
     for problem in problems(document, argv):
-        raise SystemExit(f"mist: {where}: {problem}")
+        raise SystemExit(f"mist: {where}: {visible(problem)}")
 
 
 def version_problem(

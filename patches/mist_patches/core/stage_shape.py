@@ -134,6 +134,11 @@ def _wrong(values: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> 
             yield f"{where}{key} is {short(values[key])}; wanted {wanted}"
 
 
+def visible(text: str) -> str:
+    """Foreign words as a terminal may show them: what would move its cursor or turn its text is spelled out."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
