@@ -135,7 +135,7 @@ def _wrong(values: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> 
 
 
 def visible(text: str) -> str:
-    """Foreign words as a terminal may show them: what would move its cursor or turn its text is spelled out."""
+    """Foreign words as a terminal may show them: what would move its cursor or turn its text is spelled."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
