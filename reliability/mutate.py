@@ -4,15 +4,17 @@
 
 Places are drawn at random from the syntax trees of the rooms that compute: a comparison turned, an operator
 exchanged, a number moved, min taken for max, branches exchanged. Texts, messages and annotations are left
-alone. Each change is made in a copy of the checkout, where test files that name its module run first, then
-the room's others, until one fails. What no test sees is listed, to be read: it is a gap in the tests, or a
-change that means the same. Over a minute each, so no part of CI.
+alone. Each change is made in a copy of the checkout, where the tests that run its line (one run under
+coverage tells which) come in the order of their time, then the files that name its module, until one fails.
+What no test sees is listed, to be read: it is a gap in the tests, or a change that means the same. Some ten
+seconds each after a quarter of an hour, so no part of CI; wants pytest-cov.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import math
 import os
 import random
 import shutil
@@ -23,6 +25,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from xml.etree import ElementTree
+
+from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = (
@@ -47,6 +53,7 @@ ROOMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Room -> what is changed, and which tests should see it."""
 LIMIT_S = 1200.0
 """A change after which the tests do not end is seen."""
+NOTHING: Mapping[str, str] = MappingProxyType({})
 TURNED: Mapping[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Add: "-",
     ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//", ast.And: "or", ast.Or: "and",
@@ -197,39 +204,102 @@ def drawn(rooms: list[str], count: int, seed: int) -> list[tuple[str, Change]]:
     return found[:count]
 
 
-def test_files(room: str, change: Change) -> list[str]:
-    """Those that name the module first, then the room's others, short ones first."""
-    files = [
-        path
-        for named in ROOMS[room][1]
-        for path in (sorted((ROOT / named).glob("test_*.py")) if (ROOT / named).is_dir() else [ROOT / named])
+@dataclass(frozen=True)
+class Reach:
+    """Which tests of a room run which lines, as coverage told of one run without any change."""
+
+    contexts: Mapping[str, Mapping[int, frozenset[str]]]
+    """File, from the root, -> line -> tests."""
+    seconds: Mapping[str, float]
+
+    def tests(self, change: Change) -> list[str]:
+        """Those that run the changed line, the quickest first."""
+        reached = self.contexts.get(change.path, {}).get(change.line, frozenset())
+        return sorted(reached, key=lambda test: self.seconds.get(test, math.inf))
+
+
+def measured(room: str, checkout: Path) -> Reach:
+    """Runs a room's tests once, each line's tests noted; they have to pass."""
+    with tempfile.TemporaryDirectory() as folder:
+        data, report = Path(folder) / "coverage", Path(folder) / "tests.xml"
+        told = failing(
+            [named for named in ROOMS[room][1] if (checkout / named).exists()],
+            checkout,
+            ("--cov=mist_megatron", "--cov-context=test", "--cov-report=", f"--junitxml={report}"),
+            {"COVERAGE_FILE": str(data)},
+        )
+        if told:
+            raise SystemExit(f"the tests of {room} fail without any change: {told}")
+        return read_reach(data, report, checkout)
+
+
+def read_reach(data: Path, report: Path, checkout: Path) -> Reach:
+    """What a run left behind.
+
+    What a fixture of a whole file computes runs once, under the name of the file's first test: all tests of
+    that file count as reaching it.
+    """
+    cases = [
+        (
+            f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}",
+            float(case.attrib["time"]),
+        )
+        for case in ElementTree.parse(report).iter("testcase")
     ]
+    of_file: dict[str, set[str]] = {}
+    for test, _ in cases:
+        of_file.setdefault(test.split("::")[0], set()).add(test)
+    contexts: dict[str, dict[int, frozenset[str]]] = {}
+    lines = CoverageData(basename=str(data))
+    lines.read()
+    for file in lines.measured_files():
+        own = contexts.setdefault(str(Path(file).relative_to(checkout)), {})
+        for line, names in lines.contexts_by_lineno(file).items():
+            reached: set[str] = set()
+            for test, _, moment in (name.rpartition("|") for name in names if name):
+                reached |= {test} if moment == "run" else of_file.get(test.split("::")[0], set())
+            own[line] = frozenset(reached)
+    return Reach(contexts, dict(cases))
+
+
+def naming(room: str, change: Change) -> list[str]:
+    """The room's test files that name the changed module: they may read what another test had computed."""
     module = change.path.removesuffix(".py").replace("/", ".")
-    texts = {path: path.read_text("utf-8") for path in files if path.is_file()}
-    ordered = sorted(texts, key=lambda path: (module not in texts[path], len(texts[path])))
-    return [str(path.relative_to(ROOT)) for path in ordered]
+    files = (path for named in ROOMS[room][1] for path in _test_files(ROOT / named))
+    return [str(path.relative_to(ROOT)) for path in files if module in path.read_text("utf-8")]
 
 
-def seen_by(change: Change, tests: list[str], checkout: Path) -> str:
+def _test_files(home: Path) -> list[Path]:
+    return sorted(home.glob("test_*.py")) if home.is_dir() else [home]
+
+
+def seen_by(change: Change, room: str, reach: Reach, checkout: Path) -> str:
     """The first test that fails, or nothing."""
     home = checkout / change.path
     whole = home.read_text("utf-8")
     home.write_text(whole[: change.start] + change.new + whole[change.end :], "utf-8")
     try:
-        return failing(tests, checkout)
+        reached = reach.tests(change)
+        return (failing(reached, checkout) if reached else "") or failing(naming(room, change), checkout)
     finally:
         home.write_text(whole, "utf-8")
 
 
-def failing(tests: list[str], checkout: Path) -> str:
+def failing(
+    tests: list[str], checkout: Path, words: tuple[str, ...] = (), environment: Mapping[str, str] = NOTHING
+) -> str:
     """The first test that fails, or nothing."""
+    if not tests:
+        return ""
     paths = os.pathsep.join((str(checkout), str(checkout / "patches")))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    named = checkout / "tests_to_run"
+    named.write_text("\n".join(tests), "utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words, f"@{named}"]
     try:
         done = subprocess.run(
             command,
             cwd=checkout,
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", **environment},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -256,15 +326,10 @@ def main() -> int:
             copy(ROOT / name, checkout / name)
         rooms = asked.rooms or list(ROOMS)
         chosen = drawn(rooms, asked.count, asked.seed)
-        whole = {
-            room: test_files(room, next(change for name, change in chosen if name == room)) for room in rooms
-        }
-        for room, tests in whole.items():
-            if told := failing(tests, checkout):
-                raise SystemExit(f"the tests of {room} fail without any change: {told}")
+        reach = {room: measured(room, checkout) for room in rooms}
         for room, change in chosen:
             started = time.monotonic()
-            seen = seen_by(change, test_files(room, change), checkout)
+            seen = seen_by(change, room, reach[room], checkout)
             print(f"{change}: {seen or 'SURVIVED'} ({time.monotonic() - started:.0f} s)", flush=True)
             survived += [] if seen else [str(change)]
     print(f"{len(chosen) - len(survived)} of {len(chosen)} seen; survived:", *survived, sep="\n  ")
