@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mist_megatron.cost.evaluate import StageEvaluator
     from mist_megatron.price.prices import Prices
     from mist_megatron.spec.job import Job
+    from mist_megatron.spec.learned_memory import LearnedMemory
 
 CACHE_VARIABLE = "MIST_MEGATRON_CACHE"
 """Names another cache folder; empty switches the cache off."""
@@ -54,7 +55,17 @@ def prices_for(job: Job) -> tuple[Prices, str]:
     if profile is None:
         return datasheet_prices(job.cluster, precision), f"datasheet of {job.cluster.gpu.name}"
     described = f"profile {profile.name} ({profile.content_hash})"
+    learned = learned_of(job)
+    if learned is not None:
+        described += f", memory learned of {learned.rows} runs of {learned.program}"
     return prices_of(profile, job.cluster, precision), described
+
+
+def learned_of(job: Job) -> LearnedMemory | None:
+    """What the profile of a job's cluster learned of its program's memory."""
+    profile = profile_of(job.cluster)
+    learned = () if profile is None else profile.learned_memory or ()
+    return next((one for one in learned if one.target == job.target), None)
 
 
 def profile_hash(job: Job) -> str | None:
@@ -79,4 +90,5 @@ def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> tuple[S
         raise InputError(f"--without: no term {unknown[0]!r}; known: {', '.join(sorted(SWITCHABLE))}")
     prices, origin = prices_for(job)
     left_out = frozenset(term for term in SWITCHABLE if term in without)
-    return make_evaluator(job, prices, cache=kept_programs(), without=left_out), origin
+    learned = learned_of(job)
+    return make_evaluator(job, prices, cache=kept_programs(), without=left_out, learned=learned), origin

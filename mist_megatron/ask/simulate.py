@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from mist_megatron.ask.evaluators import kept_programs, prices_for
+from mist_megatron.ask.evaluators import kept_programs, learned_of, prices_for
 from mist_megatron.ask.plan_words import closed_form_words, lines_repr, title_words
 from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.ask.words import texts, with_words
@@ -188,4 +188,5 @@ def scaled_evaluator(plan: Plan, scales: Scales) -> tuple[StageEvaluator, str]:
     """The evaluator of a plan's job at scaled prices, and where those come from."""
     job = job_of(plan)
     prices, origin = prices_for(job)
-    return make_evaluator(job, scaled_prices(prices, scales), cache=kept_programs()), origin
+    scaled, cache = scaled_prices(prices, scales), kept_programs()
+    return make_evaluator(job, scaled, cache=cache, learned=learned_of(job)), origin

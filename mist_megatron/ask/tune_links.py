@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from mist_megatron.ask.evaluators import evaluator_for, kept_programs, prices_for
+from mist_megatron.ask.evaluators import evaluator_for, kept_programs, learned_of, prices_for
 from mist_megatron.ask.on_links import OnLinks
 from mist_megatron.ask.place import PlacedPlan, place_on
 from mist_megatron.ask.tune import Means, Tuned, provenances, searched
@@ -136,7 +136,7 @@ def _evaluator(job: Job, matrix: LinkMatrix, rates: Rates) -> tuple[StageEvaluat
     links = replace(job.cluster.links, matrix=matrix.take(range(job.cluster.nodes)))
     prices, origin = prices_for(replace(job, cluster=replace(job.cluster, links=links)))
     linked = LinkedPrices(prices=prices, bytes_per_s=rates)
-    return make_evaluator(job, linked, cache=kept_programs()), origin
+    return make_evaluator(job, linked, cache=kept_programs(), learned=learned_of(job)), origin
 
 
 def _loaded(rates: Rates, job: Job, matrix: LinkMatrix) -> Rates:

@@ -31,6 +31,7 @@ class MeasuredRow:
     source: str = ""
     """Who published it, where a file has rows of several."""
     peak_is_first_stage: bool = False
+    framework_version: str = ""
     attention: AttentionName | None = None
     """Attention kernels that it ran, where they are not those of the GPU's profile."""
 

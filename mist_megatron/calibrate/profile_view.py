@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -206,6 +206,7 @@ def document(profile: Profile, gpu: GpuSpec | None) -> dict[str, Any]:
              "origin": profile.sources[item.source].origin, "points": item.points, "error": item.error}
             for item in profile.interference
         ],
+        "learned_memory": [asdict(learned) for learned in profile.learned_memory or ()],
         "tables": table_views(profile),
         "sources": {
             key: {"origin": source.origin, "text": source.text, "uncertainty": source.uncertainty}

@@ -137,6 +137,7 @@ def _measured(row: Cells, line: int) -> MeasuredRow:
         row_id=row.text("id", f"line {line}"),
         line=line,
         framework=row.text("framework"),
+        framework_version=row.text("framework_version"),
         group=row.text("group"),
         measured_s=seconds,
         measured_peak_bytes=None if peak is None else peak * MIB,

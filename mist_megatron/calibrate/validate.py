@@ -44,21 +44,23 @@ class Outcome:
             return None
         return self.predicted.iteration_s / self.row.measured_s - 1.0
 
-    def memory_errors(self) -> tuple[float, ...]:
-        """One per measured stage, or one for the largest; none where only time was predicted."""
+    def memory_pairs(self) -> tuple[tuple[int, float, float], ...]:
+        """(stage, predicted, measured bytes), one per measured stage, or one for the largest; none where only
+        time was predicted."""
         if self.predicted is None or not self.predicted.stage_peak_bytes:
             return ()
         peaks, row = self.predicted.stage_peak_bytes, self.row
         if row.stage_peak_bytes and len(row.stage_peak_bytes) == len(peaks):
-            pairs = list(zip(peaks, row.stage_peak_bytes, strict=True))
-        elif row.measured_peak_bytes is not None:
-            ours = (
-                peaks[-1] if row.peak_is_last_stage else peaks[0] if row.peak_is_first_stage else max(peaks)
-            )
-            pairs = [(ours, row.measured_peak_bytes)]
-        else:
-            pairs = []
-        return tuple(predicted / measured - 1.0 for predicted, measured in pairs)
+            return tuple(zip(range(len(peaks)), peaks, row.stage_peak_bytes, strict=True))
+        if row.measured_peak_bytes is None:
+            return ()
+        fullest = max(range(len(peaks)), key=lambda stage: peaks[stage])
+        stage = len(peaks) - 1 if row.peak_is_last_stage else 0 if row.peak_is_first_stage else fullest
+        return ((stage, peaks[stage], row.measured_peak_bytes),)
+
+    def memory_errors(self) -> tuple[float, ...]:
+        """Of each of these pairs."""
+        return tuple(predicted / measured - 1.0 for _, predicted, measured in self.memory_pairs())
 
 
 def outcomes_of(

@@ -24,6 +24,13 @@ def show_profile(people: Console, described: dict[str, Any]) -> None:
     _collectives(people, described["collectives"])
     _interference(people, described["interference"])
     _tables(people, described["tables"])
+    for learned in described["learned_memory"]:
+        people.print(
+            f"\nmemory beyond what is computed, for {learned['target']}: learned of {learned['rows']} runs "
+            f"of {learned['framework']} {learned['version']}; held-out error {learned['analytic_error']:.1%} "
+            f"without it, {learned['held_out_error']:.1%} with it, margin {learned['margin']:.1%}",
+            soft_wrap=True, markup=False,
+        )  # fmt: skip
     people.print()
     people.print("sources", style="bold")
     for key, source in described["sources"].items():

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mist_megatron.cost.evaluate import StageEvaluator, _PricedPairs
+from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, LayerSizes, StageGrid
 from mist_megatron.cost.predict import StagePrediction, grids_of, iteration_of, priced_stages
+from mist_megatron.cost.priced_pairs import PricedPairs
 from mist_megatron.cost.recorded import Node, Recorded, RecordingPrices, Same, node_of, symbol, with_symbols
 from mist_megatron.cost.terms import StageLoads
 from mist_megatron.cost.work import StageWork
@@ -58,7 +59,9 @@ class _Recorder(StageEvaluator):
     def __init__(self, evaluator: StageEvaluator) -> None:
         context = evaluator.time_context
         prices = RecordingPrices(evaluator.prices)
-        super().__init__(evaluator.job, prices, evaluator.stage, without=context.without)
+        super().__init__(
+            evaluator.job, prices, evaluator.stage, without=context.without, learned=evaluator.learned
+        )
         facts = with_symbols(context.facts)
         self._context = replace(with_symbols(self._context), facts=facts, interference=context.interference)
         self._fixed = {name: symbol(name, value) for name, value in self._fixed.items()}
@@ -77,9 +80,9 @@ class _Recorder(StageEvaluator):
         work: StageWork = self._once("work", grid)
         return work
 
-    def _memory(self, grid: StageGrid, wanted: tuple[str, ...] = ("",)) -> dict[str, Array]:
+    def _computed(self, grid: StageGrid, wanted: tuple[str, ...]) -> dict[str, Array]:
         # All of it, and nothing fixed: what is told is made of the symbols.
-        key = "_memory", id(grid)
+        key = "_computed", id(grid)
         if key not in self._answers:
             self._answers[key] = self.stage.memory[grid.role.value].run(self.memory_values(grid))
         sizes: dict[str, Array] = self._answers[key]
@@ -91,9 +94,9 @@ class _Recorder(StageEvaluator):
     def memory_values(self, grid: StageGrid) -> dict[str, Array | float]:
         return _symbols(super().memory_values(grid), _scope(grid))
 
-    def _priced(self, grid: StageGrid) -> _PricedPairs:
+    def _priced(self, grid: StageGrid) -> PricedPairs:
         pairs = self._pairs(LayerSizes.of(grid), grid)
-        return _PricedPairs(pairs, np.zeros(0, dtype=np.intp), ())
+        return PricedPairs(pairs, np.zeros(0, dtype=np.intp), ())
 
 
 def _scope(grid: StageGrid) -> int | None:

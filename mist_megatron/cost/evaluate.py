@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.compile import Program
-from mist_megatron.cost.expert_values import expert_values
+from mist_megatron.cost.expert_values import model_values
 from mist_megatron.cost.grid import (
     OFFLOAD_SYMBOLS,
     Array,
@@ -20,14 +20,15 @@ from mist_megatron.cost.grid import (
     StageGrid,
     recompute_values,
 )
-from mist_megatron.cost.kinds import own_name, size_values
+from mist_megatron.cost.kinds import own_name
+from mist_megatron.cost.learned import NEEDED, features_of, with_learned
+from mist_megatron.cost.priced_pairs import Pairs, PricedPairs
 from mist_megatron.cost.priced_parts import require_priced
 from mist_megatron.cost.program_cache import Store, load_or_build
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
-from mist_megatron.cost.stage import PassTime, StageProgram, price_passes, with_unfused_softmax
+from mist_megatron.cost.stage import StageProgram, price_passes, with_unfused_softmax
 from mist_megatron.cost.terms import (
     ZERO,
-    LayerLoad,
     Linear,
     StageLoads,
     StageTerms,
@@ -42,8 +43,8 @@ from mist_megatron.price.four_bit import FourBitPrices
 from mist_megatron.price.prices import Prices
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import alike
+from mist_megatron.spec.learned_memory import LearnedMemory
 from mist_megatron.spec.mesh import Mesh, StageRole
-from mist_megatron.spec.recompute import Recompute
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.table import TARGETS
 
@@ -59,9 +60,15 @@ class StageFactors:
 
 
 def make_evaluator(
-    job: Job, prices: Prices, *, cache: Store | None = None, without: frozenset[Term] = frozenset()
+    job: Job,
+    prices: Prices,
+    *,
+    cache: Store | None = None,
+    without: frozenset[Term] = frozenset(),
+    learned: LearnedMemory | None = None,
 ) -> StageEvaluator:
-    """The evaluator of a job; `cache` keeps compiled programs, None compiles anew."""
+    """The evaluator of a job; `cache` keeps compiled programs, None compiles anew. `learned` is memory that a
+    profile knows of the job's program."""
 
     def build() -> StageProgram:
         # Imported late: sympy takes 0.3 s, which a cached program saves.
@@ -82,12 +89,12 @@ def make_evaluator(
         prices = FourBitPrices(prices)
     priced = DeterministicPrices(prices) if job.execution.deterministic else prices
     if cache is None:
-        return StageEvaluator(job, priced, build(), without=without)
+        return StageEvaluator(job, priced, build(), without=without, learned=learned)
     if (cache, described) not in _READ:
         while len(_READ) >= MOST_READ:
             del _READ[next(iter(_READ))]
         _READ[cache, described] = load_or_build(cache, described, build)
-    return StageEvaluator(job, priced, _READ[cache, described], without=without)
+    return StageEvaluator(job, priced, _READ[cache, described], without=without, learned=learned)
 
 
 _READ: dict[tuple[Store, str], StageProgram] = {}
@@ -103,17 +110,25 @@ class StageEvaluator:
     """Callable on a StageGrid. Holds no state but a memo of layer passes already priced."""
 
     def __init__(
-        self, job: Job, prices: Prices, stage: StageProgram, *, without: frozenset[Term] = frozenset()
+        self,
+        job: Job,
+        prices: Prices,
+        stage: StageProgram,
+        *,
+        without: frozenset[Term] = frozenset(),
+        learned: LearnedMemory | None = None,
     ) -> None:
         self.job = job
         self.kinds = tuple(kind.name for kind in job.model.kinds)
         self.prices = prices
         self.stage = stage
-        self.limit_bytes = job.cluster.memory_limit_bytes or limit_of(job.cluster.gpu.memory_bytes.value)
+        self.learned = learned
+        limit = job.cluster.memory_limit_bytes or limit_of(job.cluster.gpu.memory_bytes.value)
+        self.limit_bytes = limit if learned is None else limit / (1.0 + learned.margin)
         self._memory_facts = TARGETS[job.target].memory(job.execution)
         self._context = time_context_of(job, prices, self._memory_facts, without)
-        self._fixed = _model_values(job)
-        self._memo: dict[tuple[object, ...], tuple[dict[complex, int], _Pairs]] = {}
+        self._fixed = model_values(job)
+        self._memo: dict[tuple[object, ...], tuple[dict[complex, int], Pairs]] = {}
         self._bound: dict[tuple[object, ...], Program] = {}
         """Programs of memory in which what a search asks again and again is fixed."""
 
@@ -256,7 +271,14 @@ class StageEvaluator:
         return most
 
     def _memory(self, grid: StageGrid, wanted: tuple[str, ...] = ("",)) -> dict[str, Array]:
-        """Named bytes whose names begin so."""
+        """Named bytes whose names begin so, and what those need."""
+        if self.learned is None:
+            return self._computed(grid, wanted)
+        sizes = self._computed(grid, (*wanted, *NEEDED))
+        return with_learned(sizes, self.learned, features_of(self.job, grid))
+
+    def _computed(self, grid: StageGrid, wanted: tuple[str, ...]) -> dict[str, Array]:
+        """The same of what tensors explain."""
         values = self.memory_values(grid)
         alone = [OFFLOAD_SYMBOLS[kind] for kind, fraction in grid.offload.items() if np.size(fraction) == 1]
         choices = [(name, float(np.asarray(values[name]).reshape(()))) for name in ("sp", *alone)]
@@ -354,7 +376,7 @@ class StageEvaluator:
             sides=() if self.job.model.alike else boundary_sides(self.job.model, grid, pairs.size),
         )
 
-    def _priced(self, grid: StageGrid) -> _PricedPairs:
+    def _priced(self, grid: StageGrid) -> PricedPairs:
         """Distinct sizes of the grid, each priced when it is first met: few values of all of them make up all
         grids of a search."""
         packed = LayerSizes.of(grid).packed()
@@ -369,9 +391,9 @@ class StageEvaluator:
             rows = {**rows, **{pair: len(rows) + k for k, pair in enumerate(new.tolist())}}
             self._memo[key] = rows, priced
         places = np.array([rows[pair] for pair in pairs], dtype=np.intp)
-        return _PricedPairs(priced, places[positions.reshape(-1)], packed.shape)
+        return PricedPairs(priced, places[positions.reshape(-1)], packed.shape)
 
-    def _pairs(self, pairs: LayerSizes, grid: StageGrid) -> _Pairs:
+    def _pairs(self, pairs: LayerSizes, grid: StageGrid) -> Pairs:
         """Prices of pairs, a column each."""
         sizes = self.stage.program.run(self.layer_values(grid, pairs))
         passes = price_passes(self.stage, sizes, self.prices, self._mesh(pairs, grid), grid.placed)
@@ -381,7 +403,7 @@ class StageEvaluator:
                 scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
                 passes = with_unfused_softmax(passes, kind.name, matrices, scores_bytes, self.prices)
         facts = self._context.facts
-        return _Pairs(passes, sizes, (facts.host.per_launch_s, facts.host.per_peer_s), grid.recompute)
+        return Pairs(passes, sizes, (facts.host.per_launch_s, facts.host.per_peer_s), grid.recompute)
 
     def _mesh(self, sizes: LayerSizes, grid: StageGrid) -> Mesh[Array]:
         """One data-parallel replica: layers talk inside of it only, but for tokens to experts."""
@@ -394,107 +416,3 @@ class StageEvaluator:
             ep=sizes.ep,
             etp=sizes.etp,
         )
-
-
-class _Pairs:
-    """Prices of distinct pairs, one number a pair, or one for all of them."""
-
-    def __init__(
-        self,
-        passes: Mapping[tuple[str, str], PassTime],
-        sizes: Mapping[str, Array],
-        host_s: tuple[float, float],
-        recompute: Recompute,
-    ) -> None:
-        self.passes, self.sizes, self.host_s, self.recompute = passes, sizes, host_s, recompute
-        """Of the host: per launch, and per other rank of a collective."""
-        self._loads: dict[str, LayerLoad] = {}
-
-    def joined(self, other: _Pairs) -> _Pairs:
-        """These pairs, then the other ones."""
-
-        def both(one: Array, two: Array) -> Array:
-            return np.concatenate([one, two]) if np.ndim(one) else one
-
-        passes = {
-            name: PassTime(
-                *(both(*parts) for parts in zip(_parts(one), _parts(other.passes[name]), strict=True))
-            )
-            for name, one in self.passes.items()
-        }
-        sizes = {name: both(size, other.sizes[name]) for name, size in self.sizes.items()}
-        return _Pairs(passes, sizes, self.host_s, self.recompute)
-
-    def load(self, layer: str) -> LayerLoad:
-        """One layer of a kind."""
-        if layer not in self._loads:
-            self._loads[layer] = self._load(layer)
-        return self._loads[layer]
-
-    def _load(self, layer: str) -> LayerLoad:
-        forward, backward = self.passes[layer, "forward"], self.passes[layer, "backward"]
-        still = self.sizes.get(f"{layer}_still", ZERO)
-        unneeded, dropped = self.passes[layer, "unneeded"], self.passes.get((layer, self.recompute))
-        host_s = self.host_s
-        if np.any(still) and not np.any(backward.compute_s):
-            unneeded, dropped = forward, None  # nothing is run again for a pass that there is not
-        again = forward.without(unneeded)
-        forward_s = forward.compute_s + forward.waiting_s(*host_s)
-        return LayerLoad(
-            forward_s=forward_s,
-            backward_s=backward.compute_s + backward.waiting_s(*host_s),
-            forward_collective_s=forward.stopping_s,
-            backward_collective_s=backward.stopping_s,
-            parameters=self.sizes[f"{layer}_parameters"],
-            expert_parameters=self.sizes.get(f"{layer}_expert_parameters", ZERO),
-            forward_exchange_s=forward.exchange_s,
-            backward_exchange_s=backward.exchange_s,
-            dropped_exchange_s=ZERO if dropped is None else dropped.exchange_s,
-            forward_inside_s=forward.inside_s,
-            backward_inside_s=backward.inside_s,
-            forward_beside_s=forward.beside_s,
-            backward_beside_s=backward.beside_s,
-            saved_bytes=self.sizes.get(f"{layer}_saved_bytes", np.zeros(())),
-            dropped_s=ZERO if dropped is None else dropped.compute_s + dropped.waiting_s(*host_s),
-            dropped_collective_s=ZERO if dropped is None else dropped.stopping_s,
-            weight_grad_s=backward.weight_grad_s,
-            unneeded_s=forward_s - again.compute_s - again.waiting_s(*host_s),
-            unneeded_collective_s=forward.stopping_s - again.stopping_s,
-            still=still,
-        )
-
-
-def _parts(passed: PassTime) -> list[Array]:
-    return [getattr(passed, name) for name in PassTime.__dataclass_fields__]
-
-
-@dataclass(frozen=True)
-class _PricedPairs:
-    """Prices of pairs, spread over the axes of a grid on demand."""
-
-    pairs: _Pairs
-    positions: NDArray[np.intp]
-    shape: tuple[int, ...]
-
-    def spread(self, values: Array) -> Array:
-        if np.ndim(values) == 0:
-            return values
-        return np.asarray(values[self.positions].reshape(self.shape), dtype=np.float64)
-
-    def size(self, name: str) -> Array:
-        return self.spread(self.pairs.sizes[name])
-
-    def load(self, layer: str) -> LayerLoad:
-        load = self.pairs.load(layer)
-        return LayerLoad(*(self.spread(getattr(load, name)) for name in LayerLoad.__dataclass_fields__))
-
-
-def _model_values(job: Job) -> dict[str, float]:
-    """Values of the symbols (`cost/symbols.py`) that do not change between configurations."""
-    seq_len = float(job.training.seq_len)
-    return {
-        "s": seq_len,
-        "cp": float(job.execution.context_parallel),
-        **size_values(job.model, seq_len),
-        **expert_values(job.model, job.execution),
-    }

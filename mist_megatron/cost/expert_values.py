@@ -1,13 +1,15 @@
-"""Numbers for the symbols of experts and of latent attention."""
+"""Numbers for the symbols of a job that do not change between its configurations."""
 
 from __future__ import annotations
 
+from mist_megatron.cost.kinds import size_values
+from mist_megatron.spec.job import Job
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution
 
 
 def expert_values(model: ModelSpec, execution: Execution) -> dict[str, float]:
-    """Those that a model has (`cost/symbols.py`), by their names."""
+    """Those of experts and of latent attention that a model has, by their names."""
     values: dict[str, float] = {}
     experts = model.routed
     latent = next((kind.latent_attention for kind in model.kinds if kind.latent_attention is not None), None)
@@ -29,3 +31,14 @@ def expert_values(model: ModelSpec, execution: Execution) -> dict[str, float]:
             "ev": float(latent.v_head_dim),
         }
     return values
+
+
+def model_values(job: Job) -> dict[str, float]:
+    """Values of all such symbols (`cost/symbols.py`)."""
+    seq_len = float(job.training.seq_len)
+    return {
+        "s": seq_len,
+        "cp": float(job.execution.context_parallel),
+        **size_values(job.model, seq_len),
+        **expert_values(job.model, job.execution),
+    }

@@ -21,6 +21,7 @@ _PARTS: Mapping[str, str] = MappingProxyType(
         "buffers": "buffers of the framework",
         "framework": "framework and communicators",
         "activations": "activations",
+        "learned": "what runs took beyond what is computed",
     }
 )
 _MOMENTS: Mapping[str, str] = MappingProxyType(

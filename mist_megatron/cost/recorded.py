@@ -49,6 +49,7 @@ _OPERATIONS: Mapping[Any, str] = {
     np.ceil: "ceil",
     np.mod: "mod",
     np.square: "square",
+    np.log2: "log2",
 }
 
 

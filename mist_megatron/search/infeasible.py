@@ -175,7 +175,7 @@ def _shorter(evaluator: StageEvaluator, space: Space, limits: Limits) -> str | N
 
 def _fits(evaluator: StageEvaluator, job: Job, space: Space, limits: Limits) -> bool:
     """Whether some plan of another job fits; its prices, which may be off, only order the search."""
-    other = StageEvaluator(job, evaluator.prices, evaluator.stage)
+    other = StageEvaluator(job, evaluator.prices, evaluator.stage, learned=evaluator.learned)
     question = SearchProblem(evaluator=other, space=space, step=1.0)
     left, layers = possible_shapes(question, limits), job.model.layers
     lines = least_memory(other, space, (sizes for shape in left for sizes in stages_of(shape, space, layers)))

@@ -13,6 +13,7 @@ from typing import Literal
 
 from mist_megatron.errors import InputError, ProfileError
 from mist_megatron.spec import check
+from mist_megatron.spec.learned_memory import LearnedMemory
 
 PROFILE_SCHEMA = 1
 
@@ -243,6 +244,8 @@ class ProfileBody:
     """Device memory traffic of one fused Adam step."""
     interference: tuple[InterferenceSet, ...] = ()
     collectives: tuple[CollectiveCurve, ...] = ()
+    learned_memory: tuple[LearnedMemory, ...] | None = None
+    """Memory that programs take beyond what is computed, one program for each target."""
     clock_mhz: Quantity | None = None
     versions: Mapping[str, str] | None = None
     """Of driver, CUDA, NCCL, torch where known."""
@@ -264,6 +267,9 @@ class Profile(ProfileBody):
             raise ProfileError(error.message) from None
         if not self.sources:
             raise ProfileError(f"profile {self.name}: no sources; a figure without provenance is invalid")
+        programs = [learned.target for learned in self.learned_memory or ()]
+        if len(programs) > len(set(programs)):
+            raise ProfileError(f"profile {self.name}: learned_memory has two programs of one target")
         for what, source in sources_used(self):
             if source not in self.sources:
                 known = ", ".join(self.sources)
@@ -285,5 +291,6 @@ def sources_used(profile: Profile) -> list[tuple[str, str]]:
         named.append(("clock_mhz", profile.clock_mhz.source))
     named += [(f"interference {'+'.join(item.streams)}", item.source) for item in profile.interference]
     named += [(f"{item.kind} of {item.ranks}", item.source) for item in profile.collectives]
+    named += [("learned_memory", learned.source) for learned in profile.learned_memory or ()]
     named += [(f"table {table.operator}", table.source) for table in profile.tables]
     return named

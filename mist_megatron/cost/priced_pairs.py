@@ -1,0 +1,107 @@
+"""Layers of distinct sizes, each priced once, and how they spread over the axes of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mist_megatron.cost.grid import Array
+from mist_megatron.cost.stage import PassTime
+from mist_megatron.cost.terms import ZERO, LayerLoad
+from mist_megatron.spec.recompute import Recompute
+
+
+class Pairs:
+    """Prices of distinct pairs, one number a pair, or one for all of them."""
+
+    def __init__(
+        self,
+        passes: Mapping[tuple[str, str], PassTime],
+        sizes: Mapping[str, Array],
+        host_s: tuple[float, float],
+        recompute: Recompute,
+    ) -> None:
+        self.passes, self.sizes, self.host_s, self.recompute = passes, sizes, host_s, recompute
+        """Of the host: per launch, and per other rank of a collective."""
+        self._loads: dict[str, LayerLoad] = {}
+
+    def joined(self, other: Pairs) -> Pairs:
+        """These pairs, then the other ones."""
+
+        def both(one: Array, two: Array) -> Array:
+            return np.concatenate([one, two]) if np.ndim(one) else one
+
+        passes = {
+            name: PassTime(
+                *(both(*parts) for parts in zip(_parts(one), _parts(other.passes[name]), strict=True))
+            )
+            for name, one in self.passes.items()
+        }
+        sizes = {name: both(size, other.sizes[name]) for name, size in self.sizes.items()}
+        return Pairs(passes, sizes, self.host_s, self.recompute)
+
+    def load(self, layer: str) -> LayerLoad:
+        """One layer of a kind."""
+        if layer not in self._loads:
+            self._loads[layer] = self._load(layer)
+        return self._loads[layer]
+
+    def _load(self, layer: str) -> LayerLoad:
+        forward, backward = self.passes[layer, "forward"], self.passes[layer, "backward"]
+        still = self.sizes.get(f"{layer}_still", ZERO)
+        unneeded, dropped = self.passes[layer, "unneeded"], self.passes.get((layer, self.recompute))
+        host_s = self.host_s
+        if np.any(still) and not np.any(backward.compute_s):
+            unneeded, dropped = forward, None  # nothing is run again for a pass that there is not
+        again = forward.without(unneeded)
+        forward_s = forward.compute_s + forward.waiting_s(*host_s)
+        return LayerLoad(
+            forward_s=forward_s,
+            backward_s=backward.compute_s + backward.waiting_s(*host_s),
+            forward_collective_s=forward.stopping_s,
+            backward_collective_s=backward.stopping_s,
+            parameters=self.sizes[f"{layer}_parameters"],
+            expert_parameters=self.sizes.get(f"{layer}_expert_parameters", ZERO),
+            forward_exchange_s=forward.exchange_s,
+            backward_exchange_s=backward.exchange_s,
+            dropped_exchange_s=ZERO if dropped is None else dropped.exchange_s,
+            forward_inside_s=forward.inside_s,
+            backward_inside_s=backward.inside_s,
+            forward_beside_s=forward.beside_s,
+            backward_beside_s=backward.beside_s,
+            saved_bytes=self.sizes.get(f"{layer}_saved_bytes", np.zeros(())),
+            dropped_s=ZERO if dropped is None else dropped.compute_s + dropped.waiting_s(*host_s),
+            dropped_collective_s=ZERO if dropped is None else dropped.stopping_s,
+            weight_grad_s=backward.weight_grad_s,
+            unneeded_s=forward_s - again.compute_s - again.waiting_s(*host_s),
+            unneeded_collective_s=forward.stopping_s - again.stopping_s,
+            still=still,
+        )
+
+
+def _parts(passed: PassTime) -> list[Array]:
+    return [getattr(passed, name) for name in PassTime.__dataclass_fields__]
+
+
+@dataclass(frozen=True)
+class PricedPairs:
+    """Prices of pairs, spread over the axes of a grid on demand."""
+
+    pairs: Pairs
+    positions: NDArray[np.intp]
+    shape: tuple[int, ...]
+
+    def spread(self, values: Array) -> Array:
+        if np.ndim(values) == 0:
+            return values
+        return np.asarray(values[self.positions].reshape(self.shape), dtype=np.float64)
+
+    def size(self, name: str) -> Array:
+        return self.spread(self.pairs.sizes[name])
+
+    def load(self, layer: str) -> LayerLoad:
+        load = self.pairs.load(layer)
+        return LayerLoad(*(self.spread(getattr(load, name)) for name in LayerLoad.__dataclass_fields__))
