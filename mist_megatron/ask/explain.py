@@ -115,6 +115,11 @@ def explain(plan: PlanLike, *, stage: int = 0, without: str | Sequence[str] = ()
     plan = load_plan(plan)
     if not 0 <= stage < len(plan.stages):
         raise InputError(f"--stage is {stage}; the plan has stages 0 to {len(plan.stages) - 1}")
+    if any(each.strategies for each in plan.stages):
+        raise InputError(
+            "explain writes out stages whose layers all run alike; this plan's have strategies of their own",
+            details=("try: mist-megatron predict, which tells every term of such a plan",),
+        )
     job = job_of(plan)
     evaluator, prices = evaluator_for(job, without=frozenset(texts(without)))
     values = evaluator.memory_values(grid_of(plan, stage))

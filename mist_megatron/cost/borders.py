@@ -25,6 +25,7 @@ import numpy as np
 from mist_megatron.cost.boundary import boundary_work, hop_seconds, sent_by_rank
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.layerwise import ended
 from mist_megatron.cost.placed import Spans, send_seconds
 from mist_megatron.spec.plan import Plan
 
@@ -40,6 +41,7 @@ def border_seconds(
     across = plan.hops_across()
     found = {}
     for left, (one, other) in enumerate(pairwise(grids)):
+        one = ended(one)
         if not alike(one, other):
             spans = _spans_of(one, behind=True)
             seconds = crossing_seconds(one, other, evaluator, across=across[left, left + 1], spans=spans)
@@ -123,7 +125,7 @@ def exchanges_seconds(
     for stage, grid in enumerate(grids):
         borders = [
             (
-                grids[other],
+                grids[other] if other > stage else ended(grids[other]),
                 across[min(stage, other), max(stage, other)],
                 _spans_of(grid, behind=other > stage),
             )
@@ -131,12 +133,14 @@ def exchanges_seconds(
             else None
             for other in (stage + 1, stage - 1)
         ]
-        if any(border is not None and not alike(grid, border[0]) for border in borders):
+        own = ended(grid), grid
+        differs = [border is not None and (grid.parts or not alike(grid, border[0])) for border in borders]
+        if any(differs):
             there, back = (
                 None
                 if border is None
-                else crossing_seconds(grid, border[0], evaluator, across=border[1], spans=border[2])
-                for border in borders
+                else crossing_seconds(mine, border[0], evaluator, across=border[1], spans=border[2])
+                for mine, border in zip(own, borders, strict=True)
             )
             found[stage] = sent_and_handed_on(there, back, handed_on_seconds(grid, evaluator))
     return found

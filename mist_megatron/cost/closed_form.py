@@ -92,6 +92,8 @@ def closed_form(work: StageWork) -> StageTerms:
     if work.head is not None:
         _edge_terms(work, work.head, (Term.HEAD, Term.HEAD_TRAFFIC), stable, delta)
     stable[Term.HOST_WORK] = Linear(work.host_s)
+    if work.resharding_s:
+        stable[Term.RESHARDING] = Linear(sum((there + back for there, back in work.resharding_s), start=ZERO))
     for term, seconds in work.step.items():
         add_term(delta, term, seconds)
     if work.context.facts.step.in_first_forward:

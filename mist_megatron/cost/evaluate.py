@@ -21,6 +21,7 @@ from mist_megatron.cost.grid import (
     recompute_values,
 )
 from mist_megatron.cost.kinds import own_name
+from mist_megatron.cost.layerwise import mixed_memory, mixed_work, part_grids, resharding_of
 from mist_megatron.cost.learned import NEEDED, features_of, with_learned
 from mist_megatron.cost.priced_pairs import Pairs, PricedPairs
 from mist_megatron.cost.priced_parts import require_priced
@@ -153,7 +154,20 @@ class StageEvaluator:
     def work(self, grid: StageGrid) -> StageWork:
         """What the stages have to do, alone on each stream."""
         linked = self._linked(grid)
-        return stage_work(linked, self.loads(linked), self._context)
+        if not grid.parts:
+            return stage_work(linked, self.loads(linked), self._context)
+        return mixed_work(linked, self.loads, self._context, len(self.kinds), self._resharding(linked))
+
+    def _resharding(self, grid: StageGrid) -> tuple[tuple[Array, Array], ...]:
+        """Between the runs of a stage, over its GPUs' real links."""
+        grids = part_grids(grid, len(self.kinds))
+        given = [self.given_bytes(one, part.kind) for one, part in zip(grids, grid.parts, strict=True)]
+        return resharding_of(grid, given, self.prices)
+
+    def given_bytes(self, grid: StageGrid, kind: int) -> Array:
+        """Of one sample, what a layer of a kind gives to the next."""
+        name = "boundary_bytes" if self.job.model.alike else f"{self.kinds[kind]}_given"
+        return self._priced(self._linked(grid)).size(name) / grid.micro_batch
 
     def _linked(self, grid: StageGrid) -> StageGrid:
         """Nodes that fast links join count as one; where a stage has no whole number of such domains, as many
@@ -279,6 +293,8 @@ class StageEvaluator:
 
     def _computed(self, grid: StageGrid, wanted: tuple[str, ...]) -> dict[str, Array]:
         """The same of what tensors explain."""
+        if grid.parts:
+            return mixed_memory(grid, len(self.kinds), lambda part: self._computed(part, ("",)))
         values = self.memory_values(grid)
         alone = [OFFLOAD_SYMBOLS[kind] for kind, fraction in grid.offload.items() if np.size(fraction) == 1]
         choices = [(name, float(np.asarray(values[name]).reshape(()))) for name in ("sp", *alone)]
@@ -327,9 +343,11 @@ class StageEvaluator:
 
     def passes(self, grid: StageGrid) -> dict[str, Array]:
         """Parts of t that schedules other than 1F1B ask for."""
-        loads = self.loads(grid)
+        work = self.work(grid) if grid.parts else None
+        loads = self.loads(grid) if work is None else work.loads
         layers = [load for load in (loads.embedding, loads.head) if load is not None]
-        forward = weight_grad = ZERO
+        weight_grad: Array = ZERO
+        forward = sum((there for there, _ in work.resharding_s), start=ZERO) if work else ZERO
         for count, block in zip(grid.by_kind, loads.blocks, strict=True):
             forward = forward + count.layers * (block.forward_s + block.forward_collective_s)
             weight_grad = weight_grad + count.layers * block.weight_grad_s
@@ -340,6 +358,8 @@ class StageEvaluator:
 
     def provenance(self, grid: StageGrid) -> dict[str, Array]:
         """Seconds of a micro-batch that the profile held exactly, interpolated, or extrapolated."""
+        if grid.parts:
+            return self._provenance_of_parts(grid)
         pairs = self._priced(self._linked(grid))
         kinds = [(kind, count.layers) for kind, count in zip(self.kinds, grid.by_kind, strict=True)]
         kinds += [("embedding", np.ones(()))] if grid.role.has_embedding else []
@@ -351,6 +371,14 @@ class StageEvaluator:
                 for name in ("exact", "interpolated", "extrapolated"):
                     seconds = count * pairs.spread(getattr(passed, f"{name}_s"))
                     sums[name] = sums.get(name, np.zeros(())) + seconds
+        return sums
+
+    def _provenance_of_parts(self, grid: StageGrid) -> dict[str, Array]:
+        """The same of runs with strategies of their own; embedding and head are left out."""
+        sums: dict[str, Array] = {}
+        for one in part_grids(grid, len(self.kinds)):
+            for name, seconds in self.provenance(replace(one, role=StageRole.MIDDLE)).items():
+                sums[name] = sums.get(name, ZERO) + seconds
         return sums
 
     def loads(self, grid: StageGrid) -> StageLoads:

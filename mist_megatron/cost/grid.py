@@ -12,6 +12,7 @@ from mist_megatron.cost.placed import Placed
 from mist_megatron.spec.kinds import PerKind, per_kind
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.recompute import PARTIAL, Recompute
+from mist_megatron.spec.strategies import Layout
 
 Array = NDArray[np.float64]
 ONE: Array = np.ones(())
@@ -38,6 +39,22 @@ class LayerCount:
 
 Ends = tuple[int, int]
 """Kinds of the first and of the last layer of a run of layers, by their places in the model's kinds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePart:
+    """Layers of a stage that follow each other, of one kind and with one strategy, where these differ."""
+
+    kind: int
+    """Its place among the model's kinds."""
+    layers: Array
+    again: bool
+    """Whether they are recomputed in full."""
+    micro_batch: Array
+    zero: Array
+    layout: Layout
+    placed: Placed | None = None
+    """Where its groups are, if not where those of the stage are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +95,9 @@ class StageGrid:
     """By chunk of the stage, where a model has several kinds."""
     before: int | None = None
     """There, the kind of the layer before the stage, if there is one."""
+    parts: tuple[StagePart, ...] = ()
+    """Where layers have strategies of their own: first to last. Counts and runs are of these then, and
+    micro-batch, dp, tp and ZeRO level those of the first."""
 
     @property
     def by_kind(self) -> tuple[LayerCount, ...]:

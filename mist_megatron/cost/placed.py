@@ -16,9 +16,11 @@ import numpy as np
 
 from mist_megatron.errors import InputError
 from mist_megatron.price.prices import Array, Collective, Priced, Prices
+from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.links import LinkMatrix
 from mist_megatron.spec.mesh import Group, Ranks, neighbours
 from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.strategies import Layout
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def _placed(plan: Plan, position: int) -> Placed:
     every = [*borders, _border(plan, last, 0)] if plan.vpp > 1 and last else borders
     around = plan.vpp > 1
     return Placed(
-        groups=tuple((group, _spans(plan, plan.groups(position, group))) for group in Group),
+        groups=tuple(
+            (group, _spans(plan.cluster, plan.gpu_of, plan.groups(position, group))) for group in Group
+        ),
         before=every[position - 1] if (position or around) and last else (),
         after=every[position] if (position < last or around) and last else (),
         every_border=tuple(every),
@@ -88,13 +92,32 @@ def _placed(plan: Plan, position: int) -> Placed:
     )
 
 
+def placed_layout(
+    cluster: ClusterSpec, gpu_of: Sequence[int], ranks: Sequence[int], layout: Layout
+) -> Placed | None:
+    """Of layers whose strategy numbers the ranks of a stage otherwise; None where `Mesh` says it all. What
+    crosses the stage's borders is the stage's own."""
+    plain = not layout.tp_outside and cluster.links.matrix is None
+    if plain and all(gpu_of[rank] == rank for rank in ranks):
+        return None
+    places = range(len(ranks))
+    apart = [layout.dp if layout.tp_outside else 1, 1 if layout.tp_outside else layout.tp]
+    sizes = {Group.TENSOR: (apart[0], layout.tp), Group.DATA: (apart[1], layout.dp)}
+    groups = []
+    for group in Group:
+        step, size = sizes.get(group, (1, 1))
+        first = [k for k in places if k // step % size == 0]
+        alike = [tuple(ranks[k + step * each] for each in range(size)) for k in first]
+        groups.append((group, _spans(cluster, gpu_of, alike)))
+    return Placed(groups=tuple(groups), before=(), after=(), every_border=(), tied=())
+
+
 def _border(plan: Plan, one: int, other: int) -> Spans:
-    return _spans(plan, neighbours(plan.ranks(one), plan.ranks(other)))
+    return _spans(plan.cluster, plan.gpu_of, neighbours(plan.ranks(one), plan.ranks(other)))
 
 
-def _spans(plan: Plan, groups: Iterable[Ranks]) -> Spans:
+def _spans(cluster: ClusterSpec, gpu_of: Sequence[int], groups: Iterable[Ranks]) -> Spans:
     """Of groups of logical ranks, the slowest of those that are spread alike."""
-    cluster, gpu_of = plan.cluster, plan.gpu_of
     a_node, a_domain = cluster.gpus_per_node, cluster.linked_gpus
     found: dict[tuple[int, int], float | None] = {}
     seen: set[tuple[int, ...]] = set()

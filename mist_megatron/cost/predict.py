@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ import numpy as np
 from mist_megatron.cost.borders import exchanges_seconds, slowest_border_s
 from mist_megatron.cost.closed_form import Refinement, closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import LayerCount, StageGrid
+from mist_megatron.cost.grid import LayerCount, StageGrid, StagePart
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
-from mist_megatron.cost.placed import placed_stages
+from mist_megatron.cost.placed import placed_layout, placed_stages
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
 from mist_megatron.cost.width_flops import sample_flops
 from mist_megatron.spec.cluster import ClusterSpec
@@ -131,7 +132,7 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
     stage, stages = plan.stages[position], len(plan.stages)
     chunks = plan.chunk_layers[position] if plan.vpp > 1 else None
     held = in_flight(plan.schedule, position, stages, plan.grad_accum, plan.vpp, chunks)
-    return StageGrid(
+    grid = StageGrid(
         role=role_of(position, stages),
         nodes=stage.nodes,
         gpus_per_node=stage.gpus_per_node,
@@ -151,8 +152,30 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
         stages=stages,
         vpp=plan.vpp,
         bridged=bridged(plan),
-        **_kinds_of(plan, position),
     )
+    return replace(grid, **(_parts_of if stage.strategies else _kinds_of)(plan, position))
+
+
+def _parts_of(plan: Plan, position: int) -> dict[str, Any]:
+    """Runs of layers of one kind and strategy, where layers have strategies of their own."""
+    stage, of_layer = plan.stages[position], plan.model.kind_of_layer
+    first = plan.layers_of(position)[0].start
+    each = [(of_layer[first + k], strategy) for k, strategy in enumerate(stage.layer_strategies)]
+    parts = tuple(
+        StagePart(
+            kind=kind,
+            layers=_one(len(list(run))),
+            again=strategy.ckpt,
+            micro_batch=_one(stage.micro_batch * stage.dp // strategy.layout.dp),
+            zero=_one(strategy.zero),
+            layout=strategy.layout,
+            placed=placed_layout(plan.cluster, plan.gpu_of, plan.ranks(position), strategy.layout),
+        )
+        for (kind, strategy), run in groupby(each)
+    )
+    counts = tuple(LayerCount(part.layers, _one(0)) for part in parts)
+    known = {**_kinds_of(plan, position), "runs": ((0, len(parts) - 1),)}
+    return {**known, "parts": parts, "counts": counts, "ckpt": _one(0)}
 
 
 def _kinds_of(plan: Plan, position: int) -> dict[str, Any]:

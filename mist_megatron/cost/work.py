@@ -122,6 +122,8 @@ class StageWork:
     """The host's work per micro-batch, forward and backward together."""
     step: Mapping[Term, Linear]
     """Once per optimizer step, besides what the layers' own passes have of it."""
+    resharding_s: tuple[tuple[Array, Array], ...] = ()
+    """Before the layers of each of `blocks`, forward and backward, where strategies are per layer."""
 
     @property
     def blocks(self) -> tuple[BlockWork, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from mist_megatron.cost.borders import Border, border_seconds
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.predict import grids_of, recomputed_layers
+from mist_megatron.cost.predict import grid_of, grids_of, recomputed_layers
 from mist_megatron.cost.terms import ZERO, LayerLoad
 from mist_megatron.cost.traffic import gathers_by_chunk, reduces_by_chunk
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer, last_layer_stays
@@ -221,6 +221,8 @@ class _Kinds:
     """Of each kind of transformer layer: kept, and recomputed."""
     last_kept: tuple[LayerTasks, ...]
     """The last layer of a pass, if it is kept, of each kind."""
+    resharding_s: tuple[tuple[float, float], ...]
+    """Before layers of each kind, forward and backward, where each run of layers is a kind of its own."""
     embedding: LayerTasks | None
     head: LayerTasks | None
 
@@ -256,7 +258,8 @@ def _priced(grid: StageGrid, evaluator: StageEvaluator) -> tuple[_Kinds, StageTa
         ),
         hand_on_s=float(work.boundary.handed_on_s),
     )
-    return _Kinds(tuple(blocks), tuple(last_kept), embedding, head), tasks
+    resharding_s = tuple((float(there), float(back)) for there, back in work.resharding_s)
+    return _Kinds(tuple(blocks), tuple(last_kept), resharding_s, embedding, head), tasks
 
 
 def _without_arrivals(kept: LayerTasks, load: LayerLoad, work: StageWork) -> LayerTasks:
@@ -317,6 +320,8 @@ def _kinds_in(plan: Plan, position: int) -> tuple[tuple[int, ...], ...]:
 def _chunks(plan: Plan, position: int, kinds: _Kinds) -> tuple[tuple[NamedLayer, ...], ...]:
     """Layers of every chunk."""
     vpp, last, of_layer = plan.vpp, len(plan.stages) - 1, plan.model.kind_of_layer
+    if plan.stages[position].strategies:
+        return (_runs(plan, position, kinds),)
     chunks, again = plan.layers_of(position), recomputed_layers(plan, position)
     played = []
     for chunk in range(vpp):
@@ -333,3 +338,27 @@ def _chunks(plan: Plan, position: int, kinds: _Kinds) -> tuple[tuple[NamedLayer,
             layers.append(NamedLayer("head", kinds.head))
         played.append(tuple(layers))
     return tuple(played)
+
+
+def _runs(plan: Plan, position: int, kinds: _Kinds) -> tuple[NamedLayer, ...]:
+    """Layers of a stage whose runs have strategies of their own."""
+    counts = [int(part.layers) for part in grid_of(plan, position).parts]
+    layers, at = [], plan.layers_of(position)[0].start
+    for count, (work, _), (there_s, back_s) in zip(counts, kinds.blocks, kinds.resharding_s, strict=True):
+        first = replace(
+            work,
+            first=_stopped(work.first, there_s),
+            forward=_stopped(work.forward, there_s),
+            backward=_stopped(work.backward, back_s),
+            last=_stopped(work.last, back_s),
+        )
+        layers += [NamedLayer(f"layer {at + k}", work if k else first) for k in range(count)]
+        at += count
+    begin = [] if kinds.embedding is None else [NamedLayer("embedding", kinds.embedding)]
+    end = [] if kinds.head is None else [NamedLayer("head", kinds.head)]
+    return (*begin, *layers, *end)
+
+
+def _stopped(work: PassTasks, seconds: float) -> PassTasks:
+    """With a collective more that compute waits for."""
+    return replace(work, tensor_s=work.tensor_s + seconds)

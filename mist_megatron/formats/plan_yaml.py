@@ -188,7 +188,7 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
         "schedule": plan.schedule,
         "vpp": plan.vpp,
         "sequence_parallel": plan.sequence_parallel,
-        "stages": [asdict(stage) for stage in plan.stages],
+        "stages": [_stage(stage) for stage in plan.stages],
         "rank_map": None if plan.rank_map is None else list(plan.rank_map),
     }
     if cluster.links != LinkOverrides():
@@ -202,6 +202,11 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
         if getattr(plan, key) is not None:
             written[key] = json.loads(json.dumps(getattr(plan, key), default=dict))
     return written
+
+
+def _stage(stage: StagePlan) -> dict[str, Any]:
+    """Strategies where its layers have their own."""
+    return {key: value for key, value in asdict(stage).items() if key != "strategies" or value}
 
 
 def _links(links: LinkOverrides) -> dict[str, object]:
@@ -223,10 +228,15 @@ def _given(value: LinkOverrides | Execution) -> dict[str, object]:
     return {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) is not None}
 
 
+def _stage_line(stage: dict[str, Any]) -> Inline:
+    runs = {"strategies": Row(Inline(run) for run in stage["strategies"])} if "strategies" in stage else {}
+    return Inline({**stage, "offload": Inline(stage["offload"]), **runs})
+
+
 def plan_to_yaml(plan: Plan) -> str:
     """YAML for people: stages one line each, as in the documentation."""
     written = plan_to_mapping(plan)
-    written["stages"] = [Inline({**s, "offload": Inline(s["offload"])}) for s in written["stages"]]
+    written["stages"] = [_stage_line(stage) for stage in written["stages"]]
     for key in ("training", "cluster"):
         if not any(isinstance(v, dict) for v in written[key].values()):
             written[key] = Inline(written[key])

@@ -13,6 +13,7 @@ from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -207,10 +208,14 @@ def splits_tokens(model: ModelSpec, seq_len: int, ranks: int) -> bool:
 
 def splits(model: ModelSpec, tp: int) -> bool:
     """Whether so many tensor-parallel ranks can share the matrices of all layers of a model out."""
-    return all(
+    return all(splits_kind(kind, tp) for kind in model.kinds)
+
+
+def splits_kind(kind: LayerSpec, tp: int) -> bool:
+    """The same of layers of one kind."""
+    return (
         shares_out(kind.heads, tp)
         and shares_out_or_copies(kind.kv_heads, tp)
         and shares_out(kind.ffn_hidden, tp)
         and (kind.entry is None or shares_out(kind.entry.inner, tp))
-        for kind in model.kinds
     )

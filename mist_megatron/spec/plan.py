@@ -32,6 +32,7 @@ from mist_megatron.spec.schedule import (
     recomputed_of,
     recomputed_per_chunk,
 )
+from mist_megatron.spec.strategies import LayerRun, Strategy, check_strategies, strategy_of
 from mist_megatron.spec.training import TrainingSpec
 
 TargetName = Literal["mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches", "torch"]
@@ -69,6 +70,15 @@ class StagePlan:
     that is not among the `ckpt`; `none` demands `ckpt: 0`."""
     offload: Offload = Offload()
     """Fractions of its bytes in host memory."""
+    strategies: tuple[LayerRun, ...] = ()
+    """Where layers do not run alike: first to last, their counts summing to `layers`. Then dp, tp, zero and
+    micro_batch are those of the first layers, which the embedding has too (the head has those of the last),
+    and ckpt counts all that are recomputed."""
+
+    @property
+    def layer_strategies(self) -> tuple[Strategy, ...]:
+        """By layer; empty where all run alike."""
+        return tuple(strategy_of(run.strategy) for run in self.strategies for _ in range(run.count))
 
     @property
     def gpus(self) -> int:
@@ -205,6 +215,7 @@ class Plan:
         for index, stage in enumerate(self.stages):
             _check_stage(f"plan: stages[{index}]", stage, self)
         self._check_sums()
+        self._check_strategies()
         self._check_schedule()
         self._check_ranks()
 
@@ -316,6 +327,16 @@ class Plan:
                 f"({self.cluster.nodes} x {self.cluster.gpus_per_node})"
             )
 
+    def _check_strategies(self) -> None:
+        of_layer, first = self.model.kind_of_layer, 0
+        for index, stage in enumerate(self.stages):
+            kinds = [self.model.kinds[place] for place in of_layer[first : first + stage.layers]]
+            first += stage.layers
+            if stage.strategies:
+                said = {key: getattr(stage, key) for key in ("layers", "dp", "tp", "zero", "ckpt")}
+                runs = stage.strategies
+                check_strategies(f"plan: stages[{index}]", runs, kinds, said, stage.micro_batch)
+
     def _check_schedule(self) -> None:
         schedule = SCHEDULES[self.schedule]
         if (self.vpp > 1) != schedule.chunked:
@@ -388,7 +409,7 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
             f"= {product}; wanted global_batch {plan.training.global_batch}"
         )
     _check_expert_stage(where, stage, plan)
-    for kind in plan.model.kinds:
+    for kind in plan.model.kinds if not stage.strategies else ():
         owner = plan.model.name if len(plan.model.kinds) == 1 else f"{plan.model.name}'s {kind.name} layers"
         check.divides(where, ("tp", stage.tp), (f"heads of {owner}", kind.heads))
         if kind.entry is not None:

@@ -72,6 +72,9 @@ class Term(StrEnum):
     FORWARD = _facts("forward", T, COMPUTE, EACH, "forward passes of the layers")
     BACKWARD = _facts("backward", T, COMPUTE, EACH, "backward passes of the layers")
     RECOMPUTE = _facts("recompute", T, COMPUTE, EACH, "forward passes computed again before backward")
+    RESHARDING = _facts(
+        "resharding", T, TENSOR, EACH, "activations brought to where layers of another strategy need them"
+    )
     TENSOR_PARALLEL = _facts(
         "tensor_parallel", T, TENSOR, EACH, "tensor-parallel collectives that stop compute"
     )

@@ -92,6 +92,8 @@ class Capability:
     layer_widths: bool = False
     """Layers of several widths or tokens, attention to an encoder's output, images, layers that are
     frozen."""
+    layer_strategies: bool = False
+    """Each layer its own dp, tp, ZeRO level and recomputation (`spec/strategies.py`)."""
     uneven_layers: bool = False
     per_stage_ckpt: bool = False
     """Each stage its own number of recomputed layers and kind of recomputation."""

@@ -175,6 +175,8 @@ _UNIFORM: tuple[tuple[str, str, Callable[[StagePlan], object]], ...] = (
 
 
 def _uniformity_rules(plan: Plan, able: Capability) -> list[str]:
+    if able.layer_strategies and all(stage.strategies for stage in plan.stages):
+        return []
     found = []
     if not able.per_stage_ckpt and plan.recomputed_per_chunk is None:
         first = plan.stages[0].ckpt
@@ -216,6 +218,8 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
         found.append(
             f"{where}.zero {stage.zero}: it runs {', '.join(map(str, levels)) or 'none'}{pipelined}{wide}"
         )
+    if stage.strategies:
+        found += _strategy_rules(where, stage, plan, able)
     if stage.tp > 1 and not able.tensor_parallel:
         found.append(f"{where}.tp {stage.tp}: it has no tensor parallelism here")
     if stage.recompute not in able.recompute:
@@ -237,6 +241,23 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
     ]
     found += _level_rules(where, stage, plan, able)
     return found + _offload_rules(where, stage, able)
+
+
+def _strategy_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> list[str]:
+    """Layers with strategies of their own, and what is not modelled beside them."""
+    if not able.layer_strategies:
+        return [f"{where}.strategies: its layers all run alike"]
+    beside = {
+        f"schedule {plan.schedule}": plan.schedule != ONE_F_ONE_B,
+        "sequence_parallel": plan.sequence_parallel,
+        f"context_parallel {plan.execution.context_parallel}": plan.execution.context_parallel > 1,
+        f"recompute {stage.recompute}": stage.recompute in PARTIAL,
+        "experts": plan.model.routed is not None,
+        "multi-token prediction": plan.model.mtp_layers > 0,
+        "offload": any(stage.offload.values()),
+        "stages without": not all(other.strategies for other in plan.stages),
+    }
+    return [f"{where}.strategies: not modelled beside {what}" for what, there in beside.items() if there]
 
 
 def _level_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> list[str]:

@@ -40,6 +40,7 @@ CAPABILITY = Capability(
     full_attention=True,
     layer_widths=True,
     model_parts=("norms of query and key heads", "norms after attention and MLP"),
+    layer_strategies=True,
     uneven_layers=True,
     offload=STAYS,
 )

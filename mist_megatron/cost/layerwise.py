@@ -1,0 +1,238 @@
+"""A stage whose layers have strategies of their own: put together from what each run of layers has to do and
+to hold, which is priced as a stage of that strategy is.
+
+Every run of layers becomes a kind of layer of the stage (`StageGrid.parts`), so that the closed form and the
+events read its work as that of any stage with several kinds; between two runs activations are resharded
+(`reshard`). The embedding runs as the first layers do, the head as the last.
+
+Memory is eq. 2 of Galvatron-BMW: at the backward pass of a run all states, the other micro-batches in flight,
+of this one what runs up to here have saved, and what the pass itself needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from mist_megatron.cost.boundary import BoundaryWork, boundary_work
+from mist_megatron.cost.grid import LayerCount, StageGrid, StagePart
+from mist_megatron.cost.reshard import gather_seconds
+from mist_megatron.cost.terms import ZERO, BoundarySide, Linear, StageLoads, TimeContext
+from mist_megatron.cost.work import BlockWork, StageWork, stage_work
+from mist_megatron.price.prices import Array, Prices
+from mist_megatron.spec.mesh import StageRole
+from mist_megatron.spec.term import Term
+
+STATES = ("weights", "grads", "optimizer", "activations")
+"""Terms of memory that runs of layers add up to."""
+
+
+def part_grid(grid: StageGrid, part: StagePart, kinds: int) -> StageGrid:
+    """A stage of one run of layers only."""
+    again = part.layers if part.again else np.zeros_like(part.layers)
+    none = LayerCount(np.zeros(()), np.zeros(()))
+    counts = [LayerCount(part.layers, again) if kind == part.kind else none for kind in range(kinds)]
+    return replace(
+        grid,
+        parts=(),
+        layers=part.layers,
+        ckpt=again,
+        counts=tuple(counts) if kinds > 1 else (),
+        runs=((part.kind, part.kind),) if kinds > 1 else (),
+        micro_batch=part.micro_batch,
+        dp=np.asarray(float(part.layout.dp)),
+        tp=np.asarray(float(part.layout.tp)),
+        zero=part.zero,
+        placed=part.placed or grid.placed,
+    )
+
+
+def part_grids(grid: StageGrid, kinds: int) -> list[StageGrid]:
+    """Of all runs; what comes before the stage comes before the first."""
+    grids = [part_grid(grid, part, kinds) for part in grid.parts]
+    return [grids[0], *(replace(one, before=None) for one in grids[1:])]
+
+
+def ended(grid: StageGrid) -> StageGrid:
+    """As the stage behind it sees it: with the strategy of its last layers."""
+    if not grid.parts:
+        return grid
+    last = grid.parts[-1]
+    dp, tp = (np.asarray(float(size)) for size in (last.layout.dp, last.layout.tp))
+    return replace(grid, micro_batch=last.micro_batch, dp=dp, tp=tp)
+
+
+def part_work(grid: StageGrid, loads: StageLoads, context: TimeContext, ends: tuple[bool, bool]) -> StageWork:
+    """Of one run, with embedding and head where it begins or ends with them."""
+    first, last = ends
+    tied = loads.tied_parameters if (first if grid.role is StageRole.FIRST else last) else None
+    own = replace(
+        loads,
+        embedding=loads.embedding if first else None,
+        head=loads.head if last else None,
+        tied_parameters=tied,
+    )
+    work = stage_work(grid, own, context)
+    if first:
+        return work
+    return replace(work, step={term: each for term, each in work.step.items() if term is not Term.HOST_STEP})
+
+
+def one_kind(work: StageWork, place: int, *, again: bool) -> BlockWork:
+    """The layers of a run: all are recomputed, or none is."""
+    block = work.blocks[place]
+    layer = block.recomputed if again else block.kept
+    return BlockWork(kept=layer, recomputed=layer)
+
+
+def mixed_work(
+    grid: StageGrid,
+    loads_of: Callable[[StageGrid], StageLoads],
+    context: TimeContext,
+    kinds: int,
+    resharding_s: tuple[tuple[Array, Array], ...],
+) -> StageWork:
+    """What the stage has to do; `resharding_s` is before each run but the first, forward and backward."""
+    grids, last = part_grids(grid, kinds), len(grid.parts) - 1
+    loads = [loads_of(one) for one in grids]
+    works = [
+        part_work(one, load, context, (place == 0, place == last))
+        for place, (one, load) in enumerate(zip(grids, loads, strict=True))
+    ]
+    blocks = [
+        one_kind(work, part.kind, again=part.again) for work, part in zip(works, grid.parts, strict=True)
+    ]
+    step: dict[Term, Linear] = {}
+    for one, work in zip(grids, works, strict=True):
+        for term, seconds in work.step.items():
+            so_far = step[term].fixed if term in step else ZERO
+            step[term] = Linear(so_far + seconds.at(one))
+    each = [load.blocks[part.kind] for load, part in zip(loads, grid.parts, strict=True)]
+    ends = replace(
+        loads[0],
+        block=each[0],
+        others={f"run{place}": load for place, load in enumerate(each[1:], 1)},
+        head=loads[-1].head,
+        sides=_sides(grid, loads),
+    )
+    return StageWork(
+        grid=replace(grid, parts=()),
+        loads=ends,
+        context=context,
+        kept=blocks[0].kept,
+        recomputed=blocks[0].recomputed,
+        others={f"run{place}": block for place, block in enumerate(blocks[1:], 1)},
+        embedding=works[0].embedding,
+        head=works[-1].head,
+        boundary=_boundary((grids[0], grids[-1]), (loads[0], loads[-1]), context),
+        host_s=works[0].host_s,
+        step=step,
+        resharding_s=((ZERO, ZERO), *resharding_s),
+    )
+
+
+def _sides(grid: StageGrid, loads: Sequence[StageLoads]) -> tuple[BoundarySide, ...]:
+    """Before the first run, and behind the last, where a model's boundaries differ."""
+    if not loads[0].sides:
+        return ()
+    before = loads[0].sides[:1] if grid.before is not None else ()
+    return (*before, *(() if grid.role.has_head else loads[-1].sides[-1:]))
+
+
+def _boundary(
+    grids: tuple[StageGrid, StageGrid], loads: tuple[StageLoads, StageLoads], context: TimeContext
+) -> BoundaryWork:
+    """Of the transfers before the first run and behind the last one, the mean: a stage between two others
+    has both."""
+    first, last = (boundary_work(*both, context) for both in zip(grids, loads, strict=True))
+    if grids[0].role is not StageRole.MIDDLE:
+        return first if grids[0].role is StageRole.LAST else last
+    sums = {name: getattr(first, name) + getattr(last, name) for name in BoundaryWork.__dataclass_fields__}
+    return BoundaryWork(**{name: 0.5 * value for name, value in sums.items()})
+
+
+def resharding_of(
+    grid: StageGrid, sample_bytes: Sequence[Array], prices: Prices
+) -> tuple[tuple[Array, Array], ...]:
+    """Between neighbouring runs, forward and backward; `sample_bytes` is what each run gives of a sample."""
+    samples, a_node = grid.micro_batch * grid.dp, grid.gpus_per_node
+    borders = zip(pairwise(part.layout for part in grid.parts), sample_bytes[:-1], strict=True)
+    return tuple(
+        (
+            gather_seconds(one, other, given * samples, prices, a_node),
+            gather_seconds(other, one, given * samples, prices, a_node),
+        )
+        for (one, other), given in borders
+    )
+
+
+Sizes = dict[str, Array]
+
+
+def mixed_memory(grid: StageGrid, kinds: int, sizes_of: Callable[[StageGrid], Sizes]) -> Sizes:
+    """Named bytes of the stage, as the program of memory names them."""
+    grids, base = part_grids(grid, kinds), _base(grid, kinds, sizes_of)
+    whole = [sizes_of(one) for one in grids]
+    own = [_between(sizes, sizes_of(_emptied(one))) for one, sizes in zip(grids, whole, strict=True)]
+    terms = {name: sum((one[name] for one in own), start=base[name]) for name in STATES}
+    for name in ("buffers", "framework"):
+        terms[name] = _most([one[f"term.{name}"] for one in whole])
+    held: Array = ZERO
+    for name, term in terms.items():
+        held = held + (ZERO if name == "activations" else term)
+    now = 1.0 / np.maximum(grid.in_flight, 1.0)
+    kept = (1.0 - now) * terms["activations"] + now * base["activations"]
+    moments: dict[str, list[Array]] = {}
+    for one, sizes in zip(own, whole, strict=True):
+        kept = kept + now * one["activations"]
+        # What a recomputed run holds of the layer that it makes again is a moment of its own.
+        names = [name for name in ("recompute", "backward") if f"beyond.{name}" in sizes]
+        live = _most([sizes[f"beyond.{name}"] for name in names]) - sizes["term.activations"]
+        moments.setdefault("backward", []).append(kept + live)
+        moments.setdefault("forward", []).append(kept + sizes["beyond.forward"] - sizes["term.activations"])
+    if grid.role.has_head:
+        loss = whole[-1]["beyond.loss"] - whole[-1]["term.activations"]
+        moments["loss"] = [terms["activations"] + loss]
+    if "beyond.embedding" in whole[0]:
+        others = (1.0 - now) * whole[0]["term.activations"]
+        moments["embedding"] = [(1.0 - now) * terms["activations"] + whole[0]["beyond.embedding"] - others]
+    return {
+        "held": held,
+        **{f"term.{name}": term for name, term in terms.items()},
+        **{f"beyond.{name}": _most(each) for name, each in moments.items()},
+    }
+
+
+def _most(sizes: Sequence[Array]) -> Array:
+    most = sizes[0]
+    for size in sizes[1:]:
+        most = np.maximum(most, size)
+    return most
+
+
+def _emptied(grid: StageGrid) -> StageGrid:
+    """The same without layers."""
+    none = np.zeros_like(grid.layers)
+    counts = tuple(LayerCount(none, none) for _ in grid.counts)
+    return replace(grid, layers=none, ckpt=none, counts=counts)
+
+
+def _between(more: Sizes, less: Sizes) -> Sizes:
+    return {name: more[f"term.{name}"] - less[f"term.{name}"] for name in STATES}
+
+
+def _base(grid: StageGrid, kinds: int, sizes_of: Callable[[StageGrid], Sizes]) -> Sizes:
+    """What the stage holds without layers: the embedding as the first of them, the head as the last."""
+    grids = part_grids(grid, kinds)
+    first, last = _emptied(grids[0]), _emptied(grids[-1])
+    alone = {name: sizes_of(first)[f"term.{name}"] for name in STATES}
+    alike = all(np.array_equal(getattr(first, name), getattr(last, name)) for name in ("dp", "tp", "zero"))
+    if alike or not grid.role.has_head:
+        return alone
+    start = StageRole.FIRST if grid.role is StageRole.ONLY else StageRole.MIDDLE
+    begin = sizes_of(replace(first, role=start))
+    end, none = (sizes_of(replace(last, role=role)) for role in (StageRole.LAST, StageRole.MIDDLE))
+    return {name: begin[f"term.{name}"] + end[f"term.{name}"] - none[f"term.{name}"] for name in STATES}

@@ -1,0 +1,151 @@
+"""Stages whose layers have strategies of their own: priced as today where all are alike, as the events play
+them where they are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+
+import pytest
+
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.simulate import play
+from mist_megatron.cost.predict import Prediction, job_of, predict
+from mist_megatron.cost.reshard import Gather, gather_between
+from mist_megatron.errors import InputError
+from mist_megatron.formats.plan_yaml import plan_from_text, plan_to_yaml
+from mist_megatron.spec.catalogue import gpu
+from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.presets import preset
+from mist_megatron.spec.strategies import LayerRun, Layout, strategy_of
+from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
+
+
+def stage(samples: int, gpus: int, *strategies: str) -> StagePlan:
+    """So many samples a micro-step, a strategy a layer."""
+    first = strategy_of(strategies[0])
+    return StagePlan(
+        layers=len(strategies),
+        nodes=max(1, gpus // 8),
+        gpus_per_node=min(gpus, 8),
+        dp=first.layout.dp,
+        tp=first.layout.tp,
+        micro_batch=samples // first.layout.dp,
+        zero=first.zero,
+        ckpt=sum(strategy_of(text).ckpt for text in strategies),
+        strategies=tuple(LayerRun(count=len(list(run)), strategy=text) for text, run in groupby(strategies)),
+    )
+
+
+def plan_of(model: str, *stages: StagePlan, seq_len: int = 1024) -> Plan:
+    """Four micro-steps on A100s."""
+    samples = stages[0].micro_batch * stages[0].dp
+    return Plan(
+        model=preset(model),
+        training=TrainingSpec(global_batch=4 * samples, seq_len=seq_len),
+        cluster=cluster_of(gpu("a100-sxm-40gb"), sum(one.gpus for one in stages)),
+        target="torch",
+        grad_accum=4,
+        stages=stages,
+    )
+
+
+def told(plan: Plan) -> Prediction:
+    return predict(plan, evaluator_for(job_of(plan))[0])
+
+
+def as_today(plan: Plan) -> Plan:
+    """The same without strategies, where all layers run alike."""
+    return replace(plan, stages=tuple(replace(one, strategies=()) for one in plan.stages))
+
+
+@pytest.mark.parametrize("strategy", ["dp8", "sdp8", "tp8", "sdp2-tp4", "dp4-tp2", "tp2-dp4", "sdp8+ckpt"])
+def test_layers_that_run_alike_cost_what_they_cost_today(strategy: str) -> None:
+    plan = plan_of("gpt3-1.3b", stage(16, 8, *[strategy] * 24))
+    now, today = told(plan), told(as_today(plan))
+    assert now.iteration_s == pytest.approx(today.iteration_s, rel=1e-12)
+    assert now.stages[0].memory_terms_bytes == pytest.approx(today.stages[0].memory_terms_bytes, rel=1e-12)
+    assert now.stages[0].stable_terms_s == pytest.approx(
+        {**today.stages[0].stable_terms_s, "resharding": 0.0}, rel=1e-12
+    )
+
+
+def test_some_recomputed_layers_hold_what_they_hold_today() -> None:
+    plan = plan_of("gpt3-1.3b", stage(16, 8, *["sdp8+ckpt"] * 7, *["sdp8"] * 17))
+    now, today = told(plan), told(as_today(plan))
+    assert now.stages[0].peak_memory_bytes == pytest.approx(today.stages[0].peak_memory_bytes, rel=1e-12)
+    # The update of two runs starts two kernels.
+    assert now.iteration_s == pytest.approx(today.iteration_s, rel=1e-4)
+
+
+GPT, DECODER = ["sdp4"] * 6 + ["dp2-tp2"] * 8, ["sdp4+ckpt"] * 8 + ["dp2-tp2"] * 9
+MIXED = {
+    "one stage": plan_of("gpt3-1.3b", stage(16, 8, *["sdp8+ckpt"] * 8, *["dp2-tp4"] * 8, *["sdp2-tp4"] * 8)),
+    "two nodes": plan_of("gpt3-1.3b", stage(16, 16, *["sdp16+ckpt"] * 8, *["tp4-dp4"] * 8, *["dp2-tp8"] * 8)),
+    "two stages": plan_of("gpt3-1.3b", stage(8, 4, *GPT), stage(8, 4, *["tp4"] * 10)),
+    "decoder": plan_of("t5-large-32", stage(8, 4, *DECODER), stage(8, 4, *["tp4"] * 16), seq_len=512),
+    "windows": plan_of("swin-huge-32", stage(16, 8, *["dp8"] * 6, *["dp2-tp4"] * 29), seq_len=3136),
+}
+
+
+@pytest.mark.parametrize("plan", MIXED.values(), ids=MIXED)
+def test_the_events_play_what_is_predicted(plan: Plan) -> None:
+    evaluator, _ = evaluator_for(job_of(plan))
+    assert play(plan, evaluator).iteration_s == pytest.approx(predict(plan, evaluator).iteration_s, rel=0.01)
+
+
+@pytest.mark.parametrize("plan", MIXED.values(), ids=MIXED)
+def test_such_plans_come_back(plan: Plan) -> None:
+    assert plan_from_text(plan_to_yaml(plan)) == plan
+    assert "strategies" not in plan_to_yaml(as_today(MIXED["one stage"]))
+
+
+def test_a_layer_waits_for_what_its_rank_lacks() -> None:
+    """By hand: of eight samples on two nodes of four GPUs."""
+    dp8, dp2, tp8 = Layout(8, 1), Layout(2, 4), Layout(1, 8)
+    assert gather_between(dp2, dp8, 4) is None  # a rank's one sample is among its four
+    assert gather_between(dp8, dp2, 4) == Gather(nodes=1, ranks=4)
+    assert gather_between(dp8, tp8, 4) == Gather(nodes=2, ranks=8)
+    # Rank 0 has samples 0 to 3 in both; rank 1 has them but needs the others, which rank 4 and further have.
+    assert gather_between(dp2, Layout(2, 4, tp_outside=True), 4) == Gather(nodes=2, ranks=2)
+
+
+def test_resharding_is_paid_between_layouts_only() -> None:
+    seconds = [
+        told(plan).stages[0].stable_terms_s["resharding"]
+        for plan in (
+            plan_of("gpt3-1.3b", stage(16, 8, *["dp8"] * 12, *["sdp8+ckpt"] * 12)),
+            plan_of("gpt3-1.3b", stage(16, 8, *["dp8"] * 12, *["tp8"] * 12)),
+            plan_of("gpt3-1.3b", stage(16, 8, *["dp8", "tp8"] * 12)),
+        )
+    ]
+    assert seconds[0] == 0.0 < seconds[1]
+    assert seconds[2] == pytest.approx(23 * seconds[1])
+
+
+def test_other_frameworks_refuse_by_their_table() -> None:
+    plan = MIXED["one stage"]
+    assert not violations(plan)
+    for target in ("megatron", "deepspeed", "mist"):
+        assert any("strategies" in words for words in violations(replace(plan, target=target)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"strategies": (LayerRun(count=9, strategy="sdp8+ckpt"),)}, r"layers is 24; its strategies say 9"),
+        ({"ckpt": 3}, r"ckpt is 3; its strategies say 8"),
+        ({"zero": 0}, r"zero is 0; its strategies say 3"),
+        ({"strategies": (LayerRun(count=24, strategy="sdp4"),)}, r"wanted one of the stage's 8 GPUs"),
+        (
+            {"strategies": (LayerRun(count=24, strategy="sdp4-sdp2"),)},
+            "strategy is 'sdp4-sdp2'; wanted",
+        ),
+    ],
+)
+def test_strategies_that_say_something_else(changes: dict[str, object], words: str) -> None:
+    plan = MIXED["one stage"]
+    with pytest.raises(InputError, match=words):
+        replace(plan, stages=(replace(plan.stages[0], **changes),))
