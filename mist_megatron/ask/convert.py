@@ -19,6 +19,7 @@ from mist_megatron.ask.convert_patched import (
 from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.job_words import JobWords, read_job
+from mist_megatron.ask.mixed_words import of_one_kind
 from mist_megatron.ask.plan_words import lines_repr
 from mist_megatron.ask.tune import silently
 from mist_megatron.ask.words import texts, with_words
@@ -188,7 +189,8 @@ def require_priced(reading: Reading) -> None:
 
 def with_batch(words: JobWords, reading: Reading, batch: Batch) -> JobWords:
     """The job that the file describes, where the words leave it open."""
-    wanted, model, gpus = words.get("target") or "deepspeed", words.get("model"), words.get("gpus")
+    wanted, model = words.get("target") or "deepspeed", words.get("model")
+    gpus = of_one_kind(words.get("gpus"), "a DeepSpeed JSON")
     possible = targets_of("deepspeed")
     if wanted not in possible:
         raise InputError(f"--target is {wanted}; a DeepSpeed JSON is for {' or '.join(possible)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,7 +80,19 @@ def error_bar_of(job: Job) -> ErrorBar:
     """How far what is said of a job may be off."""
     from mist_megatron.calibrate.error_bars import bar_of
 
-    return bar_of(job, profiled=profile_of(job.cluster) is not None)
+    kinds = [replace(job, cluster=kind) for kind in job.cluster.kinds]
+    bars = [bar_of(kind, profiled=profile_of(kind.cluster) is not None) for kind in kinds]
+    return max(bars, key=lambda bar: bar.share)
+
+
+def by_kind(job: Job, build: Callable[[Job], tuple[StageEvaluator, str]]) -> tuple[StageEvaluator, str]:
+    """What `build` makes of a job; of a mixed cluster an evaluator of each of its kinds of nodes."""
+    if not job.cluster.groups:
+        return build(job)
+    kinds = [build(replace(job, cluster=kind)) for kind in job.cluster.kinds]
+    first = kinds[0][0]
+    first.groups = tuple(evaluator for evaluator, _ in kinds)
+    return first, " and ".join(dict.fromkeys(origin for _, origin in kinds))
 
 
 def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> tuple[StageEvaluator, str]:
@@ -88,7 +102,11 @@ def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> tuple[S
     unknown = sorted(without - SWITCHABLE)
     if unknown:
         raise InputError(f"--without: no term {unknown[0]!r}; known: {', '.join(sorted(SWITCHABLE))}")
-    prices, origin = prices_for(job)
     left_out = frozenset(term for term in SWITCHABLE if term in without)
-    learned = learned_of(job)
-    return make_evaluator(job, prices, cache=kept_programs(), without=left_out, learned=learned), origin
+
+    def build(one: Job) -> tuple[StageEvaluator, str]:
+        prices, origin = prices_for(one)
+        learned = learned_of(one)
+        return make_evaluator(one, prices, cache=kept_programs(), without=left_out, learned=learned), origin
+
+    return by_kind(job, build)

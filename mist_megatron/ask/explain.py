@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.mixed_words import require_one_kind
 from mist_megatron.ask.plan_words import lines_repr, shape_words, title_words
 from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.ask.words import texts, with_words
@@ -120,6 +121,7 @@ def explain(plan: PlanLike, *, stage: int = 0, without: str | Sequence[str] = ()
             "explain writes out stages whose layers all run alike; this plan's have strategies of their own",
             details=("try: mist-megatron predict, which tells every term of such a plan",),
         )
+    require_one_kind(plan.cluster, "explain")
     job = job_of(plan)
     evaluator, prices = evaluator_for(job, without=frozenset(texts(without)))
     values = evaluator.memory_values(grid_of(plan, stage))

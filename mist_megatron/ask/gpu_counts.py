@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mist_megatron.ask.job_words import AskedJob, JobWords, read_job
+from mist_megatron.ask.mixed_words import of_one_kind
 from mist_megatron.ask.ranges import seconds_of, tokens_of, tokens_words
 from mist_megatron.ask.tune import Tuned
 from mist_megatron.cost.predict import model_flops, peak_flops_per_s
@@ -86,6 +87,7 @@ def whole_batch(words: NumberWords) -> int | None:
     each, whole, gpus = words.get("per_device_batch"), words.get("global_batch"), words.get("gpus")
     if each is None:
         return whole
+    gpus = of_one_kind(gpus, "--per-device-batch")
     if whole is not None:
         raise InputError("--per-device-batch is given beside --global-batch; wanted one of them")
     if gpus is None:
@@ -103,7 +105,7 @@ def wanted_number(words: NumberWords) -> Number | None:
     if most is not None and most < 1:
         raise InputError(f"--gpus any<={most}: wanted at least 1")
     if deadline is not None and tokens is not None:
-        most = most or words.get("gpus") or MOST_TRIED
+        most = most or of_one_kind(words.get("gpus"), "--deadline") or MOST_TRIED
         return Number(
             most=most, tokens=tokens_of("--tokens", tokens), deadline_s=seconds_of("--deadline", deadline)
         )

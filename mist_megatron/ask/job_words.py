@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypedDict, TypeVar, Unpack, cast
 
+from mist_megatron.ask.mixed_words import mixed_cluster
 from mist_megatron.ask.words import Texts, texts, with_words
 from mist_megatron.calibrate.profiles import read_profile_text
 from mist_megatron.errors import InputError, ProfileError
@@ -27,8 +28,8 @@ class JobWords(TypedDict, total=False):
 
     model: str | ModelSpec | None
     """Preset name, Hugging Face config.json, model YAML, or a ModelSpec."""
-    gpus: int | None
-    """GPUs of the whole cluster."""
+    gpus: int | str | None
+    """GPUs of the whole cluster, or by kind: 16xa100-sxm-80gb+16xh100-sxm-80gb."""
     gpu: str | GpuSpec | None
     """Name in the catalogue, a calibrated profile file, or a GpuSpec."""
     gpus_per_node: int | None
@@ -138,6 +139,8 @@ def _cluster(words: JobWords, defaults: dict[str, str]) -> ClusterSpec:
     gpus, per_node, host = words.get("gpus"), words.get("gpus_per_node"), words.get("host_memory")
     if gpus is None:
         raise InputError("--gpus is missing", details=("try: --gpus 32",))
+    if isinstance(gpus, str):
+        return _mixed(gpus, words)
     if gpus > MOST_GPUS:
         raise InputError(f"--gpus is {gpus}; wanted at most {MOST_GPUS}")
     named = words.get("gpu") or _taken(defaults, "--gpu", catalogue.DEFAULT_GPU, "")
@@ -153,6 +156,20 @@ def _cluster(words: JobWords, defaults: dict[str, str]) -> ClusterSpec:
         profile=profile,
         links=parse_links(texts(words.get("bandwidth")), cluster.links),
         memory_limit_bytes=_limit_bytes(words.get("memory_limit"), named),
+        host_memory_bytes=None if host is None else parse_bytes(str(host), "--host-memory"),
+    )
+
+
+def _mixed(gpus: str, words: JobWords) -> ClusterSpec:
+    """Told by kind, each with its GPU's name or profile."""
+    if words.get("gpu") is not None:
+        raise InputError(f"--gpu is given beside --gpus {gpus}, which names its GPUs; wanted one of them")
+    cluster, host = mixed_cluster(gpus, words.get("gpus_per_node"), _gpu), words.get("host_memory")
+    limits = [_limit_bytes(words.get("memory_limit"), kind.gpu) for kind in cluster.kinds]
+    return replace(
+        cluster,
+        links=parse_links(texts(words.get("bandwidth")), cluster.links),
+        memory_limit_bytes=limits[0],
         host_memory_bytes=None if host is None else parse_bytes(str(host), "--host-memory"),
     )
 
@@ -189,7 +206,8 @@ def _gpu(named: str) -> tuple[GpuSpec, str | None]:
 def _training(
     words: JobWords, model: ModelSpec, cluster: ClusterSpec, defaults: dict[str, str]
 ) -> TrainingSpec:
-    modern = cluster.gpu.bf16_flops_per_s is not None
+    oldest = next((kind.gpu for kind in cluster.kinds if kind.gpu.bf16_flops_per_s is None), cluster.gpu)
+    modern = oldest.bf16_flops_per_s is not None
     batch, seq = words.get("global_batch"), words.get("seq")
     precision, flash, dropout = words.get("precision"), words.get("flash_attention"), words.get("dropout")
     if batch is None:
@@ -204,13 +222,14 @@ def _training(
         why = "" if longest >= SEQ_LEN else "all the model has"
         seq = _taken(defaults, "--seq", min(SEQ_LEN, longest), why)
     if precision is not None:
-        _check_precision(precision, cluster.gpu)
+        for kind in cluster.kinds:
+            _check_precision(precision, kind.gpu)
     else:
-        why = "" if modern else f"{cluster.gpu.name} has no bf16"
+        why = "" if modern else f"{oldest.name} has no bf16"
         precision = _taken(defaults, "--precision", "bf16" if modern else "fp16", why)
     if flash is None:
         # FlashAttention-2 and the fused kernels of Transformer Engine start with Ampere, as bf16 does.
-        why = "" if modern else f"{cluster.gpu.name} is older than the kernel"
+        why = "" if modern else f"{oldest.name} is older than the kernel"
         flash = modern
         _taken(defaults, "--flash-attention" if flash else "--no-flash-attention", "", why)
     if dropout is None:

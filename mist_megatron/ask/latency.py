@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.mixed_words import require_one_kind
 from mist_megatron.ask.simulate import play
 from mist_megatron.cost.predict import Prediction, job_of
 from mist_megatron.cost.predict import predict as predict_plan
@@ -50,6 +51,7 @@ def latencies(plan: Plan) -> Latencies:
         raise InputError(
             f"--latency: the formulas are of {ONE_F_ONE_B}; the plan's schedule is {plan.schedule}"
         )
+    require_one_kind(plan.cluster, "--latency")
     evaluator, _ = evaluator_for(job_of(plan))
     told = predict_plan(plan, evaluator)
     links = replace(plan.cluster.links, matrix=None)

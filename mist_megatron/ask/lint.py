@@ -11,6 +11,7 @@ from typing import Any, Unpack
 from mist_megatron.ask.convert import with_batch
 from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.ask.job_words import JobWords, read_job
+from mist_megatron.ask.mixed_words import of_one_kind
 from mist_megatron.ask.plan_words import host_words, lines_repr
 from mist_megatron.ask.predict import predict
 from mist_megatron.ask.words import with_words
@@ -321,7 +322,7 @@ def _megatron(text: str, file: Path, job: JobWords, given: Mapping[str, str]) ->
         findings += _written(command, where)
     if _environment_is_said(text, document):
         findings = [f for f in findings if "CUDA_DEVICE_MAX_CONNECTIONS" not in f.message]
-    gpus = job.get("gpus")
+    gpus = of_one_kind(job.get("gpus"), "lint")
     if gpus is None and document is not None:
         gpus = document["world_size"]
     if gpus is None:

@@ -37,6 +37,8 @@ def title_words(plan: Plan) -> str:
 def place_words(plan: Plan | Job) -> str:
     """What is trained on what."""
     cluster = plan.cluster
+    if cluster.groups:
+        return f"{plan.model.name} on {cluster.words}"
     return f"{plan.model.name} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
 
 

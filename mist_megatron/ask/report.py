@@ -168,8 +168,8 @@ def plan_part(
     evaluator, prices = evaluator_for(job_of(plan))
     cost, played = predict(plan, evaluator), play(plan, evaluator)
     kept = [
-        {kind: float(size) for kind, size in evaluator.host_terms(grid_of(plan, stage)).items()}
-        for stage in range(len(plan.stages))
+        {kind: float(size) for kind, size in evaluator.of(grid).host_terms(grid).items()}
+        for grid in (grid_of(plan, stage) for stage in range(len(plan.stages)))
     ]
     memory = [device_memory(cost), *([host_memory(cost, kept)] if any(kept) else [])]
     return PlanPart(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from mist_megatron.ask.evaluators import kept_programs, learned_of, prices_for
+from mist_megatron.ask.evaluators import by_kind, kept_programs, learned_of, prices_for
 from mist_megatron.ask.plan_words import closed_form_words, lines_repr, title_words
 from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.ask.words import texts, with_words
@@ -22,6 +22,7 @@ from mist_megatron.events.report import simulation_document
 from mist_megatron.events.trace import processes, slice_count, trace_pieces
 from mist_megatron.formats.files import write_pieces
 from mist_megatron.price.what_if import Scales, parse_scales, scaled_prices
+from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.schedule import INTERLEAVED, SCHEDULES
 from mist_megatron.targets.rules import violations
@@ -186,7 +187,10 @@ def rescheduled(plan: Plan, schedule: str | None, vpp: int | None) -> Plan:
 
 def scaled_evaluator(plan: Plan, scales: Scales) -> tuple[StageEvaluator, str]:
     """The evaluator of a plan's job at scaled prices, and where those come from."""
-    job = job_of(plan)
-    prices, origin = prices_for(job)
-    scaled, cache = scaled_prices(prices, scales), kept_programs()
-    return make_evaluator(job, scaled, cache=cache, learned=learned_of(job)), origin
+
+    def build(job: Job) -> tuple[StageEvaluator, str]:
+        prices, origin = prices_for(job)
+        scaled, cache = scaled_prices(prices, scales), kept_programs()
+        return make_evaluator(job, scaled, cache=cache, learned=learned_of(job)), origin
+
+    return by_kind(job_of(plan), build)

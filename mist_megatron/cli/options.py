@@ -47,7 +47,11 @@ class JobOptions(OptionGroup):
     ] = None
     gpus: Annotated[
         str | None,
-        typer.Option(help="GPUs of the whole cluster; of `tune` also any<=512.", rich_help_panel=PANEL),
+        typer.Option(
+            help="GPUs of the whole cluster, or by kind: 16xa100-sxm-80gb+16xh100-sxm-80gb; of `tune` also "
+            "any<=512.",
+            rich_help_panel=PANEL,
+        ),
     ] = None
     gpu: Annotated[
         str | None,
@@ -103,12 +107,15 @@ class JobOptions(OptionGroup):
         """The same as the arguments of Python."""
         return cast("JobWords", {**vars(self), "gpus": self._gpus()})
 
-    def _gpus(self) -> int | None:
+    def _gpus(self) -> int | str | None:
+        from mist_megatron.ask.mixed_words import is_mixed
         from mist_megatron.ask.ranges import most_of_any, whole_number
 
         if most_of_any("--gpus", self.gpus) is not None:
             raise InputError(f"--gpus {self.gpus} asks for their number, which `tune` alone chooses")
-        return None if self.gpus is None else whole_number("--gpus", self.gpus)
+        if self.gpus is None or is_mixed(self.gpus):
+            return self.gpus
+        return whole_number("--gpus", self.gpus)
 
 
 def assumed(defaults: Mapping[str, str]) -> list[str]:

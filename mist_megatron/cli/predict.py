@@ -89,7 +89,7 @@ def show_prediction(people: Console, predicted: Predicted) -> None:
     cluster = plan.cluster
     chunks = f" v={plan.vpp}" if plan.vpp > 1 else ""
     people.print(
-        f"[bold]{escape(plan.model.name)}[/bold] on {cluster.gpus} x {cluster.gpu.name}, {plan.target}, "
+        f"[bold]{escape(plan.model.name)}[/bold] on {cluster.words}, {plan.target}, "
         f"{plan.schedule}{chunks}, {plan.grad_accum} micro-batches"
     )
     people.print(
@@ -130,14 +130,17 @@ def show_prediction(people: Console, predicted: Predicted) -> None:
 
 
 def _stage_table(plan: Plan, prediction: Prediction) -> Table:
-    sizes = ("stage", "layers", "GPUs", "dp", "tp", "b", "zero", "ckpt")
+    mixed = bool(plan.cluster.groups)
+    sizes = ("stage", *(("on",) if mixed else ()), "layers", "GPUs", "dp", "tp", "b", "zero", "ckpt")
     columns = (*sizes, "t ms", "d ms", "peak GiB", "limit", "")
     rows = []
     for index, (stage, cost) in enumerate(zip(plan.stages, prediction.stages, strict=True)):
         ckpt = str(stage.ckpt) if stage.recompute in WHOLE else f"{stage.ckpt}+{stage.recompute[:3]}"
         rows.append(
             [
-                *map(str, (index, stage.layers, stage.gpus, stage.dp, stage.tp)),
+                str(index),
+                *((plan.cluster.kinds[plan.group_of_stage[index]].gpu.name,) if mixed else ()),
+                *map(str, (stage.layers, stage.gpus, stage.dp, stage.tp)),
                 *map(str, (stage.micro_batch, stage.zero)),
                 ckpt,
                 f"{cost.stable_s * 1e3:.2f}",

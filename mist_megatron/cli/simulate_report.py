@@ -37,7 +37,7 @@ def show_simulation(people: Console, played: Simulated) -> None:
     plan, cluster = found.plan, found.plan.cluster
     chunks = f" v={plan.vpp}" if plan.vpp > 1 else ""
     people.print(
-        f"[bold]{escape(plan.model.name)}[/bold] on {cluster.gpus} x {cluster.gpu.name}, {plan.target}, "
+        f"[bold]{escape(plan.model.name)}[/bold] on {cluster.words}, {plan.target}, "
         f"{found.schedule}{chunks}, {plan.grad_accum} micro-batches",
     )
     people.print(

@@ -58,8 +58,9 @@ def border_seconds(
 
 def _side_seconds(one: StageGrid, evaluator: StageEvaluator, *, across: bool) -> tuple[float, float]:
     """Forward and backward over the boundary behind a stage, of what its last layer gives."""
-    side = evaluator.loads(one).sides[-1]
-    seconds: float = hop_seconds(side.sent_bytes, evaluator.time_context)[1 if across else 0].item()
+    own = evaluator.of(one)
+    side = own.loads(one).sides[-1]
+    seconds: float = hop_seconds(side.sent_bytes, own.time_context)[1 if across else 0].item()
     return seconds, seconds * side.returns
 
 
@@ -156,8 +157,8 @@ def sent_and_handed_on(
 
 
 def alike(one: StageGrid, other: StageGrid) -> bool:
-    """The same ranks of both sides see the same tokens."""
-    return all(
+    """The same ranks of both sides see the same tokens, on nodes of one kind."""
+    return one.group == other.group and all(
         float(getattr(one, name)) == float(getattr(other, name)) for name in ("dp", "tp", "micro_batch")
     )
 
@@ -168,24 +169,28 @@ def crossing_seconds(
     """How long a border makes both its stages stand still, once per micro-batch on its way there and once on
     its way back."""
     part_bytes = np.asanyarray(min(_moved_bytes(grid, evaluator) for grid in (one, other)))
-    context = evaluator.time_context
-    if spans:
-        hop_s = send_seconds(part_bytes, spans, context.prices)
-    else:
-        hop_s = hop_seconds(part_bytes, context)[1 if across else 0]
-    seconds: float = max(parts_moved(one, other), parts_moved(other, one)) * hop_s.item()
+    hops_s = []
+    # Of nodes of two kinds the slower side decides.
+    for context in (evaluator.of(grid).time_context for grid in (one, other)):
+        if spans:
+            hops_s.append(send_seconds(part_bytes, spans, context.prices).item())
+        else:
+            hops_s.append(hop_seconds(part_bytes, context)[1 if across else 0].item())
+    seconds: float = max(parts_moved(one, other), parts_moved(other, one)) * max(hops_s)
     return seconds
 
 
 def handed_on_seconds(grid: StageGrid, evaluator: StageEvaluator) -> float:
     """What a bridge hands on in a tensor-parallel group, of one tensor."""
-    seconds: float = boundary_work(grid, evaluator.loads(grid), evaluator.time_context).handed_on_s.item()
+    own = evaluator.of(grid)
+    seconds: float = boundary_work(grid, own.loads(grid), own.time_context).handed_on_s.item()
     return seconds
 
 
 def _moved_bytes(grid: StageGrid, evaluator: StageEvaluator) -> float:
     """What one rank has to send of a micro-batch."""
-    sent: float = sent_by_rank(grid, evaluator.loads(grid).boundary_bytes, evaluator.time_context).item()
+    own = evaluator.of(grid)
+    sent: float = sent_by_rank(grid, own.loads(grid).boundary_bytes, own.time_context).item()
     return sent
 
 

@@ -124,6 +124,8 @@ class StageEvaluator:
         self.prices = prices
         self.stage = stage
         self.learned = learned
+        self.groups: tuple[StageEvaluator, ...] = ()
+        """Of a mixed cluster, an evaluator by group; this one is of the first."""
         limit = job.cluster.memory_limit_bytes or limit_of(job.cluster.gpu.memory_bytes.value)
         self.limit_bytes = limit if learned is None else limit / (1.0 + learned.margin)
         self._memory_facts = TARGETS[job.target].memory(job.execution)
@@ -137,6 +139,10 @@ class StageEvaluator:
     def time_context(self) -> TimeContext:
         """Prices, overlaps and byte widths that the stages of this job have in common."""
         return self._context
+
+    def of(self, grid: StageGrid) -> StageEvaluator:
+        """The evaluator of the nodes that a stage lies on."""
+        return self.groups[grid.group] if self.groups else self
 
     def __call__(self, grid: StageGrid) -> StageCost:
         factors = self.factors(grid)

@@ -87,6 +87,8 @@ class StageGrid:
     bridged: bool = False
     """Neighbours may be on other grids: one rank of each tensor-parallel group sends and receives whole
     activations, and hands them on inside its group."""
+    group: int = 0
+    """Of a mixed cluster, the nodes that it lies on."""
     placed: Placed | None = None
     """Where its ranks are, if not where their numbers say."""
     counts: tuple[LayerCount, ...] = ()

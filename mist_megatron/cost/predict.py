@@ -152,6 +152,7 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
         stages=stages,
         vpp=plan.vpp,
         bridged=bridged(plan),
+        group=plan.group_of_stage[position],
     )
     return replace(grid, **(_parts_of if stage.strategies else _kinds_of)(plan, position))
 
@@ -231,7 +232,7 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
         tokens_per_s=tokens / time.total_s,
         tflops_per_gpu=causal / 1e12,
         full_tflops_per_gpu=flops / 1e12,
-        mfu=flops / peak_flops_per_s(plan.cluster, training),
+        mfu=flops / _mean_peak_flops_per_s(plan),
         measured_share=_measured_share(plan, evaluator),
         step_hides=evaluator.time_context.facts.step.hides,
     )
@@ -311,6 +312,7 @@ def refined(evaluator: StageEvaluator, grid: StageGrid) -> Refinement:
 
 def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePrediction:
     """One stage for itself; what crosses its borders to stages that differ is not in it."""
+    evaluator = evaluator.of(grid)
     work, facts = evaluator.work(grid), evaluator.time_context.facts
     terms, fine, parts = closed_form(work), refinement(work), evaluator.passes(grid)
     stable_terms_s, delta_terms_s = _at(terms.stable, grid), _at(terms.delta, grid)
@@ -347,7 +349,8 @@ def _measured_share(plan: Plan, evaluator: StageEvaluator) -> dict[str, float]:
     """Weighted by each stage's layer time, the slowest stages counting most."""
     sums = {"exact": 0.0, "interpolated": 0.0, "extrapolated": 0.0}
     for position in range(len(plan.stages)):
-        for name, seconds in evaluator.provenance(grid_of(plan, position)).items():
+        grid = grid_of(plan, position)
+        for name, seconds in evaluator.of(grid).provenance(grid).items():
             sums[name] += float(seconds)
     total = sum(sums.values())
     return {name: seconds / total if total > 0.0 else 0.0 for name, seconds in sums.items()}
@@ -401,6 +404,13 @@ def peak_flops_per_s(cluster: ClusterSpec, training: TrainingSpec) -> float:
     if training.precision == "bf16" and gpu.bf16_flops_per_s:
         return gpu.bf16_flops_per_s.value
     return gpu.fp16_flops_per_s.value
+
+
+def _mean_peak_flops_per_s(plan: Plan) -> float:
+    """Of its GPUs, where they are of several kinds."""
+    kinds = plan.cluster.kinds
+    peaks = [peak_flops_per_s(kinds[group], plan.training) for group in plan.group_of_stage]
+    return sum(peak * stage.gpus for peak, stage in zip(peaks, plan.stages, strict=True)) / plan.gpus
 
 
 def binding(prediction: Prediction) -> dict[str, Any]:

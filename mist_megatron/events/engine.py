@@ -165,8 +165,12 @@ class _Run:
 
     def __init__(self, program: Program, factors: Array) -> None:
         self.program = program
-        self.speeds = speed_table(factors)
-        self.shared = [halved(speeds) for speeds in self.speeds]
+        tables = np.broadcast_to(factors, (program.devices, *factors.shape[-2:]))
+        known = {table.tobytes(): speed_table(table) for table in tables}
+        self.speeds = [known[table.tobytes()] for table in tables]
+        """Of each device; and with sends beside other traffic on one link."""
+        halves = {key: [halved(speeds) for speeds in table] for key, table in known.items()}
+        self.shared = [halves[table.tobytes()] for table in tables]
         self.devices = [_Device() for _ in range(program.devices)]
         count = len(program.name)
         self.waits = [len(after) for after in program.after]
@@ -242,12 +246,13 @@ class _Run:
             device.version += 1
             if device.mask:
                 one_link = device.mask & _BOTH == _BOTH and self.on_one_link(device)
-                device.rates = (self.shared if one_link else self.speeds)[device.mask]
+                device.rates = (self.shared if one_link else self.speeds)[number][device.mask]
                 heappush(self.heap, (device.next_end_s(), number, device.version))
 
 
 def run_program(program: Program, factors: Array, progress: Progress | None = None) -> Timeline:
-    """Simulate a program; `factors` is the (16, 4) interference table of the profile."""
+    """Simulate a program; `factors` is the (16, 4) interference table of the profile, or one for each
+    device."""
     run = _Run(program, factors)
     total, reported = len(program.name), 0
     touched: set[int] = set()

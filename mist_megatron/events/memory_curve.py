@@ -85,7 +85,7 @@ def _moments(
     grid = replace(grid_of(plan, position), in_flight=np.array(numbers))
     sizes = {
         name: np.broadcast_to(value, (len(numbers),))
-        for name, value in evaluator.memory_moments(grid).items()
+        for name, value in evaluator.of(grid).memory_moments(grid).items()
     }
     held = sizes["held"]
 

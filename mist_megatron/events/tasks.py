@@ -172,9 +172,10 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
     stages = []
     grids = grids_of(plan)
     for position, stage in enumerate(plan.stages):
-        key = (grids[position].role, stage, grids[position].placed, _kinds_in(plan, position))
+        grid = grids[position]
+        key = (grid.role, stage, grid.group, grid.placed, _kinds_in(plan, position))
         if key not in kinds:
-            kinds[key] = _priced(grids[position], evaluator)
+            kinds[key] = _priced(grid, evaluator.of(grid))
         layer_kinds, work = kinds[key]
         chunks, crossing = _chunks(plan, position, layer_kinds), _between_nodes(plan, position)
         stages.append(replace(work, chunks=chunks, between_nodes=crossing))
@@ -184,7 +185,7 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         plan=plan,
         stages=tuple(stages),
         prices=len(prices) + 2 * len(kinds),
-        interference=context.interference,
+        interference=np.stack([evaluator.of(grid).time_context.interference for grid in grids]),
         step_waits_for_all=facts.step.norm_pass,
         steps_early=facts.step.taken == "while_waiting",
         steps_on_arrival=facts.step.taken == "on_arrival",

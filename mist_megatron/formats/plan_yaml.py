@@ -12,7 +12,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.document import Inline, Row, build_versioned, parse, schema_of, to_yaml
 from mist_megatron.formats.model_yaml import model_from_mapping, model_to_mapping
 from mist_megatron.spec import catalogue, check, presets
-from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides
+from mist_megatron.spec.cluster import ClusterSpec, GpuSpec, LinkOverrides, NodeGroup
 from mist_megatron.spec.links import LinkMatrix
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName
@@ -20,6 +20,18 @@ from mist_megatron.spec.schedule import ONE_F_ONE_B, ScheduleName
 from mist_megatron.spec.training import TrainingSpec
 
 SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupDocument:
+    """Nodes of one kind in a mixed cluster."""
+
+    gpu: str | GpuSpec
+    """Name, see `mist-megatron gpus`, or a mapping of all its figures, each `{value, source}`."""
+    nodes: int
+    """Number of its nodes."""
+    profile: str | None = None
+    """Hardware profile by name or path; null takes the one named after the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +52,9 @@ class ClusterDocument:
     """Budget of one node for what its GPUs keep in host memory; null takes nine tenths of a usual node's."""
     profile: str | None = None
     """Hardware profile by name or path; null takes the one named after the GPU."""
+    groups: tuple[GroupDocument, ...] = ()
+    """Of a mixed cluster, its kinds of nodes in the order in which nodes are numbered; each stage lies on
+    nodes of one of them. gpu and profile are then those of the first, nodes those of all together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +124,14 @@ def plan_from_mapping(value: Mapping[str, object], where: str = "plan") -> Plan:
                 memory_limit_bytes=cluster.memory_limit_bytes,
                 host_memory_bytes=cluster.host_memory_bytes,
                 profile=cluster.profile,
+                groups=tuple(
+                    NodeGroup(
+                        gpu=_gpu(group.gpu) if isinstance(group.gpu, str) else group.gpu,
+                        nodes=group.nodes,
+                        profile=group.profile,
+                    )
+                    for group in cluster.groups
+                ),
             ),
             target=document.target,
             grad_accum=document.grad_accum,
@@ -171,7 +194,7 @@ def _gpu(name: str) -> GpuSpec:
 
 def plan_to_mapping(plan: Plan) -> dict[str, Any]:
     """The written form; names instead of figures where a name says it all."""
-    cluster, gpu = plan.cluster, plan.cluster.gpu
+    cluster = plan.cluster
     written: dict[str, Any] = {
         "schema": SCHEMA,
         "model": plan.model.name
@@ -179,7 +202,7 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
         else model_to_mapping(plan.model),
         "training": asdict(plan.training),
         "cluster": {
-            "gpu": gpu.name if catalogue.CATALOGUE.get(gpu.name) == gpu else asdict(gpu),
+            "gpu": _gpu_words(cluster.gpu),
             "nodes": cluster.nodes,
             "gpus_per_node": cluster.gpus_per_node,
         },
@@ -196,6 +219,12 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
     for key in ("memory_limit_bytes", "host_memory_bytes", "profile"):
         if getattr(cluster, key) is not None:
             written["cluster"][key] = getattr(cluster, key)
+    if cluster.groups:
+        written["cluster"]["groups"] = [
+            {"gpu": _gpu_words(group.gpu), "nodes": group.nodes}
+            | ({} if group.profile is None else {"profile": group.profile})
+            for group in cluster.groups
+        ]
     if plan.execution != Execution():
         written["execution"] = _given(plan.execution)
     for key in ("prediction", "provenance"):
@@ -207,6 +236,10 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
 def _stage(stage: StagePlan) -> dict[str, Any]:
     """Strategies where its layers have their own."""
     return {key: value for key, value in asdict(stage).items() if key != "strategies" or value}
+
+
+def _gpu_words(gpu: GpuSpec) -> str | dict[str, Any]:
+    return gpu.name if catalogue.CATALOGUE.get(gpu.name) == gpu else asdict(gpu)
 
 
 def _links(links: LinkOverrides) -> dict[str, object]:
@@ -238,7 +271,7 @@ def plan_to_yaml(plan: Plan) -> str:
     written = plan_to_mapping(plan)
     written["stages"] = [_stage_line(stage) for stage in written["stages"]]
     for key in ("training", "cluster"):
-        if not any(isinstance(v, dict) for v in written[key].values()):
+        if not any(isinstance(v, dict | list) for v in written[key].values()):
             written[key] = Inline(written[key])
     # Wide enough for a stage with all its keys.
     return to_yaml(written, width=240)

@@ -164,6 +164,8 @@ def search_ways(
     in the place of those of `settings`."""
     job = ways[0].evaluator.job
     require_job(job.model, job.training.precision, job.target)
+    if job.cluster.groups:
+        raise InputError(f"a search is for GPUs of one kind; the cluster has {job.cluster.words}")
     if job.cluster.links.matrix is not None:
         raise InputError(
             "cluster: a search prices all nodes alike, so that its proof would not hold for measured links",

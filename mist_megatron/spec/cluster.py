@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
@@ -87,8 +90,23 @@ class LinkOverrides:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """Nodes of one kind in a cluster that has several."""
+
+    gpu: GpuSpec
+    nodes: int
+    profile: str | None = None
+    """Name or path of the calibrated profile; None takes the one named after the GPU."""
+
+    def __post_init__(self) -> None:
+        check.at_least(f"cluster: group of {self.gpu.name}", 1, nodes=self.nodes)
+        if self.profile is not None:
+            check.name("cluster: profile", self.profile, longest=4096)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """Nodes of equal GPUs."""
+    """Nodes of equal GPUs, or groups of such nodes."""
 
     gpu: GpuSpec
     nodes: int
@@ -100,8 +118,12 @@ class ClusterSpec:
     """Budget of one NODE for what its GPUs keep in host memory; None takes most of what a usual node has."""
     profile: str | None = None
     """Name or path of the calibrated profile; None takes the one named after the GPU."""
+    groups: tuple[NodeGroup, ...] = ()
+    """Of a mixed cluster, in the order of its nodes, which all have as many GPUs; `gpu` and `profile` are
+    then those of the first group, `nodes` those of all together. Empty where all nodes are alike."""
 
     def __post_init__(self) -> None:
+        self._check_groups()
         check.at_least("cluster", 1, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
         most = "ten times the largest known cluster"
         check.at_most("cluster", MOST_GPUS, most, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
@@ -118,9 +140,49 @@ class ClusterSpec:
                 f"cluster: links has {len(matrix.hosts)} hosts; wanted one for each of its {self.nodes} nodes"
             )
 
+    def _check_groups(self) -> None:
+        if not self.groups:
+            return
+        first, nodes = self.groups[0], sum(group.nodes for group in self.groups)
+        if len(self.groups) == 1:
+            raise InputError("cluster: groups has one group; wanted several, or none")
+        if (self.gpu, self.profile) != (first.gpu, first.profile):
+            raise InputError(
+                f"cluster: gpu is {self.gpu.name} and the first of its groups has {first.gpu.name}; "
+                "wanted the same GPU and profile"
+            )
+        if self.links.matrix is not None:
+            raise InputError("cluster: links are measured of one kind of node; the cluster has several kinds")
+        if nodes != self.nodes:
+            raise InputError(f"cluster: nodes is {self.nodes}; its groups have {nodes} together")
+
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def words(self) -> str:
+        """How many of which GPUs."""
+        parts = [(group.nodes, group.gpu) for group in self.groups] or [(self.nodes, self.gpu)]
+        return " + ".join(f"{nodes * self.gpus_per_node} x {gpu.name}" for nodes, gpu in parts)
+
+    def group_of(self, where: str, gpus: Collection[int]) -> int:
+        """The group on whose nodes these GPUs are, all of them; 0 where all nodes are alike."""
+        ends = list(itertools.accumulate(group.nodes * self.gpus_per_node for group in self.groups))
+        here = sorted({bisect_right(ends, gpu) for gpu in gpus} if self.groups else {0})
+        if len(here) > 1:
+            names = " and ".join(self.groups[group].gpu.name for group in here)
+            raise InputError(f"{where} lies on {names}; wanted each stage on nodes of one group")
+        return here[0]
+
+    @property
+    def kinds(self) -> tuple[ClusterSpec, ...]:
+        """By group, a cluster of as many nodes that are all like its own; itself where all are alike. Links
+        that join nodes into domains are not counted across groups, nor within."""
+        return tuple(
+            replace(self, gpu=replace(group.gpu, linked_gpus=1), profile=group.profile, groups=())
+            for group in self.groups
+        ) or (self,)
 
     @property
     def host_share_bytes(self) -> float | None:
@@ -136,6 +198,8 @@ class ClusterSpec:
     def linked_gpus(self) -> int:
         """GPUs that the fast links join: of a node, or of as many whole nodes of a domain as share the
         cluster out evenly."""
+        if self.groups:
+            return self.gpus_per_node
         most = min(max(self.gpu.linked_gpus // self.gpus_per_node, 1), self.nodes)
         return self.gpus_per_node * max(count for count in range(1, most + 1) if self.nodes % count == 0)
 

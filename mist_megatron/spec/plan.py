@@ -256,6 +256,15 @@ class Plan:
         """By logical rank: the GPU on which it runs."""
         return self.rank_map or range(self.gpus)
 
+    @property
+    def group_of_stage(self) -> tuple[int, ...]:
+        """Of each stage, the group of nodes that it lies on; 0 where all nodes are alike."""
+        found = []
+        for index in range(len(self.stages)):
+            gpus = {self.gpu_of[rank] for rank in self.ranks(index)} if self.cluster.groups else set()
+            found.append(self.cluster.group_of(f"plan: stages[{index}]", gpus))
+        return tuple(found)
+
     def layers_of(self, index: int) -> tuple[range, ...]:
         """Layers of the model in each chunk of a stage, from 0: chunk c of every stage comes before
         chunk c + 1 of any."""
@@ -351,6 +360,11 @@ class Plan:
             raise InputError(
                 f"plan: rank_map has {len(self.rank_map)} entries; wanted each of 0..{self.gpus - 1} once"
             )
+        if self.cluster.groups and self.vpp > 1:
+            raise InputError(
+                f"plan: vpp is {self.vpp} on a cluster of several kinds of GPUs, where chunks have no prices"
+            )
+        assert self.group_of_stage
 
 
 def _check_numbers(training: TrainingSpec, execution: Execution) -> None:
