@@ -10,7 +10,15 @@ from typing import Any, Unpack
 
 from mist_megatron.ask.convert import with_batch
 from mist_megatron.ask.emit import deepspeed_schema
-from mist_megatron.ask.job_words import JobWords, read_job
+from mist_megatron.ask.job_words import AskedJob, JobWords, read_job
+from mist_megatron.ask.lint_folder import (
+    config_beside,
+    refuse_alone,
+    said_by,
+    stages_alone,
+    stages_beside,
+    with_sourced,
+)
 from mist_megatron.ask.mixed_words import of_one_kind
 from mist_megatron.ask.plan_words import host_words, lines_repr
 from mist_megatron.ask.predict import predict
@@ -47,10 +55,10 @@ from mist_megatron.frameworks.megatron.command import (
 from mist_megatron.frameworks.megatron.lint import lint_command, lint_megatron, missing_sizes, version_notes
 from mist_megatron.frameworks.megatron.read import model_of, plan_of, training_of, with_stages
 from mist_megatron.frameworks.megatron.reader import Reader
-from mist_megatron.frameworks.stages_json import check_stages, with_map
+from mist_megatron.frameworks.megatron.yaml_run import YamlRun, yaml_run
+from mist_megatron.frameworks.stages_json import with_map
 from mist_megatron.frameworks.trainer_yaml import adapter_findings, filled, named_config
 from mist_megatron.resources import data_folder
-from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan, TargetName
@@ -126,12 +134,24 @@ def lint(
     With a job also whether it fits and what it costs; `checkpointing`: the script recomputes activations;
     `given`: values for variables that a launch script leaves open.
     """
-    path = _in_folder(Path(file))
+    path = said_by(Path(file))
     text = read_text(path)
     if kind_of(text) == "mapping":
-        return _priced(_trainer(text, path, words, checkpointing=checkpointing))
+        document = mapping_of(text, str(path))
+        run = yaml_run(document, _known_flags(), given or {})
+        if run is not None:
+            stages = stages_beside(path, "args.")
+            if stages is not None:
+                return _priced(_of_stages(run.options, stages, path, words))
+            return _priced(_of_yaml(run, path, words))
+        return _priced(_trainer(document, path, words, checkpointing=checkpointing))
+    alone = stages_alone(text, str(path))
+    if alone is not None:
+        return _stages_only(alone)
+    refuse_alone(text, path)
+    text = with_sourced(text, path) if kind_of(text) == "command" else text
     is_config = kind_of(text) == "configuration"
-    beside = None if is_config else _config_beside(text, path)
+    beside = None if is_config else config_beside(text, path)
     if is_config:
         linted = _deepspeed(text, path, words, checkpointing=checkpointing)
     elif beside is not None:
@@ -151,9 +171,8 @@ def _priced(linted: Linted) -> Linted:
     return replace(linted, prediction=predict(linted.plan, what_if=True).prediction)
 
 
-def _trainer(text: str, file: Path, words: JobWords, *, checkpointing: bool) -> Linted:
+def _trainer(document: Mapping[str, Any], file: Path, words: JobWords, *, checkpointing: bool) -> Linted:
     """The DeepSpeed configuration that a trainer's YAML names or holds."""
-    document = mapping_of(text, str(file))
     named = named_config(document, str(file))
     if named.path is None:
         config = named.config
@@ -171,43 +190,6 @@ def _trainer(text: str, file: Path, words: JobWords, *, checkpointing: bool) -> 
     return replace(linted, findings=(*adapter_findings(document), *linted.findings))
 
 
-def _in_folder(path: Path) -> Path:
-    """The file that says most of a folder which `emit` wrote."""
-    if not path.is_dir():
-        return path
-    names = ("args.sh", "ds_config.json", "ds_config.stage0.json", "train.sh")
-    for name in names:
-        if (path / name).is_file():
-            return path / name
-    raise InputError(
-        f"{path} is a folder without {', '.join(names[:-1])} or {names[-1]}",
-        details=("try: name the launch script or the DeepSpeed JSON in it",),
-    )
-
-
-def _config_beside(text: str, file: Path) -> Path | None:
-    """The JSON beside arguments that were emitted for DeepSpeed, which say nothing without it."""
-    if not any(f"{name}=(" in text for name in DEEPSPEED_ARRAYS):
-        return None
-    config = file.parent / "ds_config.json"
-    if not config.is_file():
-        config = file.parent / "ds_config.stage0.json"
-    if not config.is_file():
-        raise InputError(
-            f"{file}: arguments of a DeepSpeed plan, without the ds_config.json that belongs beside them",
-            details=("try: lint it in its folder, or lint ds_config.json itself",),
-        )
-    return config
-
-
-def _stages_beside(file: Path, start: str) -> dict[str, Any] | None:
-    """stages.json beside a file that has the name of an emitted one."""
-    beside = file.parent / "stages.json"
-    if not file.name.startswith(start) or not beside.is_file():
-        return None
-    return check_stages(load_mapping(beside), str(beside))
-
-
 def _arguments(text: str, plan: Plan | None, file: Path) -> tuple[Finding, ...]:
     """Where the arguments of a DeepSpeed plan and the rest of its folder disagree."""
     if plan is None:
@@ -218,7 +200,7 @@ def _arguments(text: str, plan: Plan | None, file: Path) -> tuple[Finding, ...]:
 
 def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> Linted:
     where = str(file)
-    document = _stages_beside(file, "ds_config")
+    document = stages_beside(file, "ds_config")
     if document is not None and len(document["stages"]) > 1:
         return _pipeline(file, document, job)
     reading = read_config(read_loose(text, where), deepspeed_schema(probe=True))
@@ -288,7 +270,7 @@ def _pipeline(file: Path, document: dict[str, Any], job: JobWords) -> Linted:
     if job.get("model") is not None:
         first = next(iter(read.values()))
         precision = job.get("precision") or conversion.precision_of(first)
-        gpus = job.get("gpus") or document["world_size"]
+        gpus = of_one_kind(job.get("gpus"), "lint") or document["world_size"]
         told = read_job({**job, "gpus": gpus, "precision": precision}).job
     if told is None:
         return Linted(kind="deepspeed", findings=findings, plan=None)
@@ -308,37 +290,108 @@ def _megatron(text: str, file: Path, job: JobWords, given: Mapping[str, str]) ->
     common = command.options
     if not common:
         raise InputError(f"{where}: no flags found; wanted a Megatron command line or a DeepSpeed JSON")
-    document = _stages_beside(file, "args.")
-    known = frozenset(load_mapping(data_folder("launch") / "megatron_flags.json")["flags"])
-    per_stage: tuple[Options, ...] = ()
+    document = stages_beside(file, "args.")
+    if document is not None:
+        return _of_stages(common, document, file, job)
+    findings = [*lint_command(command, where, _known_flags()), *_written(command, where)]
+    if _environment_is_said(text, None):
+        findings = _without_connections(findings)
+    return _alone(common, _once(findings), job, where)
+
+
+def _of_stages(common: Options, document: dict[str, Any], file: Path, job: JobWords) -> Linted:
+    """Emitted arguments with those of each stage."""
+    where = str(file)
+    per_stage, findings = _per_stage(common, document, where)
+    gpus = of_one_kind(job.get("gpus"), "lint") or document["world_size"]
+    if keeps_from_pricing(findings):
+        return Linted(kind="megatron", findings=findings, plan=None)
+    emitted = _emitted(job, gpus, file)
+    cluster = _cluster(job, gpus, common, where).job.cluster if emitted is None else emitted.cluster
+    plan = _with_vocabulary(plan_of(common, per_stage, cluster, where), common, _vocabulary(job, file))
+    plan = _as_planned(with_map(with_stages(plan, document, where), document), file)
+    return Linted(kind="megatron", findings=findings, plan=plan)
+
+
+def _per_stage(
+    common: Options, document: dict[str, Any], where: str
+) -> tuple[tuple[Options, ...], tuple[Finding, ...]]:
+    """The arguments of each stage, and what is to say about them beside the common ones."""
+    stages = tuple(options_of(stage["arguments"]) for stage in document["stages"])
     findings: list[Finding] = []
-    if document is not None:
-        per_stage = tuple(options_of(stage["arguments"]) for stage in document["stages"])
-        for index, options in enumerate(per_stage):
-            findings += lint_megatron({**common, **options}, f"stage {index}", where, known)
-        findings += version_notes(document)
-    else:
-        findings += lint_command(command, where, known)
-        findings += _written(command, where)
-    if _environment_is_said(text, document):
-        findings = [f for f in findings if "CUDA_DEVICE_MAX_CONNECTIONS" not in f.message]
+    for index, options in enumerate(stages):
+        findings += lint_megatron({**common, **options}, f"stage {index}", where, _known_flags())
+    findings += version_notes(document)
+    if _environment_is_said("", document):
+        findings = _without_connections(findings)
+    return stages, _once(findings)
+
+
+def _stages_only(document: dict[str, Any]) -> Linted:
+    """A stages.json without its folder: what differs between stages, and nothing of what they share."""
+    is_megatron = document["framework"] == "megatron-core"
+    name = "args.sh" if is_megatron else "ds_config.json"
+    told = "not beside it: what all stages have in common stands there"
+    known = _known_flags()
+    wrong = tuple(
+        Finding(level="rejected", key=f"--{flag}", message=f"stage {index}: no such flag")
+        for index, stage in enumerate(document["stages"])
+        for flag in options_of(stage["arguments"])
+        if is_megatron and f"--{flag}" not in known
+    )
+    kind: FrameworkName = "megatron" if is_megatron else "deepspeed"
+    return Linted(kind=kind, findings=(*wrong, Finding(level="open", key=name, message=told)), plan=None)
+
+
+def _known_flags() -> frozenset[str]:
+    """Those of the parser that flags are tested against."""
+    return frozenset(load_mapping(data_folder("launch") / "megatron_flags.json")["flags"])
+
+
+def _without_connections(findings: list[Finding]) -> list[Finding]:
+    return [f for f in findings if "CUDA_DEVICE_MAX_CONNECTIONS" not in f.message]
+
+
+def _of_yaml(run: YamlRun, file: Path, job: JobWords) -> Linted:
+    """The run that a YAML file of Megatron-core's programs describes, by its keys."""
+    where = str(file)
+    found = [*run.findings, *lint_megatron(run.options, "", where, _known_flags(), run.maybe)]
+    if run.keys or _environment_is_said(run.environment, None):
+        found = _without_connections(found)
+    per_node = job.get("gpus_per_node") or (run.gpus_per_node if job.get("gpus") is None else None)
+    words: JobWords = {**job, "gpus": job.get("gpus") or run.gpus, "gpus_per_node": per_node}
+    linted = _alone(run.options, tuple(found), words, where)
+    named = {f"--{flag}": f"{key} (--{flag})" for flag, key in run.keys.items()}
+    told = tuple(replace(f, key=named.get(f.key, f.key)) for f in linted.findings)
+    return replace(linted, findings=told)
+
+
+def _alone(common: Options, findings: tuple[Finding, ...], job: JobWords, where: str) -> Linted:
+    """One command line for all ranks, with what had to be assumed to price it."""
     gpus = of_one_kind(job.get("gpus"), "lint")
-    if gpus is None and document is not None:
-        gpus = document["world_size"]
     if gpus is None:
-        return Linted(kind="megatron", findings=_once(findings), plan=None)
-    findings += missing_sizes(common) if document is None else ()
-    if keeps_from_pricing(tuple(findings)):
-        return Linted(kind="megatron", findings=_once(findings), plan=None)
-    emitted = None if document is None else _emitted(job, gpus, file)
-    cluster = _cluster(job, gpus, common, where) if emitted is None else emitted.cluster
-    plan = plan_of(common, per_stage, cluster, where)
-    vocab = _vocabulary(job, file if document is not None else None)
-    if vocab is not None and not {"vocab-size", "padded-vocab-size"} & common.keys():
-        plan = replace(plan, model=replace(plan.model, vocab=vocab))
-    if document is not None:
-        plan = _as_planned(with_map(with_stages(plan, document, where), document), file)
-    return Linted(kind="megatron", findings=_once(findings), plan=plan)
+        return Linted(kind="megatron", findings=findings, plan=None)
+    findings = (*findings, *missing_sizes(common))
+    if keeps_from_pricing(findings):
+        return Linted(kind="megatron", findings=findings, plan=None)
+    asked = _cluster(job, gpus, common, where)
+    vocab = _vocabulary(job, None)
+    plan = _with_vocabulary(plan_of(common, (), asked.job.cluster, where), common, vocab)
+    defaults = {name: told for name, told in asked.defaults.items() if name in ("--gpu", "--gpus-per-node")}
+    if vocab is None and not _VOCABULARY & common.keys():
+        defaults["--vocab-size"] = f"{plan.model.vocab} (the tokenizer's own, --model tells it)"
+    return Linted(kind="megatron", findings=findings, plan=plan, defaults=defaults)
+
+
+_VOCABULARY = frozenset({"vocab-size", "padded-vocab-size"})
+"""Flags that say the rows of the token table."""
+
+
+def _with_vocabulary(plan: Plan, common: Options, vocab: int | None) -> Plan:
+    """With the rows that are told elsewhere, where no flag says them."""
+    if vocab is None or _VOCABULARY & common.keys():
+        return plan
+    return replace(plan, model=replace(plan.model, vocab=vocab))
 
 
 def _vocabulary(job: JobWords, emitted: Path | None) -> int | None:
@@ -389,13 +442,13 @@ def _environment_is_said(text: str, document: Mapping[str, Any] | None) -> bool:
     return f"{name}=1" in text or (document is not None and document["environment"].get(name) == "1")
 
 
-def _cluster(job: JobWords, gpus: int, common: Options, where: str) -> ClusterSpec:
-    """The cluster of the options; model and batch come from the command line itself."""
+def _cluster(job: JobWords, gpus: int, common: Options, where: str) -> AskedJob:
+    """The options with their cluster; model and batch come from the command line itself."""
     read = Reader(options=common, where=where)
     seq = job.get("seq") or training_of(read).seq_len
     named: JobWords = {**job, "model": job.get("model") or "gpt2", "gpus": gpus, "seq": seq}
     model_of(read, None)
-    return read_job(named).job.cluster
+    return read_job(named)
 
 
 def _once(findings: list[Finding]) -> tuple[Finding, ...]:

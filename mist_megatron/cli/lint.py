@@ -13,9 +13,14 @@ from mist_megatron.cli.options import JobOptions, assumed
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.errors import InputError
 
+FILES = (
+    "Script or list of Megatron arguments, a DeepSpeed JSON, YAML of NeMo, Megatron-Bridge, Accelerate, "
+    "LLaMA-Factory or axolotl, or a folder that emit wrote."
+)
+
 
 def lint(
-    file: Annotated[Path, typer.Argument(help="Script or list of Megatron arguments, or a DeepSpeed JSON.")],
+    file: Annotated[Path, typer.Argument(help=FILES)],
     *,
     checkpointing: Annotated[
         bool,

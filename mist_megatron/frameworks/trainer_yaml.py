@@ -74,7 +74,15 @@ def _reason(document: Mapping[str, Any]) -> str:
     if "fsdp_config" in document or document.get("distributed_type") == "FSDP" or document.get("fsdp"):
         return "it trains with FSDP, which is no target here"
     if isinstance(document.get("model"), Mapping) and isinstance(document.get("trainer"), Mapping):
-        return "a NeMo configuration, whose keys are not read; the Megatron flags that it makes can be"
+        return "a NeMo configuration of another model than Megatron's GPT"
+    if isinstance(document.get("policy"), Mapping):
+        return "reinforcement learning, whose steps are not priced"
+    if "recipe" in document and "step_scheduler" in document:
+        return "NeMo AutoModel trains with FSDP2, which is no target here"
+    if "apiVersion" in document and "kind" in document:
+        return "a job of Kubernetes; the script that it starts can be read"
+    if "schema" in document and "stages" in document and "training" in document:
+        return "a plan, which predict prices and emit writes files for"
     if "megatron_lm_config" in document:
         return "Accelerate's section for Megatron-LM is not read"
     if any(key in document for key in ("base_model", "model_name_or_path", "finetuning_type")):

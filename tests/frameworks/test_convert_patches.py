@@ -121,7 +121,9 @@ def test_a_broken_stages_json_is_one_line(name, text, tmp_path, capsys):
 
 
 def test_no_pipeline_stage_is_one_line(tmp_path, capsys):
-    flags = "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1"
+    flags = (
+        "--bf16 --num-layers 24 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1"
+    )
     more = "--max-position-embeddings 64 --global-batch-size 8 --pipeline-model-parallel-size 0"
     (tmp_path / "run.sh").write_text(f"torchrun pretrain_gpt.py {flags} {more}\n")
     assert run(["lint", str(tmp_path / "run.sh"), "--gpus", "8"]) == 2

@@ -10,6 +10,7 @@ import pytest
 from command_line import run
 
 from mist_megatron.ask.emit import launch_sources
+from mist_megatron.ask.lint import lint
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_from_mapping
@@ -129,6 +130,28 @@ def test_lint_command_reads_the_folder(tmp_path: Path, capsys: pytest.CaptureFix
     assert said["findings"] == []
     same(plan_from_mapping(said["plan"]), written)
     assert said["prediction"]["iteration_s"] > 0
+
+
+def test_what_only_starts_a_folder_is_read_with_it(tmp_path: Path) -> None:
+    """train.sh with what it sources, so that env.sh as people fill it in is judged too; a file alone says
+    which one it lacks."""
+    folder = tmp_path / "out"
+    write_artifacts(folder, artifacts(PLANS["uneven stages"], SOURCES))
+    wanted = lint(folder / "args.sh", gpus_per_node=4)
+    for name in ("train.sh", "env.sh", "stages.json", "slurm.sbatch", "args.yaml", "plan.yaml", "."):
+        found = lint(folder / name, gpus_per_node=4)
+        assert (found.findings, found.prediction) == (wanted.findings, wanted.prediction), name
+    for name, told in {"train.sh": "args.sh", "env.sh": "args.sh", "plan.yaml": "predict"}.items():
+        (tmp_path / name).write_text((folder / name).read_text())
+        with pytest.raises(InputError, match=told):
+            lint(tmp_path / name)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "stages.json").write_text((folder / "stages.json").read_text())
+    (alone,) = lint(tmp_path / "alone" / "stages.json").findings
+    assert (alone.level, alone.key) == ("open", "args.sh")
+    env = folder / "env.sh"
+    env.write_text(env.read_text().replace("--log-throughput", "--log-troughput"))
+    assert "--log-troughput" in [finding.key for finding in lint(folder).findings]
 
 
 @pytest.mark.parametrize(("name", "told"), [("different grids", True), ("uneven stages", False)])

@@ -43,7 +43,7 @@ if __name__ == "__main__":
     pretrain(process_config_with_overrides(recipe(), config_filepath="bridge.yaml"), forward_step)
 '''
 
-_BACKENDS: Mapping[str, int] = {"flash": 1, "fused": 2, "unfused": 3}
+BACKENDS: Mapping[str, int] = {"flash": 1, "fused": 2, "unfused": 3}
 """Values of megatron.core.transformer.enums.AttnBackend."""
 
 
@@ -63,7 +63,7 @@ def bridge_text(plan: Plan) -> str:
     return note + text
 
 
-_RECIPES: Mapping[Quantization, str] = {
+RECIPES: Mapping[Quantization, str] = {
     "delayed": "fp8_delayed_scaling",
     "tensorwise": "fp8_current_scaling",
     "blockwise": "fp8_subchannel_scaling",
@@ -197,7 +197,7 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
         "attention_backend": {
             "_target_": "megatron.core.transformer.enums.AttnBackend",
             "_call_": True,
-            "_args_": [_BACKENDS[attention_backend(plan.model, training)]],
+            "_args_": [BACKENDS[attention_backend(plan.model, training)]],
         },
         **dict.fromkeys(_TAKEN_BACK),
         **_parts(plan),
@@ -244,4 +244,4 @@ def _precision(plan: Plan) -> str:
     """A precision that Megatron-Bridge has by name."""
     if plan.training.precision != "fp8":
         return "fp16_mixed" if plan.training.precision == "fp16" else "bf16_mixed"
-    return f"bf16_with_{_RECIPES[plan.execution.quantization or 'delayed']}_mixed"
+    return f"bf16_with_{RECIPES[plan.execution.quantization or 'delayed']}_mixed"

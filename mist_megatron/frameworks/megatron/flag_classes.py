@@ -215,11 +215,12 @@ CLASSES: Sequence[FlagClass] = (
         "reductions of another size or order than priced",
         "ddp-bucket-size ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw "
         "ddp-param-name-patterns-for-fp32-local-accumulation ddp-reduce-scatter-with-fp32-accumulation "
-        "ddp-average-in-collective overlap-param-gather-with-optimizer-step "
+        "overlap-param-gather-with-optimizer-step "
         "no-use-layer-wise-param-layout use-nccl-ub use-sharp symmetric-ar-type "
         "nccl-communicator-config-path "
         "high-priority-stream-groups",
     ),
+    _indifferent("the mean is taken in the reduction: the same bytes", "ddp-average-in-collective"),
     _unpriced(
         "the pipeline runs in another order than priced",
         "microbatch-group-size-per-virtual-pipeline-stage overlap-p2p-communication-warmup-flush "
@@ -334,10 +335,8 @@ CLASSES: Sequence[FlagClass] = (
         "num-classes patch-dim query-in-block-prob retriever-* sample-rate swin-backbone-type "
         "titles-data-path vision-*",
     ),
-    _indifferent(
-        "removed or deprecated: the parser stops, or takes it and does nothing",
-        "batch-size checkpoint-activations model-parallel-size no-position-embedding warmup",
-    ),
+    _unpriced("removed: the parser stops at it", "batch-size checkpoint-activations model-parallel-size"),
+    _indifferent("deprecated: the same without it", "no-position-embedding warmup"),
 )
 
 

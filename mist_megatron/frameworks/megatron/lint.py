@@ -156,7 +156,7 @@ def open_findings(options: Options, maybe: Mapping[str, str]) -> Iterator[Findin
         variable = re.match(r"\$?\{?(\w+)", name)
         hint = f"; say it with --set {variable.group(1)}=VALUE" if variable else ""
         yield Finding(
-            level="open", key=name, message=f"the script does not say it; decides {shown_flags}{hint}"
+            level="open", key=name, message=f"the file does not say it; decides {shown_flags}{hint}"
         )
 
 
@@ -331,7 +331,7 @@ def _precision(read: Reader) -> Iterator[Finding]:
     if read.has("fp16") and read.has("bf16"):
         yield _say("rejected", "bf16", "and --fp16 exclude each other")
     if not (read.has("fp16") or read.has("bf16")):
-        yield _say("note", "bf16", "neither --bf16 nor --fp16: trains in fp32; priced as bf16")
+        yield _say("unpriced", "bf16", "neither --bf16 nor --fp16: trains in fp32, which is not priced")
     if read.has("grad-reduce-in-bf16") and read.has("accumulate-allreduce-grads-in-fp32"):
         yield _say(
             "rejected", "grad-reduce-in-bf16", "and --accumulate-allreduce-grads-in-fp32 exclude each other"
