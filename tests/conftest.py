@@ -58,8 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def runs_dir() -> Path:
+    """The measured rows of published runs."""
+    return ROOT / "benchmarks" / "runs"
+
+
+@pytest.fixture(scope="session")
 def measured_dir() -> Path:
-    """The measured rows of published runs; they are not part of the repository."""
+    """Logs, traces and sweeps of others; they are not part of the repository."""
     folder = Path(os.environ.get("MIST_MEASURED_DIR", ROOT.parent / "shared" / "measured"))
     if not folder.is_dir():
         pytest.skip("no measured data: set MIST_MEASURED_DIR")

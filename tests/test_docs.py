@@ -31,6 +31,7 @@ def test_every_command_of_a_page_runs(page: Path, tmp_path: Path, ran_here, monk
     # What hand-made spaces reach beside a plan takes as long as all else, and is tested with `tune`.
     monkeypatch.setattr("mist_megatron.ask.tune.best_by_hand", lambda job, result: {})
     text = page.read_text("utf-8")
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # as in a checkout
     for name, content in FILE.findall(text):
         (tmp_path / name).write_text(content, "utf-8")
     for block in BLOCK.findall(text):

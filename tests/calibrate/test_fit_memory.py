@@ -135,10 +135,10 @@ def test_never_less_than_states_and_activations(few):
     assert sum(evaluator.memory_terms(grid).values()) == pytest.approx(float(least))
 
 
-def test_measured_groups_are_nowhere_worse(tmp_path, measured_dir):
+def test_measured_groups_are_nowhere_worse(tmp_path, runs_dir):
     """Every group with measured memory, held out: what is learned of the others is never worse than what is
     computed, and the mean is within 2 %."""
-    folder = measured_dir / "end_to_end"
+    folder = runs_dir
     errors, runs = 0.0, 0
     tables = ("megatron_7b", "simumax_a100pcie", "simumax_b200"), ("mist_l4",), ("zerobubble_a100",)
     for number, names in enumerate(tables):

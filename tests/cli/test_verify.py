@@ -83,9 +83,9 @@ def test_refused_ways(mist) -> None:  # type: ignore[no-untyped-def]
     assert "known: closed-form, simulate" in ran.err
 
 
-def test_measured_runs_by_simulation(mist, measured_dir: Path) -> None:  # type: ignore[no-untyped-def]
+def test_measured_runs_by_simulation(mist, runs_dir: Path) -> None:  # type: ignore[no-untyped-def]
     """Mist's six runs, by both: the simulation is at most half a percent worse on average."""
-    path = measured_dir / "end_to_end" / "mist_l4.csv"
+    path = runs_dir / "mist_l4.csv"
     if not path.is_file():
         pytest.skip(f"{path.name} is not on this machine")
     errors = {}

@@ -48,9 +48,9 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_measured_peaks(name, measured_dir, mist):
+def test_measured_peaks(name, runs_dir, mist):
     mean, low = LIMITS[name]
-    path = measured_dir / "end_to_end" / name
+    path = runs_dir / name
     done = mist("validate", str(path), "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)["files"][name]

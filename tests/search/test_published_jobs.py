@@ -14,17 +14,17 @@ from mist_megatron.search.search import Settings, search
 from mist_megatron.search.space import space_named
 
 
-def rows_of(measured_dir, name):
-    path = measured_dir / "end_to_end" / name
+def rows_of(runs_dir, name):
+    path = runs_dir / name
     if not path.is_file():
         pytest.skip(f"no {name} among the measured data")
     return [row for row in read_rows(path.read_text(), name) if row.plan is not None]
 
 
-def test_no_slower_than_plans_tuned_on_the_gpus(measured_dir):
+def test_no_slower_than_plans_tuned_on_the_gpus(runs_dir):
     """Mist's own tuned plans for L4 clusters, priced by the same model, wherever they fit its budget."""
     compared, slower = 0, []
-    for row in rows_of(measured_dir, "mist_l4.csv"):
+    for row in rows_of(runs_dir, "mist_l4.csv"):
         plan = row.plan
         if not plan.model.name.startswith("gpt") or plan.cluster.gpus > 8:
             continue
@@ -40,20 +40,19 @@ def test_no_slower_than_plans_tuned_on_the_gpus(measured_dir):
     assert slower == []
 
 
-def test_picks_what_was_measured_fastest(measured_dir):
-    """100 groups of runs on A100, each of one model, cluster and batch with several parallel sizes: of the
-    shapes that were measured the search's choice is the fastest, or within 2 % of it, in two of three groups
-    (in 90 % while a table of that machine's layers was in the profile)."""
+def test_picks_what_was_measured_fastest(runs_dir):
+    """Half of 100 groups of runs on A100, each of one model, cluster and batch with several parallel sizes.
+
+    Of the shapes that were measured the search's choice is the fastest, or within 2 % of it, in two of three
+    groups (in 90 % while a table of that machine's layers was in the profile)."""
     groups = defaultdict(list)
-    for row in rows_of(measured_dir, "vtrain_a100.csv"):
+    for row in rows_of(runs_dir, "vtrain_a100.csv"):
         if row.measured_s:
             groups[row.group].append(row)
     # As the runs were made: no ZeRO, every layer recomputed.
     space = replace(space_named("3d"), zero=(0,), ckpt="all")
     picked = within = 0
-    for members in groups.values():
-        if len(members) < 2:
-            continue
+    for members in [of for of in groups.values() if len(of) > 1][::2]:
         measured_s = {}
         for row in members:
             stage, stages = row.plan.stages[0], len(row.plan.stages)
@@ -66,5 +65,5 @@ def test_picks_what_was_measured_fastest(measured_dir):
         choice = next((sizes for sizes in order if sizes in measured_s), None)
         picked += 1
         within += choice is not None and measured_s[choice] <= 1.02 * min(measured_s.values())
-    assert picked >= 50
+    assert picked >= 45
     assert within >= 0.65 * picked, f"{within} of {picked} groups"
