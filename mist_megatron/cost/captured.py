@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mist_megatron.cost.operators import Operator
+from mist_megatron.cost.recurrent import is_scan
 from mist_megatron.spec.kinds import GraphModule, Place
 
 WHOLE: tuple[GraphModule, ...] = ("layer", "full_iteration")
@@ -40,10 +41,11 @@ def _place(name: str, *, shared_apart: bool) -> Place:
 def _replayed(names: list[str], modules: Sequence[GraphModule], *, shared_apart: bool) -> set[str]:
     if any(module in WHOLE for module in modules):
         return set(names)
-    mixed = "router" in names
-    half = names.index("residual1") + 1 if "residual1" in names else len(names)
+    mixed, scans = "router" in names, is_scan(names)
+    # What comes before the MLP: all of a parallel block, nothing where a layer is an MLP alone.
+    half = names.index("residual1") + 1 if "residual1" in names else len(names) * ("norm1" in names)
     found: set[str] = set()
-    if "attn" in modules:
+    if ("mamba" if scans else "attn") in modules:
         found |= set(names[:half])
     if ("moe" if mixed else "mlp") in modules:
         found |= set(names[half:])

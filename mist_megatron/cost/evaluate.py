@@ -432,7 +432,7 @@ class StageEvaluator:
         sizes = self.stage.program.run(self.layer_values(grid, pairs))
         passes = price_passes(self.stage, sizes, self.prices, self._mesh(pairs, grid), grid.placed)
         if self._context.facts.softmax_falls_back and not self.job.training.flash_attention:
-            for kind in self.job.model.kinds:
+            for kind in (kind for kind in self.job.model.kinds if kind.attends):
                 matrices = pairs.micro_batch * kind.heads / pairs.tp
                 scores_bytes = 2.0 * matrices * float(self.job.training.seq_len) ** 2
                 passes = with_unfused_softmax(passes, kind.name, matrices, scores_bytes, self.prices)

@@ -10,6 +10,7 @@ from mist_megatron.cost.cores import CORE, scores_of
 from mist_megatron.cost.entries import CROSS_SCORES, frozen, outside_bytes
 from mist_megatron.cost.layers import LayerOptions, block, saved_bytes
 from mist_megatron.cost.operators import ZERO
+from mist_megatron.cost.recurrent import scan_transients
 from mist_megatron.cost.shapes import (
     ACTIVATION,
     EXPERT_INNER,
@@ -52,6 +53,12 @@ def layer_memory(
     if model.entry is not None:
         return _entry_memory(model, options, passes_back=passes_back)
     found = _block_memory(model, options, modules)
+    mixer = model.mamba or model.delta_net
+    if mixer is not None:
+        forward, backward = scan_transients(mixer)
+        forward = Max(found.forward, GATHERED + forward, evaluate=False)
+        backward = Max(found.backward, 2 * ACTIVATION + backward, evaluate=False)
+        found = replace(found, forward=forward, backward=backward)
     if not passes_back:
         # What would be kept lives as long as its readers do: input, residual stream and norm beside the MLP.
         return LayerMemory(ZERO, ZERO, found.forward + 2 * ACTIVATION, ZERO)
@@ -90,7 +97,8 @@ def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> 
         forward, backward = _mist_transients(model, options, saved)
         return LayerMemory(saved, ACTIVATION, forward, backward)
     gates = 2 if model.gated_mlp else 1
-    hidden, activated = HALF * TOKENS * gates * INNER, HALF * TOKENS * INNER
+    inner = INNER if model.has_mlp else ZERO
+    hidden, activated = HALF * TOKENS * gates * inner, HALF * TOKENS * inner
     if model.experts is not None:
         # Tokens come one for each of their experts; their input is gathered by the exchange.
         activated = HALF * EXPERT_ROWS * EXPERT_INNER
@@ -105,6 +113,9 @@ def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> 
     # Backward of the matrix before it: the gathered input and its gradient, activation tensors gone.
     at_input = ACTIVATION + GATHERED * (1 + SP) - activated
     candidates = [at_activation, at_input]
+    if not model.has_mlp and model.attends:
+        # Of the core: the gradients of its output, queries, keys and values.
+        candidates.append(2 * ACTIVATION + 2 * HALF * TOKENS * (QUERY + KEY))
     if modules == "plain_torch":
         # Plain autograd makes the weight gradient first and adds it to the kept one afterwards: the MLP's
         # output matrix beside the gradients on either side of it.
@@ -181,5 +192,4 @@ def _mist_transients(model: LayerSpec, options: LayerOptions, saved: Expr) -> tu
 def norm_elements(model: LayerSpec) -> Expr:
     if model.entry is not None:
         return Integer(model.norm_parameters // model.hidden * model.entry.norm_width)
-    norms = model.parallel_norms if model.parallel_block else 4 if model.post_norms else 2
-    return Integer((norms + (model.cross_attention is not None)) * model.norm_parameters)
+    return Integer((model.norms + (model.cross_attention is not None)) * model.norm_parameters)

@@ -23,10 +23,11 @@ from mist_megatron.cost.latent import (
     sinks,
 )
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, WorkKind
+from mist_megatron.cost.projections import gathered_rows, projection_in, projection_out, reduced_rows
+from mist_megatron.cost.recurrent import output_gate, scan_operators
 from mist_megatron.cost.shapes import (
     ACTIVATION,
     FULL,
-    GATHERED,
     HALF,
     INNER,
     KEY,
@@ -38,13 +39,15 @@ from mist_megatron.cost.shapes import (
 from mist_megatron.cost.symbols import (
     HIDDEN,
     SP,
+    TP,
 )
-from mist_megatron.cost.works import ONE, collective_work, memory_work, products, weight_grad
+from mist_megatron.cost.works import collective_work, memory_work, products, weight_grad
 from mist_megatron.spec.experts import LatentAttention
 from mist_megatron.spec.kinds import Dispatcher, GraphModule
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import RECOMPUTES, USUAL_MODULES, Module, Recompute
+from mist_megatron.spec.recurrent import DeltaNet, Mamba
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +94,14 @@ def _latent_block_attention(
         *latent_inputs(latent, statistics, eight_bit=options.eight_bit),
         context_ring(latent=True),
         *((core,) if core else plain_attention(dropped=options.dropout, latent=True)),
-        *_projection_out(
+        *projection_out(
             "attention_out",
             (HIDDEN, VALUE_WIDTH),
             bias=False,
             saves="attention_output",
             eight_bit=options.eight_bit,
         ),
-        _reduce("reduce1"),
+        reduced_rows("reduce1"),
     )
 
 
@@ -107,8 +110,10 @@ def _in_sequence(
 ) -> tuple[Operator, ...]:
     """Attention, then the MLP; latent attention and experts in place of these."""
     latent, experts = model.latent_attention, model.experts
-    plain = (_gather("gather1"), *attention, _reduce("reduce1"))
-    inside = (_gather("gather2"), *mlp, _reduce("reduce2"))
+    plain = (gathered_rows("gather1"), *attention, reduced_rows("reduce1"))
+    if latent is not None and model.attends:
+        plain = _latent_block_attention(model, latent, options)
+    inside = (gathered_rows("gather2"), *mlp, reduced_rows("reduce2"))
     if experts is not None:
         kind, eight_bit = options.dispatcher, options.eight_bit
         gated, bias = model.gated_mlp, model.linear_bias
@@ -122,17 +127,20 @@ def _in_sequence(
         )
     # What these norms read: the results of attention and MLP.
     after = [norm(f"post_norm{k}", model, options, reads=f"branch{k}") for k in (1, 2) if model.post_norms]
-    return (
+    first = (
         norm("norm1", model, options, reads="input"),
-        *(plain if latent is None else _latent_block_attention(model, latent, options)),
+        *plain,
         *after[:1],
         _residual("residual1", options),
         *_to_encoder(model, options),
+    )
+    second = (
         norm("norm2", model, options, reads="middle"),
         *inside,
         *after[1:],
         _residual("residual2", options),
     )
+    return (*(() if model.half == "mlp" else first), *(second if model.has_mlp else ()))
 
 
 def _to_encoder(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
@@ -142,7 +150,7 @@ def _to_encoder(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]
         return ()
     return (
         norm("cross_norm", model, options, reads="after_attention"),
-        _gather("cross_own_gather"),
+        gathered_rows("cross_own_gather"),
         *cross_attention(
             source,
             flash=options.flash_attention,
@@ -150,23 +158,37 @@ def _to_encoder(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]
             bias=model.linear_bias,
             eight_bit=options.eight_bit,
         ),
-        *_projection_out(
+        *projection_out(
             "cross_out",
             (HIDDEN, QUERY),
             bias=model.linear_bias,
             saves="cross_output",
             eight_bit=options.eight_bit,
         ),
-        _reduce("cross_own_reduce"),
+        reduced_rows("cross_own_reduce"),
         _residual("cross_residual", options),
     )
 
 
-def _whole_block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
-    attention = (
-        *_projection_in(
+def _mixer(model: LayerSpec, mixer: Mamba | DeltaNet, options: LayerOptions) -> tuple[Operator, ...]:
+    """What stands in place of attention: a projection, a scan, a projection back."""
+    inner = mixer.inner if isinstance(mixer, Mamba) else mixer.values
+    eight_bit = options.eight_bit
+    columns = Integer(mixer.projected) / TP, HIDDEN
+    back = HIDDEN, Integer(inner) / TP
+    return (
+        *projection_in("mixer_in", columns, bias=False, saves="normed1", eight_bit=eight_bit),
+        *scan_operators(mixer, _statistics(model, options)),
+        *projection_out("mixer_out", back, bias=False, saves="mixer_normed", eight_bit=eight_bit),
+    )
+
+
+def _attention(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    gate = (output_gate(),) if model.attention_gate else ()
+    return (
+        *projection_in(
             "qkv",
-            (QUERY + 2 * KEY, HIDDEN),
+            ((2 if gate else 1) * QUERY + 2 * KEY, HIDDEN),
             bias=model.qkv_bias or model.linear_bias,
             saves="normed1",
             eight_bit=options.eight_bit,
@@ -177,19 +199,25 @@ def _whole_block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...
         context_ring(),
         *(flash_attention(model),) * options.flash_attention,
         *(() if options.flash_attention else plain_attention(dropped=options.dropout, layer=model)),
-        *_projection_out(
+        *gate,
+        *projection_out(
             "attention_out",
             (HIDDEN, QUERY),
             bias=model.linear_bias,
-            saves="attention_output",
+            saves="attention_gated" if gate else "attention_output",
             eight_bit=options.eight_bit,
         ),
     )
+
+
+def _whole_block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    mixer = model.mamba or model.delta_net
+    attention = _attention(model, options) if mixer is None else _mixer(model, mixer, options)
     gates = 2 if model.gated_mlp else 1
     # A parallel block with one norm feeds attention and MLP from the same tensor, kept once.
     shared = model.parallel_block and model.parallel_norms == 1
     mlp = (
-        *_projection_in(
+        *projection_in(
             "mlp_in",
             (gates * INNER, HIDDEN),
             bias=model.linear_bias,
@@ -197,7 +225,7 @@ def _whole_block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...
             eight_bit=options.eight_bit,
         ),
         _activation(model, gates),
-        *_projection_out(
+        *projection_out(
             "mlp_out",
             (HIDDEN, INNER),
             bias=model.linear_bias,
@@ -208,7 +236,7 @@ def _whole_block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...
     if model.parallel_block:
         # Attention and MLP are added before the one reduction over tensor-parallel ranks.
         entry = _parallel_entry(model, options)
-        return (*entry, *attention, *mlp, _reduce("reduce1"), _residual("residual", options))
+        return (*entry, *attention, *mlp, reduced_rows("reduce1"), _residual("residual", options))
     return _in_sequence(model, options, attention, mlp)
 
 
@@ -216,16 +244,16 @@ def _parallel_entry(model: LayerSpec, options: LayerOptions) -> tuple[Operator, 
     """Norms of a block whose attention and MLP stand side by side. Two norms make two tensors that enter the
     tensor-parallel region. One makes one, whose gradients are added before they are reduced; but under
     sequence parallelism each linear module gathers it for itself, so that it keeps only its rows."""
-    first = (norm("norm1", model, options, reads="input"), _gather("gather1"))
+    first = (norm("norm1", model, options, reads="input"), gathered_rows("gather1"))
     if model.parallel_norms == 1:
-        return (*first, _gather("gather2", SP))
-    return (*first, norm("norm2", model, options, reads="input"), _gather("gather2"))
+        return (*first, gathered_rows("gather2", SP))
+    return (*first, norm("norm2", model, options, reads="input"), gathered_rows("gather2"))
 
 
 def embedding(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """Token table (rows split over tensor-parallel ranks) or matrix of patches, learned positions,
     dropout."""
-    operators = [_patches(model)] if model.patch_elements else [_lookup(), _reduce("embedding_reduce")]
+    operators = [_patches(model)] if model.patch_elements else [_lookup(), reduced_rows("embedding_reduce")]
     if model.learned_positions:
         operators.append(
             Operator(
@@ -294,7 +322,7 @@ def head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
     last = (norm("final_norm", model.head_shape, options, reads="head_input"),) if model.final_norm else ()
     if model.head_transform:
         last = (*last, *_transform(model, options))
-    projection = _projection_in(
+    projection = projection_in(
         "logits", (VOCAB_SHARE, HIDDEN), bias=model.head_transform, saves="normed_head"
     )
     # Passes over the logits: to fp32, maximum, exponent and sum, division; fused ones read them once less.
@@ -310,7 +338,7 @@ def head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
         backward=(memory_work("cross_entropy_backward", 10 * logits, kernels=2),),
         saved=(SavedTensor(key="softmax", size_bytes=FULL * logits),),
     )
-    return (*last, _gather("head_gather"), *projection, loss)
+    return (*last, gathered_rows("head_gather"), *projection, loss)
 
 
 def unneeded_again(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
@@ -372,46 +400,6 @@ def norm(name: str, model: LayerSpec, options: LayerOptions, reads: str) -> Oper
     )
 
 
-def _projection_in(
-    name: str, columns: tuple[Expr, Expr], *, bias: bool, saves: str, eight_bit: bool = False
-) -> tuple[Operator, ...]:
-    """Column-parallel matrix; keeps its input, which sequence parallelism keeps split."""
-    wide, deep = columns
-    forward, backward = products(name, TOKENS, (wide, deep), eight_bit=eight_bit)
-    return (
-        Operator(
-            name=name,
-            forward=forward,
-            backward=(
-                *backward,
-                *((memory_work(f"{name}_bias", HALF * TOKENS * wide),) if bias else ()),
-            ),
-            saved=(SavedTensor(key=saves, size_bytes=ACTIVATION, for_weight=True),),
-            parameters=wide * deep + (wide if bias else ZERO),
-        ),
-    )
-
-
-def _projection_out(
-    name: str, columns: tuple[Expr, Expr], *, bias: bool, saves: str, eight_bit: bool = False
-) -> tuple[Operator, ...]:
-    """Row-parallel matrix; its bias is added once, after the reduction."""
-    wide, deep = columns
-    forward, backward = products(name, TOKENS, (wide, deep), eight_bit=eight_bit)
-    return (
-        Operator(
-            name=name,
-            forward=forward,
-            backward=(
-                *backward,
-                *((memory_work(f"{name}_bias", HALF * TOKENS * wide),) if bias else ()),
-            ),
-            saved=(SavedTensor(key=saves, size_bytes=HALF * TOKENS * deep, for_weight=True),),
-            parameters=wide * deep + (wide if bias else ZERO),
-        ),
-    )
-
-
 def _rotary() -> Operator:
     """Rotates queries and keys; rotation is undone by rotating back, so nothing is kept."""
     moved = 2 * HALF * TOKENS * (QUERY + KEY)
@@ -451,32 +439,4 @@ def _dropout(name: str) -> Operator:
         forward=(memory_work(f"{name}_forward", 5 * ACTIVATION / 2),),
         backward=(memory_work(f"{name}_backward", 5 * ACTIVATION / 2),),
         saved=(SavedTensor(key=f"{name}_mask", size_bytes=ACTIVATION / 2),),
-    )
-
-
-def _gather(name: str, where: Expr = ONE) -> Operator:
-    """Entry of a tensor-parallel region: sequence parallelism gathers the rows, in backward once more for the
-    weight gradient, and scatters the reduced input gradient; otherwise the gradient is all-reduced. `where`
-    is 1 in plans that have this entry and 0 in others."""
-    rows = where * GATHERED
-    return Operator(
-        name=name,
-        forward=(collective_work(f"{name}_forward", WorkKind.ALL_GATHER, SP * rows),),
-        backward=(
-            collective_work(f"{name}_again", WorkKind.ALL_GATHER, SP * rows),
-            collective_work(f"{name}_scatter", WorkKind.REDUCE_SCATTER, SP * rows),
-            collective_work(f"{name}_reduce", WorkKind.ALL_REDUCE, (1 - SP) * rows),
-        ),
-    )
-
-
-def _reduce(name: str) -> Operator:
-    """Exit of a tensor-parallel region."""
-    return Operator(
-        name=name,
-        forward=(
-            collective_work(f"{name}_scatter", WorkKind.REDUCE_SCATTER, SP * GATHERED),
-            collective_work(f"{name}_reduce", WorkKind.ALL_REDUCE, (1 - SP) * GATHERED),
-        ),
-        backward=(collective_work(f"{name}_gather", WorkKind.ALL_GATHER, SP * GATHERED),),
     )

@@ -327,7 +327,8 @@ def _once(kind: Block) -> Expr:
 def _matrices(layer: LayerSpec) -> tuple[object, ...]:
     """What decides the shapes of a layer's matrices."""
     own = layer.hidden, layer.query_width, layer.kv_width, layer.ffn_hidden, int(layer.gated_mlp)
-    return (*own, layer.entry, layer.cross_attention is None)
+    mixer = layer.mamba, layer.delta_net, layer.half
+    return (*own, layer.entry, layer.cross_attention is None, layer.attention_gate, *mixer)
 
 
 def _any(fraction: Expr) -> Expr:

@@ -7,6 +7,8 @@ all depths share, with a loss of its own. It lies with the loss, and is not reco
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sympy import Expr
 
 from mist_megatron.cost.blocks import Edge, blocks, last_edge
@@ -22,7 +24,10 @@ def whole_head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """Final norm, logits and loss, once and for each depth."""
     once = head(model, options)
     again = tuple(_shared(operator) for operator in once)
-    return once + model.mtp_layers * (*_joined(model, options), *_last(model, options), *again)
+    depth = (*_joined(model, options), *_layers(model, options), *again)
+    if not model.mtp_repeated:
+        return once + model.mtp_layers * depth
+    return once + depth * (model.mtp_layers > 0) + (model.mtp_layers - 1) * tuple(map(_without, depth))
 
 
 def head_edge(model: ModelSpec, options: LayerOptions) -> Edge:
@@ -30,18 +35,20 @@ def head_edge(model: ModelSpec, options: LayerOptions) -> Edge:
     return last_edge(model, whole_head(model, options))
 
 
-def _last(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
-    """A layer like the last one."""
-    return blocks(model, options)[model.kind_of_layer[-1]].operators
+def _layers(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
+    """Of one depth: a layer like the last one, or those that the model says."""
+    by_name = {block.kind.name: block.operators for block in blocks(model, options)}
+    return tuple(operator for kind in model.mtp_kinds for operator in by_name[kind.name])
 
 
 def _shared(operator: Operator) -> Operator:
     """The table of the output layer is that of the first loss; norms are each depth's own."""
-    if operator.name != "logits":
-        return operator
-    return Operator(
-        name=operator.name, forward=operator.forward, backward=operator.backward, saved=operator.saved
-    )
+    return _without(operator) if operator.name == "logits" else operator
+
+
+def _without(operator: Operator) -> Operator:
+    """With weights that another operator has."""
+    return replace(operator, parameters=ZERO, expert_parameters=ZERO)
 
 
 def _joined(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
@@ -75,5 +82,7 @@ def depths_kept(model: ModelSpec, options: LayerOptions) -> Expr:
     half and in single precision."""
     if not model.mtp_layers:
         return ZERO
-    each = saved_bytes(_joined(model, options)) + saved_bytes(_last(model, options))
+    by_name = {block.kind.name: block.operators for block in blocks(model, options)}
+    layers = sum((saved_bytes(by_name[kind.name]) for kind in model.mtp_kinds), start=ZERO)
+    each = saved_bytes(_joined(model, options)) + layers
     return model.mtp_layers * (each + 2 * ACTIVATION + (HALF + FULL) * TOKENS * VOCAB_SHARE)

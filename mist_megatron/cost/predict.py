@@ -364,19 +364,25 @@ def model_flops(model: ModelSpec, training: TrainingSpec, *, causal: bool = Fals
     if not model.plain:
         return training.global_batch * sample_flops(model, float(training.seq_len), causal=causal)
     matrices, attended = float(model.hidden * model.vocab), 0.0
-    mixed = any(kind.experts is not None or kind.latent_attention is not None for kind in model.kinds)
+    mixed = any(
+        kind.experts is not None or kind.latent_attention is not None or kind.half or not kind.attends
+        for kind in model.kinds
+    )
     if mixed:
         matrices = _met_elements(model)
     depths = model.mtp_layers if mixed else 0
-    last = model.kinds[model.kind_of_layer[-1]].name
+    in_depth = [kind.name for kind in model.mtp_kinds]
     for kind in model.kinds:
         layers = model.layers_of_kind[kind.name]
         matrices += 0 if mixed else layers * kind.matrix_elements
         seen = training.seq_len if kind.window is None else min(kind.window, training.seq_len)
         share = kind.pairs_share(training.seq_len) if kind.attention == "causal" else seen / training.seq_len
         share = 0.5 * share if causal and kind.attention == "causal" else share
-        layers += depths if kind.name == last else 0
-        attended += 12.0 * layers * _core_width(kind) * training.seq_len * share
+        layers += depths * in_depth.count(kind.name)
+        if kind.attends:
+            attended += 12.0 * layers * _core_width(kind) * training.seq_len * share
+        mixer = kind.mamba or kind.delta_net
+        attended += 0.0 if mixer is None else 3.0 * layers * mixer.scan_flops()
     per_token = 6.0 * matrices + attended
     return per_token * training.global_batch * training.seq_len
 
@@ -386,8 +392,8 @@ def _met_elements(model: ModelSpec) -> float:
     that is looked up without; each depth of multi-token prediction is a layer and an output layer more."""
     table = model.hidden * model.vocab
     met = model.active_parameters - model.embedding_parameters + (table if model.tied_embeddings else 0)
-    last = model.kinds[model.kind_of_layer[-1]].active_block_parameters
-    return float(met + model.mtp_layers * (last + 2 * model.hidden**2 + table))
+    each = sum(kind.active_block_parameters for kind in model.mtp_kinds)
+    return float(met + model.mtp_layers * (each + 2 * model.hidden**2 + table))
 
 
 def _core_width(kind: LayerSpec) -> float:

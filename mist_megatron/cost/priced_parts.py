@@ -14,7 +14,7 @@ def require_priced(model: ModelSpec) -> None:
             f"model {model.name}: models with attention sinks look through a window in every second layer, "
             "which it does not say; wanted kinds with a window"
         )
-    for part in ("experts", "latent_attention"):
+    for part in ("experts", "latent_attention", "mamba", "delta_net"):
         found = {getattr(kind, part) for kind in model.kinds} - {None}
         if len(found) > 1:
             words = part.replace("_", " ")

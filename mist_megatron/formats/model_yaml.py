@@ -14,6 +14,7 @@ from mist_megatron.spec.entry import EncoderOutput, Entry
 from mist_megatron.spec.experts import ExpertSpec, LatentAttention
 from mist_megatron.spec.layer import OWN_KIND, Attention, LayerGroup, LayerKind, LayerSpec, kind_of
 from mist_megatron.spec.model import Activation, Family, ModelSpec, Norm
+from mist_megatron.spec.recurrent import DeltaNet, Half, Mamba
 
 T = TypeVar("T")
 
@@ -86,12 +87,24 @@ class ModelDocument:
     """A trained number per head in the attention's softmax."""
     mtp_layers: int = 0
     """Depths of multi-token prediction."""
+    mtp_pattern: tuple[str, ...] = ()
+    """Kinds of the layers of a depth, where it is not one like the last."""
+    mtp_repeated: bool = False
+    """All depths have the same weights."""
     attention: Attention = "causal"
     """Whether a token sees those before it only, or, `full`, all of them."""
     window: int | None = None
     """Keys that a token sees, its own among them; null for all that its attention lets it see."""
     post_norms: bool = False
     """Norms of what attention and MLP give, too."""
+    attention_gate: bool = False
+    """What attention gives is multiplied by a sigmoid of as many more columns of its first projection."""
+    mamba: Mamba | None = None
+    """A Mamba-2 mixer in place of attention."""
+    delta_net: DeltaNet | None = None
+    """A gated delta net in place of attention."""
+    half: Half | None = None
+    """Of a kind: it is one half of a block, `mixer` (attention or what stands for it) or `mlp`."""
     tokens: int | None = None
     """Tokens of a sample that layers work on, the mean where samples differ; null for the training's
     sequence."""
@@ -118,7 +131,7 @@ class ModelDocument:
 PARTS = (
     "experts", "latent_attention", "qk_norm", "sinks", "mtp_layers", "attention", "window", "post_norms",
     "tokens", "cross_attention", "entry", "frozen", "patch_elements", "patch_bias", "head_tokens",
-    "head_transform",
+    "head_transform", "attention_gate", "mamba", "delta_net", "half", "mtp_pattern", "mtp_repeated",
 )  # fmt: skip
 """Keys that few models have; written only where they say something."""
 

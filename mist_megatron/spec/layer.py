@@ -23,6 +23,9 @@ language model, the stages of a Swin transformer, the decoder of a T5. Between g
 do not meet stands a layer of its own with an `entry` (`spec.entry`), which is counted among the layers. What
 a decoder attends to beside itself is its `cross_attention`. `frozen` layers are not trained.
 
+In place of attention a layer may carry a state from token to token (`spec.recurrent`), and it may have one
+`half` of a block only, as the layers of hybrid models do.
+
 To add a property of layers: a field here (default: as before), its operators in `cost.layers.block`, its
 elements in `block_parameters` below, a symbol for each of its sizes (`cost.kinds.SIZES`, `cost.symbols`), a
 key in `formats.model_yaml`, and what a target cannot run of it in `targets.rules.job_rules`.
@@ -37,9 +40,10 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.entry import EncoderOutput, Entry
 from mist_megatron.spec.experts import ExpertSpec, LatentAttention
+from mist_megatron.spec.recurrent import DeltaNet, Half, Mamba, require_mixer
 
 Norm = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "relu", "silu"]
+Activation = Literal["gelu", "relu", "silu", "squared_relu"]
 Attention = Literal["causal", "full"]
 
 WIDEST = 10**7
@@ -86,6 +90,15 @@ class LayerSpec:
     """A norm on each query and key head (Qwen3)."""
     sinks: bool = False
     """A trained number per head in the attention's softmax (GPT-OSS)."""
+    attention_gate: bool = False
+    """What attention gives is multiplied by a sigmoid of as many more columns of its first projection
+    (Qwen3-Next)."""
+    mamba: Mamba | None = None
+    """A Mamba-2 mixer in place of attention."""
+    delta_net: DeltaNet | None = None
+    """A gated delta net in place of attention."""
+    half: Half | None = None
+    """It is one half of a block; null for both."""
     post_norms: bool = False
     """Norms of what attention and MLP give, too, before each is added (Gemma 2 and 3)."""
     tokens: int | None = None
@@ -117,6 +130,9 @@ class LayerSpec:
 
     def _check_parts(self, where: str) -> None:
         latent = self.latent_attention
+        require_mixer(where, self.mamba, self.delta_net, self.half)
+        if not self.attends or self.half is not None:
+            self._check_mixer(where)
         odd = {"experts": self.experts, "latent_attention": latent, "parallel_block": self.parallel_block}
         for name, what in {
             "entry": self.entry, "cross_attention": self.cross_attention, "post_norms": self.post_norms,
@@ -135,6 +151,42 @@ class LayerSpec:
             )
         if latent is not None and (self.linear_bias or self.qkv_bias or self.qk_norm):
             raise InputError(f"{where}: latent attention with biases or norms of its heads is not modelled")
+
+    def _check_mixer(self, where: str) -> None:
+        """What a layer without attention, or of one half, has besides."""
+        odd = {
+            "entry": self.entry, "cross_attention": self.cross_attention, "post_norms": self.post_norms,
+            "frozen": self.frozen, "parallel_block": self.parallel_block, "linear_bias": self.linear_bias,
+        }  # fmt: skip
+        with_it = [key for key, value in odd.items() if value]
+        if with_it:
+            what = "half" if self.half else "mamba" if self.mamba else "delta_net"
+            raise InputError(f"{where}: {what} with {with_it[0]} is not modelled; wanted one of the two")
+        if self.half == "mixer" and self.experts is not None:
+            raise InputError(f"{where}: half mixer has no MLP and so no experts; wanted half mlp or null")
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention."""
+        return self.half != "mlp" and self.mamba is None and self.delta_net is None
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether it has an MLP, of experts or not."""
+        return self.half != "mixer"
+
+    @property
+    def norms(self) -> int:
+        """Norms of the residual stream, or of what is added to it."""
+        if self.half is not None:
+            return 1
+        return self.parallel_norms if self.parallel_block else 4 if self.post_norms else 2
+
+    def unsplit(self, tp: int, cp: int) -> str:
+        """Why so many tensor-parallel and context-parallel ranks cannot share out what stands in place of its
+        attention, or nothing."""
+        mixer = self.mamba or self.delta_net
+        return "" if mixer is None else mixer.unsplit(tp, cp)
 
     @property
     def mlp_words(self) -> str:
@@ -158,11 +210,16 @@ class LayerSpec:
 
     @property
     def attention_parameters(self) -> int:
-        """Trainable elements of the attention, its norms aside."""
+        """Trainable elements of the attention or of what stands in its place, its norms aside."""
+        mixer = self.mamba or self.delta_net
+        if mixer is not None:
+            return mixer.parameters(self.hidden)
+        if not self.attends:
+            return 0
         extra = (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
         if self.latent_attention is not None:
             return self.latent_attention.parameters(self.hidden, self.heads) + extra
-        columns = self.query_width + 2 * self.kv_width
+        columns = self.query_width * (2 if self.attention_gate else 1) + 2 * self.kv_width
         biases = columns if self.qkv_bias or self.linear_bias else 0
         biases += self.hidden if self.linear_bias else 0
         return self.hidden * columns + self.query_width * self.hidden + biases + extra
@@ -213,8 +270,9 @@ class LayerSpec:
             each = self.norm_parameters // self.hidden
             norm = each * self.entry.norm_width
             return norm + self.entry.matrix_elements(self.hidden) + self.entry.bias_elements(self.hidden)
-        norms = self.parallel_norms if self.parallel_block else 4 if self.post_norms else 2
-        around = self.attention_parameters + norms * self.norm_parameters + self.cross_parameters
+        around = self.attention_parameters + self.norms * self.norm_parameters + self.cross_parameters
+        if not self.has_mlp:
+            return around
         if self.experts is not None:
             each = self.experts.expert_parameters(self.hidden, gated=self.gated_mlp, bias=self.linear_bias)
             others = self.experts.other_parameters(self.hidden, gated=self.gated_mlp, bias=self.linear_bias)
@@ -228,9 +286,11 @@ class LayerSpec:
         """Elements of the matrices by which each token is multiplied."""
         if self.entry is not None:
             return self.entry.matrix_elements(self.hidden)
-        attention = self.query_width + 2 * self.kv_width + self.query_width
+        mixer = self.mamba or self.delta_net
+        attention = (3 if self.attention_gate else 2) * self.query_width + 2 * self.kv_width
         mlp = (3 if self.gated_mlp else 2) * self.ffn_hidden
-        return self.hidden * (attention + mlp)
+        mixed = self.hidden * attention if mixer is None else mixer.matrix_elements(self.hidden)
+        return (0 if self.half == "mlp" else mixed) + (self.hidden * mlp if self.has_mlp else 0)
 
     def pairs_share(self, seq_len: float) -> float:
         """Pairs of tokens of which one sees the other, as a share of those of causal attention."""

@@ -218,4 +218,5 @@ def splits_kind(kind: LayerSpec, tp: int) -> bool:
         and shares_out_or_copies(kind.kv_heads, tp)
         and shares_out(kind.ffn_hidden, tp)
         and (kind.entry is None or shares_out(kind.entry.inner, tp))
+        and not kind.unsplit(tp, 1)
     )

@@ -34,6 +34,10 @@ Part = Literal[
     "attention sinks",
     "multi-token prediction",
     "norms after attention and MLP",
+    "Mamba-2 layers",
+    "gated delta nets",
+    "gated attention",
+    "layers of half a block",
 ]
 """What a model may have that a plain transformer has not."""
 
@@ -67,6 +71,10 @@ class ModelSpec(LayerSpec):
     mtp_layers: int = 0
     """Depths of multi-token prediction: each a projection, a layer like the last one, and the output layer
     once more."""
+    mtp_pattern: tuple[str, ...] = ()
+    """Kinds of the layers of a depth, where it is not one like the last."""
+    mtp_repeated: bool = False
+    """All depths have the same weights (Megatron's --mtp-use-repeated-layer)."""
     patch_elements: int = 0
     """Elements of a piece of an image that one matrix turns into a token, of a model that begins with
     images; 0 where it begins with a token table."""
@@ -104,6 +112,7 @@ class ModelSpec(LayerSpec):
             )
 
     def _check_groups(self, where: str) -> None:
+        self._check_own(where)
         experts = self.experts
         if experts is not None and not experts.layers_with(self.layers):
             raise InputError(
@@ -118,6 +127,17 @@ class ModelSpec(LayerSpec):
             if known.setdefault(kind.name, kind) != kind:
                 raise InputError(f"{where}: two kinds of layers are named {kind.name}; wanted two names")
         self._check_borders(where)
+
+    def _check_own(self, where: str) -> None:
+        """One half of a block is no model, and depths are made of layers that there are."""
+        if not self.groups and self.half is not None:
+            raise InputError(f"{where}: half is {self.half} of all its layers; wanted it of kinds of layers")
+        if self.groups:
+            known = tuple(kind.name for group in self.groups for kind in group.pattern)
+            for name in self.mtp_pattern:
+                check.known(f"{where}: mtp_pattern", "kind of layer", name, tuple(dict.fromkeys(known)))
+        elif self.mtp_pattern:
+            raise InputError(f"{where}: mtp_pattern names kinds of layers; wanted kinds and groups with it")
 
     def _check_borders(self, where: str) -> None:
         """Each layer takes what the one before it gives."""
@@ -272,6 +292,10 @@ class ModelSpec(LayerSpec):
             "attention sinks": any(kind.sinks for kind in self.kinds),
             "multi-token prediction": self.mtp_layers > 0,
             "norms after attention and MLP": any(kind.post_norms for kind in self.kinds),
+            "Mamba-2 layers": any(kind.mamba is not None for kind in self.kinds),
+            "gated delta nets": any(kind.delta_net is not None for kind in self.kinds),
+            "gated attention": any(kind.attention_gate for kind in self.kinds),
+            "layers of half a block": any(kind.half is not None for kind in self.kinds),
         }
         return tuple(part for part, has in there.items() if has)
 
@@ -332,5 +356,12 @@ class ModelSpec(LayerSpec):
     def mtp_parameters(self) -> int:
         """Of multi-token prediction, which shares table and output layer: per depth a layer, the projection
         of two hidden states to one, two norms before it and one after the layer."""
-        layer = self.kinds[self.kind_of_layer[-1]].block_parameters
-        return self.mtp_layers * (layer + 2 * self.hidden * self.hidden + 3 * self.norm_parameters)
+        layers = sum(kind.block_parameters for kind in self.mtp_kinds)
+        each = layers + 2 * self.hidden * self.hidden + 3 * self.norm_parameters
+        return (1 if self.mtp_repeated and self.mtp_layers else self.mtp_layers) * each
+
+    @property
+    def mtp_kinds(self) -> tuple[LayerKind, ...]:
+        """Layers of a depth of multi-token prediction, in their order."""
+        by_name = {kind.name: kind for kind in self.kinds}
+        return tuple(by_name[name] for name in self.mtp_pattern) or (self.kinds[self.kind_of_layer[-1]],)

@@ -433,6 +433,8 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
                 f"{where}: tp ({stage.tp}) must divide kv_heads of {owner} ({kind.kv_heads}) "
                 "or be a multiple of it"
             )
+        if unsplit := kind.unsplit(stage.tp, plan.execution.context_parallel):
+            raise InputError(f"{where}: {owner}: {unsplit}")
 
 
 def check_experts(where: str, model: ModelSpec, execution: Execution) -> None:

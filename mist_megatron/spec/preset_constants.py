@@ -42,6 +42,7 @@ _BY_BEGINNING: Mapping[str, ModelConstants] = MappingProxyType(
         "qwen2.5-32b": _MILLION,
         "qwen2.5-72b": _MILLION,
         "qwen3-": _QWEN,
+        "qwen3-next-": replace(_QWEN, rotary_base=10_000_000, rotary_share=0.25),
         "deepseek-v2": replace(_DEEPSEEK, rotary_mscale=0.707),
         "deepseek-v3": _DEEPSEEK,
         "moonlight-": ModelConstants(rotary_base=50_000),

@@ -15,6 +15,7 @@ from typing import Any
 from mist_megatron.spec import check
 from mist_megatron.spec.expert_presets import expert_presets
 from mist_megatron.spec.group_presets import group_presets
+from mist_megatron.spec.hybrid_presets import hybrid_presets
 from mist_megatron.spec.model import Family, ModelSpec
 from mist_megatron.spec.preset_constants import constants_of
 
@@ -225,7 +226,7 @@ def _public() -> tuple[ModelSpec, ...]:
 def _all() -> dict[str, ModelSpec]:
     families: tuple[tuple[Family, str], ...] = (("gpt", "gpt3"), ("llama", "llama"), ("falcon", "falcon"))
     mist = [_mist(family, prefix, size) for family, prefix in families for size in _MIST_SIZES]
-    shapes = (*mist, *_public(), *expert_presets(), *group_presets())
+    shapes = (*mist, *_public(), *expert_presets(), *group_presets(), *hybrid_presets())
     return {spec.name: replace(spec, constants=constants_of(spec.name)) for spec in shapes}
 
 

@@ -85,8 +85,7 @@ def test_layouts_say_layers_of_chunks() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model": "Nemotron-3-Nano-30B-A3B"}, "Mamba-2"),
-        ({"model": "Qwen3-Next-80B-A3B"}, "gated delta nets"),
+        ({"model": "Qwen3.6-35B-A3B"}, "beside the text model"),
         ({"model": "DeepSeek-V4-Flash"}, "sparse attention"),
         ({"model": "Megalodon-1B"}, "shape is not known"),
         ({"gpu": "tpu7"}, "not in the catalogue"),

@@ -11,6 +11,7 @@ from mist_megatron.formats.files import load_model
 from mist_megatron.formats.huggingface import model_from_huggingface
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec.expert_presets import PUBLISHED
+from mist_megatron.spec.hybrid_presets import HYBRID_PUBLISHED
 from mist_megatron.spec.presets import PRESETS, PUBLISHED_PARAMETERS
 
 MIST = {"1.3b": (2048, 24, 16), "2.7b": (2560, 32, 32), "7b": (4096, 32, 32), "13b": (5120, 40, 40),
@@ -31,6 +32,15 @@ def test_published_counts_of_experts(name):
     assert source
     assert abs(PRESETS[name].parameters - total) < 0.6e6
     assert abs(PRESETS[name].active_parameters - active) < 6e6
+
+
+@pytest.mark.parametrize("name", HYBRID_PUBLISHED)
+def test_published_counts_of_hybrids(name):
+    """In the digits that were published."""
+    total, active, source = HYBRID_PUBLISHED[name]
+    assert source
+    assert PRESETS[name].parameters == pytest.approx(total, rel=5e-3)
+    assert PRESETS[name].active_parameters == pytest.approx(active, rel=1e-2)
 
 
 @pytest.mark.parametrize(
