@@ -68,3 +68,16 @@ def test_the_schema_of_plans(ran_here) -> None:
         assert not list(judge.iter_errors(plan))
     for key, wrong in (("schema", 2), ("target", "jax"), ("grad_accum", "8"), ("colour", "red")):
         assert list(judge.iter_errors({**recipes[0], key: wrong})), key
+
+
+def test_the_schema_of_profiles(ran_here) -> None:
+    ran = ran_here("reference", "profile", "--schema")
+    judge = jsonschema.Draft202012Validator(json.loads(ran.out))
+    profiles = sorted((ROOT / "calibration" / "profiles").glob("*.yaml"))
+    assert len(profiles) > 8
+    for path in profiles:
+        assert not list(judge.iter_errors(parse(path.read_text(), path.name))), path
+    one = parse(profiles[0].read_text(), "profile")
+    for key, wrong in (("schema", 99), ("gpu", 3), ("colour", "red")):
+        assert list(judge.iter_errors({**one, key: wrong})), key
+    assert ran_here("reference", "weather").code == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from mist_megatron.cli.output import OutputOptions, emit_json
+from mist_megatron.errors import InputError
 
 EXAMPLE = """\
 schema: 1
@@ -27,35 +29,66 @@ stages:
 """A plan that is read by a test, so that the page cannot show one that is refused."""
 
 
+Of = Literal["plan", "profile"]
+
+
 def reference(
+    of: Annotated[str, typer.Argument(metavar="[plan|profile]", help="Of which file.")] = "plan",
     *,
     schema: Annotated[
         bool,
-        typer.Option("--schema", help="Print the JSON Schema of a plan, for editors and other programs."),
+        typer.Option("--schema", help="Print its JSON Schema, for editors and other programs."),
     ] = False,
     output: OutputOptions,
 ) -> None:
-    """Describes every key of plan.yaml: type, default, meaning, and what each target runs."""
+    """Describes every key of plan.yaml, and what each target runs; or every key of a hardware profile."""
+    if of not in get_args(Of):
+        raise InputError(f"reference: got {of!r}, wanted one of {', '.join(get_args(Of))}")
     if schema:
-        from mist_megatron.formats.plan_yaml import json_schema
-
-        emit_json(json_schema())
+        emit_json(_schema(of))
         return
-    output.finish({"sections": [_section_document(*section) for section in _sections()]})
+    output.finish({"sections": [_section_document(*section) for section in _sections(of)]})
     if not output.json:
         # As it is: `mist-megatron reference > docs/plan.md` writes the page of the repository.
-        print(reference_page(), end="")  # noqa: T201
+        print(reference_page(of), end="")  # noqa: T201
 
 
-def reference_page() -> str:
+def _schema(of: str) -> dict[str, Any]:
+    from mist_megatron.formats import plan_yaml, profile_yaml
+
+    return (plan_yaml if of == "plan" else profile_yaml).json_schema()
+
+
+def reference_page(of: str = "plan") -> str:
     """The whole page."""
-    parts = [_HEAD.format(example=EXAMPLE)]
-    parts += [_section_text(title, note, kind) for title, note, kind in _sections()]
-    parts.append(_targets_text())
-    return "\n".join(parts)
+    parts = [_HEAD.format(example=EXAMPLE) if of == "plan" else _PROFILE_HEAD]
+    parts += [_section_text(title, note, kind) for title, note, kind in _sections(of)]
+    return "\n".join([*parts, *([_targets_text()] if of == "plan" else [])])
 
 
-def _sections() -> list[tuple[str, str, type[Any]]]:
+def _sections(of: str) -> list[tuple[str, str, type[Any]]]:
+    return _plan_sections() if of == "plan" else _profile_sections()
+
+
+def _profile_sections() -> list[tuple[str, str, type[Any]]]:
+    from mist_megatron.formats.profile_yaml import ProfileDocument, TableReference
+    from mist_megatron.spec import profile
+
+    return [
+        ("The document", "", ProfileDocument),
+        ("`sources.NAME`", "", profile.Source),
+        ("A figure", "As in `{value: 0.62, source: NAME}`.", profile.Quantity),
+        ("`kernels`", "", profile.KernelCurves),
+        ("`links`", "", profile.LinkCurves),
+        ("`host`", "Between a GPU and the memory of its node.", profile.HostLink),
+        ("`collectives[]`", "", profile.CollectiveCurve),
+        ("`interference[]`", "", profile.InterferenceSet),
+        ("`learned_memory[]`", "Written by `calibrate fit-memory`.", profile.LearnedMemory),
+        ("`tables[]`", "", TableReference),
+    ]
+
+
+def _plan_sections() -> list[tuple[str, str, type[Any]]]:
     from mist_megatron.formats.model_yaml import ModelDocument
     from mist_megatron.formats.plan_yaml import ClusterDocument, PlanDocument
     from mist_megatron.spec.cluster import LinkOverrides
@@ -91,6 +124,13 @@ Unknown keys, wrong sums and impossible divisions are errors. `mist-megatron ref
 """
 
 
+_PROFILE_HEAD = """# A hardware profile
+
+A profile says how fast a GPU, its links and its host are, and where each figure comes from. `mist-megatron
+calibrate` measures and fits one; `--gpu FILE` takes it. `mist-megatron reference profile` prints this page.
+"""
+
+
 def _section_text(title: str, note: str, kind: type[Any]) -> str:
     rows = [
         f"| `{row['key']}` | {row['type']} | {row['default']} | {row['meaning']} |".replace("|  |", "| |")
@@ -118,7 +158,14 @@ def _rows(kind: type[Any]) -> list[dict[str, str]]:
 
 
 def _meanings(kind: type[Any]) -> dict[str, str]:
-    """The text under each field of a dataclass, in one line."""
+    """The text under each field of a dataclass, in one line; what it has of another stands there."""
+    found: dict[str, str] = {}
+    for base in reversed([base for base in kind.__mro__ if is_dataclass(base)]):
+        found |= _own_meanings(base)
+    return found
+
+
+def _own_meanings(kind: type[Any]) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     found: dict[str, str] = {}
     name = ""
@@ -144,7 +191,7 @@ def _type_words(hint: Any) -> str:
         if get_origin(inner) is Literal:
             return f"list of {_type_words(inner)}"
         return "list of whole numbers" if inner is int else "list of mappings"
-    if get_origin(hint) is dict or is_dataclass(hint):
+    if get_origin(hint) in (dict, Mapping) or is_dataclass(hint):
         return "mapping"
     return " or ".join(_type_words(part) for part in get_args(hint))
 
@@ -156,6 +203,8 @@ def _default_words(item: Field[Any]) -> str:
         return "null"
     if isinstance(item.default, bool):
         return str(item.default).lower()
+    if item.default == ():
+        return "none"
     return "none of them" if is_dataclass(item.default) else str(item.default)
 
 

@@ -14,9 +14,10 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from mist_megatron.errors import InputError, ProfileError
-from mist_megatron.formats.document import build_versioned, parse, to_yaml
+from mist_megatron.formats.document import build_versioned, parse, schema_of, to_yaml
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.profile import (
     PROFILE_SCHEMA,
@@ -34,27 +35,42 @@ sends between B200 whose two directions are used."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TableReference:
+class TableReference:
     operator: str
+    """Whose times they are."""
     precision: str
+    """Of its operands."""
     source: str
+    """A key of the profile's `sources`."""
     file: str
+    """Beside the profile, compressed CSV."""
     rows: int
+    """That it has to have."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Document(ProfileBody):
+class ProfileDocument(ProfileBody):
     """profile.yaml as it stands."""
 
     schema: int
-    tables: tuple[_TableReference, ...] = ()
+    """1; of a later format, more."""
+    tables: tuple[TableReference, ...] = ()
+    """Measured times by exact shape."""
+
+
+def json_schema() -> dict[str, Any]:
+    """Of a profile, for editors and other programs."""
+    made = schema_of(ProfileDocument)
+    properties = {**made["properties"], "schema": {"const": PROFILE_SCHEMA}}
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "mist-megatron profile"}
+    return {**made, **about, "properties": properties}
 
 
 def profile_from_text(text: str, where: str, read_table: Callable[[str], bytes]) -> Profile:
     """A profile from its YAML; `read_table` gives the bytes of a table file beside it."""
     try:
         raw = parse(text, where)
-        document = build_versioned(_Document, raw, where, PROFILE_SCHEMA)
+        document = build_versioned(ProfileDocument, raw, where, PROFILE_SCHEMA)
     except InputError as error:
         raise ProfileError(error.message) from None
     tables = []
@@ -81,7 +97,7 @@ def profile_from_text(text: str, where: str, read_table: Callable[[str], bytes])
     return profile
 
 
-def _table(reference: _TableReference, data: bytes, where: str) -> OperatorTable:
+def _table(reference: TableReference, data: bytes, where: str) -> OperatorTable:
     try:
         unpacker = zlib.decompressobj(wbits=31)
         plain = unpacker.decompress(data, MOST_TABLE_BYTES)
@@ -155,7 +171,7 @@ def profile_to_files(profile: Profile, precision_files: Mapping[int, str]) -> di
     for index, table in enumerate(profile.tables):
         name = precision_files[index]
         files[name] = pack_table(table)
-        reference = _TableReference(
+        reference = TableReference(
             operator=table.operator, precision=table.precision, source=table.source, file=name,
             rows=len(table.rows),
         )  # fmt: skip

@@ -30,8 +30,11 @@ class LearnedMemory:
     target: str
     """Whose plans it is added to."""
     framework: str
+    """Which program these runs were of."""
     version: str = ""
+    """Of that program, where it is known."""
     constant_bytes: float
+    """On each GPU, whatever is trained."""
     slopes_bytes: Mapping[str, float]
     """Bytes for each doubling of a feature."""
     ranges: Mapping[str, tuple[float, float]]
@@ -39,7 +42,9 @@ class LearnedMemory:
     margin: float
     """Of what is predicted, kept free in addition: the mean error of the worst group that was held out."""
     rows: int
+    """Measured runs behind it."""
     groups: int
+    """Groups that they fall into."""
     held_out_error: float
     """Mean relative error over groups that were held out, each for itself ..."""
     analytic_error: float

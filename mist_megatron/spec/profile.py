@@ -40,6 +40,7 @@ class Source:
     """Where numbers come from."""
 
     origin: Origin
+    """How far it is from a measurement of our own."""
     text: str
     """Who measured what, under which conditions; for a datasheet its name."""
     uncertainty: float | None = None
@@ -59,7 +60,9 @@ class Quantity:
     """One number with its source, a key of the profile's `sources`."""
 
     value: float
+    """In the unit that its key names."""
     source: str
+    """A key of the profile's `sources`."""
     points: int | None = None
     """Measurements behind it."""
     error: float | None = None
@@ -83,8 +86,11 @@ class KernelCurves:
     batched_gemm_peak_fraction: Quantity | None = None
     """The same for many small products at once (attention without a fused kernel); None for the same."""
     batched_gemm_half_area: Quantity | None = None
+    """M * N of one of them at which half of that is reached."""
     attention_forward_fraction: Quantity
+    """Of the dense datasheet peak, for long sequences in a fused kernel."""
     attention_backward_fraction: Quantity
+    """The same of its backward pass."""
     attention_half_seq: Quantity
     """Sequence at which half of those is reached."""
     memory_fraction: Quantity
@@ -131,15 +137,23 @@ class CollectiveCurve:
     `passes` is 2 (n-1)/n for an all-reduce, (n-1)/n for gather and scatter, 1 for a send."""
 
     kind: CollectiveKind
+    """What it does."""
     ranks: int
+    """Of the group."""
     nodes: int
+    """Over which they are spread."""
     latency_s: float
+    """Of an empty message."""
     bytes_per_s: float
+    """What is passed on per second, as above."""
     source: str
+    """A key of the profile's `sources`."""
     strided: bool = False
     """Its ranks are not neighbours (data parallel beside tensor parallel): over PCIe they cross switches."""
     points: int | None = None
+    """Measurements behind it."""
     error: float | None = None
+    """Mean relative error of the fit over them."""
 
     def __post_init__(self) -> None:
         where = f"{self.kind} of {self.ranks} ranks on {self.nodes} nodes"
@@ -160,7 +174,9 @@ class LinkCurves:
     inter_fraction: Quantity
     """The same between nodes, over the node's adapters."""
     intra_latency_s: Quantity
+    """Of a collective inside a node."""
     inter_latency_s: Quantity
+    """The same between nodes."""
     intra_hop_latency_s: Quantity
     """Added per step of a ring inside a node."""
     inter_hop_latency_s: Quantity
@@ -172,10 +188,13 @@ class HostLink:
     """Pinned copies between host and one GPU while all GPUs of the node copy (contended)."""
 
     h2d_bytes_per_s: Quantity
+    """To the device."""
     d2h_bytes_per_s: Quantity
+    """To the host."""
     both_bytes_per_s: Quantity | None = None
     """Each way, with both ways at once; None where nobody measured it."""
     latency_s: Quantity
+    """Of one copy."""
     host_adam_parameters_per_s: Quantity
     """CPU Adam, one GPU's share of the node."""
 
@@ -185,11 +204,15 @@ class InterferenceSet:
     """Slowdown of each of some streams while exactly these run together."""
 
     streams: tuple[Stream, ...]
+    """Which: 2 to 4 of them."""
     factors: tuple[float, ...]
+    """How much longer each takes then, 1 for as long as alone."""
     identified: tuple[bool, ...]
     """False where the measurements do not determine a factor, which then is the nearest subset's."""
     source: str
+    """A key of the profile's `sources`."""
     points: int | None = None
+    """Measurements behind them."""
     error: float | None = None
     """Cross-validated mean relative error of predicted co-run times."""
     sigma: tuple[float, ...] | None = None
@@ -234,22 +257,31 @@ class ProfileBody:
     """What a profile says beside its tables, which are files of their own."""
 
     name: str
+    """Of the profile, as `calibrate` names it."""
     gpu: str
     """Catalogue name of the device."""
     sources: Mapping[str, Source]
+    """Where its figures come from, by name."""
     kernels: KernelCurves
+    """What is reached where no table holds a shape."""
     links: LinkCurves
+    """Collectives where no curve of their own is measured."""
     host: HostLink
+    """Copies to and from the memory of the node."""
     adam_bytes_per_parameter: Quantity
     """Device memory traffic of one fused Adam step."""
     interference: tuple[InterferenceSet, ...] = ()
+    """Slowdowns of streams that run together."""
     collectives: tuple[CollectiveCurve, ...] = ()
+    """Measured collectives by group size."""
     learned_memory: tuple[LearnedMemory, ...] | None = None
     """Memory that programs take beyond what is computed, one program for each target."""
     clock_mhz: Quantity | None = None
+    """Under load, where it was measured."""
     versions: Mapping[str, str] | None = None
     """Of driver, CUDA, NCCL, torch where known."""
     note: str = ""
+    """For people."""
     content_hash: str = ""
     """Of the file and its tables, filled by the reader."""
 

@@ -1,4 +1,4 @@
-"""docs/plan.md: current, complete, and its example is a plan."""
+"""docs/plan.md and docs/profile.md: current, complete, and the example is a plan."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.document import parse
 from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_from_text
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_the_page_is_what_the_code_says():
-    assert PAGE.read_text("utf-8") == reference_page(), "mist-megatron reference > docs/plan.md"
+@pytest.mark.parametrize("of", ["plan", "profile"])
+def test_the_page_is_what_the_code_says(of):
+    page = (DOCS / f"{of}.md").read_text("utf-8")
+    assert page == reference_page(of), f"mist-megatron reference {of} > docs/{of}.md"
 
 
 def test_the_example_is_a_plan_that_its_target_runs():
@@ -26,14 +28,15 @@ def test_the_example_is_a_plan_that_its_target_runs():
     assert violations(plan_from_text(EXAMPLE, "docs/plan.md")) == ()
 
 
-def sections(capsys):
-    assert run(["reference", "--json"]) == 0
+def sections(capsys, of="plan"):
+    assert run(["reference", of, "--json"]) == 0
     return {part["title"]: part["keys"] for part in json.loads(capsys.readouterr().out)["sections"]}
 
 
 def test_every_key_has_a_meaning(capsys):
     found = sections(capsys)
     assert len(found) == 11
+    found |= sections(capsys, "profile")
     assert not [row["key"] for rows in found.values() for row in rows if not row["meaning"]]
 
 
