@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from mist_megatron.calibrate.error_bars import ErrorBar
 from mist_megatron.cost.memory_parts import part_words, shrunk_by
-from mist_megatron.cost.predict import Prediction, StagePrediction, binding
+from mist_megatron.cost.predict import Prediction, StagePrediction, balance_degrees, binding
 from mist_megatron.events.disagreement import disagreement
 from mist_megatron.events.iteration import Simulation
 from mist_megatron.spec.job import Job
@@ -156,6 +156,7 @@ def reasons(plan: Plan, prediction: Prediction) -> list[str]:
     split += [(step.first_and_last_s, "first and last micro-batch")]
     return [
         *kind_lines(plan),
+        *strategy_lines(plan, prediction),
         f"time binds in stage {slowest}: {listed}",
         "step: " + ", ".join(f"{name} {seconds / step.total_s:.0%}" for seconds, name in split),
         *fullest_words(plan, prediction),
@@ -164,6 +165,21 @@ def reasons(plan: Plan, prediction: Prediction) -> list[str]:
         f"{share['interpolated']:.0%} interpolated, "
         f"{share['extrapolated']:.0%} extrapolated",
     ]
+
+
+def strategy_lines(plan: Plan, prediction: Prediction) -> list[str]:
+    """Where layers have strategies of their own: which, and how even time and memory of stages are (eq. 6 of
+    Galvatron-BMW)."""
+    lines = [
+        f"stage {index}: " + ", ".join(f"{run.count} x {run.strategy}" for run in stage.strategies)
+        for index, stage in enumerate(plan.stages)
+        if stage.strategies
+    ]
+    if not lines or len(plan.stages) == 1:
+        return lines
+    time, memory = balance_degrees(prediction)
+    even = 1.0 - 1.0 / len(plan.stages)
+    return [*lines, f"balance of time {time:.3f}, of memory {memory:.3f}; {even:.3f} is even"]
 
 
 def kind_lines(plan: Plan) -> list[str]:

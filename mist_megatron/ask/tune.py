@@ -34,6 +34,7 @@ from mist_megatron.cost.predict import Prediction, predict, prediction_document
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_mapping, plan_to_yaml
 from mist_megatron.search.execution import execution_choices
+from mist_megatron.search.galvatron import LayerwiseResult, search_layerwise
 from mist_megatron.search.search import (
     SearchResult,
     Settings,
@@ -278,6 +279,9 @@ def searched(
     evaluator_of: Callable[[Job], tuple[StageEvaluator, str]] = evaluator_for,
 ) -> tuple[SearchResult, Priced]:
     """One search over all ways of execution, and what each was priced by."""
+    if space.layerwise is not None:
+        evaluator, origin = evaluator_of(job)
+        return search_layerwise(evaluator, space, settings, means.watch), {job.execution: (evaluator, origin)}
     ways, origins = [], {}
     for choice in execution_choices(job, space, settings.limits):
         evaluator, origin = evaluator_of(choice.job)
@@ -313,6 +317,7 @@ def _told(
         seconds=seconds,
         settings=settings,
         asked=space,
+        notes=(result.words(),) if isinstance(result, LayerwiseResult) else (),
     )
 
 

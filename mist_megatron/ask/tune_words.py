@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, get_args
 
 from mist_megatron.ask.gpu_counts import NumberWords, on_best_number, wanted_number, whole_batch
 from mist_megatron.ask.job_words import AskedJob, asked_job
@@ -23,8 +23,10 @@ from mist_megatron.ask.words import Texts, texts, with_words
 from mist_megatron.ask.workers import within, worker_pool
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.bounds import Solver
+from mist_megatron.search.layer_rules import Balance, PerLayer
 from mist_megatron.search.search import Settings, StoppedEmpty, Watch
 from mist_megatron.search.space import Space, parse_limits, space_named
+from mist_megatron.spec import check
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.links import LinkMatrix
 
@@ -54,6 +56,10 @@ class TuneWords(NumberWords, total=False):
     """Processes; more than 1 needs a script that guards its start by `if __name__ == "__main__"`."""
     solver: str
     """exact, or milp (PuLP with HiGHS)."""
+    strategies_per_stage: str
+    """Of spaces with a strategy per layer: how many a stage may have; full for any number."""
+    balance: str
+    """Of such spaces, how layers move between stages: heuristic, or exact."""
     time_limit: float | None
     """Seconds; the best so far after that."""
     out: str | Path | None
@@ -78,6 +84,8 @@ AS_USUAL: TuneWords = {
     "top": 2,
     "workers": 1,
     "solver": "exact",
+    "strategies_per_stage": "2",
+    "balance": "heuristic",
     "force": False,
 }
 """What is left out; the command line has the same."""
@@ -176,7 +184,22 @@ def _settings(words: TuneWords) -> Settings:
             "--solver milp: PuLP is not installed, an extra of this package",
             details=("try: pip install 'mist-megatron[milp]', or --solver exact, which proves the same",),
         )
-    return Settings(step=words["grid"], top=words["top"], solver=SOLVERS[words["solver"]], limits=limits)
+    return Settings(
+        step=words["grid"],
+        top=words["top"],
+        solver=SOLVERS[words["solver"]],
+        limits=limits,
+        per_layer=per_layer_of(words["strategies_per_stage"], words["balance"]),
+    )
+
+
+def per_layer_of(most: str, balance: str) -> PerLayer:
+    """How strategies per layer are searched."""
+    if str(most) != "full" and not (str(most).isdecimal() and int(most) > 0):
+        raise InputError(f"--strategies-per-stage is {most}; wanted a number from 1 on, or full")
+    check.known("--balance", "way", balance, get_args(Balance))
+    way: Balance = "exact" if balance == "exact" else "heuristic"
+    return PerLayer(most=None if str(most) == "full" else int(most), balance=way)
 
 
 def space_of(named: str | Space) -> Space:

@@ -43,6 +43,19 @@ class SearchOptions(OptionGroup):
     solver: Annotated[str, typer.Option(help="exact, or milp (PuLP with HiGHS).", rich_help_panel=PANEL)] = (
         "exact"
     )
+    strategies_per_stage: Annotated[
+        str,
+        typer.Option(
+            help="Of spaces with a strategy per layer: how many a stage may have, or full.",
+            rich_help_panel=PANEL,
+        ),
+    ] = "2"
+    balance: Annotated[
+        str,
+        typer.Option(
+            help="Of such spaces, how layers move between stages: heuristic, or exact.", rich_help_panel=PANEL
+        ),
+    ] = "heuristic"
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds; the best so far after that.", rich_help_panel=PANEL)
     ] = None

@@ -195,6 +195,10 @@ class StageEvaluator:
         peak = sizes["held"] + self._beyond(sizes)
         return {**terms, "transient": peak - sizes["held"] - terms["activations"]}
 
+    def named_bytes(self, grid: StageGrid) -> dict[str, Array]:
+        """`term.*` of memory, and as `beyond.*` what each moment that may be the peak adds to that."""
+        return self._memory(grid)
+
     def peak_moment(self, grid: StageGrid) -> str:
         """When one configuration holds most."""
         sizes = self._memory(grid)

@@ -109,7 +109,8 @@ def placed_layout(
         first = [k for k in places if k // step % size == 0]
         alike = [tuple(ranks[k + step * each] for each in range(size)) for k in first]
         groups.append((group, _spans(cluster, gpu_of, alike)))
-    return Placed(groups=tuple(groups), before=(), after=(), every_border=(), tied=())
+    tied = Span(min(len({gpu // cluster.linked_gpus for gpu in gpu_of}), 2), 1)
+    return Placed(groups=tuple(groups), before=(), after=(), every_border=(), tied=(tied,))
 
 
 def _border(plan: Plan, one: int, other: int) -> Spans:

@@ -439,6 +439,21 @@ def binding(prediction: Prediction) -> dict[str, Any]:
     }
 
 
+def balance_degrees(prediction: Prediction) -> tuple[float, float]:
+    """Galvatron-BMW's alpha_t and alpha_m: what the slowest and the fullest stage leave to the others; of p
+    equal stages 1 - 1 / p."""
+    times = [stage.stable_s + stage.beyond_s[0] for stage in prediction.stages]
+    sizes = [stage.peak_memory_bytes for stage in prediction.stages]
+    return 1.0 - max(times) / sum(times), 1.0 - max(sizes) / sum(sizes)
+
+
+def _balance(prediction: Prediction) -> dict[str, Any]:
+    """Told where layers have strategies of their own."""
+    if all(Term.RESHARDING not in stage.stable_terms_s for stage in prediction.stages):
+        return {}
+    return {"balance": dict(zip(("time", "memory"), balance_degrees(prediction), strict=True))}
+
+
 def prediction_document(prediction: Prediction) -> dict[str, Any]:
     """The JSON of `predict --json` and of a plan's `prediction`: seconds and bytes throughout."""
     time = prediction.time
@@ -458,6 +473,7 @@ def prediction_document(prediction: Prediction) -> dict[str, Any]:
         },
         "binding": binding(prediction),
         "measured_share": dict(prediction.measured_share),
+        **_balance(prediction),
         "stages": [_stage_document(stage) for stage in prediction.stages],
     }
 

@@ -21,6 +21,7 @@ from mist_megatron.search.families import MixedFamily, mixed_families
 from mist_megatron.search.infeasible import Asked, no_plan
 from mist_megatron.search.kinds import solve_kinds
 from mist_megatron.search.known import Item, Known
+from mist_megatron.search.layer_rules import PER_LAYER, PerLayer
 from mist_megatron.search.mixed import MixedBound, solve_mixed
 from mist_megatron.search.pipelines import (
     EqualPipeline,
@@ -48,6 +49,7 @@ class Status(Enum):
     """No plan of the space is faster."""
     TIME_LIMIT = "time limit"
     INTERRUPTED = "interrupted"
+    FOUND = "found"  # not all plans of the space were looked at
 
 
 class StoppedEmpty(NoFeasiblePlan):
@@ -72,6 +74,8 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     known: tuple[Known, ...] = ()
     """What searches before this one say of shapes; nothing that is found depends on it."""
+    per_layer: PerLayer = PER_LAYER
+    """Of spaces with a strategy per layer."""
 
 
 class NoneFaster(NoFeasiblePlan):

@@ -14,6 +14,7 @@ from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, Zero
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.spec.schedule import usual_schedule
+from mist_megatron.spec.strategies import LayerRun
 
 StageChoice = dict[str, float]
 """Layers and one value per axis: what a stage of a solution runs."""
@@ -29,6 +30,8 @@ class Solution:
     """What `predict` tells of it."""
     execution: Execution
     """What of the target's switches is set."""
+    strategies: tuple[tuple[LayerRun, ...], ...] = ()
+    """By stage, where each layer has a strategy of its own."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,10 @@ def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
         target=job.target,
         grad_accum=shape.grad_accum,
         stages=tuple(
-            _stage_plan(mesh, choice) for mesh, choice in zip(shape.meshes, solution.stages, strict=True)
+            _stage_plan(mesh, choice, runs)
+            for mesh, choice, runs in zip(
+                shape.meshes, solution.stages, solution.strategies or ((),) * shape.stages, strict=True
+            )
         ),
         schedule=usual_schedule(shape.vpp),
         vpp=shape.vpp,
@@ -90,7 +96,7 @@ def _spread(model: ModelSpec, shape: EqualPipeline | MixedPipeline, execution: E
 _LEVELS: dict[int, Zero] = {0: 0, 1: 1, 2: 2, 3: 3}
 
 
-def _stage_plan(shape: EqualPipeline, choice: StageChoice) -> StagePlan:
+def _stage_plan(shape: EqualPipeline, choice: StageChoice, runs: tuple[LayerRun, ...]) -> StagePlan:
     return StagePlan(
         layers=int(choice["layers"]),
         nodes=shape.nodes,
@@ -102,4 +108,5 @@ def _stage_plan(shape: EqualPipeline, choice: StageChoice) -> StagePlan:
         ckpt=int(choice["ckpt"]),
         recompute=RECOMPUTE_KINDS[int(choice["recompute"])],
         offload=Offload(**{kind: choice[kind] for kind in KINDS}),
+        strategies=runs,
     )

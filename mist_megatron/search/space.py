@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from mist_megatron.errors import InputError
+from mist_megatron.search.layer_rules import LayerRules
 from mist_megatron.spec import check
 from mist_megatron.spec.kinds import (
     ANY_FRACTION,
@@ -73,11 +74,18 @@ class Space:
     layer_steps: bool = False
     """The job's steps are decoupled."""
     optimizer_offload_least_zero: int = 0
+    layerwise: LayerRules | None = None
+    """Each layer has a strategy of its own (`balance.py`); of all else here nothing holds then."""
     of_paper: bool = False
     """It is what a paper searched: to compare with it, not what anybody would choose from."""
 
     def varies(self) -> tuple[str, ...]:
         """Names of what this space searches, for the list of spaces."""
+        if self.layerwise is not None:
+            rules = self.layerwise
+            named = ["pp"] * (rules.pipeline == "any") + ["recomputed or not"] * rules.ckpt
+            moves = ["layers per stage"] * rules.balanced
+            return (*rules.axes, *named, *moves, "micro_batch", "grad_accum", "all per layer")
         found = ["dp", "micro_batch", "grad_accum"]
         found += ["tp"] * self.tensor_parallel + ["pp"] * self.pipeline
         found += ["layers per stage"] * (self.uneven_layers or self.near_even)
@@ -98,6 +106,45 @@ class Space:
         found += ["GPUs, dp, tp and micro-batch per stage"] * self.unequal
         return (*found, *(["all per stage"] if self.per_stage else []))
 
+
+_PURE = "one parallelism for all layers: "
+LAYERWISE: tuple[tuple[str, str, LayerRules], ...] = (
+    ("galvatron-dp", _PURE + "data", LayerRules(axes=("dp",), pipeline="none")),
+    ("galvatron-tp", _PURE + "tensor", LayerRules(axes=("tp",), pipeline="none")),
+    ("galvatron-pp", _PURE + "pipeline", LayerRules(axes=(), pipeline="only")),
+    ("galvatron-sdp", _PURE + "sharded data", LayerRules(axes=("sdp",), pipeline="none")),
+    (
+        "galvatron-3d",
+        "two stages, two tensor-parallel ranks, the rest data-parallel",
+        LayerRules(axes=("dp", "tp"), fixed=(2, 2)),
+    ),
+    (
+        "galvatron-dp+tp",
+        "data or tensor parallelism per layer",
+        LayerRules(axes=("dp", "tp"), pipeline="none", within=("galvatron-dp", "galvatron-tp")),
+    ),
+    (
+        "galvatron-dp+pp",
+        "data and pipeline parallelism",
+        LayerRules(axes=("dp",), within=("galvatron-dp", "galvatron-pp")),
+    ),
+    (
+        "galvatron",
+        "per layer data, sharded data and tensor parallelism in any order; equal stages",
+        LayerRules(within=("galvatron-dp+tp", "galvatron-dp+pp", "galvatron-sdp", "galvatron-3d")),
+    ),
+    (
+        "galvatron-base",
+        "galvatron with recomputation per layer",
+        LayerRules(ckpt=True, within=("galvatron",)),
+    ),
+    (
+        "galvatron-bmw",
+        "galvatron-base with layers moved between stages, balanced in time and memory",
+        LayerRules(ckpt=True, balanced=True, within=("galvatron-base",)),
+    ),
+)
+"""Of Galvatron-BMW (Wang et al. 2023, section VII-A), for targets whose layers may differ."""
 
 _SPACES = (
     Space(
@@ -175,6 +222,10 @@ _SPACES = (
         zero=(1, 2, 3),
         offload=ANY_FRACTION,
     ),
+    *(
+        Space(name=name, summary=summary, of_paper=True, layerwise=rules, zero=(0, 3))
+        for name, summary, rules in LAYERWISE
+    ),
     Space(
         name="full",
         summary="everything that the target can run",
@@ -214,6 +265,12 @@ def cut_to_target(
 ) -> Space:
     """The part of a space that a target can run. Refuses where nothing of it is left."""
     able = TARGETS[target].can(precision, execution)
+    if space.layerwise is not None and not able.layer_strategies:
+        raise InputError(
+            f"--space {space.name}: layers of target {target} all run alike; wanted a target whose layers "
+            "may have strategies of their own",
+            details=("try: --target torch",),
+        )
     decoupled = able.decoupled_step and execution is not None and bool(execution.decoupled_step)
     least = able.decoupled_least_zero if decoupled else 0
     zero = tuple(level for level in space.zero if level in able.zero and level >= least)
