@@ -56,7 +56,7 @@ def reference(
 def _schema(of: str) -> dict[str, Any]:
     from mist_megatron.formats import plan_yaml, profile_yaml
 
-    return (plan_yaml if of == "plan" else profile_yaml).json_schema()
+    return plan_yaml.json_schema() if of == "plan" else profile_yaml.json_schema()
 
 
 def reference_page(of: str = "plan") -> str:
@@ -73,6 +73,7 @@ def _sections(of: str) -> list[tuple[str, str, type[Any]]]:
 def _profile_sections() -> list[tuple[str, str, type[Any]]]:
     from mist_megatron.formats.profile_yaml import ProfileDocument, TableReference
     from mist_megatron.spec import profile
+    from mist_megatron.spec.learned_memory import LearnedMemory
 
     return [
         ("The document", "", ProfileDocument),
@@ -83,7 +84,7 @@ def _profile_sections() -> list[tuple[str, str, type[Any]]]:
         ("`host`", "Between a GPU and the memory of its node.", profile.HostLink),
         ("`collectives[]`", "", profile.CollectiveCurve),
         ("`interference[]`", "", profile.InterferenceSet),
-        ("`learned_memory[]`", "Written by `calibrate fit-memory`.", profile.LearnedMemory),
+        ("`learned_memory[]`", "Written by `calibrate fit-memory`.", LearnedMemory),
         ("`tables[]`", "", TableReference),
     ]
 
