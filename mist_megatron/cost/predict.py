@@ -193,8 +193,8 @@ def _kinds_of(plan: Plan, position: int) -> dict[str, Any]:
     ]
     return {
         "counts": tuple(counts),
-        "runs": tuple((of_layer[chunk[0]], of_layer[chunk[-1]]) for chunk in chunks),
-        "before": of_layer[chunks[0][0] - 1] if chunks[0][0] and not plan.model.alike else None,
+        "runs": tuple((of_layer[chunk[0]], of_layer[chunk[-1]]) for chunk in chunks if chunk),
+        "before": of_layer[chunks[0].start - 1] if chunks[0].start and not plan.model.alike else None,
     }
 
 

@@ -330,8 +330,8 @@ def _chunks(plan: Plan, position: int, kinds: _Kinds) -> tuple[tuple[NamedLayer,
             NamedLayer(f"layer {layer}", kinds.blocks[of_layer[layer]][layer in again[chunk]])
             for layer in chunks[chunk]
         ]
-        end = chunks[chunk][-1]
-        if end not in again[chunk]:
+        end = chunks[chunk].stop - 1
+        if layers and end not in again[chunk]:
             layers[-1] = replace(layers[-1], work=kinds.last_kept[of_layer[end]])
         if position == 0 and chunk == 0 and kinds.embedding is not None:
             layers.insert(0, NamedLayer("embedding", kinds.embedding))

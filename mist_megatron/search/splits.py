@@ -27,7 +27,7 @@ def splits_layers(space: Space, stages: int, vpp: int) -> bool:
 @lru_cache(maxsize=4096)
 def layer_splits(layers: int, stages: int, vpp: int) -> tuple[tuple[int, ...], ...]:
     """All of them. Of chunks only those next to embedding and head may be smaller than those of the same
-    place on other stages, and every chunk has a layer."""
+    place on other stages, and every chunk has a layer, or embedding or head."""
     found: list[tuple[int, ...]] = []
     share = -(-layers // stages)
     near = range(max(1, share - FEWER), min(share + 2 * FEWER, layers - stages + 1) + 1)
@@ -49,9 +49,12 @@ def _is_near(split: tuple[int, ...]) -> bool:
 
 
 def _meets(split: tuple[int, ...], vpp: int) -> bool:
-    """Whether what a stage lacks is in one chunk."""
+    """Whether what a stage lacks is in one chunk, which embedding or head may have for themselves where all
+    others have one layer."""
     most = max(split)
     whole, rest = divmod(most, vpp)
+    if whole == 1 and not rest:
+        return all(n == most for n in split[1:-1]) and most - min(split) <= 1
     of_first = whole + (rest > 0) - 1
     return whole >= 1 and most - split[0] <= of_first and all(most - n <= whole - 1 for n in split[1:])
 

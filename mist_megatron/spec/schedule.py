@@ -121,11 +121,13 @@ def _interleaved(ranks: int, micro_batches: int, vpp: int, costs: PassCosts) -> 
 
 
 def _check_chunks(layers: Sequence[int], grad_accum: int, vpp: int) -> None:
-    """Every chunk has a layer, and every round as many micro-batches as there are stages."""
+    """Every chunk has a layer, or embedding or head; and every round as many micro-batches as stages."""
     if len(layers) < 2:
         raise InputError("plan: the interleaved schedule needs at least 2 stages, got 1")
     for index, chunks in enumerate(chunk_layers(layers, vpp)):
-        if min(chunks) < 1:
+        # The embedding may be a chunk of its own, and so may the head.
+        full = chunks[index == 0 : vpp - (index == len(layers) - 1)]
+        if min(chunks) < 0 or min(full, default=1) < 1:
             raise InputError(
                 f"plan: stages[{index}].layers is {layers[index]}; wanted one for each of vpp {vpp} chunks "
                 f"where the largest stage has {max(layers)}"
@@ -155,7 +157,8 @@ def uneven_chunks(layers: int, most: int, vpp: int, *, first: bool) -> tuple[int
         taken = min(lacking, max(chunks[place] - 1, 0))
         chunks[place] -= taken
         lacking -= taken
-    chunks[places[-1]] -= lacking
+    # Every chunk has one layer: the one beside embedding or head can do without, and no other.
+    chunks[places[0]] -= lacking
     return tuple(chunks)
 
 

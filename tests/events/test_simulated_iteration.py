@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from plans_to_play import FULL_OFFLOAD, MODEL, benchmark_program, evaluator_of, plan_of
 
+from mist_megatron.cost.predict import predict
 from mist_megatron.errors import InputError
 from mist_megatron.events.engine import Stream
 from mist_megatron.events.iteration import Simulation, simulate, with_schedule
@@ -330,6 +331,13 @@ def test_work_grows_with_events_only() -> None:
     some, more = (play(plan_of(4, 4, target="megatron", grad_accum=count)) for count in (8, 16))
     assert more.events == pytest.approx(2 * some.events, rel=0.02)
     assert more.prices == some.prices < 20
+
+
+def test_embedding_and_head_as_chunks_of_their_own_take_what_the_closed_form_says() -> None:
+    layers = (3, 4, 4, 3)
+    plan = plan_of(*layers, target="megatron", grad_accum=16, schedule="interleaved", vpp=4)
+    assert [chunks.count(0) for chunks in plan.chunk_layers] == [1, 0, 0, 1]
+    assert play(plan).iteration_s == pytest.approx(predict(plan, evaluator_of(plan)).iteration_s, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def plans_of(
     tp, cp, dp, vpp = sizes
     gpus, per_node, batch = tp * cp * dp, job.cluster.gpus_per_node, job.training.global_batch
     for micro_batch, zero in itertools.product(range(1, batch // dp + 1), (0, 1)):
-        if batch % (dp * micro_batch) or min(map(min, chunk_layers(split, vpp))) < 1:
+        if batch % (dp * micro_batch) or min(map(min, chunk_layers(split, vpp))) < 0:
             continue
         for again in {0, 1, max(map(max, chunk_layers(split, vpp)))}:
             ckpt = [recomputed_of(chunks, again) for chunks in chunk_layers(split, vpp)]

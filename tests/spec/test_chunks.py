@@ -23,6 +23,13 @@ def test_embedding_and_loss_stand_for_a_layer_each() -> None:
     assert set(chunks[1:-1]) == {(2,) * 8}
 
 
+def test_embedding_and_head_may_be_chunks_of_their_own() -> None:
+    """The same with 126 layers on 16 stages of 8 chunks (NVIDIA's Llama 3.1 405B on 256 GB200)."""
+    chunks = chunk_layers([7, *[8] * 14, 7], 8)
+    assert chunks[0] == (0, *[1] * 7) and chunks[-1] == (*[1] * 7, 0)
+    assert set(chunks[1:-1]) == {(1,) * 8}
+
+
 @pytest.mark.parametrize("layers", [(5, 5, 5), (4, 5, 4), (7, 8, 9), (5, 7, 3), (16, 12)])
 @pytest.mark.parametrize("vpp", [1, 2, 3, 4])
 def test_chunks_have_all_layers(layers: tuple[int, ...], vpp: int) -> None:
