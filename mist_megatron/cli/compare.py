@@ -8,8 +8,10 @@ import typer
 from rich.table import Table
 
 from mist_megatron.cli.options import JobOptions
-from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.cli.output import OutputOptions
+from mist_megatron.cli.output import table as rich_table
 from mist_megatron.cli.progress import search_watch
+from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
     from mist_megatron.ask.compare import Compared
@@ -28,12 +30,27 @@ def compare(
         list[str] | None,
         typer.Option(help="Compare frameworks instead, each at its best: megatron,deepspeed."),
     ] = None,
+    table: Annotated[
+        bool,
+        typer.Option("--table", help="Layer-wise spaces: samples/s by model and memory, at the best batch."),
+    ] = False,
+    models: Annotated[
+        list[str] | None, typer.Option(help="With --table: models, in the place of --model.")
+    ] = None,
+    budgets: Annotated[
+        list[str] | None, typer.Option(help="With --table: memory per GPU, such as 8GiB,16GiB.")
+    ] = None,
     grid: Annotated[float, typer.Option(help="Step of the offload fractions.")] = 0.125,
     output: OutputOptions,
 ) -> None:
     """Finds the best plan of each space, or of each framework: what the freedom of each is worth."""
     from mist_megatron.ask.compare import compare as compare_spaces
 
+    if table:
+        _paper_table(job, spaces or targets, {"models": models or (), "budgets": budgets or ()}, output)
+        return
+    if models or budgets:
+        raise InputError("--models and --budgets are of --table")
     with search_watch() as watch:
         compared = compare_spaces(space=spaces, targets=targets, grid=grid, watch=watch, **job.words())
     output.finish(compared.to_dict())
@@ -42,6 +59,22 @@ def compare(
         for name, best in compared.spaces.items():
             if best.why:
                 output.people.print(f"{name} {best.why}: {best.reason}", markup=False)
+
+
+def _paper_table(
+    job: JobOptions, other: list[str] | None, lists: dict[str, list[str] | tuple[()]], output: OutputOptions
+) -> None:
+    """Models by memory budgets."""
+    from mist_megatron.ask.paper_table import paper_table
+
+    if other:
+        raise InputError("--table shows all layer-wise spaces; wanted neither --space nor --targets")
+    with search_watch() as watch:
+        made = paper_table(watch=watch, **lists, **job.words())
+    output.finish(made.to_dict())
+    if not output.json:
+        head, rows = made.rows()
+        output.people.print(rich_table(head, [list(row) for row in rows], right=head[2:]))
 
 
 def _table(compared: Compared) -> Table:
@@ -55,4 +88,4 @@ def _table(compared: Compared) -> Table:
             continue
         length = round(BAR * speedup / most)
         rows.append([name, f"{best.iteration_s:.4g}", f"{speedup:.2f}x", "█" * length, best.shape])
-    return table((compared.by, "s/step", "speed-up", "", "plan"), rows, right=("s/step", "speed-up"))
+    return rich_table((compared.by, "s/step", "speed-up", "", "plan"), rows, right=("s/step", "speed-up"))

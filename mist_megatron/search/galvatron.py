@@ -74,6 +74,23 @@ def search_layerwise(
     )
 
 
+def best_of_each(
+    evaluator: StageEvaluator, names: Sequence[str], settings: Settings, watch: Watch
+) -> dict[str, Solution]:
+    """The best of several such spaces, those that have a plan that fits; what one knows serves all."""
+    job = evaluator.job
+    require_job(job.model, job.training.precision, job.target)
+    for name in names:
+        cut_to_target(space_named(name), job.target, job.training.precision, job.execution)
+    _require_plain(evaluator, settings.limits)
+    search = _Search(evaluator, settings, watch)
+    try:
+        found = {name: search.best_of(name) for name in names}
+    except _Stopped:
+        raise KeyboardInterrupt from None
+    return {name: plans[0] for name, plans in found.items() if plans}
+
+
 def _require_plain(evaluator: StageEvaluator, limits: Limits) -> None:
     job = evaluator.job
     odd = sorted({*limits.fixed, *limits.most} - set(KNOWN_LIMITS))
