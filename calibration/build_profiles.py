@@ -26,6 +26,7 @@ from profile_links import interference_rows, link_rows, nvlink_rows, simumax_lin
 from profile_recipes import RECIPES, TYPICAL, Draft, Inputs, Recipe, read_inputs
 
 from mist_megatron.formats.profile_yaml import check_units, profile_to_files
+from mist_megatron.price.attention_kernels import narrow_heads, with_exponentials
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.profile import (
     HostLink,
@@ -215,13 +216,18 @@ def simumax_rows(draft: Draft, recipe: Recipe, inputs: Inputs) -> None:
     _fit_gemm(draft, "efficiency")
 
 
+ULTRA = ("gb300", "b300")
+"""Chips whose tables are B200's, with exponentials at twice the rate."""
+
+
 def _simumax_attention(draft: Draft, op: str, sizes: Mapping[str, float], rate: float) -> None:
     """Counted over the full square; backward as 2.5 times forward."""
     batch, seq, heads = sizes["batch"], sizes["seq_len"], sizes["head_num"]
     kv, dim, value_dim = sizes["kv_head_num"], sizes["qk_head_dim"], sizes["v_head_dim"]
-    if dim != value_dim:
-        return
+    dim = (dim + value_dim) / 2.0  # latent attention, whose queries are wider than its values
     flops = 4.0 * batch * heads * seq * seq * dim * (2.5 if op == "sdp_bwd" else 1.0)
+    if draft.gpu.name.startswith(ULTRA):
+        rate *= float(with_exponentials("b200", dim) / with_exponentials(draft.gpu.name, dim))
     # Context-parallel work is priced as a share of the heads, so times are divided nowhere else.
     name = "attention_forward" if op == "sdp_fwd" else "attention_backward"
     draft.attention[name].append((batch, seq, heads, kv, dim, flops / rate))
@@ -236,7 +242,16 @@ def fit_attention(draft: Draft) -> None:
         rows = draft.attention[name]
         if rows:
             shares = [
-                2.0 * b * a * s * s * e * factor / (t * draft.gpu.fp16_flops_per_s.value) * (1.0 + 512.0 / s)
+                2.0
+                * b
+                * a
+                * s
+                * s
+                * e
+                * factor
+                / (t * draft.gpu.fp16_flops_per_s.value)
+                * (1.0 + 512.0 / s)
+                * float(narrow_heads(draft.gpu.name, np.asarray(e)))
                 for b, s, a, _, e, t in rows
             ]
             draft.put(figure, float(np.median(shares)), draft.table_source, len(rows))
@@ -259,7 +274,8 @@ def fitted_figures(draft: Draft, recipe: Recipe, fitted: Mapping[str, Any]) -> N
         if name == "collective_rate":
             _sped_up(draft, value, found)
         elif name not in measured:
-            draft.put(name, value, "fitted", found["rows"])
+            watts = recipe.watts_more if name == "sustained_fraction" else 1.0
+            draft.put(name, watts * value, "fitted", found["rows"])
     if recipe.eight_bit_as:
         other = fitted[recipe.eight_bit_as]
         own = recipe.gpu in other["gpus"]
@@ -269,7 +285,7 @@ def fitted_figures(draft: Draft, recipe: Recipe, fitted: Mapping[str, Any]) -> N
             uncertainty=other["error"] if own else ELSEWHERE,
         )
         name = "eight_bit_sustained_fraction"
-        draft.put(name, other["figures"][name], "eight_bit", other["rows"])
+        draft.put(name, recipe.eight_bit_watts_more * other["figures"][name], "eight_bit", other["rows"])
 
 
 def _sped_up(draft: Draft, rate: float, found: Mapping[str, Any]) -> None:

@@ -90,6 +90,10 @@ class Recipe:
     """Whether the measured machine's network is the catalogue's usual one."""
     fitted: str | None = None
     """Key of fitted.json."""
+    watts_more: float = 1.0
+    """Power over that of the GPU whose sustained share of 16-bit products it has: power limits that."""
+    eight_bit_watts_more: float = 1.0
+    """The same of 8-bit ones."""
     eight_bit_as: str | None = None
     """Another key of fitted.json, whose sustained share products of 8 bits have."""
     note: str = ""
@@ -117,11 +121,13 @@ RECIPES = (
            fitted="b200", eight_bit_as="gb200"),
     Recipe(gpu="gb200-186gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB", fitted="gb200",
            note="kernels as measured on B200"),
-    # Blackwell Ultra: the same processors at more power. B300 has no published run of its own here.
+    # Blackwell Ultra: the same processors at more power (1,400 and 1,200 W: gpu_catalogue.csv). B300 has no
+    # published dense run of its own here.
     Recipe(gpu="gb300-288gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB", fitted="gb200",
-           eight_bit_as="gb300", note="kernels as measured on B200"),
+           watts_more=1400 / 1200, eight_bit_as="gb300", note="kernels as measured on B200"),
     Recipe(gpu="b300-sxm-288gb", simumax="b200_bf16_ceperm", interference="A100-SXM4-40GB", fitted="gb200",
-           eight_bit_as="gb300", note="kernels as measured on B200, sustained as on GB300, the same chip"),
+           watts_more=1100 / 1200, eight_bit_as="gb300", eight_bit_watts_more=1100 / 1400,
+           note="kernels as measured on B200, sustained as on GB300, the same chip at 1,100 W"),
 )  # fmt: skip
 
 

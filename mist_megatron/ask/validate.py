@@ -22,8 +22,9 @@ from mist_megatron.errors import InputError
 from mist_megatron.events.engine import Progress
 from mist_megatron.events.iteration import simulate
 from mist_megatron.formats.files import read_text, write_pieces
-from mist_megatron.price.attention_kernels import AttentionName, with_attention
+from mist_megatron.price.attention_kernels import AttentionName, EightBitAttention, with_attention
 from mist_megatron.price.datasheet import datasheet_profile
+from mist_megatron.price.prices import Prices
 from mist_megatron.price.profile_prices import prices_of
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.profile import Profile
@@ -141,5 +142,7 @@ def _evaluator(job: Job, attention: AttentionName | None, profile: Profile | Non
     if profile is None and attention is None:
         return evaluator_for(job)[0]
     known = profile or profile_of(job.cluster) or datasheet_profile(job.cluster.gpu)
-    prices = prices_of(with_attention(known, attention), job.cluster, job.training.precision)
+    prices: Prices = prices_of(with_attention(known, attention), job.cluster, job.training.precision)
+    if attention == "eight-bit":
+        prices = EightBitAttention(prices)
     return make_evaluator(job, prices, cache=kept_programs())

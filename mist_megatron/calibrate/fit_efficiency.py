@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from mist_megatron.calibrate.measurements import Measurement
 from mist_megatron.errors import InputError
-from mist_megatron.price.prices import BACKWARD_KERNELS, BACKWARD_WORK, causal_flops
-from mist_megatron.price.profile_prices import attention_s, products_s
+from mist_megatron.price.attention_kernels import narrow_heads
+from mist_megatron.price.prices import BACKWARD_KERNELS, BACKWARD_WORK, causal_flops, products_s
+from mist_megatron.price.profile_prices import attention_s
 
 Array = NDArray[np.float64]
 Curve = Callable[[Array, Array], Array]
@@ -75,7 +76,9 @@ def fit_batched_gemm(
     return _fit(rows, rows[:, 2], seconds, dict(zip(names, GEMM_START, strict=False)))
 
 
-def fit_attention(points: Sequence[Measurement], peak_flops_per_s: float, launch_s: float) -> CurveFit:
+def fit_attention(
+    points: Sequence[Measurement], gpu: str, peak_flops_per_s: float, launch_s: float
+) -> CurveFit:
     """Shares of the peak that causal attention reaches forward and backward, and the half sequence."""
     columns = ("batch", "seq", "heads", "head_dim")
     parts = []
@@ -91,6 +94,7 @@ def fit_attention(points: Sequence[Measurement], peak_flops_per_s: float, launch
         batch, seq, heads, head_dim, backward = at[:, 0], at[:, 1], at[:, 2], at[:, 3], at[:, 4]
         forward_share, backward_share, half_seq = np.exp(theta)
         flops = causal_flops(batch, seq, heads, head_dim) * np.where(backward > 0.0, BACKWARD_WORK, 1.0)
+        flops = flops * narrow_heads(gpu, head_dim)
         share = np.where(backward > 0.0, backward_share, forward_share)
         busy = attention_s(flops, seq, peak_flops_per_s * share, half_seq)
         return np.asarray(np.maximum(busy, launch_s * np.where(backward > 0.0, BACKWARD_KERNELS, 1.0)))

@@ -288,7 +288,7 @@ def _attention(draft: _Draft) -> None:
     if not _enough(draft, points, "attention"):
         return
     peak = peak_flops_per_s(draft.request.gpu, "bf16") or peak_flops_per_s(draft.request.gpu, "fp16") or 0.0
-    fit = fit_attention(points, peak, _launch_s(draft))
+    fit = fit_attention(points, draft.request.gpu.name, peak, _launch_s(draft))
     measured = {point.kind for point in points}
     _take(draft, fit, points, [f"{kind}_fraction" for kind in sorted(measured)])
     if len({point.sizes["seq"] for point in points}) > 1:

@@ -27,6 +27,8 @@ from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.recompute import Part
 
 CORE: Part = "attention_core"
+TILE = 128
+"""Rows of queries, and of keys, that kernels of fused attention take at once."""
 
 
 def context_ring(*, latent: bool = False) -> Operator:
@@ -66,6 +68,16 @@ def _pairs_share(layer: LayerSpec) -> Expr | None:
     return (WINDOW * S - WINDOW * (WINDOW - 1) / 2) / causal
 
 
+def _visited_share(layer: LayerSpec) -> Expr | None:
+    """The same of the pairs that a kernel visits: each tile of keys of which any row of a tile of queries
+    sees one, so that about half a tile is visited in vain at both ends of a window."""
+    exact = _pairs_share(layer)
+    if exact is None or layer.attention == "full":
+        return exact
+    causal = S * (S + 1) / 2
+    return (exact * causal + TILE * (2 * S - WINDOW) / 2) / (causal + TILE * S / 2)
+
+
 def in_blocks(layer: LayerSpec) -> bool:
     """Whether tokens see those of their own window and no others: windows of a Swin transformer or of
     Qwen2.5-VL's images, or images beside each other. Each is a short sequence of its own."""
@@ -83,7 +95,7 @@ def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
     width, output = (CORE_DIM, VALUE_WIDTH) if latent else (HEAD_DIM, QUERY)
     # Causal work is half of the full square; flop counters count the square, as here.
     full = 4 * B * heads * S * S * width / CP
-    share = _pairs_share(layer)
+    share, visited = _pairs_share(layer), _visited_share(layer)
     if layer.window is not None:
         full = full * (WINDOW / S if layer.attention == "full" else share)
     # A context-parallel rank computes its share of the square: priced as that share of the heads.
@@ -93,7 +105,7 @@ def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
     return Operator(
         name="attention",
         forward=(
-            Work(name="attention", kind=WorkKind.ATTENTION, flops=full, attention=size, pairs_share=share),
+            Work(name="attention", kind=WorkKind.ATTENTION, flops=full, attention=size, pairs_share=visited),
         ),
         backward=(
             Work(
@@ -101,7 +113,7 @@ def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
                 kind=WorkKind.ATTENTION,
                 flops=full * 5 / 2,
                 attention=size,
-                pairs_share=share,
+                pairs_share=visited,
                 kernels=3,
             ),
         ),

@@ -101,8 +101,6 @@ def make_evaluator(
 _READ: dict[tuple[Store, str], StageProgram] = {}
 """Programs that this process has from a cache: a search asks for the same in each way of execution."""
 MOST_READ = 64
-
-
 MOST_BOUND = 256
 """Programs that are kept: each takes about as much memory as its source."""
 
@@ -434,7 +432,8 @@ class StageEvaluator:
     def _pairs(self, pairs: LayerSizes, grid: StageGrid) -> Pairs:
         """Prices of pairs, a column each."""
         sizes = self.stage.program.run(self.layer_values(grid, pairs))
-        passes = price_passes(self.stage, sizes, self.prices, self._mesh(pairs, grid), grid.placed)
+        mesh, summed = self._mesh(pairs, grid), self._context.grad_bytes
+        passes = price_passes(self.stage, sizes, self.prices, mesh, grid.placed, grad_bytes=summed)
         if self._context.facts.softmax_falls_back and not self.job.training.flash_attention:
             for kind in (kind for kind in self.job.model.kinds if kind.attends):
                 matrices = pairs.micro_batch * kind.heads / pairs.tp

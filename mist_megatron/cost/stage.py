@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -295,15 +295,27 @@ def with_unfused_softmax(
     return result
 
 
+class _At(NamedTuple):
+    """What all work of a stage is priced by."""
+
+    prices: Prices
+    mesh: Mesh[Array]
+    placed: Placed | None
+    grad_bytes: float
+
+
 def price_passes(
     stage: StageProgram,
     sizes: Mapping[str, Array],
     prices: Prices,
     mesh: Mesh[Array],
     placed: Placed | None = None,
+    *,
+    grad_bytes: float = 4.0,
 ) -> dict[tuple[str, str], PassTime]:
     """Seconds of every (layer kind, pass); `sizes` are the program's outputs."""
-    priced = [_price(item, index, sizes, prices, mesh, placed) for index, item in enumerate(stage.items)]
+    at = _At(prices, mesh, placed, grad_bytes)
+    priced = [_price(item, index, sizes, at) for index, item in enumerate(stage.items)]
     shape = np.broadcast_shapes(mesh.tp.shape, *(p.seconds.shape for p in priced))
     result: dict[tuple[str, str], PassTime] = {}
     for layer in dict.fromkeys((*EDGES, *(use.layer for use in stage.uses))):
@@ -347,10 +359,9 @@ def _price(
     item: WorkItem,
     index: int,
     sizes: Mapping[str, Array],
-    prices: Prices,
-    mesh: Mesh[Array],
-    placed: Placed | None,
+    at: _At,
 ) -> Priced:
+    prices, mesh, placed = at.prices, at.mesh, at.placed
     if item.kind == "gemm":
         m, n, k, batch = (sizes[f"w{index}.{name}"] for name in _FIELDS["gemm"])
         return prices.of(Gemm(m, n, k, batch, item.kernels, item.eight_bit))
@@ -361,7 +372,8 @@ def _price(
         return priced if share is None else priced.times(share)
     if item.kind in ("grouped", "grouped_weight"):
         m, n, k, batch = (sizes[f"w{index}.{name}"] for name in _FIELDS[item.kind])
-        return prices.of(GroupedGemm(m, n, k, batch, item.kind == "grouped_weight", item.eight_bit))
+        weights = item.kind == "grouped_weight"
+        return prices.of(GroupedGemm(m, n, k, batch, weights, item.eight_bit, at.grad_bytes))
     if item.kind == "all_to_all":
         copy, top_k, experts, once = (sizes[f"w{index}.{name}"] for name in _FIELDS[item.kind])
         ranks, nodes = mesh.size(item.group), mesh.nodes(item.group)

@@ -7,14 +7,60 @@ are priced with the speed of those; plans are always priced with the profile's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
+
+from mist_megatron.price.prices import Array, Attention, Priced, Prices, Work
 from mist_megatron.spec.profile import Profile, Quantity, Source
 
-AttentionName = Literal["triton-2023", "flash-1"]
+AttentionName = Literal["triton-2023", "flash-1", "eight-bit"]
 FLASH_2_FORWARD, FLASH_2_BACKWARD = 0.60, 0.50
 """Of the peak of A100, as its profiles have it."""
+
+
+USUAL_HEAD = 128.0
+"""Width of heads of which profiles have what attention reaches."""
+_HALF_HEADS = {"h100": 55.0, "h200": 55.0, "h800": 55.0,
+               "b200": 110.0, "gb200": 110.0, "b300": 60.0, "gb300": 60.0}  # fmt: skip
+"""Width of a head of which the exponentials take as long as the products: FlashAttention-3 on H100 reaches
+497, 648 and 756 TFLOP/s with heads of 64, 128 and 256 (Shah et al. 2024), which is as d / (d + 55). On
+Blackwell in proportion to the ratio of peaks: 16 exponentials a cycle and multiprocessor (CUDA C++
+Programming Guide, arithmetic instructions), twice as many on Blackwell Ultra. Before Hopper products hide
+them: FlashAttention-2 on A100 reaches with heads of 64 over nine tenths of what it does with 128 (Dao 2023)."""
+
+
+def with_exponentials(gpu: str, head_dim: Array | float) -> Array:
+    """How many times as long as its products a score takes."""
+    return np.asarray(1.0 + _HALF_HEADS.get(gpu.split("-")[0], 0.0) / np.asarray(head_dim))
+
+
+def narrow_heads(gpu: str, head_dim: Array) -> Array:
+    """The same, against heads of the usual width. Wider ones gain nothing: those of latent attention, of 192
+    and 128 columns, are no faster than of 128 in SimuMax's tables of A100 and B200."""
+    usual = with_exponentials(gpu, USUAL_HEAD)
+    return np.asarray(np.maximum(with_exponentials(gpu, head_dim) / usual, 1.0))
+
+
+EIGHT_BIT_SPEED = 1.5
+"""Attention with operands of 8 bits over that of 16: cuDNN 9 is up to three times as fast as eager PyTorch
+in FP8 where it is twice in bf16 (NVIDIA, Accelerating Transformers with cuDNN 9, 2024); FlashAttention-3's
+forward pass 1.6 times (Shah et al. 2024)."""
+
+
+@dataclass(frozen=True)
+class EightBitAttention:
+    """Other prices, with attention in 8 bits. Plans cannot ask for it; measured runs say that they had it."""
+
+    usual: Prices
+
+    def of(self, work: Work) -> Priced:
+        priced = self.usual.of(work)
+        return priced.times(1.0 / EIGHT_BIT_SPEED) if isinstance(work, Attention) else priced
+
+    def interference(self) -> Array:
+        return self.usual.interference()
 
 
 class Slower(NamedTuple):
@@ -25,7 +71,7 @@ class Slower(NamedTuple):
     source: str
 
 
-SLOWER: Mapping[AttentionName, Slower] = {
+SLOWER: Mapping[str, Slower] = {
     "triton-2023": Slower(
         1.4,
         2.0,
@@ -45,7 +91,7 @@ _ON_HOPPER = "; on Hopper mma instructions reach 0.629 of the peak (Luo et al. 2
 def with_attention(profile: Profile, name: AttentionName | None) -> Profile:
     """A profile with the speed of these kernels instead of its own; itself where none are named. Where it has
     a table of attention that stays."""
-    if name is None:
+    if name is None or name not in SLOWER:
         return profile
     slower = SLOWER[name]
     share = WITHOUT_WGMMA if profile.gpu.startswith(HOPPER) else 1.0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from mist_megatron.price.prices import AllToAll, Array, GroupedGemm
+from mist_megatron.price.prices import AllToAll, Array, GroupedGemm, products_s
 
 SHARPNESS = 4.0
-"""Exponent of the smooth maximum of arithmetic and memory traffic of one expert's product. A curve of this
-form with constants of its own comes out 10 % off in the mean on 108 grouped products of B200 (SimuMax's
-tables, bf16, 128 to 9,832 rows of each expert); with the profile's peak and rates, as here, eight of them,
-which a test holds, come out less than 15 % off in the mean and less than 35 % each."""
+"""Exponent of the smooth maximum of arithmetic and memory traffic of one expert's product."""
+STREAMS = 4.0
+"""On which Transformer Engine runs experts' products in turn (util/multi_stream.h): tiles that do not fill
+the device cost each product that much less than a product alone."""
 EXCHANGE_FRACTION = 0.60
 """Of the datasheet rate of NVLink, for an all-to-all of NCCL inside a domain: SimuMax's fit on 8 B200; 0.55
 and 0.62 follow from the 930 and 827 us of dispatch and combine over 64 GB200 (arXiv:2603.07685)."""
@@ -25,18 +27,33 @@ ONCE_OUTSIDE_FRACTION = 0.90
 that stay inside a node counted with them."""
 
 
-def grouped_s(work: GroupedGemm, *, flops_per_s: float, bytes_per_s: float, launch_s: float) -> Array:
-    """Each expert's product for itself: Transformer Engine runs them one after the other on a few streams."""
+class Curve(NamedTuple):
+    """What products of a device reach."""
+
+    flops_per_s: float
+    half_area: float
+    half_depth: float
+    bytes_per_s: float
+    launch_s: float
+
+
+def grouped_s(work: GroupedGemm, curve: Curve) -> Array:
+    """Each expert's product for itself, by the curve of any product: the depth of a weight's gradient are the
+    expert's rows. On SimuMax's 108 grouped products of B200 and 12 of A100 (gemm_attention_efficiency.csv),
+    of which the curve has seen none, it is 11 and 4 % off in the mean; with neither depth nor area 18, 7."""
     rows, n, k = work.rows, work.n, work.k
     operand = 1.0 if work.eight_bit else 2.0
     if work.weight_grad:
-        moved = operand * rows * (n + k) + 8.0 * n * k
+        area, depth = np.asarray(n * k), np.asarray(rows)
+        moved = operand * rows * (n + k) + 2.0 * work.sum_bytes * n * k
     else:
+        area, depth = np.asarray(rows * n), np.asarray(k)
         moved = operand * (rows * k + n * k) + 2.0 * rows * n
-    busy_s, moved_s = 2.0 * rows * n * k / flops_per_s, moved / bytes_per_s
+    busy_s = products_s(area, depth, curve.flops_per_s, curve.half_area / STREAMS, curve.half_depth)
+    moved_s = moved / curve.bytes_per_s
     longest = np.maximum(np.maximum(busy_s, moved_s), 1e-15)
     blend = (busy_s / longest) ** SHARPNESS + (moved_s / longest) ** SHARPNESS
-    return np.asarray(work.experts * (launch_s + longest * blend ** (1.0 / SHARPNESS)))
+    return np.asarray(work.experts * (curve.launch_s + longest * blend ** (1.0 / SHARPNESS)))
 
 
 def _missed(experts: Array, parts: Array, top_k: Array) -> Array:

@@ -54,8 +54,10 @@ class GroupedGemm:
     k: Array
     experts: Array
     weight_grad: bool = False
-    """(n x rows)(rows x k) instead, added to a gradient in 32 bits."""
+    """(n x rows)(rows x k) instead, added to a gradient ..."""
     eight_bit: bool = False
+    sum_bytes: float = 4.0
+    """... of so many bytes an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,14 @@ class HostAdam:
 def causal_flops(batch: Array, seq: Array, heads: Array, head_dim: Array) -> Array:
     """Of a forward pass of attention that looks back only: half of two products of 2 seq seq head_dim."""
     return 2.0 * batch * heads * seq * seq * head_dim
+
+
+def products_s(
+    area: Array, depth: Array, reached: Array | float, half_area: Array | float, half_depth: Array | float
+) -> Array:
+    """Of products of this area (M N batch) and depth (K): `reached` is what large ones reach of the peak;
+    tiles that do not fill the device and the start of each dot product cost the rest."""
+    return 2.0 * area * depth / reached * (1.0 + half_area / area) * (1.0 + half_depth / depth)
 
 
 def ring_passes(kind: CollectiveKind, ranks: Array) -> Array:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mist_megatron.errors import ProfileError
-from mist_megatron.price.expert_prices import exchange_s, grouped_s
+from mist_megatron.price.attention_kernels import narrow_heads
+from mist_megatron.price.expert_prices import Curve, exchange_s, grouped_s
 from mist_megatron.price.prices import (
     BACKWARD_KERNELS,
     EXACT,
@@ -32,6 +33,7 @@ from mist_megatron.price.prices import (
     MemoryPass,
     Priced,
     Work,
+    products_s,
     ring_passes,
 )
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
@@ -112,12 +114,6 @@ def _average(squares: Array, width: float, values: Array) -> Array:
     return np.asarray(weights @ values / (weights.sum(axis=1) + FADE))
 
 
-def products_s(area: Array, depth: Array, reached: Array, half_area: Array, half_depth: Array) -> Array:
-    """Of products of this area (M N batch) and depth (K): `reached` is what large ones reach of the peak;
-    tiles that do not fill the device and the start of each dot product cost the rest."""
-    return 2.0 * area * depth / reached * (1.0 + half_area / area) * (1.0 + half_depth / depth)
-
-
 def attention_s(flops: Array, seq: Array, reached: Array | float, half_seq: Array | float) -> Array:
     """Of attention, of which short sequences leave most multiprocessors idle."""
     return flops / reached * (1.0 + half_seq / seq)
@@ -196,12 +192,15 @@ class ProfilePrices:
     def _grouped(self, work: GroupedGemm) -> Priced:
         curves, rates = self.profile.kernels, self.rates
         peak = rates.eight_bit_flops_per_s if work.eight_bit else rates.matrix_flops_per_s
-        seconds = grouped_s(
-            work,
+        faster = peak / rates.matrix_flops_per_s
+        curve = Curve(
             flops_per_s=peak * curves.gemm_peak_fraction.value,
+            half_area=faster * curves.gemm_half_area.value,
+            half_depth=faster * curves.gemm_half_depth.value,
             bytes_per_s=self._memory_rate,
             launch_s=curves.launch_s.value,
         )
+        seconds = grouped_s(work, curve)
         sustained = curves.sustained_fraction
         if work.eight_bit and curves.eight_bit_sustained_fraction is not None:
             sustained = curves.eight_bit_sustained_fraction
@@ -248,7 +247,8 @@ class ProfilePrices:
         c, backward = self.profile.kernels, work.backward
         best = c.attention_backward_fraction if backward else c.attention_forward_fraction
         reached = self.rates.matrix_flops_per_s * best.value
-        busy = attention_s(work.flops, work.seq, reached, c.attention_half_seq.value)
+        done = work.flops * narrow_heads(self.profile.gpu, work.head_dim)
+        busy = attention_s(done, work.seq, reached, c.attention_half_seq.value)
         moved = 4.0 * work.batch * work.seq * work.head_dim * (work.heads + work.kv_heads)
         moved = moved * (2.0 if backward else 1.0)
         floor = (BACKWARD_KERNELS if backward else 1) * c.launch_s.value

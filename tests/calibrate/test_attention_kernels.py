@@ -22,11 +22,11 @@ ROW = (
 )
 
 
-def seconds(gpu: str, name: AttentionName | None, *, backward: bool) -> float:
+def seconds(gpu: str, name: AttentionName | None, *, backward: bool, wide: int = 128) -> float:
     cluster = cluster_of(CATALOGUE[gpu], 8)
     profile = profile_of(cluster)
     assert profile is not None
-    sizes = (np.array(float(size)) for size in (1, 65536, 32, 32, 128))
+    sizes = (np.array(float(size)) for size in (1, 65536, 32, 32, wide))
     work = Attention(*sizes, backward=backward)
     return float(prices_of(with_attention(profile, name), cluster, "bf16").of(work).seconds)
 
@@ -46,6 +46,16 @@ def test_old_kernels_take_longer_by_what_was_published(
     gpu = "a100-sxm-80gb"
     ratio = seconds(gpu, name, backward=backward) / seconds(gpu, None, backward=backward)
     assert ratio == pytest.approx(slower, rel=0.01)
+
+
+@pytest.mark.parametrize(("wide", "rate"), [(64, 497 / 648), (128, 1.0)])
+def test_narrow_heads_wait_for_exponentials_on_hopper(wide: int, rate: float) -> None:
+    """FlashAttention-3's published rates (Shah et al. 2024, forward, 16k tokens)."""
+    at = [wide_s / wide for wide_s, wide in (
+        (seconds("h100-sxm-80gb", None, backward=False, wide=wide), wide),
+        (seconds("h100-sxm-80gb", None, backward=False), 128),
+    )]  # fmt: skip
+    assert at[1] / at[0] == pytest.approx(rate, rel=0.02)
 
 
 def test_they_use_less_of_hopper() -> None:
