@@ -28,7 +28,7 @@ _HALF_HEADS = {"h100": 55.0, "h200": 55.0, "h800": 55.0,
 497, 648 and 756 TFLOP/s with heads of 64, 128 and 256 (Shah et al. 2024), which is as d / (d + 55). On
 Blackwell in proportion to the ratio of peaks: 16 exponentials a cycle and multiprocessor (CUDA C++
 Programming Guide, arithmetic instructions), twice as many on Blackwell Ultra. Before Hopper products hide
-them: FlashAttention-2 on A100 reaches with heads of 64 over nine tenths of what it does with 128 (Dao 2023)."""
+them: with heads of 64 FlashAttention-2 on A100 reaches over nine tenths of that with 128 (Dao 2023)."""
 
 
 def with_exponentials(gpu: str, head_dim: Array | float) -> Array:
