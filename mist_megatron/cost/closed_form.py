@@ -252,7 +252,9 @@ def _run(
             ends_pass = phase(layer.first, factors, ZERO, into_first)
             first = replace(first, last_s=np.where(step_out_s > 0.0, ends_pass.last_s, first.last_s))
     backward = phase(layer.backward, factors, layer.accumulate_s, into_backward)
-    departing_s = into_backward + departure_s(last, factors)
+    # Gradients that visit turn round where they are on their way out when the last backward pass ends.
+    ending = replace(last, copy_out_s=ZERO) if facts.host_copies.states_visit else last
+    departing_s = into_backward + departure_s(ending, factors)
     last_backward = phase(last, factors, layer.accumulate_s, departing_s)
     if last is not layer.backward and facts.pipeline.later_stages_at_once:
         last_backward = _begun_alone(last_backward, layer)

@@ -282,8 +282,8 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     frozen_bytes = HALF * (still + still_edges) / _sharded(Z3, ranks)
     widest = _widest(model, options, role)
     needs_weights, needs_grads = _either(Z3, OFFLOAD.weights), _either(Z2, OFFLOAD.grads)
-    buffers = 2 * HALF * widest * needs_weights + 2 * Integer(grad) * widest * needs_grads
-    buffers = buffers + _buckets(facts)
+    buffers = facts.weights_at_once * HALF * widest * needs_weights + _buckets(facts)
+    buffers = buffers + facts.grads_at_once * Integer(grad) * widest * needs_grads
     states = {
         "weights": term(2, Z3, OFFLOAD.weights, ZERO) + frozen_bytes,
         "grads": term(grad, Z2, OFFLOAD.grads, ZERO),

@@ -342,7 +342,7 @@ def _step_work(
         step[Term.TIED_EMBEDDINGS] = Linear(priced.seconds)
     share = shares(count, experts, grid, context)
     if facts.host_copies.states_visit:
-        _visits(grid, count, context, step)
+        _visits(grid, loads, count, context, step)
     if facts.step.in_first_forward:
         _steps_in_first_forward(grid, loads, count, blocks, context, step)
         return step
@@ -399,12 +399,20 @@ def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: Ti
     return sum(layers, start=Linear(sum(edges, start=at_once)))
 
 
-def _visits(grid: StageGrid, count: Array, context: TimeContext, step: dict[Term, Linear]) -> None:
-    """Offloaded gradients come back before the reduction, when nothing else runs; offloaded weights come and
-    go unit by unit, one after another's update, where those are not part of a forward pass."""
+def _visits(
+    grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext, step: dict[Term, Linear]
+) -> None:
+    """Offloaded gradients come back before the reduction, when nothing else runs, but for the last three that
+    left, which are still there; offloaded weights come and go unit by unit, one after another's update, where
+    those are not part of a forward pass."""
     if not (np.any(grid.offload.grads) or np.any(grid.offload.weights)):
         return
-    seconds = host_copy(grid.offload.grads * context.grad_bytes * count, "h2d", context)
+    first = loads.blocks[grid.runs[0][0] if grid.runs else 0].parameters
+    there = 3.0 * first
+    if loads.embedding is not None:
+        there = np.where(grid.offload.grads < 1.0, there, 2.0 * first + loads.embedding.parameters)
+    away = np.maximum(grid.offload.grads * count - there, 0.0)
+    seconds = host_copy(context.grad_bytes * away, "h2d", context)
     if not context.facts.step.in_first_forward:
         weights = grid.offload.weights * context.weight_bytes * count
         both = host_copy(weights, "h2d", context), host_copy(weights, "d2h", context)

@@ -401,6 +401,8 @@ class _Builder:
         stages, ends, begun = self.work.stages, [], []
         for number, stage in enumerate(stages):
             rank, step = self.ranks[number], stage.step
+            if step.turn_round:
+                rank.unfinished.pop(Stream.DEVICE_TO_HOST, None)
             end = [*rank.end, *rank.holds, *rank.unfinished.values()]
             begun.append(len(self.built.kind))
             copied = ("copy in", "offloaded states", Stream.HOST_TO_DEVICE, step.visits_s)

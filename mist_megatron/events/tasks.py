@@ -98,6 +98,8 @@ class StepTasks:
 
     visits_s: float = 0.0
     """Offloaded states come to the device for what follows."""
+    turn_round: bool = False
+    """Those on their way out do so: nobody waits until they are gone."""
     reduction_s: float
     tied_s: float
     optimizer_s: float
@@ -249,6 +251,7 @@ def _priced(grid: StageGrid, evaluator: StageEvaluator) -> tuple[_Kinds, StageTa
         hop_across_s=float(work.boundary.across_s),
         step=StepTasks(
             visits_s=step.get(Term.STATES_AT_STEP, 0.0),
+            turn_round=work.context.facts.host_copies.states_visit,
             reduction_s=step.get(Term.GRADIENT_REDUCTION, 0.0),
             tied_s=step.get(Term.TIED_EMBEDDINGS, 0.0),
             optimizer_s=step.get(Term.OPTIMIZER_COMPUTE, 0.0),

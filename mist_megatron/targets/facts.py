@@ -181,6 +181,11 @@ class MemoryFacts:
     """Of which ZeRO 1 and 2 have two then."""
     gradients_return: bool = False
     """Offloaded gradients come back for the reduction, when no activations are left."""
+    weights_at_once: int = 2
+    """Layers' offloaded or sharded weights on the device beside each other: of the one that runs and of the
+    next, and of the one before where these have changed and are on their way out."""
+    grads_at_once: int = 2
+    """The same of gradients."""
     step: StepBytes = StepBytes()
     host_activations: float = 1.0
     """Bytes of host memory for each byte of activations there: buffers that are kept and used again."""
@@ -292,7 +297,8 @@ class HostCopyFacts:
 
     states_visit: bool = False
     """Offloaded gradients are added up on the device, which they visit in every backward pass, and come back
-    for the reduction and the norm; offloaded weights visit for their update (patch state_offload)."""
+    for the reduction and the norm, but for the last that left, which turn round; offloaded weights visit for
+    their update (patch state_offload)."""
     last_stays: bool = False
     """Where a backward pass follows a forward pass at once, what the last layer saved is still on its way out
     and need not come back (the patches' offload of activations)."""

@@ -120,6 +120,7 @@ MEMORY = MemoryFacts(
 PATCHED_MEMORY = replace(
     MEMORY,
     gradients_return=True,
+    grads_at_once=3,
     # The pool of patch activation_offload keeps at most so many times what was in use at once.
     host_activations=1.25,
 )
@@ -133,7 +134,10 @@ def memory_facts(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
     """Gradients and optimizer states as wide as the plan asks for, and buffers of traffic beside products."""
     buffers = OVERLAP_BUFFERS if execution.tp_comm_overlap else 0
     kept = facts.optimizer_bytes if execution.optimizer_bytes is None else execution.optimizer_bytes
-    return replace(facts.with_grad_bytes(execution), overlap_buffers=buffers, optimizer_bytes=kept)
+    facts = replace(facts.with_grad_bytes(execution), overlap_buffers=buffers, optimizer_bytes=kept)
+    # Stepped in the first forward pass, offloaded weights leave while others run and come.
+    stepped = facts.gradients_return and execution.decoupled_step
+    return replace(facts, weights_at_once=3) if stepped else facts
 
 
 def patched_capability(precision: Precision | None, execution: Execution | None) -> Capability:

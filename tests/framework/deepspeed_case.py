@@ -36,6 +36,8 @@ class Case:
     two_groups: bool = False
     """Weight decay for matrices only, as trainers do it."""
     mutate: str | None = None
+    streams: str = ""
+    """When copies of the patches run: see late_streams; nothing for copies in place."""
     model: str = ""
     """A change to the tiny GPT, by name: see `altered`."""
     way: str = ""

@@ -43,7 +43,7 @@ def plain(case: Case) -> Case:
     """The run that a patched one must equal: the same, stepped and placed as DeepSpeed does it."""
     if "forget_overflow" in case.patches:  # with offload DeepSpeed would skip every step after the first inf
         case = replace(case, offload=False)
-    without = {"patches": {}, "by_file": False, "resume_at": None, "mutate": None}
+    without = {"patches": {}, "by_file": False, "resume_at": None, "mutate": None, "streams": ""}
     without["way"] = "" if case.way in {"destroyed", "late", "again"} else case.way
     return replace(case, **without, ratio=1.0, sub_group_size=10**9)
 

@@ -25,6 +25,7 @@ def mutated(name: str | None) -> Any:
     """With one essential line of a patch neutralised."""
     from unittest import mock
 
+    from mist_patches.core import activation_offload as offload
     from mist_patches.core import host_copies
     from mist_patches.deepspeed import (
         activations,
@@ -40,6 +41,8 @@ def mutated(name: str | None) -> Any:
 
     own_state = property(lambda s: s.__dict__.setdefault("own", defaultdict(dict)), lambda s, value: None)
     places: dict[str, Any] = {
+        "use_before_arrival": (host_copies.Held, "use", lambda held: held.fetch()),
+        "activation_before_arrival": (offload._Copy, "_arrive", lambda copy, stream: None),
         "stale_rates": (optimizer_fraction, "HYPER_PARAMETERS", ("betas", "eps", "weight_decay")),
         "state_of_its_own": (optimizer_fraction.DeviceAdam, "state", own_state),
         "no_host_weights": (weights, "hosted", lambda *_: frozenset()),

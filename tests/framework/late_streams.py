@@ -215,3 +215,31 @@ def streams(kind: str) -> Iterator[Machine | None]:
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
     ):
         yield machine
+
+
+@contextlib.contextmanager
+def streams_of_patches(kind: str) -> Iterator[Machine | None]:
+    """The same where torch has no GPU: what the patches' own copies move crosses on such streams."""
+    if not kind:
+        yield None
+        return
+    from mist_patches.core import activation_offload, host_copies, pinned_memory
+
+    def sides(self: Any) -> None:
+        self.gpu, self.into, self.out = True, torch.cuda.Stream(), torch.cuda.Stream()
+
+    def ways(self: Any) -> None:
+        self.gpu, self.out, self.back = True, torch.cuda.Stream(), torch.cuda.Stream()
+        self.pool = activation_offload._POOL
+
+    def pinned(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    with (
+        streams(kind) as machine,
+        mock.patch.object(host_copies.Streams, "__post_init__", sides),
+        mock.patch.object(activation_offload._Streams, "__init__", ways),
+        mock.patch.object(host_copies, "pinned", pinned),
+        mock.patch.object(pinned_memory, "pinned", pinned),
+    ):
+        yield machine

@@ -21,6 +21,7 @@ from unittest import mock
 import deepspeed_cpu  # sets the environment that DeepSpeed reads on import
 from deepspeed_case import MICRO_BATCH, Case, configuration, stage_json, stages_document
 from deepspeed_mutations import mutated
+from late_streams import streams_of_patches
 from tiny_gpt_layers import SEQ, tiny_gpt, tiny_pipeline
 from unhook import undo_all
 
@@ -326,6 +327,13 @@ def watch(engine: Any, events: list[str]) -> None:
 
 
 def run(case: Case, finals: list[Any]) -> dict[str, Any]:
+    """On the streams that are asked for."""
+    with streams_of_patches(case.streams) as machine:
+        found = run_patched(case, finals)
+    return found if machine is None else {**found, "violations": machine.violations, "kept": machine.kept}
+
+
+def run_patched(case: Case, finals: list[Any]) -> dict[str, Any]:
     import torch
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import groups

@@ -219,8 +219,8 @@ class Trainer:
         def forward(iterator, module):
             tokens = next(iterator)
             EVENTS.append(["forward", ""])
-            self.bytes = state_bytes(self.chunks)
             output = module(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+            self.bytes = state_bytes(self.chunks)
 
             def loss(x):
                 value = x.float().mean()

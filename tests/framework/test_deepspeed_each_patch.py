@@ -22,6 +22,7 @@ from deepspeed_cases import (
     SETS,
     SPOILED,
     Z2,
+    difference,
     require_equal,
     require_shares,
     results,
@@ -63,19 +64,54 @@ TOGETHER = {
     f"all z{zero} {precision}": with_patches(base(zero, precision, set(ALL)), **ALL)
     for zero, precision in PLACES
 }
+APART = {
+    f"{name}, {kind}": replace(case, streams=kind)
+    for name, case in (
+        ("weights z1", with_patches(Case(zero=1, **FULL), weight_fraction=0.6)),
+        (
+            "weights and steps z2",
+            with_patches(Case(zero=2, **FULL), weight_fraction=0.6, decoupled_step=True),
+        ),
+        ("all z2", TOGETHER["all z2 bf16"]),
+        ("activations z3", ALONE["activations z3 fp32"]),
+    )
+    for kind in ("late", "random 1")
+}
+"""On streams whose copies run as late as their waits allow, or at random."""
 MUTANTS = {
     "not_recomputed": with_patches(replace(Z2, steps=2), activations=ACTIVATIONS),
     "no_fraction_of_activations": with_patches(replace(Z2, steps=2), activations=ACTIVATIONS),
     "not_forgotten": with_patches(SPOILED, forget_overflow=True),
 }
 MUTATED = {name: replace(case, mutate=name) for name, case in MUTANTS.items()}
+RACES = {
+    f"{name} gone": replace(APART[case], mutate=name)
+    for name, case in {
+        "use_before_arrival": "weights z1, late",
+        "activation_before_arrival": "activations z3, late",
+    }.items()
+}
 SETS["each"] = (1, {**ALONE, **TOGETHER, **MUTATED})
+SETS["apart"] = (1, {**APART, **RACES})
 
 
 @pytest.mark.parametrize("name", [*ALONE, *TOGETHER])
 def test_training_is_the_same(name: str) -> None:
     ((run, reference),) = results("each")[name]
     require_equal({**ALONE, **TOGETHER}[name], run, reference)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_training_is_the_same_however_late_copies_are(name: str) -> None:
+    ((run, reference),) = results("apart")[name]
+    require_equal(APART[name], run, reference)
+    assert run["violations"] == [] and run["kept"] > 20
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_without_a_wait_late_copies_show_it(name: str) -> None:
+    ((run, reference),) = results("apart")[name]
+    assert "crashed" in run or run["violations"] or difference(run, reference) > 1e-3
 
 
 @pytest.mark.parametrize("name", [*ALONE, *TOGETHER])

@@ -81,7 +81,21 @@ def state_offload() -> Callable[[], None]:
     return offload_states(0.5, 0.5)
 
 
-PATCHES = (activation_offload, groups, optimizer_fraction, decoupled_steps, state_offload, stage_grids)
+def parallel_block() -> Callable[[], None]:
+    from mist_patches.megatron.parallel_block import parallel_block as patch
+
+    return patch(1)
+
+
+PATCHES = (
+    activation_offload,
+    groups,
+    optimizer_fraction,
+    decoupled_steps,
+    state_offload,
+    stage_grids,
+    parallel_block,
+)
 
 
 def hooked_by(patch: Callable[[], Callable[[], None]]) -> list[tuple[Any, str]]:

@@ -15,6 +15,8 @@ pytest.importorskip("megatron", reason="needs the test framework environment")
 from megatron_case import Case
 from test_megatron_patches import Runs, assert_same, run_all
 
+from mist_megatron.targets.megatron import PATCHED_MEMORY
+
 BASE = Case(
     bf16=True, weight_decay=0.1, micro_batches=2, steps=4, evaluate_at=[1], distributed_optimizer=True
 )
@@ -72,6 +74,13 @@ def test_training_is_the_same_however_late_copies_are(name: str, kind: str) -> N
     assert ran["violations"] == []
     assert ran["kept"] > 20, "the streams keep copies"
     assert_same(runs()[name, "plain"], (ran,))
+
+
+def test_gradients_on_the_device_are_as_many_as_predicted() -> None:
+    """Where copies are late: those that leave, those that are used and those that come."""
+    layer = 4 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64)
+    visiting = runs()["gradients", "late"][0]["bytes"]["grads_visiting"]
+    assert 2.5 * layer < visiting <= PATCHED_MEMORY.grads_at_once * layer + 4 * 128
 
 
 @pytest.mark.parametrize("name", MUTANTS)

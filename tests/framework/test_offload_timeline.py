@@ -17,7 +17,13 @@ ROOT = Path(__file__).parents[2]
 def test_all_kinds_of_offload_take_what_predict_says_and_run_where_the_table_says() -> None:
     path = f"{ROOT}:{ROOT / 'patches'}"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "offload_timeline.py"), "all four 0.5"],
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "offload_timeline.py"),
+            "nothing",
+            "all four 0.5",
+            "grads",
+        ],
         env=warm_start_server.environment(PYTHONPATH=path),
         capture_output=True,
         text=True,
@@ -26,5 +32,5 @@ def test_all_kinds_of_offload_take_what_predict_says_and_run_where_the_table_say
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     cases, _, table = done.stdout.partition("\n\n")
-    assert cases.count(" ms ") == 4, "by the clock and by predict, without and with decoupled steps"
+    assert cases.count(" ms ") == 10, "by the clock and by predict, of all kinds and of gradients"
     assert table.strip() in (ROOT / "patches" / "README.md").read_text("utf-8")

@@ -114,11 +114,11 @@ def _watch_states(states: dict[str, int]) -> None:
     from megatron.core.distributed import DistributedDataParallel
     from patched_megatron import state_bytes
 
-    def before(module: Any, inputs: Any) -> None:
+    def after(module: Any, inputs: Any, output: Any) -> None:
         if isinstance(module, DistributedDataParallel):
             states.update(state_bytes([module]))
 
-    torch.nn.modules.module.register_module_forward_pre_hook(before)
+    torch.nn.modules.module.register_module_forward_hook(after)
 
 
 def _optimizer_bytes() -> dict[str, int]:

@@ -1,10 +1,11 @@
 """Changes of single lines of the patches, chosen by reading the code before its tests, and who sees them.
 
-    python tests/patches/mutations.py             all of them: over an hour on one core, so not part of CI
+    python tests/patches/mutations.py             all of them: an hour on one core, so not part of CI
     python tests/patches/mutations.py held pool   those whose names have one of these words
 
-Each change of mutations.toml is made in a copy of the checkout, in which the tests named for its file run one
-after another until one fails. What no test sees is listed at the end, and the exit status is 1.
+Each change of mutations.toml is made in a copy of the checkout, where tests run one after another until one
+fails: those named for the change, or else for its file. What none of them sees is listed at the end, and the
+exit status is 1.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Mutation:
 def known() -> list[Mutation]:
     document = tomllib.loads((HERE / "mutations.toml").read_text("utf-8"))
     return [
-        Mutation(name, file["path"], tuple(file["tests"]), old, new)
+        Mutation(name, file["path"], tuple(own or file["tests"]), old, new)
         for file in document["files"]
-        for name, old, new in file["changes"]
+        for name, old, new, *own in file["changes"]
     ]
 
 

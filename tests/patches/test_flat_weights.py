@@ -10,7 +10,14 @@ torch = pytest.importorskip("torch")
 from mist_patches.core.absent_weights import tensors_in  # noqa: E402
 from mist_patches.core.hooking import PatchRefused  # noqa: E402
 from mist_patches.core.host_copies import Held, Meter, Streams  # noqa: E402
-from mist_patches.deepspeed.flat_weights import _chosen, _units, _watch  # noqa: E402
+from mist_patches.deepspeed.flat_weights import (  # noqa: E402
+    FlatWeights,
+    _chosen,
+    _of_its_own,
+    _units,
+    _watch,
+)
+from mist_patches.deepspeed.group_steps import Steps, Waiting  # noqa: E402
 from torch import nn  # noqa: E402
 
 
@@ -103,3 +110,31 @@ def test_a_weight_that_is_away_is_found_when_it_is_read_and_not_when_it_is_looke
 def test_tensors_of_an_output_however_it_is_nested() -> None:
     a, b, c = (torch.ones(1) for _ in range(3))
     assert [id(t) for t in tensors_in({"x": a, "y": (b, None, [c], 3)})] == [id(a), id(b), id(c)]
+
+
+def test_weights_that_will_be_written_anew_are_not_fetched_ahead() -> None:
+    units = [
+        types.SimpleNamespace(held={k: Held([torch.ones(4)], Streams(gpu=False), Meter())}) for k in range(3)
+    ]
+    weights = FlatWeights.__new__(FlatWeights)
+    weights.moved = units
+    steps = Steps({}, waiting={1: Waiting([])})
+    weights._optimizer = lambda: types.SimpleNamespace(_mist_steps=steps)
+    for unit in units:
+        unit.held[units.index(unit)].release()
+    weights._fetch_ahead(units[0], 1)
+    weights._fetch_ahead(units[1], 1)
+    assert [unit.held[k].on_device for k, unit in enumerate(units)] == [False, False, True]
+
+
+def test_a_group_that_is_a_part_of_a_storage_gets_one_of_its_own() -> None:
+    """Else all that shares the storage would be freed with it, or nothing."""
+    flats = [torch.arange(8.0)[2:6], torch.arange(4.0)]
+    engine = types.SimpleNamespace(bit16_groups_flat=list(flats), parallel_partitioned_bit16_groups=[[], []])
+    engine.get_data_parallel_partitions = lambda flat, index: list(flat.split(2))
+    updated: list[int] = []
+    engine._update_model_bit16_weights = updated.append
+    apart, same = (_of_its_own(engine, k) for k in range(2))
+    assert apart.untyped_storage().nbytes() == 16 and apart.tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert engine.parallel_partitioned_bit16_groups[0][1].data_ptr() == apart[2:].data_ptr()
+    assert same.data_ptr() == flats[1].data_ptr() and updated == [0]

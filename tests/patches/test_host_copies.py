@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 from mist_patches.core.host_copies import Held, Meter, Streams  # noqa: E402
-from mist_patches.megatron.state_offload import choose_evenly  # noqa: E402
+from mist_patches.megatron.state_offload import StateOffload, Visit, choose_evenly  # noqa: E402
 
 
 def held(count: int = 4) -> tuple[Held, Meter, torch.Tensor]:
@@ -76,3 +78,16 @@ def test_chosen_evenly(sizes, fraction):
     assert abs(moved - fraction * sum(sizes)) <= max(sizes) / 2
     if fraction in (0.0, 1.0):
         assert all(take == (fraction == 1.0) for take in chosen)
+
+
+@pytest.mark.parametrize("borrowed", [False, True])
+def test_a_table_that_a_head_borrows_goes_when_the_heads_own_part_is_there(monkeypatch, borrowed):
+    """Other units go with the last of their gradients, which may come behind that of their input."""
+    mover, log = StateOffload(0.0, 1.0, Streams(gpu=False)), []
+    monkeypatch.setattr(mover, "_before_backward", lambda visits, at: log.append("gradients come"))
+    monkeypatch.setattr(mover, "_done", lambda unit: log.append("they go"))
+    x = torch.ones(2, requires_grad=True)
+    y = 2 * x
+    mover._leave([Visit(SimpleNamespace(weights=None), None, borrowed)], 0, (x,), y)
+    y.sum().backward()
+    assert log == ["gradients come", *(["they go"] if borrowed else [])]

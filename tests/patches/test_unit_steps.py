@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="the patches run inside a torch proc
 
 from mist_patches.megatron import decoupled_step  # noqa: E402
 from mist_patches.megatron.decoupled_step import DecoupledSteps, _patch_optimizers  # noqa: E402
-from mist_patches.megatron.unit_steps import _send_gradients  # noqa: E402
+from mist_patches.megatron.unit_steps import _narrowed_hybrid, _send_gradients, _settings  # noqa: E402
 
 
 def test_gradients_are_sent_in_the_order_in_which_layers_are_stepped(monkeypatch):
@@ -122,3 +122,66 @@ def test_what_a_forward_pass_did_not_run_is_stepped_at_its_end(monkeypatch):
     steps.pending = {unit: [] for unit in units}
     steps.end(chunk, None)
     assert taken == [(0, False)]
+
+
+class _Held(SimpleNamespace):
+    def __getattr__(self, name):
+        return lambda: self.log.append(name)
+
+
+@pytest.mark.parametrize("runs_now", [True, False])
+def test_stepped_weights_of_units_that_do_not_run_now_leave(runs_now):
+    chunk = SimpleNamespace(called=set(), gathers=True, gathers_ahead=True)
+    units = [_Unit(name=name, chunk=chunk, groups=[], weights=_Held(log=[]), grads=None) for name in "01"]
+    for unit in units:
+        unit.together = lambda: units
+    steps = DecoupledSteps()
+    steps.pending = {
+        unit: [SimpleNamespace(take=lambda unit: unit.weights.log.append("step"))] for unit in units
+    }
+    steps.take(units[1], runs_now=runs_now)
+    stepped = ["fetch", "write", "step"]
+    assert units[0].weights.log == [*stepped, "release"]
+    assert units[1].weights.log == (stepped if runs_now else [*stepped, "release"])
+
+
+def test_a_stub_has_no_step_to_put_off():
+    """Megatron's optimizer of a rank without parameters of its own holds nothing that could be kept."""
+    steps = DecoupledSteps()
+    assert steps.defer(SimpleNamespace(is_stub_optimizer=True), lambda self: False)
+    assert not steps.pending and steps._decided is None
+
+
+def test_settings_of_the_decision_do_not_change_with_the_steps():
+    """Capturable optimizers count in tensors, in place."""
+    group = {"lr": torch.tensor(0.5), "step": torch.tensor(3), "params": [], "betas": (0.9, 0.99)}
+    kept = _settings(group)
+    group["lr"].fill_(0.1)
+    group["step"].add_(1)
+    assert kept == {"lr": torch.tensor(0.5), "step": torch.tensor(3), "betas": (0.9, 0.99)}
+
+
+def test_a_part_of_a_step_on_host_and_device_has_its_own_optimizers_and_masters_only():
+    """Weights of other units may be away when Megatron writes all masters back to them."""
+    device, host, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    master, copy, apart = (p.detach().clone() for p in (device, host, other))
+    optimizers = [
+        SimpleNamespace(param_groups=[{"params": [one], "step": 4}]) for one in (copy, apart, master)
+    ]
+    hybrid = SimpleNamespace(
+        param_groups=[{"params": [device, host]}],
+        param_to_inner_param={device: master, host: copy},
+        param_to_fp32_param={device: master, other: apart},
+        sub_optimizers=optimizers,
+        cpu_optimizers=optimizers[:2],
+        gpu_optimizer=optimizers[2],
+        _set_sub_optimizer_grads=None,
+        _sync_sub_optimizers_state_to_hdo=lambda: None,
+    )
+    settings = [[{"step": 4}] for _ in optimizers]
+    with _narrowed_hybrid(hybrid, {id(device), id(host)}, settings):
+        assert hybrid.cpu_optimizers == optimizers[:1] and hybrid.gpu_optimizer is optimizers[2]
+        assert list(hybrid.param_to_fp32_param) == [device]
+        optimizers[2].param_groups[0]["step"] += 1
+    assert hybrid.cpu_optimizers == optimizers[:2] and len(hybrid.param_to_fp32_param) == 2
+    assert [one.param_groups[0]["step"] for one in optimizers] == [4, 4, 5]

@@ -168,7 +168,6 @@ class Held:
             self.free()
         else:
             self.streams.leaving.append(self)
-            self.streams.reap()
 
     def clear(self) -> None:
         """Make the contents zero, without a copy."""

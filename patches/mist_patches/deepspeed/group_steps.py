@@ -213,7 +213,6 @@ def _step(original: Callable[..., Any]) -> Any:
         steps = steps_of(self)
         if steps is None:
             return original(self, closure)
-        flush(self)
         steps.real = {name: getattr(self, name) for name in _WRITTEN if hasattr(self, name)}
         for name, lists in steps.real.items():
             setattr(self, name, [_Nowhere()] * len(lists))

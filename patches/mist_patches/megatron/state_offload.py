@@ -22,7 +22,7 @@ Tested with megatron-core 0.16.1, 0.18.0 and 0.19.2.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,10 +127,14 @@ class StateOffload:
             for unit in chunk.units:
                 unit.weights = unit.grads = None
 
-    def bring_back_grads(self, units: Iterable[Unit]) -> None:
-        for unit in units:
-            if unit.grads is not None:
-                unit.grads.write()
+    def bring_back_grads(self) -> None:
+        """All of them; first those that are just leaving, for which nothing is copied: memory for the others
+        would wait until these are gone."""
+        held = [unit.grads for unit in self._units() if unit.grads is not None]
+        for one in sorted(held, key=lambda one: one not in self.streams.leaving):
+            one.fetch()
+        for one in held:
+            one.write()
 
     def _units(self) -> list[Unit]:
         return [unit for chunk in self.chunks for unit in chunk.units]
@@ -201,9 +205,10 @@ class StateOffload:
             if entered is not None:
                 # Its share of the gradient is there; the owner's backward pass comes last of all.
                 entered.register_hook(lambda grad: self._done(unit))
-        if unit.weights is not None and not _in_backward():
-            # Recomputed in backward, it is needed again at once.
-            unit.weights.release()
+        if not _in_backward():
+            self.streams.reap(keep=len(self.streams.leaving))  # without a wait: what the host sees gone
+            if unit.weights is not None:  # recomputed in backward, it is needed again at once
+                unit.weights.release()
 
     def _before_backward(self, visits: list[Visit], at: int) -> None:
         unit = visits[at].unit
@@ -291,7 +296,7 @@ def _patch_gradients(mover: StateOffload) -> list[Undo]:
     def scaling(original: Callable[..., None]) -> Any:
         def scale_gradients(self: Any, scaling_factor: float) -> None:
             original(self, scaling_factor)
-            mover.bring_back_grads(units_of(self.params))
+            mover.bring_back_grads()
             for bucket in _moved(self, "grads"):
                 bucket.grad_data *= scaling_factor
 
@@ -299,14 +304,14 @@ def _patch_gradients(mover: StateOffload) -> list[Undo]:
 
     def reducing(original: Callable[..., None]) -> Any:
         def start_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
-            mover.bring_back_grads(units_of(self.params))
+            mover.bring_back_grads()
             original(self, force_all_reduce=force_all_reduce)
 
         return start_grad_sync
 
     def reading(original: Callable[[Any], bool]) -> Any:
         def prepare_grads(self: Any) -> bool:
-            mover.bring_back_grads(mover._units())
+            mover.bring_back_grads()
             mover._between = True
             return original(self)
 
