@@ -91,3 +91,38 @@ def test_a_table_that_a_head_borrows_goes_when_the_heads_own_part_is_there(monke
     mover._leave([Visit(SimpleNamespace(weights=None), None, borrowed)], 0, (x,), y)
     y.sum().backward()
     assert log == ["gradients come", *(["they go"] if borrowed else [])]
+
+
+class _Log(SimpleNamespace):
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name):
+        return lambda: self.log.append(name)
+
+
+@pytest.fixture
+def away():
+    """A mover of one unit, and the unit."""
+    unit = _Log(weights=_Log(log=[]), grads=_Log(log=[]))
+    chunk = _Log(units=[unit])
+    mover = StateOffload(1.0, 1.0, Streams(gpu=False))
+    mover.chunks.add(chunk)
+    yield mover, unit, chunk
+
+
+def test_what_was_brought_back_for_reading_leaves_with_the_next_forward_pass(away):
+    mover, unit, _ = away
+    mover.send_away()
+    mover.bring_back()
+    assert unit.weights.log == ["release", "write"]
+    mover._start()
+    mover._start()
+    assert unit.weights.log[2:] == unit.grads.log[1:] == ["release"]
+
+
+def test_a_unit_that_waits_for_a_gradient_that_never_came_leaves_with_the_next_forward_pass(away):
+    mover, unit, _ = away
+    mover.send_away()
+    mover._waiting[unit] = {1}
+    mover._start()
+    assert unit.weights.log[1:] == unit.grads.log[1:] == ["release"] and not mover._waiting[unit]

@@ -116,7 +116,6 @@ class StateOffload:
 
     def settle(self) -> None:
         """Everything on the device for good: models built under the patch can be trained on without it."""
-        flush_pending_steps()
         for chunk in self.chunks:
             for unit in chunk.units:
                 for held in (unit.weights, unit.grads):
