@@ -19,6 +19,7 @@ from mist_megatron.ask.convert_patched import (
 from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.job_words import JobWords, read_job
+from mist_megatron.ask.lint_folder import stages_alone, stages_beside
 from mist_megatron.ask.mixed_words import of_one_kind
 from mist_megatron.ask.plan_words import lines_repr
 from mist_megatron.ask.tune import silently
@@ -35,6 +36,7 @@ from mist_megatron.frameworks.deepspeed.patches import patches
 from mist_megatron.frameworks.deepspeed.read import BATCH_KEYS, Config, Reading, read_config
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.deepspeed.write import config_text, provenance, recomputes, stages
+from mist_megatron.frameworks.file_kinds import kind_of
 from mist_megatron.frameworks.loose_json import read_loose
 from mist_megatron.search.search import Watch
 from mist_megatron.spec import check
@@ -141,7 +143,10 @@ def convert(
     Keys are those of the installed DeepSpeed, or of a `schema`; `watching` begins the watch of the search
     that patches need.
     """
-    raw = read_loose(read_text(ds_config), str(ds_config))
+    text = read_text(ds_config)
+    _require_deepspeed(text, str(ds_config))
+    checkpointing = words.get("checkpointing", False) or _recomputed_beside(Path(ds_config))
+    raw = read_loose(text, str(ds_config))
     schema = schema or deepspeed_schema(probe=True)
     reading, keep = read_config(raw, schema), texts(words.get("keep"))
     known = tuple(sorted(conversion.keepable(reading, schema)))
@@ -156,7 +161,7 @@ def convert(
         model=asked.job.model,
         cluster=asked.job.cluster,
         training=asked.job.training,
-        checkpointing=words.get("checkpointing", False),
+        checkpointing=checkpointing,
         may_checkpoint=not words.get("fix_checkpointing", False),
         target=asked.job.target,
         batch=batch,
@@ -167,6 +172,32 @@ def convert(
     if out is not None:
         write_artifacts(Path(out), made.files(), force=words.get("force", False))
     return made
+
+
+def _require_deepspeed(text: str, where: str) -> None:
+    """Other files that people have beside it are known by what they are."""
+    if kind_of(text) == "configuration" and stages_alone(text, where) is None:
+        return
+    raise InputError(
+        f"{where}: no DeepSpeed JSON, which is what convert changes",
+        details=("try: `lint` for Megatron's arguments and for YAML, `tune` for a plan in their place",),
+    )
+
+
+def _recomputed_beside(file: Path) -> bool:
+    """Whether the stages.json of an emitted file says that layers are recomputed; refuses a file that is one
+    part of a plan which the JSON alone does not say."""
+    document = stages_beside(file, "ds_config")
+    if document is None:
+        return False
+    stages_told, named = document["stages"], document["patches"]
+    if len(stages_told) > 1 or named:
+        told = f"{len(stages_told)} stages" if len(stages_told) > 1 else f"patches {', '.join(named)}"
+        raise InputError(
+            f"{file}: stages.json beside it says {told}, so that it is not the whole plan",
+            details=("try: `tune` for another plan, or `lint` to check this one",),
+        )
+    return bool(stages_told[0]["recompute_layers"])
 
 
 MEASURING = frozenset({"wall_clock_breakdown", "memory_breakdown"})

@@ -80,7 +80,10 @@ def _show(made: Converted, output: OutputOptions, out: Path | None) -> None:
         people.print(table(("what the file says", "key", ""), rows))
         people.print()
     changed = [(c.key, value_words(c.old), value_words(c.new), gain_words(c), c.reason) for c in made.changes]
-    people.print(table(("key", "before", "after", "saves", "reason"), changed, right=("saves",)))
+    if changed:
+        people.print(table(("key", "before", "after", "saves", "reason"), changed, right=("saves",)))
+    else:
+        people.print("nothing to change in the file")
     people.print()
     for line in summary(made):
         people.print(line)

@@ -318,3 +318,39 @@ def test_a_file_without_a_batch_is_priced_for_a_told_one_alone(tmp_path):
     assert told.defaults["--seq"].startswith("2048")
     path.write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": True}}))
     assert mm.lint(path, **job).prediction is not None
+
+
+def test_a_file_of_an_emitted_folder_is_its_plan(tmp_path, capsys):
+    """stages.json says whether layers are recomputed; what it alone says leaves the JSON half a plan."""
+    stage = {"stage": 0, "first_rank": 0, "ranks": 8, "layers": 40, "chunk_layers": [40], "dp": 8, "tp": 1}
+    stage |= {"micro_batch": 1, "zero": 2, "recompute": "full", "recompute_layers": 40, "arguments": []}
+    stage |= {"offload": dict.fromkeys(("weights", "grads", "optimizer", "activations"), 0.0)}
+    told = {"schema": 1, "framework": "deepspeed", "plan": "x", "world_size": 8, "tensor_parallel": 1}
+    told |= {"context_parallel": 1, "pipeline_parallel": 1, "virtual_pipeline": 1, "micro_batches": 1}
+    told |= {"rank_of_gpu": None, "environment": {}, "patches": [], "stages": [stage]}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+    }
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config | {"zero_optimization": {"stage": 2}}))
+    job = ["--model", "llama2-13b", "--gpus", "8", "--gpu", "a100-sxm-80gb"]
+    words = ["convert", str(path), *job, "--json"]
+    assert run(words) == 0
+    without = json.loads(capsys.readouterr().out)["before"]
+    (tmp_path / "stages.json").write_text(json.dumps(told))
+    assert run(words) == 0
+    with_it = json.loads(capsys.readouterr().out)["before"]
+    assert run([*words, "--checkpointing"]) == 0
+    assert with_it == json.loads(capsys.readouterr().out)["before"] != without
+    for change, named in (
+        ({"patches": ["state_offload"]}, "state_offload"),
+        ({"stages": [stage] * 2}, "2 st"),
+    ):
+        (tmp_path / "stages.json").write_text(json.dumps(told | change))
+        assert run(words) == 2
+        assert named in capsys.readouterr().err
+    (tmp_path / "a.yaml").write_text("model: {num_layers: 2}\ntrainer: {devices: 8}\n")
+    assert run(["convert", str(tmp_path / "a.yaml"), *job]) == 2
+    assert "no DeepSpeed JSON" in capsys.readouterr().err
