@@ -191,11 +191,11 @@ def _gpu(named: str) -> tuple[GpuSpec, str | None]:
     text = read_profile_text(named)
     try:
         values = parse(text, named)
-        if is_gpu(values):
-            return gpu_from_mapping(values, named), None
-        device = values.get("gpu")
     except InputError as error:
         raise ProfileError(error.message, details=error.details) from None
+    if is_gpu(values):
+        return gpu_from_mapping(values, named), None
+    device = values.get("gpu")
     if not isinstance(device, str):
         raise ProfileError(f"{named}: not a hardware profile: it has no `gpu`")
     if device not in catalogue.CATALOGUE:

@@ -24,8 +24,9 @@ from mist_megatron.cost.shapes import (
     ROWS,
     SHARED_INNER,
     TOKENS,
+    UNEVEN,
 )
-from mist_megatron.cost.symbols import ETP, EXPERT_WIDTH, EXPERTS, HIDDEN, IMBALANCE, SP, TOP_K
+from mist_megatron.cost.symbols import ETP, EXPERT_WIDTH, EXPERTS, HIDDEN, SP, TOP_K
 from mist_megatron.cost.works import collective_work, memory_work, products
 from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.kinds import Dispatcher
@@ -265,7 +266,7 @@ def _exchange(name: str, dispatcher: Dispatcher, *, forward: bool) -> Operator:
             backward=(collective_work(f"{name}_back", then, message * _GROUP_SIZE, Group.EXPERT_ALL),),
         )
     once = Integer(int(dispatcher == "flex"))
-    copy = HALF * EXPERT_WIDTH * ROWS * IMBALANCE
+    copy = HALF * EXPERT_WIDTH * ROWS * UNEVEN
 
     def sent(named: str) -> Work:
         return Work(

@@ -6,7 +6,7 @@ rank 1/tp of them. Key-value heads are split over tp ranks down to one head, the
 
 from __future__ import annotations
 
-from sympy import Expr, Integer, Max
+from sympy import Expr, Integer, Max, Min
 
 from mist_megatron.cost.symbols import (
     CP,
@@ -56,7 +56,9 @@ EXPERT_INNER: Expr = EXPERT_FFN / ETP
 SHARED_INNER: Expr = SHARED_FFN / TP
 OWN_EXPERTS: Expr = EXPERTS / EP
 """Experts of which this rank has a part."""
-ROUTED: Expr = ROWS * TOP_K * IMBALANCE
+UNEVEN: Expr = Min(IMBALANCE, EP, evaluate=False)
+"""Tokens of the busiest rank over the mean; a rank that has all experts has all tokens anyway."""
+ROUTED: Expr = ROWS * TOP_K * UNEVEN
 """Tokens that come to this rank from all ranks of its expert-parallel group, one for each of their experts:
 as many as it sends where experts are chosen evenly."""
 EXPERT_ROWS: Expr = ROUTED * ETP

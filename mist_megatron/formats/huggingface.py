@@ -8,6 +8,7 @@ its modules.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -247,8 +248,30 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
     given = values.get("_name_or_path")
     name = given.rsplit("/", 1)[-1] if isinstance(given, str) and given.strip("/. ") else kind
     check.name(f"{where}: _name_or_path", name)
-    model = replace(_READERS[kind](config, name), constants=constants_from_huggingface(values, where))
+    try:
+        read = _READERS[kind](config, name)
+    except InputError as error:
+        raise _by_its_keys(error, where) from None
+    model = replace(read, constants=constants_from_huggingface(values, where))
     return model if kind in GROUP_READERS else replace(model, window=window_from_huggingface(values, where))
+
+
+_KEYS = {
+    "top_k": "num_experts_per_tok",
+    "group_top_k": "topk_group",
+    "groups": "n_group",
+    "ffn_hidden": "moe_intermediate_size",
+    "count": "the number of experts",
+}
+"""Parts of `ExpertSpec` -> what configs call them."""
+
+
+def _by_its_keys(error: InputError, where: str) -> InputError:
+    """A refusal of a model's parts by the file and its own keys."""
+    if error.message.startswith(where):
+        return error
+    told = re.sub(r"\w+", lambda word: _KEYS.get(word.group(), word.group()), error.message)
+    return InputError(f"{where}: {told}", details=error.details)
 
 
 def _refuse_other_heads(values: Mapping[str, object], where: str) -> None:

@@ -52,6 +52,7 @@ def expert_sizes(
                 tp=tp,
                 sequence_parallel=sequence_parallel,
                 stage_gpus=gpus,
+                imbalance=execution.expert_imbalance,
             )
             allowed = limits.allows("ep", ep) and limits.allows("etp", etp)
             if allowed and etp <= job.cluster.linked_gpus and next(broken(case), None) is None:
@@ -99,6 +100,7 @@ def require_spread(job: Job, space: Space, limits: Limits) -> None:
         tp=fixed.get("tp", 1),
         sequence_parallel=space.sequence_parallel and _may_be_sequence_parallel(limits),
         stage_gpus=None if apart else stage_gpus,
+        imbalance=job.execution.expert_imbalance,
     )
     for rule in broken(case):
         if rule.name == "somewhere to send" and "ep" not in fixed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
@@ -260,6 +260,11 @@ def space_named(name: str) -> Space:
     return _BY_NAME[name]
 
 
+def _with_zero(able: Collection[int]) -> tuple[str, ...]:
+    """Spaces of plain layers with a ZeRO level that a target has."""
+    return tuple(s.name for s in _SPACES if s.layerwise is None and not set(able).isdisjoint(s.zero))
+
+
 def cut_to_target(
     space: Space, target: TargetName, precision: Precision | None = None, execution: Execution | None = None
 ) -> Space:
@@ -277,7 +282,8 @@ def cut_to_target(
     if not zero:
         raise InputError(
             f"--space {space.name} needs ZeRO {'/'.join(map(str, space.zero))}, "
-            f"which target {target} does not run (it runs {'/'.join(map(str, able.zero))})"
+            f"which target {target} does not run (it runs {'/'.join(map(str, able.zero))})",
+            details=(f"try: --space {check.either(_with_zero(able.zero))}",),
         )
     piped = tuple(level for level in space.zero_with_pipeline if level in able.zero_with_pipeline)
     ckpt = space.ckpt if able.partial_ckpt or space.ckpt != "any" else "none_or_all"
@@ -354,6 +360,7 @@ class Limits:
 def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str, ...]) -> Limits:
     """`--fix tp=2 --max pp=8 --forbid offload.weights` -> Limits; contradictions are named."""
     said = _pairs("--fix", fix, FIX_KEYS)
+    forbid = tuple(part.strip() for text in forbid for part in text.split(","))
     recompute = said.pop("recompute", None)
     if recompute is not None:
         check.known("--fix recompute", "kind", recompute, RECOMPUTE_KINDS)

@@ -27,6 +27,7 @@ class ExpertCase:
     tp: int = 1
     sequence_parallel: bool = False
     stage_gpus: int | None = None
+    imbalance: float | None = None
 
     @property
     def experts(self) -> ExpertSpec:
@@ -86,6 +87,15 @@ RULES = (
             "expert_parallel above 1"
         ),
         "token_dispatcher.py: DeepEP dispatcher requires TPxEP > 1",
+    ),
+    ExpertRule(
+        "imbalance",
+        lambda case: case.imbalance is None or case.ep == 1 or case.imbalance <= case.ep,
+        lambda case: (
+            f"expert_imbalance is {case.imbalance:g} with expert_parallel {case.ep}; wanted at most "
+            f"{case.ep}, where one rank has all tokens"
+        ),
+        "the mean is all tokens over the ranks",
     ),
     ExpertRule(
         "biases",

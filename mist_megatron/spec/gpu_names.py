@@ -16,4 +16,5 @@ def words_of(name: str) -> set[str]:
     words = {re.sub(r"^sxm\d$", "sxm", word) for word in re.split(r"[\s_/-]+", text)}
     if "hbm3" in words:
         words = words - {"hbm3"} | ({"sxm"} if "h100" in words else set())
-    return {re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in words if not NOISE.match(word)}
+    # "A100-80" has two numbers, of which the second is its memory: no GPU is called by two or three digits.
+    return {re.sub(r"^(\d+)gi?b?$|^(\d{2,3})$", r"\1\2gb", word) for word in words if not NOISE.match(word)}

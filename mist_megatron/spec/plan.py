@@ -458,7 +458,7 @@ def check_experts(where: str, model: ModelSpec, execution: Execution) -> None:
         raise InputError(f"{where}: expert_overlap and shared_expert_overlap exclude each other")
     if experts is None:
         return
-    case = ExpertCase(model=model, ep=said.ep, etp=said.etp, dispatcher=said.dispatcher)
+    case = ExpertCase(model=model, ep=said.ep, etp=said.etp, dispatcher=said.dispatcher, imbalance=imbalance)
     for rule in broken(case):
         raise InputError(f"{where}.{rule.words(case)}")
 
@@ -476,6 +476,7 @@ def _check_expert_stage(where: str, stage: StagePlan, plan: Plan) -> None:
         tp=stage.tp,
         sequence_parallel=plan.sequence_parallel,
         stage_gpus=stage.gpus,
+        imbalance=execution.expert_imbalance,
     )
     for rule in broken(case):
         raise InputError(f"{where}: {rule.words(case)}")

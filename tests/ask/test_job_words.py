@@ -211,6 +211,8 @@ def test_models_are_known_in_any_letters() -> None:
         ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
         ("NVIDIA RTX A6000", "a6000-48gb"),
         ("Tesla T4", "t4-16gb"),
+        ("A100 40", "a100-sxm-40gb"),
+        ("h100-sxm-80", "h100-sxm-80gb"),
         ("AMD Instinct MI300X", "mi300x-192gb"),
     ],
 )
@@ -220,7 +222,12 @@ def test_a_gpu_is_known_by_the_name_its_driver_says(asked, found):
 
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [("A100-80GB", "may be a100-sxm-80gb or a100-pcie-80gb"), ("gh200", "known: "), ("H100 NVL", "known: ")],
+    [
+        ("A100-80", "may be a100-sxm"),
+        ("A100-80GB", "may be a100-sxm-80gb or a100-pcie-80gb"),
+        ("gh200", "known: "),
+        ("H100 NVL", "known: "),
+    ],
 )
 def test_a_gpu_of_another_name_is_not_guessed(asked, said):
     with pytest.raises(InputError, match=said):
@@ -258,3 +265,17 @@ def test_a_batch_may_be_told_by_gpu() -> None:
     ):
         with pytest.raises(InputError, match=said):
             mm.tune(**{"model": "gpt2", "per_device_batch": 8, **more})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [(16, "num_experts_per_tok is 16; wanted at most the number of experts, which is 8"), (0, "is 0")],
+)
+def test_a_config_that_cannot_be_is_refused_by_its_own_keys(chosen, said, tmp_path):
+    config = {"model_type": "mixtral", "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 32000}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config |= {"num_local_experts": 8, "num_experts_per_tok": chosen}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"config\.json: .*num_experts_per_tok") as caught:
+        read_job({"model": str(tmp_path), "gpus": 8})
+    assert said in caught.value.message

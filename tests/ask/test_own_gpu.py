@@ -8,7 +8,7 @@ import pytest
 
 import mist_megatron as mm
 from mist_megatron.ask.job_words import read_job
-from mist_megatron.errors import MistError
+from mist_megatron.errors import InputError
 
 FIVE = """
 bf16_tflops: 312
@@ -58,5 +58,5 @@ def test_half_the_rate_takes_longer(file: str, tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(text)
-    with pytest.raises(MistError, match=said):
+    with pytest.raises(InputError, match=said):
         read_job({"model": "gpt3-7b", "gpus": 8, "gpu": str(path)})

@@ -160,6 +160,11 @@ def test_imbalance_costs_time_and_memory():
     assert even.stages[0].peak_memory_bytes < busy.stages[0].peak_memory_bytes
 
 
+def test_one_rank_with_all_experts_is_never_busier_than_the_mean():
+    even, busy = (predicted(plan_of(expert_parallel=1, expert_imbalance=im)) for im in (1.0, 1.2))
+    assert even == busy
+
+
 def test_first_layers_without_experts_are_a_kind_of_their_own():
     """DeepSeek-V2-Lite, whose first layer is dense, with all parameters on the one rank that has them."""
     plan = plan_of("deepseek-v2-lite", nodes=1, expert_parallel=8)
@@ -182,6 +187,7 @@ def test_a_plan_with_experts_is_read_as_it_was_written():
         ({"expert_tensor_parallel": 2, "expert_dispatcher": "flex"}, "flex"),
         ({"expert_imbalance": 0.5}, "expert_imbalance"),
         ({"expert_imbalance": 65.0}, "expert_imbalance is 65; wanted 1 to 64"),
+        ({"expert_parallel": 4, "expert_imbalance": 4.5}, "is 4.5 with expert_parallel 4; wanted at most 4"),
         ({"expert_imbalance": float("nan")}, "expert_imbalance is nan"),
         ({"expert_imbalance": float("inf")}, "expert_imbalance is inf"),
         ({"expert_parallel": 32}, "must divide the 16"),

@@ -8,7 +8,7 @@ import pytest
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import load_plan
-from mist_megatron.search.space import named_spaces, parse_limits
+from mist_megatron.search.space import cut_to_target, named_spaces, parse_limits, space_named
 
 JOB = ("--model", "gpt3-1.3b", "--gpus", "2", "--gpu", "l4-24gb", "--global-batch", "16")
 
@@ -137,6 +137,20 @@ def test_limits_are_parsed():
     assert limits.most == {"dp": 8}
     with pytest.raises(InputError, match="both"):
         parse_limits(("tp=2", "tp=4"), (), ())
+    several = parse_limits((), ("offload.weights,recompute.full", "interleaved"), ())
+    assert several.forbidden == {"offload.weights", "recompute.full", "interleaved"}
+    with pytest.raises(InputError, match=r"contradicts --forbid recompute\.full"):
+        parse_limits(("recompute=full",), ("interleaved,recompute.full",), ())
+
+
+def test_a_space_that_a_target_cannot_run_is_answered_with_those_it_can():
+    with pytest.raises(InputError, match="needs ZeRO 1") as caught:
+        cut_to_target(space_named("megatron"), "torch")
+    (hint,) = caught.value.details
+    named = hint.removeprefix("try: --space ").replace(" or ", ", ").split(", ")
+    assert "full" in named
+    for name in named:
+        cut_to_target(space_named(name), "torch")
 
 
 def test_every_space_is_described():
