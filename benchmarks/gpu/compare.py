@@ -67,7 +67,7 @@ def _local_gpt(case: dict[str, Any]) -> ModelSpec:
         name="measured", family="llama", layers=case["layers"], hidden=case["hidden"],
         ffn_hidden=case["ffn_hidden"], heads=case["heads"], kv_heads=case["heads"],
         head_dim=case["hidden"] // case["heads"], vocab=case["vocab"], gated_mlp=True, activation="silu",
-        norm="rmsnorm",
+        norm="rmsnorm", parallel_block=bool(case.get("norms")), parallel_norms=case.get("norms") or 1,
     )  # fmt: skip
 
 

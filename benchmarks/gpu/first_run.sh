@@ -4,7 +4,8 @@
 #   bash benchmarks/gpu/first_run.sh h200-sxm-141gb            name of a GPU of the catalogue, or a profile
 #   bash benchmarks/gpu/first_run.sh h200-sxm-141gb --cpu      the same programs with a tiny model, without a GPU
 #
-# Trains Megatron-core without patches, with each patch alone and with all together. Leaves in results/first_run
+# Trains Megatron-core without patches, with each patch alone that one GPU can run (all but stage_grids, which needs
+# three) and with all together. Leaves in results/first_run
 # (or in $FIRST_RUN_OUT) one JSON line per case - losses, time, peak memory, share of copies beside kernels - and
 # report.txt: losses against those without patches, time and memory against `predict`. Needs torch, megatron-core
 # and this repository on Python's path; ends by itself before the ten minutes are over.

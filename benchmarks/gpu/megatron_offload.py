@@ -5,14 +5,17 @@
 
 Needs torch, megatron-core and this repository. A GPT of Megatron's own layers is trained with this project's
 own patches: fractions 0, 0.25, 0.5 and 1 of weights, gradients, optimizer states and activations in host
-memory, then half of everything with decoupled steps. One JSON line per case, written as it is measured;
-cases that the file holds are not measured again. `compare.py` holds predictions against the lines.
+memory, then half of everything with decoupled steps; then layers whose attention and MLP are side by side
+(patch `parallel_block`), of Megatron's modules and, where it is installed, of Transformer Engine's. One JSON
+line per case, written as it is measured; cases that the file holds are not measured again. `compare.py` holds
+predictions against the lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
 import socket
 import statistics
@@ -53,6 +56,10 @@ class Case:
     optimizer: float = 0.0
     activations: float = 0.0
     decoupled: bool = False
+    norms: int = 0
+    """Attention and MLP side by side, with so many norms ..."""
+    engine: bool = False
+    """... of Transformer Engine's modules."""
 
 
 def cases(tiny: bool) -> list[Case]:
@@ -62,7 +69,11 @@ def cases(tiny: bool) -> list[Case]:
         first = Case(hidden=32, ffn_hidden=64, layers=4, heads=2, vocab=128, seq=16, micro_batch=2, ckpt=1)
     single = [replace(first, **{kind: fraction}) for kind in KINDS for fraction in FRACTIONS]
     together = replace(first, **dict.fromkeys(KINDS, 0.5), decoupled=True)
-    return [first, replace(first, decoupled=True), *single, together]
+    beside = [replace(first, norms=norms) for norms in (1, 2)]
+    engines = [
+        replace(case, engine=True) for case in beside if importlib.util.find_spec("transformer_engine")
+    ]
+    return [first, replace(first, decoupled=True), *single, together, *beside, *engines]
 
 
 def start(device: str) -> None:
@@ -91,8 +102,7 @@ def start(device: str) -> None:
 def build_model(case: Case) -> tuple[Any, Any]:
     import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
@@ -125,7 +135,9 @@ def build_model(case: Case) -> tuple[Any, Any]:
     model_parallel_cuda_manual_seed(1)
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+        if case.engine
+        else gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"),
         case.vocab,
         case.seq,
         position_embedding_type="rope",
@@ -165,9 +177,12 @@ def apply_patches(case: Case, tiny: bool) -> list[Callable[[], None]]:
     from mist_patches.megatron.activation_offload import offload_block_activations
     from mist_patches.megatron.decoupled_step import decoupled_steps
     from mist_patches.megatron.optimizer_fraction import exact_optimizer_fraction
+    from mist_patches.megatron.parallel_block import parallel_block
     from mist_patches.megatron.state_offload import offload_states
 
     undone: list[Callable[[], None]] = []
+    if case.norms:
+        undone.append(parallel_block(case.norms))
     if case.optimizer:
         undone.append(exact_optimizer_fraction(case.optimizer))
     if case.decoupled:
@@ -296,13 +311,15 @@ def run(path: Path, chosen: Sequence[Case], more: Callable[[], bool], steps: int
         return found
 
     here = training_steps.machine(torch.device("cpu" if tiny else "cuda"))
-    plain: list[float] = []
+    plain: dict[int, list[float]] = {}
     for changed, found in training_steps.recorded(path, here, chosen, more, measure):
-        print(f"{changed or 'nothing offloaded'}: {said(found, plain)}", flush=True)
-        plain = plain if changed else found.get("losses", [])
+        norms = changed.get("norms", 0)
+        print(f"{changed or 'nothing offloaded'}: {said(found, plain.get(norms, ()))}", flush=True)
+        plain.setdefault(norms, found.get("losses", []))
 
 
 def said(found: dict[str, Any], plain: Sequence[float]) -> str:
+    """`plain` are the losses of the same model without patches; side by side, of Megatron's own modules."""
     if "seconds" not in found:
         return "out of memory"
     overlap, gib = found["overlap"], found.get("peak_bytes", 0) / 2**30
