@@ -11,7 +11,7 @@ from mist_megatron.calibrate.import_mpigraph import read_mpigraph
 from mist_megatron.calibrate.import_nccl_tests import read_nccl_json, read_nccl_text
 from mist_megatron.calibrate.imported import KINDS, Hints, Imported, Kind
 from mist_megatron.calibrate.measurements import read_measurements
-from mist_megatron.calibrate.nccl_tables import TAGS
+from mist_megatron.calibrate.nccl_tables import TAGS, without_labels
 from mist_megatron.errors import InputError
 from mist_megatron.traces.reader import read_trace
 
@@ -27,7 +27,7 @@ def read_output(text: str, where: str, hints: Hints, kind: Kind | None = None) -
     if chosen == "nccl-tests":
         return read_nccl_text(text, where, hints)
     if chosen == "mpigraph":
-        return read_mpigraph(text, where, hints)
+        return read_mpigraph(without_labels(text), where, hints)
     if chosen == "kineto":
         trace = read_trace(io.BytesIO(text.encode("utf-8", "replace")), where)
         return read_kineto([trace], [hints])[0]
@@ -45,9 +45,9 @@ def is_kineto(head: str, where: str) -> bool:
 
 def kind_of(text: str, where: str) -> Kind:
     """Told by what only that tool writes."""
-    head = TAGS.sub("", text[:200_000]).lstrip()
+    head = without_labels(TAGS.sub("", text[:200_000]).lstrip("\ufeff \t\r\n"))
     first = head.split("\n", 1)[0]
-    if head.startswith(("{", "[")):
+    if re.match(r"\{|\[\s*[\[{]", head):
         if re.search(r'"(traceEvents|deviceProperties|schemaVersion|distributedInfo)"', head):
             return "kineto"
         if re.search(r'"(out_of_place|bus_bw|nccl_version|avg_bus_bandwidth)"', head):

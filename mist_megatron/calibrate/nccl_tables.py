@@ -39,9 +39,15 @@ _START = re.compile(r"\bnThread\s+\d+\s+nGpus\s+\d+|Collective test starting|ncc
 _FAILURE = re.compile(r"Test (?:NCCL |CUDA )?failure|NCCL failure|Segmentation fault|srun: error|MPI_ABORT")
 TAGS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\[[^\[\]<>]*\d+\s*,\s*\d+\]\s*<std(?:out|err|diag)>\s*:")
 """Colours, and mpirun's --tag-output, which stands wherever a program flushed."""
-_STAMP = re.compile(r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\s+")
-_PREFIX = re.compile(r"^\s*(?:\[[\w./-]+\]\s+)?(?:[\w./-]+:\s+)?(?=#|\d+\s+\d+\s)")
-"""srun --label, pdsh, kubectl logs --prefix."""
+_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
+_LABEL = (
+    r"(?:\[[^\[\]\n]{1,100}\]|[\w./-]{1,100}(?::\d+)?:|[\w./-]{1,100} *\||>"
+    rf"|\d{{4}}-\d\d-\d\d[T ]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?|{_CLOCK}|\d{{9,10}}\.\d+|std(?:out|err) [FP]"
+    rf"|[A-Z][a-z][a-z] [ \d]\d {_CLOCK} \S+ \S+:)"
+)
+"""Before lines: srun --label, pdsh, Hydra, kubectl logs --prefix, containers, clocks, syslog, `>`."""
+_PREFIX = re.compile(rf"^\s*(?:{_LABEL}\s+)*(?=#|Rank\s+\d|\d+\s+\d+\s)")
+_LABELS = re.compile(rf"^\s*(?:{_LABEL}[ \t]+)+", re.M)
 _DEBUG = re.compile(r"(-1)?[^\s:]+:\d+:\d+ \[\d+\] NCCL (?:INFO|WARN|TRACE|ABORT).*$")
 """The root's -1 is the last cell that a program flushes before it has measured."""
 
@@ -138,8 +144,13 @@ def _begins(table: Table, raw: str) -> bool:
 
 def _cleaned(raw: str) -> str:
     """Without what others than the program wrote into the line."""
-    line = _STAMP.sub("", TAGS.sub("", raw))
-    return _PREFIX.sub("", _DEBUG.sub(lambda cut: cut.group(1) or "", line))
+    return _PREFIX.sub("", _DEBUG.sub(lambda cut: cut.group(1) or "", TAGS.sub("", raw)))
+
+
+def without_labels(text: str) -> str:
+    """An output whose every line was labelled by what collected it, as its program wrote it."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return _LABELS.sub("", text) if all(_LABELS.match(line) for line in lines) else text
 
 
 class _Reader:

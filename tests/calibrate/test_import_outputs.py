@@ -310,3 +310,25 @@ def test_command_refuses(ran_here, tmp_path, arguments, told):
     assert told in ran.err
     assert not (tmp_path / "raw.jsonl").exists()
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        *("0: ", " 12: ", "[0] ", "[1,0]<stdout>:", "[node-01] ", "node-01:0: ", "worker-0  | ", "> "),
+        *(
+            "[pod/nccl-launcher-abc/main] ",
+            "2026-01-28T14:50:17.123Z ",
+            "2026-01-28 14:50:17,123 ",
+            "14:50:17 ",
+        ),
+        *("[2026-01-28 14:50:17] ", "1706453417.123 ", "2026-01-28T14:50:17+00:00 stdout F "),
+        *("Jan 28 14:50:17 node-01 nccl[123]: ", "[rank0] 14:50:17 node-01: "),
+    ],
+)
+def test_what_collects_logs_writes_before_each_line(label: str) -> None:
+    """Launchers and collectors label every line: the same is read as without."""
+    for text in (table(sweep()), MATRIX):
+        wanted = read_output(text, "log.txt", HINTS)
+        labelled = "".join(label + line for line in text.splitlines(keepends=True))
+        assert read_output(labelled, "log.txt", HINTS).points == wanted.points
