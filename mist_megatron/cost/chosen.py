@@ -42,6 +42,7 @@ _MODULES: Mapping[Module, _Again] = MappingProxyType(
                 "expert_activated", "latent_output",
             ),
         ),
+        "gdn_norm_out": _Again(("mixer_norm", "mixer_heads_together"), ("mixer_normed", "mixer_norm_output")),
         "mlp": _Again(("norm2", "mlp_in", "activation", "mlp_out"), ("normed2", "mlp_hidden", "activated")),
     }
 )  # fmt: skip

@@ -28,7 +28,7 @@ HYBRID_PUBLISHED: Mapping[str, tuple[float, float, str]] = MappingProxyType(
 )
 """Parameters, those of them that one token meets, and where they were published, in so many digits. Of the
 other models the name alone says a number; FLOPs per token that published runs print fit all of them
-(tests/framework/test_hybrid_layers.py)."""
+(tests/framework/test_emitted_hybrids_parse.py)."""
 
 KIND_OF_LETTER: Mapping[str, str] = MappingProxyType({"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"})
 """Names of the kinds of layers of hybrid models."""

@@ -12,7 +12,9 @@ from typing import Literal, get_args
 
 Recompute = Literal["none", "selective", "full"]
 """What `recompute` of a stage can be."""
-Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts"]
+Module = Literal[
+    "core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts", "gdn_norm_out"
+]
 """What `selective` can run again of a layer, by Megatron's names (--recompute-modules)."""
 MODULES: tuple[Module, ...] = get_args(Module)
 USUAL_MODULES: tuple[Module, ...] = ("core_attn",)

@@ -50,7 +50,7 @@ def bridge_refusals(model: ModelSpec, training: TrainingSpec, execution: Executi
 
 
 CAPABILITY = Capability(
-    activations=("gelu", "gated silu"),
+    activations=("gelu", "gated silu", "squared_relu"),
     always_final_norm=True,
     zero=(0, 1),
     zero_with_pipeline=(0, 1),
@@ -78,6 +78,10 @@ CAPABILITY = Capability(
         "norms of query and key heads",
         "attention sinks",
         "multi-token prediction",
+        "Mamba-2 layers",
+        "gated delta nets",
+        "gated attention",
+        "layers of half a block",
     ),
     switches=(
         "expert_overlap",

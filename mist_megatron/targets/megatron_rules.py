@@ -47,6 +47,7 @@ NEEDS: Mapping[Module, str] = MappingProxyType(
         "moe_act": "experts",
         "mla_up_proj": "latent attention",
         "shared_experts": "shared experts",
+        "gdn_norm_out": "gated delta nets",
     }
 )
 """What a model must have for a module to be run again: elsewhere nothing happens, without a word."""
@@ -73,13 +74,14 @@ def _idle_modules(plan: Plan) -> list[Module]:
     experts = [kind.experts for kind in kinds if kind.experts is not None]
     latent = any(kind.latent_attention is not None for kind in kinds)
     has: Mapping[Module, bool] = {
-        "core_attn": True,
+        "core_attn": any(kind.attends for kind in kinds),
         "layernorm": bool(experts) or latent,
-        "mlp": len(experts) < len(kinds),
+        "mlp": any(kind.has_mlp and kind.experts is None for kind in kinds),
         "moe": bool(experts),
         "moe_act": bool(experts),
         "mla_up_proj": latent,
         "shared_experts": any(one.shared_ffn_hidden for one in experts),
+        "gdn_norm_out": any(kind.delta_net is not None for kind in kinds),
     }
     asked = any(stage.recompute in PARTIAL for stage in plan.stages)
     return [module for module in plan.execution.modules if asked and not has[module]]

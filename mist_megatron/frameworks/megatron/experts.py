@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from mist_megatron.frameworks.flags import Flags, flag, when
+from mist_megatron.frameworks.megatron.hybrids import is_hybrid
 from mist_megatron.spec.experts import LatentAttention
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
@@ -31,10 +32,11 @@ def expert_flags(model: ModelSpec) -> Flags:
     if experts is None:
         return ()
     grouped = experts.groups > 1
+    listed = not is_hybrid(model) and not all(has_experts(model))
     shared = experts.shared_ffn_hidden > 0
     return (
         flag("--num-experts", experts.count),
-        *when(not all(has_experts(model)), flag("--moe-layer-freq", pattern(has_experts(model)))),
+        *when(listed, flag("--moe-layer-freq", pattern(has_experts(model)))),
         flag("--moe-ffn-hidden-size", experts.ffn_hidden),
         flag("--moe-router-topk", experts.top_k),
         flag("--moe-router-score-function", "sigmoid" if experts.router == "sigmoid" else "softmax"),
@@ -95,6 +97,7 @@ def prediction_flags(model: ModelSpec) -> Flags:
         model.mtp_layers > 0,
         flag("--mtp-num-layers", model.mtp_layers),
         flag("--mtp-loss-scaling-factor", MTP_LOSS),
+        *when(model.mtp_repeated, flag("--mtp-use-repeated-layer")),
     )
 
 

@@ -13,6 +13,7 @@ from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources, launch_facts, launchers, render, shell_arrays
 from mist_megatron.frameworks.megatron.bridge import SCRIPT, bridge_text
 from mist_megatron.frameworks.megatron.chosen import chosen
+from mist_megatron.frameworks.megatron.hybrids import is_hybrid
 from mist_megatron.frameworks.megatron.model import VERSION
 from mist_megatron.frameworks.megatron.patches import Patch, patches
 from mist_megatron.frameworks.megatron.write import common_flags, require_emittable, stages, stages_differ
@@ -34,7 +35,15 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         package=bool(named) or stages_differ(plan),
         resized=Patch.STATE_OFFLOAD in named,
     )
-    facts = {**launched, "environment": document["environment"], "vocab": plan.model.vocab}
+    hybrid = is_hybrid(plan.model)
+    # No provider of Megatron-Bridge was tried with such layers.
+    usual = not hybrid and all(kind.attends for kind in plan.model.kinds)
+    facts = {
+        **launched,
+        "environment": document["environment"],
+        "vocab": plan.model.vocab,
+        "hybrid": hybrid,
+    }
     listed = {
         "arguments": arguments(flags),
         "environment": document["environment"],
@@ -45,7 +54,7 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
             plan,
             "Megatron-core",
             script="MEGATRON_LM",
-            notes=_notes(plan, package=facts["package"]),
+            notes=_notes(plan, package=facts["package"], bridged=usual),
             choices=chosen(plan),
         ),
         "plan.yaml": plan_to_yaml(plan),
@@ -53,24 +62,33 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         "args.sh": shell_arrays({"MEGATRON_ARGS": flags}),
         "args.json": json.dumps(listed, indent=2) + "\n",
         "args.yaml": yaml.safe_dump(as_mapping(flags), sort_keys=False),
-        "bridge.yaml": bridge_text(plan),
-        "bridge.py": SCRIPT,
+        **({"bridge.yaml": bridge_text(plan), "bridge.py": SCRIPT} if usual else {}),
         "stages.json": stages_text(document),
         **({"pretrain.py": sources.entries["pretrain.py"]} if facts["package"] else {}),
         **launchers(sources, facts),
     }
 
 
-def _notes(plan: Plan, *, package: bool) -> list[str]:
+def _notes(plan: Plan, *, package: bool, bridged: bool) -> list[str]:
     return [
         *(_package_notes(plan) if package else _STOCK_NOTES),
         *(_GRID_NOTES if plan.grids_differ else ()),
         *(_GRAPH_NOTES if plan.execution.cuda_graphs else ()),
         "",
-        "`args.json` and `args.yaml` hold the same arguments as `args.sh`; `bridge.yaml` those that",
-        "Megatron-Bridge takes, through `bridge.py`. `mist-megatron lint args.sh` checks the folder again",
-        "after changes.",
+        *(_BRIDGE_NOTES if bridged else _HYBRID_NOTES),
     ]
+
+
+_BRIDGE_NOTES = (
+    "`args.json` and `args.yaml` hold the same arguments as `args.sh`; `bridge.yaml` those that",
+    "Megatron-Bridge takes, through `bridge.py`. `mist-megatron lint args.sh` checks the folder again",
+    "after changes.",
+)
+_HYBRID_NOTES = (
+    "`args.json` and `args.yaml` hold the same arguments as `args.sh`. A model of a layer pattern needs",
+    "Megatron-LM's `pretrain_hybrid.py` (`pretrain_mamba.py` before) and mamba-ssm, one with delta nets",
+    "flash-linear-attention, on every node.",
+)
 
 
 _STOCK_NOTES = (

@@ -11,6 +11,7 @@ from mist_megatron.frameworks.megatron.experts import (
     latent_flags,
     prediction_flags,
 )
+from mist_megatron.frameworks.megatron.hybrids import scan_flags, unwritten_kinds
 from mist_megatron.frameworks.refusal import Refusal
 from mist_megatron.spec.constants import ModelConstants
 from mist_megatron.spec.layer import kind_of
@@ -29,18 +30,21 @@ def model_refusals(model: ModelSpec) -> tuple[Refusal, ...]:
 def _kind_refusals(model: ModelSpec) -> list[Refusal]:
     """Layers that no flag is written for: of those that differ, some may have windows of one size, and some
     experts of one kind."""
-    kinds = (kind_of(model, "own"), *model.kinds)
-    alike = {replace(kind, name="alike", window=None, experts=None) for kind in kinds}
+    # What a model with kinds of its own says of its own shape is that of none of its layers.
+    kinds = model.kinds if model.groups else (kind_of(model, "own"), *model.kinds)
+    whole = [replace(k, half=None, mamba=None, delta_net=None, attention_gate=False) for k in kinds]
+    alike = {replace(kind, name="alike", window=None, experts=None) for kind in whole}
     windows, experts = (
         {kind.window for kind in kinds} - {None},
         {kind.experts for kind in model.kinds} - {None},
     )
-    if len(alike) == 1 and len(windows) <= 1 and len(experts) <= 1 and model.attention == "causal":
+    few = len(alike) == 1 and len(windows) <= 1 and len(experts) <= 1
+    if few and kinds[0].attention == "causal" and not unwritten_kinds(model):
         return []
     return [
         Refusal(
-            rule="flags are written for causal attention, and layers that differ in having a window or "
-            "experts alone",
+            rule="flags are written for causal attention, layers that differ in having a window, experts or "
+            "a delta net alone, and layers of half a block",
             got=f"{model.name} has layers of kind {', '.join(kind.name for kind in model.kinds)}",
             instead="predict and simulate, which take its plans, and tune, which finds them",
         )
@@ -142,6 +146,7 @@ def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
         flag("--norm-epsilon", model.constants.norm_epsilon),
         *when(model.qk_norm or latent is not None, flag("--qk-layernorm")),
         *when(model.gated_mlp, flag("--swiglu")),
+        *when(model.activation == "squared_relu", flag("--squared-relu")),
         *when(not model.linear_bias, flag("--disable-bias-linear")),
         *when(model.qkv_bias and not model.linear_bias, flag("--add-qkv-bias")),
         *when(not model.tied_embeddings, flag("--untie-embeddings-and-output-weights")),
@@ -154,6 +159,7 @@ def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
         *latent_flags(model),
         *expert_flags(model),
         *prediction_flags(model),
+        *scan_flags(model),
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from mist_megatron.frameworks.flags import Flags, arguments, flag, when
 from mist_megatron.frameworks.megatron.experts import expert_environment, spread_flags
+from mist_megatron.frameworks.megatron.hybrids import is_hybrid
+from mist_megatron.frameworks.megatron.hybrids import pattern as hybrid_pattern
 from mist_megatron.frameworks.megatron.model import (
     attention_flags,
     model_flags,
@@ -100,7 +102,10 @@ def layout(plan: Plan) -> str:
 
 
 def pipeline_flags(plan: Plan) -> Flags:
-    """The layout says any split and, by its length, the interleaving: no other flag may say it (A:928)."""
+    """The layout says any split and, by its length, the interleaving: no other flag may say it (A:928). Of a
+    hybrid model the pattern of its layers does (A:816)."""
+    if is_hybrid(plan.model):
+        return (flag("--hybrid-layer-pattern", hybrid_pattern(plan)),)
     return when(len(plan.stages) > 1, flag("--pipeline-model-parallel-layout", layout(plan)))
 
 
