@@ -14,9 +14,10 @@ from mist_megatron.formats.document import parse
 from mist_megatron.formats.files import load_model
 from mist_megatron.formats.gpu_yaml import gpu_from_mapping, is_gpu
 from mist_megatron.spec import catalogue, check
+from mist_megatron.spec.adapter import adapter_of
 from mist_megatron.spec.cluster import MOST_GPUS, ClusterSpec, GpuSpec, cluster_of
 from mist_megatron.spec.job import PRECISIONS, Job, parse_bytes, parse_links
-from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.model import ModelSpec, with_adapter
 from mist_megatron.spec.plan import MOST_IMBALANCE, TARGET_NAMES, Execution, TargetName
 from mist_megatron.spec.training import Precision, TrainingSpec
 
@@ -52,6 +53,8 @@ class JobWords(TypedDict, total=False):
     """Budget of one node for what its GPUs keep in host memory: bytes, or text such as 1TiB."""
     moe_imbalance: float | None
     """Tokens of the busiest expert-parallel rank over the mean; 1 where balance is forced."""
+    lora: str | int | None
+    """Rank of low-rank adapters, which alone are trained: 16, or 16:q,v for these matrices only."""
     bandwidth: Texts
     """Link speeds that replace the catalogue's: inter=50GB/s, several of these, or {"inter": "50GB/s"}."""
 
@@ -83,6 +86,8 @@ def read_job(words: JobWords) -> AskedJob:
     if target is not None:
         check.known("--target", "target", target, TARGET_NAMES)
     model = named if isinstance(named, ModelSpec) else load_model(named)
+    if words.get("lora") is not None:
+        model = with_adapter(model, adapter_of(str(words["lora"])))
     defaults: dict[str, str] = {}
     cluster = _cluster(words, defaults)
     training = _training(words, model, cluster, defaults)

@@ -95,6 +95,13 @@ class JobOptions(OptionGroup):
             rich_help_panel=PANEL,
         ),
     ] = None
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            help="Rank of low-rank adapters, which alone are trained: 16, or 16:q,v for these matrices.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
     bandwidth: Annotated[
         list[str] | None,
         typer.Option(

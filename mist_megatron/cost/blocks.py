@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from sympy import Expr, Max, Symbol
 
+from mist_megatron.cost.adapters import trained_parameters
 from mist_megatron.cost.entries import frozen, outside_bytes
 from mist_megatron.cost.kinds import own_sizes
 from mist_megatron.cost.layers import LayerOptions, block, embedding, expert_parameters, parameters
@@ -57,10 +58,11 @@ def blocks(model: ModelSpec, options: LayerOptions) -> tuple[Block, ...]:
 
 def _block(kind: LayerKind, options: LayerOptions, own: Iterable[str], passes_back: bool) -> Block:
     names = _names(own, kind.name)
-    operators = _own_operators(block(kind, options), names, kind, passes_back=passes_back)
+    operators = _own_operators(block(kind, options), names, kind.frozen, passes_back=passes_back)
     layers, ckpt = own_symbol(LAYERS, kind.name), own_symbol(CKPT, kind.name)
     all_of_it, of_experts = parameters(operators), expert_parameters(operators)
-    trained, still = (ZERO, all_of_it) if kind.frozen else (all_of_it, ZERO)
+    trained = ZERO if kind.frozen else trained_parameters(operators) if kind.adapter else all_of_it
+    still = all_of_it - trained if kind.still else ZERO
     source = kind.cross_attention
     given = ACTIVATION + (ZERO if source is None else outside_bytes(source))
     given = renamed(given, names)
@@ -73,10 +75,10 @@ def _names(own: Iterable[str], kind: str) -> dict[Symbol, Symbol]:
 
 
 def _own_operators(
-    operators: Iterable[Operator], names: Mapping[Symbol, Symbol], layer: LayerKind, *, passes_back: bool
+    operators: Iterable[Operator], names: Mapping[Symbol, Symbol], still: bool, *, passes_back: bool
 ) -> tuple[Operator, ...]:
     own = tuple(_renamed_operator(operator, names) for operator in operators)
-    return frozen(own, passes_back=passes_back) if layer.frozen else own
+    return frozen(own, passes_back=passes_back) if still else own
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,8 @@ def last_edge(model: ModelSpec, operators: Iterable[Operator]) -> Edge:
 def _edge(model: ModelSpec, name: str, operators: Iterable[Operator]) -> Edge:
     layer = model.first_shape if name == "embedding" else model.head_shape
     names = _names(own_sizes(model)[name], name)
-    own = _own_operators(operators, names, layer, passes_back=name == "head")
-    return Edge(own, names, layer.frozen)
+    own = _own_operators(operators, names, layer.still, passes_back=name == "head")
+    return Edge(own, names, layer.still)
 
 
 def renamed(expression: Expr, names: Mapping[Symbol, Symbol]) -> Expr:

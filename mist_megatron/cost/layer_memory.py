@@ -159,7 +159,7 @@ def _plain_norms(model: LayerSpec) -> Expr:
     each = FULL + (ZERO if model.rotary else HALF)
     if model.post_norms:
         each = 2 * FULL - HALF
-    if model.frozen:
+    if model.still:
         # The normalised input is for the gradient of the norm's weight.
         each = each - (FULL if model.post_norms else HALF)
     heads = TOKENS * (QUERY + KEY) if model.qk_norm else ZERO

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from sympy import Expr, Integer
 
+from mist_megatron.cost.adapters import with_adapters
 from mist_megatron.cost.captured import captured
 from mist_megatron.cost.chosen import chosen
 from mist_megatron.cost.cores import context_ring, flash_attention, plain_attention
@@ -78,6 +79,8 @@ def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
     if model.entry is not None:
         return entry_operators(model, _statistics(model, options))
     operators = chosen(_whole_block(model, options), options.modules)
+    if model.adapter is not None:
+        operators = with_adapters(operators, model.adapter, gated=model.gated_mlp)
     return captured(operators, options.graphs, shared_apart=options.shared_apart)
 
 

@@ -298,7 +298,7 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     if facts.modules == "transformer_engine":
         # One unused half-precision weight gradient is kept per distinct weight shape: the real one is added
         # to the fp32 buffer inside the GEMM, and autograd is handed this instead.
-        alike = {_matrices(kind.kind): kind for kind in reversed(kinds) if not kind.kind.frozen}
+        alike = {_matrices(kind.kind): kind for kind in reversed(kinds) if not kind.kind.still}
         kept_once = sum(
             (
                 _present(kind, len(kinds)) * (_once(kind) - norm_elements(kind.kind))

@@ -13,14 +13,15 @@ def sample_flops(model: ModelSpec, seq_len: float, *, causal: bool) -> float:
     total = 0.0
     for kind in model.kinds:
         back = model.passes_back(kind)
-        met = _matrices(kind, seq_len) * (2.0 + 2.0 * back + 2.0 * (not kind.frozen))
+        met = _matrices(kind, seq_len) * (2.0 + 2.0 * back + 2.0 * (not kind.still))
+        met += 6.0 * kind.adapter_parameters * kind.sequence(seq_len)
         attended = _pairs(kind, seq_len, causal=causal) * kind.query_width * (12.0 if back else 4.0)
         total += model.layers_of_kind[kind.name] * (met + attended)
     first, head = model.first_shape, model.head_shape
     patches = model.patch_elements * first.hidden * first.sequence(seq_len)
     rows = head.hidden * (model.vocab + head.hidden * model.head_transform)
-    total += patches * (2.0 if first.frozen else 4.0)
-    return total + rows * head.sequence(seq_len) * (4.0 if head.frozen else 6.0)
+    total += patches * (2.0 if first.still else 4.0)
+    return total + rows * head.sequence(seq_len) * (4.0 if head.still else 6.0)
 
 
 def _matrices(kind: LayerKind, seq_len: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build
 from mist_megatron.spec import check
+from mist_megatron.spec.adapter import Adapter
 from mist_megatron.spec.constants import ModelConstants
 from mist_megatron.spec.entry import EncoderOutput, Entry
 from mist_megatron.spec.experts import ExpertSpec, LatentAttention
@@ -114,6 +115,8 @@ class ModelDocument:
     """Of a kind: it is no block, but stands between groups of other widths or tokens."""
     frozen: bool = False
     """Of a kind: it is not trained."""
+    adapter: Adapter | None = None
+    """Low-rank matrices beside a layer's own, which alone are trained (LoRA): `{rank: 16}`."""
     patch_elements: int = 0
     """Elements of a piece of an image that one matrix turns into a token; 0 for a token table."""
     patch_bias: bool = False
@@ -131,7 +134,8 @@ class ModelDocument:
 PARTS = (
     "experts", "latent_attention", "qk_norm", "sinks", "mtp_layers", "attention", "window", "post_norms",
     "tokens", "cross_attention", "entry", "frozen", "patch_elements", "patch_bias", "head_tokens",
-    "head_transform", "attention_gate", "mamba", "delta_net", "half", "mtp_pattern", "mtp_repeated",
+    "head_transform", "adapter", "attention_gate", "mamba", "delta_net", "half", "mtp_pattern",
+    "mtp_repeated",
 )  # fmt: skip
 """Keys that few models have; written only where they say something."""
 

@@ -224,7 +224,7 @@ def _questions(
                 # Of stages of one configuration such models have the splits searched too.
                 uneven = space.uneven_layers and TARGETS[job.target].capability.uneven_layers
                 runnable = replace(runnable, uneven_layers=uneven, near_even=False)
-            if any(kind.frozen for kind in job.model.kinds):
+            if any(kind.still for kind in job.model.kinds):
                 runnable = replace(runnable, offload=STAYS)
             cut = apply_limits(runnable, way.limits)
         except InputError as error:

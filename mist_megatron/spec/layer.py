@@ -38,6 +38,7 @@ from typing import Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.adapter import Adapter
 from mist_megatron.spec.entry import EncoderOutput, Entry
 from mist_megatron.spec.experts import ExpertSpec, LatentAttention
 from mist_megatron.spec.recurrent import DeltaNet, Half, Mamba, require_mixer
@@ -110,6 +111,8 @@ class LayerSpec:
     """It is no block, but what turns one group's output into the next one's input."""
     frozen: bool = False
     """Not trained: no weight gradients and no optimizer states."""
+    adapter: Adapter | None = None
+    """Low-rank matrices beside its own, which alone are trained; of all layers of a model alike."""
 
     def check(self, where: str) -> None:
         """Refuse a shape that no layer has."""
@@ -133,10 +136,17 @@ class LayerSpec:
         require_mixer(where, self.mamba, self.delta_net, self.half)
         if not self.attends or self.half is not None:
             self._check_mixer(where)
-        odd = {"experts": self.experts, "latent_attention": latent, "parallel_block": self.parallel_block}
+        odd: dict[str, object] = {
+            "experts": self.experts, "latent_attention": latent, "parallel_block": self.parallel_block,
+        }  # fmt: skip
+        if self.adapter is not None and not self.attends:
+            raise InputError(f"{where}: an adapter of a layer without attention is not modelled")
+        if self.adapter is not None:
+            odd |= {"entry": self.entry, "cross_attention": self.cross_attention, "frozen": self.frozen,
+                    "half": self.half, "attention_gate": self.attention_gate}  # fmt: skip
         for name, what in {
-            "entry": self.entry, "cross_attention": self.cross_attention, "post_norms": self.post_norms,
-            "frozen": self.frozen,
+            "adapter": self.adapter, "entry": self.entry, "cross_attention": self.cross_attention,
+            "post_norms": self.post_norms, "frozen": self.frozen,
         }.items():  # fmt: skip
             with_it = [key for key, value in odd.items() if value]
             if what and with_it:
@@ -164,6 +174,11 @@ class LayerSpec:
             raise InputError(f"{where}: {what} with {with_it[0]} is not modelled; wanted one of the two")
         if self.half == "mixer" and self.experts is not None:
             raise InputError(f"{where}: half mixer has no MLP and so no experts; wanted half mlp or null")
+
+    @property
+    def still(self) -> bool:
+        """Whether its own weights are not trained."""
+        return self.frozen or self.adapter is not None
 
     @property
     def attends(self) -> bool:
@@ -253,6 +268,18 @@ class LayerSpec:
         source = self.entry or self.cross_attention
         tokens = self.tokens if source is None else source.tokens
         return seq_len if tokens is None else float(tokens)
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Elements of its adapters."""
+        if self.adapter is None:
+            return 0
+        queries, keys, wide, deep = self.query_width, self.kv_width, self.hidden, self.ffn_hidden
+        ends = {
+            "q": wide + queries, "k": wide + keys, "v": wide + keys, "o": queries + wide,
+            "gate": (wide + deep) * self.gated_mlp, "up": wide + deep, "down": deep + wide,
+        }  # fmt: skip
+        return self.adapter.rank * sum(ends[place] for place in self.adapter.on)
 
     @property
     def block_parameters(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.adapter import Adapter
 from mist_megatron.spec.constants import ModelConstants
 from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.layer import (
@@ -38,11 +39,21 @@ Part = Literal[
     "gated delta nets",
     "gated attention",
     "layers of half a block",
+    "low-rank adapters",
 ]
 """What a model may have that a plain transformer has not."""
 
 MOST_LAYERS = 10_000
 """Ten times the deepest transformer that was trained (DeepNet, arXiv:2203.00555: 1,000 layers)."""
+
+
+def with_adapter(model: ModelSpec, adapter: Adapter) -> ModelSpec:
+    """The model with these beside the matrices of all its layers."""
+    groups = tuple(
+        replace(group, pattern=tuple(replace(kind, adapter=adapter) for kind in group.pattern))
+        for group in model.groups
+    )
+    return replace(model, adapter=adapter, groups=groups)
 
 
 def _shape_words(hidden: int, tokens: int | None) -> str:
@@ -244,9 +255,10 @@ class ModelSpec(LayerSpec):
 
     @cached_property
     def plain(self) -> bool:
-        """Whether it begins with a token table, and tokens of the training's sequences meet every layer of
-        one width and the output layer."""
+        """Whether it begins with a token table, tokens of the training's sequences meet every layer of one
+        width and the output layer, and its own weights are trained."""
         usual = not self.patch_elements and self.head_tokens is None and self.tokens is None
+        usual = usual and self.adapter is None
         return self.alike and usual
 
     @cached_property
@@ -296,6 +308,7 @@ class ModelSpec(LayerSpec):
             "gated delta nets": any(kind.delta_net is not None for kind in self.kinds),
             "gated attention": any(kind.attention_gate for kind in self.kinds),
             "layers of half a block": any(kind.half is not None for kind in self.kinds),
+            "low-rank adapters": self.adapter is not None,
         }
         return tuple(part for part, has in there.items() if has)
 
@@ -336,7 +349,10 @@ class ModelSpec(LayerSpec):
     @property
     def trained_parameters(self) -> int:
         """Of these, what is not frozen; the embedding is trained with the first layer, the head with the
-        last."""
+        last. With adapters these alone."""
+        if self.adapter is not None:
+            each = ((kind, self.layers_of_kind[kind.name]) for kind in self.kinds)
+            return sum(kind.adapter_parameters * layers for kind, layers in each)
         still = sum(
             kind.block_parameters * self.layers_of_kind[kind.name] for kind in self.kinds if kind.frozen
         )

@@ -142,6 +142,7 @@ def _width_rules(plan: Plan) -> list[str]:
             for index, stage in enumerate(plan.stages)
             if not splits_tokens(model, plan.training.seq_len, stage.tp)
         ]
+    found += _adapter_rules(plan)
     if model.alike:
         return found
     there = {
@@ -163,6 +164,20 @@ def _width_rules(plan: Plan) -> list[str]:
             if any(stage.offload.values())
         ]
     return found
+
+
+def _adapter_rules(plan: Plan) -> list[str]:
+    """What is not modelled of a model whose own weights stand still beside low-rank adapters."""
+    if plan.model.adapter is None:
+        return []
+    there = {
+        f"vpp {plan.vpp}": plan.vpp > 1,
+        f"context_parallel {plan.execution.context_parallel}": plan.execution.context_parallel > 1,
+        f"training.precision {plan.training.precision}": plan.training.precision not in ("bf16", "fp16"),
+        "tp above 1": any(stage.tp > 1 for stage in plan.stages),
+        "offload": any(any(stage.offload.values()) for stage in plan.stages),
+    }
+    return [f"{what}: not modelled beside low-rank adapters" for what, is_there in there.items() if is_there]
 
 
 _UNIFORM: tuple[tuple[str, str, Callable[[StagePlan], object]], ...] = (

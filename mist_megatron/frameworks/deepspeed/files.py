@@ -97,7 +97,13 @@ def _engine_notes(plan: Plan) -> list[str]:
             f"The patch `layer_activations` recomputes {plan.stages[0].ckpt} layers; your script must not",
             "recompute layers itself (`gradient_checkpointing` off).",
         ]
+    adapters = [
+        "Only low-rank adapters are trained: `training_arguments.py` ends with PEFT's settings.",
+        "The names of the matrices are those of LLaMA's modules; other models of transformers may differ.",
+        "",
+    ]
     return [
+        *(adapters if plan.model.adapter else ()),
         "`ds_config.json` says every number, for scripts that call `deepspeed.initialize` and for",
         "Megatron-DeepSpeed (which builds its optimizer from its own flags). `ds_config_auto.json` is for",
         "Hugging Face Trainer and Accelerate; `training_arguments.py` and `accelerate_config.yaml` hold",

@@ -13,6 +13,7 @@ from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.flags import Flags, flag, when
 from mist_megatron.frameworks.readme import Choice
 from mist_megatron.frameworks.stages_json import stages_document
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.deepspeed import BUCKET_ELEMENTS, PREFETCH_ELEMENTS, REUSE_ELEMENTS
 from mist_megatron.targets.table import TARGETS
@@ -280,7 +281,25 @@ training_arguments = TrainingArguments(
 # Start on {plan.gpus} processes: {plan.gpus} x {stage.micro_batch} x {plan.grad_accum} sequences a step.
 # Sequences of {plan.training.seq_len} tokens; the plan was priced with
 # AutoModelForCausalLM.from_pretrained(..., attn_implementation="{attention}").
-'''
+{adapter_text(plan.model)}'''
+
+
+def adapter_text(model: ModelSpec) -> str:
+    """Low-rank adapters as PEFT makes them."""
+    if model.adapter is None:
+        return ""
+    places = [place for place in model.adapter.on if place != "gate" or model.gated_mlp]
+    names = ", ".join(f'"{place}_proj"' for place in places)
+    return f"""
+# Only adapters are trained: model = get_peft_model(model, lora_config), by PEFT, before the trainer is made.
+lora_config = {{
+    "r": {model.adapter.rank},
+    "target_modules": [{names}],
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "task_type": "CAUSAL_LM",
+}}  # LoraConfig(**lora_config)
+"""
 
 
 def accelerate_text(plan: Plan) -> str:
