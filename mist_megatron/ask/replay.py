@@ -8,27 +8,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from mist_megatron.ask.devices import device_named, device_of
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.plan_words import columns, lines_repr
 from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.ask.recalibrate import Recalibrated, recalibrated
+from mist_megatron.ask.replay_questions import NUMBERS, Questions, asked
 from mist_megatron.ask.words import texts, with_words
 from mist_megatron.cost.predict import job_of
 from mist_megatron.cost.predict import predict as predict_plan
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import files_below, open_packed, write_pieces
 from mist_megatron.recorded.against import Compared, compared, require_shape
-from mist_megatron.recorded.engine import Change, Played, play
+from mist_megatron.recorded.engine import Played, play
 from mist_megatron.recorded.recording import WAITS, Recording, record
-from mist_megatron.recorded.repeats import more_layers, more_micro_batches
 from mist_megatron.recorded.report import Page, links_document, page_document, page_of, retimed_document
-from mist_megatron.recorded.retime import on_device, on_more_ranks
 from mist_megatron.recorded.steps import steps_of
 from mist_megatron.recorded.timeline import timeline_pieces
 from mist_megatron.recorded.usage import windows
-from mist_megatron.recorded.what_if import Retimed, Scale, parse_scale, scaled, stretched
-from mist_megatron.spec import check
+from mist_megatron.recorded.what_if import Retimed, parse_scale
 from mist_megatron.spec.plan import Plan
 from mist_megatron.traces.columns import Trace
 from mist_megatron.traces.reader import HOW, Reading, read_trace
@@ -132,8 +129,16 @@ class ReplayWords(TypedDict, total=False):
     """So many data-parallel ranks, where all collectives are of groups of one size."""
     layers: int | None
     """So many layers, where as many equal ones are found in the recording as repeat in it."""
+    hidden: int | None
+    """So wide tokens: heads grow with them, the size of a head and the MLP's inner width stay."""
+    ffn: int | None
+    """So wide inside the MLP."""
+    tp: int | None
+    """So many tensor-parallel ranks; dp and pp stay, and with them the number of GPUs changes."""
     micro_batches: int | None
-    """So many micro-batches a step; not of pipelines."""
+    """So many micro-batches a step."""
+    pp: int | None
+    """So many pipeline stages: the recorded passes in 1F1B's order, their layers shared out evenly."""
     partial: bool
     """Use what stands before the place where a file is cut off."""
     trace: str | Path | None
@@ -161,31 +166,38 @@ def replay(traces: str | Path | Sequence[str | Path], **words: Unpack[ReplayWord
         None,
         tuple[Retimed, ...](),
     )
-    questions = Questions(
-        scales, words.get("gpu"), words.get("layers"), words.get("micro_batches"), words.get("dp")
-    )
+    against = words.get("against")
+    plan = None if against is None else load_plan(against)
+    numbers: dict[str, Any] = {name: words.get(name) for name in NUMBERS}
+    questions = Questions(scales=scales, gpu=words.get("gpu"), plan=plan, **numbers)
+    compared_with = recording, unchanged
     if questions.any:
-        change, told = asked(recording, questions)
+        recording, change, told = asked(recording, questions, step, waits)
         played = play(recording.graph, change)
         changed, retimed = page_of(recording, played, recorded.step), tuple(told)
+        # A plan is of the model and the layout that were recorded.
+        compared_with = compared_with if questions.of_another_shape else (recording, played)
     answer = Replayed(
         recording=recording, recorded=recorded, changed=changed, retimed=retimed, played=played,
         notes=(*notes, *recording.notes),
     )  # fmt: skip
-    answer = _held_against(answer, words, step)
+    answer = _held_against(answer, plan, compared_with, words, step)
     target = words.get("trace")
     return answer if target is None else answer.with_trace(Path(target))
 
 
-def _held_against(answer: Replayed, words: ReplayWords, step: int | None) -> Replayed:
+def _held_against(
+    answer: Replayed, plan: Plan | None, with_it: tuple[Recording, Played], words: ReplayWords,
+    step: int | None,
+) -> Replayed:  # fmt: skip
     """With the plan's prediction, and a new profile where one is asked for."""
-    against, out = words.get("against"), words.get("recalibrate")
-    if against is None:
+    out = words.get("recalibrate")
+    if plan is None:
         if out is not None:
             raise InputError("--recalibrate needs the plan that was run; wanted --against PLAN beside it")
         return answer
-    plan, recording = load_plan(against), answer.recording
-    answer = replace(answer, compared=beside(recording, answer.played, step, plan))
+    recording, played = with_it
+    answer = replace(answer, compared=beside(recording, played, step, plan))
     if out is None:
         return answer
     made = recalibrated(recording.traces, plan, answer.recorded.step_s, Path(out))
@@ -198,51 +210,6 @@ def beside(recording: Recording, played: Played, step: int | None, plan: Plan) -
     told = windows(recording, played, step)
     prediction = predict_plan(plan, evaluator_for(job_of(plan))[0])
     return tuple(compared(recording, played, told, plan, prediction))
-
-
-@dataclass(frozen=True)
-class Questions:
-    """What is asked at once."""
-
-    scales: Sequence[Scale]
-    gpu: str | None
-    layers: int | None
-    micro_batches: int | None
-    dp: int | None = None
-
-    @property
-    def any(self) -> bool:
-        return bool(self.scales) or any(
-            one is not None for one in (self.gpu, self.layers, self.micro_batches, self.dp)
-        )
-
-
-def asked(recording: Recording, questions: Questions) -> tuple[Change, list[Retimed]]:
-    """All that is asked at once: another GPU first, more of what repeats then, and what is scaled last."""
-    change, told = Change(), list[Retimed]()
-    if questions.gpu is not None:
-        change, told = on_device(recording, device_of(recording.traces), device_named(questions.gpu))
-    counted = (
-        ("layers", questions.layers, more_layers),
-        ("micro-batches", questions.micro_batches, more_micro_batches),
-    )
-    for name, wanted, find in counted:
-        if wanted is not None:
-            check.at_least("replay", 1, **{name.replace("-", "_"): wanted})
-            found = [find(part, wanted) for part in recording.parts]
-            before = "/".join(map(str, sorted({count for _, count in found})))
-            words = f"{name} {before} -> {wanted}"
-            change, more = stretched(recording, [stretches for stretches, _ in found], words, change)
-            told += more
-    if questions.dp is not None:
-        check.at_least("replay", 2, dp=questions.dp)
-        device = device_of(recording.traces) if questions.gpu is None else device_named(questions.gpu)
-        change, more = on_more_ranks(recording, questions.dp, device, change)
-        told += more
-    if questions.scales:
-        change, more = scaled(recording, questions.scales, change)
-        told += more
-    return change, told
 
 
 def read_traces(

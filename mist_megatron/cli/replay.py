@@ -46,8 +46,20 @@ class WhatIfOptions(OptionGroup):
         typer.Option(help="So many data-parallel ranks: collectives re-timed.", rich_help_panel=PANEL),
     ] = None
     micro_batches: Annotated[
+        int | None, typer.Option(help="So many micro-batches a step.", rich_help_panel=PANEL)
+    ] = None
+    pp: Annotated[
         int | None,
-        typer.Option(help="So many micro-batches a step; not of pipelines.", rich_help_panel=PANEL),
+        typer.Option(help="So many pipeline stages: recorded passes in 1F1B's order.", rich_help_panel=PANEL),
+    ] = None
+    hidden: Annotated[
+        int | None,
+        typer.Option(help="So wide tokens; heads grow with them, the MLP does not.", rich_help_panel=PANEL),
+    ] = None
+    ffn: Annotated[int | None, typer.Option(help="So wide inside the MLP.", rich_help_panel=PANEL)] = None
+    tp: Annotated[
+        int | None,
+        typer.Option(help="So many tensor-parallel ranks; dp and pp stay.", rich_help_panel=PANEL),
     ] = None
 
 
@@ -119,7 +131,8 @@ def replay(
         check_output_file("--trace", trace, read=tuple(traces), example="replayed.json")
     played = replay_traces(
         [*traces], step=step, scale=what_if.scale, gpu=what_if.gpu, dp=what_if.dp, layers=what_if.layers,
-        micro_batches=what_if.micro_batches, against=plan.against, recalibrate=plan.target(), waits=waits,
+        micro_batches=what_if.micro_batches, pp=what_if.pp, hidden=what_if.hidden, ffn=what_if.ffn,
+        tp=what_if.tp, against=plan.against, recalibrate=plan.target(), waits=waits,
         partial=partial, trace=trace,
     )  # fmt: skip
     output.finish(played.to_dict())

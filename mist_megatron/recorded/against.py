@@ -102,7 +102,7 @@ def require_shape(traces: Sequence[Trace], plan: Plan) -> None:
         rows, widths = _product_sizes(trace)
         if not rows:
             continue
-        stage = plan.stages[_stage_of(plan, trace.rank or 0)]
+        stage = plan.stages[stage_of(plan, trace.rank or 0)]
         if plan.model.hidden not in widths:
             raise InputError(
                 f"{trace.where}: no product has hidden {plan.model.hidden}, which the plan's model has; "
@@ -130,7 +130,7 @@ def _product_sizes(trace: Trace) -> tuple[set[int], set[int]]:
     return rows, widths
 
 
-def _stage_of(plan: Plan, rank: int) -> int:
+def stage_of(plan: Plan, rank: int) -> int:
     return next((stage for stage in range(len(plan.stages)) if rank in plan.ranks(stage)), 0)
 
 
@@ -141,7 +141,7 @@ def compared(
     found = []
     for window in told:
         rank = recording.rank_name(window.rank)
-        stage = _stage_of(plan, rank)
+        stage = stage_of(plan, rank)
         measured = _measured(recording, played, window, plan, stage)
         predicted = _predicted(prediction, stage, plan)
         whole_s = (window.end_ns - window.start_ns) / NS_PER_S

@@ -19,18 +19,19 @@ from mist_megatron.recorded.build import Parts
 from mist_megatron.recorded.graph import Floats, Ints
 from mist_megatron.recorded.steps import Step, steps_of
 from mist_megatron.traces.collectives import POINT_TO_POINT, communicates, message_of
-from mist_megatron.traces.columns import Kind, Trace, Whole
+from mist_megatron.traces.columns import Kind, Mask, Trace, Whole
 
 LONGEST_PERIOD = 4_000
 """Kernels of one layer; no layer has more."""
 LEAST_COVERED = 0.5
 """Of a thread's work in a step that must repeat for it to be layers."""
 LEAST_PASS = 0.1
-"""Of a step's work."""
+"""Of a micro-batch's work."""
 NEARLY = 0.8
 """A short period that covers so much of what the best one does is the layer; longer ones are several of
 them."""
-_BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
+_SENDS = ("gloo:send", "gloo:recv")
+BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 _STEP = re.compile(r"^Optimizer\.|^ProfilerStep|zero_grad")
 
 
@@ -57,36 +58,45 @@ class Repeat:
 
 def more_layers(part: Parts, layers: int) -> tuple[list[Stretch], int]:
     """What to stretch for so many layers, and how many were found."""
-    stretches: list[Stretch] = []
-    counts: set[int] = set()
-    for step in _windows(part.trace):
-        found = [repeat for tokens in _passes(part, step) if (repeat := repeated(*tokens)) is not None]
-        counts |= {repeat.count for repeat in found}
-        stretches += [
-            Stretch(repeat.place, begin, end, layers / repeat.count)
-            for repeat in found for begin, end in repeat.runs
-        ]  # fmt: skip
+    found = [layer_repeats(part, step) for step in windows_of(part.trace)]
+    counts = {count for _, count in found}
+    if len(counts) > 1:
+        raise _unclear(part, counts)
+    stretches = [
+        Stretch(repeat.place, begin, end, layers / count)
+        for repeats, count in found for repeat in repeats for begin, end in repeat.runs
+    ]  # fmt: skip
+    return stretches, counts.pop()
+
+
+def layer_repeats(part: Parts, step: Step) -> tuple[list[Repeat], int]:
+    """Layers of every pass of a step, and how many a pass has."""
+    found = [repeat for tokens in _passes(part, step) if (repeat := repeated(*tokens)) is not None]
+    counts = {repeat.count for repeat in found}
+    least = min(counts, default=0)
+    if least and sends_of(part).any() and all(count % least == 0 for count in counts):
+        # Passes of a pipeline follow each other with nothing but a transfer between.
+        counts = {least}
     if not counts:
         raise InputError(
-            f"--layers {layers}: no layers found in {part.trace.where}: "
-            "nothing repeats in more than half of a pass"
+            f"no layers found in {part.trace.where}: nothing repeats in more than half of a pass"
         )
     if len(counts) > 1:
-        told = ", ".join(map(str, sorted(counts)))
-        raise InputError(
-            f"--layers {layers}: how many layers {part.trace.where} has is not clear: "
-            f"passes repeat {told} times"
-        )
-    return stretches, counts.pop()
+        raise _unclear(part, counts)
+    return found, counts.pop()
+
+
+def _unclear(part: Parts, counts: set[int]) -> InputError:
+    told = ", ".join(map(str, sorted(counts)))
+    return InputError(f"how many layers {part.trace.where} has is not clear: passes repeat {told} times")
 
 
 def more_micro_batches(part: Parts, wanted: int) -> tuple[list[Stretch], int]:
     """What to stretch for so many micro-batches, and how many were found."""
-    _refuse_pipelines(part, wanted)
     stretches: list[Stretch] = []
     counts: set[int] = set()
-    for step in _windows(part.trace):
-        backward = _backward_runs(part, step)
+    for step in windows_of(part.trace):
+        backward = backward_runs(part, step)
         count = len(backward)
         counts.add(count)
         if count < 1:
@@ -106,21 +116,18 @@ def more_micro_batches(part: Parts, wanted: int) -> tuple[list[Stretch], int]:
     return stretches, counts.pop()
 
 
-def _refuse_pipelines(part: Parts, wanted: int) -> None:
-    """Filling and draining a pipeline takes as long whatever the number of micro-batches: it cannot be
-    stretched."""
-    comm = np.flatnonzero(communicates(part.trace))
-    for event in comm.tolist():
-        said = message_of(part.trace, part.links, event)
-        if said is not None and said.collective.lower() in POINT_TO_POINT:
-            raise InputError(
-                f"--micro-batches {wanted}: {part.trace.where} is of a pipeline, "
-                "whose filling and draining do not repeat",
-                details=("try: simulate PLAN, which plays pipelines of any number of micro-batches",),
-            )
+def sends_of(part: Parts) -> Mask:
+    """Events that hand data from one stage to another."""
+    trace = part.trace
+    found = trace.names_that(_SENDS.__contains__) | trace.names_that(lambda name: "SendRecv" in name)
+    for event in np.flatnonzero(communicates(trace)).tolist():
+        said = message_of(trace, part.links, event)
+        found[event] |= said is not None and said.collective.lower() in POINT_TO_POINT
+    return found
 
 
-def _windows(trace: Trace) -> Sequence[Step]:
+def windows_of(trace: Trace) -> Sequence[Step]:
+    """Its steps, or all of it."""
     whole = Step(-1, -1, 0, int(trace.end_ns.max(initial=0)) + 1)
     return steps_of(trace) or (whole,)
 
@@ -134,7 +141,7 @@ def _passes(part: Parts, step: Step) -> list[tuple[int, Ints, Floats, Whole, Who
     time.
 
     Passes are what lies between two moments at which backward begins or ends; what takes less than a tenth of
-    the step is none, and neither is the optimizer.
+    a micro-batch is none, and neither is the optimizer.
     """
     trace, links = part.trace, part.links
     gpu = np.array(sorted(part.node_of), np.int64)
@@ -144,18 +151,18 @@ def _passes(part: Parts, step: Step) -> list[tuple[int, Ints, Floats, Whole, Who
         host = links.launch[gpu]
         name, weight = trace.name[gpu], trace.length_ns[gpu]
     else:
-        host = _outermost(trace, links.parent)
+        host = outermost(trace, links.parent)
         name, weight = trace.name[host], trace.length_ns[host]
     inside = (trace.start_ns[host] >= step.start_ns) & (trace.start_ns[host] < step.end_ns)
     inside &= ~_under(trace, links.parent)[host]
     whole = float(weight[inside].sum())
-    borders = np.unique([moment for run in _backward_runs(part, step) for moment in run])
+    borders = np.unique([moment for run in backward_runs(part, step) for moment in run])
     segment = np.searchsorted(borders, trace.start_ns[host], "right")
     found = []
     for place, number in np.unique(np.stack([trace.place[host], segment])[:, inside], axis=1).T.tolist():
         mine = np.flatnonzero(inside & (trace.place[host] == place) & (segment == number))
         mine = mine[np.argsort(trace.start_ns[host[mine]], kind="stable")]
-        if weight[mine].sum() < LEAST_PASS * whole:
+        if weight[mine].sum() < LEAST_PASS * whole / max(len(borders) // 2, 1):
             continue
         events = host[mine]
         found.append(
@@ -165,7 +172,7 @@ def _passes(part: Parts, step: Step) -> list[tuple[int, Ints, Floats, Whole, Who
     return found
 
 
-def _outermost(trace: Trace, parent: Whole) -> Whole:
+def outermost(trace: Trace, parent: Whole) -> Whole:
     """Operators that only annotations enclose."""
     annotates = trace.kind == Kind.ANNOTATION
     above = parent.copy()
@@ -212,11 +219,11 @@ def _runs(names: Ints, period: int) -> list[tuple[int, int]]:
     return found
 
 
-def _backward_runs(part: Parts, step: Step) -> list[tuple[int, int]]:
+def backward_runs(part: Parts, step: Step) -> list[tuple[int, int]]:
     """Begin and end of every backward pass: autograd's operators between which nothing of forward lies."""
     trace, links = part.trace, part.links
     inside = (trace.start_ns >= step.start_ns) & (trace.start_ns < step.end_ns)
-    named = trace.names_that(_BACKWARD.search) & (trace.kind == Kind.OPERATOR)
+    named = trace.names_that(BACKWARD.search) & (trace.kind == Kind.OPERATOR)
     wraps = (trace.kind == Kind.ANNOTATION) | trace.names_that(_STEP.search)
     above = links.parent.copy()
     while (skipped := (above >= 0) & wraps[np.maximum(above, 0)]).any():

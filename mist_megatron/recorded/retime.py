@@ -18,11 +18,11 @@ from mist_megatron.price.prices import Attention, Collective, Gemm, HostCopy, Me
 from mist_megatron.recorded.engine import Change
 from mist_megatron.recorded.graph import Role
 from mist_megatron.recorded.recording import Recording
-from mist_megatron.recorded.what_if import Retimed, scale_work, work_ns
+from mist_megatron.recorded.what_if import Retimed, changed_of, scale_work, work_ns
 from mist_megatron.traces.collectives import POINT_TO_POINT, communicates, message_of
 from mist_megatron.traces.columns import NS_PER_S, Kind, Message, Trace
 from mist_megatron.traces.nesting import Links
-from mist_megatron.traces.sizes import COLLECTIVES, TYPES, knows_sizes_of, listed, work_of
+from mist_megatron.traces.sizes import COLLECTIVES, TYPES, OperatorWork, knows_sizes_of, listed, work_of
 
 LARGE_BYTES = 1e9
 """A pass over memory at its full rate."""
@@ -78,9 +78,8 @@ def on_more_ranks(
 ) -> tuple[Change, list[Retimed]]:
     """Collectives among so many data-parallel ranks; the work of each rank stays. Where groups of several
     sizes communicate, which of them are data-parallel is not said: refused."""
-    graph, made = recording.graph, change or Change()
-    own = (graph.nodes.own_ns if made.own_ns is None else made.own_ns).copy()
-    lag = (graph.edges.lag_ns if made.lag_ns is None else made.lag_ns).copy()
+    graph = recording.graph
+    own, lag = changed_of(graph, change)
     found: list[tuple[int, Message]] = []
     for part in recording.parts:
         nodes = np.flatnonzero((graph.nodes.role == Role.GPU) & (graph.nodes.rank == part.rank))
@@ -144,7 +143,7 @@ def _ways(
             if operator < 0 or not knows_sizes_of(name):
                 way, factor = (
                     "other kernels, by memory rate",
-                    _moved(float(trace.length_ns[event]), least_ns, memory),
+                    moved(float(trace.length_ns[event]), least_ns, memory),
                 )
             else:
                 if key not in known:
@@ -155,7 +154,7 @@ def _ways(
     return ways, factors
 
 
-def _moved(length_ns: float, least_ns: float, ratio: float) -> float:
+def moved(length_ns: float, least_ns: float, ratio: float) -> float:
     """Factor of a kernel that moves memory: what the shortest kernel takes, any kernel takes on any GPU."""
     return (min(length_ns, least_ns) + max(length_ns - least_ns, 0.0) * ratio) / max(length_ns, 1.0)
 
@@ -165,19 +164,21 @@ def _sized(trace: Trace, name: str, shapes: int, here: Device, there: Device) ->
     found = work_of(name, trace.shape_table[shapes]) if shapes >= 0 else None
     if found is None:
         return "kept: products and attention without usual sizes", 1.0
-    sizes = [np.array(size) for size in found.sizes]
     what = "products" if found.kind == "gemm" else "attention"
-    work: Work
-    if found.kind == "gemm":
-        m, n, k, batch = sizes
-        work = Gemm(m, n, k, batch)
-    else:
-        b, seq, heads, kv_heads, dim = sizes
-        work = Attention(b, seq, heads, kv_heads, dim, found.kind == "attention_backward")
-    ratio = _ratio(work, found.precision, here, there)
+    ratio = _ratio(operator_work(found), found.precision, here, there)
     if ratio is None:
         return f"kept: {what} of {found.precision}, which have no price", 1.0
     return what, ratio
+
+
+def operator_work(found: OperatorWork) -> Work:
+    """What prices are asked for."""
+    sizes = [np.array(size) for size in found.sizes]
+    if found.kind == "gemm":
+        m, n, k, batch = sizes
+        return Gemm(m, n, k, batch)
+    b, seq, heads, kv_heads, dim = sizes
+    return Attention(b, seq, heads, kv_heads, dim, found.kind == "attention_backward")
 
 
 def _ratio(work: Work, precision: str | None, here: Device, there: Device) -> float | None:

@@ -40,7 +40,7 @@ class Retimed(NamedTuple):
     """What of a recording got another time, and from where."""
 
     how: str
-    """profile, datasheet, memory rate, scaled, host time scaled, kept."""
+    """The profile or datasheet, its curve (collectives), scaled, stretched, host time, gone, or kept."""
     what: str
     kernels: int
     before_s: float
@@ -69,9 +69,8 @@ def scaled(
     recording: Recording, scales: Sequence[Scale], change: Change | None = None
 ) -> tuple[Change, list[Retimed]]:
     """All scales together, of what a change has left; one that meets nothing is refused."""
-    graph, made = recording.graph, change or Change()
-    own = (graph.nodes.own_ns if made.own_ns is None else made.own_ns).copy()
-    lag = (graph.edges.lag_ns if made.lag_ns is None else made.lag_ns).copy()
+    graph = recording.graph
+    own, lag = changed_of(graph, change)
     told: list[Retimed] = []
     for scale in scales:
         if scale.what == "kernel":
@@ -99,9 +98,8 @@ def stretched(
     recording: Recording, stretches: Sequence[Sequence[Stretch]], what: str, change: Change | None = None
 ) -> tuple[Change, list[Retimed]]:
     """What repeats takes so many times as long, host and kernels, but for collectives; per rank."""
-    graph, made = recording.graph, change or Change()
-    own = (graph.nodes.own_ns if made.own_ns is None else made.own_ns).copy()
-    lag = (graph.edges.lag_ns if made.lag_ns is None else made.lag_ns).copy()
+    graph = recording.graph
+    own, lag = changed_of(graph, change)
     host_s, after_s, moved_s, moved_after_s, kernels = 0.0, 0.0, 0.0, 0.0, 0
     for part, shift, mine in zip(recording.parts, recording.shifts_ns, stretches, strict=True):
         nodes = np.flatnonzero((graph.nodes.role == Role.GPU) & (graph.nodes.rank == part.rank))
@@ -120,7 +118,7 @@ def stretched(
                 moved_after_s + was * one.factor,
             )
             span = np.array([one.start_ns + shift]), np.array([one.end_ns + shift])
-            changed = _thread(graph, own, lag, (part.rank, one.place), _Covered(*span), one.factor) / NS_PER_S
+            changed = _thread(graph, own, lag, (part.rank, one.place), Covered(*span), one.factor) / NS_PER_S
             host_s, after_s = host_s + changed, after_s + changed * one.factor
     told = [Retimed("host time stretched", what, 0, host_s, after_s)]
     if kernels:
@@ -179,6 +177,14 @@ def _times(recording: Recording, own: Floats, lag: Floats, chosen: Ints, scale: 
     return Retimed("scaled", scale.text, len(chosen), *seconds)
 
 
+def changed_of(graph: Graph, change: Change | None) -> tuple[Floats, Floats]:
+    """What nodes and edges take after a change, to be changed further."""
+    made = change or Change()
+    own = graph.nodes.own_ns if made.own_ns is None else made.own_ns
+    lag = graph.edges.lag_ns if made.lag_ns is None else made.lag_ns
+    return own.copy(), lag.copy()
+
+
 def transfers(graph: Graph) -> Ints:
     """Node -> the edge that is its transfer, where it is a member of a collective; -1 elsewhere."""
     found = np.full(len(graph.nodes), -1, np.int64)
@@ -212,9 +218,7 @@ def _scale_host(recording: Recording, own: Floats, lag: Floats, scale: Scale) ->
         calls += int(named.sum())
         for place in np.unique(trace.place[named]).tolist():
             mine = np.flatnonzero(named & (trace.place == place))
-            covered = _Covered(
-                *(at[mine].astype(np.float64) + shift for at in (trace.start_ns, trace.end_ns))
-            )
+            covered = Covered(*(at[mine].astype(np.float64) + shift for at in (trace.start_ns, trace.end_ns)))
             changed = _thread(graph, own, lag, (part.rank, place), covered, scale.factor)
             before += changed
             after += changed * scale.factor
@@ -223,7 +227,7 @@ def _scale_host(recording: Recording, own: Floats, lag: Floats, scale: Scale) ->
     return Retimed("host time scaled", scale.text, 0, before / NS_PER_S, after / NS_PER_S)
 
 
-class _Covered:
+class Covered:
     """How much of the time up to a moment lies in some intervals."""
 
     def __init__(self, start: Floats, end: Floats) -> None:
@@ -240,7 +244,7 @@ class _Covered:
 
 
 def _thread(
-    graph: Graph, own: Floats, lag: Floats, of: tuple[int, int], covered: _Covered, factor: float
+    graph: Graph, own: Floats, lag: Floats, of: tuple[int, int], covered: Covered, factor: float
 ) -> float:
     """Shortens what a thread does between its nodes; gives back how long that was."""
     nodes, edges = graph.nodes, graph.edges

@@ -6,7 +6,8 @@ a trace has a hundred thousand events of a few hundred kinds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -151,3 +152,33 @@ class Trace:
         """Events whose name passes a test; each name is asked once."""
         table = np.fromiter((bool(matches(name)) for name in self.names), np.bool_, len(self.names))
         return np.asarray(table[self.name]) if len(table) else np.zeros(len(self), np.bool_)
+
+    def with_events(self, name: str, behind: Sequence[int], messages: Sequence[Message]) -> Trace:
+        """With a kernel of no length behind each of these, of the same launch and on the same stream."""
+        at = np.array(behind, np.int64)
+        count = len(self)
+        start = self.end_ns[at]
+        for place in np.unique(self.place[at]).tolist():
+            there = np.flatnonzero(self.on_gpu & (self.place == place))
+            mine = self.place[at] == place
+            following = there[np.minimum(np.searchsorted(there, at[mine], "right"), len(there) - 1)]
+            # Rounded times may overlap by what they are rounded to: before what follows all the same.
+            follows = np.where(following > at[mine], self.start_ns[following], start[mine])
+            start[mine] = np.where(
+                follows > start[mine] - 1_000, np.minimum(start[mine], follows), start[mine]
+            )
+        added = np.arange(count + len(at)) < count
+        order = np.lexsort((added, np.append(self.start_ns, start)))
+        moved = np.empty(len(order), np.int64)
+        moved[order] = np.arange(len(order))
+        columns: dict[str, Any] = {
+            key: np.append(column, column[at])[order]
+            for key, column in vars(self).items() if isinstance(column, np.ndarray)
+        }  # fmt: skip
+        new = moved[count:]
+        columns["start_ns"][new] = start
+        columns["length_ns"][new] = self.end_ns[at] - start
+        columns["name"][new] = len(self.names)
+        said = {int(moved[event]): message for event, message in self.messages.items()}
+        said |= {int(event): message for event, message in zip(new.tolist(), messages, strict=True)}
+        return replace(self, **columns, names=(*self.names, name), messages=said)

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from mist_megatron.traces.columns import Kind, Trace, Whole
 
+ROUNDED_NS = 1_000
+"""Older traces have whole microseconds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
@@ -84,6 +87,7 @@ def enclosing(trace: Trace) -> Whole:
     bounds = np.flatnonzero(np.diff(trace.place[order], prepend=-1)).tolist()
     start, end = trace.start_ns.tolist(), trace.end_ns.tolist()
     opens = (trace.kind <= Kind.ANNOTATION).tolist()
+    names = (trace.kind == Kind.ANNOTATION).tolist()
     parents = found.tolist()
     for low, high in pairwise([*bounds, len(order)]):
         stack: list[int] = []
@@ -91,8 +95,12 @@ def enclosing(trace: Trace) -> Whole:
             at = start[event]
             while stack and end[stack[-1]] <= at:
                 stack.pop()
+            inside = len(stack) - 1
+            # What is named until something has been done (gloo's sends) outlives the call that began it.
+            while names[event] and inside > 0 and end[stack[inside]] + ROUNDED_NS < end[event]:
+                inside -= 1
             if stack:
-                parents[event] = stack[-1]
+                parents[event] = stack[inside]
             if opens[event]:
                 stack.append(event)
     return np.array(parents, np.int64)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hand_made import HandMade, two_streams
 
-from mist_megatron.ask.replay import Questions, asked, in_order
+from mist_megatron.ask.replay import in_order
+from mist_megatron.ask.replay_questions import Questions, asked
 from mist_megatron.errors import MistError
 from mist_megatron.recorded.engine import play
 from mist_megatron.recorded.recording import WAITS, record
@@ -23,10 +24,11 @@ ODD: list[Any] = [
     "ProfilerStep#1", "nccl",
 ]  # fmt: skip
 QUESTIONS = [
-    Questions([parse_scale("kernel=.:0.5")], None, None, None),
-    Questions([parse_scale("op=.:2")], None, None, None),
-    Questions([], None, 5, None),
-    Questions([], None, None, 5),
+    Questions(scales=[parse_scale("kernel=.:0.5")]),
+    Questions(scales=[parse_scale("op=.:2")]),
+    Questions(layers=5),
+    Questions(micro_batches=5),
+    Questions(hidden=2048, gpu="h100-sxm-80gb"),
 ]
 
 
@@ -68,7 +70,7 @@ def test_damaged_traces(seed: int) -> None:
             recording = record(traces, None, chance.choice(WAITS))
             page = page_of(recording, play(recording.graph), None)
             json.dumps([page_document(page), links_document(recording)], allow_nan=False)
-            change, _ = asked(recording, chance.choice(QUESTIONS))
+            recording, change, _ = asked(recording, chance.choice(QUESTIONS))
             page_of(recording, play(recording.graph, change), page.step)
             played += 1
         except MistError as error:

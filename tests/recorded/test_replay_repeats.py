@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hand_made import HandMade
 
+from mist_megatron.ask.devices import device_named
 from mist_megatron.ask.replay import replay
 from mist_megatron.errors import InputError
+from mist_megatron.price.prices import Collective
 
 LAYER, BACK = ("ln", "qkv", "gelu"), ("gelu_back", "qkv_back")
 
@@ -89,6 +92,70 @@ def test_what_does_not_repeat(tmp_path: Path) -> None:
         replay(path, layers=0)
 
 
-def test_pipelines_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="filling and draining do not repeat"):
-        replay(training(4, 2, pipeline=True).write(tmp_path / "t.json"), micro_batches=4)
+def sized(made: HandMade) -> HandMade:
+    """With operators that say the hidden size; they launch nothing."""
+    made.operator("aten::layer_norm", 0.2, 0.2, **{"Input Dims": [[1, 4096, 1024]]})
+    dims = [[4096, 1024], [1024, 4096]]
+    made.operator("aten::mm", 0.5, 0.2, **{"Input Dims": dims, "Input type": ["c10::BFloat16"] * 2})
+    return made
+
+
+def one_f_one_b(times: list[tuple[float, float]], micro_batches: int, send: float) -> float:
+    """When the last pass of 1F1B ends, by going through the passes until nothing moves any more."""
+    stages = len(times)
+    ends: dict[tuple[int, str, int], float] = {}
+    for _ in range(4 * stages * micro_batches):
+        for stage in range(stages):
+            warm = min(stages - stage - 1, micro_batches)
+            order = [("F", k) for k in range(warm)]
+            for k in range(micro_batches):
+                order += [("F", warm + k)] * (warm + k < micro_batches) + [("B", k)]
+            now = 0.0
+            for kind, k in order:
+                other = stage - 1 if kind == "F" else stage + 1
+                if 0 <= other < stages:
+                    now = max(now, ends.get((other, kind, k), 0.0) + send)
+                now += times[stage]["FB".index(kind)]
+                ends[stage, kind, k] = now
+    return max(ends.values())
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 4), (4, 6)])
+def test_a_pipeline_of_recorded_passes(tmp_path: Path, stages: int, micro_batches: int) -> None:
+    """Four layers of 3 + 2 kernels of 51 us; forward, the first stage embeds and the last has a loss."""
+    device = [{"name": "NVIDIA A100-SXM4-80GB"}]
+    path = sized(training(4, 2)).write(tmp_path / "t.json", deviceProperties=device)
+    answer = replay(path, pp=stages, micro_batches=micro_batches)
+    forward, backward = 3 * 51e-6 * 4 / stages, 2 * 51e-6 * 4 / stages
+    work = Collective("send_recv", *(np.array(float(x)) for x in (2 * 4096 * 1024, 2, 1)))  # type: ignore[arg-type]
+    send = device_named("a100-sxm-80gb").seconds(work)
+    assert send is not None
+    ends = [(stage == 0) + (stage == stages - 1) for stage in range(stages)]
+    times = [(forward + 51e-6 * edges, backward) for edges in ends]
+    assert answer.changed is not None
+    wanted = one_f_one_b(times, micro_batches, send) + 51e-6 / stages
+    assert answer.changed.step_s == pytest.approx(wanted, rel=0.02)
+    assert len(answer.changed.ranks) == stages
+    told = {one.what: one for one in answer.retimed}
+    assert told["sends between stages"].kernels == 2 * (stages - 1) * micro_batches
+
+
+def test_pipelines_that_cannot_be(tmp_path: Path) -> None:
+    device = [{"name": "NVIDIA A100-SXM4-80GB"}]
+    piped = training(4, 2, pipeline=True).write(tmp_path / "p.json", deviceProperties=device)
+    for question in ({"micro_batches": 4}, {"pp": 2}):
+        with pytest.raises(InputError, match="wanted all ranks, each a stage, or --against PLAN"):
+            replay(piped, **question)  # type: ignore[arg-type]
+    path = training(4, 2).write(tmp_path / "t.json", deviceProperties=device)
+    with pytest.raises(InputError, match="4 layers do not divide among 3 stages"):
+        replay(sized(training(4, 2)).write(tmp_path / "s.json", deviceProperties=device), pp=3)
+    with pytest.raises(InputError, match="no shapes"):
+        replay(path, pp=2)
+    made = training(4, 2)
+    for event in list(made.events):
+        if event["name"] in BACK:
+            # Backward on a stream of its own, at the time of forward passes.
+            event["ts"], event["tid"] = event["ts"] - 700, 9
+            event["args"]["stream"] = 9
+    with pytest.raises(InputError, match="at the same time"):
+        replay(sized(made).write(tmp_path / "d.json", deviceProperties=device), pp=2)
