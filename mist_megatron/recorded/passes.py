@@ -24,6 +24,8 @@ from mist_megatron.recorded.what_if import Covered, Scale
 from mist_megatron.traces.columns import NS_PER_S, Kind, Mask
 
 FORWARD, BACKWARD, TAIL = 0, 1, 2
+_STOPS = ("gloo:recv", "gloo:barrier", "c10d::barrier")
+"""Where a host without a GPU stands still until others come."""
 MOST_MIXED = 0.1
 """Of a step's forward work that may run while backward does: more is no schedule of one pass after the
 other."""
@@ -128,7 +130,8 @@ def _on_host(part: Parts, step: Step, sent: Mask, scales: Sequence[Scale]) -> _W
     """Without a GPU: what threads do that nothing encloses, longer or shorter as is asked."""
     trace = part.trace
     events = outermost(trace, part.links.parent)
-    events = events[~sent[events] & (trace.start_ns[events] >= step.start_ns)]
+    stops = trace.names_that(_STOPS.__contains__)
+    events = events[~sent[events] & ~stops[events] & (trace.start_ns[events] >= step.start_ns)]
     events = events[trace.start_ns[events] < step.end_ns]
     start, end = trace.start_ns[events].astype(np.float64), trace.end_ns[events].astype(np.float64)
     longer = np.zeros(len(events))
@@ -156,7 +159,7 @@ def _waits(recording: Recording, played: Played, rank: int, sent: Mask) -> Cover
     mine = mine[sent[nodes.event[mine]]]
     if len(mine):
         return Covered(played.start_ns[mine], played.end_ns[mine])
-    received = np.flatnonzero(trace.names_that("gloo:recv".__eq__))
+    received = np.flatnonzero(trace.names_that(_STOPS.__contains__))
     if not len(received):
         return None
     return Covered(trace.start_ns[received].astype(np.float64), trace.end_ns[received].astype(np.float64))

@@ -88,7 +88,7 @@ def widths_of(part: Parts, plan: Plan | None, stage: int) -> Widths:
     vocab = {entries for entries, width in seen.embedded if width == hidden}
     wide = _inner(seen, hidden, rows)
     of_vocab = {w for w in wide if any(v <= w * tp <= PADDED * v for v in vocab if v > 8 * hidden / tp)}
-    return _sorted_out(seen, hidden, rows, wide, queries, keys, frozenset(of_vocab), tp)
+    return _sorted_out(seen, hidden, rows, _of_heads(queries, keys), frozenset(of_vocab), tp)
 
 
 def _of_plan(seen: _Seen, plan: Plan, stage: int) -> Widths:
@@ -99,16 +99,18 @@ def _of_plan(seen: _Seen, plan: Plan, stage: int) -> Widths:
     vocab = frozenset(w for w in wide if model.vocab <= w * own.tp <= PADDED * model.vocab + 1024)
     queries = {model.heads * model.head_dim / own.tp}
     keys = {max(model.kv_heads / own.tp, 1) * model.head_dim}
-    return _sorted_out(seen, model.hidden, rows, wide, queries, keys, vocab, own.tp)
+    return _sorted_out(seen, model.hidden, rows, _of_heads(queries, keys), vocab, own.tp)
+
+
+def _of_heads(queries: set[float], keys: set[float]) -> set[float]:
+    """Widths that queries, keys and values have alone or together."""
+    return {width for q in queries for k in keys for width in (q, k, 2 * k, q + k, q + 2 * k)}
 
 
 def _sorted_out(
-    seen: _Seen, hidden: int, rows: frozenset[int], wide: frozenset[int], queries: set[float],
-    keys: set[float], vocab: frozenset[int], tp: int,
-) -> Widths:  # fmt: skip
-    of_heads = {
-        width for q in queries for k in keys for width in (q, k, 2 * k, q + k, q + 2 * k)
-    }  # fmt: skip
+    seen: _Seen, hidden: int, rows: frozenset[int], of_heads: set[float], vocab: frozenset[int], tp: int
+) -> Widths:
+    wide = _inner(seen, hidden, rows)
     attention = frozenset(width for width in wide if width in of_heads)
     local = {tokens for tokens, width in seen.normed if width == hidden and tokens * tp in rows}
     return Widths(
