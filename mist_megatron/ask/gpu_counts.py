@@ -13,7 +13,7 @@ from mist_megatron.ask.job_words import AskedJob, JobWords, read_job
 from mist_megatron.ask.mixed_words import of_one_kind
 from mist_megatron.ask.ranges import seconds_of, tokens_of, tokens_words
 from mist_megatron.ask.tune import Tuned
-from mist_megatron.cost.predict import model_flops, peak_flops_per_s
+from mist_megatron.cost.flops import model_flops, peak_flops_per_s
 from mist_megatron.errors import InputError, MistError, NoFeasiblePlan
 from mist_megatron.search.search import Settings, Status, StoppedEmpty
 from mist_megatron.spec.job import Job

@@ -13,20 +13,16 @@ import numpy as np
 from mist_megatron.cost.borders import exchanges_seconds, slowest_border_s
 from mist_megatron.cost.closed_form import Refinement, closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.flops import model_flops, peak_flops_per_s
 from mist_megatron.cost.grid import LayerCount, StageGrid, StagePart
 from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
 from mist_megatron.cost.placed import placed_layout, placed_stages
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
-from mist_megatron.cost.width_flops import sample_flops
-from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.mesh import StageRole, role_of
-from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.schedule import in_flight, recomputed_per_chunk
 from mist_megatron.spec.term import Term
-from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.facts import TrafficFacts
 from mist_megatron.targets.table import TARGETS
 
@@ -354,62 +350,6 @@ def _measured_share(plan: Plan, evaluator: StageEvaluator) -> dict[str, float]:
             sums[name] += float(seconds)
     total = sum(sums.values())
     return {name: seconds / total if total > 0.0 else 0.0 for name, seconds in sums.items()}
-
-
-def model_flops(model: ModelSpec, training: TrainingSpec, *, causal: bool = False) -> float:
-    """FLOPs of one optimizer step without recomputation: 6 per weight of a matrix and token, and
-    12 layers * query width * sequence per token for full attention (Chowdhery et al. 2022, appendix B), which
-    causal attention counts as well, or half of it where `causal` asks for what its mask leaves; windows have
-    their share of that. Of experts those count that a token goes to."""
-    if not model.plain:
-        return training.global_batch * sample_flops(model, float(training.seq_len), causal=causal)
-    matrices, attended = float(model.hidden * model.vocab), 0.0
-    mixed = any(
-        kind.experts is not None or kind.latent_attention is not None or kind.half or not kind.attends
-        for kind in model.kinds
-    )
-    if mixed:
-        matrices = _met_elements(model)
-    depths = model.mtp_layers if mixed else 0
-    in_depth = [kind.name for kind in model.mtp_kinds]
-    for kind in model.kinds:
-        layers = model.layers_of_kind[kind.name]
-        matrices += 0 if mixed else layers * kind.matrix_elements
-        seen = training.seq_len if kind.window is None else min(kind.window, training.seq_len)
-        share = kind.pairs_share(training.seq_len) if kind.attention == "causal" else seen / training.seq_len
-        share = 0.5 * share if causal and kind.attention == "causal" else share
-        layers += depths * in_depth.count(kind.name)
-        if kind.attends:
-            attended += 12.0 * layers * _core_width(kind) * training.seq_len * share
-        mixer = kind.mamba or kind.delta_net
-        attended += 0.0 if mixer is None else 3.0 * layers * mixer.scan_flops()
-    per_token = 6.0 * matrices + attended
-    return per_token * training.global_batch * training.seq_len
-
-
-def _met_elements(model: ModelSpec) -> float:
-    """Weights that a token of a model with experts or latents meets, norms and biases with them, the table
-    that is looked up without; each depth of multi-token prediction is a layer and an output layer more."""
-    table = model.hidden * model.vocab
-    met = model.active_parameters - model.embedding_parameters + (table if model.tied_embeddings else 0)
-    each = sum(kind.active_block_parameters for kind in model.mtp_kinds)
-    return float(met + model.mtp_layers * (each + 2 * model.hidden**2 + table))
-
-
-def _core_width(kind: LayerSpec) -> float:
-    """Columns of all heads; the mean of those of scores and of values, where these differ."""
-    latent = kind.latent_attention
-    return kind.query_width if latent is None else kind.heads * (latent.qk_head_dim + latent.v_head_dim) / 2
-
-
-def peak_flops_per_s(cluster: ClusterSpec, training: TrainingSpec) -> float:
-    """Dense peak of one GPU in the precision that is trained in."""
-    gpu = cluster.gpu
-    if training.precision == "fp8" and gpu.fp8_flops_per_s:
-        return gpu.fp8_flops_per_s.value
-    if training.precision == "bf16" and gpu.bf16_flops_per_s:
-        return gpu.bf16_flops_per_s.value
-    return gpu.fp16_flops_per_s.value
 
 
 def _mean_peak_flops_per_s(plan: Plan) -> float:

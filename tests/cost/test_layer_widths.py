@@ -10,7 +10,8 @@ import pytest
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.plan_words import kind_lines
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.predict import Prediction, grids_of, job_of, model_flops, predict
+from mist_megatron.cost.flops import model_flops
+from mist_megatron.cost.predict import Prediction, grids_of, job_of, predict
 from mist_megatron.errors import InputError
 from mist_megatron.events.iteration import simulate
 from mist_megatron.formats.model_yaml import model_from_mapping, model_to_mapping

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
-from mist_megatron.cost.predict import grid_of, job_of, model_flops, predict, prediction_document
+from mist_megatron.cost.flops import model_flops
+from mist_megatron.cost.predict import grid_of, job_of, predict, prediction_document
 from mist_megatron.formats.plan_yaml import plan_from_text
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec import presets
