@@ -86,3 +86,35 @@ def test_wild_scripts_are_read(measured_dir: Path) -> None:
         command = read_command_line(path.read_text("utf-8"), path.name)
         assert {"num-layers", "hidden-size", "num-attention-heads"} <= set(command.options), path.name
         lint_command(command, path.name, KNOWN)
+
+
+FORMS = {
+    "input of sbatch": "sbatch <<EOF\n#!/bin/bash\nsrun torchrun pretrain_gpt.py {flags}\nEOF",
+    "printed by cat": "A=$(cat <<EOF\n{flags}\nEOF\n)\ntorchrun pretrain_gpt.py $A",
+    "read from a heredoc": 'read -r -d "" A <<EOF\n{flags}\nEOF\ntorchrun pretrain_gpt.py $A',
+    "a module": "python3 -m torch.distributed.run --rdzv_backend c10d -m megatron.pretrain_gpt {flags}",
+    "a test first": "[ -d /data ] && echo yes || torchrun pretrain_gpt.py {flags}",
+    "a quoted command": 'run_cmd="python -u pretrain_gpt.py {flags}"\nsrun -l sh -c "${run_cmd}"',
+    "ssh in a loop": 'for h in a b; do ssh $h "cd /m; torchrun pretrain_gpt.py {flags}" & done',
+    "a container": "srun apptainer exec --nv $IMG bash -c 'python pretrain_gpt.py {flags}'",
+    "profiled": "nsys profile -s none -o out numactl --cpunodebind=0 python pretrain_gpt.py {flags} | tee l",
+    "a function": 'run() {{\n torchrun pretrain_gpt.py {flags} "$@"\n}}\nrun',
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_command_is_found_in_what_people_wrap_it_in(form: str) -> None:
+    flags = f"--num-layers 4 --global-batch-size 8"
+    wanted = options_of(flags.split())
+    script = FORMS[form].replace("{{", "{").replace("}}", "}").replace("{flags}", flags)
+    assert dict(read_command_line(script, "x").options) == dict(wanted)
+
+
+def test_what_an_open_loop_sets_can_be_said() -> None:
+    """The variable is named, not the condition, so that --set can say it."""
+    loop = 'while getopts "t:" o; do case $o in t) TP=$OPTARG;; esac; done\n'
+    text = f"{loop}TP=${{TP:-2}}\ntorchrun pretrain_gpt.py {SHAPE} --tensor-model-parallel-size $TP"
+    (found,) = lint_command(read_command_line(text, "x"), "x", KNOWN)[-1:]
+    assert (found.level, found.key) == ("open", "TP (a condition)")
+    assert "--set TP=VALUE" in found.message
+    assert read_command_line(text, "x", {"TP": "4"}).options["tensor-model-parallel-size"] == ("4",)

@@ -56,6 +56,8 @@ WRITTEN = [
     'X="--a 1 --b 2"; launch $X "$X" ${X} end',
     'A=(--x 1 --y "two words"); A+=(--z); launch "${A[@]}" ${A[@]} ${#A[@]} "${A[*]}" ${A[1]} ${A[-1]}',
     "N=$((3 * (4 + 2) % 7)); M=$(( N << 3 | 1 )); launch $N $M $((N > 3 ? 10 : 20)) $[2+3]",
+    "read -r -d '' A <<E\n --a 1\n  --b 2\nE\nlaunch $A \"$A\" end",
+    "launch --a 1 `# a remark` --b 2 $(# another\n)",
     "X=${Y:=12}; launch $X $Y ${Z:+no} ${Y:+yes}",
     "launch --a \\\n  --b 2 \\\n  --c # comment --d\nlaunch next",
     "if [ $((1+1)) -eq 2 ]; then T=2; else T=3; fi; launch $T",

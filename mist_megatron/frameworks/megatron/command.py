@@ -60,8 +60,7 @@ def read_command_line(text: str, where: str, given: Mapping[str, str] | None = N
     """The training command of a file; `given` are values for what a script leaves open."""
     if len(text) > MOST_TEXT:
         raise InputError(f"{where}: {len(text)} characters; a command line has at most {MOST_TEXT}")
-    stripped = text.lstrip()
-    if stripped.startswith(("{", "[")) and not stripped.startswith("[["):
+    if re.match(r"\s*(?:\{\s*\"|\[\s*[\"\]])", text):
         return CommandLine(options=options_of(_from_json(text, where)))
     return _of_script(_followed(text, where, given), where)
 
@@ -208,6 +207,8 @@ def _command_line(words: list[str], script: Script, place: tuple[int, tuple[int,
     """Flags behind the script that the launcher starts; those before it are the launcher's own."""
     line, others = place
     entry = next((index for index, word in enumerate(words) if _is_program(word)), None)
+    if entry is None:
+        entry = next((index for index in range(1, len(words)) if _is_module(words, index)), None)
     program = "" if entry is None else words[entry]
     words = words if entry is None else words[entry + 1 :]
     certain: list[str] = []
@@ -253,6 +254,11 @@ def _in_all(alternatives: Sequence[str]) -> list[str]:
 
 def _is_program(word: str) -> bool:
     return word.endswith(".py") and not word.startswith("-")
+
+
+def _is_module(words: Sequence[str], index: int) -> bool:
+    """What `-m` starts, unless that is a launcher."""
+    return words[index - 1] == "-m" and not words[index].startswith(("torch.", "-"))
 
 
 def _with_names(value: str, script: Script) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mist_megatron.frameworks.shell.tokens import Lexer, Text, Word
+from mist_megatron.frameworks.shell.tokens import Text, Word
 from mist_megatron.frameworks.shell.values import OPEN, Value, Variables, as_text
 
 DECLARING = {"export", "declare", "local", "readonly", "typeset"}
@@ -90,13 +90,3 @@ def _with_item(before: Value | None, index: str, text: str, variables: Variables
     items += [""] * (int(at) + 1 - len(items))
     items[int(at)] = text
     return items
-
-
-def filled_document(text: str, variables: Variables) -> str:
-    """A heredoc with its variables filled in; quotes in it stay."""
-    pieces = [
-        piece if piece == '"' else variables.text(Lexer(piece, variables.where).rest_of_braces(quoted=True))
-        for piece in re.split(r"(\")", text)
-        if piece
-    ]
-    return "".join(pieces)

@@ -68,4 +68,4 @@ def _either(variables: Variables, name: str, texts: tuple[str, str], names: tupl
         return told[:_MOST_TOLD]
 
     one, two = texts
-    return variables.open(", ".join(names) or "a condition", (spelled(one), spelled(two)))
+    return variables.open(", ".join(names) or f"{name} (a condition)", (spelled(one), spelled(two)))

@@ -19,7 +19,6 @@ from mist_megatron.frameworks.shell.assigning import (
     assignment,
     declare,
     declared,
-    filled_document,
 )
 from mist_megatron.frameworks.shell.conditions import (
     NO,
@@ -103,6 +102,10 @@ def read_script(text: str, where: str, given: Mapping[str, str] | None = None) -
     except RecursionError:
         raise InputError(f"{where}: commands are nested too deep to be read") from None
     return Script(tuple(walk.commands), walk.files, variables.known, tuple(variables.opens))
+
+
+_READ_SCRIPTS = frozenset({"sbatch", "bash", "sh", "ssh", "qsub", "bsub"})
+"""Programs that run what they are told on their input."""
 
 
 @dataclass
@@ -305,6 +308,11 @@ class _Walk:
                 self.write(redirection, written)
         if fields[0] == "tee" and told and len(fields) > 1:
             self.files[fields[-1]] = told
+        if fields[0] in _READ_SCRIPTS and told:
+            self.files[f"input of {fields[0]}"] = told
+        if fields[0] == "read" and told and re.fullmatch(r"[A-Za-z_]\w*", fields[-1]):
+            self.variables.known[fields[-1]] = told.strip()
+            return UNKNOWN
         return self.builtin(fields, node)
 
     def builtin(self, fields: list[str], node: Command) -> Verdict:
@@ -381,7 +389,7 @@ class _Walk:
                 told = document.body
                 self.variables.spend(len(told), "a heredoc")
                 if not document.literal:
-                    told = filled_document(told, self.variables)
+                    told = self.variables.filled(told)
             elif redirection.operator == "<<<":
                 told = self.variables.text(redirection.target)
         return told

@@ -39,6 +39,12 @@ class Open:
     """What it may become, where branches of the script say so."""
 
 
+_PRINTED = re.compile(
+    r"\s*cat\s*<<-?\s*(?P<quote>['\"]?)(?P<end>\w+)(?P=quote)[ \t]*\r?\n(?P<body>.*\n)\s*(?P=end)\s*", re.S
+)
+"""`$(cat <<END ... END)`."""
+
+
 @dataclass
 class Variables:
     """What is known at one place of a script. `opens` and `work` belong to the whole reading."""
@@ -152,6 +158,12 @@ class Variables:
     def _output(self, body: str) -> str:
         """What a command prints, for the few that only repeat what they are told."""
         self.spend(len(body), "$( )")
+        if all(line.lstrip()[:1] in ("", "#") for line in body.splitlines()):
+            return ""
+        document = _PRINTED.fullmatch(body)
+        if document is not None:
+            told = document["body"]
+            return told if document["quote"] else self.filled(told)
         lexer = Lexer(body, self.where)
         try:
             words = []
@@ -165,6 +177,15 @@ class Variables:
                 return self.number_text(" ".join(told))
             return " ".join(told[1:] if told[:1] == ["-n"] else told)
         return self.open(_shortened(f"$({body.strip()})"))
+
+    def filled(self, text: str) -> str:
+        """A heredoc with its variables filled in; quotes in it stay."""
+        pieces = [
+            piece if piece == '"' else self.text(Lexer(piece, self.where).rest_of_braces(quoted=True))
+            for piece in re.split(r"(\")", text)
+            if piece
+        ]
+        return "".join(pieces)
 
     def number_text(self, body: str) -> str:
         """`$(( body ))` as text; open where something in it is."""
