@@ -104,7 +104,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_command_is_found_in_what_people_wrap_it_in(form: str) -> None:
-    flags = f"--num-layers 4 --global-batch-size 8"
+    flags = "--num-layers 4 --global-batch-size 8"
     wanted = options_of(flags.split())
     script = FORMS[form].replace("{{", "{").replace("}}", "}").replace("{flags}", flags)
     assert dict(read_command_line(script, "x").options) == dict(wanted)
