@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 import mist_patches
@@ -60,3 +61,10 @@ def test_every_import_of_the_package_is_absolute() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: a relative import"
+
+
+def test_the_image_has_the_newest_releases_that_patches_were_run_on() -> None:
+    text = (Path(__file__).resolve().parents[2] / "patches" / "Dockerfile").read_text("utf-8")
+    said = dict(re.findall(r"^ARG (\w+)=(.*)$", text, re.MULTILINE))
+    assert said["MEGATRON_CORE"] == RELEASES["megatron-core"][-1]
+    assert said["DEEPSPEED"] == RELEASES["deepspeed"][-1]
