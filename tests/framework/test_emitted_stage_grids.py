@@ -6,17 +6,20 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_line import run
 from test_emitted_megatron_training import STEPS, overlapped, plain, plan, stage, train
 
 from mist_megatron.ask.emit import launch_sources
+from mist_megatron.cost.sizes import padded_vocabulary
 from mist_megatron.errors import EmitError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.frameworks.megatron.patches import patches
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.table import TARGETS
 
 __all__ = ["plain"]
 
@@ -52,17 +55,22 @@ def test_with_every_other_patch(plain: list[float], tmp_path: Path) -> None:
 
 
 def test_what_stages_json_says() -> None:
-    """Each stage's own sizes behind the common ones, the patch, and one padded vocabulary for all."""
+    """Each stage's own sizes behind the common ones, and the patch; each pads its own table, as it is
+    priced: 128 x its TP."""
     unequal = plan(stage(3, dp=2, micro_batch=1), stage(1, tp=2))
     unequal = replace(unequal, model=replace(unequal.model, vocab=100))
-    document = json.loads(artifacts(unequal, launch_sources(probe=False))["stages.json"])
+    files = artifacts(unequal, launch_sources(probe=False))
+    document = json.loads(files["stages.json"])
     assert document["patches"] == ["stage_grids"]
+    assert "--make-vocab-size-divisible-by 128\n" in files["args.sh"]
+    facts = TARGETS[unequal.target].memory(unequal.execution)
+    assert [float(padded_vocabulary(100, np.asarray(s.tp), facts)) for s in unequal.stages] == [128, 256]
     for entry, (tp, size) in zip(document["stages"], ((1, 1), (2, 2)), strict=True):
         words = entry["arguments"]
         said = dict(zip(words[::2], words[1::2], strict=True))
         assert said["--tensor-model-parallel-size"] == str(tp)
         assert said["--micro-batch-size"] == str(size)
-        assert tp * int(said["--make-vocab-size-divisible-by"]) == 256, "one size for both stages"
+        assert "--make-vocab-size-divisible-by" not in said
 
 
 def test_stages_of_different_sizes_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ Flags of megatron-core 0.19; names and rules are held against its own parser by 
 
 from __future__ import annotations
 
-from math import lcm
 from typing import Any
 
 from mist_megatron.frameworks.flags import Flags, arguments, flag, when
@@ -48,7 +47,7 @@ def _plan_flags(plan: Plan) -> Flags:
     """What no stage decides."""
     return (
         *model_flags(plan.model, plan.training),
-        *vocabulary_flags(plan, 0),
+        *vocabulary_flags(plan),
         *precision_flags(plan.training, plan.execution),
         *attention_flags(plan.model, plan.training),
         *batch_flags(plan),
@@ -84,12 +83,11 @@ def grid_flags(plan: Plan) -> Flags:
     )
 
 
-def vocabulary_flags(plan: Plan, index: int) -> Flags:
-    """Megatron pads to a multiple of (divisor x the rank's TP), as the price counts; where TP differs, all
-    stages must come to the same size."""
+def vocabulary_flags(plan: Plan) -> Flags:
+    """Megatron pads to a multiple of (divisor x the rank's TP), as the price counts; stages of different TP
+    have embeddings that are not tied, each padded for its own."""
     divisor = TARGETS[plan.target].memory(plan.execution).vocabulary_multiple
-    together = lcm(*(stage.tp for stage in plan.stages))
-    return (flag("--make-vocab-size-divisible-by", divisor * together // plan.stages[index].tp),)
+    return (flag("--make-vocab-size-divisible-by", divisor),)
 
 
 def layout(plan: Plan) -> str:
@@ -175,7 +173,6 @@ def _own_flags(plan: Plan, index: int) -> Flags:
             plan.grids_differ,
             flag("--tensor-model-parallel-size", stage.tp),
             flag("--micro-batch-size", stage.micro_batch),
-            *vocabulary_flags(plan, index),
             *when(plan.sequence_parallel and stage.tp > 1, flag("--sequence-parallel")),
         ),
         *(flag(f"--{name}", *values) for name, values in recompute_settings(plan, index).items()),
