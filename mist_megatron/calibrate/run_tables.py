@@ -18,7 +18,7 @@ from mist_megatron.calibrate.table_models import model_named
 from mist_megatron.errors import InputError
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec
-from mist_megatron.spec.kinds import Dispatcher, GraphModule, Offload, Quantization
+from mist_megatron.spec.kinds import ContextExchange, Dispatcher, GraphModule, Offload, Quantization
 from mist_megatron.spec.mesh import nodes_and_gpus
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, Zero
@@ -185,11 +185,13 @@ def _execution(row: Cells, model: ModelSpec, quantization: Quantization | None) 
     mixed = any(kind.experts is not None for kind in model.kinds)
     tp, together = row.count("tp"), "no overlap of DP" not in row.text("note")
     cp = row.count("cp", 1)
-    if cp > 1 and row.text("cp_comm", "p2p") != "p2p":
-        raise Inexpressible(f"context parallelism by {row.text('cp_comm')} is not modelled")
+    exchange = row.text("cp_comm", "p2p")
+    if cp > 1 and exchange not in get_args(ContextExchange):
+        raise Inexpressible(f"context parallelism by {exchange} is not modelled")
     grad = row.text("grad_dtype")
     execution = Execution(
         context_parallel=cp,
+        context_exchange="a2a" if cp > 1 and exchange == "a2a" else None,
         grad_bytes={"bf16": 2, "bfloat16": 2, "fp16": 2}.get(grad, 4) if grad else None,
         overlap_grad_reduce=together,
         overlap_param_gather=together,

@@ -21,7 +21,7 @@ from mist_megatron.cost.symbols import (
     B,
     S,
 )
-from mist_megatron.cost.works import collective_work, gemm_work, memory_work
+from mist_megatron.cost.works import all_to_all, collective_work, gemm_work, memory_work
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.recompute import Part
@@ -31,7 +31,28 @@ TILE = 128
 """Rows of queries, and of keys, that kernels of fused attention take at once."""
 
 
-def context_ring(*, latent: bool = False) -> Operator:
+def context_exchange(*, latent: bool = False, heads_apart: bool = False) -> Operator:
+    """What context-parallel ranks send each other."""
+    return _heads_exchange(latent=latent) if heads_apart else _context_ring(latent=latent)
+
+
+def _heads_exchange(*, latent: bool) -> Operator:
+    """Queries, keys and values go to the ranks of their heads and outputs come back, gradients the other way;
+    nothing hides it. Transformer Engine keeps what came, in place of what was sent, and the outputs on both
+    ends (AttnFuncWithCPAndQKVOA2A)."""
+    output = VALUE_WIDTH if latent else QUERY
+    inputs = 2 * QUERY_WIDTH + VALUE_WIDTH if latent else QUERY + 2 * KEY
+    there, back = all_to_all("context_heads", inputs), all_to_all("context_together", output)
+    return Operator(
+        name="context_heads",
+        forward=(there, back),
+        backward=(replace(back, name="context_together_back"), replace(there, name="context_heads_back")),
+        saved=(SavedTensor(key="attention_output_apart", size_bytes=HALF * TOKENS * output),),
+        part=CORE,
+    )
+
+
+def _context_ring(*, latent: bool = False) -> Operator:
     """Keys and values of the whole sequence pass by every context-parallel rank, their gradients on the way
     back too; attention on the part at hand hides it as far as it lasts (priced in `stage.py`)."""
     both = HALF * B * S * (QUERY_WIDTH + VALUE_WIDTH if latent else 2 * KEY)

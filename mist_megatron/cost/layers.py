@@ -14,7 +14,7 @@ from sympy import Expr, Integer
 from mist_megatron.cost.adapters import with_adapters
 from mist_megatron.cost.captured import captured
 from mist_megatron.cost.chosen import chosen
-from mist_megatron.cost.cores import context_ring, flash_attention, plain_attention
+from mist_megatron.cost.cores import context_exchange, flash_attention, plain_attention
 from mist_megatron.cost.entries import cross_attention, entry_operators
 from mist_megatron.cost.experts import mixture
 from mist_megatron.cost.latent import (
@@ -72,6 +72,8 @@ class LayerOptions:
     """Products of experts, their activation and casts are one kernel (--use-transformer-engine-op-fuser)."""
     shared_apart: bool = False
     """Shared experts compute beside the dispatch of tokens."""
+    heads_apart: bool = False
+    """Context parallelism shares out heads of attention; else keys and values pass by in a ring."""
 
 
 def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
@@ -95,7 +97,7 @@ def _latent_block_attention(
     core = flash_attention(model, latent=True) if options.flash_attention else None
     return (
         *latent_inputs(latent, statistics, eight_bit=options.eight_bit),
-        context_ring(latent=True),
+        context_exchange(latent=True, heads_apart=options.heads_apart),
         *((core,) if core else plain_attention(dropped=options.dropout, latent=True)),
         *projection_out(
             "attention_out",
@@ -199,7 +201,7 @@ def _attention(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
         *((head_norms(options.norm_statistics_bytes or 4),) if model.qk_norm else ()),
         *((_rotary(),) if model.rotary else ()),
         *((sinks(),) if model.sinks else ()),
-        context_ring(),
+        context_exchange(heads_apart=options.heads_apart),
         *(flash_attention(model),) * options.flash_attention,
         *(() if options.flash_attention else plain_attention(dropped=options.dropout, layer=model)),
         *gate,

@@ -19,11 +19,10 @@ from dataclasses import replace
 
 from sympy import Expr, Integer, Max, Min
 
-from mist_megatron.cost.operators import Operator, SavedTensor, Work, WorkKind
+from mist_megatron.cost.operators import Operator, SavedTensor, Work
 from mist_megatron.cost.shapes import FULL, HALF, QUERY, TOKENS
 from mist_megatron.cost.symbols import CP, TP, B
-from mist_megatron.cost.works import ONE, gemm_work, memory_work
-from mist_megatron.spec.mesh import Group
+from mist_megatron.cost.works import ONE, all_to_all, gemm_work, memory_work
 from mist_megatron.spec.recurrent import CONV_WIDTH, DeltaNet, Mamba
 
 MAMBA_CHUNK = 128
@@ -43,16 +42,6 @@ def _share(count: int) -> Expr:
 def _several(name: str, *sizes: Sizes) -> tuple[Work, ...]:
     """Batches of small products."""
     return tuple(gemm_work(f"{name}{k}", *size) for k, size in enumerate(sizes, 1))
-
-
-def _heads_apart(name: str, columns: Expr) -> tuple[Work, ...]:
-    """Tokens of all context-parallel ranks for some of the heads, in place of own tokens for all: each rank
-    gets one copy of a part of what it sends, as of a token that goes to one expert of as many as ranks."""
-    copy = HALF * TOKENS * columns
-    exchange = (copy, ONE, CP, Integer(0))
-    return (
-        Work(name=name, kind=WorkKind.ALL_TO_ALL, moved_bytes=copy, exchange=exchange, group=Group.CONTEXT),
-    )
 
 
 def scan_operators(mixer: Mamba | DeltaNet, statistics_bytes: int) -> tuple[Operator, ...]:
@@ -103,8 +92,8 @@ def _mamba(mamba: Mamba) -> tuple[Operator, ...]:
     return (
         Operator(
             name="mixer_heads",
-            forward=_heads_apart("mixer_heads", given),
-            backward=_heads_apart("mixer_heads_back", given),
+            forward=(all_to_all("mixer_heads", given),),
+            backward=(all_to_all("mixer_heads_back", given),),
         ),
         Operator(
             name="mixer_conv",
@@ -129,8 +118,8 @@ def _mamba(mamba: Mamba) -> tuple[Operator, ...]:
         ),
         Operator(
             name="mixer_heads_together",
-            forward=_heads_apart("mixer_together", _share(mamba.inner)),
-            backward=_heads_apart("mixer_together_back", _share(mamba.inner)),
+            forward=(all_to_all("mixer_together", _share(mamba.inner)),),
+            backward=(all_to_all("mixer_together_back", _share(mamba.inner)),),
         ),
         Operator(
             name="mixer_norm",
@@ -203,8 +192,8 @@ def _delta_net(net: DeltaNet, statistics_bytes: int) -> tuple[Operator, ...]:
     return (
         Operator(
             name="mixer_heads",
-            forward=_heads_apart("mixer_heads", given),
-            backward=_heads_apart("mixer_heads_back", given),
+            forward=(all_to_all("mixer_heads", given),),
+            backward=(all_to_all("mixer_heads_back", given),),
         ),
         Operator(
             name="mixer_conv",
@@ -257,8 +246,8 @@ def _delta_net(net: DeltaNet, statistics_bytes: int) -> tuple[Operator, ...]:
         ),
         Operator(
             name="mixer_heads_together",
-            forward=_heads_apart("mixer_together", _share(net.values)),
-            backward=_heads_apart("mixer_together_back", _share(net.values)),
+            forward=(all_to_all("mixer_together", _share(net.values)),),
+            backward=(all_to_all("mixer_together_back", _share(net.values)),),
         ),
     )
 

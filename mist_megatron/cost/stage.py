@@ -216,7 +216,7 @@ class PassTime:
     context_s: Array
     """The context-parallel ring, alone."""
     attention_s: Array
-    """Part of compute behind which the ring hides."""
+    """Part of compute behind which the ring hides; nothing where heads are shared out instead."""
     exact_s: Array
     interpolated_s: Array
     extrapolated_s: Array
@@ -320,7 +320,7 @@ def price_passes(
     result: dict[tuple[str, str], PassTime] = {}
     for layer in dict.fromkeys((*EDGES, *(use.layer for use in stage.uses))):
         for run in PASSES:
-            sums = {name: np.zeros(shape) for name in PassTime.__dataclass_fields__}
+            sums = {name: np.zeros(shape) for name in (*PassTime.__dataclass_fields__, "apart_s")}
             for use in stage.uses:
                 if use.layer == layer and use.run == run:
                     item = stage.items[use.item]
@@ -328,6 +328,8 @@ def price_passes(
                     if item.kind not in COMPUTED and item.group is Group.TENSOR and not use.captured:
                         happens = priced[use.item].seconds > 0.0
                         sums["peers"] += use.count * happens * (mesh.tp - 1.0)
+            if sums.pop("apart_s").any():
+                sums["attention_s"] = np.zeros(shape)
             result[layer, run] = PassTime(**sums)
     return result
 
@@ -346,6 +348,8 @@ def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced) -
         sums["context_s" if item.group is Group.CONTEXT else "collective_s"] += use.count * priced.seconds
         if item.group in EXCHANGED:
             sums["exchange_s"] += use.count * priced.seconds
+        if item.group is Group.CONTEXT and item.kind == "all_to_all":
+            sums["apart_s"] += priced.seconds
     if item.kind == "attention":
         sums["attention_s"] += use.count * priced.seconds
     sums["exact_s"] += use.count * priced.exact_s

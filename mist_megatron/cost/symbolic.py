@@ -43,6 +43,7 @@ def layer_options(job: Job) -> LayerOptions:
         # A graph of the whole step needs experts that the host never asks; recipes that have it fuse them.
         fused_experts=job.execution.quantization == "mxfp8" and "full_iteration" in graphs,
         shared_apart=bool(job.execution.shared_expert_overlap),
+        heads_apart=job.execution.context_exchange == "a2a",
     )
 
 

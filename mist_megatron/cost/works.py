@@ -7,7 +7,8 @@ from dataclasses import replace
 from sympy import Expr, Integer
 
 from mist_megatron.cost.operators import Work, WorkKind
-from mist_megatron.cost.shapes import EIGHTH, HALF
+from mist_megatron.cost.shapes import EIGHTH, HALF, TOKENS
+from mist_megatron.cost.symbols import CP
 from mist_megatron.spec.mesh import Group
 
 ONE = Integer(1)
@@ -21,6 +22,14 @@ def memory_work(name: str, moved: Expr, kernels: int = 1) -> Work:
 def collective_work(name: str, kind: WorkKind, message: Expr, group: Group = Group.TENSOR) -> Work:
     """A collective of a full message."""
     return Work(name=name, kind=kind, moved_bytes=message, group=group)
+
+
+def all_to_all(name: str, columns: Expr) -> Work:
+    """Tokens of all context-parallel ranks for some columns, in place of own tokens for all, or back: each
+    rank gets one copy of a part of them, as of a token that goes to one expert of as many as ranks."""
+    copy = HALF * TOKENS * columns
+    exchange = (copy, ONE, CP, Integer(0))
+    return Work(name=name, kind=WorkKind.ALL_TO_ALL, moved_bytes=copy, exchange=exchange, group=Group.CONTEXT)
 
 
 def weight_grad(work: Work) -> Work:

@@ -11,7 +11,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.expert_rules import ExpertCase, broken
-from mist_megatron.spec.kinds import Dispatcher, GraphModule, Offload, Quantization
+from mist_megatron.spec.kinds import ContextExchange, Dispatcher, GraphModule, Offload, Quantization
 from mist_megatron.spec.mesh import (
     Group,
     Mesh,
@@ -113,6 +113,8 @@ class Execution:
 
     context_parallel: int = 1
     """Ranks that split each sequence."""
+    context_exchange: ContextExchange | None = None
+    """How these attend to each other's tokens; null for p2p, the ring."""
     grad_bytes: int | None = None
     """Bytes per parameter of the gradient buffer: 2 or 4."""
     overlap_grad_reduce: bool | None = None

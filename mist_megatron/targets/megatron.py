@@ -84,6 +84,7 @@ CAPABILITY = Capability(
         "layers of half a block",
     ),
     switches=(
+        "context_exchange",
         "expert_overlap",
         "delayed_weight_grad",
         "shared_expert_overlap",

@@ -140,3 +140,21 @@ def _context(plan: Plan) -> Iterator[str]:
     cp = plan.execution.context_parallel
     if cp > 1 and plan.training.seq_len % (2 * cp):
         yield f"context_parallel {cp}: twice it must divide the sequence of {plan.training.seq_len} (A:1336)"
+    if plan.execution.context_exchange == "a2a":
+        yield from _heads_apart(plan)
+
+
+def _heads_apart(plan: Plan) -> Iterator[str]:
+    """Where context parallelism shares out heads, as Transformer Engine demands it."""
+    cp = plan.execution.context_parallel
+    if cp == 1:
+        yield "execution.context_exchange: nothing is exchanged without context parallelism"
+    for kind in (kind for kind in plan.model.kinds if kind.attends):
+        if kind.latent_attention is not None:
+            yield "execution.context_exchange a2a: latent attention was not tried with it, wanted p2p"
+        for tp in sorted({stage.tp for stage in plan.stages}):
+            if kind.heads // tp % cp or (kind.kv_heads // tp) % cp or kind.kv_heads < tp:
+                yield (
+                    f"execution.context_exchange a2a: context_parallel {cp} must divide the {kind.heads} "
+                    f"heads and {kind.kv_heads} key-value heads of {plan.model.name} over tp {tp}"
+                )

@@ -235,7 +235,7 @@ CLASSES: Sequence[FlagClass] = (
         "disable-tp-comm-overlap-rs disable-tp-comm-split-ag disable-tp-comm-split-rs no-tp-comm-* "
         "tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad tensor-parallel-num-weight-shards",
     ),
-    _unpriced("another exchange of context parallelism than priced", "cp-comm-type", "p2p"),
+    _unpriced("another exchange of context parallelism than priced", "cp-comm-type", "p2p", "a2a"),
     _unpriced(
         "another exchange of context parallelism than priced",
         "hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank",

@@ -328,6 +328,7 @@ def _execution(read: Reader, training: TrainingSpec, context_parallel: int, tp: 
         expert_overlap=overlaps,
         delayed_weight_grad=overlaps and read.has("delay-wgrad-compute"),
         shared_expert_overlap=mixture and not overlaps and read.has("moe-shared-expert-overlap"),
+        context_exchange="a2a" if read.word("cp-comm-type") == "a2a" else None,
         cuda_graphs=graphs_of(read),
         quantization=quantization_of(read),
         optimizer_bytes=optimizer_bytes_of(read),

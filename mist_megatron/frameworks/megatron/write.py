@@ -79,6 +79,7 @@ def grid_flags(plan: Plan) -> Flags:
         flag("--tensor-model-parallel-size", tp),
         flag("--pipeline-model-parallel-size", len(plan.stages)),
         *when(cp > 1, flag("--context-parallel-size", cp)),
+        *when(plan.execution.context_exchange == "a2a", flag("--cp-comm-type", "a2a")),
         *when(sliced, flag("--sequence-parallel")),
     )
 
