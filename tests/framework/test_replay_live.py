@@ -9,18 +9,35 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
+import live_ranks
+import live_training
+
 from mist_megatron.ask.replay import replay
 from mist_megatron.recorded.report import Page
-
-pytest.importorskip("torch")
 
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recordings")
-    program = Path(__file__).with_name("live_training.py")
-    subprocess.run([sys.executable, program, folder], check=True, capture_output=True, timeout=300)
+    return recorded_by("live_training.py", folder)
+
+
+def recorded_by(program: str, folder: Path) -> Path:
+    path = Path(__file__).with_name(program)
+    subprocess.run([sys.executable, path, folder], check=True, capture_output=True, timeout=300)
     return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded_by("live_ranks.py", tmp_path_factory.mktemp("ranks"))
+
+
+MOST_LATE = 1.04
+"""A step that takes so many times as long as its sleeps, on a machine that is busy with other things, tells
+nothing."""
 
 
 @pytest.mark.parametrize(
@@ -28,13 +45,55 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [("layers", {"layers": 8}), ("micro_batches", {"micro_batches": 4}), ("load", {"scale": "op=^load$:4"})],
 )
 def test_a_change_is_predicted(recordings: Path, name: str, question: dict[str, Any]) -> None:
-    answer, truth = replay(recordings / "base.json", **question), replay(recordings / f"{name}.json")
-    assert answer.changed is not None
-    before, predicted, measured = (least(page) for page in (answer.recorded, answer.changed, truth.recorded))
-    assert measured > 1.1 * before
+    files = [recordings / f"{one}.json" for one in ("base", name)]
+    asleep = [
+        batches
+        * (layers * (live_training.FORWARD_S + live_training.BACKWARD_S) + live_training.LOAD_S * slower)
+        for layers, batches, slower in (live_training.RECORDINGS[one] for one in ("base", name))
+    ]
+    predicted, measured = both(files[0], files[1], asleep, question)
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
-def least(page: Page) -> float:
-    """The shortest step: others had to wait for whatever else this machine was doing."""
-    return min(seconds for _, seconds in page.steps[0])
+@pytest.mark.parametrize(
+    ("before", "question", "after"),
+    [
+        ("pipeline", {"micro_batches": 8}, "pipeline of more micro-batches"),
+        ("pipeline", {"layers": 8}, "pipeline of more layers"),
+        ("pipeline", {"scale": "op=^Layer$:2"}, "slower pipeline"),
+        ("replicas", {"layers": 4}, "replicas of more layers"),
+    ],
+)
+def test_several_processes(ranks: Path, before: str, question: dict[str, Any], after: str) -> None:
+    """Two stages in the order of 1F1B, and four replicas that reduce their gradients."""
+    asleep = []
+    for name in (before, after):
+        count, stages, layers, batches, slower = live_ranks.RECORDINGS[name]
+        passes = batches + (count - 1 if stages else 0)
+        asleep.append(passes * layers * (live_ranks.FORWARD_S * slower + live_ranks.BACKWARD_S))
+    predicted, measured = both(ranks / before, ranks / after, asleep, question)
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def both(before: Path, after: Path, asleep: list[float], question: dict[str, Any]) -> tuple[float, float]:
+    """The shortest step after a change, as it is predicted of the shortest one before, and as it was
+    recorded."""
+    steps = [shortest(replay(path).recorded) for path in (before, after)]
+    for (_, seconds), least in zip(steps, asleep, strict=True):
+        if seconds > MOST_LATE * least:
+            pytest.skip(f"a step of {least:.3f} s asleep took {seconds:.3f} s: this machine is too busy")
+    assert steps[1][1] > 1.1 * steps[0][1]
+    answer = replay(before, step=steps[0][0], **question)
+    assert answer.changed is not None
+    predicted = shortest(answer.changed)[1] if answer.changed.steps else answer.changed.step_s
+    return predicted, steps[1][1]
+
+
+def shortest(page: Page) -> tuple[int, float]:
+    """The step that took least on the rank that took longest: others had to wait for whatever else this
+    machine was doing."""
+    longest: dict[int, float] = {}
+    for steps in page.steps.values():
+        for number, seconds in steps:
+            longest[number] = max(longest.get(number, 0.0), seconds)
+    return min(longest.items(), key=lambda one: one[1])

@@ -1,0 +1,155 @@
+"""Training loops of several processes on the CPU over gloo, recorded by torch.profiler; layers sleep, so that
+a busy machine changes little.
+
+python live_ranks.py FOLDER
+
+Writes FOLDER/NAME/RANK.json for each of RECORDINGS.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch.profiler import ProfilerActivity, profile, schedule
+
+STEPS = 3
+FORWARD_S, BACKWARD_S = 0.02, 0.04
+RECORDINGS = {
+    # processes, whether they are a pipeline's stages, layers of each, micro-batches, times as long forward
+    "pipeline": (2, True, 2, 4, 1.0),
+    "pipeline of more micro-batches": (2, True, 2, 8, 1.0),
+    "pipeline of more layers": (2, True, 4, 4, 1.0),
+    "slower pipeline": (2, True, 2, 4, 2.0),
+    "replicas": (4, False, 2, 2, 1.0),
+    "replicas of more layers": (4, False, 4, 2, 1.0),
+}
+
+
+class Pace:
+    """Sleeps that make up for how late those before them woke."""
+
+    due_s = 0.0
+
+    def restart(self) -> None:
+        self.due_s = time.perf_counter()
+
+    def rest(self, seconds: float) -> None:
+        self.due_s += seconds
+        time.sleep(max(self.due_s - time.perf_counter(), 0.0))
+
+
+PACE = Pace()
+
+
+class Layer(torch.autograd.Function):
+    """Sleeps on its way forward and back."""
+
+    @staticmethod
+    def forward(ctx, values, slower):  # type: ignore[no-untyped-def]
+        PACE.rest(FORWARD_S * slower)
+        return values * 1.0
+
+    @staticmethod
+    def backward(ctx, gradients):  # type: ignore[no-untyped-def]
+        PACE.rest(BACKWARD_S)
+        return gradients * 1.0, None
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layers: int, slower: float) -> None:
+        super().__init__()
+        self.weight, self.layers, self.slower = torch.nn.Parameter(torch.ones(8)), layers, slower
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = values * self.weight
+        for _ in range(self.layers):
+            values = torch.relu(Layer.apply(values, self.slower))
+        return values
+
+
+def pipelined(rank: int, stages: int, model: torch.nn.Module, micro_batches: int) -> None:
+    """One step in the order of 1F1B."""
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sent = []
+
+    def received(source: int) -> torch.Tensor:
+        values = torch.ones(8)
+        dist.recv(values, source)
+        PACE.restart()
+        return values
+
+    def forward() -> None:
+        values = received(rank - 1).requires_grad_() if rank else torch.ones(8)
+        result = model(values)
+        held.append((values, result))
+        if rank < stages - 1:
+            sent.append(dist.isend(result.detach(), rank + 1))
+
+    def backward() -> None:
+        values, result = held.pop(0)
+        result.backward(received(rank + 1) if rank < stages - 1 else torch.ones(8))
+        if rank:
+            assert values.grad is not None
+            sent.append(dist.isend(values.grad, rank - 1))
+
+    warm_up = min(stages - rank - 1, micro_batches)
+    for _ in range(warm_up):
+        forward()
+    for _ in range(micro_batches - warm_up):
+        forward()
+        backward()
+    for _ in range(warm_up):
+        backward()
+    for one in sent:
+        one.wait()
+
+
+def run(rank: int, folder: Path) -> None:
+    """All recordings that have this rank, one after the other."""
+    torch.set_num_threads(1)
+    for name in RECORDINGS:
+        if rank < RECORDINGS[name][0]:
+            (folder / name).mkdir(exist_ok=True)
+            recorded(rank, folder / name, name)
+
+
+def recorded(rank: int, folder: Path, name: str) -> None:
+    count, stages, layers, micro_batches, slower = RECORDINGS[name]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder.resolve()}/meeting", rank=rank, world_size=count
+    )
+    model: torch.nn.Module = Model(layers, slower)
+
+    def replicated() -> None:
+        for _ in range(micro_batches):
+            model(torch.ones(8)).sum().backward()
+            PACE.restart()
+
+    step: Callable[[], None] = replicated
+    if stages:
+        step = lambda: pipelined(rank, count, model, micro_batches)  # noqa: E731
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    plan = schedule(wait=0, warmup=1, active=STEPS, repeat=1)
+    with profile(activities=[ProfilerActivity.CPU], schedule=plan, record_shapes=True) as profiler:
+        for _ in range(STEPS + 1):
+            dist.barrier()
+            PACE.restart()
+            optimizer.zero_grad()
+            step()
+            optimizer.step()
+            profiler.step()
+    profiler.export_chrome_trace(str(folder / f"{rank}.json"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    most = max(count for count, *_ in RECORDINGS.values())
+    processes.start_processes(run, (Path(sys.argv[1]),), nprocs=most, start_method="fork")
