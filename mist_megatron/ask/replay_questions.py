@@ -98,6 +98,11 @@ def asked(
             words = f"{name} {before} -> {wanted}"
             change, more = stretched(recording, [stretches for stretches, _ in found], words, change)
             told += more
+    if questions.micro_batches is not None and any(part.trace.on_gpu.any() for part in recording.parts):
+        # Refuses passes that run at the same time: they cannot be told apart.
+        played = play(recording.graph)
+        for rank in range(len(recording.parts)):
+            passes_of(recording, played, rank, typical_step(recording), by_layer=False)
     change = _beside(recording, questions, change, told)
     return recording, change, told
 

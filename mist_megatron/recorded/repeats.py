@@ -30,6 +30,7 @@ LEAST_PASS = 0.1
 NEARLY = 0.8
 """A short period that covers so much of what the best one does is the layer; longer ones are several of
 them."""
+_EXCHANGE = re.compile(r"all_?to_?all", re.IGNORECASE)
 _SENDS = ("gloo:send", "gloo:recv")
 BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 _STEP = re.compile(r"^Optimizer\.|^ProfilerStep|zero_grad")
@@ -119,10 +120,19 @@ def more_micro_batches(part: Parts, wanted: int) -> tuple[list[Stretch], int]:
 def sends_of(part: Parts) -> Mask:
     """Events that hand data from one stage to another."""
     trace = part.trace
-    found = trace.names_that(_SENDS.__contains__) | trace.names_that(lambda name: "SendRecv" in name)
+    found = trace.names_that(_SENDS.__contains__)
+    exchanges = trace.names_that(_EXCHANGE.search)
     for event in np.flatnonzero(communicates(trace)).tolist():
         said = message_of(trace, part.links, event)
-        found[event] |= said is not None and said.collective.lower() in POINT_TO_POINT
+        if said is not None:
+            found[event] = said.collective.lower() in POINT_TO_POINT
+        elif "SendRecv" in trace.name_of(event):
+            # Exchanges of all with all are kernels of that name, too; without a launch nothing tells.
+            launch = int(part.links.launch[event])
+            host = int(part.links.parent[launch]) if launch >= 0 else -1
+            while host >= 0 and not exchanges[host]:
+                host = int(part.links.parent[host])
+            found[event] = launch >= 0 and host < 0
     return found
 
 

@@ -40,6 +40,8 @@ class Widths:
     ffn: frozenset[int]
     vocab: frozenset[int]
     heads: frozenset[int]
+    batches: frozenset[int]
+    """Of products in batches: sequences times heads, where attention is not one kernel."""
     tp: int
 
     @property
@@ -116,7 +118,8 @@ def _sorted_out(
     return Widths(
         hidden=hidden, rows=rows, local_rows=frozenset(local) if tp > 1 else frozenset(), attention=attention,
         ffn=wide - attention - vocab, vocab=vocab,
-        heads=frozenset(int(work.sizes[place]) for work in seen.attention for place in (2, 3)), tp=tp,
+        heads=frozenset(int(work.sizes[place]) for work in seen.attention for place in (2, 3)),
+        batches=frozenset(int(work.sizes[3]) for work in seen.products if work.sizes[3] > 1.0), tp=tp,
     )  # fmt: skip
 
 
@@ -265,6 +268,9 @@ class Resized:
         if len(tensor) == 1 and tensor[0] >= old.hidden * old.hidden:
             # Whole parameters one behind the other.
             return tensor[0] * parameters
+        batch = int(np.prod(tensor[:-2])) if len(tensor) in (3, 4) else 0
+        if batch in old.batches:
+            return float(np.prod(tensor, dtype=np.float64)) * self.heads
         whole = 1.0
         for place, size in enumerate(tensor):
             last = place == len(tensor) - 1
