@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import cast, get_args
 
 from mist_megatron.calibrate.cells import Cells, Inexpressible, MeasuredRow
+from mist_megatron.calibrate.offloaded_modules import KNOWN, offloaded_share
 from mist_megatron.calibrate.table_models import model_named
 from mist_megatron.errors import InputError
 from mist_megatron.spec.catalogue import CATALOGUE
@@ -277,6 +278,9 @@ def _offload(row: Cells, model: ModelSpec) -> Offload:
     if text in NO or text.startswith("paged_stash"):
         return Offload()
     layers = re.fullmatch(r"layers:(\d+)", text)
+    modules = text.removeprefix("act:").split("+")
+    if text.startswith("act:") and set(modules) <= set(KNOWN):
+        return Offload(activations=offloaded_share(model, modules))
     if not layers:
         raise Inexpressible(f"offload {text!r} is not modelled")
     return Offload(activations=min(int(layers.group(1)) / model.layers, 1.0))
