@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from mist_patches.deepspeed.decoupled_step import _with_gradients  # noqa: E402
 from mist_patches.deepspeed.gradient_fraction import BUFFERS, _look_at_both  # noqa: E402
+from mist_patches.deepspeed.group_steps import Steps, later, recorded  # noqa: E402
 
 
 @pytest.mark.parametrize("is_newer", [True, False])
@@ -38,3 +39,15 @@ def test_an_overflow_is_found_on_host_and_device(host: float, device: float) -> 
 
     assert _look_at_both(has_overflow)(optimizer) is (host + device != 0.0)
     assert optimizer.grad_partitions_flat_buffer is buffers[1] and optimizer.inf_or_nan_tracker is tracker
+
+
+def test_a_second_step_begins_when_the_first_one_is_done() -> None:
+    """Else its gradients would be written over those that the first still has to read."""
+    adam = SimpleNamespace(param_groups=[{"lr": 0.5}])
+    steps = Steps({}, put_off=True)
+    optimizer, log = SimpleNamespace(optimizer=adam, _mist_steps=steps), []
+    later(optimizer, steps, 0, lambda: log.append(("the first", adam.param_groups[0]["lr"])))
+    adam.param_groups[0]["lr"] = 0.25
+    recorded(optimizer, steps, lambda self, closure: log.append(("the second", steps.recording)), None)
+    assert log == [("the first", 0.5), ("the second", True)]
+    assert adam.param_groups[0]["lr"] == 0.25 and not steps.waiting and not steps.recording

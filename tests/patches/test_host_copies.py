@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from mist_patches.core.host_copies import Held, Meter, Streams  # noqa: E402
+from mist_patches.megatron import state_offload  # noqa: E402
 from mist_patches.megatron.state_offload import StateOffload, Visit, choose_evenly  # noqa: E402
 
 
@@ -20,7 +21,7 @@ def test_views_read_right_after_a_visit():
     one, meter, flat = held()
     view = flat[1:3].view(2, 1)
     one.release()
-    assert flat.untyped_storage().nbytes() == 0 and one.device_bytes == 0 and meter.now_bytes == 0
+    assert flat.untyped_storage().nbytes() == 0 and meter.now_bytes == 0
     assert one.host_bytes == 16
     one.use()
     assert view.flatten().tolist() == [1.0, 2.0]
@@ -126,3 +127,11 @@ def test_a_unit_that_waits_for_a_gradient_that_never_came_leaves_with_the_next_f
     mover._waiting[unit] = {1}
     mover._start()
     assert unit.weights.log[1:] == unit.grads.log[1:] == ["release"] and not mover._waiting[unit]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_weights_stay_where_a_layer_is_made_again_for_its_backward_pass(monkeypatch, away, back):
+    mover, unit, _ = away
+    monkeypatch.setattr(state_offload, "in_backward", lambda: back)
+    mover._leave([Visit(unit, None)], 0, (), torch.ones(1))
+    assert unit.weights.log == ([] if back else ["release"])

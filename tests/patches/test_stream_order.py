@@ -221,6 +221,17 @@ def test_no_more_than_a_layers_activations_are_on_their_way_out(far_ahead):
     assert max(held_at_each_copy) <= one_layer + 1, "memory stays until the host sees its copy done"
 
 
+def test_of_a_layer_with_more_activations_nothing_is_left_behind_the_next_one(far_ahead):
+    machine, held_at_each_copy = far_ahead
+    wide, narrow = nn.Sequential(Layer(machine), Layer(machine)), Layer(machine)
+    patch = offload.ActivationOffload([wide, narrow], 1.0, min_bytes=0)
+    x = wide(torch.ones(2, 8, requires_grad=True))
+    before = len(held_at_each_copy)
+    narrow(x)
+    patch.remove()
+    assert 0 < len(patch._leaving) == len(held_at_each_copy) - before < before - 1
+
+
 def test_of_states_that_change_three_are_on_the_device(far_ahead):
     """One leaves, one is used and one comes, however far the host is ahead; at the end nobody waits."""
     streams, meter = Streams(gpu=True), Meter()

@@ -65,6 +65,11 @@ def watch_first_pass(module: nn.Module, build: Callable[[], AbsentWeights]) -> l
     return [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
 
 
+def in_backward() -> bool:
+    """A forward pass within a backward pass makes again what was dropped: it is needed at once."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """What stays the same of a tensor's storage while its bytes come and go."""
     return int(tensor.untyped_storage()._cdata)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mist_patches.core.absent_weights import tensors_in
+from mist_patches.core.absent_weights import in_backward, tensors_in
 from mist_patches.core.hooking import PatchRefused, check_fraction, log
 from mist_patches.core.pinned_memory import Pool
 
@@ -223,7 +223,7 @@ class ActivationOffload:
         self._handles.clear()
 
     def _enter(self, layer: nn.Module, inputs: Any, named: Any) -> None:
-        if not torch.is_grad_enabled() or _in_backward() or _other_hooks_active():
+        if not torch.is_grad_enabled() or in_backward() or _other_hooks_active():
             return
         tape = _Tape(before=self._last)
         self._seen = {}
@@ -310,11 +310,6 @@ def _require_held(seen: Mapping[tuple[int, int, int], tuple[_Copy | None, torch.
                 f"activation offload: a saved tensor of shape {tuple(tensor.shape)} was given back by other "
                 "code while its layer ran, as Megatron's --recompute-modules layernorm does; switch that off"
             )
-
-
-def _in_backward() -> bool:
-    """A forward pass within a backward pass makes again what was dropped: it is needed at once."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _other_hooks_active() -> bool:

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mist_patches.core.hooking import PatchRefused, all_or_nothing, anything_hooked, log, show_lines
-from mist_patches.core.registry import PATCHES, Undo
+from mist_patches.core.hooking import PatchRefused, Undo, all_or_nothing, anything_hooked, log, show_lines
+from mist_patches.core.registry import PATCHES
 from mist_patches.core.stage_arguments import apply_stage_arguments, read_stages
 from mist_patches.core.stage_guards import version_problem
 

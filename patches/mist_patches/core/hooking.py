@@ -13,12 +13,13 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Undo = Callable[[], None]
 log = logging.getLogger("mist_patches")
 
 
@@ -120,6 +121,16 @@ def undo(owner: Any, attribute: str, patch: str) -> None:
     entry.compose()
     if not entry.builds:
         del _installed[id(owner), attribute]
+
+
+def all_of(undone: Iterable[Undo]) -> Undo:
+    """One function that calls all of these."""
+
+    def undo_all() -> None:
+        for one in undone:
+            one()
+
+    return undo_all
 
 
 def anything_hooked() -> bool:

@@ -98,11 +98,6 @@ class Held:
         self.meter.add(self.nbytes)
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes of device storage that exist now."""
-        return sum(flat.untyped_storage().nbytes() for flat in self.flats)
-
-    @property
     def host_bytes(self) -> int:
         return sum(host.untyped_storage().nbytes() for host in self.host)
 

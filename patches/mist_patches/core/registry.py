@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mist_patches.core.hooking import Undo
+
 Document = Mapping[str, Any]
 Stage = Mapping[str, Any]
-Undo = Callable[[], None]
 Arguments = Callable[[Document, Stage], tuple[Any, ...]]
 
 RELEASES: Mapping[str, tuple[str, ...]] = {

@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mist_patches.core.hooking import PatchRefused, log
+from mist_patches.core.hooking import PatchRefused, Undo, all_of, log
 from mist_patches.deepspeed.group_steps import (
     Steps,
     cut_steps,
@@ -44,7 +44,6 @@ from mist_patches.deepspeed.group_steps import (
 )
 from mist_patches.deepspeed.groups import BY_LAYER, cut_for, layer_of, optimizer_classes, put, stays_gathered
 
-Undo = Callable[[], None]
 NAME = "decoupled steps"
 _GATHER = "_PartitionedParameterCoordinator__all_gather_params"
 _CALLS_STAGE3 = {
@@ -80,8 +79,7 @@ def decouple_optimizer_steps() -> Undo:
 
     def undo_patch() -> None:
         flush_all()
-        for step in undone:
-            step()
+        all_of(undone)()
 
     return undo_patch
 

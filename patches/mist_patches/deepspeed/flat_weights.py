@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mist_patches.core.absent_weights import AbsentWeights, storage_key, tensors_in
-from mist_patches.core.hooking import PatchRefused, log
+from mist_patches.core.absent_weights import AbsentWeights, in_backward, storage_key, tensors_in
+from mist_patches.core.hooking import PatchRefused, Undo, all_of, log
 from mist_patches.core.host_copies import Held, Meter, Streams
 from mist_patches.deepspeed.group_steps import cut_steps, do_waiting, step_by_group, steps_of
 from mist_patches.deepspeed.groups import (
@@ -49,7 +49,6 @@ from mist_patches.deepspeed.groups import (
 )
 from mist_patches.megatron.state_offload import choose_evenly
 
-Undo = Callable[[], None]
 NAME = "weight fraction"
 _known: list[weakref.ref[FlatWeights]] = []
 
@@ -167,7 +166,7 @@ class FlatWeights:
                 keep(p.register_post_accumulate_grad_hook(functools.partial(self._grad_added, unit)))
 
     def _start(self, root: nn.Module, inputs: Any) -> None:
-        if _in_backward():
+        if in_backward():
             return
         self.send_away()
         if not self._checked:
@@ -175,12 +174,12 @@ class FlatWeights:
             self._watch.__enter__()  # type: ignore[no-untyped-call]  # of torch
 
     def _end(self, root: nn.Module, inputs: Any, output: Any) -> None:
-        if not self._checked and not _in_backward():
+        if not self._checked and not in_backward():
             self._checked = True
             self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _enter(self, unit: FlatUnit, module: nn.Module, inputs: Any) -> None:
-        back = _in_backward()
+        back = in_backward()
         if not back:
             unit.depth += 1
             if unit.depth > 1:
@@ -190,7 +189,7 @@ class FlatWeights:
         self._fetch_ahead(unit, -1 if back else 1)
 
     def _leave(self, unit: FlatUnit, module: nn.Module, inputs: Any, output: Any) -> None:
-        back = _in_backward()
+        back = in_backward()
         if not back:
             unit.depth = max(unit.depth - 1, 0)
             if unit.depth:
@@ -248,8 +247,7 @@ def keep_on_host(fraction: float) -> Undo:
             if weights is not None:
                 weights.let_go()
         _known.clear()
-        for step in undone:
-            step()
+        all_of(undone)()
 
     return undo
 
@@ -373,10 +371,6 @@ def _use(unit: FlatUnit) -> None:
 def _release(unit: FlatUnit) -> None:
     for held in unit.held.values():
         held.release()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _bytes(tensor: torch.Tensor) -> int:

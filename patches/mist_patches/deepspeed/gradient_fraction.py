@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from mist_patches.core.hooking import PatchRefused, check_fraction, log
+from mist_patches.core.hooking import PatchRefused, all_of, check_fraction, log
 from mist_patches.deepspeed.groups import cut_for, hosted, optimizer_classes, put
 
 KIND = "grads"
@@ -47,12 +47,7 @@ def exact_gradient_fraction(fraction: float) -> Callable[[], None]:
         put(stage12, "_create_param_mapping", ("self",), lambda made: _place_stage12(made, fraction)),
         cut_for(KIND, fraction),
     ]
-
-    def undo_patch() -> None:
-        for step in undone:
-            step()
-
-    return undo_patch
+    return all_of(undone)
 
 
 def _place_stage3(original: Callable[[Any], None], fraction: float) -> Any:

@@ -25,10 +25,9 @@ from typing import Any, Protocol
 
 import torch
 
-from mist_patches.core.hooking import PatchRefused, holds, undo
+from mist_patches.core.hooking import PatchRefused, Undo, holds, undo
 from mist_patches.deepspeed.groups import expect_new_state, optimizer_classes, put
 
-Undo = Callable[[], None]
 RATES = ("lr", "betas", "eps", "weight_decay")
 _STEPS = "_mist_steps"
 _ALL_GATHER = (

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mist_patches.core.hooking import PatchRefused, _installed, holds, replace, undo
+from mist_patches.core.hooking import PatchRefused, Undo, _installed, holds, replace, undo
 
-Undo = Callable[[], None]
 BY_LAYER = "layers"
 HOSTED = "_mist_hosted"
 WEIGHTS_AWAY = "_mist_flat_weights"

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from mist_patches.core.hooking import PatchRefused, check_fraction, log
+from mist_patches.core.hooking import PatchRefused, all_of, check_fraction, log
 from mist_patches.deepspeed.groups import LOAD_STAGE3, LOAD_STAGE12, cut_for, hosted, optimizer_classes, put
 
 KIND = "optimizer"
@@ -70,12 +70,7 @@ def exact_optimizer_fraction(fraction: float | None = None) -> Callable[[], None
         put(stage12, "_load_legacy_checkpoint", LOAD_STAGE12, _then_as_placed),
         cut_for(KIND, fraction),
     ]
-
-    def undo_patch() -> None:
-        for step in undone:
-            step()
-
-    return undo_patch
+    return all_of(undone)
 
 
 def _place_stage3(original: Callable[[Any], None], fraction: float | None) -> Any:

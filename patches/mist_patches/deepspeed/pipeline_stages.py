@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mist_patches.core.hooking import PatchRefused, log
+from mist_patches.core.hooking import PatchRefused, all_of, log
 from mist_patches.deepspeed.groups import one_norm, put
 
 Stages = Sequence[Mapping[str, Any]]
@@ -89,12 +89,7 @@ def configure_pipeline_stages(stages: Stages) -> Callable[[], None]:
     ]
     if len({bool(stage["offload"]["optimizer"]) for stage in stages}) > 1:
         undone.append(one_norm(__name__))
-
-    def undo_patch() -> None:
-        for step in undone:
-            step()
-
-    return undo_patch
+    return all_of(undone)
 
 
 def _partition(original: Callable[..., None], stages: Stages) -> Any:

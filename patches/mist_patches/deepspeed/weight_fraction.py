@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mist_patches.core.hooking import PatchRefused, check_fraction, log
+from mist_patches.core.hooking import PatchRefused, all_of, check_fraction, log
 from mist_patches.deepspeed.flat_weights import keep_on_host
 from mist_patches.deepspeed.groups import cut_for, hosted, optimizer_classes, put
 
@@ -48,12 +48,7 @@ def exact_weight_fraction(fraction: float) -> Callable[[], None]:
         keep_on_host(fraction),
         cut_for(KIND, fraction),
     ]
-
-    def undo_patch() -> None:
-        for step in undone:
-            step()
-
-    return undo_patch
+    return all_of(undone)
 
 
 def _place(original: Callable[..., None], fraction: float) -> Any:

@@ -36,10 +36,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mist_patches.core.hooking import PatchRefused, all_or_nothing, holds, log, replace
+from mist_patches.core.hooking import PatchRefused, Undo, all_or_nothing, holds, log, replace
 from mist_patches.megatron.direct_use import refuse_direct_use
 from mist_patches.megatron.unit_steps import PendingStep
-from mist_patches.megatron.units import Chunk, Undo, Unit, lay_out_by_unit, units_of, watch_chunks
+from mist_patches.megatron.units import Chunk, Unit, lay_out_by_unit, units_of, watch_chunks
 
 OnEvent = Callable[[str, str], None]
 """Called with what happens (`step`, `gather`, `zero`, `flush`) and to which unit or why."""

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mist_patches.core.hooking import PatchRefused, all_or_nothing, check_fraction, log, replace
+from mist_patches.core.hooking import PatchRefused, all_of, all_or_nothing, check_fraction, log, replace
 
 _FP32_BYTES = 4
 _FACTORY_0_16 = (
@@ -99,12 +99,7 @@ def exact_optimizer_fraction(fraction: float | None = None) -> Callable[[], None
         replace(HybridDeviceOptimizer, "_set_sub_optimizer_grads", ("self",), _widen_before_copies),
         *first.watch(),
     ]
-
-    def undo() -> None:
-        for one in undone:
-            one()
-
-    return undo
+    return all_of(undone)
 
 
 class _FirstOptimizer:

@@ -28,8 +28,17 @@ from typing import Any
 
 import torch
 
-from mist_patches.core.absent_weights import AbsentWeights, storage_key, watch_first_pass
-from mist_patches.core.hooking import PatchRefused, all_or_nothing, check_fraction, holds, log, replace
+from mist_patches.core.absent_weights import AbsentWeights, in_backward, storage_key, watch_first_pass
+from mist_patches.core.hooking import (
+    PatchRefused,
+    Undo,
+    all_of,
+    all_or_nothing,
+    check_fraction,
+    holds,
+    log,
+    replace,
+)
 from mist_patches.core.host_copies import Held, Meter, Streams
 from mist_patches.megatron.decoupled_step import (
     before_parameters,
@@ -37,7 +46,7 @@ from mist_patches.megatron.decoupled_step import (
     flush_pending_steps,
     step_by_unit,
 )
-from mist_patches.megatron.units import Chunk, Undo, Unit, lay_out_by_unit, unit_of, units_of, watch_chunks
+from mist_patches.megatron.units import Chunk, Unit, lay_out_by_unit, unit_of, units_of, watch_chunks
 
 
 def choose_evenly(sizes: Sequence[int], fraction: float) -> list[bool]:
@@ -191,7 +200,7 @@ class StateOffload:
         weights = visits[at].unit.weights
         if weights is not None:
             weights.use()
-        ahead = _neighbour(visits, at, -1 if _in_backward() else 1, "weights")
+        ahead = _neighbour(visits, at, -1 if in_backward() else 1, "weights")
         if ahead is not None:
             ahead.fetch()
 
@@ -204,7 +213,7 @@ class StateOffload:
             if entered is not None:
                 # Its share of the gradient is there; the owner's backward pass comes last of all.
                 entered.register_hook(lambda grad: self._done(unit))
-        if not _in_backward():
+        if not in_backward():
             self.streams.reap(keep=len(self.streams.leaving))  # without a wait: what the host sees gone
             if unit.weights is not None:  # recomputed in backward, it is needed again at once
                 unit.weights.release()
@@ -277,8 +286,7 @@ def offload_states(weights: float, grads: float) -> Undo:
         mover.settle()
         for readers in (before_reading, before_parameters):
             readers.pop("state offload", None)
-        for one in undone:
-            one()
+        all_of(undone)()
         for handle in mover.handles:
             handle.remove()
         if _active is mover:
@@ -365,10 +373,6 @@ def _watch(chunk: Chunk) -> AbsentWeights:
         for flat in unit.weights.flats
     }
     return AbsentWeights(names, "state offload cannot be used with this model")
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _first_with_gradient(output: Any) -> torch.Tensor | None:

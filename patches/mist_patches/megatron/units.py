@@ -29,12 +29,10 @@ from typing import Any
 
 from torch import nn
 
-from mist_patches.core.hooking import PatchRefused, replace
+from mist_patches.core.hooking import PatchRefused, Undo, all_of, replace
 from mist_patches.core.host_copies import Held
 from mist_patches.megatron.activation_offload import BLOCK_PARAMETERS
 from mist_patches.megatron.untried import refuse_experts, refuse_graphs
-
-Undo = Callable[[], None]
 
 _DDP_PARAMETERS = (
     ("self", "config", "ddp_config", "module", "disable_bucketing", "pg_collection", "full_param_layout"),
@@ -208,9 +206,8 @@ def lay_out_by_unit() -> Undo:
     ]
     if not hasattr(DistributedOptimizer, "_compute_per_buffer_param_layout"):
         buffer = param_and_grad_buffer._ParamAndGradBuffer
-        return _both(*undone, replace(buffer, "__init__", _BUFFER_PARAMETERS, _cut_by_unit))
-    return _both(
-        *undone,
+        return all_of([*undone, replace(buffer, "__init__", _BUFFER_PARAMETERS, _cut_by_unit)])
+    undone += [
         replace(
             DistributedOptimizer,
             "_compute_per_buffer_param_layout",
@@ -223,15 +220,8 @@ def lay_out_by_unit() -> Undo:
             ("params", "bucket_size"),
             _by_unit,
         ),
-    )
-
-
-def _both(*undone: Undo) -> Undo:
-    def undo() -> None:
-        for one in undone:
-            one()
-
-    return undo
+    ]
+    return all_of(undone)
 
 
 def _mark_layers(original: Callable[..., None]) -> Any:
