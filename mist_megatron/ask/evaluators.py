@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,8 +91,8 @@ def by_kind(job: Job, build: Callable[[Job], tuple[StageEvaluator, str]]) -> tup
     if not job.cluster.groups:
         return build(job)
     kinds = [build(replace(job, cluster=kind)) for kind in job.cluster.kinds]
-    first = kinds[0][0]
-    first.groups = tuple(evaluator for evaluator, _ in kinds)
+    first = copy(kinds[0][0])
+    first.job, first.groups = job, tuple(evaluator for evaluator, _ in kinds)
     return first, " and ".join(dict.fromkeys(origin for _, origin in kinds))
 
 

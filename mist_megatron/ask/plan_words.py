@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -182,12 +183,26 @@ def strategy_lines(plan: Plan, prediction: Prediction) -> list[str]:
     return [*lines, f"balance of time {time:.3f}, of memory {memory:.3f}; {even:.3f} is even"]
 
 
+def _lying(plan: Plan) -> list[tuple[str, int, int]]:
+    """Of a mixed cluster: GPU, and the first and last of the stages that lie on such nodes."""
+    groups = enumerate(plan.group_of_stage) if plan.cluster.groups else ()
+    found = []
+    for group, run in itertools.groupby(groups, key=lambda pair: pair[1]):
+        stages = [stage for stage, _ in run]
+        found.append((plan.cluster.groups[group].gpu.name, stages[0], stages[-1]))
+    return found
+
+
 def kind_lines(plan: Plan) -> list[str]:
-    """Of a model whose layers differ, which of them each stage has, first to last."""
+    """Of a mixed cluster, which stages lie on which GPUs; of a model whose layers differ, which of them each
+    stage has, first to last."""
     kinds, of_layer = plan.model.kinds, plan.model.kind_of_layer
+    lines = [
+        f"stage{'s' * (last > first)} {first}{f'-{last}' if last > first else ''} on {gpu}"
+        for gpu, first, last in _lying(plan)
+    ]
     if len(kinds) == 1:
-        return []
-    lines = []
+        return lines
     for index in range(len(plan.stages)):
         layers = [of_layer[layer] for chunk in plan.layers_of(index) for layer in chunk]
         each = (f"{layers.count(place)} {kinds[place].name}" for place in dict.fromkeys(layers))

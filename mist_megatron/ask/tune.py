@@ -300,7 +300,7 @@ def _told(
     job: Job, space: Space, settings: Settings, result: SearchResult, priced: Priced, seconds: float
 ) -> Tuned:
     """What a search found, as plans with prediction and provenance."""
-    evaluators = tuple(priced[solution.execution][0] for solution in result.solutions)
+    evaluators = tuple(priced[one.execution][0].in_order(one.shape.order) for one in result.solutions)
     plans = [plan_of(*pair) for pair in zip(evaluators, result.solutions, strict=True)]
     predictions = tuple(predict(*pair) for pair in zip(plans, evaluators, strict=True))
     abouts = provenances(job, space, settings, result, priced[result.solutions[0].execution][1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -141,6 +142,15 @@ class StageEvaluator:
     def of(self, grid: StageGrid) -> StageEvaluator:
         """The evaluator of the nodes that a stage lies on."""
         return self.groups[grid.group] if self.groups else self
+
+    def in_order(self, order: tuple[int, ...]) -> StageEvaluator:
+        """The same of a mixed cluster whose groups come in another order."""
+        if order in ((), tuple(range(len(self.groups)))):
+            return self
+        found = copy(self)
+        found.job = replace(self.job, cluster=self.job.cluster.in_order(order))
+        found.groups = tuple(self.groups[group] for group in order)
+        return found
 
     def __call__(self, grid: StageGrid) -> StageCost:
         factors = self.factors(grid)

@@ -12,6 +12,7 @@ import jinja2
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.flags import Flags, shell_array
 from mist_megatron.frameworks.stages_json import follows_names
+from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Plan
 
 LAUNCHERS = {
@@ -48,8 +49,33 @@ def shell_arrays(arrays: Mapping[str, Flags]) -> str:
     return head + "\n".join(shell_array(name, flags) for name, flags in arrays.items())
 
 
+ON_ALIKE_NODES = ("trainjob.yaml", "trainjob-2.1.yaml", "pytorchjob.yaml", "skypilot.yaml")
+"""These start as many nodes of one kind, in any order."""
+
+
 def launchers(sources: LaunchSources, facts: Mapping[str, Any]) -> dict[str, str]:
-    return {name: render(sources, template, facts) for name, template in LAUNCHERS.items()}
+    """Those that can start the plan."""
+    return {
+        name: render(sources, template, facts)
+        for name, template in LAUNCHERS.items()
+        if not (facts["kinds"] and name in ON_ALIKE_NODES)
+    }
+
+
+def node_kinds(cluster: ClusterSpec) -> list[tuple[str, int, str]]:
+    """Of each group of a mixed cluster: a pattern of what drivers call its GPUs, its nodes, and its GPU."""
+    parts = [group.gpu.name.split("-") for group in cluster.groups]
+    models = [re.sub(r"^([a-z]+)(?=\d)", r"\1 ?", part[0]).upper() for part in parts]
+    models = [model.replace(" ?", "") if model.startswith(SHORT) else model for model in models]
+    alike = len(set(models)) < len({group.gpu.name for group in cluster.groups})
+    return [
+        (rf"\b{model}\b" + (f".*{part[-1].upper()}" if alike else ""), group.nodes, group.gpu.name)
+        for model, part, group in zip(models, parts, cluster.groups, strict=True)
+    ]
+
+
+SHORT = ("A ?", "B ?", "GB ?", "H ?", "L ?", "T ?", "V ?", "MI ?")
+"""Beginnings of model names that drivers write without a blank, unlike RTX 3090."""
 
 
 def launch_facts(plan: Plan, framework: str, *, version: str, package: bool, resized: bool) -> dict[str, Any]:
@@ -58,7 +84,7 @@ def launch_facts(plan: Plan, framework: str, *, version: str, package: bool, res
     `package`: ranks need `mist_patches`, for patches, for arguments of their own stage or for a place of
     their own. `resized`: storages leave the GPU and come back.
     """
-    name = f"{plan.model.name}-{plan.gpus}x{plan.cluster.gpu.name}"
+    name = f"{plan.model.name}-{re.sub(' x ', 'x', plan.cluster.words).replace(' + ', '-')}"
     gpu = plan.cluster.gpu.name
     return {
         "framework": framework,
@@ -68,6 +94,7 @@ def launch_facts(plan: Plan, framework: str, *, version: str, package: bool, res
         "nodes": plan.cluster.nodes,
         "gpus_per_node": plan.cluster.gpus_per_node,
         "gpus": plan.gpus,
+        "kinds": node_kinds(plan.cluster),
         "version": version,
         "package": package or follows_names(plan),
         "host_optimizer": any(stage.offload.optimizer for stage in plan.stages),

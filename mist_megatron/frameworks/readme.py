@@ -23,12 +23,26 @@ class Choice:
     why: str
 
 
+_START = (
+    "2. Start: `./train.sh` on one node, `sbatch slurm.sbatch` from any folder,",
+    "   `./deepspeed_launcher.sh` with a hostfile, `kubectl create -f trainjob.yaml` (Kubeflow Trainer",
+    "   2.2 or newer; `trainjob-2.1.yaml` for 2.1, `pytorchjob.yaml` on the older operator), or",
+    "   `sky launch skypilot.yaml`.",
+)
+_MIXED_START = (
+    "2. Start: `sbatch slurm.sbatch` from any folder, which puts the nodes of its allocation in the order",
+    "   of the title by the names of their GPUs; `./deepspeed_launcher.sh` with a hostfile in that order; or",
+    "   `./train.sh` on each node with NODE_RANK in that order. A node whose GPUs are not those of its place",
+    "   ends the run before it starts. Kubernetes and SkyPilot start nodes of one kind: no files for them.",
+)
+
+
 def readme_text(
     plan: Plan, framework: str, *, script: str, notes: Sequence[str], choices: Sequence[Choice]
 ) -> str:
     """Markdown, a page; `script` is the variable of env.sh without which nothing starts."""
     lines = [
-        f"# {plan.model.name} on {plan.gpus} x {plan.cluster.gpu.name} with {framework}",
+        f"# {plan.model.name} on {plan.cluster.words} with {framework}",
         "",
         f"Global batch {plan.training.global_batch} sequences of {plan.training.seq_len} tokens, "
         f"{plan.training.precision}; {plan.grad_accum} micro-batches per step.",
@@ -38,10 +52,7 @@ def readme_text(
         *(_row(plan, index, stage) for index, stage in enumerate(plan.stages)),
         "",
         f"1. Fill in `env.sh` (`{script}` at least). Nothing else needs editing.",
-        "2. Start: `./train.sh` on one node, `sbatch slurm.sbatch` from any folder,",
-        "   `./deepspeed_launcher.sh` with a hostfile, `kubectl create -f trainjob.yaml` (Kubeflow Trainer",
-        "   2.2 or newer; `trainjob-2.1.yaml` for 2.1, `pytorchjob.yaml` on the older operator), or",
-        "   `sky launch skypilot.yaml`.",
+        *(_MIXED_START if plan.cluster.groups else _START),
         "",
         *notes,
         "",

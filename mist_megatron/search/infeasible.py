@@ -43,11 +43,8 @@ def no_plan(ways: Sequence[Asked]) -> NoFeasiblePlan:
     """The refusal, in words."""
     job, space = ways[-1].evaluator.job, ways[-1].space
     cluster, details = job.cluster, []
-    refusal = (
-        f"no plan fits {job.model.name} on {cluster.gpus} x {cluster.gpu.name} "
-        f"(target {job.target}, space {space.name})"
-    )
-    if len(job.model.kinds) > 1:
+    refusal = f"no plan fits {job.model.name} on {cluster.words} (target {job.target}, space {space.name})"
+    if len(job.model.kinds) > 1 or cluster.groups:
         # What is told of the closest plan is told of equal layers.
         return NoFeasiblePlan(refusal, details=("try: more GPUs, or GPUs with more memory",))
     misses = [miss for miss in map(_closest, ways) if miss is not None]

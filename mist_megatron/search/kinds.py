@@ -29,8 +29,11 @@ from mist_megatron.search.choices import AXES, Array, Choices, Ints, slot_at, st
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, steady_s
 from mist_megatron.search.solution import Solution, Solved, StageChoice, plan_of, told
+from mist_megatron.search.space import Space
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.stage_prices import Times, beyond_linear
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.kinds import STAYS
 from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.plan import even_chunks
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
@@ -39,6 +42,15 @@ from mist_megatron.targets.table import TARGETS
 Number = TypeVar("Number", np.float64, np.bool_)
 Slot = tuple[int, int]
 """First layer of a stage, and how many it has."""
+
+
+def cut_to_kinds(runnable: Space, space: Space, job: Job) -> Space:
+    """What of a space is searched where layers differ: of stages of one configuration all splits of the
+    layers too, and offloading where all of them are trained."""
+    if len(job.model.kinds) > 1:
+        able = TARGETS[job.target].capability.uneven_layers
+        runnable = replace(runnable, uneven_layers=space.uneven_layers and able, near_even=False)
+    return replace(runnable, offload=STAYS) if any(kind.still for kind in job.model.kinds) else runnable
 
 
 def solve_kinds(question: SearchProblem, shape: EqualPipeline, best_s: float) -> Solved:

@@ -11,6 +11,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.experts import divisors, expert_sizes
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.splits import chunk_counts, layer_splits
+from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import data_parallel_size, nodes_and_gpus, splits, splits_tokens
 
@@ -39,6 +40,8 @@ class EqualPipeline:
     """... and that split each of them."""
     bridged: bool = False
     """Stands beside stages on other grids, on a target that bridges them."""
+    order: tuple[int, ...] = ()
+    """Of a mixed cluster: its groups of nodes in the order in which stages lie on them."""
 
     @property
     def gpus(self) -> int:
@@ -74,6 +77,10 @@ class MixedPipeline:
         return len(self.meshes)
 
     @property
+    def order(self) -> tuple[int, ...]:
+        return ()
+
+    @property
     def vpp(self) -> int:
         return 1
 
@@ -100,9 +107,28 @@ Family = tuple[EqualPipeline, tuple[Spread, ...]]
 
 def shapes(job: Job, space: Space, limits: Limits) -> Iterator[EqualPipeline]:
     """All shapes of a space for a job."""
+    if job.cluster.groups:
+        for shape, _ in families(job, space, limits):
+            for order in orders(job.cluster, shape.gpus):
+                yield replace(shape, order=order)
+        return
     for shape, spreads in families(job, space, limits):
         for ep, etp in spreads:
             yield shape if (ep, etp) == (shape.ep, shape.etp) else replace(shape, ep=ep, etp=etp)
+
+
+def orders(cluster: ClusterSpec, stage_gpus: int) -> Iterator[tuple[int, ...]]:
+    """Orders of the groups of a cluster in which stages of so many GPUs lie on one group each; groups that
+    are alike may change places without a difference."""
+    sizes = [group.nodes * cluster.gpus_per_node for group in cluster.groups]
+    if any(size % stage_gpus for size in sizes):
+        return
+    seen: set[tuple[object, ...]] = set()
+    for order in itertools.permutations(range(len(sizes))):
+        key = tuple(cluster.groups[group] for group in order)
+        if key not in seen:
+            seen.add(key)
+            yield order
 
 
 def families(job: Job, space: Space, limits: Limits) -> Iterator[Family]:

@@ -14,6 +14,7 @@ from heapq import merge
 
 import numpy as np
 
+from mist_megatron.search import node_groups
 from mist_megatron.search.bounds import EqualBound, LeastTimes, SearchProblem, shape_bounds
 from mist_megatron.search.families import MixedFamily, possible_mixtures
 from mist_megatron.search.infeasible import possible_of
@@ -232,6 +233,13 @@ def _of_kinds(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
     ]
 
 
+def _of_groups(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
+    """Shapes on nodes of several kinds."""
+    shapes = [item for item in items if isinstance(item, EqualPipeline)]
+    fit = node_groups.possible_of(question, shapes)
+    return list(zip(node_groups.bounds_of(question, fit), fit, strict=True))
+
+
 def ordered_spread(
     question: SearchProblem, found: Sequence[Family], keeps: Callable[[EqualPipeline], bool]
 ) -> Order:
@@ -248,6 +256,9 @@ def ordered(
     known: Sequence[Known],
 ) -> Order:
     """All of these that may fit."""
+    if question.evaluator.groups:
+        bounded = partial(_of_groups, question)
+        return Order(Queue(found, [0.0] * len(found), bounded), Queue([], [], bounded))
     if len(question.evaluator.job.model.kinds) > 1:
         bounded = partial(_of_kinds, question)
         return Order(Queue(found, [0.0] * len(found), bounded), Queue([], [], bounded))

@@ -19,10 +19,11 @@ from mist_megatron.search.equal import solve_equal
 from mist_megatron.search.experts import cut_to_experts
 from mist_megatron.search.families import MixedFamily, mixed_families
 from mist_megatron.search.infeasible import Asked, no_plan
-from mist_megatron.search.kinds import solve_kinds
+from mist_megatron.search.kinds import cut_to_kinds, solve_kinds
 from mist_megatron.search.known import Item, Known
 from mist_megatron.search.layer_rules import PER_LAYER, PerLayer
 from mist_megatron.search.mixed import MixedBound, solve_mixed
+from mist_megatron.search.node_groups import cut_to_groups, solve_groups
 from mist_megatron.search.pipelines import (
     EqualPipeline,
     MixedPipeline,
@@ -34,9 +35,7 @@ from mist_megatron.search.queue import Bound, Order, Orders, Pair, ordered, orde
 from mist_megatron.search.solution import Solution, Solved
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.search.stage_fronts import Tally
-from mist_megatron.spec.kinds import STAYS
 from mist_megatron.targets.rules import require_job
-from mist_megatron.targets.table import TARGETS
 
 ROUNDING = 1e-12
 """Relative, of sums of the same times in another order."""
@@ -168,8 +167,6 @@ def search_ways(
     in the place of those of `settings`."""
     job = ways[0].evaluator.job
     require_job(job.model, job.training.precision, job.target)
-    if job.cluster.groups:
-        raise InputError(f"a search is for GPUs of one kind; the cluster has {job.cluster.words}")
     if job.cluster.links.matrix is not None:
         raise InputError(
             "cluster: a search prices all nodes alike, so that its proof would not hold for measured links",
@@ -219,13 +216,7 @@ def _questions(
         job = way.evaluator.job
         try:
             runnable = cut_to_target(space, job.target, job.training.precision, job.execution)
-            runnable = cut_to_experts(runnable, job)
-            if len(job.model.kinds) > 1:
-                # Of stages of one configuration such models have the splits searched too.
-                uneven = space.uneven_layers and TARGETS[job.target].capability.uneven_layers
-                runnable = replace(runnable, uneven_layers=uneven, near_even=False)
-            if any(kind.still for kind in job.model.kinds):
-                runnable = replace(runnable, offload=STAYS)
+            runnable = cut_to_groups(cut_to_kinds(cut_to_experts(runnable, job), space, job), job)
             cut = apply_limits(runnable, way.limits)
         except InputError as error:
             refused.append(error)
@@ -486,8 +477,8 @@ def solve(question: SearchProblem, item: Item, bound: Bound, best_s: float) -> S
     if isinstance(item, MixedFamily) and isinstance(bound, MixedBound):
         return solve_mixed(question, item, bound, best_s)
     assert isinstance(item, EqualPipeline) and isinstance(bound, EqualBound)
-    if len(question.evaluator.job.model.kinds) > 1:
-        return solve_kinds(question, item, best_s)
+    if item.order or len(question.evaluator.job.model.kinds) > 1:
+        return (solve_groups if item.order else solve_kinds)(question, item, best_s)
     return solve_equal(question, item, bound, best_s)
 
 

@@ -49,6 +49,7 @@ def told(
     evaluator: StageEvaluator, shape: EqualPipeline | MixedPipeline, stages: Sequence[StageChoice]
 ) -> Solution:
     """With the time that is told of it."""
+    evaluator = evaluator.in_order(shape.order)
     solution = Solution(shape, tuple(stages), 0.0, evaluator.job.execution)
     value_s = predict(plan_of(evaluator, solution), evaluator).iteration_s
     return replace(solution, value_s=value_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from mist_megatron.errors import InputError
@@ -174,6 +174,11 @@ class ClusterSpec:
             names = " and ".join(self.groups[group].gpu.name for group in here)
             raise InputError(f"{where} lies on {names}; wanted each stage on nodes of one group")
         return here[0]
+
+    def in_order(self, order: Sequence[int]) -> ClusterSpec:
+        """The same with its groups in another order."""
+        groups = tuple(self.groups[group] for group in order)
+        return replace(self, groups=groups, gpu=groups[0].gpu, profile=groups[0].profile)
 
     @property
     def kinds(self) -> tuple[ClusterSpec, ...]:
