@@ -22,7 +22,7 @@ from mist_megatron.recorded.against import Compared, compared, require_shape
 from mist_megatron.recorded.engine import Played, play
 from mist_megatron.recorded.recording import WAITS, Recording, record
 from mist_megatron.recorded.report import Page, links_document, page_document, page_of, retimed_document
-from mist_megatron.recorded.steps import steps_of
+from mist_megatron.recorded.steps import odd_words, steps_of
 from mist_megatron.recorded.timeline import timeline_pieces
 from mist_megatron.recorded.usage import windows
 from mist_megatron.recorded.what_if import Retimed, parse_scale
@@ -281,6 +281,9 @@ def _check(trace: Trace, notes: list[str]) -> None:
     gpu = trace.on_gpu
     if unknown and not gpu.any():
         raise InputError(f"{trace.where}: of a device that replay does not know ({', '.join(unknown[:3])})")
+    notes += odd_words(trace)
+    if unknown:
+        notes.append(f"{trace.where}: what ran on other devices is left out ({', '.join(unknown[:3])})")
     if not gpu.any():
         notes.append(
             f"{trace.where}: no GPU events: only the host's threads are played (record CUDA activities too)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,3 +39,22 @@ def steps_of(trace: Trace) -> tuple[Step, ...]:
         step = Step(number, int(trace.place[event]), int(trace.start_ns[event]), int(trace.end_ns[event]))
         found.setdefault(number, step)
     return tuple(sorted(found.values(), key=lambda step: step.start_ns))
+
+
+def odd_words(trace: Trace) -> list[str]:
+    """What a trace says twice, and what is made of it."""
+    told = []
+    calls = trace.correlation[(trace.kind == Kind.CALL) & (trace.correlation > 0)]
+    numbers, times = np.unique(calls, return_counts=True)
+    shared = int(np.isin(trace.correlation[trace.on_gpu], numbers[times > 1]).sum())
+    if shared:
+        told.append(
+            f"{trace.where}: {shared:,} kernels carry a correlation that several calls have: the last call "
+            "before each is taken for its launch"
+        )
+    marked = np.flatnonzero(trace.names_that(_STEP.match) & (trace.kind <= Kind.ANNOTATION))
+    begins = {(trace.name_of(event), int(trace.start_ns[event])) for event in marked.tolist()}
+    name, often = Counter(name for name, _ in begins).most_common(1)[0] if begins else ("", 0)
+    if often > 1:
+        told.append(f"{trace.where}: {name} is marked {often} times (recordings mixed?): the first is told")
+    return told

@@ -76,3 +76,23 @@ def test_damaged_traces(seed: int) -> None:
         except MistError as error:
             assert "\n" not in error.message
     assert played > 5
+
+
+def test_what_is_said_twice_is_told() -> None:
+    """Numbers that came round, a step of two recordings, and what ran on no GPU."""
+    made = two_streams()
+    made.step(1, 50, 300)
+    for event in made.events:
+        if event.get("args", {}).get("correlation"):
+            event["args"]["correlation"] = 1
+    made.event("mtia_kernel", "other", (1, 2), 0, 9)
+    text = json.dumps(made.document()).encode()
+    _, notes = in_order([read_trace(io.BytesIO(text), "t.json", Reading())])
+    for words in (
+        "3 kernels carry a correlation that several calls have",
+        "ProfilerStep#1 is marked 2 times",
+        "other devices is left out (mtia_kernel)",
+    ):
+        assert [note for note in notes if words in note]
+    text = json.dumps(two_streams().document()).encode()
+    assert not in_order([read_trace(io.BytesIO(text), "t.json", Reading())])[1][:-1]
