@@ -227,28 +227,35 @@ def _delta_net(net: DeltaNet, statistics_bytes: int) -> tuple[Operator, ...]:
                 SavedTensor(key="mixer_inverse", size_bytes=HALF * DELTA_CHUNK * numbers),
             ),
         ),
-        Operator(
-            name="mixer_norm",
-            forward=(
-                memory_work("mixer_norm", 2 * values),
-                memory_work("mixer_gated", 5 * values, kernels=2),
-            ),
-            backward=(
-                memory_work("mixer_gated_back", 7 * values, kernels=2),
-                memory_work("mixer_norm_back", 3 * values, kernels=2),
-            ),
-            saved=(
-                SavedTensor(key="mixer_scanned", size_bytes=values),
-                SavedTensor(key="mixer_norm_output", size_bytes=values),
-                SavedTensor(key="mixer_norm_statistics", size_bytes=statistics_bytes * numbers),
-            ),
-            parameters=Integer(net.value_dim),
-        ),
+        _delta_norm(net, statistics_bytes),
         Operator(
             name="mixer_heads_together",
             forward=(all_to_all("mixer_together", _share(net.values)),),
             backward=(all_to_all("mixer_together_back", _share(net.values)),),
         ),
+    )
+
+
+def _delta_norm(net: DeltaNet, statistics_bytes: int) -> Operator:
+    """Of each value head, then times the gate's SiLU."""
+    values = HALF * TOKENS * _share(net.values)
+    numbers = TOKENS * _share(net.value_heads)
+    return Operator(
+        name="mixer_norm",
+        forward=(
+            memory_work("mixer_norm", 2 * values),
+            memory_work("mixer_gated", 5 * values, kernels=2),
+        ),
+        backward=(
+            memory_work("mixer_gated_back", 7 * values, kernels=2),
+            memory_work("mixer_norm_back", 3 * values, kernels=2),
+        ),
+        saved=(
+            SavedTensor(key="mixer_scanned", size_bytes=values),
+            SavedTensor(key="mixer_norm_output", size_bytes=values),
+            SavedTensor(key="mixer_norm_statistics", size_bytes=statistics_bytes * numbers),
+        ),
+        parameters=Integer(net.value_dim),
     )
 
 
