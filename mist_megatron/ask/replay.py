@@ -87,7 +87,7 @@ class Replayed:
 
     def __repr__(self) -> str:
         page = self.changed or self.recorded
-        ranks = len(self.recording.traces)
+        ranks = len(page.ranks)
         lines = [f"{ranks} rank{'s' if ranks > 1 else ''}, {step_words(page)}: {page.step_s * 1e3:.4g} ms"]
         if self.changed is not None:
             lines.append(f"as recorded {self.recorded.step_s * 1e3:.4g} ms")

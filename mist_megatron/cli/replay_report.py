@@ -53,7 +53,7 @@ def show_replay(people: Console, answer: Replayed) -> None:
 
 def _head(people: Console, answer: Replayed) -> None:
     recorded, changed = answer.recorded, answer.changed
-    ranks = len(answer.recording.traces)
+    ranks = len(recorded.ranks)
     plural = "s" if ranks > 1 else ""
     people.print(
         f"[bold]{step_words(recorded)}[/bold] of {ranks} rank{plural}: {_ms(recorded.step_s)}", soft_wrap=True

@@ -53,6 +53,8 @@ def _events(recording: Recording, played: Played) -> Iterator[dict[str, Any]]:
         on_gpu = kind >= Kind.KERNEL
         start, end = played.start_ns[node] - first, played.end_ns[node] - first
         said: dict[str, Any] = {"correlation": int(trace.correlation[event])}
+        if trace.after:
+            said |= {"event": event, "after": list(trace.after.get(event, ()))}
         if on_gpu:
             said["stream"] = int(trace.stream[event])
         yield {

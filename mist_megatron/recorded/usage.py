@@ -110,6 +110,9 @@ def windows(recording: Recording, played: Played, step: int | None) -> tuple[Win
             until = max(until, float(ends.max())) if last else until
             found.append(Window(rank, float(played.start_ns[begin]), until, chosen))
         else:
+            if recording.traces[rank].after:
+                # All devices of a simulation are there from its begin to its end.
+                begins, ends = played.start_ns, played.end_ns
             low, high = (float(begins.min()), float(ends.max())) if len(ends) else (0.0, 0.0)
             found.append(Window(rank, low, high, None))
     return tuple(found)

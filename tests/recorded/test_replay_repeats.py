@@ -125,7 +125,7 @@ def test_a_pipeline_of_recorded_passes(tmp_path: Path, stages: int, micro_batche
     """Four layers of 3 + 2 kernels of 51 us; forward, the first stage embeds and the last has a loss."""
     device = [{"name": "NVIDIA A100-SXM4-80GB"}]
     path = sized(training(4, 2)).write(tmp_path / "t.json", deviceProperties=device)
-    answer = replay(path, pp=stages, micro_batches=micro_batches)
+    answer = replay(path, pp=stages, micro_batches=micro_batches, trace=tmp_path / "new.json")
     forward, backward = 3 * 51e-6 * 4 / stages, 2 * 51e-6 * 4 / stages
     work = Collective("send_recv", *(np.array(float(x)) for x in (2 * 4096 * 1024, 2, 1)))  # type: ignore[arg-type]
     send = device_named("a100-sxm-80gb").seconds(work)
@@ -135,7 +135,9 @@ def test_a_pipeline_of_recorded_passes(tmp_path: Path, stages: int, micro_batche
     assert answer.changed is not None
     wanted = one_f_one_b(times, micro_batches, send) + 51e-6 / stages
     assert answer.changed.step_s == pytest.approx(wanted, rel=0.02)
-    assert len(answer.changed.ranks) == stages
+    assert [one.window_s for one in answer.changed.ranks] == [answer.changed.step_s] * stages
+    again = replay(tmp_path / "new.json")
+    assert again.recorded.step_s == pytest.approx(answer.changed.step_s, rel=1e-3)
     told = {one.what: one for one in answer.retimed}
     assert told["sends between stages"].kernels == 2 * (stages - 1) * micro_batches
 
