@@ -1,7 +1,7 @@
 """bridge.yaml against the configuration classes of Megatron-Bridge.
 
-bridge_fields.json holds the fields of ConfigContainer's sections in Megatron-Bridge 0.3.1 and its registered
-precisions, written out by its own `dataclasses.fields` and registry.
+bridge_fields.json holds the fields of ConfigContainer's sections and of MixedPrecisionConfig in
+Megatron-Bridge 0.3.1, written out by its own `dataclasses.fields`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_every_key_is_a_field(name: str) -> None:
     assert set(found) == {*SECTIONS, "mixed_precision"}
     for section in SECTIONS:
         assert set(found[section]) <= set(FIELDS[section]), section
-    assert found["mixed_precision"] in FIELDS["mixed_precision"]
+    assert set(found["mixed_precision"]) <= {"_target_", *FIELDS["mixed_precision"]}
 
 
 @pytest.mark.parametrize("name", MEGATRON)
@@ -52,6 +52,13 @@ def test_it_says_the_same_as_the_arguments(name: str) -> None:
     }.items():  # fmt: skip
         if key in model:
             assert float(model[key]) == float(said[flag]), key
+    precision = found["mixed_precision"]
+    assert precision["bf16"] == ("bf16" in said)
+    assert (precision["fp8"], precision["fp4"]) == (said.get("fp8-format"), said.get("fp4-format"))
+    assert precision.get("fp8_recipe") == said.get("fp8-recipe")
+    assert precision["grad_reduce_in_fp32"] == (plan.execution.grad_bytes != 2)
+    # What Bridge's precisions by name switch on, and no flag here does.
+    assert not precision["fp8_param_gather"] and not precision["first_last_layers_bf16"]
     assert model["rope_scaling"] == ("use-rope-scaling" in said) if plan.model.rotary else True
     window = ",".join(map(str, model["window_size"] or ()))
     assert window == said.get("window-size", "")

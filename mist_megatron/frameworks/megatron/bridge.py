@@ -23,9 +23,13 @@ from mist_megatron.frameworks.megatron.experts import (
 )
 from mist_megatron.frameworks.megatron.model import attention_backend, dropouts, window_flags
 from mist_megatron.frameworks.megatron.recompute import recompute_settings
-from mist_megatron.frameworks.megatron.switches import graph_flags, keeps_narrow, overlap_flags
+from mist_megatron.frameworks.megatron.switches import (
+    graph_flags,
+    keeps_narrow,
+    overlap_flags,
+    precision_flags,
+)
 from mist_megatron.frameworks.megatron.write import distributed_optimizer, layout, offloads_optimizer
-from mist_megatron.spec.kinds import Quantization
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.table import TARGETS
 
@@ -63,13 +67,6 @@ def bridge_text(plan: Plan) -> str:
     return note + text
 
 
-RECIPES: Mapping[Quantization, str] = {
-    "delayed": "fp8_delayed_scaling",
-    "tensorwise": "fp8_current_scaling",
-    "blockwise": "fp8_subchannel_scaling",
-    "mxfp8": "mxfp8",
-    "nvfp4": "nvfp4",
-}
 _TAKEN_BACK = (
     "virtual_pipeline_model_parallel_size",
     "pipeline_model_parallel_layout",
@@ -240,8 +237,37 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _precision(plan: Plan) -> str:
-    """A precision that Megatron-Bridge has by name."""
-    if plan.training.precision != "fp8":
-        return "fp16_mixed" if plan.training.precision == "fp16" else "bf16_mixed"
-    return f"bf16_with_{RECIPES[plan.execution.quantization or 'delayed']}_mixed"
+def _precision(plan: Plan) -> dict[str, Any]:
+    """All of it: a precision by name keeps weights in 8 bits and some layers in 16, and its word on gradients
+    stands above that of `ddp`."""
+    half = "float16" if plan.training.precision == "fp16" else "bfloat16"
+    dtype = {"_target_": f"torch.{half}", "_call_": False}
+    found: dict[str, Any] = {
+        "_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
+        "bf16": half == "bfloat16",
+        "fp16": half == "float16",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": None,
+        "autocast_enabled": False,
+        "grad_reduce_in_fp32": plan.execution.grad_bytes != 2,
+        **_NO_RECIPE,
+    }
+    for name, value in as_mapping(precision_flags(plan.training, plan.execution)).items():
+        field = {"fp8-format": "fp8", "fp4-format": "fp4"}.get(name, name.replace("-", "_"))
+        if field.startswith(("fp8", "fp4")):
+            found[field] = _field(value)
+    return found
+
+
+_NO_RECIPE: Mapping[str, Any] = {
+    "fp8": None,
+    "fp4": None,
+    "fp8_param": False,
+    "fp8_param_gather": False,
+    "first_last_layers_bf16": False,
+    "num_layers_at_start_in_bf16": 0,
+    "num_layers_at_end_in_bf16": 0,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+}
+"""What a recipe's precision may say and the plan does not."""

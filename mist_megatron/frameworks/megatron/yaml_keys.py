@@ -95,6 +95,8 @@ HARMLESS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "async_tensor_model_parallel_allreduce": (True,),
         "deterministic": (False,),
         "detect_anomaly": (False,),
+        "fp32": (False,),
+        "autocast_enabled": (False,),
         "use_inference_optimized_layers": (False,),
         "fused_single_qkv_rope": (False,),
         "moe_router_topk_limited_devices": (),

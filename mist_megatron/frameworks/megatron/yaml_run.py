@@ -115,6 +115,8 @@ def _sections(document: Mapping[str, Any]) -> list[Section] | None:
     precision = document.get("mixed_precision")
     words = [] if isinstance(precision, Mapping) else [("", {"mixed_precision": precision})]
     found = [(name, document[name]) for name in ("model", *others) if isinstance(document.get(name), Mapping)]
+    if isinstance(precision, Mapping) and precision.get("fp8") and "fp8_recipe" not in precision:
+        found.append(("mixed_precision", {"fp8_recipe": "tensorwise"}))
     return [top, *words, *found, *_of_data(document, "dataset")]
 
 

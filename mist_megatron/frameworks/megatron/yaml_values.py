@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mist_megatron.frameworks.megatron.bridge import BACKENDS, RECIPES
+from mist_megatron.frameworks.megatron.bridge import BACKENDS
 from mist_megatron.frameworks.megatron.command import OPEN_VALUE
 
 Said = Mapping[str, tuple[str, ...]] | str
@@ -92,20 +92,15 @@ def _backend(value: Any) -> Said:
 
 
 def _halves(value: Any) -> Said:
-    """Lightning's `precision`, and Megatron-Bridge's by name."""
+    """Lightning's `precision`, and Megatron-Bridge's by name, whose word on gradients is its own. Its recipes
+    of 8 and 4 bits keep weights in them, and some layers in 16."""
     text = str(value)
-    recipe = next((name for name, said in RECIPES.items() if text == f"bf16_with_{said}_mixed"), None)
-    if recipe is not None:
-        is_4_bit = recipe == "nvfp4"
-        return {"bf16": (), **({"fp4-format": ("e2m1",)} if is_4_bit else _eight_bit(recipe))}
-    for name, words in {"bf16": ("bf16", "bf16-mixed", "bf16_mixed"), "fp16": ("16", "16-mixed")}.items():
-        if text in words or text in (f"{name}_mixed", f"{name}-true"):
+    if text.replace("-", "_") == "bf16_mixed" and "_" in text:
+        return {"bf16": (), "accumulate-allreduce-grads-in-fp32": ()}
+    for name, words in {"bf16": ("bf16", "bf16-mixed"), "fp16": ("16", "16-mixed", "fp16_mixed")}.items():
+        if text in words or text == f"{name}-true":
             return {name: ()}
-    return "trains in another precision than 16 bits, or in a recipe that is not known here"
-
-
-def _eight_bit(recipe: str) -> dict[str, tuple[str, ...]]:
-    return {"fp8-format": ("hybrid",), "fp8-recipe": (recipe,)}
+    return "trains in another precision than 16 bits, or by a recipe that keeps weights in fewer"
 
 
 def _fp8(value: Any) -> Said:
