@@ -110,7 +110,9 @@ def launch_sources(*, probe: bool) -> LaunchSources:
     """Texts of the launch folder, and the schema of DeepSpeed: of the installed one if `probe`."""
     folder = data_folder("launch")
     templates = {path.name: read_text(path) for path in sorted((folder / "templates").glob("*.j2"))}
-    entries = {name: read_text(folder / name) for name in ("pretrain.py", "train_deepspeed.py")}
+    entries = {
+        name: read_text(folder / name) for name in ("pretrain.py", "train_deepspeed.py", "parallelize.py")
+    }
     schema = partial(deepspeed_schema, probe=probe)
     return LaunchSources(templates=templates, entries=entries, deepspeed_schema=schema)
 

@@ -31,6 +31,7 @@ from mist_megatron.ask.verify import Verification
 from mist_megatron.calibrate.error_bars import ErrorBar
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import Prediction, predict, prediction_document
+from mist_megatron.errors import InputError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_mapping, plan_to_yaml
 from mist_megatron.search.execution import execution_choices
@@ -199,12 +200,20 @@ class Tuned:
         )
 
     def written(self, out: str | Path, *, force: bool = False) -> Tuned:
-        """Writes plan.yaml and, where the target has files, those: all or nothing."""
-        texts = {"plan.yaml": plan_to_yaml(self.plan)}
-        if TARGETS[self.plan.target].framework is not None:
-            texts = {**framework_files(self.plan), **texts}
+        """Writes plan.yaml and, where the target has files, those: all or nothing. A target that runs layers
+        one by one is a model of costs besides, and says so where nothing else is written."""
+        texts, notes = {"plan.yaml": plan_to_yaml(self.plan)}, self.notes
+        target = TARGETS[self.plan.target]
+        by_layer = target.can(self.plan.training.precision, self.plan.execution).layer_strategies
+        if target.framework is not None:
+            try:
+                texts = {**framework_files(self.plan), **texts}
+            except InputError as error:
+                if not by_layer:
+                    raise
+                notes = (*notes, f"plan.yaml alone was written: {error.message.removeprefix('plan: ')}")
         write_artifacts(Path(out), texts, force=force)
-        return replace(self, files=tuple(sorted(texts)), out=Path(out))
+        return replace(self, files=tuple(sorted(texts)), out=Path(out), notes=notes)
 
     def to_dict(self) -> dict[str, Any]:
         """What `tune --json` prints; its `gain` takes the searches of `baselines`."""

@@ -22,7 +22,7 @@ from mist_megatron.cost.grid import (
     recompute_values,
 )
 from mist_megatron.cost.kinds import own_name
-from mist_megatron.cost.layerwise import mixed_memory, mixed_work, part_grids, resharding_of
+from mist_megatron.cost.layerwise import ended, mixed_memory, mixed_work, part_grids, resharding_of
 from mist_megatron.cost.learned import NEEDED, features_of, with_learned
 from mist_megatron.cost.priced_pairs import Pairs, PricedPairs
 from mist_megatron.cost.priced_parts import require_priced
@@ -400,7 +400,9 @@ class StageEvaluator:
         return sums
 
     def loads(self, grid: StageGrid) -> StageLoads:
-        """Passes and sizes of the layers of a stage's role, over the grid's micro-batch and tp axes."""
+        """Passes and sizes of the layers of a stage's role, over the grid's micro-batch and tp axes; where
+        layers have strategies of their own, in that of the last of them."""
+        grid = ended(grid)
         pairs = self._priced(self._linked(grid))
         role = grid.role
         embedding, head = pairs.load("embedding"), pairs.load("head") if role.has_head else None

@@ -194,3 +194,8 @@ def _extra(stages: Sequence[StageTiming], ramps: Sequence[float], step_hides: bo
     if max(steps) > 0.0:
         binding = max(range(len(stages)), key=lambda index: steps[index])
     return extra_s + max(steps), binding
+
+
+def balance(values: Sequence[float]) -> float:
+    """What the largest of p stages leaves to the others (eq. 6 of Galvatron-BMW): 1 - 1 / p of equal ones."""
+    return 1.0 - max(values) / sum(values)

@@ -62,7 +62,8 @@ def ended(grid: StageGrid) -> StageGrid:
         return grid
     last = grid.parts[-1]
     dp, tp = (np.asarray(float(size)) for size in (last.layout.dp, last.layout.tp))
-    return replace(grid, micro_batch=last.micro_batch, dp=dp, tp=tp)
+    kinds = ((last.kind, last.kind),)
+    return replace(grid, micro_batch=last.micro_batch, dp=dp, tp=tp, runs=kinds, counts=(), parts=())
 
 
 def part_work(grid: StageGrid, loads: StageLoads, context: TimeContext, ends: tuple[bool, bool]) -> StageWork:

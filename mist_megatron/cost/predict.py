@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,17 @@ from mist_megatron.cost.borders import exchanges_seconds, slowest_border_s
 from mist_megatron.cost.closed_form import Refinement, closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.flops import model_flops, peak_flops_per_s
-from mist_megatron.cost.grid import LayerCount, StageGrid, StagePart
-from mist_megatron.cost.iteration import NEVER_LATE, IterationTime, Late, StageTiming, iteration_time
-from mist_megatron.cost.placed import placed_layout, placed_stages
+from mist_megatron.cost.grid import LayerCount, StageGrid
+from mist_megatron.cost.iteration import (
+    NEVER_LATE,
+    IterationTime,
+    Late,
+    StageTiming,
+    balance,
+    iteration_time,
+)
+from mist_megatron.cost.placed import placed_stages
+from mist_megatron.cost.plan_parts import parts_of
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import StageRole, role_of
@@ -100,6 +107,11 @@ class Prediction:
     def fits(self) -> bool:
         return all(stage.fits for stage in self.stages)
 
+    @property
+    def alike(self) -> bool:
+        """Whether layers have no strategies of their own."""
+        return all(Term.RESHARDING not in stage.stable_terms_s for stage in self.stages)
+
 
 def job_of(plan: Plan) -> Job:
     """What of a plan does not vary between stages and configurations."""
@@ -150,29 +162,12 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
         bridged=bridged(plan),
         group=plan.group_of_stage[position],
     )
-    return replace(grid, **(_parts_of if stage.strategies else _kinds_of)(plan, position))
+    return replace(grid, **_layers_of(plan, position))
 
 
-def _parts_of(plan: Plan, position: int) -> dict[str, Any]:
-    """Runs of layers of one kind and strategy, where layers have strategies of their own."""
-    stage, of_layer = plan.stages[position], plan.model.kind_of_layer
-    first = plan.layers_of(position)[0].start
-    each = [(of_layer[first + k], strategy) for k, strategy in enumerate(stage.layer_strategies)]
-    parts = tuple(
-        StagePart(
-            kind=kind,
-            layers=_one(len(list(run))),
-            again=strategy.ckpt,
-            micro_batch=_one(stage.micro_batch * stage.dp // strategy.layout.dp),
-            zero=_one(strategy.zero),
-            layout=strategy.layout,
-            placed=placed_layout(plan.cluster, plan.gpu_of, plan.ranks(position), strategy.layout),
-        )
-        for (kind, strategy), run in groupby(each)
-    )
-    counts = tuple(LayerCount(part.layers, _one(0)) for part in parts)
-    known = {**_kinds_of(plan, position), "runs": ((0, len(parts) - 1),)}
-    return {**known, "parts": parts, "counts": counts, "ckpt": _one(0)}
+def _layers_of(plan: Plan, position: int) -> dict[str, Any]:
+    known = _kinds_of(plan, position)
+    return {**known, **parts_of(plan, position)} if plan.stages[position].strategies else known
 
 
 def _kinds_of(plan: Plan, position: int) -> dict[str, Any]:
@@ -380,18 +375,9 @@ def binding(prediction: Prediction) -> dict[str, Any]:
 
 
 def balance_degrees(prediction: Prediction) -> tuple[float, float]:
-    """Galvatron-BMW's alpha_t and alpha_m: what the slowest and the fullest stage leave to the others; of p
-    equal stages 1 - 1 / p."""
+    """Galvatron-BMW's alpha_t and alpha_m."""
     times = [stage.stable_s + stage.beyond_s[0] for stage in prediction.stages]
-    sizes = [stage.peak_memory_bytes for stage in prediction.stages]
-    return 1.0 - max(times) / sum(times), 1.0 - max(sizes) / sum(sizes)
-
-
-def _balance(prediction: Prediction) -> dict[str, Any]:
-    """Told where layers have strategies of their own."""
-    if all(Term.RESHARDING not in stage.stable_terms_s for stage in prediction.stages):
-        return {}
-    return {"balance": dict(zip(("time", "memory"), balance_degrees(prediction), strict=True))}
+    return balance(times), balance([stage.peak_memory_bytes for stage in prediction.stages])
 
 
 def prediction_document(prediction: Prediction) -> dict[str, Any]:
@@ -413,7 +399,7 @@ def prediction_document(prediction: Prediction) -> dict[str, Any]:
         },
         "binding": binding(prediction),
         "measured_share": dict(prediction.measured_share),
-        **_balance(prediction),
+        **({} if prediction.alike else {"balance": [*balance_degrees(prediction)]}),
         "stages": [_stage_document(stage) for stage in prediction.stages],
     }
 

@@ -10,13 +10,14 @@ from mist_megatron.frameworks.deepspeed.files import DEEPSPEED
 from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources
 from mist_megatron.frameworks.megatron.files import MEGATRON
+from mist_megatron.frameworks.torch.files import TORCH
 from mist_megatron.spec.check import either
 from mist_megatron.spec.plan import Plan, TargetName
 from mist_megatron.targets.facts import FrameworkName
 from mist_megatron.targets.table import EMITTED, TARGETS
 
 FRAMEWORKS: Mapping[FrameworkName, Framework] = MappingProxyType(
-    {"megatron": MEGATRON, "deepspeed": DEEPSPEED}
+    {"megatron": MEGATRON, "deepspeed": DEEPSPEED, "torch": TORCH}
 )
 
 

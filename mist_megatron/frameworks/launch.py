@@ -39,7 +39,7 @@ class LaunchSources:
     templates: Mapping[str, str]
     """File name -> text of launch/templates/."""
     entries: Mapping[str, str]
-    """pretrain.py and train_deepspeed.py, copied beside the scripts that call them."""
+    """pretrain.py, train_deepspeed.py and parallelize.py, copied beside what calls or steers them."""
     deepspeed_schema: Callable[[], DeepSpeedSchema]
     """Keys that DeepSpeed knows; asked for by whoever writes its JSON, since the installed one takes long."""
 

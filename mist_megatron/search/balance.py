@@ -289,7 +289,10 @@ def candidates(
         if least_s > NEAR * best_s:
             break
         rows = [row for row in range(len(prices.rows)) if np.isfinite(allowed[row]).any()]
-        for border in (None, *(rows if prices.stages > 1 and len(rows) > 1 else ())):
+        joined = rows if prices.stages > 1 and len(rows) > 1 else []
+        # Borders between layouts are not priced where layers differ in what they give.
+        free = [None] if prices.evaluator.job.model.alike or not joined else []
+        for border in (*free, *joined):
             stages = Stages(prices, allowed, border)
             if prices.stages == 1 or not rules.balanced:
                 found = stages.candidate(even(prices.evaluator.job.model.layers, prices.stages))

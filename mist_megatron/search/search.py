@@ -37,8 +37,7 @@ from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_targe
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.targets.rules import require_job
 
-ROUNDING = 1e-12
-"""Relative, of sums of the same times in another order."""
+ROUNDING = 1e-12  # relative, of sums of the same times in another order
 
 
 class Status(Enum):
@@ -74,7 +73,6 @@ class Settings:
     known: tuple[Known, ...] = ()
     """What searches before this one say of shapes; nothing that is found depends on it."""
     per_layer: PerLayer = PER_LAYER
-    """Of spaces with a strategy per layer."""
 
 
 class NoneFaster(NoFeasiblePlan):

@@ -32,7 +32,7 @@ from mist_megatron.spec.schedule import (
     recomputed_of,
     recomputed_per_chunk,
 )
-from mist_megatron.spec.strategies import LayerRun, Strategy, check_strategies, strategy_of
+from mist_megatron.spec.strategies import LayerRun, Strategy, check_plan_strategies, strategy_of
 from mist_megatron.spec.training import TrainingSpec
 
 TargetName = Literal["mist", "megatron", "megatron+patches", "deepspeed", "deepspeed+patches", "torch"]
@@ -88,6 +88,14 @@ class StagePlan:
     def grid(self) -> tuple[int, int, int]:
         """What neighbours that are alike have in common: their ranks see the same tokens."""
         return self.dp, self.tp, self.micro_batch
+
+    @property
+    def end_grid(self) -> tuple[int, int, int]:
+        """The same of its last layers, where layers have strategies of their own."""
+        if not self.strategies:
+            return self.grid
+        last = self.layer_strategies[-1].layout
+        return last.dp, last.tp, self.micro_batch * self.dp // last.dp
 
     def mesh(self, context_parallel: int, *, ep: int = 1, etp: int = 1) -> Mesh[int]:
         """Its ranks."""
@@ -217,7 +225,7 @@ class Plan:
         for index, stage in enumerate(self.stages):
             _check_stage(f"plan: stages[{index}]", stage, self)
         self._check_sums()
-        self._check_strategies()
+        check_plan_strategies(self.stages, self.model)
         self._check_schedule()
         self._check_ranks()
 
@@ -251,7 +259,7 @@ class Plan:
     @property
     def grids_differ(self) -> bool:
         """Whether some stages have another dp, tp or micro-batch than others."""
-        return len({stage.grid for stage in self.stages}) > 1
+        return any(one.end_grid != other.grid for one, other in pairwise(self.stages))
 
     @property
     def gpu_of(self) -> Sequence[int]:
@@ -337,16 +345,6 @@ class Plan:
                 f"plan: the stages use {self.gpus} GPUs together; the cluster has {self.cluster.gpus} "
                 f"({self.cluster.nodes} x {self.cluster.gpus_per_node})"
             )
-
-    def _check_strategies(self) -> None:
-        of_layer, first = self.model.kind_of_layer, 0
-        for index, stage in enumerate(self.stages):
-            kinds = [self.model.kinds[place] for place in of_layer[first : first + stage.layers]]
-            first += stage.layers
-            if stage.strategies:
-                said = {key: getattr(stage, key) for key in ("layers", "dp", "tp", "zero", "ckpt")}
-                runs = stage.strategies
-                check_strategies(f"plan: stages[{index}]", runs, kinds, said, stage.micro_batch)
 
     def _check_schedule(self) -> None:
         schedule = SCHEDULES[self.schedule]

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import permutations
-from typing import Literal
+from typing import Any, Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.mesh import splits_kind
+from mist_megatron.spec.model import ModelSpec
 
 Axis = Literal["dp", "sdp", "tp"]
 AXES: tuple[Axis, ...] = ("dp", "sdp", "tp")
@@ -127,6 +128,17 @@ def strategies(gpus: int, *, ckpt: bool = True, both: bool = False) -> tuple[Str
     """All strategies of a layer on so many GPUs."""
     found = list(orders(gpus, both=both))
     return tuple(Strategy(order, again) for again in ((False, True) if ckpt else (False,)) for order in found)
+
+
+def check_plan_strategies(stages: Sequence[Any], model: ModelSpec) -> None:
+    """Of all stages of a plan (`StagePlan`, whose file imports this one)."""
+    first = 0
+    for index, stage in enumerate(stages):
+        kinds = [model.kinds[place] for place in model.kind_of_layer[first : first + stage.layers]]
+        first += stage.layers
+        if stage.strategies:
+            said = {key: getattr(stage, key) for key in ("layers", "dp", "tp", "zero", "ckpt")}
+            check_strategies(f"plan: stages[{index}]", stage.strategies, kinds, said, stage.micro_batch)
 
 
 def check_strategies(

@@ -16,7 +16,7 @@ from mist_megatron.spec.recompute import WHOLE, Module, Recompute
 from mist_megatron.spec.schedule import ScheduleName
 from mist_megatron.spec.training import Precision, TrainingSpec
 
-FrameworkName = Literal["megatron", "deepspeed"]
+FrameworkName = Literal["megatron", "deepspeed", "torch"]
 """Who trains: the folder of `frameworks/` that writes and reads its files."""
 MIB = float(1 << 20)
 

@@ -1,4 +1,5 @@
-"""The target `torch`: PyTorch alone, as a model of costs; nothing is written for it yet.
+"""The target `torch`: PyTorch alone. Files are written for plans whose layers have strategies of their own
+(launch/parallelize.py); for others it is a model of costs.
 
 Data parallelism that replicates (DDP, level 0) or shards everything (`fully_shard` of FSDP2, level 3), tensor
 parallelism by DTensor, `torch.distributed.pipelining` with its 1F1B schedule and any split of the layers, and
@@ -74,7 +75,7 @@ TRAFFIC = TrafficFacts(
 
 TORCH = Target(
     name="torch",
-    framework=None,
+    framework="torch",
     can=lambda precision, execution: CAPABILITY,
     memory=MEMORY.with_grad_bytes,
     traffic=lambda execution: TRAFFIC,

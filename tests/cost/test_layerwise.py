@@ -16,6 +16,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.plan_yaml import plan_from_text, plan_to_yaml
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.strategies import LayerRun, Layout, strategy_of
@@ -39,11 +40,11 @@ def stage(samples: int, gpus: int, *strategies: str) -> StagePlan:
     )
 
 
-def plan_of(model: str, *stages: StagePlan, seq_len: int = 1024) -> Plan:
+def plan_of(model: str | ModelSpec, *stages: StagePlan, seq_len: int = 1024) -> Plan:
     """Four micro-steps on A100s."""
     samples = stages[0].micro_batch * stages[0].dp
     return Plan(
-        model=preset(model),
+        model=preset(model) if isinstance(model, str) else model,
         training=TrainingSpec(global_batch=4 * samples, seq_len=seq_len),
         cluster=cluster_of(gpu("a100-sxm-40gb"), sum(one.gpus for one in stages)),
         target="torch",
@@ -80,12 +81,13 @@ def test_some_recomputed_layers_hold_what_they_hold_today() -> None:
     assert now.iteration_s == pytest.approx(today.iteration_s, rel=1e-4)
 
 
+JOINED = ["dp2-tp2"] * 4 + ["tp4"] * 12
 GPT, DECODER = ["sdp4"] * 6 + ["dp2-tp2"] * 8, ["sdp4+ckpt"] * 8 + ["dp2-tp2"] * 9
 MIXED = {
     "one stage": plan_of("gpt3-1.3b", stage(16, 8, *["sdp8+ckpt"] * 8, *["dp2-tp4"] * 8, *["sdp2-tp4"] * 8)),
     "two nodes": plan_of("gpt3-1.3b", stage(16, 16, *["sdp16+ckpt"] * 8, *["tp4-dp4"] * 8, *["dp2-tp8"] * 8)),
     "two stages": plan_of("gpt3-1.3b", stage(8, 4, *GPT), stage(8, 4, *["tp4"] * 10)),
-    "decoder": plan_of("t5-large-32", stage(8, 4, *DECODER), stage(8, 4, *["tp4"] * 16), seq_len=512),
+    "decoder": plan_of("t5-large-32", stage(8, 4, *DECODER), stage(8, 4, *JOINED), seq_len=512),
     "windows": plan_of("swin-huge-32", stage(16, 8, *["dp8"] * 6, *["dp2-tp4"] * 29), seq_len=3136),
 }
 

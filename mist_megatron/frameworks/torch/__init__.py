@@ -1,0 +1,1 @@
+"""Files for PyTorch alone: layers that each run a strategy of their own."""
