@@ -132,6 +132,10 @@ def _plain(run: Mapping[str, str]) -> bool:
 
 
 def _precision(printed: str) -> str:
+    if "mx" in printed:
+        return "fp8-mxfp8"
+    if "cs" in printed or "current" in printed:
+        return "fp8-tensorwise"
     return "fp8" if "fp8" in printed else "bf16" if "bf16" in printed else "fp16"
 
 

@@ -42,9 +42,9 @@ from mist_megatron.cost.symbols import (
     SP,
     TP,
 )
-from mist_megatron.cost.works import collective_work, memory_work, products, weight_grad
+from mist_megatron.cost.works import collective_work, memory_work, products, weight_grad, with_casts
 from mist_megatron.spec.experts import LatentAttention
-from mist_megatron.spec.kinds import Dispatcher, GraphModule
+from mist_megatron.spec.kinds import Dispatcher, GraphModule, Quantization
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import RECOMPUTES, USUAL_MODULES, Module, Recompute
@@ -63,6 +63,8 @@ class LayerOptions:
     eight_bit: bool = False
     """Transformer Engine's FP8: products of the projections inside a block have 8-bit operands. Attention and
     logits stay in 16 bits: fp8_dpa is off by default, and Megatron's output layer is none of the engine's."""
+    quantization: Quantization | None = None
+    """By which recipe."""
     dispatcher: Dispatcher = "alltoall"
     modules: tuple[Module, ...] = USUAL_MODULES
     """What selective recomputation runs again."""
@@ -80,7 +82,7 @@ def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """One transformer layer of that shape."""
     if model.entry is not None:
         return entry_operators(model, _statistics(model, options))
-    operators = chosen(_whole_block(model, options), options.modules)
+    operators = chosen(with_casts(_whole_block(model, options), options.quantization), options.modules)
     if model.adapter is not None:
         operators = with_adapters(operators, model.adapter, gated=model.gated_mlp)
     return captured(operators, options.graphs, shared_apart=options.shared_apart)

@@ -37,6 +37,7 @@ def layer_options(job: Job) -> LayerOptions:
         # Off by default in Megatron (--cross-entropy-loss-fusion) and in plain torch models.
         fused_cross_entropy=facts.fused_cross_entropy if fused is None else fused,
         eight_bit=job.training.precision == "fp8",
+        quantization=job.execution.quantization,
         dispatcher=job.execution.dispatcher,
         modules=job.execution.modules,
         graphs=graphs,
