@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,8 @@ from mist_megatron.errors import InputError
 PROGRAM = "mist_patches.links_measure"
 PANEL = "Links between nodes"
 MOST_NODES = 4096
+SLURM_PORT = 29400
+"""Where the nodes of a Slurm job meet: torchrun's own choice."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,13 @@ def links_command(
         if options.nodes is not None or options.rendezvous is not None:
             raise InputError("--nodes and --rendezvous: this process has a RANK, so its launcher knows them")
         return [python, *own]
+    options = _of_slurm(options, environment)
     if options.nodes is None or options.rendezvous is None:
         raise InputError(
             "--links: wanted --nodes N and --rendezvous HOST:PORT, the same on every node, or torchrun",
             details=(
-                f"try: on each node: mist-megatron calibrate run --links --nodes 4 --rendezvous "
-                f"first-node:29400 --out {out}",
+                f"try: on each node, or with srun on all: mist-megatron calibrate run --links --nodes 4 "
+                f"--rendezvous first-node:29400 --out {out}",
             ),
         )
     if not 2 <= options.nodes <= MOST_NODES:
@@ -66,6 +70,16 @@ def links_command(
     meeting = [f"--rdzv-endpoint={options.rendezvous}", "--rdzv-backend=c10d", "--rdzv-id=mist-links"]
     launched = ["-m", "torch.distributed.run", f"--nnodes={options.nodes}", f"--nproc-per-node={each}"]
     return [python, *launched, *meeting, *own]
+
+
+def _of_slurm(options: LinkOptions, environment: Mapping[str, str]) -> LinkOptions:
+    """What was not said, as Slurm says it of the job: its nodes meet at the first of them."""
+    count = environment.get("SLURM_JOB_NUM_NODES", "")
+    first = re.match(r"([^\[,]+)(?:\[(\d+))?", environment.get("SLURM_JOB_NODELIST", ""))
+    if not count.isdecimal() or first is None:
+        return options
+    meeting = f"{first[1]}{first[2] or ''}:{SLURM_PORT}"
+    return replace(options, nodes=options.nodes or int(count), rendezvous=options.rendezvous or meeting)
 
 
 def links_environment(environment: Mapping[str, str], device: str) -> dict[str, str]:

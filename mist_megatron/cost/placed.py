@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from mist_megatron.errors import InputError
-from mist_megatron.price.prices import Array, Collective, Priced, Prices
+from mist_megatron.price.prices import AllToAll, Array, Collective, Priced, Prices
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.links import LinkMatrix
 from mist_megatron.spec.mesh import Group, Ranks, neighbours
@@ -155,14 +155,16 @@ def _ring_bytes_per_s(
     return matrix.rate(*slow)
 
 
-def slowest(work: Collective, spans: Spans, prices: Prices) -> Priced:
-    """A collective over the slowest of these groups."""
+def slowest(work: Collective | AllToAll, spans: Spans, prices: Prices) -> Priced:
+    """A collective, or tokens that change ranks, over the slowest of these groups."""
     priced = [prices.of(_over(work, span)) for span in spans]
     return max(priced, key=lambda one: float(np.max(one.seconds)))
 
 
-def _over(work: Collective, span: Span) -> Collective:
+def _over(work: Collective | AllToAll, span: Span) -> Collective | AllToAll:
     rate = None if span.bytes_per_s is None else np.asarray(span.bytes_per_s)
+    if isinstance(work, AllToAll):
+        return replace(work, nodes=np.asarray(float(span.nodes)), bytes_per_s=rate)
     nodes, fewest = np.asarray(float(span.nodes)), np.asarray(float(span.fewest))
     return replace(work, nodes=nodes, fewest=fewest, bytes_per_s=rate)
 

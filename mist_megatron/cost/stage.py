@@ -381,7 +381,8 @@ def _price(
     if item.kind == "all_to_all":
         copy, top_k, experts, once = (sizes[f"w{index}.{name}"] for name in _FIELDS[item.kind])
         ranks, nodes = mesh.size(item.group), mesh.nodes(item.group)
-        return prices.of(AllToAll(copy, top_k, experts, once, np.asarray(ranks), np.asarray(nodes)))
+        exchange = AllToAll(copy, top_k, experts, once, np.asarray(ranks), np.asarray(nodes))
+        return prices.of(exchange) if placed is None else slowest(exchange, placed.of(item.group), prices)
     moved = sizes[f"w{index}.bytes"]
     if item.kind == "memory":
         return prices.of(MemoryPass(moved, item.kernels))

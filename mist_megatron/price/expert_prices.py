@@ -91,6 +91,7 @@ def exchange_s(
     inside, outside = exchanged_bytes(work)
     once = np.asarray(work.once) > 0.0
     inside_s = inside / (np.where(once, ONCE_FRACTION, EXCHANGE_FRACTION) * intra_bytes_per_s)
-    outside_s = outside / (np.where(once, ONCE_OUTSIDE_FRACTION, OUTSIDE_FRACTION) * inter_bytes_per_s)
+    across = np.where(once, ONCE_OUTSIDE_FRACTION, OUTSIDE_FRACTION) * inter_bytes_per_s
+    outside_s = outside / (across if work.bytes_per_s is None else work.bytes_per_s)
     there = (np.asarray(work.ranks) > 1.0) & (inside + outside > 0.0)
     return np.where(there, latency_s + np.maximum(inside_s, outside_s), 0.0)

@@ -73,6 +73,8 @@ class AllToAll:
     """1 where a rank, and a node, gets one copy of a token however many of its experts it has; else 0."""
     ranks: Array
     nodes: Array
+    bytes_per_s: Array | None = None
+    """What a GPU sends over the slowest link between its nodes, as measured; None for the cluster's."""
 
 
 @dataclass(frozen=True, slots=True)

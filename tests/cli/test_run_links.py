@@ -28,3 +28,16 @@ def test_every_node_runs_the_same_command():
             links_command(wrong, "python", None, out, {})
     with pytest.raises(InputError, match="its launcher knows them"):
         links_command(options, "python", None, out, ranked)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("cnode2-[001-003,007]", "cnode2-001"), ("a7,b9", "a7"), ("gpu[3,5]", "gpu3")]
+)
+def test_slurm_says_the_nodes_of_its_job(nodes, first):
+    """As `scontrol show hostnames` writes such lists out, the first of them."""
+    known = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": nodes}
+    told = links_command(LinkOptions(links=True), "python", None, Path("l.yaml"), known)
+    assert {"--nnodes=4", f"--rdzv-endpoint={first}:29400"} < set(told)
+    said = LinkOptions(links=True, nodes=2, rendezvous="other:1")
+    told = links_command(said, "python", None, Path("l.yaml"), known)
+    assert {"--nnodes=2", "--rdzv-endpoint=other:1"} < set(told)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.placed import Span, placed_stages
 from mist_megatron.cost.predict import job_of, predict
@@ -150,3 +151,31 @@ def test_what_is_wrong_with_links_is_told(plan):
 def test_plans_carry_their_links(plan):
     placed = replace(linked(plan, rates({(1, 3): None})), rank_map=by_nodes(0, 1, 3, 2))
     assert plan_from_text(plan_to_yaml(placed)) == placed
+
+
+def test_tokens_on_their_way_to_experts_use_the_links_that_they_really_use():
+    """Slower links between the two nodes of 16 expert-parallel ranks: what crosses takes as much longer."""
+    plan = plan_from_text(
+        """
+schema: 1
+model: qwen3-30b-a3b
+training: {global_batch: 16, seq_len: 2048, precision: bf16}
+cluster: {gpu: h100-sxm-80gb, nodes: 2, gpus_per_node: 8}
+target: megatron
+grad_accum: 2
+execution: {expert_parallel: 16, expert_tensor_parallel: 1}
+sequence_parallel: true
+stages: [{layers: 48, nodes: 2, gpus_per_node: 8, dp: 8, tp: 2, micro_batch: 1, zero: 1}]
+"""
+    )
+
+    def exchange_s(rate: float) -> float:
+        matrix = LinkMatrix(hosts=("a", "b"), bytes_per_s=((None, rate), (rate, None)), gpus_at_once=8)
+        links = replace(plan.cluster.links, matrix=matrix)
+        on_links = replace(plan, cluster=replace(plan.cluster, links=links))
+        found = predict(on_links, evaluator_for(job_of(on_links))[0])
+        return found.stages[0].stable_terms_s[Term.EXPERT_TRAFFIC]
+
+    fast, slow, slower = (exchange_s(rate) for rate in (4e9, 1e9, 0.5e9))
+    assert (slower - slow) / (slow - fast) == pytest.approx((2 - 1) / (1 - 1 / 4), rel=1e-6)
+    assert slow > 3.0 * fast
