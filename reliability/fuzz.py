@@ -169,9 +169,9 @@ def main() -> None:
             f"{time.process_time() - begun:.0f}",
             flush=True,
         )
-        for _, text in outcome.failed:
+        shortest = sorted(outcome.failed, key=lambda each: len(each[1]), reverse=True)
+        for said, text in dict(shortest).items():
             keep(name, text)
-        for said in sorted({said for said, _ in outcome.failed}):
             print(f"  {said!r}")
         failed += len(outcome.failed)
     sys.exit(failed > 0)

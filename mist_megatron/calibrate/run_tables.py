@@ -333,6 +333,8 @@ def stage_layers(layout: str, layers: int, pp: int, vpp: int) -> list[int]:
     that makes them so, and else the last chunk has what is left. A layout of another number of chunks than
     the row's is that of a recipe nearby, and not the row's."""
     chunks = pp * vpp
+    if chunks > layers + 2:
+        raise Inexpressible(f"its pipeline has more chunks than its model has layers, {layers}, and ends")
     counts = chunk_counts(layout)
     if layout.startswith("account") or len(counts) != chunks or sum(counts) != layers:
         counts = _even(layers, chunks, ends=layout.startswith("account"))
@@ -361,6 +363,8 @@ _LETTER = re.compile(r"([EtmL])(?:\*(\d+))?")
 def chunk_counts(layout: str) -> list[int]:
     """Transformer layers (`t`) of each chunk of a layout such as `Et*4|(t*4|)*14|tmL`, without empty ones."""
     written = layout.replace(",", "").replace(" ", "")
+    if re.search(r"\d{7}", written):
+        return []
     while repeated := re.search(r"\(([^()]*)\)\*(\d+)", written):
         begin, end = repeated.span()
         times = int(repeated.group(2))

@@ -20,6 +20,16 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+def number_of(value: object, what: str) -> float:
+    """A number of any size that a float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{what} is {value!r}; wanted a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InputError(f"{what} is a number of hundreds of digits; wanted a smaller one") from None
+
+
 class Config:
     """Typed access to a config's keys; a wrong type is named with its key."""
 
@@ -44,9 +54,7 @@ class Config:
         value = self.values.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputError(f"{self.where}: {name} is {value!r}; wanted a number")
-        return float(value)
+        return number_of(value, f"{self.where}: {name}")
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name)

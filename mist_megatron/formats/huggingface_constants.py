@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import get_args
 
 from mist_megatron.errors import InputError
+from mist_megatron.formats.huggingface_config import number_of
 from mist_megatron.spec.constants import ModelConstants, RotaryScaling
 
 _Key = tuple[str, float]
@@ -153,9 +154,7 @@ def _number(values: Mapping[str, object], name: str, default: float, where: str)
     if value is None:
         # A null window is no window, whatever absence means.
         return 0.0 if name == "sliding_window" and name in values else float(default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"{where}: {name} is {value!r}; wanted a number")
-    return float(value)
+    return number_of(value, f"{where}: {name}")
 
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}

@@ -105,8 +105,8 @@ def _swin(config: Config, name: str) -> ModelSpec:
     heads = _whole_numbers(config, "num_heads", (3, 6, 12, 24))
     if len(depths) != len(heads):
         raise InputError(f"{config.where}: depths has {len(depths)} numbers and num_heads {len(heads)}")
-    ratio = config.values.get("mlp_ratio", 4.0)
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not float(ratio).is_integer():
+    ratio = config.number("mlp_ratio", 4.0)
+    if not ratio.is_integer():
         raise InputError(f"{config.where}: mlp_ratio is {ratio!r}; wanted a whole number")
     width, patch = config.integer("embed_dim", default=96), config.integer("patch_size", default=4)
     side, window = _image(config, patch), config.integer("window_size", default=7)
