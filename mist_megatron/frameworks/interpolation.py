@@ -63,10 +63,10 @@ class Interpolation:
         try:
             first, second = (float(word) for word in words)
             made = _SUMS[name](first, second)
+            return int(made) if made == int(made) else made
         except (ValueError, KeyError, ZeroDivisionError, OverflowError):
             inside = OPEN_VALUE.search(text)
             return self._open(inside.group(1) if inside else name)
-        return int(made) if made == int(made) else made
 
     def _at(self, text: str, path: str, depth: int) -> Any:
         """The key that a reference names: `.a` stands beside it, `..a` one further out, `a` at the top."""

@@ -241,13 +241,14 @@ def _precision(plan: Plan) -> dict[str, Any]:
     """All of it: a precision by name keeps weights in 8 bits and some layers in 16, and its word on gradients
     stands above that of `ddp`."""
     half = "float16" if plan.training.precision == "fp16" else "bfloat16"
-    dtype = {"_target_": f"torch.{half}", "_call_": False}
     found: dict[str, Any] = {
         "_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
         "bf16": half == "bfloat16",
         "fp16": half == "float16",
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
+        # One mapping each: YAML would write the second as an alias of the first.
+        **{
+            f"{what}_dtype": {"_target_": f"torch.{half}", "_call_": False} for what in ("params", "pipeline")
+        },
         "autocast_dtype": None,
         "autocast_enabled": False,
         "grad_reduce_in_fp32": plan.execution.grad_bytes != 2,

@@ -96,6 +96,8 @@ HARMLESS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "deterministic": (False,),
         "detect_anomaly": (False,),
         "fp32": (False,),
+        "num_layers_at_start_in_bf16": (0,),
+        "num_layers_at_end_in_bf16": (0,),
         "autocast_enabled": (False,),
         "use_inference_optimized_layers": (False,),
         "fused_single_qkv_rope": (False,),

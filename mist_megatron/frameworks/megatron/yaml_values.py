@@ -87,8 +87,8 @@ def _positions(value: Any) -> Said:
 
 
 def _backend(value: Any) -> Said:
-    numbers = {number: name for name, number in BACKENDS.items()}
-    return {"attention-backend": (numbers.get(value, "auto" if value == 5 else str(value)),)}
+    numbers = {str(number): name for name, number in {**BACKENDS, "auto": 5}.items()}
+    return {"attention-backend": (numbers.get(str(value), str(value)),)}
 
 
 def _halves(value: Any) -> Said:
