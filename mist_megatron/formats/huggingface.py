@@ -17,6 +17,7 @@ from mist_megatron.formats.huggingface_config import Config, even, gated_model
 from mist_megatron.formats.huggingface_constants import constants_from_huggingface, window_from_huggingface
 from mist_megatron.formats.huggingface_experts import EXPERT_READERS
 from mist_megatron.formats.huggingface_groups import GROUP_READERS, HEADS, text_values
+from mist_megatron.formats.huggingface_hybrids import HYBRID_READERS
 from mist_megatron.spec import check
 from mist_megatron.spec.model import ModelSpec
 
@@ -197,6 +198,7 @@ _READERS: dict[str, Callable[[Config, str], ModelSpec]] = {
     "phi3": _phi3,
     "starcoder2": _starcoder2,
     **EXPERT_READERS,
+    **HYBRID_READERS,
     **GROUP_READERS,
 }
 
@@ -212,8 +214,6 @@ _REASONS = {
     "gpt_oss": "attention windows on some layers only are not modelled",
     "llama4": "models that see images are not modelled; give the config of the text model",
     "llama4_text": "attention in chunks on some layers only is not modelled",
-    "qwen3_next": "gated delta layers are not modelled",
-    "nemotron_h": "Mamba layers are not modelled",
     "phimoe": "biases on the attention alone are not modelled",
 }
 """Why some well-known architectures are refused; the others are simply not known."""
@@ -235,7 +235,7 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
         )
     values = text_values(values)
     config = Config(values, where)
-    if kind not in EXPERT_READERS:
+    if kind not in EXPERT_READERS and kind not in HYBRID_READERS:
         for experts in ("num_local_experts", "num_experts", "n_routed_experts"):
             config.refuse(experts, f"no architecture {kind} has experts")
     config.refuse("add_cross_attention", "attention to an encoder is not modelled")

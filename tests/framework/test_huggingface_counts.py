@@ -38,7 +38,26 @@ DEEPSEEK_V3 = {**LLAMA, **LATENT, "model_type": "deepseek_v3", "first_k_dense_re
 GLM4 = {**LLAMA, **GROUPED, "model_type": "glm4_moe", "head_dim": 16, "n_routed_experts": 8,
         "moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_hidden_layers": 3}  # fmt: skip
 
+NEMOTRON = {"model_type": "nemotron_h", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 100,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": 8,
+            "mamba_head_dim": 12, "ssm_state_size": 16, "n_groups": 4, "n_routed_experts": 8,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40}  # fmt: skip
+QWEN3_NEXT = {**LLAMA, **EXPERTS, **GROUPED, "model_type": "qwen3_next", "head_dim": 16,
+              "num_hidden_layers": 8, "shared_expert_intermediate_size": 40, "linear_num_key_heads": 2,
+              "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12}  # fmt: skip
+
 EXACT = {
+    "nemotron_h": {**NEMOTRON, "hybrid_override_pattern": "MEM*EM-E"},
+    "nemotron_h, a list, latent experts": {
+        **NEMOTRON, "moe_latent_size": 20,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    },
+    "nemotron_h, no experts": {**NEMOTRON, "hybrid_override_pattern": "M-M*-M-"},
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next, each second attends": {
+        **QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"] * 4
+    },
     "mixtral": MIXTRAL,
     "mixtral, wide heads": {**MIXTRAL, "head_dim": 24},
     "qwen3": {**QWEN3, **GROUPED, "head_dim": 16},
@@ -153,6 +172,11 @@ REFUSED = {
     ),
     "qwen3, attention biased": (
         {**LLAMA, "model_type": "qwen3", "head_dim": 16, "attention_bias": True}, "biases on the attention"
+    ),
+    "nemotron_h, biased": ({**NEMOTRON, "use_bias": True}, "use_bias"),
+    "nemotron_h, windows": ({**NEMOTRON, "sliding_window": 64}, "sliding_window"),
+    "qwen3_next, no turns": (
+        {**QWEN3_NEXT, "layer_types": ["full_attention"] + 7 * ["linear_attention"]}, "turns of one length"
     ),
     "qwen3_moe, dense at places": ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers"),
     "deepseek_v3, biased": ({**DEEPSEEK_V3, "attention_bias": True}, "biases of latent attention"),
