@@ -9,13 +9,13 @@ Writes FOLDER/NAME/RANK.json for each of RECORDINGS.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from live_training import PACE
 from torch.profiler import ProfilerActivity, profile, schedule
 
 STEPS = 3
@@ -29,22 +29,6 @@ RECORDINGS = {
     "replicas": (4, False, 2, 2, 1.0),
     "replicas of more layers": (4, False, 4, 2, 1.0),
 }
-
-
-class Pace:
-    """Sleeps that make up for how late those before them woke."""
-
-    due_s = 0.0
-
-    def restart(self) -> None:
-        self.due_s = time.perf_counter()
-
-    def rest(self, seconds: float) -> None:
-        self.due_s += seconds
-        time.sleep(max(self.due_s - time.perf_counter(), 0.0))
-
-
-PACE = Pace()
 
 
 class Layer(torch.autograd.Function):

@@ -26,17 +26,33 @@ RECORDINGS = {
 }
 
 
+class Pace:
+    """Sleeps that make up for how late those before them woke."""
+
+    due_s = 0.0
+
+    def restart(self) -> None:
+        self.due_s = time.perf_counter()
+
+    def rest(self, seconds: float) -> None:
+        self.due_s += seconds
+        time.sleep(max(self.due_s - time.perf_counter(), 0.0))
+
+
+PACE = Pace()
+
+
 class Layer(torch.autograd.Function):
     """Sleeps on its way forward and back."""
 
     @staticmethod
     def forward(ctx, values):  # type: ignore[no-untyped-def]
-        time.sleep(FORWARD_S)
+        PACE.rest(FORWARD_S)
         return values * 1.0
 
     @staticmethod
     def backward(ctx, gradients):  # type: ignore[no-untyped-def]
-        time.sleep(BACKWARD_S)
+        PACE.rest(BACKWARD_S)
         return gradients * 1.0
 
 
@@ -46,10 +62,11 @@ def train(path: Path, layers: int, micro_batches: int, slower: float) -> None:
     plan = schedule(wait=1, warmup=1, active=STEPS, repeat=1)
     with profile(activities=[ProfilerActivity.CPU], schedule=plan) as profiler:
         for _ in range(STEPS + 2):
+            PACE.restart()
             optimizer.zero_grad()
             for _ in range(micro_batches):
                 with record_function("load"):
-                    time.sleep(LOAD_S * slower)
+                    PACE.rest(LOAD_S * slower)
                 values = weight * 2.0
                 for _ in range(layers):
                     values = torch.relu(Layer.apply(values))
