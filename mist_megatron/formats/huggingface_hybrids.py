@@ -76,6 +76,11 @@ def _nemotron_h(config: Config, name: str) -> ModelSpec:
         groups=config.integer("n_groups", "mamba_n_groups", default=8),
     )
     depth = _letters(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern", "*E") if depths else ""
+    if set(depth) - set(letters):
+        raise InputError(
+            f"{config.where}: depths of multi-token prediction have layers {depth}, of which the model's "
+            f"{letters} has not all; wanted mtp_layers_block_type of its kinds"
+        )
     experts = _nemotron_experts(config) if "E" in letters else None
     return hybrid_model(shape, letters, mamba, experts, depth=depth)
 
