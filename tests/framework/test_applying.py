@@ -214,7 +214,7 @@ def test_another_version_is_refused(
     framework: str, version: str, applied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is imported counts, not what pip knows: a checkout on the path hides the installed package."""
-    monkeypatch.setattr(sys.modules[IMPORTED[framework]], "__version__", version)
+    monkeypatch.setattr(importlib.import_module(IMPORTED[framework]), "__version__", version)
     with pytest.raises(PatchRefused, match=f"^{framework} {re.escape(version)} is unknown to these patches"):
         applied(document(framework))
     assert not hooked()
