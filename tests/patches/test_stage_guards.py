@@ -244,3 +244,11 @@ def test_a_plan_that_places_ranks_says_which_one_a_process_is() -> None:
     assert stage["first_rank"] <= 1 < stage["first_rank"] + stage["ranks"]
     last = {"RANK": str(world - 1), "WORLD_SIZE": str(world)}
     assert apply_stage_arguments(document, ["x"], last)["stage"] == 0 and last["RANK"] == "0"
+
+
+def test_a_patch_that_was_not_run_on_a_release_of_its_framework_is_refused():
+    assert version_problem("megatron-core", "0.18.0", {}, ["state_offload"]) is None
+    said = version_problem("megatron-core", "0.18.0", {}, ["state_offload", "parallel_block"])
+    assert said.startswith(
+        "the patch parallel_block was not run on megatron-core 0.18.0; wanted 0.19.2, or set"
+    )

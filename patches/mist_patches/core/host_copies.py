@@ -166,8 +166,6 @@ class Held:
 
     def clear(self) -> None:
         """Make the contents zero, without a copy."""
-        if self in self.streams.leaving:
-            self.streams.leaving.remove(self)
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
         self.changed, self.zeros = False, True
