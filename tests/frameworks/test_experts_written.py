@@ -325,7 +325,7 @@ REFUSED = {
             TURNS, groups=tuple(
                 LayerGroup(layers=16, pattern=(TURNS.kind(f"moe{count}", experts=replace(
                     TURNS.experts, count=count, every=1)),)) for count in (8, 16)
-            ))}, "experts alone",
+            ))}, "delta net alone",
     ),
 }  # fmt: skip
 
