@@ -1,6 +1,7 @@
 """Makes calibration/error_bars.json: how far predictions are off on sources that they have not seen.
 
-    python calibration/error_bars.py MEASURED/end_to_end/*.csv MEASURED/other/published_perf.csv [--table]
+    python calibration/error_bars.py MEASURED/end_to_end/*.csv MEASURED/other/published_perf.csv \\
+        MEASURED/other/moe_perf.csv [--table]
 
 Of a publication that is in no fit the shipped profiles predict every run. Of one that is, its chip's figures
 are fitted anew to the other sources of the fit (`fit_end_to_end.py`), or, where there is no other, are those
@@ -35,13 +36,23 @@ from mist_megatron.calibrate.validate import Predicted, outcomes_of
 from mist_megatron.cost.predict import job_of
 from mist_megatron.price.datasheet import datasheet_profile
 from mist_megatron.spec.catalogue import CATALOGUE
+from mist_megatron.spec.plan import Plan
 
 HERE = Path(__file__).resolve().parent
 Predict = Callable[[MeasuredRow], Predicted]
 
 
+FITTED_MIXTURE = "Qwen3-30B-A3B h100"
+"""What exchanges and launches of experts are fitted to (`cost/expert_traffic.py`, `cost/experts.py`)."""
+
+
+def _mixed(plan: Plan) -> bool:
+    """Whether it is of experts: dense runs of tables of many models stand in others' tables too."""
+    return any(kind.experts is not None for kind in plan.model.kinds)
+
+
 def read(paths: Sequence[Path]) -> dict[str, list[MeasuredRow]]:
-    """Timed rows that can be predicted, by source."""
+    """Timed rows that can be predicted, by source: a file's, or whom its rows name."""
     found: dict[str, list[MeasuredRow]] = {}
     for path in paths:
         if path.name == "published_perf.csv":
@@ -51,8 +62,13 @@ def read(paths: Sequence[Path]) -> dict[str, list[MeasuredRow]]:
         else:
             texts = [(path.stem, path.read_text())]
         for source, text in texts:
-            rows = [row for row in read_rows(text, source) if row.plan is not None and row.measured_s]
-            found.setdefault(source, []).extend(rows)
+            for row in read_rows(text, source):
+                if row.plan is None or not row.measured_s:
+                    continue
+                if not row.setting:
+                    found.setdefault(source, []).append(row)
+                elif _mixed(row.plan) and not row.setting.startswith(FITTED_MIXTURE):
+                    found.setdefault(f"{row.source.split()[0]} mixtures", []).append(row)
     return found
 
 

@@ -50,6 +50,8 @@ class Kind:
     eight_bit: bool
     framework: str
     """megatron, deepspeed, or mist."""
+    experts: bool = False
+    """Mixtures of experts."""
 
     @property
     def words(self) -> str:
@@ -59,7 +61,7 @@ class Kind:
             "fast network": f"{self.family} with InfiniBand",
             "slow network": f"{self.family} with less than 100 Gb/s a GPU",
         }[self.fabric]
-        return where + (", FP8" if self.eight_bit else "")
+        return where + (", FP8" if self.eight_bit else "") + (", mixtures" if self.experts else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,7 @@ def kind_of(job: Job) -> Kind:
         fabric=fabric_of(job.cluster),
         eight_bit=job.training.precision == "fp8",
         framework=framework,
+        experts=any(kind.experts is not None for kind in job.model.kinds),
     )
 
 
@@ -127,10 +130,7 @@ def fabric_of(cluster: ClusterSpec) -> Fabric:
 def bar_of(job: Job, *, profiled: bool) -> ErrorBar:
     """The bar on what is said of a job; `profiled`: its prices are not a datasheet's."""
     bar = bar_among(shipped_errors(), kind_of(job), profiled=profiled)
-    if any(kind.experts is not None for kind in job.model.kinds):
-        # No run of experts took part in these errors.
-        return replace(bar, like=f"{bar.like}, none of which had experts")
-    if not job.model.plain:
+    if not job.model.plain and not any(kind.experts is not None for kind in job.model.kinds):
         return replace(bar, like=f"{bar.like}, none of which had layers of other widths or images")
     return bar
 
@@ -143,7 +143,8 @@ def bar_among(known: Sequence[SourceErrors], kind: Kind, *, profiled: bool) -> E
         families = {each.kind.family for each in sheets}
         bars = [_bar([e for e in sheets if e.kind.family == one], UNMEASURED) for one in sorted(families)]
         return max(bars, key=lambda bar: bar.share)
-    shipped = [each for each in known if each.how != UNMEASURED]
+    measured = [each for each in known if each.how != UNMEASURED]
+    shipped = [each for each in measured if each.kind.experts == kind.experts] or measured
     every = _bar(shipped, "GPUs of other kinds")
     ways: tuple[tuple[Callable[[Kind], object], str], ...] = (
         (lambda one: one, kind.words),

@@ -49,6 +49,14 @@ def test_where_nothing_is_alike_less_alike_runs_say_so() -> None:
     assert bar_among(known, A100, profiled=False).words == "+-30 %: unmeasured GPU"
 
 
+def test_mixtures_have_bars_of_mixtures() -> None:
+    mixed = replace(A100, experts=True)
+    known = (errors("dense", A100, *[0.02] * 9), errors("mixed", replace(mixed, family="H100"), *[0.2] * 9))
+    assert bar_among(known, A100, profiled=True).share == 0.02
+    assert bar_among(known, mixed, profiled=True).share == 0.2
+    assert mixed.words == "A100 with InfiniBand, mixtures"
+
+
 def test_plans_within_the_bar_are_ties() -> None:
     bar = bar_among((errors("one", A100, *[0.05] * 4),), A100, profiled=True)
     assert bar.ties(10.0, 10.4) and bar.ties(10.4, 10.0) and not bar.ties(10.0, 10.6)
