@@ -136,7 +136,7 @@ def mixture_tables(outcomes: Sequence[Outcome]) -> str:
 def precision_of(outcome: Outcome) -> str:
     plan = outcome.row.plan
     assert plan is not None
-    kind = "dense" if plan.model.experts is None else "mixtures"
+    kind = "dense" if plan.model.routed is None else "mixtures"
     return f"{kind}, {outcome.row.setting.split()[-1]}"
 
 
