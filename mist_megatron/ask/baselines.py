@@ -8,8 +8,9 @@ from dataclasses import replace
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.execution import execution_choices
-from mist_megatron.search.search import SearchResult, Settings, Status, Way, search_ways
+from mist_megatron.search.search import SearchResult, Settings, Status, search_ways
 from mist_megatron.search.space import Limits, space_named
+from mist_megatron.search.ways import ways_of
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import TargetName
 from mist_megatron.targets.rules import job_rules
@@ -44,15 +45,8 @@ def best_by_hand(asked: Job, searched: SearchResult) -> dict[str, float]:
         if name == searched.space.name:
             continue
         space = space_named(name)
-        ways = [
-            Way(
-                evaluator=evaluator_for(choice.job)[0],
-                limits=choice.limits,
-                keeps=choice.keeps,
-                mixes=choice.mixes,
-            )
-            for choice in execution_choices(job, space, Limits())
-        ]
+        choices = execution_choices(job, space, Limits())
+        ways = ways_of(choices, lambda choice: evaluator_for(choice.job)[0])
         try:
             result = search_ways(ways, space, Settings(known=known))
         except (InputError, NoFeasiblePlan):

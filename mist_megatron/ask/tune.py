@@ -34,7 +34,7 @@ from mist_megatron.cost.predict import Prediction, predict, prediction_document
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_mapping, plan_to_yaml
-from mist_megatron.search.execution import execution_choices
+from mist_megatron.search.execution import ExecutionChoice, execution_choices
 from mist_megatron.search.galvatron import LayerwiseResult, search_layerwise
 from mist_megatron.search.search import (
     SearchResult,
@@ -42,12 +42,12 @@ from mist_megatron.search.search import (
     Status,
     StoppedEmpty,
     Watch,
-    Way,
     search_ways,
 )
 from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Space, space_named
 from mist_megatron.search.stage_fronts import Tally
+from mist_megatron.search.ways import ways_of
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Execution, Plan
 from mist_megatron.targets.table import TARGETS
@@ -291,11 +291,15 @@ def searched(
     if space.layerwise is not None:
         evaluator, origin = evaluator_of(job)
         return search_layerwise(evaluator, space, settings, means.watch), {job.execution: (evaluator, origin)}
-    ways, origins = [], {}
-    for choice in execution_choices(job, space, settings.limits):
-        evaluator, origin = evaluator_of(choice.job)
-        origins[choice.job.execution] = evaluator, origin
-        ways.append(Way(evaluator=evaluator, limits=choice.limits, keeps=choice.keeps, mixes=choice.mixes))
+    origins: dict[Execution, tuple[StageEvaluator, str]] = {}
+
+    def priced(choice: ExecutionChoice) -> StageEvaluator:
+        execution = choice.job.execution
+        if execution not in origins:
+            origins[execution] = evaluator_of(choice.job)
+        return origins[execution][0]
+
+    ways = ways_of(execution_choices(job, space, settings.limits), priced)
     try:
         result = search_ways(ways, space, settings, means.watch, means.executor, means.at_once)
     except StoppedEmpty as stopped:
@@ -392,8 +396,10 @@ def left_out_words(tuned: Tuned) -> str:
     if space.context_parallel:
         found.append("context parallelism is a ring over powers of two")
     if tuned.job.model.routed is not None:
-        found.append("experts are split over fast links only and their exchange overlaps as asked")
-        found.append("of layers with experts all is recomputed or attention, and nothing is in host memory")
+        found.append("experts are split over fast links only")
+        found.append("graphs replay all that they can or nothing")
+        found.append("of layers with experts all is recomputed or one of a few sets of modules")
+        found.append("nothing is in host memory")
     elif space.recompute_modules:
         found.append("of parts of layers attention, MLP or both are recomputed")
     if tuned.on_links is not None:

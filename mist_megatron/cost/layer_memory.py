@@ -28,8 +28,11 @@ from mist_megatron.cost.shapes import (
 )
 from mist_megatron.cost.symbols import EXPERT_WIDTH, HIDDEN, RECOMPUTE, SP, TP, B, S
 from mist_megatron.spec.layer import LayerSpec
-from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
+from mist_megatron.spec.recompute import PARTIAL, Module, kinds_that_drop
 from mist_megatron.targets.facts import Modules
+
+AROUND_EXPERTS: frozenset[Module] = frozenset({"moe", "moe_act", "shared_experts"})
+"""Modules whose backward passes are those of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,9 @@ def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> 
         came = HALF * EXPERT_ROWS * EXPERT_WIDTH
         at_input = ACTIVATION + 2 * came - activated
         peak = Max(2 * ACTIVATION + gates * activated, at_input, evaluate=False)
+        if AROUND_EXPERTS & set(options.modules):
+            # Made again before that; what attention makes again comes when experts' tensors are gone.
+            peak = peak + sum((RECOMPUTE[kind] * (kept - size) for kind, size in light.items()), start=ZERO)
         return LayerMemory(saved, ACTIVATION, gates * activated + activated + 2 * came, peak)
     # Backward of the activation: the gradients of both sides of it live, its output is gone.
     at_activation = 2 * ACTIVATION + hidden

@@ -108,7 +108,7 @@ def shared_table(model: ModelSpec, options: LayerOptions, role: StageRole) -> Ex
 def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: StageRole) -> StageMemory:
     """All terms and candidates of one stage."""
     found = blocks(model, options)
-    kinds = tuple(_kind(block, len(found), options, facts.modules) for block in found)
+    kinds = tuple(_kind(block, len(found), options, facts) for block in found)
     states = _states(model, options, facts, role)
     piped = facts.pipe_buffers and role is not StageRole.ONLY
     pipe = _pipe_buffers(facts, role) if piped else NO_BUFFERS
@@ -123,6 +123,8 @@ def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, ro
     )
     # Offloaded tensors pass through the GPU: one layer's on the way out, one layer's on the way back.
     per_micro_batch_once = OFFLOAD.activations * _most([kind.present * kind.saved for kind in kinds])
+    if facts.pairs_layers:
+        per_micro_batch_once = per_micro_batch_once + _paired(kinds, facts)
     edge = _edge_activations(model, options, facts, role) + pipe.per_micro_batch
     edge = edge + sum((kind.present * kind.passing for kind in kinds[-1:]), start=ZERO)
     activations = IN_FLIGHT * (per_micro_batch + edge) + per_micro_batch_once
@@ -184,20 +186,30 @@ class _Kind:
     """Of an encoder's output, which all its layers read and keep once."""
 
 
-def _kind(block: Block, kinds: int, options: LayerOptions, modules: Modules) -> _Kind:
-    memory = layer_memory(block.kind, options, modules, passes_back=block.passes_back)
+def _kind(block: Block, kinds: int, options: LayerOptions, facts: MemoryFacts) -> _Kind:
+    memory = layer_memory(block.kind, options, facts.modules, passes_back=block.passes_back)
     source = block.kind.cross_attention
     return _Kind(
         layers=block.layers,
         ckpt=block.ckpt,
         present=_present(block, kinds),
         recomputing=block.ckpt / Max(block.ckpt, 1, evaluate=False),
-        saved=block.own(memory.saved),
+        saved=block.own(memory.saved + facts.graph_buffers * ACTIVATION),
         kept_input=block.own(memory.kept_input),
         forward=block.own(memory.forward),
         backward=block.own(memory.backward),
         passing=ZERO if source is None else block.own(outside_bytes(source)),
     )
+
+
+def _paired(kinds: Sequence[_Kind], facts: MemoryFacts) -> Expr:
+    """Of the micro-batch behind, while one goes back layer by layer (model_chunk_schedule_plan.py of
+    Megatron-core): each layer that is given back makes room for one that comes in, which is whole by then.
+    The further chunk that interleaving warms up for it stands for the chunk that would come in."""
+    layers = [kind.saved + kind.forward for kind in kinds]
+    if facts.delays_weight_grads:
+        layers = [beside + kind.backward for beside, kind in zip(layers, kinds, strict=True)]
+    return _most([kind.present * layer for kind, layer in zip(kinds, layers, strict=True)])
 
 
 def _present(block: Block, kinds: int) -> Expr:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from mist_megatron.errors import InputError
 from mist_megatron.search.experts import dispatchers, require_spread
+from mist_megatron.search.mixtures import MixtureWay, mixture_ways
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.job import Job
@@ -37,12 +38,20 @@ class ExecutionChoice:
     """Only shapes whose micro-batch has no divisor in common with the ranks that split sequences."""
     sends: bool = False
     """Only shapes whose tokens go to other ranks: where they stay, all dispatchers do the same."""
+    paired: bool | None = None
+    """Only shapes whose neighbouring micro-batches can be paired layer by layer, or only others."""
+    after: tuple[ExecutionChoice, ...] = ()
+    """What takes longer and holds less: searched of shapes that do not fit in this one."""
+    least: ExecutionChoice | None = None
+    """What holds least of all of these."""
 
     def keeps(self, shape: EqualPipeline) -> bool:
         """Whether a shape is searched in this way."""
         if self.coprime and math.gcd(shape.micro_batch, shape.cp) > 1:
             return False
         if self.sends and shape.ep * shape.etp == 1:
+            return False
+        if self.paired is not None and self.paired != _pairs(shape):
             return False
         if not self.gathers_beside:
             return True
@@ -54,6 +63,12 @@ class ExecutionChoice:
         return not self.gathers_beside and self.job.model.routed is None
 
 
+def _pairs(shape: EqualPipeline) -> bool:
+    """Whether passes of two micro-batches can run layer by layer beside each other while tokens travel: in a
+    pipeline that takes chunks (TC:2676)."""
+    return shape.ep > 1 and (shape.stages == 1 or shape.vpp > 1)
+
+
 def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
     """The job under each way of execution to be searched."""
     if "grad_bytes" in limits.fixed:
@@ -63,22 +78,49 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
     require_spread(job, space, limits)
     kinds = dispatchers(job, space, limits)
     choices = [
-        ExecutionChoice(
-            _switched(job, variant, cp, (dispatcher, modules)),
-            _limits_of(alone if variant.one_stage else limits, job, modules),
-            gathers_beside=variant.gathers_beside,
-            sends=dispatcher not in (None, kinds[0]),
-            coprime=cp > 1 and limits.allows("cp", 1) and job.execution.context_parallel == 1,
-        )
+        choice
         for variant in TARGETS[job.target].executions(job.execution)
         if _is_open(variant, job, space, limits)
         for cp in context_sizes(job, space, limits)
         for dispatcher in kinds
-        for modules in recompute_modules(job, space, limits)
+        for choice in _choices(
+            ExecutionChoice(
+                _switched(job, variant, cp, dispatcher),
+                alone if variant.one_stage else limits,
+                gathers_beside=variant.gathers_beside,
+                sends=dispatcher not in (None, kinds[0]),
+                coprime=cp > 1 and limits.allows("cp", 1) and job.execution.context_parallel == 1,
+            ),
+            space,
+        )
     ]
     if not choices:
         raise InputError(_none_open(job, space, limits))
     return choices
+
+
+def _choices(choice: ExecutionChoice, space: Space) -> Iterator[ExecutionChoice]:
+    """The same with what is left open of recomputed modules, and of mixtures."""
+    job, limits = choice.job, choice.limits
+    if job.model.routed is not None:
+        yield from (_mixed(choice, way) for way in mixture_ways(job, space, limits))
+        return
+    for modules in recompute_modules(job, space, limits):
+        other = replace(job, execution=replace(job.execution, recompute_modules=modules))
+        yield replace(choice, job=other, limits=_limits_of(limits, job, modules))
+
+
+def _mixed(choice: ExecutionChoice, way: MixtureWay) -> ExecutionChoice:
+    least = way.least
+    return replace(
+        choice,
+        job=replace(choice.job, execution=way.execution),
+        limits=way.limits,
+        paired=way.paired,
+        sends=choice.sends or way.sends,
+        after=tuple(_mixed(choice, other) for other in way.after),
+        least=None if least is None or least is way else _mixed(choice, least),
+    )
 
 
 def _none_open(job: Job, space: Space, limits: Limits) -> str:
@@ -99,21 +141,19 @@ def _none_open(job: Job, space: Space, limits: Limits) -> str:
 _Modules = tuple[Module, ...] | None
 
 
-def _switched(job: Job, variant: ExecutionVariant, cp: int, kinds: tuple[Dispatcher | None, _Modules]) -> Job:
-    execution = replace(
-        variant.execution, context_parallel=cp, expert_dispatcher=kinds[0], recompute_modules=kinds[1]
-    )
+def _switched(job: Job, variant: ExecutionVariant, cp: int, dispatcher: Dispatcher | None) -> Job:
+    execution = replace(variant.execution, context_parallel=cp, expert_dispatcher=dispatcher)
     return job if execution == job.execution else replace(job, execution=execution)
 
 
 def recompute_modules(job: Job, space: Space, limits: Limits) -> list[_Modules]:
-    """What `selective` may run again: what the job says, or the usual modules and, of layers without experts
-    or latents, others that the target can. Fused attention keeps hardly more than it makes, so that it is run
-    again beside another module only where it is not fused."""
+    """What `selective` may run again of layers without experts: what the job says, or the usual modules and,
+    of layers without latents, others that the target can. Fused attention keeps hardly more than it makes, so
+    that it is run again beside another module only where it is not fused."""
     said = job.execution.recompute_modules
     cut = cut_to_target(space, job.target)
     kinds = limits.recompute in (None, "selective") and "recompute.selective" not in limits.forbidden
-    plain = all(kind.experts is None and kind.latent_attention is None for kind in job.model.kinds)
+    plain = all(kind.latent_attention is None for kind in job.model.kinds)
     if said is not None or not (cut.recompute_modules and kinds and plain and "selective" in cut.recompute):
         return [said]
     able = TARGETS[job.target].capability.recompute_modules

@@ -7,7 +7,7 @@ is it looked at: whether it may fit at all, and what its own bound is.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import merge
@@ -15,15 +15,22 @@ from heapq import merge
 import numpy as np
 
 from mist_megatron.search import node_groups
-from mist_megatron.search.bounds import EqualBound, LeastTimes, SearchProblem, shape_bounds
+from mist_megatron.search.bounds import (
+    EqualBound,
+    LeastTimes,
+    SearchProblem,
+    least_recompute,
+    shape_bounds,
+)
 from mist_megatron.search.families import MixedFamily, possible_mixtures
 from mist_megatron.search.infeasible import possible_of
 from mist_megatron.search.kinds import least_step_s
 from mist_megatron.search.known import Item, Known, floors
 from mist_megatron.search.mixed import MixedBound, mixture_bounds
 from mist_megatron.search.pipelines import EqualPipeline, Family
-from mist_megatron.search.room import with_room
-from mist_megatron.search.spread import SpreadShapes
+from mist_megatron.search.room import rooms, with_room
+from mist_megatron.search.spread import Rival, SpreadShapes
+from mist_megatron.spec.recompute import PARTIAL
 
 Bound = EqualBound | MixedBound
 Pair = tuple[Bound, Item]
@@ -67,17 +74,18 @@ class Queue:
         batch = sorted(self._open[-count:], key=self._place.__getitem__)
         for bound, item in self._bounded(batch):
             entry = bound.value_s, self._place[item], (bound, item)
-            insort(self._ready, entry, key=lambda entry: entry[:2])
+            insort(self._ready, entry, lo=self.given, key=lambda entry: entry[:2])
         # Not before: what ends the search in between leaves them open.
         del self._open[-count:]
 
-    def at(self, position: int, limit_s: float = float("inf")) -> Pair | None:
-        """The item at a place of the order; None where it, or what might be there, is not below the limit."""
+    def at(self, position: int, limit_s: float = float("inf"), most_s: float = float("inf")) -> Pair | None:
+        """The item at a place of the order; None where it, or what might be there, is not below the limit.
+        What is not below `most_s` is of no use to anybody: more than that is never looked at."""
         while (floor_s := self._floor_s()) is not None:
             known = position < len(self._ready) and self._ready[position][0] < floor_s
             if known or floor_s >= limit_s:
                 break
-            self._look(min(floor_s * self.at_once, limit_s))
+            self._look(min(floor_s * self.at_once, most_s))
         if position < len(self._ready) and self._ready[position][0] < limit_s:
             return self._ready[position][2]
         return None
@@ -104,6 +112,22 @@ class Queue:
         return {**self._floors, **{item: value_s for value_s, _, (_, item) in self._ready}}
 
 
+class HandedQueue(Queue):
+    """Shapes that did not fit in a faster way of execution, as they are found."""
+
+    def __init__(self, bounded: Bounded) -> None:
+        super().__init__([], [], bounded)
+
+    def add(self, items: Iterable[tuple[float, Item]]) -> None:
+        """Items, and seconds that no plan of each beats."""
+        for floor_s, item in items:
+            if item not in self._place:
+                self._place[item] = len(self._place)
+                self._open.append(item)
+            self._floors[item] = min(floor_s, self._floors.get(item, floor_s))
+        self._open.sort(key=lambda item: -self._floors[item])
+
+
 class SpreadQueue(Queue):
     """Shapes of models with experts, which are made when their bound is the least."""
 
@@ -126,7 +150,8 @@ class SpreadQueue(Queue):
         for bound, item in self._bounded([shape for _, shape in batch]):
             assert isinstance(item, EqualPipeline)
             pair = replace(bound, value_s=max(bound.value_s, least_s[item])), item
-            insort(self._ready, (pair[0].value_s, len(self._ready), pair), key=lambda entry: entry[:2])
+            entry = pair[0].value_s, len(self._ready), pair
+            insort(self._ready, entry, lo=self.given, key=lambda entry: entry[:2])
         self._shapes.take(limit_s)
 
     def left_s(self) -> list[float]:
@@ -164,14 +189,20 @@ class Orders:
     """Those of all ways. Equal stages go before unequal ones: they are the quicker to solve, and what they
     find prunes the others."""
 
-    def __init__(self, orders: Sequence[Order]) -> None:
+    def __init__(self, orders: list[Order]) -> None:
         self.orders = orders
-        self._levels = list(zip(*(order.queues for order in orders), strict=True))
+        self._levels = [list(queues) for queues in zip(*(order.queues for order in orders), strict=True)]
         self.done = 0
         """Items that were given or passed over."""
 
     def __len__(self) -> int:
         return sum(map(len, self.orders))
+
+    def append(self, order: Order) -> None:
+        """One more way, for what was found not to fit in another."""
+        self.orders.append(order)
+        for queues, queue in zip(self._levels, order.queues, strict=True):
+            queues.append(queue)
 
     def next(self, limit_s: float) -> tuple[int, Pair] | None:
         """The next item whose bound is below a limit, and which way it is of."""
@@ -180,7 +211,7 @@ class Orders:
             found: int | None = None
             least_s = limit_s
             for way, queue in enumerate(queues):
-                pair = queue.at(queue.given, least_s)
+                pair = queue.at(queue.given, least_s, limit_s)
                 if pair is not None:
                     found, least_s = way, pair[0].value_s
             self.done += sum(queue.given for queue in queues)
@@ -214,13 +245,31 @@ def _of_shapes(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
     return list(zip(shape_bounds(question, fit), fit, strict=True))
 
 
-def _of_alike(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
+Hand = Callable[[Sequence[tuple[float, Item]]], None]
+"""What does not fit with nothing run again, and seconds that no plan of it beats."""
+
+
+Bounds = dict[EqualPipeline, EqualBound]
+"""Of shapes whose layers run nothing again: ways that differ in what they do run again share them."""
+
+
+def _of_alike(
+    question: SearchProblem, bounds: Bounds, hand: Hand | None, items: Sequence[Item]
+) -> list[Pair]:
     """Of models with experts, with what must be recomputed where stages are alike."""
-    pairs = _of_shapes(question, items)
     if question.space.per_stage:
-        return pairs
-    alike = [(bound, item) for bound, item in pairs if isinstance(item, EqualPipeline)]
-    return list(with_room(question, [(b, item) for b, item in alike if isinstance(b, EqualBound)]))
+        return _of_shapes(question, items)
+    shapes = [item for item in items if isinstance(item, EqualPipeline)]
+    added_s = rooms(question, shapes)
+    if least_recompute(question.space) in PARTIAL:
+        # Nothing comes after these, and their bounds are of what they run again.
+        bounds, shapes = {}, [shape for shape in shapes if np.isfinite(added_s[shape]).any()]
+    new = [shape for shape in shapes if shape not in bounds]
+    bounds.update(zip(new, shape_bounds(question, new), strict=True))
+    found, short = with_room(question, [(bounds[shape], shape) for shape in shapes], added_s)
+    if hand is not None:
+        hand(short)
+    return list(found)
 
 
 def _of_kinds(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
@@ -241,12 +290,43 @@ def _of_groups(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
 
 
 def ordered_spread(
-    question: SearchProblem, found: Sequence[Family], keeps: Callable[[EqualPipeline], bool]
+    question: SearchProblem,
+    found: Sequence[Family],
+    keeps: Callable[[EqualPipeline], bool],
+    bounded: Bounded | None = None,
+    least: SearchProblem | None = None,
+    rivals: Sequence[Rival] = (),
 ) -> Order:
-    """The same of models with experts, spread in every way."""
-    bounded = partial(_of_kinds if len(question.evaluator.job.model.kinds) > 1 else _of_alike, question)
-    shapes = SpreadShapes(question, [family for family in found if keeps(family[0])], keeps)
+    """The same of models with experts, spread in every way; `least` asks for what holds least of all."""
+    bounded = bounded or bounded_of(question)
+    if least is not None and len(question.evaluator.job.model.kinds) == 1:
+        bounded = partial(_of_possible, least, bounded)
+    shapes = SpreadShapes(question, [family for family in found if _keeps_some(family, keeps)], keeps, rivals)
     return Order(SpreadQueue(shapes, bounded), Queue([], [], bounded))
+
+
+def _keeps_some(family: Family, keeps: Callable[[EqualPipeline], bool]) -> bool:
+    """Whether any spread of a family is searched: those over most ranks, or the fewest, tell."""
+    shape, spreads = family
+    some = {(shape.ep, shape.etp), min(spreads), max(spreads)}
+    return any(keeps(replace(shape, ep=ep, etp=etp)) for ep, etp in some)
+
+
+def _of_possible(least: SearchProblem, bounded: Bounded, items: Sequence[Item]) -> Sequence[Pair]:
+    """Of shapes that may fit in the way of execution that holds least."""
+    return bounded(possible_of(least, [item for item in items if isinstance(item, EqualPipeline)]))
+
+
+def no_items(items: Sequence[Item]) -> list[Pair]:
+    """Bounds of nothing."""
+    return []
+
+
+def bounded_of(question: SearchProblem, bounds: Bounds | None = None, hand: Hand | None = None) -> Bounded:
+    """Bounds of shapes of models with experts; `hand` takes what does not fit with nothing run again."""
+    if len(question.evaluator.job.model.kinds) > 1:
+        return partial(_of_kinds, question)
+    return partial(_of_alike, question, {} if bounds is None else bounds, hand)
 
 
 def ordered(

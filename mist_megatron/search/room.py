@@ -7,14 +7,14 @@ what the cheapest of them adds to the time of every stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.search.bounds import EqualBound, SearchProblem, split_bounds
+from mist_megatron.search.bounds import EqualBound, SearchProblem, least_recompute, split_bounds
 from mist_megatron.search.choices import Array, Ints, ckpt_counts
 from mist_megatron.search.least_memory import stages_of
 from mist_megatron.search.pipelines import EqualPipeline
@@ -24,50 +24,73 @@ from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
 
 Pair = tuple[EqualBound, EqualPipeline]
+Floored = tuple[float, EqualPipeline]
+"""Seconds that no plan of a shape beats."""
 AT_ONCE = 64
 """Shapes in one call."""
 
 
-def with_room(question: SearchProblem, pairs: Sequence[Pair]) -> list[Pair]:
-    """The same without what does not fit, with bounds that count what must be recomputed. Only for spaces in
-    which nothing is kept in host memory and stages are alike."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for place, (_, shape) in enumerate(pairs):
+def rooms(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> dict[EqualPipeline, Array]:
+    """By shape and split of its layers: what recomputation adds to t of every stage at least, infinite where
+    nothing fits. Only for spaces in which nothing is kept in host memory and stages are alike."""
+    groups: dict[tuple[object, ...], list[EqualPipeline]] = {}
+    for shape in shapes:
         key = shape.stages, shape.nodes, shape.gpus_per_node, shape.sequence_parallel, shape.vpp
-        groups.setdefault(key, []).append(place)
-    found: dict[int, Pair] = {}
+        groups.setdefault(key, []).append(shape)
+    added_s: dict[EqualPipeline, Array] = {}
     for members in groups.values():
         for begin in range(0, len(members), AT_ONCE):
             question.tick()
             some = members[begin : begin + AT_ONCE]
-            values_s = _values(question, [pairs[place] for place in some])
-            for place, value_s in zip(some, values_s, strict=True):
-                if np.isfinite(value_s):
-                    bound, shape = pairs[place]
-                    found[place] = replace(bound, value_s=max(bound.value_s, value_s)), shape
-    return [found[place] for place in sorted(found)]
+            added_s.update(zip(some, _room(question, some), strict=True))
+    return added_s
 
 
-def _values(question: SearchProblem, pairs: Sequence[Pair]) -> list[float]:
-    """Bounds of shapes of one pipeline; infinite where nothing fits."""
-    shapes = [shape for _, shape in pairs]
-    first, layers = shapes[0], question.evaluator.job.model.layers
-    table = np.array([[layers // first.stages] * first.stages])
-    splits = splits_layers(question.space, first.stages, first.vpp)
-    if splits:
-        table = split_table(layers, first.stages, first.vpp)
+def with_room(
+    question: SearchProblem, pairs: Sequence[Pair], added_s: Mapping[EqualPipeline, Array]
+) -> tuple[list[Pair], list[Floored]]:
+    """Shapes without what does not fit, with bounds that count what must be recomputed; and shapes of which
+    some splits do not fit, with bounds of these."""
+    found: list[Pair] = []
+    short: list[Floored] = []
+    for bound, shape in pairs:
+        value_s, short_s = _values(question, bound, shape, added_s[shape])
+        if np.isfinite(value_s):
+            found.append((replace(bound, value_s=max(bound.value_s, value_s)), shape))
+        if np.isfinite(short_s):
+            short.append((max(bound.value_s, short_s), shape))
+    return found, short
+
+
+def _table(question: SearchProblem, shape: EqualPipeline) -> tuple[Ints, bool]:
+    """Splits of the layers, a row each, and whether there are several."""
+    layers = question.evaluator.job.model.layers
+    if splits_layers(question.space, shape.stages, shape.vpp):
+        return split_table(layers, shape.stages, shape.vpp), True
+    return np.array([[layers // shape.stages] * shape.stages]), False
+
+
+def _room(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> Array:
+    """By shape, of one pipeline, and split: what recomputation adds to t of every stage at least; infinite
+    where nothing fits."""
+    table, _ = _table(question, shapes[0])
     added_s = np.full((len(shapes), len(table)), np.inf)
     for recompute in question.space.recompute:
         added_s = np.minimum(added_s, _added(question, shapes, table, recompute))
-    found = []
-    for (bound, shape), more_s in zip(pairs, added_s, strict=True):
-        others = shape.grad_accum - 1
-        times = others - (0.5 * min(shape.stages - 1, others) if shape.vpp == 1 else 0.0)
-        values_s = split_bounds(shape, bound.stages, table) if splits else np.array([bound.value_s])
-        fits = np.isfinite(more_s)
-        added = np.where(fits, times * np.where(fits, more_s, 0.0) * (1 - 1e-9), np.inf)
-        found.append(float((values_s + added).min()))
-    return found
+    return added_s
+
+
+def _values(
+    question: SearchProblem, bound: EqualBound, shape: EqualPipeline, more_s: Array
+) -> tuple[float, float]:
+    """The bound of a shape, and that of its splits that do not fit."""
+    others = shape.grad_accum - 1
+    times = others - (0.5 * min(shape.stages - 1, others) if shape.vpp == 1 else 0.0)
+    table, several = _table(question, shape)
+    values_s = split_bounds(shape, bound.stages, table) if several else np.array([bound.value_s])
+    fits = np.isfinite(more_s)
+    added = np.where(fits, times * np.where(fits, more_s, 0.0) * (1 - 1e-9), np.inf)
+    return float((values_s + added).min()), float(np.where(fits, np.inf, values_s).min())
 
 
 def _added(
@@ -94,7 +117,9 @@ def _added(
     again_s = _slope(question, shapes, recompute)
     fewest = table.min(axis=1).reshape(-1, 1)
     if not whole:
-        return np.asarray(np.where(fits, again_s * fewest, np.inf).min(axis=-1))
+        # Bounds of spaces without whole layers count it.
+        counted = least_recompute(question.space) == recompute
+        return np.asarray(np.where(fits, 0.0 if counted else again_s * fewest, np.inf).min(axis=-1))
     kept = vpp * np.maximum(largest.reshape(-1, 1) - counts, 0.0)
     repeated = np.maximum(fewest - kept, 0.0) if first.stages > 1 else np.minimum(fewest, counts)
     return np.asarray(np.where(fits, again_s * repeated, np.inf).min(axis=-1))

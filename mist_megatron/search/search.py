@@ -9,21 +9,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import lru_cache
+from functools import partial
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import InputError, NoFeasiblePlan
-from mist_megatron.search.bounds import EqualBound, SearchProblem, Solver
-from mist_megatron.search.choices import fractions
-from mist_megatron.search.equal import solve_equal
-from mist_megatron.search.experts import cut_to_experts
-from mist_megatron.search.families import MixedFamily, mixed_families
+from mist_megatron.search.bounds import SearchProblem, Solver
+from mist_megatron.search.families import mixed_families
 from mist_megatron.search.infeasible import Asked, no_plan
-from mist_megatron.search.kinds import cut_to_kinds, solve_kinds
 from mist_megatron.search.known import Item, Known
 from mist_megatron.search.layer_rules import PER_LAYER, PerLayer
-from mist_megatron.search.mixed import MixedBound, solve_mixed
-from mist_megatron.search.node_groups import cut_to_groups, solve_groups
 from mist_megatron.search.pipelines import (
     EqualPipeline,
     MixedPipeline,
@@ -31,10 +25,26 @@ from mist_megatron.search.pipelines import (
     families,
     shapes,
 )
-from mist_megatron.search.queue import Bound, Order, Orders, Pair, ordered, ordered_spread
+from mist_megatron.search.queue import (
+    Bounded,
+    Bounds,
+    Hand,
+    HandedQueue,
+    Order,
+    Orders,
+    Pair,
+    Queue,
+    bounded_of,
+    no_items,
+    ordered,
+    ordered_spread,
+)
 from mist_megatron.search.solution import Solution, Solved
-from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
+from mist_megatron.search.solve import solve, solve_told
+from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.stage_fronts import Tally
+from mist_megatron.search.ways import FEW_POINTS, Way, offload_points, questions_of, rivals_of
+from mist_megatron.spec.plan import Execution
 from mist_megatron.targets.rules import require_job
 
 ROUNDING = 1e-12  # relative, of sums of the same times in another order
@@ -119,23 +129,6 @@ class Watch:
     """What a user should know, though it changes no answer."""
 
 
-def every(shape: EqualPipeline) -> bool:
-    """No shape is left out."""
-    return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way of execution: prices, and what is searched of it."""
-
-    evaluator: StageEvaluator
-    limits: Limits = field(default_factory=Limits)
-    keeps: Callable[[EqualPipeline], bool] = every
-    """Whether a shape is searched in this way."""
-    mixes: bool = True
-    """Whether stages of different meshes are."""
-
-
 def search(
     evaluator: StageEvaluator,
     space: Space,
@@ -171,10 +164,10 @@ def search_ways(
             details=("try: the job without them and --links links.yaml, which chooses the nodes too",),
         )
     watch = watch or Watch()
-    ways, questions = _questions(ways, space, settings)
-    run = _Run(questions, settings, watch, (executor, at_once) if executor else None)
+    asked = questions_of(ways, space, settings.step, settings.solver)
+    run = _Run(asked, space, settings, watch, (executor, at_once) if executor else None)
     try:
-        order = run.ordered(ways)
+        order = run.ordered()
     except _Stopped as stopped:
         raise StoppedEmpty(stopped.status) from None
     status = run.all_of(order)
@@ -183,11 +176,10 @@ def search_ways(
             raise StoppedEmpty(status)
         if settings.below_s < math.inf:
             raise NoneFaster(min([settings.below_s, *run.open_bounds]), run.tally, len(order), run.solved)
-        raise no_plan(
-            [Asked(one.evaluator, one.space, way.limits) for one, way in zip(questions, ways, strict=True)]
-        )
+        every_way = zip(run.shared, run.ways, strict=True)
+        raise no_plan([Asked(one.evaluator, one.space, way.limits) for one, way in every_way])
     objective_s = run.best[0].value_s
-    best = next(one for one in questions if one.evaluator.job.execution == run.best[0].execution)
+    best = next(one for one in run.shared if one.evaluator.job.execution == run.best[0].execution)
     return SearchResult(
         solutions=tuple(found for found in run.best if found.value_s < WORST * objective_s),
         status=status,
@@ -199,44 +191,8 @@ def search_ways(
         tally=run.tally,
         known=tuple(
             one.known(question, run.proved[way])
-            for way, (one, question) in enumerate(zip(order.orders, questions, strict=True))
+            for way, (one, question) in enumerate(zip(order.orders, run.shared, strict=True))
         ),
-    )
-
-
-def _questions(
-    ways: Sequence[Way], space: Space, settings: Settings
-) -> tuple[list[Way], list[SearchProblem]]:
-    """What is asked of each way for which the limits leave something."""
-    found: list[tuple[Way, SearchProblem]] = []
-    refused: list[InputError] = []
-    for way in ways:
-        job = way.evaluator.job
-        try:
-            runnable = cut_to_target(space, job.target, job.training.precision, job.execution)
-            runnable = cut_to_groups(cut_to_kinds(cut_to_experts(runnable, job), space, job), job)
-            cut = apply_limits(runnable, way.limits)
-        except InputError as error:
-            refused.append(error)
-            continue
-        question = SearchProblem(
-            evaluator=way.evaluator, space=cut, step=settings.step, solver=settings.solver
-        )
-        found.append((way, question))
-    if not found:
-        raise refused[0]
-    return [way for way, _ in found], [question for _, question in found]
-
-
-FEW_POINTS = 128
-"""Below this many offload fractions per stage the whole grid costs hardly more than its corners: two kinds at
-the step of 1/8 are 81 points, and pricing a shape is then mostly the cost of the calls."""
-
-
-def _offload_points(questions: Sequence[SearchProblem]) -> int:
-    return max(
-        math.prod(len(fractions(allowed, question.step)) for allowed in question.space.offload.values())
-        for question in questions
     )
 
 
@@ -253,35 +209,45 @@ class _Run:
 
     def __init__(
         self,
-        questions: Sequence[SearchProblem],
+        asked: tuple[Sequence[Way], Sequence[SearchProblem]],
+        space: Space,
         settings: Settings,
         watch: Watch,
         executor: tuple[Executor, int] | None,
     ) -> None:
-        self.questions = [replace(question, tick=self.tick) for question in questions]
-        self.shared = questions
-        self.settings, self.watch, self.executor = settings, watch, executor
+        self.ways, self.shared = list(asked[0]), list(asked[1])
+        self.questions = [replace(question, tick=self.tick) for question in self.shared]
+        self.space, self.settings, self.watch, self.executor = space, settings, watch, executor
+        self.orders = Orders([])
+        self._after: dict[int, list[tuple[Way, HandedQueue]]] = {}
+        """By way: those after it, which have what does not fit in it."""
         self.best: list[Solution] = []
         """One of each shape, the fastest first."""
         self._of_shape: dict[EqualPipeline | MixedPipeline, Solution] = {}
+        self._bounds: dict[Execution, Bounds] = {}
         self.tally = Tally()
         self.solved = 0
         self._put_off: list[tuple[int, Pair]] = []
-        self.proved: list[dict[Item, float]] = [{} for _ in questions]
+        self.proved: list[dict[Item, float]] = [{} for _ in self.shared]
         """By way: seconds that no plan of an item beats."""
         self.under_way_s: list[float] = []
         """Bounds of what is being solved."""
         self.open_bounds: list[float] = []
         """Plans may be left that are as fast."""
 
-    def ordered(self, ways: Sequence[Way]) -> Orders:
+    def ordered(self) -> Orders:
         """All shapes and mixtures of all ways; what is known of the first bounds those after it."""
         orders: list[Order] = []
         known, items = list(self.settings.known), 0
-        for way, question in zip(ways, self.questions, strict=True):
+        for place, (way, question) in enumerate(zip(self.ways, self.questions, strict=True)):
             job, cut = question.evaluator.job, question.space
             if job.model.routed is not None:
-                orders.append(ordered_spread(question, list(families(job, cut, way.limits)), way.keeps))
+                spread = list(families(job, cut, way.limits))
+                least = None if way.least is None else self._asked([way.least])[0][1]
+                order = ordered_spread(
+                    question, spread, way.keeps, self._bounded(place), least, rivals_of(way, self.ways)
+                )
+                orders.append(order)
                 items += len(orders[-1])
                 continue
             mixed = []
@@ -298,8 +264,54 @@ class _Run:
             items += len(found) + len(mixed)
         if not items:
             asked = self.questions[-1]
-            raise explain_no_pipeline(asked.evaluator.job, asked.space, ways[-1].limits)
-        return Orders(orders)
+            raise explain_no_pipeline(asked.evaluator.job, asked.space, self.ways[-1].limits)
+        self.orders = Orders(orders)
+        return self.orders
+
+    def _bounded(self, way: int) -> Bounded:
+        """Bounds of shapes in a way; what is run again changes none of those that begin with nothing."""
+        question = self.questions[way]
+        alike = replace(question.evaluator.job.execution, recompute_modules=None)
+        return bounded_of(question, self._bounds.setdefault(alike, {}), self._hand_from(way))
+
+    def _hand_from(self, way: int) -> Hand | None:
+        """What does with shapes that do not fit in a way, where others come after it."""
+        return None if self.ways[way].after is tuple else partial(self._hand, way)
+
+    def _hand(self, way: int, short: Sequence[tuple[float, Item]]) -> None:
+        if not short:
+            return
+        if way not in self._after:
+            self._after[way] = [self._opened(*pair) for pair in self._asked(self.ways[way].after())]
+        for after, queue in self._after[way]:
+            queue.add(
+                [(s, item) for s, item in short if isinstance(item, EqualPipeline) and after.keeps(item)]
+            )
+
+    def _asked(self, ways: Sequence[Way]) -> list[tuple[Way, SearchProblem]]:
+        step, solver = self.settings.step, self.settings.solver
+        try:
+            return list(zip(*questions_of(ways, self.space, step, solver), strict=True))
+        except InputError:
+            return []  # what the limits leave of these is nothing
+
+    def _opened(self, way: Way, question: SearchProblem) -> tuple[Way, HandedQueue]:
+        """One more way."""
+        place = len(self.ways)
+        self.ways.append(way)
+        self.shared.append(question)
+        self.questions.append(replace(question, tick=self.tick))
+        self.proved.append({})
+        queue = HandedQueue(self._bounded(place))
+        self.orders.append(Order(queue, Queue([], [], no_items)))
+        return way, queue
+
+    def _settle(self, due: tuple[int, Pair], answer: Solved) -> None:
+        """Hands on what was seen not to fit only when it was solved."""
+        way, (bound, item) = due
+        hand = self._hand_from(way)
+        if hand is not None and answer.tally.over_memory:
+            hand([(bound.value_s, item)])
 
     def tick(self) -> None:
         status = self.watch.stop()
@@ -342,7 +354,7 @@ class _Run:
         try:
             # What must be beaten is as good as an incumbent, but for plans that are wanted besides.
             wanted = self._wants_more_than_below() or self.settings.below_s == math.inf
-            if _offload_points(self.questions) > FEW_POINTS and wanted:
+            if offload_points(self.questions) > FEW_POINTS and wanted:
                 self.quick(order)
             if self.best and self.best[0].value_s >= self.settings.below_s:
                 slow, self.best = self.best, []
@@ -386,6 +398,7 @@ class _Run:
             self.tick()
             beat_s = self._beat(item)
             answer = solve(self.questions[way], item, bound, beat_s)
+            self._settle(due, answer)
             self.proved[way][item] = min(
                 answer.left_s, answer.solution.value_s if answer.solution else beat_s
             )
@@ -412,13 +425,14 @@ class _Run:
     def _answers_of(self, executor: Executor, workers: int, order: Orders) -> Iterator[Solved]:
         """The same with so many items at a time in other processes. Where these break (one was killed, for
         its memory say), what they had not answered is put off until it is solved here."""
-        told = [pickle.dumps(question) for question in self.shared]
+        told: dict[int, bytes] = {}
         running: dict[Future[Solved], tuple[int, Pair]] = {}
         due: tuple[int, Pair] | None = None
         try:
             while True:
                 while len(running) < workers and (due := self._due(order)) is not None:
                     way, (bound, item) = due
+                    told[way] = told.get(way) or pickle.dumps(self.shared[way])
                     running[executor.submit(solve_told, told[way], item, bound, self._beat(item))] = due
                     due = None
                     self._under_way(running.values())
@@ -426,8 +440,9 @@ class _Run:
                     return
                 done, _ = wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED)
                 for future in done:
-                    yield future.result()
-                    del running[future]
+                    answer = future.result()
+                    self._settle(running.pop(future), answer)
+                    yield answer
                     self._under_way(running.values())
                 self.tick()
         except BrokenExecutor:
@@ -437,7 +452,9 @@ class _Run:
             self._under_way(left)
             for way, (bound, item) in left:
                 self.tick()
-                yield solve(self.questions[way], item, bound, self._beat(item))
+                answer = solve(self.questions[way], item, bound, self._beat(item))
+                self._settle((way, (bound, item)), answer)
+                yield answer
             self._under_way(())
         finally:
             for future in running:
@@ -468,24 +485,3 @@ def _is_its_own(solution: Solution) -> bool:
 
 POLL_S = 0.1
 """How often a search on other processes looks whether it should end."""
-
-
-def solve(question: SearchProblem, item: Item, bound: Bound, best_s: float) -> Solved:
-    """The best plan of a shape or mixture if it beats `best_s`."""
-    if isinstance(item, MixedFamily) and isinstance(bound, MixedBound):
-        return solve_mixed(question, item, bound, best_s)
-    assert isinstance(item, EqualPipeline) and isinstance(bound, EqualBound)
-    if item.order or len(question.evaluator.job.model.kinds) > 1:
-        return (solve_groups if item.order else solve_kinds)(question, item, best_s)
-    return solve_equal(question, item, bound, best_s)
-
-
-def solve_told(told: bytes, item: Item, bound: Bound, best_s: float) -> Solved:
-    """`solve` in another process, where the question is read once."""
-    return solve(_question(told), item, bound, best_s)
-
-
-@lru_cache(maxsize=64)
-def _question(told: bytes) -> SearchProblem:
-    question: SearchProblem = pickle.loads(told)
-    return question

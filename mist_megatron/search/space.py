@@ -59,6 +59,12 @@ class Space:
     """Whether experts are spread over ranks, and split."""
     dispatchers: tuple[Dispatcher, ...] = ("alltoall",)
     """How tokens may reach their experts."""
+    expert_overlap: bool = False
+    """Whether passes of neighbouring micro-batches may be paired while tokens travel ..."""
+    shared_expert_overlap: bool = False
+    """... and shared experts compute beside that, where the job leaves it open."""
+    cuda_graphs: bool = False
+    """Whether graphs may replay layers of mixtures."""
     tp_comm_overlap: bool = False
     """Whether tensor-parallel traffic may run beside products, where the job leaves it open."""
     decoupled_step: bool = False
@@ -100,6 +106,7 @@ class Space:
         found += ["sequence_parallel"] * self.sequence_parallel
         found += ["interleaving"] * self.interleaved + ["decoupled steps"] * self.decoupled_step
         found += ["ep", "etp"] * self.expert_parallel + ["dispatcher"] * (len(self.dispatchers) > 1)
+        found += ["tokens beside passes"] * self.expert_overlap + ["CUDA graphs"] * self.cuda_graphs
         found += ["cp"] * self.context_parallel + ["tp overlap"] * self.tp_comm_overlap
         found += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
         found += [f"offload.{kind}" for kind, allowed in self.offload.items() if allowed != "none"]
@@ -162,6 +169,9 @@ _SPACES = (
         context_parallel=True,
         expert_parallel=True,
         dispatchers=DISPATCHERS,
+        expert_overlap=True,
+        shared_expert_overlap=True,
+        cuda_graphs=True,
         tp_comm_overlap=True,
     ),
     Space(
@@ -242,6 +252,9 @@ _SPACES = (
         context_parallel=True,
         expert_parallel=True,
         dispatchers=DISPATCHERS,
+        expert_overlap=True,
+        shared_expert_overlap=True,
+        cuda_graphs=True,
         tp_comm_overlap=True,
         decoupled_step=True,
         zero=(0, 1, 2, 3),
@@ -323,7 +336,9 @@ def cut_to_target(
 
 
 LIMIT_KEYS = ("tp", "pp", "dp", "cp", "ep", "etp", "micro_batch", "grad_accum", "vpp", "zero")
-ON_OFF_KEYS = ("sequence_parallel", "tp_comm_overlap", "overlap_param_gather")
+EXPERT_SWITCHES = ("expert_overlap", "shared_expert_overlap", "cuda_graphs")
+"""Switches of execution of mixtures."""
+ON_OFF_KEYS = ("sequence_parallel", "tp_comm_overlap", "overlap_param_gather", *EXPERT_SWITCHES)
 """Switches that --fix sets: 1 for on, 0 for off."""
 SHORT = {"sp": "sequence_parallel"}
 FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *SHORT, "grad_bytes", "recompute", "dispatcher")
@@ -334,6 +349,7 @@ SWITCH_KEYS = (
     "decoupled_step",
     "tp_comm_overlap",
     "overlap_param_gather",
+    *EXPERT_SWITCHES,
     *(f"recompute.{kind}" for kind in SEARCHED),
     *(f"dispatcher.{kind}" for kind in DISPATCHERS),
     *(f"offload.{kind}" for kind in KINDS),

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import LayerCount, LayerSizes, StageGrid
-from mist_megatron.cost.terms import NO_SLOPE, Linear, totals
+from mist_megatron.cost.terms import NO_SLOPE, LayerLoad, Linear, totals
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import Array, Ints
 from mist_megatron.search.pipelines import EqualPipeline, Family
@@ -22,6 +23,46 @@ from mist_megatron.search.stage_prices import Times
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.term import Term
+
+Rival = tuple[StageEvaluator, StageEvaluator]
+"""Prices of a way of execution, and of the same with another dispatcher."""
+PIECES = (
+    "forward_collective_s",
+    "backward_collective_s",
+    "forward_exchange_s",
+    "backward_exchange_s",
+    "forward_inside_s",
+    "backward_inside_s",
+    "weight_grad_s",
+)
+"""Of a layer's load, what more of never makes a step shorter, as is compute that is not done inside."""
+
+
+def _outdone(rivals: Sequence[Rival], grid: StageGrid) -> NDArray[np.bool_]:
+    """Whether the other dispatcher is as fast in every piece of every layer, and holds the same."""
+    outdone = np.ones(len(grid.tp), dtype=bool)
+    for own, other in rivals:
+        if own.stage.memory != other.stage.memory:
+            return np.zeros(len(grid.tp), dtype=bool)
+        for role in (grid.role, StageRole.LAST):
+            loads = [evaluator.loads(replace(grid, role=role)) for evaluator in (own, other)]
+            for mine, theirs in zip(*([*load.blocks, load.head] for load in loads), strict=True):
+                if mine is not None and theirs is not None:
+                    outdone &= _no_less(mine, theirs)
+    return outdone
+
+
+def _no_less(mine: LayerLoad, theirs: LayerLoad) -> NDArray[np.bool_]:
+    pairs = [(getattr(mine, name), getattr(theirs, name)) for name in PIECES]
+    for name in ("forward", "backward"):
+        alone = [getattr(load, f"{name}_s") - getattr(load, f"{name}_inside_s") for load in (mine, theirs)]
+        pairs.append((alone[0], alone[1]))
+    found = [np.asarray(two <= one * (1.0 + 1e-12) + 1e-15) for one, two in pairs]
+    return np.asarray(np.logical_and.reduce(np.broadcast_arrays(*found)))
+
+
+MANY = 1e9
+"""Micro-batches, so many that the first and the last do not count."""
 
 
 class SpreadShapes:
@@ -32,13 +73,14 @@ class SpreadShapes:
         question: SearchProblem,
         families: Sequence[Family],
         keeps: Callable[[EqualPipeline], bool],
+        rivals: Sequence[Rival] = (),
     ) -> None:
         self._families, self._keeps = families, keeps
         of_family = [len(spreads) for _, spreads in families]
         self._rows = np.repeat(np.arange(len(families)), of_family)
         every = [spread for _, spreads in families for spread in spreads]
         self._spreads = np.array(every, dtype=np.float64).reshape(-1, 2)
-        floors_s = _floors(question, [shape for shape, _ in families], self._rows, self._spreads)
+        floors_s = _floors(question, [shape for shape, _ in families], self._rows, self._spreads, rivals)
         order = np.argsort(floors_s, kind="stable")
         self._order = order[: int(np.isfinite(floors_s).sum())]
         self.floors_s = floors_s[self._order]
@@ -83,8 +125,15 @@ class _Parts:
     """Of a stage with the even share of layers, after all passes."""
 
 
-def _floors(question: SearchProblem, shapes: Sequence[EqualPipeline], rows: Ints, spreads: Array) -> Array:
-    """Seconds that no plan of each shape beats; infinite where states alone do not fit."""
+def _floors(
+    question: SearchProblem,
+    shapes: Sequence[EqualPipeline],
+    rows: Ints,
+    spreads: Array,
+    rivals: Sequence[Rival],
+) -> Array:
+    """Seconds that no plan of each shape beats; infinite where states alone do not fit, and where tokens that
+    are sent otherwise are never slower."""
     sizes = np.array(
         [
             (
@@ -117,7 +166,11 @@ def _floors(question: SearchProblem, shapes: Sequence[EqualPipeline], rows: Ints
         parts = _parts(question, grid, stages)
         fits = np.stack([_fits(question, grid, stages, zero) for zero in (0.0, 1.0)])
         times_s = _steps(question, parts, stages, index.reshape(-1), own[:, 4], own[:, 5])
-        found[mine] = np.where(fits[(level > 0.0).astype(np.intp), index.reshape(-1)], times_s, np.inf)
+        here = fits[(level > 0.0).astype(np.intp), index.reshape(-1)]
+        if rivals:
+            sends = (grid.etp == 1.0) & (grid.ep > 1.0)
+            here = here & ~(sends & _outdone(rivals, grid))[index.reshape(-1)]
+        found[mine] = np.where(here, times_s, np.inf)
     return found
 
 
@@ -140,7 +193,8 @@ def _grid(question: SearchProblem, stage: tuple[int, int, bool, int], sizes: Lay
         dp=nodes * per_node / (sizes.tp * cp),
         tp=sizes.tp,
         zero=zero,
-        grad_accum=zero + 1.0,
+        # Passes that are paired with a neighbour's are all but some of the first and of the last.
+        grad_accum=zero + (MANY if job.execution.expert_overlap else 1.0),
         offload=alike(zero),
         ep=sizes.ep,
         etp=sizes.etp,

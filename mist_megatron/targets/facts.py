@@ -194,6 +194,12 @@ class MemoryFacts:
     goes, however many layers there are."""
     framework_bytes: float = 0.0
     """Allocated once: matrix-library workspaces, small buffers."""
+    pairs_layers: bool = False
+    """A layer of the next micro-batch runs forward beside each that runs backward."""
+    delays_weight_grads: bool = False
+    """Gradients of a layer's outputs wait until its weights' gradients are made."""
+    graph_buffers: int = 0
+    """Whole activations of a rank that graphs keep for each layer and micro-batch in flight."""
 
     def with_grad_bytes(self, execution: Execution) -> MemoryFacts:
         """The gradient buffer as wide as the plan asks for."""

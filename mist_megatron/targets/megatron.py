@@ -134,14 +134,26 @@ OVERLAP_BUFFERS = 10
 initialize_ub makes them: qkv, proj, fc1 and fc2 forward, their data gradients, and the weight gradients of
 qkv and fc1. No measured peak and no installed release was held against it."""
 
+GRAPH_BUFFERS = 2
+"""What a graph of a layer reads and what it gives stay in place, for each micro-batch in flight. DeepSeek-V3
+on 256 GB200 is said to take 7 GB more with graphs (arXiv 2603.07685), with this rule 8.8; no pair of measured
+peaks of a mixture differs in graphs alone."""
+
 
 def memory_facts(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
-    """Gradients and optimizer states as wide as the plan asks for, and buffers of traffic beside products."""
-    buffers = OVERLAP_BUFFERS if execution.tp_comm_overlap else 0
+    """Gradients and optimizer states as wide as the plan asks for, buffers of traffic beside products and of
+    graphs, and what passes that are paired layer by layer hold of both."""
     kept = facts.optimizer_bytes if execution.optimizer_bytes is None else execution.optimizer_bytes
-    facts = replace(facts.with_grad_bytes(execution), overlap_buffers=buffers, optimizer_bytes=kept)
     # Stepped in the first forward pass, offloaded weights leave while others run and come.
     stepped = facts.gradients_return and execution.decoupled_step
+    facts = replace(
+        facts.with_grad_bytes(execution),
+        overlap_buffers=OVERLAP_BUFFERS if execution.tp_comm_overlap else 0,
+        optimizer_bytes=kept,
+        pairs_layers=bool(execution.expert_overlap),
+        delays_weight_grads=bool(execution.delayed_weight_grad),
+        graph_buffers=GRAPH_BUFFERS if execution.cuda_graphs else 0,
+    )
     return replace(facts, weights_at_once=3) if stepped else facts
 
 

@@ -21,8 +21,10 @@ from mist_megatron.cost.predict import predict
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.search.execution import execution_choices
-from mist_megatron.search.search import SearchResult, Settings, Way, search_ways
+from mist_megatron.search.mixtures import module_sets
+from mist_megatron.search.search import SearchResult, Settings, search_ways
 from mist_megatron.search.space import Limits, space_named
+from mist_megatron.search.ways import ways_of
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.experts import ExpertSpec
@@ -36,9 +38,7 @@ from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
 
 JOBS = int(os.environ.get("MIST_TEST_EXPERT_JOBS", "2"))
-SPACE = replace(
-    space_named("full"), recompute=("full",), near_even=False, decoupled_step=False, tp_comm_overlap=False
-)
+SPACE = replace(space_named("full"), near_even=False, decoupled_step=False, tp_comm_overlap=False)
 """Even splits, which have a list of their own (`test_alike_stages.py`)."""
 
 
@@ -69,7 +69,8 @@ def small_mixture(rng: np.random.Generator) -> ModelSpec:
 
 def random_job(seed: int) -> Job:
     rng = np.random.default_rng(seed)
-    gpus = int(rng.choice([2, 4]))
+    closed = CLOSED[seed % len(CLOSED)]
+    gpus = int(rng.choice([2, 4])) if closed is CLOSED[0] else 2
     cluster = cluster_of(gpu("h100-sxm-80gb"), gpus, int(rng.choice([gpus, max(gpus // 2, 1)])))
     links = replace(cluster.links, inter_bytes_per_s=float(10.0 ** rng.uniform(9.0, 11.0)))
     limit = float(rng.choice([2.5, 4.0, 8.0, 70.0])) * 2**30
@@ -78,8 +79,20 @@ def random_job(seed: int) -> Job:
         training=TrainingSpec(global_batch=gpus * int(rng.choice([1, 2])), seq_len=1024),
         cluster=replace(cluster, links=links, memory_limit_bytes=limit),
         target="megatron",
-        execution=Execution(expert_imbalance=float(rng.choice([1.0, 1.2]))),
+        execution=replace(closed, expert_imbalance=float(rng.choice([1.0, 1.2]))),
     )
+
+
+CLOSED = (
+    Execution(
+        expert_overlap=False, shared_expert_overlap=False, cuda_graphs=(), recompute_modules=("moe_act",)
+    ),
+    Execution(expert_overlap=False, shared_expert_overlap=False),
+    Execution(cuda_graphs=()),
+    Execution(recompute_modules=("moe_act",)),
+)
+"""Tokens on their way, graphs and modules: no job leaves all of them open, which would have too many plans
+to list."""
 
 
 def evaluator_of(job: Job) -> StageEvaluator:
@@ -87,10 +100,8 @@ def evaluator_of(job: Job) -> StageEvaluator:
 
 
 def searched(job: Job, limits: Limits | None = None, **settings: int) -> SearchResult | None:
-    ways = [
-        Way(evaluator=evaluator_of(choice.job), limits=choice.limits, keeps=choice.keeps, mixes=choice.mixes)
-        for choice in execution_choices(job, SPACE, limits or Limits())
-    ]
+    choices = execution_choices(job, SPACE, limits or Limits())
+    ways = ways_of(choices, lambda choice: evaluator_of(choice.job))
     try:
         return search_ways(ways, SPACE, Settings(**settings))
     except NoFeasiblePlan:
@@ -104,11 +115,11 @@ def divisors(number: int) -> list[int]:
 def executions(job: Job, cp: int) -> Iterator[Execution]:
     """Every switch, however few of them the rules leave."""
     gpus, experts = job.cluster.gpus, job.model.routed
-    spreads = itertools.product(divisors(gpus), divisors(gpus), DISPATCHERS, (None, True))
-    for ep, etp, dispatcher, gather in spreads:
+    spreads = itertools.product(divisors(gpus), divisors(gpus), DISPATCHERS, (None, True), switches(job))
+    for ep, etp, dispatcher, gather, execution in spreads:
         if experts.count % ep == 0 and experts.ffn_hidden % etp == 0:
             yield replace(
-                job.execution,
+                execution,
                 context_parallel=cp,
                 expert_parallel=ep,
                 expert_tensor_parallel=etp,
@@ -117,6 +128,23 @@ def executions(job: Job, cp: int) -> Iterator[Execution]:
                 overlap_param_gather=gather,
                 fused_cross_entropy=True,
             )
+
+
+def switches(job: Job) -> list[Execution]:
+    """What of tokens on their way, graphs and modules the job leaves open: all graphs or none, or those of
+    attention alone where a whole mixture is run again."""
+    said = job.execution
+    beside = [(False, False)] if said.expert_overlap is False else [(None, None), (True, None), (None, True)]
+    sets = [said.recompute_modules] if said.recompute_modules else [None, *module_sets(job)]
+    found = []
+    for (passes, shared), modules in itertools.product(beside, sets):
+        dense = not passes and any(kind.experts is None for kind in job.model.kinds)
+        graphs = ("attn", *(["mlp"] if dense else []), "moe_router", "moe_preprocess")
+        alone = ("attn",) if modules is not None and "moe" in modules else None
+        for replayed in [None] if said.cuda_graphs == () else [None, graphs, alone]:
+            own = replace(said, recompute_modules=modules, cuda_graphs=replayed)
+            found.append(replace(own, expert_overlap=passes, shared_expert_overlap=shared))
+    return list(dict.fromkeys(found))
 
 
 def every_plan(job: Job) -> Iterator[Plan]:
@@ -132,7 +160,9 @@ def every_plan(job: Job) -> Iterator[Plan]:
             chunks = [count // vpp for count in split]
             if batch % (dp * micro_batch) or tp > inside or any(count % vpp for count in split):
                 continue
-            for again in range(min(chunks) + 1):
+            for again, kind in [*((k, "full") for k in range(min(chunks) + 1)), (0, "selective")]:
+                if kind == "selective" and execution.recompute_modules is None:
+                    continue
                 try:
                     plan = Plan(
                         model=job.model,
@@ -150,6 +180,7 @@ def every_plan(job: Job) -> Iterator[Plan]:
                                 micro_batch=micro_batch,
                                 zero=1 if zero else 0,
                                 ckpt=again * vpp,
+                                recompute=kind,
                             )
                             for count in split
                         ),

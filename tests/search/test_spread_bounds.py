@@ -13,9 +13,10 @@ from mist_megatron.search.execution import execution_choices
 from mist_megatron.search.experts import cut_to_experts
 from mist_megatron.search.pipelines import EqualPipeline, families, shapes
 from mist_megatron.search.queue import ordered_spread
-from mist_megatron.search.search import every, solve
+from mist_megatron.search.solve import solve
 from mist_megatron.search.space import Limits, cut_to_target
 from mist_megatron.search.spread import SpreadShapes, least_maximum
+from mist_megatron.search.ways import every
 
 
 @pytest.mark.parametrize("seed", [1, 3, 11, 12])
