@@ -58,10 +58,14 @@ class Expert:
 
     @property
     def job(self) -> Job:
-        """The same with everything open that a search chooses."""
+        """The same with everything open that a search chooses; numbers stay as wide as they are."""
+        said = self.plan.execution
         kept = Execution(
-            grad_bytes=self.plan.execution.grad_bytes,
-            deterministic=self.plan.execution.deterministic,
+            grad_bytes=said.grad_bytes,
+            deterministic=said.deterministic,
+            optimizer_bytes=said.optimizer_bytes,
+            quantization=said.quantization,
+            expert_imbalance=said.expert_imbalance,
         )
         return replace(job_of(self.plan), execution=kept)
 
@@ -81,7 +85,8 @@ def experts(folder: Path) -> list[Expert]:
             if plan is None or row.measured_s is None or plan.target not in SEARCHED or violations(plan):
                 continue
             expert = Expert(path.stem, row, plan)
-            key = repr((plan.model, plan.training, plan.cluster, plan.target))
+            widths = plan.execution.optimizer_bytes, plan.execution.quantization
+            key = repr((plan.model, plan.training, plan.cluster, plan.target, widths))
             best = fastest.get(key)
             if best is None or row.measured_s < (best.row.measured_s or 0.0):
                 fastest[key] = expert
@@ -137,6 +142,18 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object]]:
     yield "layers per stage", "/".join(str(stage.layers) for stage in stages) if _uneven(plan) else "even"
     yield "on the host", any(any(stage.offload.values()) for stage in stages)
     yield "tensor-parallel overlap", bool(execution.tp_comm_overlap)
+    if plan.model.routed is not None:
+        yield "ep", execution.ep
+        yield "etp", execution.etp
+        yield "dispatcher", execution.dispatcher
+        yield "tokens beside passes", bool(execution.expert_overlap)
+        yield "tokens beside shared experts", bool(execution.shared_expert_overlap)
+        yield "graphs", "+".join(execution.cuda_graphs or ()) or "none"
+        yield "modules", "+".join(execution.modules) if _some_again(plan) else "none"
+
+
+def _some_again(plan: Plan) -> bool:
+    return any(stage.recompute == "selective" for stage in plan.stages)
 
 
 def _uneven(plan: Plan) -> bool:

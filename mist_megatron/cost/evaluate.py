@@ -83,7 +83,8 @@ def make_evaluator(
     eight_bit = training.precision == "fp8"
     # Sizes that are symbols in the program.
     sizes = {"expert_parallel": None, "expert_tensor_parallel": None, "expert_imbalance": None}
-    execution = replace(job.execution, context_parallel=1, **sizes)
+    # When weights are gathered changes neither what a layer does nor what a stage holds.
+    execution = replace(job.execution, context_parallel=1, overlap_param_gather=None, **sizes)
     described = repr(
         (job.model, training.flash_attention, training.dropout, eight_bit, execution, job.target)
     )

@@ -45,7 +45,13 @@ class MixtureWay:
     def least(self) -> MixtureWay | None:
         """What holds least of it and of all after it; None where no way makes whole layers again."""
         every = [self, *(way.least for way in self.after)]
-        whole = [way for way in every if way is not None and way.limits.recompute in (None, "full")]
+        whole = [
+            way
+            for way in every
+            if way is not None
+            and way.limits.recompute in (None, "full")
+            and "recompute.full" not in way.limits.forbidden
+        ]
         return whole[0] if whole else None
 
 
@@ -69,7 +75,7 @@ def module_sets(job: Job) -> Iterator[tuple[Module, ...]]:
     kinds = job.model.kinds
     latent = any(kind.latent_attention is not None for kind in kinds)
     shared = any(kind.experts is not None and kind.experts.shared_ffn_hidden for kind in kinds)
-    dense = any(kind.experts is None for kind in kinds)
+    dense = _some_dense(job)
     delayed = job.training.precision == "fp8" and job.execution.quantization in (None, "delayed")
     cheap: tuple[Module, ...] = () if delayed else ("layernorm", "moe_act")
     up: tuple[Module, ...] = ("mla_up_proj",) if latent else ()
@@ -85,6 +91,11 @@ def module_sets(job: Job) -> Iterator[tuple[Module, ...]]:
         (*norm, *up, "moe", *(("mlp",) if dense else ())),
     )
     return (one for one in dict.fromkeys(sets) if one)
+
+
+def _some_dense(job: Job) -> bool:
+    """Whether some layers have an MLP without experts."""
+    return any(kind.experts is None and kind.has_mlp for kind in job.model.kinds)
 
 
 class _Ways:
@@ -183,7 +194,7 @@ class _Ways:
         said = self.job.execution.cuda_graphs
         if said:
             return said
-        dense = tokens != "beside passes" and any(kind.experts is None for kind in self.job.model.kinds)
+        dense = tokens != "beside passes" and _some_dense(self.job)
         return ("attn", *(("mlp",) if dense else ()), "moe_router", "moe_preprocess")
 
     def _way(
