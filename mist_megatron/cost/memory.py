@@ -123,8 +123,7 @@ def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, ro
     )
     # Offloaded tensors pass through the GPU: one layer's on the way out, one layer's on the way back.
     per_micro_batch_once = OFFLOAD.activations * _most([kind.present * kind.saved for kind in kinds])
-    if facts.pairs_layers:
-        per_micro_batch_once = per_micro_batch_once + _paired(kinds, facts)
+    per_micro_batch_once = per_micro_batch_once + _paired(kinds, facts)
     edge = _edge_activations(model, options, facts, role) + pipe.per_micro_batch
     edge = edge + sum((kind.present * kind.passing for kind in kinds[-1:]), start=ZERO)
     activations = IN_FLIGHT * (per_micro_batch + edge) + per_micro_batch_once
@@ -206,6 +205,8 @@ def _paired(kinds: Sequence[_Kind], facts: MemoryFacts) -> Expr:
     """Of the micro-batch behind, while one goes back layer by layer (model_chunk_schedule_plan.py of
     Megatron-core): each layer that is given back makes room for one that comes in, which is whole by then.
     The further chunk that interleaving warms up for it stands for the chunk that would come in."""
+    if not facts.pairs_layers:
+        return ZERO
     layers = [kind.saved + kind.forward for kind in kinds]
     if facts.delays_weight_grads:
         layers = [beside + kind.backward for beside, kind in zip(layers, kinds, strict=True)]
