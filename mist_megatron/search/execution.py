@@ -37,7 +37,7 @@ class ExecutionChoice:
     coprime: bool = False
     """Only shapes whose micro-batch has no divisor in common with the ranks that split sequences."""
     sends: bool = False
-    """Only shapes whose tokens go to other ranks: where they stay, all dispatchers do the same."""
+    """Only shapes whose tokens go to other ranks."""
     paired: bool | None = None
     """Only shapes whose neighbouring micro-batches can be paired layer by layer, or only others."""
     after: tuple[ExecutionChoice, ...] = ()
@@ -88,7 +88,6 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
                 _switched(job, variant, cp, dispatcher),
                 alone if variant.one_stage else limits,
                 gathers_beside=variant.gathers_beside,
-                sends=dispatcher not in (None, kinds[0]),
                 coprime=cp > 1 and limits.allows("cp", 1) and job.execution.context_parallel == 1,
             ),
             space,
