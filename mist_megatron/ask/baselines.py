@@ -45,9 +45,9 @@ def best_by_hand(asked: Job, searched: SearchResult) -> dict[str, float]:
         if name == searched.space.name:
             continue
         space = space_named(name)
-        choices = execution_choices(job, space, Limits())
-        ways = ways_of(choices, lambda choice: evaluator_for(choice.job)[0])
         try:
+            choices = execution_choices(job, space, Limits())
+            ways = ways_of(choices, lambda choice: evaluator_for(choice.job)[0])
             result = search_ways(ways, space, Settings(known=known))
         except (InputError, NoFeasiblePlan):
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def said_by(path: Path) -> Path:
         if (folder / "args.sh").is_file() and _is_megatron(folder):
             return folder / "train.sh"
         found = next((folder / name for name in _NAMES if (folder / name).is_file()), None)
+        if found is None and folder == path and (folder / "plan.yaml").is_file():
+            raise InputError(
+                f"{path}: its plan is no job of Megatron or DeepSpeed, whose files lint reads",
+                details=(f"try: mist-megatron predict {shlex.quote(str(folder / 'plan.yaml'))}",),
+            )
         if found is None and folder == path:
             raise InputError(
                 f"{path} is a folder without {', '.join(_NAMES[:-1])} or {_NAMES[-1]}",

@@ -22,14 +22,18 @@ def mixed_cluster(
 ) -> ClusterSpec:
     """The cluster of these words, by `read_gpu` of a GPU's name or profile. Nodes of all kinds have as many
     GPUs."""
-    groups, sizes = [], {}
+    groups: list[NodeGroup] = []
+    sizes: dict[str, int] = {}
     for part in text.split("+"):
         match = _PART.fullmatch(part)
         if match is None:
             raise InputError(f"--gpus: {part!r}; wanted such as 16xa100-sxm-80gb+16xh100-sxm-80gb")
         gpu, profile = read_gpu(match[2])
         one = cluster_of(gpu, int(match[1]), per_node)
-        groups.append(NodeGroup(gpu=gpu, nodes=one.nodes, profile=profile))
+        if groups and (groups[-1].gpu, groups[-1].profile) == (gpu, profile):  # told in two parts
+            groups[-1] = replace(groups[-1], nodes=groups[-1].nodes + one.nodes)
+        else:
+            groups.append(NodeGroup(gpu=gpu, nodes=one.nodes, profile=profile))
         sizes[gpu.name] = one.gpus_per_node
     if len(set(sizes.values())) > 1:
         said = ", ".join(f"{size} of {name}" for name, size in sizes.items())

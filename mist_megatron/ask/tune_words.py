@@ -189,15 +189,19 @@ def _settings(words: TuneWords) -> Settings:
         top=words["top"],
         solver=SOLVERS[words["solver"]],
         limits=limits,
-        per_layer=per_layer_of(words["strategies_per_stage"], words["balance"]),
+        per_layer=per_layer_of(words["strategies_per_stage"], words["balance"], words["space"]),
     )
 
 
-def per_layer_of(most: str, balance: str) -> PerLayer:
+def per_layer_of(most: str, balance: str, space: str | Space) -> PerLayer:
     """How strategies per layer are searched."""
     if str(most) != "full" and not (str(most).isdecimal() and int(most) > 0):
         raise InputError(f"--strategies-per-stage is {most}; wanted a number from 1 on, or full")
     check.known("--balance", "way", balance, get_args(Balance))
+    if space_of(space).layerwise is None:
+        said = {"--strategies-per-stage": str(most) != "2", "--balance exact": balance == "exact"}
+        for option in (option for option, asked in said.items() if asked):
+            raise InputError(f"{option} is of spaces with a strategy per layer, such as galvatron-bmw")
     way: Balance = "exact" if balance == "exact" else "heuristic"
     return PerLayer(most=None if str(most) == "full" else int(most), balance=way)
 

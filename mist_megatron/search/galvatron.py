@@ -97,6 +97,10 @@ def _require_plain(evaluator: StageEvaluator, limits: Limits) -> None:
     said = [*odd, *sorted(limits.forbidden), *(["recompute"] if limits.recompute else [])]
     if said:
         raise InputError(f"spaces with a strategy per layer know no limit of {said[0]}; wanted {', '.join(KNOWN_LIMITS)}")  # fmt: skip  # noqa: E501
+    if job.cluster.groups:
+        raise InputError(
+            f"spaces with a strategy per layer are not searched on {job.cluster.words}; wanted one kind"
+        )
     if job.cluster.links.matrix is not None:
         raise InputError("cluster: spaces with a strategy per layer price all nodes alike; wanted no links")
     if job.model.routed is not None or job.model.mtp_layers or job.execution.context_parallel > 1:

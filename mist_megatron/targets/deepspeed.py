@@ -94,6 +94,7 @@ PATCHED_CAPABILITY = replace(
     # Fractions of offloaded bytes count layers as equal.
     layer_kinds=False,
     layer_widths=False,
+    model_parts=("norms of query and key heads", "norms after attention and MLP"),
     # The patch pipeline_stages configures a PipelineModule stage by stage. Without ZeRO, DeepSpeed 0.19.8
     # clips each stage by a norm of its own in fp32, and its bf16 optimizer cannot load in a pipeline what it
     # saved; 2 and 3 it refuses there.

@@ -154,3 +154,13 @@ def _with(path, key, value):
     changed = path.with_name("changed.yaml")
     changed.write_text(yaml.safe_dump(plan))
     return changed
+
+
+def test_a_folder_with_no_job_of_a_framework_names_what_reads_it(mist, tmp_path):
+    out = tmp_path / "run"
+    words = ("--model", "gpt3-1.3b", "--gpus", "2", "--gpu", "a100-sxm-80gb", "--global-batch", "4")
+    done = mist("tune", *words, "--target", "torch", "--space", "galvatron-dp", "--out", str(out))
+    assert done.code == 0
+    refused = mist("lint", str(out))
+    assert refused.code == 2 and "no job of Megatron or DeepSpeed" in refused.err
+    assert f"mist-megatron predict {out}" in refused.err

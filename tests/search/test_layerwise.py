@@ -194,3 +194,12 @@ def test_limits_that_it_does_not_know_are_refused() -> None:
         mm.tune(**MODEL, gpus=8, space="galvatron", fix="sp=1")
     with pytest.raises(InputError, match="--strategies-per-stage is none; wanted a number"):
         mm.tune(**MODEL, gpus=8, space="galvatron", strategies_per_stage="none")
+    with pytest.raises(InputError, match="--balance exact is of spaces with a strategy per layer"):
+        mm.tune(**MODEL, gpus=8, space="full", balance="exact")
+    with pytest.raises(InputError, match="not searched on 4 x a100-sxm-80gb \\+ 4 x h100-sxm-80gb"):
+        words = {**MODEL, "gpu": None, "gpus": "4xa100-sxm-80gb+4xh100-sxm-80gb", "gpus_per_node": 4}
+        mm.tune(**words, space="galvatron")
+
+
+def test_spaces_by_hand_that_torch_does_not_run_are_left_out() -> None:
+    assert mm.tune(**MODEL, gpus=4, space="deepspeed").to_dict()["gain"] == {}

@@ -19,6 +19,7 @@ from mist_megatron.search.execution import execution_choices
 from mist_megatron.search.node_groups import cut_to_groups
 from mist_megatron.search.search import Settings
 from mist_megatron.search.space import Limits, space_named
+from mist_megatron.spec.cluster import NodeGroup
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.rules import violations
@@ -140,7 +141,11 @@ def test_kinds_that_are_alike_find_what_one_kind_does():
     """Two groups of the same GPU: the same plan as of one cluster, whose stages may differ in layers too."""
     same, limits = "2xa100-sxm-40gb+2xa100-sxm-40gb", Limits(fixed={**FIXED, "pp": 2})
     settings, hand = Settings(limits=limits), space_named("megatron")
-    found = tune(asked(same, "megatron", "9GiB"), space=hand, settings=settings)
+    merged = asked(same, "megatron", "9GiB")
+    assert merged.cluster.groups == () and merged.cluster.nodes == 2
+    group = NodeGroup(gpu=merged.cluster.gpu, nodes=1, profile=merged.cluster.profile)
+    apart = replace(merged, cluster=replace(merged.cluster, groups=(group, group)))
+    found = tune(apart, space=hand, settings=settings)
     plain = job(
         model=MODEL, gpus=4, gpu="a100-sxm-40gb", gpus_per_node=2, global_batch=8, precision="fp16",
         memory_limit="9GiB",
