@@ -19,6 +19,7 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import Dispatcher
 from mist_megatron.spec.recompute import Module
 from mist_megatron.targets.facts import ExecutionVariant
+from mist_megatron.targets.megatron_rules import no_context
 from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
 
@@ -178,6 +179,7 @@ def context_sizes(job: Job, space: Space, limits: Limits) -> list[int]:
     if asked > 1:
         return [asked] if limits.allows("cp", asked) else []
     able = space.context_parallel and TARGETS[job.target].capability.context_parallel and job.model.alike
+    able = able and no_context(job.model, job.training, job.execution.context_exchange) is None
     return [cp for cp in _powers_of_two(job) if limits.allows("cp", cp) and (able or cp == 1)]
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from mist_megatron.spec.kinds import ContextExchange
 from mist_megatron.spec.mesh import shares_out
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.recompute import PARTIAL, Module
+from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.megatron_switches import switch_rules
 
 
@@ -142,6 +144,19 @@ def _context(plan: Plan) -> Iterator[str]:
         yield f"context_parallel {cp}: twice it must divide the sequence of {plan.training.seq_len} (A:1336)"
     if plan.execution.context_exchange == "a2a":
         yield from _heads_apart(plan)
+    reason = no_context(plan.model, plan.training, plan.execution.context_exchange)
+    if cp > 1 and reason is not None:
+        yield f"context_parallel {cp}: {reason}"
+
+
+def no_context(model: ModelSpec, training: TrainingSpec, exchange: ContextExchange | None) -> str | None:
+    """Why Transformer Engine splits no sequences of a model (2.5.0, dot_product_attention/utils.py,
+    get_attention_backend, and context_parallel.py, attn_forward_func_with_cp)."""
+    if not training.flash_attention:
+        return "attention that is not fused knows no split sequences, wanted flash_attention: true"
+    if exchange != "a2a" and any(kind.attends and kind.window is not None for kind in model.kinds):
+        return "attention over a window cannot go round the ring, wanted context_exchange: a2a"
+    return None
 
 
 def _heads_apart(plan: Plan) -> Iterator[str]:

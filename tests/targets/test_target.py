@@ -93,3 +93,24 @@ def test_a_mixture_that_cannot_learn_is_refused_before_a_search() -> None:
             Settings(),
         )
     assert not job_rules(replace(alone, experts=replace(alone.experts, top_k=2)), "bf16", "megatron")
+
+
+def test_sequences_are_split_where_transformer_engine_does() -> None:
+    """Its ring knows no windows, and only fused attention knows split sequences (read in 2.5.0)."""
+    plan = plan_with(Offload(), "bf16")
+    two = replace(plan.stages[0], dp=4, micro_batch=2)
+    split = replace(plan, stages=(two,), execution=replace(plan.execution, context_parallel=2))
+    window = replace(split, model=replace(split.model, window=512))
+    assert not violations(split)
+    assert any("round the ring" in rule for rule in violations(window))
+    shared = replace(window, execution=replace(window.execution, context_exchange="a2a"))
+    assert not violations(shared)
+    plain = replace(split, training=replace(split.training, flash_attention=False))
+    assert any("not fused" in rule for rule in violations(plain))
+    sizes = [
+        choice.job.execution.context_parallel
+        for choice in execution_choices(
+            job_of(replace(plan, model=window.model)), space_named("full"), Limits()
+        )
+    ]
+    assert set(sizes) == {1}
