@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import unicodedata
 from difflib import get_close_matches
 
@@ -12,8 +12,11 @@ from mist_megatron.errors import InputError
 def positive(where: str, **values: float | None) -> None:
     """Every given number is finite and above zero."""
     for name, value in values.items():
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise InputError(f"{where}: {name} is {value}; wanted a number above 0")
+        if value is None or 0 < value <= sys.float_info.max:
+            continue
+        huge = isinstance(value, int) and value > 0
+        got = "hundreds of digits long" if huge else value
+        raise InputError(f"{where}: {name} is {got}; wanted a number above 0")
 
 
 def at_least(where: str, least: int, **values: int) -> None:

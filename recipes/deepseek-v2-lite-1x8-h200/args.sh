@@ -46,18 +46,18 @@ MEGATRON_ARGS=(
   --global-batch-size 512
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 1
-  --expert-model-parallel-size 2
+  --expert-model-parallel-size 4
   --expert-tensor-parallel-size 1
   --moe-token-dispatcher-type flex
   --moe-flex-dispatcher-backend deepep
   --moe-grouped-gemm
   --moe-permute-fusion
+  --moe-shared-expert-overlap
   --use-distributed-optimizer
+  --cuda-graph-impl transformer_engine
+  --cuda-graph-modules attn mlp moe_router moe_preprocess
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
   --overlap-param-gather
   --cross-entropy-loss-fusion
-  --recompute-granularity full
-  --recompute-method block
-  --recompute-num-layers 2
 )

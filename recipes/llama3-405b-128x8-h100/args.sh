@@ -32,7 +32,7 @@ MEGATRON_ARGS=(
   --pipeline-model-parallel-size 8
   --context-parallel-size 2
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tL'
+  --pipeline-model-parallel-layout 'E|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|L'
   --use-distributed-optimizer
   --optimizer-cpu-offload
   --use-precision-aware-optimizer
@@ -42,5 +42,5 @@ MEGATRON_ARGS=(
   --overlap-param-gather
   --tp-comm-overlap
   --cross-entropy-loss-fusion
-  --optimizer-offload-fraction 0.625
+  --optimizer-offload-fraction 0.375
 )

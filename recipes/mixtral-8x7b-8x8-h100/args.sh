@@ -41,8 +41,11 @@ MEGATRON_ARGS=(
   --moe-flex-dispatcher-backend deepep
   --moe-grouped-gemm
   --moe-permute-fusion
-  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
+  --overlap-moe-expert-parallel-comm
+  --pipeline-model-parallel-layout 'Ettt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|tt|tt|tt|ttL'
   --use-distributed-optimizer
+  --cuda-graph-impl transformer_engine
+  --cuda-graph-modules attn moe_router moe_preprocess
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
   --overlap-param-gather

@@ -53,7 +53,10 @@ MEGATRON_ARGS=(
   --moe-flex-dispatcher-backend deepep
   --moe-grouped-gemm
   --moe-permute-fusion
+  --overlap-moe-expert-parallel-comm
   --use-distributed-optimizer
+  --cuda-graph-impl transformer_engine
+  --cuda-graph-modules attn moe_router moe_preprocess
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
   --overlap-param-gather

@@ -32,22 +32,26 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 4
+  --micro-batch-size 8
   --global-batch-size 512
-  --tensor-model-parallel-size 1
+  --tensor-model-parallel-size 2
   --pipeline-model-parallel-size 1
+  --sequence-parallel
   --expert-model-parallel-size 8
   --expert-tensor-parallel-size 1
   --moe-token-dispatcher-type flex
   --moe-flex-dispatcher-backend deepep
   --moe-grouped-gemm
   --moe-permute-fusion
+  --overlap-moe-expert-parallel-comm
   --use-distributed-optimizer
+  --cuda-graph-impl transformer_engine
+  --cuda-graph-modules attn moe_router moe_preprocess
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
   --overlap-param-gather
+  --tp-comm-overlap
   --cross-entropy-loss-fusion
-  --recompute-granularity full
-  --recompute-method block
-  --recompute-num-layers 3
+  --recompute-granularity selective
+  --recompute-modules layernorm moe_act
 )

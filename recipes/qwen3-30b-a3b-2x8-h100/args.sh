@@ -32,22 +32,22 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 2
+  --micro-batch-size 1
   --global-batch-size 1024
   --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 4
-  --expert-model-parallel-size 4
+  --pipeline-model-parallel-size 1
+  --expert-model-parallel-size 16
   --expert-tensor-parallel-size 1
   --moe-token-dispatcher-type flex
   --moe-flex-dispatcher-backend deepep
   --moe-grouped-gemm
   --moe-permute-fusion
-  --pipeline-model-parallel-layout 'Et*12|t*13|t*13|t*10L'
+  --overlap-moe-expert-parallel-comm
   --use-distributed-optimizer
+  --cuda-graph-impl transformer_engine
+  --cuda-graph-modules attn moe_router moe_preprocess
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
+  --overlap-param-gather
   --cross-entropy-loss-fusion
-  --recompute-granularity full
-  --recompute-method block
-  --recompute-num-layers 2
 )
