@@ -292,11 +292,14 @@ def searched(
         evaluator, origin = evaluator_of(job)
         return search_layerwise(evaluator, space, settings, means.watch), {job.execution: (evaluator, origin)}
     origins: dict[Execution, tuple[StageEvaluator, str]] = {}
+    alike: dict[Execution, StageEvaluator] = {}
 
     def priced(choice: ExecutionChoice) -> StageEvaluator:
         execution = choice.job.execution
         if execution not in origins:
             origins[execution] = evaluator_of(choice.job)
+            beside = replace(execution, tp_comm_overlap=None, overlap_param_gather=None, expert_overlap=None)
+            origins[execution][0].share(alike.setdefault(beside, origins[execution][0]))
         return origins[execution][0]
 
     ways = ways_of(execution_choices(job, space, settings.limits), priced)

@@ -135,6 +135,13 @@ class StageEvaluator:
         self._bound: dict[tuple[object, ...], Program] = {}
         """Programs of memory in which what a search asks again and again is fixed."""
 
+    def share(self, other: StageEvaluator) -> None:
+        """Takes what another one has priced of layers, and gives it what it prices, where layers do the same:
+        of a job that differs in what runs beside what."""
+        one, two = self.stage, other.stage
+        if (one.program, one.items, one.uses) == (two.program, two.items, two.uses):
+            self._memo = other._memo
+
     @property
     def time_context(self) -> TimeContext:
         """Prices, overlaps and byte widths that the stages of this job have in common."""

@@ -248,7 +248,7 @@ class _Run:
                     question, spread, way.keeps, self._bounded(place), least, rivals_of(way, self.ways)
                 )
                 orders.append(order)
-                items += len(orders[-1])
+                items += sum(map(way.keeps, (shape for shape, _ in spread)))
                 continue
             mixed = []
             for mixture in mixed_families(job, cut, way.limits) if way.mixes else ():
