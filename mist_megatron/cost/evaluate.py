@@ -102,7 +102,7 @@ def make_evaluator(
 
 _READ: dict[tuple[Store, str], StageProgram] = {}
 """Programs that this process has from a cache: a search asks for the same in each way of execution."""
-MOST_READ = 64
+MOST_READ = 256
 MOST_BOUND = 256
 """Programs that are kept: each takes about as much memory as its source."""
 

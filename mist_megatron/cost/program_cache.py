@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -36,11 +37,19 @@ class Store(Protocol):
 def program_key(description: str) -> str:
     """Hash of a description of the model and target, and of the sources that turn it into a program."""
     digest = hashlib.sha256(f"{_FORMAT}\n{description}\n".encode())
+    digest.update(_sources())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _sources() -> bytes:
+    """Of this process: what was imported does not change."""
+    digest = hashlib.sha256()
     package = Path(__file__).parent.parent
     for path in sorted(path for room in SOURCES for path in (package / room).rglob("*.py")):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return digest.digest()
 
 
 def load_or_build(store: Store | None, description: str, build: Callable[[], StageProgram]) -> StageProgram:

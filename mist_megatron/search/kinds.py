@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from mist_megatron.cost.grid import Ends as Kinds
 from mist_megatron.cost.grid import LayerCount, StageGrid
 from mist_megatron.cost.predict import predict
-from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.bounds import SearchProblem, least_recompute
 from mist_megatron.search.choices import AXES, Array, Choices, Ints, slot_at, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, steady_s
@@ -193,7 +193,9 @@ def _priced(question: SearchProblem, shape: EqualPipeline, recompute: Recompute,
         for fits in found[role].fits.values():
             tally.priced += fits.size
             tally.over_memory += int((~fits).sum())
-    return _Priced(shape, layers, found, axes, least_seconds(question, shape), starts)
+    # Where a stage fits nowhere no time is asked for.
+    some = all(fits.any() for slots in found.values() for fits in slots.fits.values())
+    return _Priced(shape, layers, found, axes, least_seconds(question, shape) if some else np.inf, starts)
 
 
 def least_seconds(question: SearchProblem, shape: EqualPipeline) -> float:
@@ -203,7 +205,7 @@ def least_seconds(question: SearchProblem, shape: EqualPipeline) -> float:
     axes = {name: np.zeros((1,) * len(AXES)) for name in AXES}
     axes["zero"] = axes["zero"] + float(min(shape.zero))
     some = [(0, shape.vpp)], (((0, 0),) * shape.vpp, None)
-    grid = _grid(question, shape, some, axes, 0, "full")
+    grid = _grid(question, shape, some, axes, 0, least_recompute(question.space))
     slopes = Times.of(question.evaluator, grid).stable.slopes
     each_s = [float(slope.per_layer.min()) for slope in slopes]
     return sum(each_s[place] for place in model.kind_of_layer) / shape.vpp
@@ -264,12 +266,14 @@ def _price_role(
         grid = _grid(question, shape, alike, axes, positions[0], recompute)
         valid = flat(choices.valid(0, {**axes, "ckpt": axes["ckpt"] - grid.layers}), len(rows))
         valid = valid & flat(axes["ckpt"] <= grid.layers, len(rows))
-        for name, values in _seconds(question, shape, grid).items():
-            parts[name][rows] = np.where(valid, flat(values, len(rows)), np.inf)
         for position in positions:
             held = slot_at(shape, position, 1).held
             peaks = evaluator.peak_bytes(replace(grid, in_flight=np.full_like(grid.in_flight, held)))
             fits[position][rows] = valid & flat(peaks <= evaluator.limit_bytes, len(rows))
+        if not any(fits[position][rows].any() for position in positions):
+            continue
+        for name, values in _seconds(question, shape, grid).items():
+            parts[name][rows] = np.where(valid, flat(values, len(rows)), np.inf)
     place = {slot: row for row, slot in enumerate(every)}
     return _Slots(place, parts["t"], parts["longer"], parts["d"], parts["step"], parts["in_turn"], fits)
 

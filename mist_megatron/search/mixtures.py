@@ -81,15 +81,12 @@ def module_sets(job: Job) -> Iterator[tuple[Module, ...]]:
     up: tuple[Module, ...] = ("mla_up_proj",) if latent else ()
     inner: tuple[Module, ...] = (*(("shared_experts",) if shared else ()), *(("mlp",) if dense else ()))
     norm: tuple[Module, ...] = cheap[:1]
-    sets: tuple[tuple[Module, ...], ...] = (
-        cheap[1:],
-        cheap,
-        up,
-        (*cheap, *up),
-        (*cheap, *up, *inner),
-        ("moe",),
-        (*norm, *up, "moe", *(("mlp",) if dense else ())),
-    )
+    heavy: tuple[Module, ...] = (*norm, *up, "moe", *(("mlp",) if dense else ()))
+    sets: tuple[tuple[Module, ...], ...]
+    sets = cheap[1:], cheap, up, (*cheap, *up), (*cheap, *up, *inner), ("moe",), heavy
+    if len(kinds) > 1:
+        # Each is a search of all splits there.
+        sets = cheap, up or cheap, (*cheap, *up), heavy
     return (one for one in dict.fromkeys(sets) if one)
 
 

@@ -6,6 +6,7 @@ is it looked at: whether it may fit at all, and what its own bound is.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -133,18 +134,29 @@ class SpreadQueue(Queue):
 
     at_once = 1.1
 
-    def __init__(self, shapes: SpreadShapes, bounded: Bounded) -> None:
-        self._shapes = shapes
+    def __init__(
+        self, shapes: Callable[[], SpreadShapes], bounded: Bounded, least_s: float, count: int
+    ) -> None:
+        self._made, self._least_s, self._count = shapes, least_s, count
+        self._shapes: SpreadShapes | None = None
+        """None until something below that least may be wanted."""
         super().__init__([], [], bounded)
 
     def __len__(self) -> int:
-        return len(self._shapes) + len(self._ready)
+        return self._count if self._shapes is None else len(self._shapes) + len(self._ready)
 
     def _floor_s(self) -> float | None:
+        if self._shapes is None:
+            return self._least_s if math.isfinite(self._least_s) else None
         left_s = self._shapes.left_s
         return float(left_s[0]) if len(left_s) else None
 
     def _look(self, limit_s: float) -> None:
+        if self._shapes is None:
+            if limit_s < self._least_s:
+                return
+            self._shapes = self._made()
+            limit_s = min([limit_s, *(s * self.at_once for s in self._shapes.left_s[:1])])
         batch = self._shapes.below(limit_s)
         least_s = {shape: floor_s for floor_s, shape in batch}
         for bound, item in self._bounded([shape for _, shape in batch]):
@@ -155,7 +167,8 @@ class SpreadQueue(Queue):
         self._shapes.take(limit_s)
 
     def left_s(self) -> list[float]:
-        return [value_s for value_s, _, _ in self._ready[self.given :]] + list(self._shapes.left_s)
+        left_s = [self._least_s] if self._shapes is None else list(self._shapes.left_s)
+        return [value_s for value_s, _, _ in self._ready[self.given :]] + left_s
 
     def known(self) -> Mapping[Item, float]:
         return {item: value_s for value_s, _, (_, item) in self._ready}
@@ -296,13 +309,17 @@ def ordered_spread(
     bounded: Bounded | None = None,
     least: SearchProblem | None = None,
     rivals: Sequence[Rival] = (),
+    least_s: float = 0.0,
 ) -> Order:
-    """The same of models with experts, spread in every way; `least` asks for what holds least of all."""
+    """The same of models with experts, spread in every way; `least` asks for what holds least of all, and no
+    plan takes less than `least_s`."""
     bounded = bounded or bounded_of(question)
     if least is not None and len(question.evaluator.job.model.kinds) == 1:
         bounded = partial(_of_possible, least, bounded)
-    shapes = SpreadShapes(question, [family for family in found if _keeps_some(family, keeps)], keeps, rivals)
-    return Order(SpreadQueue(shapes, bounded), Queue([], [], bounded))
+    kept = [family for family in found if _keeps_some(family, keeps)]
+    shapes = partial(SpreadShapes, question, kept, keeps, rivals)
+    count = sum(len(spreads) for _, spreads in kept)
+    return Order(SpreadQueue(shapes, bounded, least_s, count), Queue([], [], bounded))
 
 
 def _keeps_some(family: Family, keeps: Callable[[EqualPipeline], bool]) -> bool:

@@ -18,11 +18,11 @@ from mist_megatron.search.families import mixed_families
 from mist_megatron.search.infeasible import Asked, no_plan
 from mist_megatron.search.known import Item, Known
 from mist_megatron.search.layer_rules import PER_LAYER, PerLayer
+from mist_megatron.search.leaders import Leaders
 from mist_megatron.search.pipelines import (
     EqualPipeline,
     MixedPipeline,
     explain_no_pipeline,
-    families,
     shapes,
 )
 from mist_megatron.search.queue import (
@@ -196,6 +196,11 @@ def search_ways(
     )
 
 
+def _routed(questions: Sequence[SearchProblem]) -> bool:
+    """Whether there are experts."""
+    return questions[0].evaluator.job.model.routed is not None
+
+
 class _Stopped(Exception):
     """The watch wants the search to end."""
 
@@ -239,13 +244,15 @@ class _Run:
         """All shapes and mixtures of all ways; what is known of the first bounds those after it."""
         orders: list[Order] = []
         known, items = list(self.settings.known), 0
+        leaders = Leaders(self.ways, self.questions) if _routed(self.questions) else None
         for place, (way, question) in enumerate(zip(self.ways, self.questions, strict=True)):
             job, cut = question.evaluator.job, question.space
-            if job.model.routed is not None:
-                spread = list(families(job, cut, way.limits))
+            if leaders is not None:
+                spread = leaders.families(place)
                 least = None if way.least is None else self._asked([way.least])[0][1]
+                rivals, least_s = rivals_of(way, self.ways), leaders.floor_s(place)
                 order = ordered_spread(
-                    question, spread, way.keeps, self._bounded(place), least, rivals_of(way, self.ways)
+                    question, spread, way.keeps, self._bounded(place), least, rivals, least_s
                 )
                 orders.append(order)
                 items += sum(map(way.keeps, (shape for shape, _ in spread)))

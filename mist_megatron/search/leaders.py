@@ -1,0 +1,76 @@
+"""Floors of many ways of execution at once: of those that differ in switches that only gain time, the one
+that has all of them set is a floor of the others, which are looked at when it is no more than what is found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.pipelines import Family, families
+from mist_megatron.search.space import Limits
+from mist_megatron.search.spread import SpreadShapes
+from mist_megatron.search.ways import Way, every
+from mist_megatron.spec.plan import Execution
+
+GAIN = ("tp_comm_overlap", "overlap_param_gather", "expert_overlap", "cuda_graphs")
+"""Switches of execution that take memory and never time, where a shape may have them."""
+
+
+class Leaders:
+    """Shapes of ways, and seconds that no plan of a way beats."""
+
+    def __init__(self, ways: Sequence[Way], questions: Sequence[SearchProblem]) -> None:
+        self._pairs = list(zip(ways, questions, strict=True))
+        self._families: dict[object, list[Family]] = {}
+        groups: dict[object, list[int]] = {}
+        for place, (_, question) in enumerate(self._pairs):
+            groups.setdefault(_alike(question.evaluator.job.execution), []).append(place)
+        self._leader = {
+            place: max(members, key=lambda member: len(_gains(self._execution(member))))
+            for members in groups.values()
+            for place in members
+        }
+        self._widest = {
+            place: max(members, key=lambda member: len(self.families(member)))
+            for members in groups.values()
+            for place in members
+        }
+        self._floors: dict[tuple[int, int], float] = {}
+
+    def _execution(self, place: int) -> Execution:
+        return self._pairs[place][1].evaluator.job.execution
+
+    def families(self, place: int) -> list[Family]:
+        """Shapes of a way; made once for those that have the same."""
+        way, question = self._pairs[place]
+        execution, limits = self._execution(place), way.limits
+        key = _alike(execution), execution.tp_comm_overlap, _sizes(limits)
+        if key not in self._families:
+            self._families[key] = list(families(question.evaluator.job, question.space, limits))
+        return self._families[key]
+
+    def floor_s(self, place: int) -> float:
+        """Seconds that no plan of a way beats; 0 where none of the others tells."""
+        leader, widest = self._leader[place], self._widest[place]
+        if not _gains(self._execution(place)) <= _gains(self._execution(leader)):
+            return 0.0
+        if (leader, widest) not in self._floors:
+            shapes = SpreadShapes(self._pairs[leader][1], self.families(widest), every)
+            self._floors[leader, widest] = float(min(shapes.floors_s, default=math.inf))
+        own, most = self.families(place), self.families(widest)
+        return self._floors[leader, widest] if own is most or set(own) <= set(most) else 0.0
+
+
+def _alike(execution: Execution) -> object:
+    shared = execution.shared_expert_overlap
+    return execution.context_parallel, execution.dispatcher, execution.ep, execution.etp, shared
+
+
+def _sizes(limits: Limits) -> object:
+    return frozenset(limits.fixed.items()), frozenset(limits.most.items()), limits.forbidden
+
+
+def _gains(execution: Execution) -> set[str]:
+    return {name for name in GAIN if getattr(execution, name)}
