@@ -307,15 +307,11 @@ def ordered_spread(
     found: Sequence[Family],
     keeps: Callable[[EqualPipeline], bool],
     bounded: Bounded | None = None,
-    least: SearchProblem | None = None,
     rivals: Sequence[Rival] = (),
     least_s: float = 0.0,
 ) -> Order:
-    """The same of models with experts, spread in every way; `least` asks for what holds least of all, and no
-    plan takes less than `least_s`."""
+    """The same of models with experts, spread in every way; no plan takes less than `least_s`."""
     bounded = bounded or bounded_of(question)
-    if least is not None and len(question.evaluator.job.model.kinds) == 1:
-        bounded = partial(_of_possible, least, bounded)
     kept = [family for family in found if _keeps_some(family, keeps)]
     shapes = partial(SpreadShapes, question, kept, keeps, rivals)
     count = sum(len(spreads) for _, spreads in kept)
@@ -329,8 +325,14 @@ def _keeps_some(family: Family, keeps: Callable[[EqualPipeline], bool]) -> bool:
     return any(keeps(replace(shape, ep=ep, etp=etp)) for ep, etp in some)
 
 
+def of_possible(least: SearchProblem | None, bounded: Bounded) -> Bounded:
+    """Of shapes that may fit in the way of execution that holds least, where that is asked for."""
+    if least is None or len(least.evaluator.job.model.kinds) > 1:
+        return bounded
+    return partial(_of_possible, least, bounded)
+
+
 def _of_possible(least: SearchProblem, bounded: Bounded, items: Sequence[Item]) -> Sequence[Pair]:
-    """Of shapes that may fit in the way of execution that holds least."""
     return bounded(possible_of(least, [item for item in items if isinstance(item, EqualPipeline)]))
 
 

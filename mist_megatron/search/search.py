@@ -36,6 +36,7 @@ from mist_megatron.search.queue import (
     Queue,
     bounded_of,
     no_items,
+    of_possible,
     ordered,
     ordered_spread,
 )
@@ -252,7 +253,7 @@ class _Run:
                 least = None if way.least is None else self._asked([way.least])[0][1]
                 rivals, least_s = rivals_of(way, self.ways), leaders.floor_s(place)
                 order = ordered_spread(
-                    question, spread, way.keeps, self._bounded(place), least, rivals, least_s
+                    question, spread, way.keeps, of_possible(least, self._bounded(place)), rivals, least_s
                 )
                 orders.append(order)
                 items += sum(map(way.keeps, (shape for shape, _ in spread)))
