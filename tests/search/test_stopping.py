@@ -39,7 +39,7 @@ def start(folder, *arguments, **environment):
 def test_a_time_limit_gives_the_best_so_far_with_its_bound(mist_process):
     """Small steps make a search of minutes; the limit acts inside the first shapes of it."""
     started = time.monotonic()
-    done = mist_process("tune", *LONG, "--grid", "0.0625", "--time-limit", "4", "--json")
+    done = mist_process("tune", *LONG, "--grid", "0.0625", "--time-limit", "12", "--json")
     assert time.monotonic() - started < 60.0
     assert done.code == 0, done.err
     found = json.loads(done.out)
