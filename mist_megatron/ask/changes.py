@@ -97,19 +97,19 @@ def under_less_memory(tuned: Tuned, watch: Watch) -> tuple[Change, ...]:
     """The best plan where GPUs have less memory: a search of its own for each."""
     job, limit = tuned.job, tuned.prediction.stages[0].limit_bytes
     settings = replace(tuned.settings, top=1, below_s=math.inf)
-    found = []
+    moves = []
     for share in LIMITS:
         less = replace(job, cluster=replace(job.cluster, memory_limit_bytes=share * limit))
         given = f"{share * limit / GIB:.1f} GiB a GPU"
         try:
             best = tune(less, space=tuned.asked, settings=settings, watch=watch)
         except StoppedEmpty:
-            found.append(_none("memory", given, "no plan was found in the time given"))
+            moves.append(_none("memory", given, "no plan was found in the time given"))
         except NoFeasiblePlan:
-            found.append(_none("memory", given, "no plan fits"))
+            moves.append(_none("memory", given, "no plan fits"))
         else:
             same = best.result.solutions[0].shape == tuned.result.solutions[0].shape
             words = "the best plan there" + ("" if same else f": {shape_words(best.plan)}")
             words += "" if best.result.status is Status.OPTIMAL else " that was found"
-            found.append(_told("memory", given, best.prediction, words))
-    return tuple(found)
+            moves.append(_told("memory", given, best.prediction, words))
+    return tuple(moves)

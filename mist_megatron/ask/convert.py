@@ -291,9 +291,9 @@ def _pricing() -> Callable[[Plan], Price]:
         job = job_of(plan)
         if job not in built:
             built[job], _ = evaluator_for(job)
-        found = predict(plan, built[job])
-        used = max(stage.peak_memory_bytes / stage.limit_bytes for stage in found.stages)
-        return Price(iteration_s=found.time.total_s, fits=found.fits, memory_used_fraction=used)
+        predicted = predict(plan, built[job])
+        used = max(stage.peak_memory_bytes / stage.limit_bytes for stage in predicted.stages)
+        return Price(iteration_s=predicted.time.total_s, fits=predicted.fits, memory_used_fraction=used)
 
     return price
 
@@ -310,15 +310,15 @@ def _gains(
         ),
         "ZeRO stage and offload": replace(after, stages=(replace(new, zero=old.zero, offload=old.offload),)),
     }
-    found: dict[str, float | None] = {}
+    gains: dict[str, float | None] = {}
     for group, plan in reverted.items():
         if plan == after:
             continue
         if TARGETS[after.target].patched and violations(plan):
             continue
         cost = price(plan)
-        found[group] = 1.0 - tuned.iteration_s / cost.iteration_s if cost.fits else None
-    return found
+        gains[group] = 1.0 - tuned.iteration_s / cost.iteration_s if cost.fits else None
+    return gains
 
 
 def _changes_text(made: Converted) -> str:

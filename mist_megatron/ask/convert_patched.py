@@ -74,8 +74,8 @@ def require_same_plan(config: Config, tuned: Plan, question: Question, schema: D
     reading = read_config(config, schema)
     reading = replace(reading, config=filled_in(reading.config, document))
     asked = replace(question, target="deepspeed", checkpointing=False)
-    found = with_patches(conversion.as_written(reading, asked), reading, document, "ds_config.json")
-    if found.stages != tuned.stages:
+    read_back = with_patches(conversion.as_written(reading, asked), reading, document, "ds_config.json")
+    if read_back.stages != tuned.stages:
         raise InputError(
             "--keep: what is kept contradicts the plan that the patches would run",
             details=("try: without --keep, or --target deepspeed",),

@@ -138,9 +138,9 @@ def _kept_schema(installed: str) -> DeepSpeedSchema:
     kept = None if store is None else store.read(name, MOST_SCHEMA_BYTES)
     if kept is not None:
         with suppress(EmitError, UnicodeDecodeError):
-            found = schema_from_text(kept.decode())
-            if found.version == installed:
-                return found
+            schema = schema_from_text(kept.decode())
+            if schema.version == installed:
+                return schema
     text = _probed()
     if store is not None:
         store.write(name, text.encode())

@@ -42,12 +42,12 @@ DAY_S = 86400.0
 
 def counts(per_node: int, most: int) -> tuple[int, ...]:
     """Powers of two inside a node, then whole nodes: each up to 32, beyond that by a 32nd of their number."""
-    found = [gpus for gpus in (2**power for power in range(per_node.bit_length())) if gpus < per_node]
+    allowed = [gpus for gpus in (2**power for power in range(per_node.bit_length())) if gpus < per_node]
     nodes = 1
     while nodes * per_node <= most:
-        found.append(nodes * per_node)
+        allowed.append(nodes * per_node)
         nodes += max(1, 2 ** (nodes.bit_length() - 1) // 32)
-    return tuple(gpus for gpus in found if gpus <= most)
+    return tuple(gpus for gpus in allowed if gpus <= most)
 
 
 def _jobs(words: JobWords, most: int) -> list[AskedJob]:
@@ -133,7 +133,7 @@ def _fastest(asked: Sequence[AskedJob], settings: Settings, search: Search) -> T
         if _least_s(one.job) >= below_s:
             break
         try:
-            found = search(one, replace(settings, below_s=below_s))
+            answer = search(one, replace(settings, below_s=below_s))
         except StoppedEmpty:
             if best is None:
                 raise
@@ -141,8 +141,8 @@ def _fastest(asked: Sequence[AskedJob], settings: Settings, search: Search) -> T
         except NoFeasiblePlan as error:
             refused.append(error)
             continue
-        best = found
-        if found.result.status is not Status.OPTIMAL:
+        best = answer
+        if answer.result.status is not Status.OPTIMAL:
             return replace(best, notes=("stopped before all numbers of GPUs were tried",))
     if best is None:
         raise refused[0]
@@ -166,7 +166,7 @@ def _fewest(
             continue
         try:
             # What takes just as long is in time.
-            found = search(one, replace(settings, below_s=step_s * (1.0 + 1e-12)))
+            answer = search(one, replace(settings, below_s=step_s * (1.0 + 1e-12)))
         except StoppedEmpty:
             raise
         except NoFeasiblePlan:
@@ -174,9 +174,9 @@ def _fewest(
         words = (
             f"{one.job.cluster.gpus:,} GPUs are the fewest, of {len(asked)} numbers up to {most:,}, that "
             f"train {tokens_words(tokens)} within {days:.4g} days: {steps:,} steps of "
-            f"{training.global_batch:,} sequences take {steps * found.iteration_s / DAY_S:.4g}"
+            f"{training.global_batch:,} sequences take {steps * answer.iteration_s / DAY_S:.4g}"
         )
-        return replace(found, notes=(words,))
+        return replace(answer, notes=(words,))
     raise NoFeasiblePlan(
         f"no number of GPUs up to {most:,} trains {tokens_words(tokens)} within {days:.4g} days, which "
         f"leaves {step_s:.4g} s for a step of {training.global_batch:,} sequences"

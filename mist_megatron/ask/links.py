@@ -51,14 +51,14 @@ def import_link_files(
     for file in files:
         hints = Hints(date=written_on(file), gpus_at_once=gpus_at_once)
         try:
-            found = read_links(read_packed_text(file), str(file), hints, unit=unit)
+            links_read = read_links(read_packed_text(file), str(file), hints, unit=unit)
         except InputError as error:
             if len(files) == 1:
                 raise
             refused.append(error.message)
             continue
-        links += found.links
-        notes += found.notes
+        links += links_read.links
+        notes += links_read.notes
     if not links:
         raise InputError(refused[0], details=tuple(refused[1:4]))
     matrices, about = matrices_of(links)
@@ -150,7 +150,7 @@ def slow_nodes(matrix: LinkMatrix) -> tuple[tuple[str, float], ...]:
     means = [mean_rate(matrix, node) for node in range(len(matrix.hosts))]
     usual = median(means)
     slow = [(host, mean) for host, mean in zip(matrix.hosts, means, strict=True) if mean < SLOW_NODE * usual]
-    return tuple(sorted(slow, key=lambda found: found[1]))
+    return tuple(sorted(slow, key=lambda named: named[1]))
 
 
 def mean_rate(matrix: LinkMatrix, node: int) -> float:
@@ -164,13 +164,13 @@ def mean_rate(matrix: LinkMatrix, node: int) -> float:
 def slow_links(matrix: LinkMatrix) -> tuple[tuple[str, str, float], ...]:
     """Slowest first; a link that is slow both ways is named once."""
     hosts = matrix.hosts
-    found: dict[tuple[int, int], float] = {}
+    shares: dict[tuple[int, int], float] = {}
     for a, b, rate in matrix.pairs():
         if rate is not None and rate < SLOW_LINK * matrix.median_bytes_per_s:
             pair = min(a, b), max(a, b)
-            found[pair] = min(rate, found.get(pair, rate))
+            shares[pair] = min(rate, shares.get(pair, rate))
     return tuple(
-        (hosts[a], hosts[b], rate) for (a, b), rate in sorted(found.items(), key=lambda item: item[1])
+        (hosts[a], hosts[b], rate) for (a, b), rate in sorted(shares.items(), key=lambda item: item[1])
     )
 
 

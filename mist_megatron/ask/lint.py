@@ -355,12 +355,12 @@ def _without_connections(findings: list[Finding]) -> list[Finding]:
 def _of_yaml(run: YamlRun, file: Path, job: JobWords) -> Linted:
     """The run that a YAML file of Megatron-core's programs describes, by its keys."""
     where = str(file)
-    found = [*run.findings, *lint_megatron(run.options, "", where, _known_flags(), run.maybe)]
+    findings = [*run.findings, *lint_megatron(run.options, "", where, _known_flags(), run.maybe)]
     if run.keys or _environment_is_said(run.environment, None):
-        found = _without_connections(found)
+        findings = _without_connections(findings)
     per_node = job.get("gpus_per_node") or (run.gpus_per_node if job.get("gpus") is None else None)
     words: JobWords = {**job, "gpus": job.get("gpus") or run.gpus, "gpus_per_node": per_node}
-    linted = _alone(run.options, tuple(found), words, where)
+    linted = _alone(run.options, tuple(findings), words, where)
     named = {f"--{flag}": f"{key} (--{flag})" for flag, key in run.keys.items()}
     told = tuple(replace(f, key=named.get(f.key, f.key)) for f in linted.findings)
     return replace(linted, findings=told)
@@ -458,7 +458,7 @@ def _once(findings: list[Finding]) -> tuple[Finding, ...]:
         by_rest.setdefault((finding.level, finding.key, finding.message.partition(": ")[2]), []).append(
             finding
         )
-    found = []
+    kept = []
     for (_, _, rest), same in by_rest.items():
-        found.append(same[0] if len(same) == 1 or not rest else replace(same[0], message=rest))
-    return tuple(found)
+        kept.append(same[0] if len(same) == 1 or not rest else replace(same[0], message=rest))
+    return tuple(kept)

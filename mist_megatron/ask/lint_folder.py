@@ -32,18 +32,18 @@ def said_by(path: Path) -> Path:
     if folder == path or (path.name in _STARTERS and path.is_file() and (folder / "stages.json").is_file()):
         if (folder / "args.sh").is_file() and _is_megatron(folder):
             return folder / "train.sh"
-        found = next((folder / name for name in _NAMES if (folder / name).is_file()), None)
-        if found is None and folder == path and (folder / "plan.yaml").is_file():
+        spec_file = next((folder / name for name in _NAMES if (folder / name).is_file()), None)
+        if spec_file is None and folder == path and (folder / "plan.yaml").is_file():
             raise InputError(
                 f"{path}: its plan is no job of Megatron or DeepSpeed, whose files lint reads",
                 details=(f"try: mist-megatron predict {shlex.quote(str(folder / 'plan.yaml'))}",),
             )
-        if found is None and folder == path:
+        if spec_file is None and folder == path:
             raise InputError(
                 f"{path} is a folder without {', '.join(_NAMES[:-1])} or {_NAMES[-1]}",
                 details=("try: name the launch script or the DeepSpeed JSON in it",),
             )
-        return found or path
+        return spec_file or path
     return path
 
 

@@ -48,8 +48,8 @@ class PaperTable:
         pairs = dict.fromkeys((budget, space) for budget, space, _ in self.cells)
         lines = []
         for budget, space in pairs:
-            found = [self.cells[budget, space, model] for model in models]
-            told = ["OOM" if one is None else f"{one.samples_per_s:.2f} ({one.batch})" for one in found]
+            of_budget = [self.cells[budget, space, model] for model in models]
+            told = ["OOM" if one is None else f"{one.samples_per_s:.2f} ({one.batch})" for one in of_budget]
             lines.append((budget, space, *told))
         return ("memory", "space", *models), lines
 
@@ -96,9 +96,9 @@ def paper_table(
             said["seq"] = words.get("seq") if model.tokens is None else model.tokens
             asked = read_job({**said, "global_batch": 1})
             defaults |= asked.defaults
-            found = _by_batch(asked.job, watch or Watch())
+            of_budget = _by_batch(asked.job, watch or Watch())
             for space, _, _ in LAYERWISE:
-                cells[limit or "all", space, model.name] = found.get(space)
+                cells[limit or "all", space, model.name] = of_budget.get(space)
     if all(cell is None for cell in cells.values()):
         raise NoFeasiblePlan("no space has a plan that fits for any of these models and budgets")
     return PaperTable(cells=cells, defaults=defaults)
@@ -115,14 +115,14 @@ def _by_batch(job: Job, watch: Watch) -> dict[str, Cell]:
     while batch <= MOST_SAMPLES_PER_GPU * job.cluster.gpus:
         sized = replace(job, training=replace(job.training, global_batch=batch))
         evaluator, _ = evaluator_for(sized)
-        found = best_of_each(evaluator, [name for name, _, _ in LAYERWISE], Settings(), watch)
+        best_of = best_of_each(evaluator, [name for name, _, _ in LAYERWISE], Settings(), watch)
         gained = False
-        for name, solution in found.items():
+        for name, solution in best_of.items():
             rate, before = batch / solution.value_s, best.get(name)
             if before is None or rate > before.samples_per_s:
                 gained = gained or before is None or rate > GAIN * before.samples_per_s
                 best[name] = Cell(rate, batch, plan_of(evaluator, solution))
-        if not found or not gained:
+        if not best_of or not gained:
             break
         batch *= 2
     return best

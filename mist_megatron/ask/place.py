@@ -168,8 +168,8 @@ def place_on(
     usual_s = math.inf if _uses_dead(places, rates, first) else _seconds(usual)
     moved_s, chosen = _fastest(plan, matrix, order)
     interval = _interval(places, matrix, chosen, seed)
-    found = usual_s / moved_s - 1.0
-    kept = math.isfinite(usual_s) and (interval[0] <= 0.0 or found < LEAST_GAIN)
+    gain = usual_s / moved_s - 1.0
+    kept = math.isfinite(usual_s) and (interval[0] <= 0.0 or gain < LEAST_GAIN)
     taken, nodes = (usual, first) if kept else (on_nodes(plan, matrix, chosen), chosen)
     hosts = tuple(matrix.hosts[node] for node in nodes)
     unmeasured = _unmeasured(places, matrix, nodes)
@@ -180,7 +180,7 @@ def place_on(
         iteration_s=usual_s if kept else moved_s,
         default_iteration_s=usual_s,
         interval=interval,
-        found_gain=found,
+        found_gain=gain,
         kept_default=kept,
         matrix=matrix,
         unmeasured_used=unmeasured,
@@ -255,12 +255,12 @@ def _seconds(plan: Plan) -> float:
 
 def _fastest(plan: Plan, matrix: LinkMatrix, order: Order) -> tuple[float, tuple[int, ...]]:
     """By `predict`, of the best order and those close to it by the formula that ranked them."""
-    found = [(_seconds(on_nodes(plan, matrix, order.nodes)), order.nodes)]
+    tried = [(_seconds(on_nodes(plan, matrix, order.nodes)), order.nodes)]
     for nodes in order.close:
         seconds = _seconds(on_nodes(plan, matrix, nodes))
-        if seconds < found[-1][0] * (1.0 - LEAST_GAIN):
-            found.append((seconds, nodes))
-    return found[-1]
+        if seconds < tried[-1][0] * (1.0 - LEAST_GAIN):
+            tried.append((seconds, nodes))
+    return tried[-1]
 
 
 def _told(plan: Plan, hosts: Sequence[str], matrix: LinkMatrix) -> Plan:

@@ -186,11 +186,11 @@ def strategy_lines(plan: Plan, prediction: Prediction) -> list[str]:
 def _lying(plan: Plan) -> list[tuple[str, int, int]]:
     """Of a mixed cluster: GPU, and the first and last of the stages that lie on such nodes."""
     groups = enumerate(plan.group_of_stage) if plan.cluster.groups else ()
-    found = []
+    runs = []
     for group, run in itertools.groupby(groups, key=lambda pair: pair[1]):
         stages = [stage for stage, _ in run]
-        found.append((plan.cluster.groups[group].gpu.name, stages[0], stages[-1]))
-    return found
+        runs.append((plan.cluster.groups[group].gpu.name, stages[0], stages[-1]))
+    return runs
 
 
 def kind_lines(plan: Plan) -> list[str]:

@@ -20,17 +20,17 @@ def whole_numbers(
     their difference. `binary`: 4k is 4,096."""
     texts = [given] if isinstance(given, int | str) else list(given)
     parts = [part.strip() for text in texts for part in str(text).split(",")]
-    found: list[int] = []
+    numbers: list[int] = []
     for place, part in enumerate(parts):
         if part != "..":
-            found.append(_whole(option, part, binary))
+            numbers.append(_whole(option, part, binary))
             continue
         if place < 2 or place != len(parts) - 2:
             raise InputError(f"{option}: '..' stands between two numbers and the last, as in 8,16,..,1024")
-        found += _between(option, found[-2:], _whole(option, parts[-1], binary))
-    if len(set(found)) != len(found) or len(found) > MOST_VALUES:
-        raise InputError(f"{option} has {len(found)} values; wanted at most {MOST_VALUES}, each once")
-    return tuple(found)
+        numbers += _between(option, numbers[-2:], _whole(option, parts[-1], binary))
+    if len(set(numbers)) != len(numbers) or len(numbers) > MOST_VALUES:
+        raise InputError(f"{option} has {len(numbers)} values; wanted at most {MOST_VALUES}, each once")
+    return tuple(numbers)
 
 
 def whole_number(option: str, given: str) -> int:

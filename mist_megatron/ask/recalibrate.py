@@ -57,10 +57,10 @@ def recalibrated(
     if any(trace.after for trace in traces):
         raise InputError("--recalibrate: a simulated trace measures nothing; wanted traces of a run")
     hints = [Hints(date=written_on(Path(trace.where))) for trace in traces]
-    found = read_kineto(traces, hints)
+    imported = read_kineto(traces, hints)
     raws = [
         Raw(where=trace.where, conditions={item.identity: item for item in one.conditions}, points=one.points)
-        for trace, one in zip(traces, found, strict=True)
+        for trace, one in zip(traces, imported, strict=True)
     ]
     gpu = plan.cluster.gpu
     request = FitRequest(

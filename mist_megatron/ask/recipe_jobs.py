@@ -107,10 +107,10 @@ class _JobsDocument:
 def read_jobs(folder: Path) -> Mapping[str, RecipeJob]:
     """Recipe name -> job, in the order of the file."""
     path = folder / JOBS_FILE
-    found = build_versioned(_JobsDocument, load_mapping(path), str(path), SCHEMA).recipes
-    for name in found:
+    recipes = build_versioned(_JobsDocument, load_mapping(path), str(path), SCHEMA).recipes
+    for name in recipes:
         if not name or not all(c.isascii() and (c.isalnum() or c in ".-") for c in name):
             raise InputError(
                 f"{path}: recipe name {name!r} is no folder name; wanted letters, digits, . and -"
             )
-    return MappingProxyType(found)
+    return MappingProxyType(recipes)

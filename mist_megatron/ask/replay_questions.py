@@ -93,10 +93,10 @@ def asked(
     )
     for name, wanted, find in counted:
         if wanted is not None:
-            found = [find(part, wanted) for part in recording.parts]
-            before = "/".join(map(str, sorted({count for _, count in found})))
+            repeats = [find(part, wanted) for part in recording.parts]
+            before = "/".join(map(str, sorted({count for _, count in repeats})))
             words = f"{name} {before} -> {wanted}"
-            change, more = stretched(recording, [stretches for stretches, _ in found], words, change)
+            change, more = stretched(recording, [stretches for stretches, _ in repeats], words, change)
             told += more
     if questions.micro_batches is not None and any(part.trace.on_gpu.any() for part in recording.parts):
         # Refuses passes that run at the same time: they cannot be told apart.
@@ -145,21 +145,21 @@ def _pipeline(
     stages = questions.pp or len(ranks)
     by_layer = stages != len(ranks) or questions.layers is not None
     played = play(recording.graph, change)
-    found = [
+    passes = [
         passes_of(recording, played, rank, typical_step(recording), by_layer=by_layer, scales=scales)
         for rank in ranks
     ]
-    counts = {one.micro_batches for one in found}
+    counts = {one.micro_batches for one in passes}
     if len(counts) > 1:
         told_counts = ", ".join(map(str, sorted(counts)))
         raise InputError(f"stages run {told_counts} backward passes a step; wanted as many on each")
-    _refuse_other_schedules(recording, found, ranks)
+    _refuse_other_schedules(recording, passes, ranks)
     send_s = recorded_send_s(recording) if len(ranks) > 1 else None
     if send_s is None:
         send_s = 0.0 if stages == 1 else _send_s(recording, questions)
     elif questions.hidden is not None:
         send_s *= questions.hidden / widths_of(recording.parts[0], questions.plan, 0).hidden
-    new = shared_out(found, stages, questions.layers)
+    new = shared_out(passes, stages, questions.layers)
     trace, more = rebuilt(new, questions.micro_batches or counts.pop(), send_s)
     return record([trace]), Change(), [*told, *more]
 
@@ -184,10 +184,12 @@ def _stage_ranks(recording: Recording, plan: Plan | None) -> list[int]:
     return list(range(len(parts)))
 
 
-def _refuse_other_schedules(recording: Recording, found: Sequence[StagePasses], ranks: Sequence[int]) -> None:
+def _refuse_other_schedules(
+    recording: Recording, passes: Sequence[StagePasses], ranks: Sequence[int]
+) -> None:
     """In 1F1B each stage has as many transfers as passes go past its borders."""
-    for place, (one, rank) in enumerate(zip(found, ranks, strict=True)):
-        least = ((place > 0) + (place < len(found) - 1)) * one.micro_batches
+    for place, (one, rank) in enumerate(zip(passes, ranks, strict=True)):
+        least = ((place > 0) + (place < len(passes) - 1)) * one.micro_batches
         # A transfer there and one back may be one kernel.
         if not least <= one.sends <= 2 * least:
             raise InputError(
@@ -213,13 +215,13 @@ def _sizes(recording: Recording, questions: Questions) -> list[Resized]:
     if questions.hidden is None and questions.ffn is None and questions.tp is None:
         return []
     plan = questions.plan
-    found = []
+    sizes = []
     for part in recording.parts:
         stage = 0 if plan is None else stage_of(plan, part.trace.rank or 0)
         old = widths_of(part, plan, stage)
-        found.append(
+        sizes.append(
             resized(
                 part.trace.where, old, hidden=questions.hidden, ffn=questions.ffn, tp=questions.tp
             )
         )  # fmt: skip
-    return found
+    return sizes

@@ -73,8 +73,8 @@ class Strategies:
 
     def to_dict(self) -> dict[str, Any]:
         """What `sweep --strategies --json` prints."""
-        found = [each.to_dict() for each in self.strategies]
-        return {"space": self.space, "gain": self.gain, "strategies": found, "defaults": self.defaults}
+        documents = [each.to_dict() for each in self.strategies]
+        return {"space": self.space, "gain": self.gain, "strategies": documents, "defaults": self.defaults}
 
     def rows(self) -> list[list[str]]:
         """For people, in the order of HEADS."""
@@ -146,15 +146,15 @@ def strategies(
 ) -> Strategies:
     """Every (data, tensor, pipeline) setting of a job, each at its best micro-batch and recomputation."""
     asked, watch = asked_job(job, words), watch or SILENT
-    wanted, found = list(settings_of(asked.job.cluster.gpus)), []
+    wanted, priced = list(settings_of(asked.job.cluster.gpus)), []
     for done, sizes in enumerate(wanted):
-        found.append(_strategy(asked.job, space, sizes, watch))
+        priced.append(_strategy(asked.job, space, sizes, watch))
         watch.progress(done + 1, len(wanted), math.inf)
-    if all(each.plan is None for each in found):
+    if all(each.plan is None for each in priced):
         raise NoFeasiblePlan(
-            "no (data, tensor, pipeline) setting has a plan that fits", details=(found[0].reason,)
+            "no (data, tensor, pipeline) setting has a plan that fits", details=(priced[0].reason,)
         )
-    ordered = sorted(found, key=lambda each: each.iteration_s or math.inf)
+    ordered = sorted(priced, key=lambda each: each.iteration_s or math.inf)
     return Strategies(job=asked.job, space=space, strategies=tuple(ordered), defaults=dict(asked.defaults))
 
 

@@ -194,21 +194,21 @@ def sweep(*, watch: Watch | None = None, **words: Unpack[SweepWords]) -> Swept:
     prices = _prices((f"{price}",) if isinstance(price, int | float) else texts(price))
     for _, job_words in asked[:1]:
         read_job(job_words)  # what is wrong of all points is told once
-    found: dict[int, SweepPoint] = {}
+    points: dict[int, SweepPoint] = {}
     with worker_pool(workers) as pool:
         if pool is None:
             for place, (known, job_words) in enumerate(asked):
-                found[place] = _solved(known, job_words, space, watch)
-                watch.progress(len(found), len(asked), math.inf)
+                points[place] = _solved(known, job_words, space, watch)
+                watch.progress(len(points), len(asked), math.inf)
         else:
             waiting = {pool.submit(_solved, *one, space): place for place, one in enumerate(asked)}
             for done in as_completed(waiting):
-                found[waiting[done]] = done.result()
-                watch.progress(len(found), len(asked), math.inf)
+                points[waiting[done]] = done.result()
+                watch.progress(len(points), len(asked), math.inf)
                 if watch.stop() is Status.INTERRUPTED:
                     raise KeyboardInterrupt
     return Swept(
-        model=str(words.get("model")), points=_scaled([found[place] for place in sorted(found)], prices)
+        model=str(words.get("model")), points=_scaled([points[place] for place in sorted(points)], prices)
     )
 
 
@@ -264,16 +264,16 @@ def _scaled(points: Sequence[SweepPoint], prices: Mapping[str, float]) -> tuple[
     for point in sorted(points, key=lambda point: point.gpus):
         if point.tokens_per_s is not None:
             first.setdefault((point.gpu, point.seq, point.bandwidth), point)
-    found = []
+    scaled = []
     for point in points:
         base = first.get((point.gpu, point.seq, point.bandwidth))
         if point.tokens_per_s is None or base is None or base.tokens_per_s is None:
-            found.append(point)
+            scaled.append(point)
             continue
         hours = point.gpus * TRILLION / point.tokens_per_s / 3600.0
         price = prices.get(point.gpu, prices.get(""))
         each = point.tokens_per_s / point.gpus
-        found.append(
+        scaled.append(
             replace(
                 point,
                 efficiency=each / (base.tokens_per_s / base.gpus),
@@ -281,12 +281,12 @@ def _scaled(points: Sequence[SweepPoint], prices: Mapping[str, float]) -> tuple[
                 dollars=None if price is None else price * hours,
             )
         )
-    return tuple(found)
+    return tuple(scaled)
 
 
 def _prices(given: Sequence[str]) -> dict[str, float]:
     """By GPU; of any other under the empty name."""
-    found: dict[str, float] = {}
+    prices: dict[str, float] = {}
     for item in (part.strip() for text in given for part in text.split(",")):
         name, _, text = item.rpartition("=")
         try:
@@ -295,5 +295,5 @@ def _prices(given: Sequence[str]) -> dict[str, float]:
             value = 0.0
         if not 0.0 < value < math.inf:
             raise InputError(f"--price: {item!r}; wanted dollars an hour such as 2.5, or h100-sxm-80gb=2.5")
-        found[name.strip()] = value
-    return found
+        prices[name.strip()] = value
+    return prices

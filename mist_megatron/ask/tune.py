@@ -391,20 +391,20 @@ def proof_words(tuned: Tuned) -> str:
 
 def left_out_words(tuned: Tuned) -> str:
     """What the proof is not about."""
-    space, found = tuned.space, ["to a millionth"]
+    space, words = tuned.space, ["to a millionth"]
     if "any" in dict(space.offload.items()).values():
-        found.append(f"offload in steps of {tuned.settings.step:g}")
+        words.append(f"offload in steps of {tuned.settings.step:g}")
     if space.near_even:
-        found.append("stages that are alike split layers near evenly")
+        words.append("stages that are alike split layers near evenly")
     if space.context_parallel:
-        found.append("context parallelism is a ring over powers of two")
+        words.append("context parallelism is a ring over powers of two")
     if tuned.job.model.routed is not None:
-        found.append("experts are split over fast links only")
-        found.append("graphs replay all that they can or nothing")
-        found.append("of layers with experts all is recomputed or one of a few sets of modules")
-        found.append("nothing is in host memory")
+        words.append("experts are split over fast links only")
+        words.append("graphs replay all that they can or nothing")
+        words.append("of layers with experts all is recomputed or one of a few sets of modules")
+        words.append("nothing is in host memory")
     elif space.recompute_modules:
-        found.append("of parts of layers attention, MLP or both are recomputed")
+        words.append("of parts of layers attention, MLP or both are recomputed")
     if tuned.on_links is not None:
-        found.append("on any of the nodes, by the best links that groups can have")
-    return "; ".join([*found, ""])
+        words.append("on any of the nodes, by the best links that groups can have")
+    return "; ".join([*words, ""])

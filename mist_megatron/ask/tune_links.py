@@ -103,8 +103,8 @@ def tune_on(asked: Asked, matrix: LinkMatrix, means: Means, notes: Sequence[str]
 
         result, priced = searched(job, space, how, means, evaluator_of)
         wanted = [one for one in result.solutions if rates is not best or one.value_s < tried.best_s]
-        found = [tried.add(priced[one.execution][0], one) for one in wanted]
-        return result, found[0] if found else None
+        placed = [tried.add(priced[one.execution][0], one) for one in wanted]
+        return result, placed[0] if placed else None
 
     best = _loaded(best_rates(matrix), job, matrix)
     bound, _ = look(best, many)
@@ -152,14 +152,14 @@ def _loaded(rates: Rates, job: Job, matrix: LinkMatrix) -> Rates:
 def _seen(plan: Plan, best: Rates) -> Rates:
     """By the number of nodes, what the groups of a placed plan have at worst; the best for others."""
     rates = list(best)
-    found: dict[int, float] = {}
+    rate_of_size: dict[int, float] = {}
     for placed in placed_stages(plan):
         assert placed is not None
         spans = [*(span for _, spans in placed.groups for span in spans), *placed.tied]
         for span in [*spans, *(span for border in placed.every_border for span in border)]:
             if span.bytes_per_s is not None:
-                found[span.nodes] = min(span.bytes_per_s, found.get(span.nodes, float("inf")))
-    for nodes, rate in found.items():
+                rate_of_size[span.nodes] = min(span.bytes_per_s, rate_of_size.get(span.nodes, float("inf")))
+    for nodes, rate in rate_of_size.items():
         rates[nodes] = rate
     return tuple(rates)
 

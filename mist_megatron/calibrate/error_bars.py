@@ -153,17 +153,17 @@ def bar_among(known: Sequence[SourceErrors], kind: Kind, *, profiled: bool) -> E
         (lambda one: one.family, f"any {kind.family}"),
     )
     for alike, words in ways:
-        found = [each for each in shipped if alike(each.kind) == alike(kind)]
-        if sum(len(each.errors) for each in found) >= LEAST_RUNS:
-            bar = _bar(found, words)
+        alikes = [each for each in shipped if alike(each.kind) == alike(kind)]
+        if sum(len(each.errors) for each in alikes) >= LEAST_RUNS:
+            bar = _bar(alikes, words)
             # Runs that are less alike say no more than all runs together do.
             return bar if words == kind.words else replace(bar, share=max(bar.share, every.share))
     return every
 
 
-def _bar(found: Sequence[SourceErrors], words: str) -> ErrorBar:
+def _bar(sources: Sequence[SourceErrors], words: str) -> ErrorBar:
     by_source: dict[str, list[float]] = {}
-    for each in found:
+    for each in sources:
         by_source.setdefault(each.source, []).extend(abs(error) for error in each.errors)
     weighted = sorted((error, 1.0 / len(own)) for own in by_source.values() for error in own)
     left, share = WITHIN * len(by_source) * (1.0 - 1e-9), 0.0

@@ -137,10 +137,10 @@ def rate_of(points: Sequence[Measurement], kind: str) -> float | None:
 
 def _rows(points: Sequence[Measurement], kind: str, columns: tuple[str, ...]) -> Array:
     """Sizes and, last, seconds."""
-    found = [[*(p.sizes[name] for name in columns), p.seconds] for p in points if p.kind == kind]
-    if not found:
+    rows = [[*(p.sizes[name] for name in columns), p.seconds] for p in points if p.kind == kind]
+    if not rows:
         raise InputError(f"{kind}: no measured shape")
-    return np.array(found, dtype=np.float64)
+    return np.array(rows, dtype=np.float64)
 
 
 def _fit(rows: Array, group: Array, curve: Curve, start: Mapping[str, float]) -> CurveFit:

@@ -158,10 +158,10 @@ def _line(points: _Points, penalty: float | None) -> _Line:
     wanted = (points.measured - points.computed) * weights
     drawn = np.full(columns.shape[1], (penalty or 0.0) * len(weights))
     drawn[0] = 0.0
-    found = np.linalg.solve(rows.T @ rows + np.diag(drawn), rows.T @ wanted) * typical
+    solved = np.linalg.solve(rows.T @ rows + np.diag(drawn), rows.T @ wanted) * typical
     slopes = np.zeros(len(FEATURES))
-    slopes[kept] = found[1:] / spread[kept]
-    return _Line(float(found[0] - center @ slopes), slopes)
+    slopes[kept] = solved[1:] / spread[kept]
+    return _Line(float(solved[0] - center @ slopes), slopes)
 
 
 def _folds(samples: Sequence[MemorySample]) -> NDArray[np.intp]:
@@ -175,9 +175,9 @@ def _folds(samples: Sequence[MemorySample]) -> NDArray[np.intp]:
 
 def _groups(samples: Sequence[MemorySample], computed: Array, learned: Array) -> tuple[GroupError, ...]:
     names = sorted({sample.group for sample in samples})
-    found = []
+    by_group = []
     for name in names:
         own = np.array([sample.group == name for sample in samples])
         errors = float(computed[own].mean()), float(learned[own].mean())
-        found.append(GroupError(group=name, runs=int(own.sum()), computed=errors[0], learned=errors[1]))
-    return tuple(found)
+        by_group.append(GroupError(group=name, runs=int(own.sum()), computed=errors[0], learned=errors[1]))
+    return tuple(by_group)

@@ -208,9 +208,9 @@ def _source(agreed: Agreed, rehearsal: bool, key: str) -> Source:
 
 def _launch(draft: _Draft) -> None:
     points = draft.agreed.of("launch")
-    found = launch_seconds(points)
-    if found is not None:
-        draft.kernels["launch_s"] = draft.quantity(found, points, None)
+    launch_s = launch_seconds(points)
+    if launch_s is not None:
+        draft.kernels["launch_s"] = draft.quantity(launch_s, points, None)
 
 
 def _launch_s(draft: _Draft) -> float:
@@ -218,9 +218,9 @@ def _launch_s(draft: _Draft) -> float:
 
 
 def _precision(draft: _Draft, point: Measurement) -> str:
-    found = draft.agreed.precision(point)
+    precision = draft.agreed.precision(point)
     # A CPU multiplies in 32 bits: the rehearsal takes it for what the GPU would have run.
-    return "bf16" if draft.request.rehearsal and found not in HALF else found
+    return "bf16" if draft.request.rehearsal and precision not in HALF else precision
 
 
 def _tables(draft: _Draft, operator: str) -> list[OperatorTable]:
@@ -306,10 +306,10 @@ def _collectives(draft: _Draft) -> tuple[CollectiveCurve, ...]:
     points = draft.agreed.of("collective")
     pairs = draft.agreed.of("link")
     if pairs:
-        found = matrix_figures(pairs)
+        links = matrix_figures(pairs)
         draft.notes.append(
-            f"pairs of nodes: median {found.median_bytes_per_s / 1e9:.3g} GB/s, slowest "
-            f"{found.slowest_bytes_per_s / 1e9:.3g}, spread {found.variation:.0%} over {found.pairs} pairs"
+            f"pairs of nodes: median {links.median_bytes_per_s / 1e9:.3g} GB/s, slowest "
+            f"{links.slowest_bytes_per_s / 1e9:.3g}, spread {links.variation:.0%} over {links.pairs} pairs"
         )
     if not points:
         return ()
@@ -357,19 +357,19 @@ def _host(draft: _Draft) -> None:
             used = [point for point in copies if point.label == "both"]
             draft.host["both_bytes_per_s"] = draft.quantity(fit.both_bytes_per_s, used, None)
     points = _contended(draft.agreed.of("host_adam"))
-    found = rate_of(points, "host_adam")
-    if found is not None:
-        draft.host["host_adam_parameters_per_s"] = draft.quantity(found, points, None)
+    rate = rate_of(points, "host_adam")
+    if rate is not None:
+        draft.host["host_adam_parameters_per_s"] = draft.quantity(rate, points, None)
 
 
 def _device_adam(draft: _Draft) -> Quantity | None:
     """Bytes of each parameter's step, at the rate that other memory-bound kernels reach."""
-    found = rate_of(draft.agreed.points, "device_adam")
-    if found is None:
+    adam_rate = rate_of(draft.agreed.points, "device_adam")
+    if adam_rate is None:
         return None
     share = draft.kernels.get("memory_fraction") or draft.profile.kernels.memory_fraction
     rate = draft.request.gpu.memory_bytes_per_s.value * share.value
-    return draft.quantity(rate / found, draft.agreed.of("device_adam"), None)
+    return draft.quantity(rate / adam_rate, draft.agreed.of("device_adam"), None)
 
 
 def _interference(draft: _Draft) -> tuple[InterferenceSet, ...]:
@@ -447,13 +447,13 @@ def _clock(draft: _Draft) -> Quantity | None:
 
 
 def _versions(agreed: Agreed) -> Mapping[str, str]:
-    found: dict[str, list[str]] = {}
+    by_library: dict[str, list[str]] = {}
     for item in agreed.conditions.values():
         for name, version in item.versions.items():
-            found.setdefault(name, [])
-            if version not in found[name]:
-                found[name].append(version)
-    return {name: ", ".join(versions) for name, versions in sorted(found.items())}
+            by_library.setdefault(name, [])
+            if version not in by_library[name]:
+                by_library[name].append(version)
+    return {name: ", ".join(versions) for name, versions in sorted(by_library.items())}
 
 
 def _note(draft: _Draft) -> str:

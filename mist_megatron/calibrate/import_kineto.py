@@ -58,13 +58,13 @@ class _Found:
 def read_kineto(traces: Sequence[Trace], hints: Sequence[Hints]) -> list[Imported]:
     """All that a profile can use of the traces, each on its own but for collectives."""
     links = [link(trace) for trace in traces]
-    found = [_Found() for _ in traces]
-    for trace, linked, work in zip(traces, links, found, strict=True):
+    kept = [_Found() for _ in traces]
+    for trace, linked, work in zip(traces, links, kept, strict=True):
         _copies(trace, work)
         _operators(trace, linked, work)
     for group in _runs(traces):
-        _collectives([(traces[k], links[k], found[k], hints[k]) for k in group])
-    return [_told(trace, work, hint) for trace, work, hint in zip(traces, found, hints, strict=True)]
+        _collectives([(traces[k], links[k], kept[k], hints[k]) for k in group])
+    return [_told(trace, work, hint) for trace, work, hint in zip(traces, kept, hints, strict=True)]
 
 
 def _told(trace: Trace, work: _Found, hints: Hints) -> Imported:
@@ -85,58 +85,58 @@ def _runs(traces: Sequence[Trace]) -> list[list[int]]:
     by_world: dict[int | None, list[int]] = defaultdict(list)
     for place, trace in enumerate(traces):
         by_world[trace.world].append(place)
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for world, places in by_world.items():
         ranks = [traces[place].rank for place in places]
         if world is not None and world > 1 and None not in ranks and len(set(ranks)) == len(ranks):
-            found.append(places)
+            runs.append(places)
         else:
-            found += [[place] for place in places]
-    return found
+            runs += [[place] for place in places]
+    return runs
 
 
-def _operators(trace: Trace, links: Links, found: _Found) -> None:
+def _operators(trace: Trace, links: Links, kept: _Found) -> None:
     """Every call of an operator with all kernels that it launched itself."""
     ran = np.flatnonzero((trace.kind == Kind.KERNEL) & ~communicates(trace))
     launch = links.launch[ran]
     operator = np.where(launch >= 0, links.operator[np.maximum(launch, 0)], -1)
     lost = int((operator < 0).sum())
     if lost:
-        found.left_out["kernels that no recorded operator launched"] = lost
+        kept.left_out["kernels that no recorded operator launched"] = lost
     seconds = np.bincount(operator[operator >= 0], trace.length_ns[ran][operator >= 0] / NS_PER_S, len(trace))
     for event in np.unique(operator[operator >= 0]).tolist():
         name = trace.name_of(event)
         if knows_sizes_of(name):
             shapes = int(trace.shapes[event])
-            _operator(name, trace.shape_table[shapes] if shapes >= 0 else None, float(seconds[event]), found)
+            _operator(name, trace.shape_table[shapes] if shapes >= 0 else None, float(seconds[event]), kept)
 
 
-def _operator(name: str, shapes: Shapes | None, seconds: float, found: _Found) -> None:
+def _operator(name: str, shapes: Shapes | None, seconds: float, kept: _Found) -> None:
     """One call with all its kernels."""
     if seconds <= 0.0:
         return
     if shapes is None or not shapes.types:
-        found.skip(f"{name} without shapes (record_shapes was off)")
+        kept.skip(f"{name} without shapes (record_shapes was off)")
         return
     work = work_of(name, shapes)
     if work is None or (work.kind != "gemm" and not work.causal):
-        found.skip(f"{name} of unusual shape, type or mask")
+        kept.skip(f"{name} of unusual shape, type or mask")
     else:
-        found.add(_Key(work.kind, "", work.precision, work.sizes), seconds)
+        kept.add(_Key(work.kind, "", work.precision, work.sizes), seconds)
 
 
-def _copies(trace: Trace, found: _Found) -> None:
+def _copies(trace: Trace, kept: _Found) -> None:
     for event in np.flatnonzero(trace.kind == Kind.COPY).tolist():
         name, moved = trace.name_of(event), int(trace.size[event])
         seconds = float(trace.length_ns[event]) / NS_PER_S
         direction = next((way for start, way in _COPIES if name.startswith(start)), None)
         if direction is None:
             if "HtoD" in name or "DtoH" in name:
-                found.skip("copies of pageable host memory")
+                kept.skip("copies of pageable host memory")
         elif not is_count(moved) or not seconds:
-            found.skip("copies without bytes or duration")
+            kept.skip("copies without bytes or duration")
         else:
-            found.add(_Key("copy", direction, "bytes", (float(moved),)), seconds)
+            kept.add(_Key("copy", direction, "bytes", (float(moved),)), seconds)
 
 
 def _collectives(run: Sequence[tuple[Trace, Links, _Found, Hints]]) -> None:
@@ -151,8 +151,8 @@ def _collectives(run: Sequence[tuple[Trace, Links, _Found, Hints]]) -> None:
     for meeting in met:
         for member in meeting.members:
             used[member.rank] += 1
-        _, _, found, hints = run[meeting.members[0].rank]
-        _collective(meeting, traces, found, hints)
+        _, _, kept, hints = run[meeting.members[0].rank]
+        _collective(meeting, traces, kept, hints)
     for place, events in enumerate(comm):
         alone = len(events) - used[place]
         if alone:
@@ -162,11 +162,11 @@ def _collectives(run: Sequence[tuple[Trace, Links, _Found, Hints]]) -> None:
             run[place][2].left_out[reason] = alone
 
 
-def _collective(meeting: Meeting, traces: Sequence[Trace], found: _Found, hints: Hints) -> None:
+def _collective(meeting: Meeting, traces: Sequence[Trace], kept: _Found, hints: Hints) -> None:
     said = meeting.message
     known = COLLECTIVES.get(said.collective.lower()) if said is not None else None
     if known is None or said is None:
-        found.skip("NCCL kernels without message size, or of a collective that no plan uses")
+        kept.skip("NCCL kernels without message size, or of a collective that no plan uses")
         return
     kind, side = known
     width = TYPES.get(said.dtype)
@@ -174,17 +174,17 @@ def _collective(meeting: Meeting, traces: Sequence[Trace], found: _Found, hints:
     size = said.group_size or len(meeting.members)
     # Where no group is named, sizes are of what a rank gives: all that can be told of is what keeps its size.
     if not is_count(count) or width is None or size < 2 or (not said.group and kind != "all_reduce"):
-        found.skip("NCCL kernels without message size or group")
+        kept.skip("NCCL kernels without message size or group")
         return
     members = _members(said, size) or _numbers(meeting, traces, size)
     if len(meeting.members) < size or members is None:
-        found.skip("collectives of which not all ranks are here (give the traces of all ranks)")
+        kept.skip("collectives of which not all ranks are here (give the traces of all ranks)")
         return
     nodes, strided = _placed(members, hints.gpus_per_node, traces[meeting.members[0].rank].where)
     ranks = 2.0 if kind == "send_recv" else float(size)
     shape = (float(count * width[1]), ranks, float(min(nodes, ranks)))
     if meeting.transfer_ns > 0.0:
-        found.add(_Key("collective", kind, "bytes", shape, strided), meeting.transfer_ns / NS_PER_S)
+        kept.add(_Key("collective", kind, "bytes", shape, strided), meeting.transfer_ns / NS_PER_S)
 
 
 def _numbers(meeting: Meeting, traces: Sequence[Trace], size: int) -> list[int] | None:
@@ -196,10 +196,10 @@ def _numbers(meeting: Meeting, traces: Sequence[Trace], size: int) -> list[int] 
 
 def _members(said: Message, size: int) -> list[int] | None:
     """Global ranks of the group; long lists are printed with dots."""
-    found = listed(said.ranks.encode()) if said.ranks.startswith("[") else None
-    if found is None or len(found) != size or not all(isinstance(rank, int) for rank in found):
+    ranks = listed(said.ranks.encode()) if said.ranks.startswith("[") else None
+    if ranks is None or len(ranks) != size or not all(isinstance(rank, int) for rank in ranks):
         return None
-    return sorted(rank for rank in found if isinstance(rank, int))
+    return sorted(rank for rank in ranks if isinstance(rank, int))
 
 
 class _Placement(NamedTuple):
@@ -220,10 +220,10 @@ def _placed(members: Sequence[int], per_node: int | None, where: str) -> _Placem
     return _Placement(1, strided)
 
 
-def _imported(found: _Found, header: Mapping[str, object], where: str, hints: Hints) -> Imported:
+def _imported(kept: _Found, header: Mapping[str, object], where: str, hints: Hints) -> Imported:
     conditions: dict[str, Conditions] = {}
     points = []
-    for key, seconds in sorted(found.seconds.items(), key=lambda item: repr(item[0])):
+    for key, seconds in sorted(kept.seconds.items(), key=lambda item: repr(item[0])):
         if key.precision not in conditions:
             conditions[key.precision] = Conditions(
                 identity=identity_of(where, key.precision), device=_device(header, hints),
@@ -238,7 +238,7 @@ def _imported(found: _Found, header: Mapping[str, object], where: str, hints: Hi
             conditions=conditions[key.precision].identity,
         )  # fmt: skip
         points.append(checked(point, f"{where}: {key.kind} {key.label} {key.shape}"))
-    notes = tuple(f"{reason}: {count} left out" for reason, count in found.left_out.items())
+    notes = tuple(f"{reason}: {count} left out" for reason, count in kept.left_out.items())
     return Imported(kind="kineto", conditions=tuple(conditions.values()), points=tuple(points), notes=notes)
 
 
@@ -252,13 +252,13 @@ def _device(header: Mapping[str, object], hints: Hints) -> str:
 
 
 def _date(header: Mapping[str, object]) -> str:
-    found = re.search(r"\d{4}-\d{2}-\d{2}", text_of(header, "date"))
-    return found.group(0) if found else ""
+    match = re.search(r"\d{4}-\d{2}-\d{2}", text_of(header, "date"))
+    return match.group(0) if match else ""
 
 
 def _versions(header: Mapping[str, object]) -> dict[str, str]:
     named = {"cuda_driver": "cuda_driver_version", "cuda": "cuda_runtime_version"}
-    found = {ours: text_of(header, theirs) for ours, theirs in named.items()}
+    versions = {ours: text_of(header, theirs) for ours, theirs in named.items()}
     distributed = header.get("distributedInfo")
-    found["nccl"] = text_of(distributed, "nccl_version") if isinstance(distributed, dict) else ""
-    return {name: value for name, value in found.items() if value}
+    versions["nccl"] = text_of(distributed, "nccl_version") if isinstance(distributed, dict) else ""
+    return {name: value for name, value in versions.items() if value}

@@ -134,10 +134,10 @@ def _row(cells: Sequence[str], names: Sequence[str], row: int, place: str) -> li
 
 def _rate(text: str) -> float | None:
     try:
-        found = float(text)
+        rate = float(text)
     except ValueError:
         return None
-    return found if math.isfinite(found) else None
+    return rate if math.isfinite(rate) else None
 
 
 def _is_number(text: str) -> bool:

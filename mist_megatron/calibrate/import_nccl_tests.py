@@ -63,9 +63,9 @@ def read_nccl_text(text: str, where: str, hints: Hints) -> Imported:
             notes += _cut_short(table)
     if not kept:
         raise InputError(f"{where}: {notes[-1]}", details=tuple(notes[:-1]))
-    found = [_imported(table, table.rows, hints) for table in kept]
-    conditions = {item.identity: item for part in found for item in part.conditions}
-    points = tuple(point for part in found for point in part.points)
+    imported = [_imported(table, table.rows, hints) for table in kept]
+    conditions = {item.identity: item for part in imported for item in part.conditions}
+    points = tuple(point for part in imported for point in part.points)
     return Imported(
         kind="nccl-tests", conditions=tuple(conditions.values()), points=points, notes=tuple(notes)
     )
@@ -228,12 +228,12 @@ def _collective(setting: Table, hints: Hints) -> str:
 
 
 def _device(setting: Table, hints: Hints) -> str:
-    found = sorted(set(setting.devices))
-    if len(found) > 1:
+    devices = sorted(set(setting.devices))
+    if len(devices) > 1:
         raise InputError(
-            f"{setting.where}: ranks have different devices: {', '.join(found)}; wanted one kind"
+            f"{setting.where}: ranks have different devices: {', '.join(devices)}; wanted one kind"
         )
-    return hints.device or (found[0] if found else UNKNOWN_DEVICE)
+    return hints.device or (devices[0] if devices else UNKNOWN_DEVICE)
 
 
 def _agree(row: Row, label: str, ranks: int) -> None:

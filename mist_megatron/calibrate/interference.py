@@ -394,7 +394,7 @@ def published_coruns(rows: PublishedRows, hardware: str) -> CoRuns:
         alone.setdefault((*_ranks(row), row["op"], row["mbytes"]), _timing(row))
     for row in rows.products:
         alone.setdefault((*_ranks(row), "gemm", row["M"]), _timing(row))
-    found = []
+    coruns = []
     for row in rows.together:
         if row["hardware"] != hardware:
             continue
@@ -407,18 +407,18 @@ def published_coruns(rows: PublishedRows, hardware: str) -> CoRuns:
         seconds, spread = _timing(row)
         timings = [timing for timing in known if timing is not None]
         work = tuple(float(size) for _, size in parts)
-        found.append(([t for t, _ in timings], seconds, max(spread, *(s for _, s in timings)), work))
-    if not found:
+        coruns.append(([t for t, _ in timings], seconds, max(spread, *(s for _, s in timings)), work))
+    if not coruns:
         return CoRuns(
             alone_s=np.zeros((0, 4)), together_s=np.zeros(0), spread=np.zeros(0),
             group=np.zeros(0, dtype=np.int64),
         )  # fmt: skip
-    works = {work: number for number, work in enumerate(sorted({item[3] for item in found}))}
+    works = {work: number for number, work in enumerate(sorted({item[3] for item in coruns}))}
     return CoRuns(
-        alone_s=np.array([item[0] for item in found]),
-        together_s=np.array([item[1] for item in found]),
-        spread=np.array([item[2] for item in found]),
-        group=np.array([works[item[3]] for item in found], dtype=np.int64),
+        alone_s=np.array([item[0] for item in coruns]),
+        together_s=np.array([item[1] for item in coruns]),
+        spread=np.array([item[2] for item in coruns]),
+        group=np.array([works[item[3]] for item in coruns], dtype=np.int64),
     )
 
 

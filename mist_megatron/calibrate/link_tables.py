@@ -42,10 +42,10 @@ def read_table(text: str, where: str, unit: str | None = None) -> tuple[list[Fig
 
 def _unit_in(text: str) -> str | None:
     """GBps, Gb/s, MiB/s, mpigraph_MBps as its usual spelling; names of files join words with underlines."""
-    found = _SPELLED.search(text.replace("_", " ")) if text else None
-    if found is None:
+    match = _SPELLED.search(text.replace("_", " ")) if text else None
+    if match is None:
         return None
-    return f"{found[1]}{found[2]}{found[3]}/s"
+    return f"{match[1]}{match[2]}{match[3]}/s"
 
 
 def _factor(named: str | None, where: str) -> float:

@@ -225,9 +225,9 @@ def _setting_line(table: Table, line: str) -> None:
         table.ranks.append(Rank(number, group, rank["host"]))
         table.devices.append(rank["name"])
     for name, pattern in (("threads", r"nThread\s+(\d+)"), ("gpus", r"nGpus\s+(\d+)")):
-        found = re.search(pattern, line)
-        if found:
-            setattr(table, name, _count(found.group(1), name, table.where))
+        match = re.search(pattern, line)
+        if match:
+            setattr(table, name, _count(match.group(1), name, table.where))
     table.program = table.program or program_in(line)
 
 
@@ -251,8 +251,8 @@ def program_of_file(where: str) -> str:
         return named
     spelled = {program.replace("_", ""): program for program in (*PROGRAMS, *OTHERS)}
     name = re.sub(r"(all|send|reduce)_(?=reduce|gather|recv|scatter|to_?all)", r"\1", name)
-    found = {spelled[word] for word in name.split("_") if word in spelled}
-    return found.pop() if len(found) == 1 else ""
+    programs = {spelled[word] for word in name.split("_") if word in spelled}
+    return programs.pop() if len(programs) == 1 else ""
 
 
 def _needed(columns: Sequence[str], place: str) -> int:
@@ -286,18 +286,18 @@ def number_in(text: object, name: str, place: str) -> float:
     """A finite number from 0."""
     if not _NUMBER.match(str(text)):
         raise InputError(f"{place}: {name} is {text!r}; wanted a number from 0")
-    found = float(str(text))
-    if not math.isfinite(found):
+    number = float(str(text))
+    if not math.isfinite(number):
         raise InputError(f"{place}: {name} is {text!r}; wanted a finite number")
-    return found
+    return number
 
 
 def positive(text: object, name: str, place: str) -> float:
     """A finite number above 0."""
-    found = number_in(text, name, place)
-    if found <= 0.0:
+    number = number_in(text, name, place)
+    if number <= 0.0:
         raise InputError(f"{place}: {name} is {text}; wanted above 0")
-    return found
+    return number
 
 
 def missing_ranks(table: Table) -> Iterator[int]:

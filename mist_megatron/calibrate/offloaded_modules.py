@@ -29,10 +29,10 @@ def offloaded_share(model: ModelSpec, modules: Sequence[str]) -> float:
 def _elements(kind: LayerSpec) -> dict[str, float]:
     """Of a token: inputs of the modules that can be offloaded, and all else."""
     gates = 2 if kind.gated_mlp else 1
-    found: dict[str, float] = {"rest": 0.0}
+    elements: dict[str, float] = {"rest": 0.0}
     if kind.attends:
         keys = kind.kv_width
-        found |= {
+        elements |= {
             "attn_norm": kind.hidden,
             "qkv_linear": kind.hidden,
             "core_attn": kind.query_width + 2 * keys,
@@ -40,16 +40,18 @@ def _elements(kind: LayerSpec) -> dict[str, float]:
         }
     mixer = kind.mamba or kind.delta_net
     if mixer is not None:
-        found["rest"] += 2 * kind.hidden + mixer.projected + 3 * (mixer.matrix_elements(1) - mixer.projected)
+        elements["rest"] += (
+            2 * kind.hidden + mixer.projected + 3 * (mixer.matrix_elements(1) - mixer.projected)
+        )
     experts = kind.experts
     if kind.has_mlp:
-        found |= {"mlp_norm": kind.hidden}
-        found["rest"] += kind.hidden
+        elements |= {"mlp_norm": kind.hidden}
+        elements["rest"] += kind.hidden
     if experts is not None:
         width, inner = experts.latent or kind.hidden, experts.ffn_hidden
         fc1, act = experts.top_k * width, experts.top_k * gates * inner
-        found |= {"expert_fc1": fc1, "moe_act": act, "fused_group_mlp": fc1 + act}
-        found["rest"] += experts.top_k * inner + (gates + 1) * experts.shared_ffn_hidden
+        elements |= {"expert_fc1": fc1, "moe_act": act, "fused_group_mlp": fc1 + act}
+        elements["rest"] += experts.top_k * inner + (gates + 1) * experts.shared_ffn_hidden
     elif kind.has_mlp:
-        found["rest"] += (gates + 1) * kind.ffn_hidden
-    return found
+        elements["rest"] += (gates + 1) * kind.ffn_hidden
+    return elements

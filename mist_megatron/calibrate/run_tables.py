@@ -167,8 +167,8 @@ def _precision(row: Cells) -> tuple[Precision, Quantization | None]:
 def _gpu(row: Cells) -> GpuSpec:
     """By its short name: the entry with that beginning, of modules on a board where there are several."""
     name = row.text("gpu").lower()
-    found = [spec for known, spec in CATALOGUE.items() if known == name or known.startswith(f"{name}-")]
-    boards = [spec for spec in found if "-sxm-" in spec.name] or found
+    specs = [spec for known, spec in CATALOGUE.items() if known == name or known.startswith(f"{name}-")]
+    boards = [spec for spec in specs if "-sxm-" in spec.name] or specs
     if not boards:
         raise Inexpressible(f"GPU {row.text('gpu')!r} is not in the catalogue")
     return max(boards, key=lambda spec: spec.memory_bytes.value)

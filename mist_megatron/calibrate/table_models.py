@@ -120,7 +120,7 @@ _NOTED = {
 
 def _changed(model: ModelSpec, note: str) -> ModelSpec:
     """With the numbers that a note gives."""
-    said = {key: int(found.group(1)) for key, p in _NOTED.items() if (found := re.search(p, note))}
+    said = {key: int(match.group(1)) for key, p in _NOTED.items() if (match := re.search(p, note))}
     if not said:
         return model
     experts = model.experts

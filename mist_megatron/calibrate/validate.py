@@ -89,12 +89,12 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
 
 def _parts(outcomes: Sequence[Outcome], name_of: Callable[[Outcome], str]) -> dict[str, dict[str, object]]:
     """Figures of rows that are alike in something, by its name; nothing of rows that do not say it."""
-    found: dict[str, list[Outcome]] = {}
+    parts: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if name_of(outcome):
-            found.setdefault(name_of(outcome), []).append(outcome)
+            parts.setdefault(name_of(outcome), []).append(outcome)
     kept = ("rows", "predicted", "time_mape", "time_bias", "memory_mape", "memory_bias")
-    figures = {name: _figures(found[name]) for name in sorted(found)}
+    figures = {name: _figures(parts[name]) for name in sorted(parts)}
     return {name: {key: each[key] for key in kept} for name, each in figures.items()}
 
 
@@ -152,9 +152,9 @@ def _by_group(timed: Sequence[Outcome]) -> Ranking:
             continue
         measured = np.array([o.row.measured_s for o in members], dtype=np.float64)
         predicted = np.array([o.predicted.iteration_s for o in members if o.predicted], dtype=np.float64)
-        found = spearman(predicted, measured)
-        if found is not None:
-            correlations.append(found)
+        correlation = spearman(predicted, measured)
+        if correlation is not None:
+            correlations.append(correlation)
         regrets.append(float(measured[int(np.argmin(predicted))] / measured.min() - 1.0))
     return Ranking(correlations, regrets)
 

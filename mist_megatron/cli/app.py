@@ -67,14 +67,14 @@ def load_command(name: str) -> Any:
     """Imports the command's module and builds its parser; a mapping of functions makes subcommands."""
     entry = next(entry for entry in COMMANDS if entry.name == name)
     module, attribute = entry.target.split(":")
-    found = getattr(importlib.import_module(f"mist_megatron.cli.{module}"), attribute)
+    command = getattr(importlib.import_module(f"mist_megatron.cli.{module}"), attribute)
     parser = typer.Typer(add_completion=False, help=entry.summary, context_settings=HELP_NAMES)
-    if isinstance(found, Mapping):
+    if isinstance(command, Mapping):
         parser.callback(cls=ListingGroup)(lambda: None)
-        for subcommand, function in found.items():
+        for subcommand, function in command.items():
             parser.command(name=subcommand, cls=PagedCommand)(expand_groups(function))
     else:
-        parser.command(name=name, cls=PagedCommand)(expand_groups(found))
+        parser.command(name=name, cls=PagedCommand)(expand_groups(command))
     return typer.main.get_command(parser)
 
 

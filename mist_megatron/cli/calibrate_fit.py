@@ -126,10 +126,10 @@ def show(
     from mist_megatron.cli.calibrate_show import show_profile
     from mist_megatron.spec.catalogue import CATALOGUE
 
-    found = profile_named(profile)
-    device = CATALOGUE.get(found.gpu)
-    described = document(found, device)
-    plots = _plots(found, device, plot) if plot is not None else []
+    shown = profile_named(profile)
+    device = CATALOGUE.get(shown.gpu)
+    described = document(shown, device)
+    plots = _plots(shown, device, plot) if plot is not None else []
     output.finish({**described, "plots": [str(path) for path in plots]})
     if not output.json:
         show_profile(output.people, described)
@@ -164,19 +164,19 @@ def list_profiles(*, output: OutputOptions) -> None:
     from mist_megatron.calibrate.profile_view import measured_count
     from mist_megatron.calibrate.profiles import load_profile, shipped_profiles
 
-    found = []
+    listed = []
     for path in shipped_profiles().values():
         profile = load_profile(path)
         measured, total = measured_count(profile)
-        found.append(
+        listed.append(
             {"name": profile.name, "gpu": profile.gpu, "content_hash": profile.content_hash,
              "figures_measured": measured, "figures_total": total,
              "table_rows": sum(len(each.rows) for each in profile.tables), "note": profile.note}
         )  # fmt: skip
     columns = ("name", "hash", "measured", "of", "rows", "note")
     keys = ("name", "content_hash", "figures_measured", "figures_total", "table_rows", "note")
-    rows = [[str(item[key]) for key in keys] for item in found]
-    output.result({"profiles": found}, table(columns, rows, right=columns[2:5]))
+    rows = [[str(item[key]) for key in keys] for item in listed]
+    output.result({"profiles": listed}, table(columns, rows, right=columns[2:5]))
     if not output.json:
         output.people.print(
             "\nmeasured: figures, curves and tables that rest on measurements; rows: of operator tables. "

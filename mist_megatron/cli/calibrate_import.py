@@ -97,16 +97,16 @@ def _measurements(
     for path in files:
         if files.count(path) > 1:
             raise InputError(f"{path} is given twice")
-    found = _imported(files, hints, kind)
-    conditions = [item for one in found.values() for item in one.conditions]
-    points = [point for one in found.values() for point in one.points]
+    imported = _imported(files, hints, kind)
+    conditions = [item for one in imported.values() for item in one.conditions]
+    points = [point for one in imported.values() for point in one.points]
     write_file(out, write_measurements(conditions, points), force=force)
     output.finish(
         {"out": str(out), "points": len(points), "files": {
             name: {"kind": one.kind, "points": len(one.points), "notes": list(one.notes)}
-            for name, one in found.items()}}
+            for name, one in imported.items()}}
     )  # fmt: skip
-    _tell(output, found, out)
+    _tell(output, imported, out)
 
 
 def _imported(files: list[Path], hints: Callable[[str], HintsType], kind: Kind | None) -> dict[str, Imported]:
@@ -116,7 +116,7 @@ def _imported(files: list[Path], hints: Callable[[str], HintsType], kind: Kind |
     from mist_megatron.formats.files import open_packed, read_packed_text, written_on
     from mist_megatron.traces.reader import read_trace
 
-    found: dict[str, Imported] = {}
+    imported: dict[str, Imported] = {}
     traces = []
     for path in files:
         with open_packed(path) as file:
@@ -125,18 +125,20 @@ def _imported(files: list[Path], hints: Callable[[str], HintsType], kind: Kind |
             with open_packed(path) as file:
                 traces.append((path, read_trace(file, str(path))))
         else:
-            found[str(path)] = read_output(read_packed_text(path), str(path), hints(written_on(path)), kind)
+            imported[str(path)] = read_output(
+                read_packed_text(path), str(path), hints(written_on(path)), kind
+            )
     said = [hints(written_on(path)) for path, _ in traces]
     together = read_kineto([trace for _, trace in traces], said)
-    found |= {str(path): one for (path, _), one in zip(traces, together, strict=True)}
-    return {str(path): found[str(path)] for path in files}
+    imported |= {str(path): one for (path, _), one in zip(traces, together, strict=True)}
+    return {str(path): imported[str(path)] for path in files}
 
 
-def _tell(output: OutputOptions, found: dict[str, Imported], out: Path) -> None:
+def _tell(output: OutputOptions, imported: dict[str, Imported], out: Path) -> None:
     if not output.json:
-        rows = [[name, one.kind, str(len(one.points))] for name, one in found.items()]
+        rows = [[name, one.kind, str(len(one.points))] for name, one in imported.items()]
         output.people.print(table(("file", "kind", "points"), rows, right=("points",)))
-    for name, one in found.items():
+    for name, one in imported.items():
         for note in one.notes:
             output.people.print(f"{name}: {note}", soft_wrap=True, markup=False)
     output.people.print(f"wrote {out}", soft_wrap=True, markup=False)

@@ -86,11 +86,11 @@ class ProgramOptions(OptionGroup):
 
     def arguments(self) -> list[str]:
         """For the programs, which have the same names."""
-        found = [f"--what={self.what}", f"--device={self.device}", f"--precision={self.precision}"]
-        found += [] if self.budget_s is None else [f"--budget-s={self.budget_s:g}"]
-        found += [] if self.processes is None else [f"--processes={self.processes}"]
-        found += [f"--note={self.note}"] if self.note else []
-        return [*found, "--append"] if self.append else found
+        words = [f"--what={self.what}", f"--device={self.device}", f"--precision={self.precision}"]
+        words += [] if self.budget_s is None else [f"--budget-s={self.budget_s:g}"]
+        words += [] if self.processes is None else [f"--processes={self.processes}"]
+        words += [f"--note={self.note}"] if self.note else []
+        return [*words, "--append"] if self.append else words
 
 
 def run(
@@ -159,7 +159,7 @@ def _measure_links(
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
     """`1,2,4`, in the order given, without repetitions."""
-    found = []
+    sizes = []
     for part in text.split(","):
         try:
             value = int(part)
@@ -167,8 +167,8 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
             value = 0
         if not 1 <= value <= LARGEST:
             raise InputError(f"{option}: {part.strip()!r}; wanted whole numbers from 1 such as 1,2,4")
-        found.append(value)
-    return tuple(dict.fromkeys(found))
+        sizes.append(value)
+    return tuple(dict.fromkeys(sizes))
 
 
 def _needed(options: ShapeOptions) -> NeededShapes | None:

@@ -85,14 +85,14 @@ def doctor(*, output: OutputOptions) -> None:
 
 def examine(around: Surroundings) -> tuple[Check, ...]:
     """Every check, what the tuner needs first."""
-    found = [_python(around.python), *(_library(name, around) for name in TUNER)]
-    if all(check.state == "ok" for check in found if check.required):
+    checks = [_python(around.python), *(_library(name, around) for name in TUNER)]
+    if all(check.state == "ok" for check in checks if check.required):
         # These use the libraries above: without them they would only repeat what is wrong.
-        found += [*_profiles(), _cache()]
-    found += _solvers(around)
-    found += _torch_checks(around)
-    found += [_package(name, around) for name in TRAINING]
-    return tuple(found)
+        checks += [*_profiles(), _cache()]
+    checks += _solvers(around)
+    checks += _torch_checks(around)
+    checks += [_package(name, around) for name in TRAINING]
+    return tuple(checks)
 
 
 def _python(running: tuple[int, int]) -> Check:
@@ -207,9 +207,9 @@ def _torch_checks(around: Surroundings) -> list[Check]:
         return [Check(name="torch", state="missing", found="-", needed_for=training, fix=fix)]
     facts = around.torch()
     if facts is None:
-        found = f"{installed} does not import"
+        words = f"{installed} does not import"
         fix = "pip install --force-reinstall torch"
-        return [Check(name="torch", state="broken", found=found, needed_for=training, fix=fix)]
+        return [Check(name="torch", state="broken", found=words, needed_for=training, fix=fix)]
     built, cuda, gpus, name = facts.split(" ", 3)
     seen = int(gpus) > 0
     without = f"torch for {cuda}, but no GPU answers" if cuda != "-" else "torch is a CPU build"

@@ -43,10 +43,10 @@ def _commands(command: Any, ctx: Any) -> Iterator[tuple[str, str, str]]:
     if not isinstance(command, TyperGroup):
         return
     for name in command.list_commands(ctx):
-        found = command.get_command(ctx, name)
-        if found is not None and not found.hidden:
-            panel = getattr(found, "rich_help_panel", None) or "Commands"
-            yield panel, name, found.get_short_help_str(limit=200)
+        sub = command.get_command(ctx, name)
+        if sub is not None and not sub.hidden:
+            panel = getattr(sub, "rich_help_panel", None) or "Commands"
+            yield panel, name, sub.get_short_help_str(limit=200)
 
 
 class _Paged:

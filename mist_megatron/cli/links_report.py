@@ -42,29 +42,29 @@ def import_links(
 
     if gpus_at_once is not None:
         check.at_least("calibrate import", 1, gpus_at_once=gpus_at_once)
-    found = import_link_files(files, unit=unit, gpus_at_once=gpus_at_once)
-    write_file(out, links_to_text(found.matrices), force=force)
+    links_read = import_link_files(files, unit=unit, gpus_at_once=gpus_at_once)
+    write_file(out, links_to_text(links_read.matrices), force=force)
     output.finish(
         {
             "out": str(out),
-            "files": found.files,
-            "refused": list(found.refused),
-            "notes": list(found.notes),
-            "hosts": list(found.matrices[0].hosts),
+            "files": links_read.files,
+            "refused": list(links_read.refused),
+            "notes": list(links_read.notes),
+            "hosts": list(links_read.matrices[0].hosts),
             "matrices": [
                 {"gpus_at_once": matrix.gpus_at_once, "links": len(matrix.rates), "spread": matrix.spread}
-                for matrix in found.matrices
+                for matrix in links_read.matrices
             ],
         }
     )
     people = output.people
-    for note in (*(f"not read: {reason}" for reason in found.refused), *found.notes):
+    for note in (*(f"not read: {reason}" for reason in links_read.refused), *links_read.notes):
         people.print(note, soft_wrap=True, markup=False)
     counts = ", ".join(
-        f"{len(matrix.rates)} links at {matrix.gpus_at_once} GPUs a node" for matrix in found.matrices
+        f"{len(matrix.rates)} links at {matrix.gpus_at_once} GPUs a node" for matrix in links_read.matrices
     )
     people.print(
-        f"wrote {out}: {len(found.matrices[0].hosts)} nodes, {counts}, of {found.files} files; "
+        f"wrote {out}: {len(links_read.matrices[0].hosts)} nodes, {counts}, of {links_read.files} files; "
         f"try: mist-megatron calibrate show {out}",
         soft_wrap=True,
         markup=False,

@@ -66,8 +66,8 @@ def spaces(*, output: OutputOptions) -> None:
     """Search spaces by name: what each chooses, before it is cut to what the target runs."""
     from mist_megatron.search.space import named_spaces
 
-    found = named_spaces()
-    output.finish({"spaces": [{**asdict(space), "varies": list(space.varies())} for space in found]})
+    listed = named_spaces()
+    output.finish({"spaces": [{**asdict(space), "varies": list(space.varies())} for space in listed]})
     if not output.json:
-        rows = [(space.name, f"{space.summary}\n{', '.join(space.varies())}\n") for space in found]
+        rows = [(space.name, f"{space.summary}\n{', '.join(space.varies())}\n") for space in listed]
         output.people.print(table(("name", "what it is, and what it varies"), rows))

@@ -65,15 +65,15 @@ def _tame(text: str) -> str:
 
 def _wrapped_at(text: str, width: int) -> list[int]:
     """Where to begin new lines: before the first word that does not fit; a longer word than a line stays."""
-    found: list[int] = []
+    places: list[int] = []
     used = 0
     for word in re.finditer(r"\S+\s*|^\s+", text):
         needed = cell_len(word.group().rstrip())
         if used and needed and used + needed > width:
-            found.append(word.start())
+            places.append(word.start())
             used = 0
         used += cell_len(word.group())
-    return found
+    return places
 
 
 class PlainTable(Table):

@@ -64,15 +64,15 @@ def show_placed(people: Console, placed: PlacedPlan) -> None:
     from mist_megatron.ask.links import slow_links, slow_nodes
 
     low, high = placed.interval
-    found = f"{placed.found_gain:+.1%} (95 of 100: {low:+.1%} to {high:+.1%})"
+    gain_words = f"{placed.found_gain:+.1%} (95 of 100: {low:+.1%} to {high:+.1%})"
     if placed.kept_default:
         people.print(
-            f"no gain worth having: the order as given is kept; the best found: {found}", soft_wrap=True
+            f"no gain worth having: the order as given is kept; the best found: {gain_words}", soft_wrap=True
         )
     else:
         people.print(
             f"{placed.default_iteration_s:.4g} s per step as given, [bold]{placed.iteration_s:.4g} s[/bold] "
-            f"placed: {found}",
+            f"placed: {gain_words}",
             soft_wrap=True,
         )
     people.print(f"nodes in order: {', '.join(placed.hosts)}", soft_wrap=True, markup=False)

@@ -160,23 +160,23 @@ def _rows(kind: type[Any]) -> list[dict[str, str]]:
 
 def _meanings(kind: type[Any]) -> dict[str, str]:
     """The text under each field of a dataclass, in one line; what it has of another stands there."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for base in reversed([base for base in kind.__mro__ if is_dataclass(base)]):
-        found |= _own_meanings(base)
-    return found
+        meanings |= _own_meanings(base)
+    return meanings
 
 
 def _own_meanings(kind: type[Any]) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     name = ""
     for node in body.body if isinstance(body, ast.ClassDef) else ():
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
-            found[name] = " ".join(str(node.value.value).split())
+            meanings[name] = " ".join(str(node.value.value).split())
             name = ""
-    return found
+    return meanings
 
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "null"}

@@ -176,22 +176,22 @@ def _short(name: str) -> str:
 
 
 def _links(people: Console, answer: Replayed) -> None:
-    found = links_document(answer.recording)
-    operators = found["operators"]
+    counts = links_document(answer.recording)
+    operators = counts["operators"]
     people.print(
         f"links: {operators['by_external_id']:,} launches to operators by External id, "
         f"{operators['by_nesting']:,} by nesting, {operators['none']:,} none; "
-        f"{found['kernels_without_launch']:,} kernels without launch",
+        f"{counts['kernels_without_launch']:,} kernels without launch",
         soft_wrap=True,
     )
-    for name, count in found["evidence"].items():
+    for name, count in counts["evidence"].items():
         people.print(f"  {count:,} {escape(name)}", soft_wrap=True)
-    if found["contradicted_edges"]:
+    if counts["contradicted_edges"]:
         people.print(
-            f"  {found['contradicted_edges']:,} edges left out: recorded times contradict them",
+            f"  {counts['contradicted_edges']:,} edges left out: recorded times contradict them",
             soft_wrap=True,
         )
     people.print(
-        f"{found['explained_share']:.1%} of kernels start when the graph says; the others keep their delay",
+        f"{counts['explained_share']:.1%} of kernels start when the graph says; the others keep their delay",
         soft_wrap=True,
     )

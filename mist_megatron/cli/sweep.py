@@ -56,11 +56,11 @@ def sweep(
         "target": target, "price": price, "workers": workers,
     }  # fmt: skip
     if strategies:
-        found = _strategies(words, space)
+        answer = _strategies(words, space)
         if not output.json:
-            _show_strategies(output, found)
-        output.finish(found.to_dict())
-        _write(output, chart, found.chart)
+            _show_strategies(output, answer)
+        output.finish(answer.to_dict())
+        _write(output, chart, answer.chart)
         return
     from mist_megatron.ask.sweep import sweep as sweep_clusters
 
@@ -98,13 +98,13 @@ def _strategies(words: SweepWords, space: str | None) -> Strategies:
         return strategies(space=space or "megatron", watch=watch, **one_job(words))
 
 
-def _show_strategies(output: OutputOptions, found: Strategies) -> None:
+def _show_strategies(output: OutputOptions, answer: Strategies) -> None:
     from mist_megatron.ask.strategies import HEADS
 
-    output.people.print(found.title, markup=False)
-    output.people.print(table(HEADS, found.rows(), right=[head for head in HEADS if head]))
-    if found.gain is not None:
-        output.people.print(f"the best is {found.gain:.2f} times as fast as the worst that fits")
+    output.people.print(answer.title, markup=False)
+    output.people.print(table(HEADS, answer.rows(), right=[head for head in HEADS if head]))
+    if answer.gain is not None:
+        output.people.print(f"the best is {answer.gain:.2f} times as fast as the worst that fits")
 
 
 def _write(output: OutputOptions, path: Path | None, made: Callable[[], str]) -> None:

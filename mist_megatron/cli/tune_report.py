@@ -79,15 +79,15 @@ def show_verified(people: Console, checked: Verification) -> None:
 
     people.print()
     rows = []
-    words = told_apart([found.plan for found in checked.simulations])
-    for rank, found, plan in zip(checked.ranks, checked.simulations, words, strict=True):
-        apart = disagreement(found)
+    words = told_apart([one.plan for one in checked.simulations])
+    for rank, one, plan in zip(checked.ranks, checked.simulations, words, strict=True):
+        apart = disagreement(one)
         parts = ("-", "-", "-")
         if apart is not None:
             parts_s = (apart.total_s, apart.passes_s, apart.waiting_s)
-            total, passes, waiting = (f"{part_s / found.iteration_s:+.1%}" for part_s in parts_s)
+            total, passes, waiting = (f"{part_s / one.iteration_s:+.1%}" for part_s in parts_s)
             parts = (total, passes, waiting)
-        rows.append([f"{found.iteration_s:.4g}", str(rank + 1), *parts, plan])
+        rows.append([f"{one.iteration_s:.4g}", str(rank + 1), *parts, plan])
     columns = ("events, s", "rank by predict", "predict off by", "passes", "waiting", "plan")
     people.print(table(columns, rows, right=columns[:-1]))
     said = (

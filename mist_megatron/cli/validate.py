@@ -111,8 +111,8 @@ def _show_skipped(people: Console, skipped: dict[str, str]) -> None:
 def _show(people: Console, validated: Validated) -> None:
     from mist_megatron.calibrate.text_scatter import text_scatter
 
-    found = validated.to_dict()
-    everything = [*found["files"].items(), ("all", found["overall"])]
+    document = validated.to_dict()
+    everything = [*document["files"].items(), ("all", document["overall"])]
     names = ("time", "rows", "error", "bias", "rank", "regret", "worst")
     rows = [[_short(name), _counts(figures), *_time_cells(figures)] for name, figures in everything]
     people.print(table(names, rows, right=names[1:]))
@@ -129,14 +129,14 @@ def _show(people: Console, validated: Validated) -> None:
     people.print()
     people.print(LEGEND, style="dim")
     people.print()
-    _show_parts(people, found["overall"])
+    _show_parts(people, document["overall"])
     people.print("furthest off", style="bold")
     worst = [
         [w["id"], f"{w['measured_s']:.4g}", f"{w['predicted_s']:.4g}", f"{w['time_error']:+.1%}"]
-        for w in found["overall"]["worst"]
+        for w in document["overall"]["worst"]
     ]
     columns = ("row", "measured s", "predicted s", "error")
     people.print(table(columns, worst, right=columns[1:]))
-    _show_skipped(people, found["overall"]["skipped"])
+    _show_skipped(people, document["overall"]["skipped"])
     people.print()
     people.print(text_scatter(validated.points()), markup=False)

@@ -29,15 +29,15 @@ SHAPES: Mapping[AdapterPlace, tuple[Expr, Expr]] = {
 
 def with_adapters(operators: Iterable[Operator], adapter: Adapter, *, gated: bool) -> tuple[Operator, ...]:
     """A layer whose own weights are frozen, with its adapters behind the matrices that they stand beside."""
-    found: list[Operator] = []
+    adapted: list[Operator] = []
     for operator in frozen(tuple(operators), passes_back=True):
-        found.append(operator)
-        found += [
+        adapted.append(operator)
+        adapted += [
             _adapter(place, adapter.rank, operator)
             for place in adapter.on
             if BEHIND[place] == operator.name and (gated or place != "gate")
         ]
-    return tuple(found)
+    return tuple(adapted)
 
 
 def _adapter(place: AdapterPlace, rank: int, beside: Operator) -> Operator:

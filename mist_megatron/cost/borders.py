@@ -39,21 +39,21 @@ def border_seconds(
     """Activations to the next stage, and their gradients back, where two neighbours differ; what a bridge
     then hands on is not in it."""
     across = plan.hops_across()
-    found = {}
+    by_border = {}
     for left, (one, other) in enumerate(pairwise(grids)):
         one = ended(one)
         if not alike(one, other):
             spans = _spans_of(one, behind=True)
             seconds = crossing_seconds(one, other, evaluator, across=across[left, left + 1], spans=spans)
-            found[left, left + 1] = seconds, seconds
+            by_border[left, left + 1] = seconds, seconds
         elif not plan.model.alike:
-            found[left, left + 1] = _side_seconds(one, evaluator, across=across[left, left + 1])
+            by_border[left, left + 1] = _side_seconds(one, evaluator, across=across[left, left + 1])
         elif one.placed is not None:
-            found[left, left + 1] = _sent_seconds((one, other), one.placed.after, evaluator)
+            by_border[left, left + 1] = _sent_seconds((one, other), one.placed.after, evaluator)
     last, first = grids[-1], grids[0]
     if plan.vpp > 1 and last.placed is not None:
-        found[0, len(grids) - 1] = _sent_seconds((last, first), last.placed.after, evaluator)
-    return found
+        by_border[0, len(grids) - 1] = _sent_seconds((last, first), last.placed.after, evaluator)
+    return by_border
 
 
 def _side_seconds(one: StageGrid, evaluator: StageEvaluator, *, across: bool) -> tuple[float, float]:
@@ -122,7 +122,7 @@ def exchanges_seconds(
     """Per stage that differs from a neighbour: what it sends, forward and backward, and is handed on. A
     border to a neighbour that is alike is priced by the same rule."""
     across, last = plan.hops_across(), len(grids) - 1
-    found = {}
+    seconds = {}
     for stage, grid in enumerate(grids):
         borders = [
             (
@@ -143,8 +143,8 @@ def exchanges_seconds(
                 else crossing_seconds(mine, border[0], evaluator, across=border[1], spans=border[2])
                 for mine, border in zip(own, borders, strict=True)
             )
-            found[stage] = sent_and_handed_on(there, back, handed_on_seconds(grid, evaluator))
-    return found
+            seconds[stage] = sent_and_handed_on(there, back, handed_on_seconds(grid, evaluator))
+    return seconds
 
 
 def sent_and_handed_on(

@@ -44,14 +44,14 @@ def _replayed(names: list[str], modules: Sequence[GraphModule], *, shared_apart:
     mixed, scans = "router" in names, is_scan(names)
     # What comes before the MLP: all of a parallel block, nothing where a layer is an MLP alone.
     half = names.index("residual1") + 1 if "residual1" in names else len(names) * ("norm1" in names)
-    found: set[str] = set()
+    replayed: set[str] = set()
     if ("mamba" if scans else "attn") in modules:
-        found |= set(names[:half])
+        replayed |= set(names[:half])
     if ("moe" if mixed else "mlp") in modules:
-        found |= set(names[half:])
+        replayed |= set(names[half:])
     if mixed and "moe_router" in modules:
-        found |= {"norm2", "router"}
-        found |= set() if shared_apart else {name for name in names if name.startswith("shared_")}
+        replayed |= {"norm2", "router"}
+        replayed |= set() if shared_apart else {name for name in names if name.startswith("shared_")}
     if mixed and "moe_preprocess" in modules:
-        found.add("permute")
-    return found
+        replayed.add("permute")
+    return replayed

@@ -289,10 +289,10 @@ class Refinement:
 
 def refinement(work: StageWork) -> Refinement:
     """What `closed_form` has to leave out."""
-    found, *others = (_refinement(work, place) for place in range(len(work.blocks)))
+    joined, *others = (_refinement(work, place) for place in range(len(work.blocks)))
     for other in others:
-        found = found.joined(other)
-    return found
+        joined = joined.joined(other)
+    return joined
 
 
 def _refinement(work: StageWork, place: int) -> Refinement:

@@ -32,14 +32,14 @@ def entry_operators(layer: LayerSpec, statistics_bytes: int) -> tuple[Operator, 
     entry = layer.entry
     if entry is None:
         return ()
-    found: list[Operator] = []
+    operators: list[Operator] = []
     if entry.norm:
-        found.append(_entry_norm(layer, entry, statistics_bytes))
+        operators.append(_entry_norm(layer, entry, statistics_bytes))
     if entry.projects:
-        found += _two_matrices(entry) if entry.inner else [_one_matrix(entry)]
+        operators += _two_matrices(entry) if entry.inner else [_one_matrix(entry)]
     if entry.table != "none":
-        found.append(_lookup(own=entry.table == "own"))
-    return tuple(found)
+        operators.append(_lookup(own=entry.table == "own"))
+    return tuple(operators)
 
 
 def _entry_norm(layer: LayerSpec, entry: Entry, statistics_bytes: int) -> Operator:

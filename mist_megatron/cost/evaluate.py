@@ -155,10 +155,10 @@ class StageEvaluator:
         """The same of a mixed cluster whose groups come in another order."""
         if order in ((), tuple(range(len(self.groups)))):
             return self
-        found = copy(self)
-        found.job = replace(self.job, cluster=self.job.cluster.in_order(order))
-        found.groups = tuple(self.groups[group] for group in order)
-        return found
+        ordered = copy(self)
+        ordered.job = replace(self.job, cluster=self.job.cluster.in_order(order))
+        ordered.groups = tuple(self.groups[group] for group in order)
+        return ordered
 
     def __call__(self, grid: StageGrid) -> StageCost:
         factors = self.factors(grid)

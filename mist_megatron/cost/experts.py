@@ -138,7 +138,7 @@ def _shared(experts: ExpertSpec, gates: int, *, bias: bool, eight_bit: bool) -> 
     into, into_back = products("shared_in", TOKENS, (gates * SHARED_INNER, HIDDEN), eight_bit=eight_bit)
     out, out_back = products("shared_out", TOKENS, (HIDDEN, SHARED_INNER), eight_bit=eight_bit)
     inner = HALF * TOKENS * SHARED_INNER
-    found = (
+    operators = (
         Operator(
             name="shared_gather",
             forward=(collective_work("shared_gather", WorkKind.ALL_GATHER, SP * whole),),
@@ -174,7 +174,7 @@ def _shared(experts: ExpertSpec, gates: int, *, bias: bool, eight_bit: bool) -> 
             backward=(collective_work("shared_back", WorkKind.ALL_GATHER, SP * whole),),
         ),
     )
-    return (*found, _shared_gate()) if experts.shared_gate else found
+    return (*operators, _shared_gate()) if experts.shared_gate else operators
 
 
 def _shared_gate() -> Operator:

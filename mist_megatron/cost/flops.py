@@ -87,11 +87,11 @@ def _matrices(kind: LayerKind, seq_len: float) -> float:
     own, outside = kind.sequence(seq_len), kind.outside(seq_len)
     if kind.entry is not None:
         return kind.matrix_elements * outside / kind.entry.merged
-    found = kind.matrix_elements * own
+    flops = kind.matrix_elements * own
     if kind.cross_attention is not None:
-        found += 2.0 * kind.hidden * kind.query_width * own
-        found += 2.0 * kind.cross_attention.hidden * kind.kv_width * outside
-    return found
+        flops += 2.0 * kind.hidden * kind.query_width * own
+        flops += 2.0 * kind.cross_attention.hidden * kind.kv_width * outside
+    return flops
 
 
 def _pairs(kind: LayerKind, seq_len: float, *, causal: bool) -> float:

@@ -55,20 +55,20 @@ def layer_memory(
     """Saved and transient bytes of a transformer layer, or of one between groups."""
     if model.entry is not None:
         return _entry_memory(model, options, passes_back=passes_back)
-    found = _block_memory(model, options, modules)
+    memory = _block_memory(model, options, modules)
     mixer = model.mamba or model.delta_net
     if mixer is not None:
         forward, backward = scan_transients(mixer)
-        forward = Max(found.forward, GATHERED + forward, evaluate=False)
-        backward = Max(found.backward, 2 * ACTIVATION + backward, evaluate=False)
-        found = replace(found, forward=forward, backward=backward)
+        forward = Max(memory.forward, GATHERED + forward, evaluate=False)
+        backward = Max(memory.backward, 2 * ACTIVATION + backward, evaluate=False)
+        memory = replace(memory, forward=forward, backward=backward)
     if not passes_back:
         # What would be kept lives as long as its readers do: input, residual stream and norm beside the MLP.
-        return LayerMemory(ZERO, ZERO, found.forward + 2 * ACTIVATION, ZERO)
+        return LayerMemory(ZERO, ZERO, memory.forward + 2 * ACTIVATION, ZERO)
     if model.cross_attention is not None:
         # The gradients of an encoder's output, of this layer and of those after it.
-        return replace(found, backward=found.backward + 2 * outside_bytes(model.cross_attention))
-    return found
+        return replace(memory, backward=memory.backward + 2 * outside_bytes(model.cross_attention))
+    return memory
 
 
 def _entry_memory(model: LayerSpec, options: LayerOptions, *, passes_back: bool) -> LayerMemory:

@@ -96,10 +96,10 @@ def shared_table(model: ModelSpec, options: LayerOptions, role: StageRole) -> Ex
     has neither the embedding nor a head that is tied to it."""
     if role.has_embedding or (role.has_head and model.tied_embeddings):
         return ZERO
-    found = blocks(model, options)
+    of_blocks = blocks(model, options)
     tables = (
-        _present(block, len(found)) * block.own(VOCAB_SHARE * HIDDEN)
-        for block in found
+        _present(block, len(of_blocks)) * block.own(VOCAB_SHARE * HIDDEN)
+        for block in of_blocks
         if block.kind.entry is not None and block.kind.entry.table == "shared"
     )
     return sum(tables, start=ZERO)
@@ -107,8 +107,8 @@ def shared_table(model: ModelSpec, options: LayerOptions, role: StageRole) -> Ex
 
 def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: StageRole) -> StageMemory:
     """All terms and candidates of one stage."""
-    found = blocks(model, options)
-    kinds = tuple(_kind(block, len(found), options, facts) for block in found)
+    of_blocks = blocks(model, options)
+    kinds = tuple(_kind(block, len(of_blocks), options, facts) for block in of_blocks)
     states = _states(model, options, facts, role)
     piped = facts.pipe_buffers and role is not StageRole.ONLY
     pipe = _pipe_buffers(facts, role) if piped else NO_BUFFERS

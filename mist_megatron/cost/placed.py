@@ -120,7 +120,7 @@ def _border(plan: Plan, one: int, other: int) -> Spans:
 def _spans(cluster: ClusterSpec, gpu_of: Sequence[int], groups: Iterable[Ranks]) -> Spans:
     """Of groups of logical ranks, the slowest of those that are spread alike."""
     a_node, a_domain = cluster.gpus_per_node, cluster.linked_gpus
-    found: dict[tuple[int, int], float | None] = {}
+    spans: dict[tuple[int, int], float | None] = {}
     seen: set[tuple[int, ...]] = set()
     for ranks in groups:
         nodes = tuple(gpu_of[rank] // a_node for rank in ranks)
@@ -131,9 +131,9 @@ def _spans(cluster: ClusterSpec, gpu_of: Sequence[int], groups: Iterable[Ranks])
         count = len(set(domains))
         key = count, min(domains.count(domain) for domain in set(domains))
         rate = None if count == 1 else _ring_bytes_per_s(nodes, domains, cluster.links.matrix)
-        before = found.get(key)
-        found[key] = rate if before is None or rate is None else min(rate, before)
-    return tuple(Span(*key, found[key]) for key in sorted(found))
+        before = spans.get(key)
+        spans[key] = rate if before is None or rate is None else min(rate, before)
+    return tuple(Span(*key, spans[key]) for key in sorted(spans))
 
 
 def _ring_bytes_per_s(

@@ -15,7 +15,7 @@ def require_priced(model: ModelSpec) -> None:
             "which it does not say; wanted kinds with a window"
         )
     for part in ("experts", "latent_attention", "mamba", "delta_net"):
-        found = {getattr(kind, part) for kind in model.kinds} - {None}
-        if len(found) > 1:
+        parts = {getattr(kind, part) for kind in model.kinds} - {None}
+        if len(parts) > 1:
             words = part.replace("_", " ")
             raise InputError(f"model {model.name}: layers whose {words} differ cannot be priced yet")

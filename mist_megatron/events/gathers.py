@@ -23,12 +23,12 @@ def launches(work: Workload, orders: Sequence[Sequence[Pass]]) -> list[dict[int,
 def _of_stage(order: Sequence[Pass], before: int, chunks: int) -> dict[int, list[int]]:
     places = [place for place, step in enumerate(order) if step.kind is PassKind.FORWARD]
     first = {order[place].chunk: k for k, place in enumerate(places) if order[place].micro_batch == 0}
-    found = {places[0]: list(range(min(2, chunks)))}
+    gathers = {places[0]: list(range(min(2, chunks)))}
     for chunk in range(2, chunks):
         earlier = first[chunk - 1] - before
         if earlier >= 0:
-            found.setdefault(places[earlier], []).append(chunk)
-    return found
+            gathers.setdefault(places[earlier], []).append(chunk)
+    return gathers
 
 
 def waited_for(layers: Sequence[NamedLayer], gathers: Sequence[int], *, bucketed: bool) -> dict[str, int]:

@@ -91,18 +91,18 @@ class PackedFile:
         if not self._packed:
             return self._plain.read(size)
         parts: list[bytes] = []
-        found = 0
-        while found < size and not self._ended:
+        length = 0
+        while length < size and not self._ended:
             try:
-                part = self._unpacked.read1(min(size - found, 1 << 20))
+                part = self._unpacked.read1(min(size - length, 1 << 20))
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                if not parts and not found and self._unpacked.tell() == 0:
+                if not parts and not length and self._unpacked.tell() == 0:
                     raise InputError(f"{self._path}: cut off or damaged: {error}") from None
                 self._ended = True
                 break
             self._ended = not part
             parts.append(part)
-            found += len(part)
+            length += len(part)
         return b"".join(parts)
 
 
@@ -130,10 +130,10 @@ def files_below(path: Path, endings: tuple[str, ...]) -> list[Path]:
         raise InputError(f"{path} does not exist")
     if not path.is_dir():
         return [path]
-    found = sorted(one for one in path.iterdir() if one.name.endswith(endings) and one.is_file())
-    if not found:
+    files = sorted(one for one in path.iterdir() if one.name.endswith(endings) and one.is_file())
+    if not files:
         raise InputError(f"{path} holds no file that ends in {', '.join(endings)}")
-    return found
+    return files
 
 
 def _decoded(data: bytes, path: str | Path) -> str:
@@ -223,8 +223,8 @@ def _cached_config(name: str) -> Path | None:
     snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
     main = snapshots.parent / "refs" / "main"
     newest = read_text(main).strip() if is_there(main) else "*"
-    found = sorted(snapshots.glob(f"{newest}/config.json")) if re.fullmatch(r"\w+|\*", newest) else []
-    return found[0] if found else None
+    configs = sorted(snapshots.glob(f"{newest}/config.json")) if re.fullmatch(r"\w+|\*", newest) else []
+    return configs[0] if configs else None
 
 
 def _looks_like_path(text: str) -> bool:

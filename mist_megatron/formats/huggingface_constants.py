@@ -179,5 +179,5 @@ def _scaling(values: Mapping[str, object], where: str) -> RotaryScaling:
                     f"{where}: {name} is {values[name]}; llama3 scaling with other figures than "
                     f"{usual:g} is not supported"
                 )
-    found: RotaryScaling = kind
-    return found
+    scaling: RotaryScaling = kind
+    return scaling

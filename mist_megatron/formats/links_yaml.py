@@ -64,8 +64,8 @@ def links_from_text(text: str, where: str) -> tuple[LinkMatrix, ...]:
     document = build_versioned(LinksDocument, value, where, SCHEMA)
     if not document.matrices:
         raise InputError(f"{where}: matrices is empty; wanted one or more")
-    found = [_matrix(document.hosts, one, where) for one in document.matrices]
-    return tuple(sorted(found, key=lambda matrix: matrix.gpus_at_once))
+    matrices = [_matrix(document.hosts, one, where) for one in document.matrices]
+    return tuple(sorted(matrices, key=lambda matrix: matrix.gpus_at_once))
 
 
 def _matrix(hosts: tuple[str, ...], one: MatrixDocument, where: str) -> LinkMatrix:

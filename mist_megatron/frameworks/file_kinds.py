@@ -38,17 +38,17 @@ def kind_of(text: str) -> FileKind:
 def _has_arguments(text: str) -> bool:
     """Whether this is our args.json: a mapping with a list of words under `arguments`."""
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and "arguments" in found
+    return isinstance(document, dict) and "arguments" in document
 
 
 def mapping_of(text: str, where: str) -> Mapping[str, Any]:
     """The mapping of a trainer's YAML."""
     if len(text) > MOST_YAML:
         raise InputError(f"{where}: {len(text)} characters; a trainer's YAML has at most {MOST_YAML}")
-    found = parse(text, where)
-    if not isinstance(found, dict):
+    document = parse(text, where)
+    if not isinstance(document, dict):
         raise InputError(f"{where}: wanted a mapping of keys to values")
-    return found
+    return document

@@ -32,23 +32,23 @@ class Interpolation:
     document: Mapping[str, Any]
     given: Mapping[str, str]
 
-    def value(self, path: str, found: Any, depth: int = 0) -> Any:
+    def value(self, path: str, text: Any, depth: int = 0) -> Any:
         """A value as it is meant; what nothing says stands in it between two zero bytes, by its name."""
-        if found == "???":
+        if text == "???":
             return self._open(path.rpartition(".")[2])
-        if not isinstance(found, str) or "${" not in found:
-            return found
+        if not isinstance(text, str) or "${" not in text:
+            return text
         if depth > _DEEPEST:
             return self._open(path.rpartition(".")[2])
         for _ in range(_DEEPEST):
-            match = _INNERMOST.search(found)
+            match = _INNERMOST.search(text)
             if match is None:
                 break
             meant = self._meant(match.group(1).strip(), path, depth)
-            if match.group() == found:
+            if match.group() == text:
                 return meant
-            found = found[: match.start()] + str(meant) + found[match.end() :]
-        return found
+            text = text[: match.start()] + str(meant) + text[match.end() :]
+        return text
 
     def _meant(self, text: str, path: str, depth: int) -> Any:
         name, colon, rest = text.partition(":")
@@ -73,12 +73,12 @@ class Interpolation:
         dots = len(text) - len(text.lstrip("."))
         parents = path.split(".")[:-dots] if dots else []
         parts = [*parents, *text.lstrip(".").split(".")]
-        found: Any = self.document
+        value: Any = self.document
         for part in parts:
-            if not isinstance(found, Mapping) or part not in found:
+            if not isinstance(value, Mapping) or part not in value:
                 return self._open(parts[-1])
-            found = found[part]
-        return self.value(".".join(parts), found, depth + 1)
+            value = value[part]
+        return self.value(".".join(parts), value, depth + 1)
 
     def _open(self, name: str) -> Any:
         name = name.replace("\0", "")

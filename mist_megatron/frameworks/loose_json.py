@@ -67,17 +67,17 @@ class _Reader:
         return InputError(f"{self.where}, line {line}, column {column}: got {got}, wanted {wanted}")
 
     def skip(self) -> None:
-        found = _BLANK.match(self.text, self.at)
-        if found:
-            self.at = found.end()
+        blank = _BLANK.match(self.text, self.at)
+        if blank:
+            self.at = blank.end()
 
     def sees(self, mark: str) -> bool:
         return self.text.startswith(mark, self.at)
 
     def take(self, mark: str) -> bool:
-        found = self.sees(mark)
-        self.at += found
-        return found
+        seen = self.sees(mark)
+        self.at += seen
+        return seen
 
     def value(self, depth: int) -> Any:
         if depth > MOST_NESTED:
@@ -93,29 +93,29 @@ class _Reader:
 
     def mapping(self, depth: int) -> dict[str, Any]:
         self.take("{")
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         while True:
             self.skip()
             if self.take("}"):
-                return found
+                return members
             key = self.key()
             self.skip()
             if not self.take(":"):
                 raise self.wrong(f"':' after the key {key!r}")
-            if key in found:
+            if key in members:
                 raise self.wrong(f"each key once, but {key!r} occurs twice")
-            found[key] = self.value(depth + 1)
+            members[key] = self.value(depth + 1)
             self.skip()
             self.take(",")
 
     def sequence(self, depth: int) -> list[Any]:
         self.take("[")
-        found: list[Any] = []
+        items: list[Any] = []
         while True:
             self.skip()
             if self.take("]"):
-                return found
-            found.append(self.value(depth + 1))
+                return items
+            items.append(self.value(depth + 1))
             self.skip()
             self.take(",")
 

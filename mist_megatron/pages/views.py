@@ -217,30 +217,30 @@ def busy(played: Simulation) -> Chart:
 def timeline(played: Simulation, most: int = MOST_EVENTS) -> Timeline:
     """Events as whole microseconds; where there are too many, neighbours of one kind become one, and what is
     still too much is left out from the end."""
-    found = _events(played)
-    note = f"all {len(found):,} events"
-    if len(found) > most:
-        found = _joined(found)
+    bars = _events(played)
+    note = f"all {len(bars):,} events"
+    if len(bars) > most:
+        bars = _joined(bars)
         note = (
-            f"{len(found):,} bars for {played.events:,} events: neighbours of one kind on one stream are one"
+            f"{len(bars):,} bars for {played.events:,} events: neighbours of one kind on one stream are one"
         )
-    if len(found) > most:
-        until_s = found[most].start_us / 1e6
-        found = found[:most]
+    if len(bars) > most:
+        until_s = bars[most].start_us / 1e6
+        bars = bars[:most]
         note += f"; shown until {until_s:.4g} s"
-    lanes = sorted({event.lane for event in found})
+    lanes = sorted({event.lane for event in bars})
     kinds, names = (
-        list(dict.fromkeys(words)) for words in zip(*((e.kind, e.name) for e in found), strict=True)
+        list(dict.fromkeys(words)) for words in zip(*((e.kind, e.name) for e in bars), strict=True)
     )
     places = {"lane": _places(lanes), "kind": _places(kinds), "name": _places(names)}
     return Timeline(
-        span_us=max((event.start_us + event.us for event in found), default=1),
+        span_us=max((event.start_us + event.us for event in bars), default=1),
         lanes=tuple(f"stage {stage}: {STREAM_NAMES[stream].replace('_', ' ')}" for stage, stream in lanes),
         kinds=tuple(kinds),
         names=tuple(names),
         numbers=tuple(
             number
-            for e in found
+            for e in bars
             for number in (
                 places["lane"][e.lane], places["kind"][e.kind], places["name"][e.name], e.start_us, e.us
             )

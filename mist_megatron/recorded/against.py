@@ -138,20 +138,20 @@ def compared(
     recording: Recording, played: Played, told: Sequence[Window], plan: Plan, prediction: Prediction
 ) -> list[Compared]:
     """Every rank's step beside what its stage was predicted to take."""
-    found = []
+    rows = []
     for window in told:
         rank = recording.rank_name(window.rank)
         stage = stage_of(plan, rank)
         measured = _measured(recording, played, window, plan, stage)
         predicted = _predicted(prediction, stage, plan)
         whole_s = (window.end_ns - window.start_ns) / NS_PER_S
-        found.append(
+        rows.append(
             Compared(
                 rank=rank, stage=stage, measured_s=whole_s, predicted_s=prediction.iteration_s,
                 lines=_lines(measured, predicted),
             )
         )  # fmt: skip
-    return found
+    return rows
 
 
 def _lines(measured: Mapping[str, float], predicted: Mapping[str, float]) -> tuple[Line, ...]:
@@ -246,20 +246,20 @@ def _parts_of(part: Parts, events: Ints, plan: Plan, stage: int) -> list[str]:
     classes = stream_classes(trace)
     groups = _groups_of(plan, stage)
     cache: dict[int, str] = {}
-    found = []
+    parts = []
     for event in events.tolist():
         kind = int(classes[event])
         if kind == Stream.GPU_TO_GPU:
-            found.append(_collective(message_of(trace, links, event), groups, plan, stage))
+            parts.append(_collective(message_of(trace, links, event), groups, plan, stage))
         elif kind != Stream.COMPUTE:
-            found.append("copies")
+            parts.append("copies")
         elif _STEP_KERNEL.search(trace.name_of(event)):
-            found.append("optimizer")
+            parts.append("optimizer")
         else:
             launch = int(links.launch[event])
             host = int(links.parent[launch]) if launch >= 0 else -1
-            found.append(_pass_of(trace, links.parent, host, cache))
-    return found
+            parts.append(_pass_of(trace, links.parent, host, cache))
+    return parts
 
 
 def _pass_of(trace: Trace, parent: Ints, host: int, cache: dict[int, str]) -> str:
@@ -280,12 +280,12 @@ def _pass_of(trace: Trace, parent: Ints, host: int, cache: dict[int, str]) -> st
 
 
 def _groups_of(plan: Plan, stage: int) -> dict[frozenset[int], str]:
-    found: dict[frozenset[int], str] = defaultdict(str)
+    groups: dict[frozenset[int], str] = defaultdict(str)
     for group, name in ((Group.DATA, "data"), (Group.TENSOR, "tensor")):
         for ranks in plan.groups(stage, group):
             if len(ranks) > 1:
-                found[frozenset(ranks)] = name
-    return found
+                groups[frozenset(ranks)] = name
+    return groups
 
 
 def _collective(said: Message | None, groups: Mapping[frozenset[int], str], plan: Plan, stage: int) -> str:

@@ -117,15 +117,15 @@ def rank_parts(rank: int, trace: Trace, window: Step | None, device: int | str |
         Role.GPU, order, trace.place[order].astype(np.int64), trace.start_ns[order], trace.end_ns[order]
     )
     parts.node_of = dict(zip(order.tolist(), numbers.tolist(), strict=True))
-    queued, found = queues(trace, parts.links, chosen), Found(counts=parts.counts)
-    find_waits(trace, parts.links, queued, (low, high), found)
-    syncs = find_syncs(trace, parts.links, queued, (low, high), found)
+    queued, edges = queues(trace, parts.links, chosen), Found(counts=parts.counts)
+    find_waits(trace, parts.links, queued, (low, high), edges)
+    syncs = find_syncs(trace, parts.links, queued, (low, high), edges)
     copies = blocking_copies(trace, parts.links, chosen)
     parts.counts["synchronisations by copies that the host waits for"] += len(copies)
-    found.syncs += list(zip(copies.tolist(), parts.links.launch[copies].tolist(), strict=True))
-    _host(parts, order, np.union1d(syncs, parts.links.launch[copies]), found, (low, high))
+    edges.syncs += list(zip(copies.tolist(), parts.links.launch[copies].tolist(), strict=True))
+    _host(parts, order, np.union1d(syncs, parts.links.launch[copies]), edges, (low, high))
     _streams(parts, order)
-    for source, target in found.waits:
+    for source, target in edges.waits:
         slot, node = 2 * parts.node_of[source] + 1, parts.node_of[target]
         parts.join(np.array([slot]), np.array([node]), Edge.WAIT)
     return parts
@@ -172,7 +172,7 @@ def own_waits(parts: Sequence[Parts], offsets: Sequence[int]) -> Edges:
     )  # fmt: skip
 
 
-def _host(parts: Parts, ran: Whole, syncs: Whole, found: Found, window: tuple[int, int]) -> None:
+def _host(parts: Parts, ran: Whole, syncs: Whole, edges: Found, window: tuple[int, int]) -> None:
     """Launches, synchronisations and hand-overs of all threads, and what they launch."""
     trace, links = parts.trace, parts.links
     launch = links.launch[ran]
@@ -188,7 +188,7 @@ def _host(parts: Parts, ran: Whole, syncs: Whole, found: Found, window: tuple[in
     launch_node[calls] = begins
     sync_nodes = parts.add(Role.SYNC, syncs, place[syncs], start[syncs], end[syncs])
     sync_node = dict(zip(syncs.tolist(), sync_nodes.tolist(), strict=True))
-    for source, call in found.syncs:
+    for source, call in edges.syncs:
         slot = 2 * parts.node_of[source] + 1
         parts.join(np.array([slot]), np.array([sync_node[call]]), Edge.SYNC, at_end=True)
     launched = launch >= 0

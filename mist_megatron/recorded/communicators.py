@@ -26,9 +26,9 @@ def communicators(
         inside.update((member.rank, member.event) for member in meeting.members)
         if any(_within(member, told) for member in moved.members):
             matched[meeting.group, meeting.name].append(moved)
-    found = [_of_meetings(key, met, recording) for key, met in matched.items()]
-    found += _alone(recording, played, told, inside)
-    return tuple(sorted(found, key=lambda one: -(one.transfer_s + one.waited_s)))
+    times = [_of_meetings(key, met, recording) for key, met in matched.items()]
+    times += _alone(recording, played, told, inside)
+    return tuple(sorted(times, key=lambda one: -(one.transfer_s + one.waited_s)))
 
 
 def size_of(message: Message | None) -> int:

@@ -144,10 +144,10 @@ def _columns(nodes: Nodes) -> tuple[NDArray[np.generic], ...]:
 
 def _after_meeting(key: Floats, meets: Edges) -> Floats:
     """What ends when all have come is told after the last of them."""
-    found = key.copy()
-    np.maximum.at(found, meets.target, key[meets.source // 2])
-    np.maximum.at(found, meets.target, found[meets.source // 2])
-    return found
+    keys = key.copy()
+    np.maximum.at(keys, meets.target, key[meets.source // 2])
+    np.maximum.at(keys, meets.target, keys[meets.source // 2])
+    return keys
 
 
 def _with_delays(nodes: Nodes, edges: Edges, contradicted: int) -> Graph:

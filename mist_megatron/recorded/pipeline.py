@@ -38,22 +38,22 @@ class Stage:
     tail_s: float
 
 
-def shared_out(found: Sequence[StagePasses], stages: int, layers: int | None) -> list[Stage]:
+def shared_out(by_rank: Sequence[StagePasses], stages: int, layers: int | None) -> list[Stage]:
     """The recorded stages' work on so many stages of so many layers in all."""
-    if stages == len(found) and layers is None:
-        return [Stage(one.forward_s, one.backward_s, one.tail_s) for one in found]
-    old = sum(one.layers for one in found)
+    if stages == len(by_rank) and layers is None:
+        return [Stage(one.forward_s, one.backward_s, one.tail_s) for one in by_rank]
+    old = sum(one.layers for one in by_rank)
     new = old if layers is None else layers
     if new % stages:
         raise InputError(f"{new} layers do not divide among {stages} stages; wanted a number that does")
-    first, last = found[0].before_s, found[-1].behind_s
-    whole = [sum(one.forward_s for one in found), sum(one.backward_s for one in found)]
+    first, last = by_rank[0].before_s, by_rank[-1].behind_s
+    whole = [sum(one.forward_s for one in by_rank), sum(one.backward_s for one in by_rank)]
     # What middle stages do outside of layers, every stage does.
-    inner = [one.behind_s for one in found[:-1]] + [one.before_s for one in found[1:]]
+    inner = [one.behind_s for one in by_rank[:-1]] + [one.before_s for one in by_rank[1:]]
     beside = [sum(edge[at] for edge in inner) for at in (0, 1)]
     each = [(whole[at] - first[at] - last[at] - beside[at]) / old * new / stages for at in (0, 1)]
-    extra = [beside[at] / len(found) for at in (0, 1)]
-    tail = sum(one.tail_s for one in found) / old * new / stages
+    extra = [beside[at] / len(by_rank) for at in (0, 1)]
+    tail = sum(one.tail_s for one in by_rank) / old * new / stages
     made = []
     for stage in range(stages):
         ends = [edge for edge, mine in ((first, stage == 0), (last, stage == stages - 1)) if mine]

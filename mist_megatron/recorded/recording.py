@@ -83,8 +83,8 @@ def record(traces: Sequence[Trace], step: int | None = None, waits: str = WAITS[
     return Recording(
         traces=tuple(traces), parts=tuple(parts), graph=graph, meetings=tuple(met), shifts_ns=tuple(shifts),
         steps=tuple(
-            (found, int(place[begin + by]), int(place[end + by]))
-            for part, by in zip(parts, offsets, strict=True) for found, begin, end in part.steps
+            (each, int(place[begin + by]), int(place[end + by]))
+            for part, by in zip(parts, offsets, strict=True) for each, begin, end in part.steps
         ),
         step_rank=tuple(part.rank for part in parts for _ in part.steps),
         node_of=tuple(
@@ -103,11 +103,11 @@ def _devices(trace: Trace) -> list[int | str | None]:
 def _window(trace: Trace, step: int | None) -> Step | None:
     if step is None:
         return None
-    found = {one.number: one for one in steps_of(trace)}
-    if step not in found:
-        there = ", ".join(map(str, found)) or "none: record with a schedule, and call profiler.step()"
+    steps = {one.number: one for one in steps_of(trace)}
+    if step not in steps:
+        there = ", ".join(map(str, steps)) or "none: record with a schedule, and call profiler.step()"
         raise InputError(f"{trace.where}: no step {step}; steps in it: {there}")
-    return found[step]
+    return steps[step]
 
 
 def _moved(nodes: dict[int, int], by: int) -> dict[int, int]:

@@ -59,21 +59,21 @@ class Repeat:
 
 def more_layers(part: Parts, layers: int) -> tuple[list[Stretch], int]:
     """What to stretch for so many layers, and how many were found."""
-    found = [layer_repeats(part, step) for step in windows_of(part.trace)]
-    counts = {count for _, count in found}
+    of_window = [layer_repeats(part, step) for step in windows_of(part.trace)]
+    counts = {count for _, count in of_window}
     if len(counts) > 1:
         raise _unclear(part, counts)
     stretches = [
         Stretch(repeat.place, begin, end, layers / count)
-        for repeats, count in found for repeat in repeats for begin, end in repeat.runs
+        for repeats, count in of_window for repeat in repeats for begin, end in repeat.runs
     ]  # fmt: skip
     return stretches, counts.pop()
 
 
 def layer_repeats(part: Parts, step: Step) -> tuple[list[Repeat], int]:
     """Layers of every pass of a step, and how many a pass has."""
-    found = [repeat for tokens in _passes(part, step) if (repeat := repeated(*tokens)) is not None]
-    counts = {repeat.count for repeat in found}
+    repeats = [repeat for tokens in _passes(part, step) if (repeat := repeated(*tokens)) is not None]
+    counts = {repeat.count for repeat in repeats}
     least = min(counts, default=0)
     if least and sends_of(part).any() and all(count % least == 0 for count in counts):
         # Passes of a pipeline follow each other with nothing but a transfer between.
@@ -84,7 +84,7 @@ def layer_repeats(part: Parts, step: Step) -> tuple[list[Repeat], int]:
         )
     if len(counts) > 1:
         raise _unclear(part, counts)
-    return found, counts.pop()
+    return repeats, counts.pop()
 
 
 def _unclear(part: Parts, counts: set[int]) -> InputError:
@@ -120,20 +120,20 @@ def more_micro_batches(part: Parts, wanted: int) -> tuple[list[Stretch], int]:
 def sends_of(part: Parts) -> Mask:
     """Events that hand data from one stage to another."""
     trace = part.trace
-    found = trace.names_that(_SENDS.__contains__)
+    sends = trace.names_that(_SENDS.__contains__)
     exchanges = trace.names_that(_EXCHANGE.search)
     for event in np.flatnonzero(communicates(trace)).tolist():
         said = message_of(trace, part.links, event)
         if said is not None:
-            found[event] = said.collective.lower() in POINT_TO_POINT
+            sends[event] = said.collective.lower() in POINT_TO_POINT
         elif "SendRecv" in trace.name_of(event):
             # Exchanges of all with all are kernels of that name, too; without a launch nothing tells.
             launch = int(part.links.launch[event])
             host = int(part.links.parent[launch]) if launch >= 0 else -1
             while host >= 0 and not exchanges[host]:
                 host = int(part.links.parent[host])
-            found[event] = launch >= 0 and host < 0
-    return found
+            sends[event] = launch >= 0 and host < 0
+    return sends
 
 
 def windows_of(trace: Trace) -> Sequence[Step]:
@@ -168,18 +168,18 @@ def _passes(part: Parts, step: Step) -> list[tuple[int, Ints, Floats, Whole, Who
     whole = float(weight[inside].sum())
     borders = np.unique([moment for run in backward_runs(part, step) for moment in run])
     segment = np.searchsorted(borders, trace.start_ns[host], "right")
-    found = []
+    passes = []
     for place, number in np.unique(np.stack([trace.place[host], segment])[:, inside], axis=1).T.tolist():
         mine = np.flatnonzero(inside & (trace.place[host] == place) & (segment == number))
         mine = mine[np.argsort(trace.start_ns[host[mine]], kind="stable")]
         if weight[mine].sum() < LEAST_PASS * whole / max(len(borders) // 2, 1):
             continue
         events = host[mine]
-        found.append(
+        passes.append(
             (place, name[mine].astype(np.int64), weight[mine].astype(np.float64), trace.start_ns[events],
              trace.end_ns[events])
         )  # fmt: skip
-    return found
+    return passes
 
 
 def outermost(trace: Trace, parent: Whole) -> Whole:
@@ -222,11 +222,11 @@ def _runs(names: Ints, period: int) -> list[tuple[int, int]]:
     """Where at least two equal periods follow each other."""
     same = np.concatenate([[False], names[:-period] == names[period:], [False]])
     edges = np.flatnonzero(np.diff(same.astype(np.int8)))
-    found = []
+    runs = []
     for low, high in zip(edges[0::2].tolist(), edges[1::2].tolist(), strict=True):
         if high - low >= period:
-            found.append((low, high + period))
-    return found
+            runs.append((low, high + period))
+    return runs
 
 
 def backward_runs(part: Parts, step: Step) -> list[tuple[int, int]]:
@@ -259,9 +259,9 @@ def backward_runs(part: Parts, step: Step) -> list[tuple[int, int]]:
 def _under(trace: Trace, parent: Whole) -> np.ndarray:
     """What the optimizer does is no pass."""
     steps = trace.names_that(re.compile(r"^Optimizer\.").search)
-    found = np.zeros(len(trace), np.bool_)
+    under = np.zeros(len(trace), np.bool_)
     above = parent.copy()
     while (above >= 0).any():
-        found |= (above >= 0) & steps[np.maximum(above, 0)]
+        under |= (above >= 0) & steps[np.maximum(above, 0)]
         above = np.where(above >= 0, parent[np.maximum(above, 0)], -1)
-    return found
+    return under

@@ -67,13 +67,13 @@ def page_of(recording: Recording, played: Played, step: int | None) -> Page:
 
 def _spans(recording: Recording, played: Played) -> dict[int, float]:
     nodes = recording.graph.nodes
-    found = {}
+    spans = {}
     for place in range(len(recording.parts)):
         mine = (nodes.rank == place) & (nodes.role != Role.MEET)
         if mine.any():
             length = float(played.end_ns[mine].max() - played.start_ns[mine].min())
-            found[recording.rank_name(place)] = length / NS_PER_S
-    return found
+            spans[recording.rank_name(place)] = length / NS_PER_S
+    return spans
 
 
 def page_document(page: Page) -> dict[str, Any]:

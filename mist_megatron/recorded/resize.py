@@ -213,11 +213,11 @@ def with_sums(trace: Trace, part: Parts, to: Resized) -> Trace:
 def _backward(part: Parts) -> Mask:
     """What lies inside an operator of autograd's backward pass, or is one."""
     named, above = part.trace.names_that(BACKWARD.search), np.arange(len(part.trace))
-    found = np.zeros(len(part.trace), np.bool_)
+    backward = np.zeros(len(part.trace), np.bool_)
     while (there := above >= 0).any():
-        found |= there & named[np.maximum(above, 0)]
+        backward |= there & named[np.maximum(above, 0)]
         above = np.where(there, part.links.parent[np.maximum(above, 0)], -1)
-    return found
+    return backward
 
 
 _DTYPES = {"bf16": "BFloat16", "fp16": "Half", "fp32": "Float", "fp8": "BFloat16"}

@@ -80,21 +80,21 @@ def on_more_ranks(
     sizes communicate, which of them are data-parallel is not said: refused."""
     graph = recording.graph
     own, lag = changed_of(graph, change)
-    found: list[tuple[int, Message]] = []
+    messages: list[tuple[int, Message]] = []
     for part in recording.parts:
         nodes = np.flatnonzero((graph.nodes.role == Role.GPU) & (graph.nodes.rank == part.rank))
         for node in nodes[communicates(part.trace)[graph.nodes.event[nodes]]].tolist():
             said = message_of(part.trace, part.links, int(graph.nodes.event[node]))
             if said is not None and said.collective.lower() not in POINT_TO_POINT:
-                found.append((node, said))
-    sizes = {said.group_size for _, said in found}
+                messages.append((node, said))
+    sizes = {said.group_size for _, said in messages}
     if len(sizes) != 1 or min(sizes) < 2:
         told = ", ".join(map(str, sorted(sizes))) or "none that is said"
         raise InputError(
             f"--dp {ranks}: collectives have groups of {told} ranks; wanted one size, of 2 or more"
         )
-    chosen = np.array([node for node, _ in found], np.int64)
-    factors = np.array([_grown(said, ranks, device) for _, said in found])
+    chosen = np.array([node for node, _ in messages], np.int64)
+    factors = np.array([_grown(said, ranks, device) for _, said in messages])
     before = float(work_ns(graph, own, lag, chosen).sum()) / NS_PER_S
     scale_work(graph, own, lag, chosen, factors)
     after = float(work_ns(graph, own, lag, chosen).sum()) / NS_PER_S
@@ -161,24 +161,24 @@ def moved(length_ns: float, least_ns: float, ratio: float) -> float:
 
 def _sized(trace: Trace, name: str, shapes: int, here: Device, there: Device) -> tuple[str, float]:
     """Products and attention."""
-    found = work_of(name, trace.shape_table[shapes]) if shapes >= 0 else None
-    if found is None:
+    work = work_of(name, trace.shape_table[shapes]) if shapes >= 0 else None
+    if work is None:
         return "kept: products and attention without usual sizes", 1.0
-    what = "products" if found.kind == "gemm" else "attention"
-    ratio = _ratio(operator_work(found), found.precision, here, there)
+    what = "products" if work.kind == "gemm" else "attention"
+    ratio = _ratio(operator_work(work), work.precision, here, there)
     if ratio is None:
-        return f"kept: {what} of {found.precision}, which have no price", 1.0
+        return f"kept: {what} of {work.precision}, which have no price", 1.0
     return what, ratio
 
 
-def operator_work(found: OperatorWork) -> Work:
+def operator_work(recorded: OperatorWork) -> Work:
     """What prices are asked for."""
-    sizes = [np.array(size) for size in found.sizes]
-    if found.kind == "gemm":
+    sizes = [np.array(size) for size in recorded.sizes]
+    if recorded.kind == "gemm":
         m, n, k, batch = sizes
         return Gemm(m, n, k, batch)
     b, seq, heads, kv_heads, dim = sizes
-    return Attention(b, seq, heads, kv_heads, dim, found.kind == "attention_backward")
+    return Attention(b, seq, heads, kv_heads, dim, recorded.kind == "attention_backward")
 
 
 def _ratio(work: Work, precision: str | None, here: Device, there: Device) -> float | None:

@@ -31,14 +31,14 @@ class Step:
 def steps_of(trace: Trace) -> tuple[Step, ...]:
     """In order of time; empty where the trace was recorded without a schedule."""
     marked = trace.names_that(_STEP.match) & (trace.kind <= Kind.ANNOTATION)
-    found: dict[int, Step] = {}
+    steps: dict[int, Step] = {}
     for event in np.flatnonzero(marked).tolist():
         named = _STEP.match(trace.name_of(event))
         assert named is not None
         number = int(named.group(1))
         step = Step(number, int(trace.place[event]), int(trace.start_ns[event]), int(trace.end_ns[event]))
-        found.setdefault(number, step)
-    return tuple(sorted(found.values(), key=lambda step: step.start_ns))
+        steps.setdefault(number, step)
+    return tuple(sorted(steps.values(), key=lambda step: step.start_ns))
 
 
 def odd_words(trace: Trace) -> list[str]:

@@ -43,16 +43,16 @@ class _Busy:
 def hand_overs(trace: Trace, links: Links, counts: Counter[str]) -> list[HandOver]:
     """Of all pairs of threads of one rank."""
     outermost = _outermost(trace, links)
-    found: list[HandOver] = []
+    hand_overs_found: list[HandOver] = []
     for back, forward, said in _pairs(trace):
         between = _between(_busy(trace, outermost, forward), _busy(trace, outermost, back), forward, back)
         counts[f"hand-overs between threads, by {said} and gaps"] += len(between)
-        found += between
-    return found
+        hand_overs_found += between
+    return hand_overs_found
 
 
 def _between(forward: _Busy, back: _Busy, forward_place: int, back_place: int) -> list[HandOver]:
-    found: list[HandOver] = []
+    between: list[HandOver] = []
     reached = np.maximum.accumulate(forward.end_ns)
     gaps = np.flatnonzero(forward.start_ns[1:] - reached[:-1] > SHORTEST_GAP_NS)
     ends = np.maximum.accumulate(back.end_ns)
@@ -63,9 +63,9 @@ def _between(forward: _Busy, back: _Busy, forward_place: int, back_place: int) -
         if last < first or ends[last] > returned:
             continue
         if first == 0 or ends[first - 1] <= left:
-            found.append(HandOver(forward_place, left, back_place, int(back.start_ns[first])))
-        found.append(HandOver(back_place, int(ends[last]), forward_place, returned))
-    return found
+            between.append(HandOver(forward_place, left, back_place, int(back.start_ns[first])))
+        between.append(HandOver(back_place, int(ends[last]), forward_place, returned))
+    return between
 
 
 def _pairs(trace: Trace) -> list[tuple[int, int, str]]:
@@ -76,13 +76,13 @@ def _pairs(trace: Trace) -> list[tuple[int, int, str]]:
         for flow in trace.flows
         if not flow.starts and flow.number in begins and begins[flow.number] != flow.place
     )
-    found: dict[int, tuple[int, str]] = {}
+    pairs: dict[int, tuple[int, str]] = {}
     for (back, forward), _ in arrows.most_common():
-        found.setdefault(back, (forward, "fwdbwd"))
+        pairs.setdefault(back, (forward, "fwdbwd"))
     operators = trace.kind == Kind.OPERATOR
     backward = operators & trace.names_that(_BACKWARD.search)
     for place in np.unique(trace.place[backward]).tolist():
-        if place in found:
+        if place in pairs:
             continue
         process = trace.places[place][0]
         others = [
@@ -92,8 +92,8 @@ def _pairs(trace: Trace) -> list[tuple[int, int, str]]:
             if not (backward & (trace.place == other)).any()
         ]
         if others:
-            found[place] = (max(others)[1], "names")
-    return [(back, forward, said) for back, (forward, said) in found.items()]
+            pairs[place] = (max(others)[1], "names")
+    return [(back, forward, said) for back, (forward, said) in pairs.items()]
 
 
 def _outermost(trace: Trace, links: Links) -> Mask:

@@ -76,23 +76,25 @@ def stream_classes(trace: Trace) -> NDArray[np.int64]:
     """Which of a device's streams each event would be on in a simulation."""
     if trace.after:
         return np.clip(trace.stream, 0, len(Stream) - 1).astype(np.int64)
-    found = np.full(len(trace), int(Stream.COMPUTE))
+    classes = np.full(len(trace), int(Stream.COMPUTE))
     copies = trace.kind == Kind.COPY
-    found[copies & trace.names_that(lambda name: "HtoD" in name or "HostToDevice" in name)] = (
+    classes[copies & trace.names_that(lambda name: "HtoD" in name or "HostToDevice" in name)] = (
         Stream.HOST_TO_DEVICE
     )
-    found[copies & trace.names_that(lambda name: "DtoH" in name or "DeviceToHost" in name)] = (
+    classes[copies & trace.names_that(lambda name: "DtoH" in name or "DeviceToHost" in name)] = (
         Stream.DEVICE_TO_HOST
     )
-    found[copies & trace.names_that(lambda name: "PtoP" in name or "PeerToPeer" in name)] = Stream.GPU_TO_GPU
-    found[communicates(trace)] = Stream.GPU_TO_GPU
-    return found
+    classes[copies & trace.names_that(lambda name: "PtoP" in name or "PeerToPeer" in name)] = (
+        Stream.GPU_TO_GPU
+    )
+    classes[communicates(trace)] = Stream.GPU_TO_GPU
+    return classes
 
 
 def windows(recording: Recording, played: Played, step: int | None) -> tuple[Window, ...]:
     """The step that is told, on every rank: the one asked for, else that of median length but not the first,
     which pays for allocations and tuning; without marks all that was recorded."""
-    found = []
+    spans = []
     chosen = step if step is not None else typical_step(recording)
     for rank in range(len(recording.traces)):
         mine = recording.graph.nodes.rank == rank
@@ -108,14 +110,14 @@ def windows(recording: Recording, played: Played, step: int | None) -> tuple[Win
             until = float(played.start_ns[end])
             # Nothing follows the last step: what it launched belongs to it until it has ended.
             until = max(until, float(ends.max())) if last else until
-            found.append(Window(rank, float(played.start_ns[begin]), until, chosen))
+            spans.append(Window(rank, float(played.start_ns[begin]), until, chosen))
         else:
             if recording.traces[rank].after:
                 # All devices of a simulation are there from its begin to its end.
                 begins, ends = played.start_ns, played.end_ns
             low, high = (float(begins.min()), float(ends.max())) if len(ends) else (0.0, 0.0)
-            found.append(Window(rank, low, high, None))
-    return tuple(found)
+            spans.append(Window(rank, low, high, None))
+    return tuple(spans)
 
 
 def _is_last(recording: Recording, rank: int, number: int) -> bool:
@@ -135,18 +137,18 @@ def typical_step(recording: Recording) -> int | None:
 
 def step_lengths(recording: Recording, played: Played) -> dict[int, list[tuple[int, float]]]:
     """Rank's position -> its steps with their seconds."""
-    found: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    lengths: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for (step, begin, end), rank in zip(recording.steps, recording.step_rank, strict=True):
         seconds = float(played.start_ns[end] - played.start_ns[begin]) / NS_PER_S
-        found[rank].append((step.number, seconds))
-    return dict(found)
+        lengths[rank].append((step.number, seconds))
+    return dict(lengths)
 
 
 def rank_times(recording: Recording, played: Played, told: tuple[Window, ...]) -> tuple[RankTime, ...]:
     """Every rank's window by what its GPU did."""
     nodes = recording.graph.nodes
     first = min((window.start_ns for window in told), default=0.0)
-    found = []
+    times = []
     for window in told:
         part = recording.parts[window.rank]
         gpu = np.flatnonzero((nodes.role == Role.GPU) & (nodes.rank == window.rank))
@@ -160,7 +162,7 @@ def rank_times(recording: Recording, played: Played, told: tuple[Window, ...]) -
             np.concatenate([classes[inside], np.full(len(waits[0]), int(Stream.HOST))]),
         ]  # fmt: skip
         length_s = (window.end_ns - window.start_ns) / NS_PER_S
-        found.append(
+        times.append(
             RankTime(
                 rank=recording.rank_name(window.rank),
                 window_s=length_s,
@@ -169,7 +171,7 @@ def rank_times(recording: Recording, played: Played, told: tuple[Window, ...]) -
                 begins_after_s=(window.start_ns - first) / NS_PER_S,
             )
         )
-    return tuple(found)
+    return tuple(times)
 
 
 def _usage(start: Floats, end: Floats, streams: Ints, window: Window) -> DeviceUsage:

@@ -79,11 +79,11 @@ def queues(trace: Trace, links: Links, chosen: Whole) -> Queues:
 def called(trace: Trace, names: set[str], low_ns: int, high_ns: int) -> Whole:
     """Calls of these names in a window."""
     inside = (trace.start_ns >= low_ns) & (trace.start_ns <= high_ns)
-    found = np.flatnonzero((trace.kind == Kind.CALL) & inside & trace.names_that(names.__contains__))
-    return found.astype(np.int64)
+    calls = np.flatnonzero((trace.kind == Kind.CALL) & inside & trace.names_that(names.__contains__))
+    return calls.astype(np.int64)
 
 
-def find_waits(trace: Trace, links: Links, queued: Queues, window: tuple[int, int], found: Found) -> None:
+def find_waits(trace: Trace, links: Links, queued: Queues, window: tuple[int, int], edges: Found) -> None:
     """Streams that wait for streams."""
     calls = called(trace, WAITS, *window)
     said = {call: trace.syncs.get(int(trace.correlation[call])) for call in calls.tolist()}
@@ -94,34 +94,34 @@ def find_waits(trace: Trace, links: Links, queued: Queues, window: tuple[int, in
         if about is not None and about.waits_on_stream >= 0:
             record = record_of.get(about.record)
             if record is None:
-                found.counts["waits whose record is not in the trace"] += 1
+                edges.counts["waits whose record is not in the trace"] += 1
                 continue
             ends = queued.by_number.get(about.waits_on_stream), queued.by_number.get(about.stream)
-            _add(queued, ends, (record, call), "waits said by cuda_sync", found)
+            _add(queued, ends, (record, call), "waits said by cuda_sync", edges)
         elif call in pairs:
             record, source, target = pairs[call]
-            _add(queued, (source, target), (record, call), "waits by pairs of record and wait", found)
+            _add(queued, (source, target), (record, call), "waits by pairs of record and wait", edges)
         else:
-            found.counts["waits without evidence"] += 1
+            edges.counts["waits without evidence"] += 1
 
 
 def _add(
-    queued: Queues, streams: tuple[int | None, int | None], calls: tuple[int, int], how: str, found: Found
+    queued: Queues, streams: tuple[int | None, int | None], calls: tuple[int, int], how: str, edges: Found
 ) -> None:
     trace = queued.trace
     source_stream, target_stream = streams
     if source_stream is None or target_stream is None or source_stream == target_stream:
-        found.counts["waits on streams that do nothing here"] += 1
+        edges.counts["waits on streams that do nothing here"] += 1
         return
     source = queued.last_before(source_stream, int(trace.start_ns[calls[0]]))
     target = queued.first_from(target_stream, int(trace.start_ns[calls[1]]))
     if source < 0 or target < 0:
-        found.counts["waits on streams that do nothing here"] += 1
+        edges.counts["waits on streams that do nothing here"] += 1
     elif trace.end_ns[source] > trace.start_ns[target] + ROUNDING_NS:
-        found.counts["waits that recorded times contradict"] += 1
+        edges.counts["waits that recorded times contradict"] += 1
     else:
-        found.counts[how] += 1
-        found.waits.append((source, target))
+        edges.counts[how] += 1
+        edges.waits.append((source, target))
 
 
 def _by_correlation(trace: Trace, calls: Whole) -> dict[int, int]:
@@ -139,7 +139,7 @@ def _pairs(
     ran = np.flatnonzero(trace.on_gpu & (links.launch >= 0))
     stream_of = dict(zip(links.launch[ran].tolist(), trace.place[ran].tolist(), strict=True))
     waiting, recording = set(calls.tolist()), set(records.tolist())
-    found: dict[int, tuple[int, int, int]] = {}
+    pairs: dict[int, tuple[int, int, int]] = {}
     order = np.array(sorted({*stream_of, *waiting, *recording}), np.int64)
     for place in np.unique(trace.place[order]).tolist():
         last_stream, record, open_waits = -1, (-1, -1), list[tuple[int, int, int]]()
@@ -152,18 +152,18 @@ def _pairs(
                 last_stream = stream_of[call]
                 for wait, recorded, source in open_waits:
                     if recorded >= 0 and source >= 0:
-                        found[wait] = (recorded, source, last_stream)
+                        pairs[wait] = (recorded, source, last_stream)
                 open_waits = []
-    return found
+    return pairs
 
 
-def find_syncs(trace: Trace, links: Links, queued: Queues, window: tuple[int, int], found: Found) -> Whole:
+def find_syncs(trace: Trace, links: Links, queued: Queues, window: tuple[int, int], edges: Found) -> Whole:
     """Calls that wait for the GPU, with what they wait for; gives back all such calls."""
     everything = called(trace, ALL_SYNCS, *window)
     for call in everything.tolist():
         for place in queued.events:
-            _wait_of(queued, queued.last_before(place, int(trace.start_ns[call])), call, "", found)
-        found.counts["synchronisations with the whole device"] += 1
+            _wait_of(queued, queued.last_before(place, int(trace.start_ns[call])), call, "", edges)
+        edges.counts["synchronisations with the whole device"] += 1
     record_of = _by_correlation(trace, called(trace, RECORDS, 0, int(trace.end_ns.max(initial=0))))
     single = called(trace, STREAM_SYNCS | EVENT_SYNCS, *window)
     for call in single.tolist():
@@ -176,26 +176,26 @@ def find_syncs(trace: Trace, links: Links, queued: Queues, window: tuple[int, in
         if stream >= 0:
             named = queued.by_number.get(stream)
             source = -1 if named is None else queued.last_before(named, at_ns)
-            _wait_of(queued, source, call, "synchronisations said by cuda_sync", found)
+            _wait_of(queued, source, call, "synchronisations said by cuda_sync", edges)
         elif len(queued.events) == 1 and trace.name_of(call) in STREAM_SYNCS:
             source = queued.last_before(next(iter(queued.events)), at_ns)
-            _wait_of(queued, source, call, "synchronisations with the only stream", found)
+            _wait_of(queued, source, call, "synchronisations with the only stream", edges)
         else:
-            _wait_of(queued, _ended_with(queued, call), call, "synchronisations by their common end", found)
+            _wait_of(queued, _ended_with(queued, call), call, "synchronisations by their common end", edges)
     return np.union1d(everything, single)
 
 
-def _wait_of(queued: Queues, source: int, call: int, how: str, found: Found) -> None:
+def _wait_of(queued: Queues, source: int, call: int, how: str, edges: Found) -> None:
     trace = queued.trace
     if source < 0:
         if how:
-            found.counts["synchronisations that nothing is known of"] += 1
+            edges.counts["synchronisations that nothing is known of"] += 1
     elif trace.end_ns[source] > trace.end_ns[call] + ROUNDING_NS:
-        found.counts["synchronisations that recorded times contradict"] += 1
+        edges.counts["synchronisations that recorded times contradict"] += 1
     else:
         if how:
-            found.counts[how] += 1
-        found.syncs.append((source, call))
+            edges.counts[how] += 1
+        edges.syncs.append((source, call))
 
 
 def _ended_with(queued: Queues, call: int) -> int:

@@ -138,11 +138,11 @@ def _some(recording: Recording, kind: Kind) -> tuple[str, ...]:
 def _kernels(recording: Recording, matches: Callable[[Parts], Mask]) -> Ints:
     """Nodes on the GPU whose event matches."""
     nodes = recording.graph.nodes
-    found = [np.empty(0, np.int64)]
+    kernels = [np.empty(0, np.int64)]
     for part in recording.parts:
         mine = np.flatnonzero((nodes.role == Role.GPU) & (nodes.rank == part.rank))
-        found.append(mine[matches(part)[nodes.event[mine]]])
-    return np.concatenate(found)
+        kernels.append(mine[matches(part)[nodes.event[mine]]])
+    return np.concatenate(kernels)
 
 
 def _named(scale: Scale, part: Parts) -> Mask:
@@ -160,12 +160,12 @@ def _launched_by(scale: Scale, part: Parts) -> Mask:
 
 def _inside(parent: Ints, named: Mask) -> Mask:
     """Host events that one of these encloses."""
-    found = np.zeros(len(parent), np.bool_)
+    inside = np.zeros(len(parent), np.bool_)
     above = parent.copy()
     while (above >= 0).any():
-        found |= (above >= 0) & named[np.maximum(above, 0)]
+        inside |= (above >= 0) & named[np.maximum(above, 0)]
         above = np.where(above >= 0, parent[np.maximum(above, 0)], -1)
-    return found
+    return inside
 
 
 def _times(recording: Recording, own: Floats, lag: Floats, chosen: Ints, scale: Scale) -> Retimed:
@@ -187,10 +187,10 @@ def changed_of(graph: Graph, change: Change | None) -> tuple[Floats, Floats]:
 
 def transfers(graph: Graph) -> Ints:
     """Node -> the edge that is its transfer, where it is a member of a collective; -1 elsewhere."""
-    found = np.full(len(graph.nodes), -1, np.int64)
+    meeting = np.full(len(graph.nodes), -1, np.int64)
     mine = np.flatnonzero(graph.edges.at_end & (graph.edges.kind == Edge.COLLECTIVE))
-    found[graph.edges.target[mine]] = mine
-    return found
+    meeting[graph.edges.target[mine]] = mine
+    return meeting
 
 
 def work_ns(graph: Graph, own: Floats, lag: Floats, chosen: Ints) -> Floats:

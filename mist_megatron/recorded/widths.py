@@ -136,14 +136,14 @@ def split_product(work: OperatorWork, rows: frozenset[int]) -> tuple[int, int, i
 
 
 def _inner(seen: _Seen, hidden: int, rows: frozenset[int]) -> frozenset[int]:
-    found = set()
+    inner = set()
     for work in seen.products:
         places = split_product(work, rows)
         if places is not None:
             first, second = (int(work.sizes[place]) for place in places[1:])
             if hidden in (first, second):
-                found.add(second if first == hidden else first)
-    return frozenset(found)
+                inner.add(second if first == hidden else first)
+    return frozenset(inner)
 
 
 def _rows(seen: _Seen, hidden: int, groups: frozenset[int]) -> frozenset[int]:
@@ -167,15 +167,15 @@ def _hidden(trace: Trace, seen: _Seen) -> int:
         for size in {int(size) for size in work.sizes[:3]}:
             calls[size] += times
     normed = {width for _, width in seen.normed} or {width for _, width in seen.embedded}
-    found = sorted((width for width in normed if calls[width]), key=lambda width: -calls[width])
-    if not found:
+    widths = sorted((width for width in normed if calls[width]), key=lambda width: -calls[width])
+    if not widths:
         raise InputError(
             f"{trace.where}: no norm and no embedding says the hidden size, or no product has it; {_PLAN}"
         )
-    if len(found) > 1 and calls[found[0]] < 2 * calls[found[1]]:
-        told = " or ".join(map(str, found[:2]))
+    if len(widths) > 1 and calls[widths[0]] < 2 * calls[widths[1]]:
+        told = " or ".join(map(str, widths[:2]))
         raise InputError(f"{trace.where}: whether the hidden size is {told} is not clear; {_PLAN}")
-    return found[0]
+    return widths[0]
 
 
 def _activation_groups(trace: Trace, hidden: int) -> frozenset[int]:
@@ -191,7 +191,7 @@ def _activation_groups(trace: Trace, hidden: int) -> frozenset[int]:
 
 
 def _seen(trace: Trace) -> _Seen:
-    found = _Seen(Counter(), Counter(), Counter(), Counter())
+    seen = _Seen(Counter(), Counter(), Counter(), Counter())
     called = np.flatnonzero((trace.kind == Kind.OPERATOR) & (trace.shapes >= 0))
     pairs = Counter(zip(trace.name[called].tolist(), trace.shapes[called].tolist(), strict=True))
     for (name_at, shapes_at), times in pairs.items():
@@ -199,16 +199,16 @@ def _seen(trace: Trace) -> _Seen:
         if name in PRODUCTS or name in ATTENTION:
             work = work_of(name, shapes)
             if work is not None:
-                (found.products if work.kind == "gemm" else found.attention)[work] += times
+                (seen.products if work.kind == "gemm" else seen.attention)[work] += times
         elif "layer_norm" in name or "rms_norm" in name.lower() or "RMSNorm" in name:
             first = next(tensors(listed(shapes.dims)), ())
             if len(first) > 1:
-                found.normed[int(np.prod(first[:-1])), first[-1]] += times
+                seen.normed[int(np.prod(first[:-1])), first[-1]] += times
         elif name == EMBEDDING:
             first = next(tensors(listed(shapes.dims)), ())
             if len(first) == 2:
-                found.embedded[first[0], first[1]] += times
-    return found
+                seen.embedded[first[0], first[1]] += times
+    return seen
 
 
 def tensors(dims: object) -> Iterator[tuple[int, ...]]:

@@ -108,10 +108,10 @@ def assign(
 ) -> Assignment | None:
     """The optimal assignment if it is better than `best_s`, else None. `tick` is called before each pass:
     what it raises ends the search."""
-    found: Assignment | None = None
+    best: Assignment | None = None
     for better in _ever_better(pipelines, grad_accum, best_s, tick):
-        found = better
-    return found
+        best = better
+    return best
 
 
 def improves(

@@ -70,13 +70,13 @@ class Stages:
 
     def points(self, split: Split) -> tuple[StagePoint, ...] | None:
         """Of all stages; None where one fits nowhere."""
-        found = []
+        of_stages = []
         for position, (first, count) in enumerate(zip(accumulate(split, initial=0), split, strict=False)):
             point = self.point(position, first, count)
             if point is None:
                 return None
-            found.append(point)
-        return tuple(found)
+            of_stages.append(point)
+        return tuple(of_stages)
 
     def candidate(self, split: Split) -> Candidate | None:
         """With its time."""
@@ -87,7 +87,7 @@ class Stages:
 
     def with_few(self, candidate: Candidate, most: int) -> Candidate | None:
         """With at most so many strategies on each stage."""
-        found = []
+        of_stages = []
         starts = accumulate(candidate.split, initial=0)
         for position, (first, count, point) in enumerate(
             zip(starts, candidate.split, candidate.points, strict=False)
@@ -96,22 +96,22 @@ class Stages:
             few = few_strategies(problem, self.weight, point, most, self.allowed)
             if few is None:
                 return None
-            found.append(few)
-        value_s = eq1_s(found, self.prices.grad_accum)
-        return Candidate(value_s, self.prices, candidate.split, tuple(found), self.border)
+            of_stages.append(few)
+        value_s = eq1_s(of_stages, self.prices.grad_accum)
+        return Candidate(value_s, self.prices, candidate.split, tuple(of_stages), self.border)
 
 
 def allowed_cells(prices: StrategyPrices, rules: LayerRules, allows: Callable[[str, int], bool]) -> Array:
     """Infinity at strategies that are not searched."""
-    found = np.full((len(prices.rows), 4), np.inf)
-    for cell in np.ndindex(*found.shape):
+    allowed = np.full((len(prices.rows), 4), np.inf)
+    for cell in np.ndindex(*allowed.shape):
         strategy, row = prices.strategy((cell[0], cell[1])), prices.rows[cell[0]]
         sizes = {"dp": row.dp, "tp": row.tp, "zero": strategy.zero, "micro_batch": prices.samples // row.dp}
         runs = all(axis in rules.axes for axis, _ in strategy.order) and rules.ckpt >= strategy.ckpt
         runs = runs and (rules.fixed is None or row.tp == rules.fixed[1])
         if runs and all(allows(key, size) for key, size in sizes.items()):
-            found[cell] = 0.0
-    return found
+            allowed[cell] = 0.0
+    return allowed
 
 
 def even(layers: int, stages: int) -> Split:
@@ -201,10 +201,10 @@ def heuristic(stages: Stages) -> Iterator[Candidate]:
             if other in seen:
                 continue
             seen.add(other)
-            found = stages.points(other)
-            if found is None or max(point.t_s for point in found) > times[slowest]:
+            points = stages.points(other)
+            if points is None or max(point.t_s for point in points) > times[slowest]:
                 continue
-            if max(point.peak_bytes for point in found) <= most_bytes:
+            if max(point.peak_bytes for point in points) <= most_bytes:
                 queue.append(other)
 
 
@@ -229,7 +229,7 @@ def exact(stages: Stages) -> Candidate | None:
         made: dict[int, list[_End]] = {}
         firsts = range(position, layers - behind) if position else range(1)
         for first in firsts:
-            found: list[_End] = []
+            reached: list[_End] = []
             for after in range(first + 1, layers - behind + 1):
                 if after not in ends:
                     continue
@@ -240,8 +240,8 @@ def exact(stages: Stages) -> Candidate | None:
                     sum_s = point.t_s + end.sum_s
                     late_s = max(point.d_s + sum_s, end.late_s)
                     split = (after - first, *end.split)
-                    found.append(_End(sum_s, late_s, max(point.t_s, end.slowest_s), split))
-            made[first] = _front(found)
+                    reached.append(_End(sum_s, late_s, max(point.t_s, end.slowest_s), split))
+            made[first] = _front(reached)
         ends = made
     best = min(ends[0], key=lambda end: others * end.slowest_s + end.late_s, default=None)
     return None if best is None else stages.candidate(best.split)
@@ -263,7 +263,7 @@ def pipelines(
     priced: Callable[[int, int], StrategyPrices],
 ) -> list[tuple[float, StrategyPrices, Array]]:
     """Numbers of stages and of micro-batches of a space, with what no plan of them beats, the least first."""
-    job, found = evaluator.job, []
+    job, kept = evaluator.job, []
     for count in rules.stages(job.cluster.gpus):
         if count > job.model.layers or not allows("pp", count):
             continue
@@ -273,8 +273,8 @@ def pipelines(
             prices = priced(count, grad_accum)
             allowed = allowed_cells(prices, rules, allows)
             if np.isfinite(allowed).any():
-                found.append((prices.least_s(allowed), prices, allowed))
-    return sorted(found, key=lambda one: one[0])
+                kept.append((prices.least_s(allowed), prices, allowed))
+    return sorted(kept, key=lambda one: one[0])
 
 
 def candidates(
@@ -295,8 +295,8 @@ def candidates(
         for border in (*free, *joined):
             stages = Stages(prices, allowed, border)
             if prices.stages == 1 or not rules.balanced:
-                found = stages.candidate(even(prices.evaluator.job.model.layers, prices.stages))
-                splits = [found] if found else []
+                one = stages.candidate(even(prices.evaluator.job.model.layers, prices.stages))
+                splits = [one] if one else []
             else:
                 splits = list(heuristic(stages))
                 best = exact(stages) if solve_exactly else None

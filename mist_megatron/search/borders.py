@@ -79,8 +79,8 @@ class Borders:
         for ends in ((one, two) for one in (0.0, 1.0) for two in (0.0, 1.0)):
             if parts_of_nodes or ends == (1.0, 1.0):
                 across = np.array(ends[0]), np.array(ends[1])
-                found = self.beyond_s(before[:, None], np.array(mesh), behind[None, :], across)
-                least_s = min(least_s, float(found.min()))
+                beyond_s = self.beyond_s(before[:, None], np.array(mesh), behind[None, :], across)
+                least_s = min(least_s, float(beyond_s.min()))
         return least_s
 
 
@@ -108,7 +108,7 @@ def sides_of(evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) -> dict
     groups: dict[tuple[object, ...], list[EqualPipeline]] = {}
     for mesh in meshes:
         groups.setdefault((mesh.nodes, mesh.gpus_per_node, mesh.sequence_parallel), []).append(mesh)
-    found: dict[EqualPipeline, Side] = {}
+    sides: dict[EqualPipeline, Side] = {}
     for members in groups.values():
         context, own = evaluator.time_context, []
         for role in ROLES:
@@ -124,8 +124,8 @@ def sides_of(evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) -> dict
         ]
         for row, mesh in enumerate(members):
             moved, handed = (float(column[row]) for column in columns)
-            found[mesh] = Side(moved, handed, tuple(float(part[row]) for part in own))
-    return found
+            sides[mesh] = Side(moved, handed, tuple(float(part[row]) for part in own))
+    return sides
 
 
 def _grid(meshes: Sequence[EqualPipeline], role: StageRole) -> StageGrid:

@@ -121,12 +121,12 @@ def shape_bounds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> li
     for index, shape in enumerate(shapes):
         key = (shape.stages, shape.nodes, shape.sequence_parallel, shape.vpp)
         groups.setdefault(key, []).append(index)
-    found: list[EqualBound | None] = [None] * len(shapes)
+    bounds: list[EqualBound | None] = [None] * len(shapes)
     for members in groups.values():
         question.tick()
         for index, bound in zip(members, _group(question, [shapes[k] for k in members]), strict=True):
-            found[index] = bound
-    return [bound for bound in found if bound is not None]
+            bounds[index] = bound
+    return [bound for bound in bounds if bound is not None]
 
 
 def _group(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[EqualBound]:
@@ -352,8 +352,8 @@ def least_times(
         of_levels[zero_levels] = [part[:, :, mine].min(axis=-1) for part in parts]
     in_turn_s = np.broadcast_to(times.in_turn_s, (len(meshes), 1, 1, 1)).reshape(-1)
     backward_s = np.broadcast_to(evaluator.loads(grid).block.backward_s, (len(meshes), 1, 1, 1)).reshape(-1)
-    found = []
+    least = []
     for row, mesh in enumerate(meshes):
         t_s, both_s, step_s = (part[row] for part in of_levels[mesh.zero])
-        found.append(LeastTimes(t_s, both_s, step_s, float(in_turn_s[row]), float(backward_s[row])))
-    return found
+        least.append(LeastTimes(t_s, both_s, step_s, float(in_turn_s[row]), float(backward_s[row])))
+    return least

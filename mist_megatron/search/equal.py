@@ -28,12 +28,12 @@ def solve_equal(question: SearchProblem, shape: EqualPipeline, bound: EqualBound
     space, stages = question.space, shape.stages
     if stages == 1 or (space.per_stage and not splits_layers(space, stages, shape.vpp)):
         return _solve_per_stage(question, shape, bound, best_s)
-    found = Solved()
+    solved = Solved()
     if space.per_stage and question.evaluator.job.model.layers % (stages * shape.vpp) == 0:
-        found = _solve_per_stage(question, shape, bound, best_s)
-    alike = _solve_uniform(question, shape, bound, min(best_s, found.left_s))
-    alike.tally.add(found.tally)
-    return alike if alike.solution is not None else replace(found, tally=alike.tally)
+        solved = _solve_per_stage(question, shape, bound, best_s)
+    alike = _solve_uniform(question, shape, bound, min(best_s, solved.left_s))
+    alike.tally.add(solved.tally)
+    return alike if alike.solution is not None else replace(solved, tally=alike.tally)
 
 
 def _solve_per_stage(
@@ -53,9 +53,9 @@ def _solve_per_stage(
         for count in window:
             question.tick()
             slots = [slot_at(shape, position, count) for position in positions]
-            found, more = slot_configs(times, slots, caps_s[role])
+            of_slot, more = slot_configs(times, slots, caps_s[role])
             tally.add(more)
-            for position, here in zip(positions, found, strict=True):
+            for position, here in zip(positions, of_slot, strict=True):
                 if here is not None:
                     configs[position][count] = here
     if not all(configs):
@@ -136,8 +136,8 @@ def _solve_uniform(question: SearchProblem, shape: EqualPipeline, bound: EqualBo
                 continue
             grids = SplitGrids(question, shape, promising, recompute)
             left[recompute] = open_splits[len(grids.splits) :]
-            found = grids.best(wanted_s, tally)
-            if found is not None:
-                value_s, rows = found
+            answer = grids.best(wanted_s, tally)
+            if answer is not None:
+                value_s, rows = answer
                 best = Solved(told(question.evaluator, shape, rows), value_s, tally)
     return best

@@ -41,7 +41,7 @@ def expert_sizes(
     gpus, tp, sequence_parallel = stage
     shared = _sizes(execution.expert_parallel, space, math.gcd(gpus, model.routed.count))
     split = _sizes(execution.expert_tensor_parallel, space, math.gcd(gpus, model.routed.ffn_hidden))
-    found = []
+    sizes = []
     for etp in split:
         for ep in shared:
             case = ExpertCase(
@@ -56,8 +56,8 @@ def expert_sizes(
             )
             allowed = limits.allows("ep", ep) and limits.allows("etp", etp)
             if allowed and etp <= job.cluster.linked_gpus and next(broken(case), None) is None:
-                found.append((ep, etp))
-    return tuple(found)
+                sizes.append((ep, etp))
+    return tuple(sizes)
 
 
 def _sizes(asked: int | None, space: Space, most: int) -> tuple[int, ...]:

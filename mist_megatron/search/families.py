@@ -107,11 +107,11 @@ def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator
             )
 
 
-def possible_mixtures(question: SearchProblem, found: Sequence[MixedFamily]) -> list[MixedFamily]:
+def possible_mixtures(question: SearchProblem, mixtures: Sequence[MixedFamily]) -> list[MixedFamily]:
     """Mixtures that are not ruled out by the least memory of their stages."""
     job, limit = question.evaluator.job, question.evaluator.limit_bytes
     asked: set[StageSizes] = set()
-    for mixture in found:
+    for mixture in mixtures:
         question.tick()
         asked |= {sizes_of(mesh, *key) for mesh in mixture.meshes for key in keys_of(mixture)}
     lines = least_memory(question.evaluator, question.space, asked, question.tick)
@@ -121,7 +121,7 @@ def possible_mixtures(question: SearchProblem, found: Sequence[MixedFamily]) -> 
         question.tick()
         return [(mesh.gpus, most[sizes_of(mesh, *key)]) for mesh in mixture.meshes]
 
-    return [mixture for mixture in found if _has_room(job, mixture, at)]
+    return [mixture for mixture in mixtures if _has_room(job, mixture, at)]
 
 
 def _has_room(

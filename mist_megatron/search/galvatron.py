@@ -45,30 +45,30 @@ def search_layerwise(
     _require_plain(evaluator, settings.limits)
     search = _Search(evaluator, settings, watch or Watch())
     try:
-        found = search.best_of(space.name)
+        solutions = search.best_of(space.name)
     except _Stopped as stopped:
-        found = search.found()
-        if not found:
+        solutions = search.found()
+        if not solutions:
             raise StoppedEmpty(stopped.status) from None
         search.status = stopped.status
-    if not found:
+    if not solutions:
         least = evaluator.limit_bytes / 2**30
         raise NoFeasiblePlan(
             f"no plan of space {space.name} fits {job.model.name} on {job.cluster.gpus} GPUs",
             details=(f"{search.tally.priced} stages were solved; each GPU may hold {least:.1f} GiB",
                      "try: more GPUs, a smaller --global-batch, or --space galvatron-bmw"),
         )  # fmt: skip
-    best = found[0]
+    best = solutions[0]
     return LayerwiseResult(
         full_s=search.full_s(),
         most=settings.per_layer.most,
-        solutions=tuple(found[: settings.top]),
+        solutions=tuple(solutions[: settings.top]),
         status=search.status,
         objective_s=best.value_s,
         bound_s=min(best.value_s, search.bound_s(space)),
         space=space,
         shapes=search.tally.priced,
-        shapes_solved=len(found),
+        shapes_solved=len(solutions),
         tally=search.tally,
         known=(),
     )
@@ -85,10 +85,10 @@ def best_of_each(
     _require_plain(evaluator, settings.limits)
     search = _Search(evaluator, settings, watch)
     try:
-        found = {name: search.best_of(name) for name in names}
+        solutions = {name: search.best_of(name) for name in names}
     except _Stopped:
         raise KeyboardInterrupt from None
-    return {name: plans[0] for name, plans in found.items() if plans}
+    return {name: plans[0] for name, plans in solutions.items() if plans}
 
 
 def _require_plain(evaluator: StageEvaluator, limits: Limits) -> None:
@@ -150,7 +150,7 @@ class _Search:
         """Plans of a space and of the spaces within it, best first, each shape once."""
         rules = space_named(name).layerwise
         assert rules is not None
-        found = [one for inner in rules.within for one in self.best_of(inner)]
+        solutions = [one for inner in rules.within for one in self.best_of(inner)]
         made: list[tuple[Stages, Candidate]] = []
         per_layer = self.settings.per_layer
         exactly = per_layer.balance == "exact"
@@ -165,11 +165,11 @@ class _Search:
         for stages, candidate in _apart(near):
             self._tick()
             full = self._solution(candidate)
-            found += [] if full is None else [full]
+            solutions += [] if full is None else [full]
             if per_layer.most is not None and any(p.distinct > per_layer.most for p in candidate.points):
                 few = stages.with_few(candidate, per_layer.most)
-                found += [one for one in [few and self._solution(few)] if one]
-        kept = [one for one in found if self._few_enough(one)]
+                solutions += [one for one in [few and self._solution(few)] if one]
+        kept = [one for one in solutions if self._few_enough(one)]
         return sorted({id(one): one for one in kept}.values(), key=lambda one: one.value_s)
 
     def _few_enough(self, solution: Solution) -> bool:

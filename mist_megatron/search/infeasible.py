@@ -68,12 +68,12 @@ class _Miss(NamedTuple):
 def _closest(asked: Asked) -> _Miss | None:
     """The shape whose fullest stage holds least, layers split as evenly as they go."""
     evaluator, space, limits = asked
-    found = list(shapes(evaluator.job, space, limits))
-    if not found:
+    every = list(shapes(evaluator.job, space, limits))
+    if not every:
         return None
     layers = evaluator.job.model.layers
     lines = least_memory(
-        evaluator, space, (sizes for shape in found for sizes in stages_of(shape, space, layers))
+        evaluator, space, (sizes for shape in every for sizes in stages_of(shape, space, layers))
     )
 
     def fullest(shape: EqualPipeline) -> tuple[float, int, int]:
@@ -85,7 +85,7 @@ def _closest(asked: Asked) -> _Miss | None:
         position = int(np.argmax(peaks))
         return peaks[position], position, counts[position]
 
-    shape = min(found, key=lambda shape: fullest(shape)[0])
+    shape = min(every, key=lambda shape: fullest(shape)[0])
     _, position, count = fullest(shape)
     peak, words, terms, moment = _least_configuration(evaluator, space, shape, position, count)
     if peak <= evaluator.limit_bytes:
@@ -196,12 +196,12 @@ def possible_shapes(question: SearchProblem, limits: Limits) -> list[EqualPipeli
     return possible_of(question, shapes(question.evaluator.job, question.space, limits))
 
 
-def possible_of(question: SearchProblem, found: Iterable[EqualPipeline]) -> list[EqualPipeline]:
+def possible_of(question: SearchProblem, pipelines: Iterable[EqualPipeline]) -> list[EqualPipeline]:
     """Of these shapes."""
     evaluator, space = question.evaluator, question.space
     layers = evaluator.job.model.layers
     stages: dict[EqualPipeline, list[StageSizes]] = {}
-    for shape in found:
+    for shape in pipelines:
         question.tick()
         stages[shape] = stages_of(shape, space, layers)
     lines = least_memory(evaluator, space, chain.from_iterable(stages.values()), question.tick)

@@ -62,9 +62,9 @@ def solve_kinds(question: SearchProblem, shape: EqualPipeline, best_s: float) ->
         for config in priced.promising():
             question.tick()
             beat_s = min(best_s, best.left_s)
-            found = _split(priced, config, beat_s) if priced.bound_s[config] < beat_s else None
-            if found is not None:
-                value_s, slots = found
+            split = _split(priced, config, beat_s) if priced.bound_s[config] < beat_s else None
+            if split is not None:
+                value_s, slots = split
                 stage = {**priced.choice(config), "recompute": float(RECOMPUTE_KINDS.index(recompute))}
                 stages: list[StageChoice] = [{"layers": float(count), **stage} for _, count in slots]
                 solution = _balanced(question, told(question.evaluator, shape, stages), value_s)
@@ -84,10 +84,10 @@ def _balanced(question: SearchProblem, solution: Solution, least_s: float) -> So
         return solution
     while solution.value_s > least_s * (1.0 + 1e-6):
         question.tick()
-        found = [one for one in _moved(question, solution) if one.value_s < solution.value_s * (1.0 - 1e-9)]
-        if not found:
+        better = [one for one in _moved(question, solution) if one.value_s < solution.value_s * (1.0 - 1e-9)]
+        if not better:
             break
-        solution = min(found, key=lambda one: one.value_s)
+        solution = min(better, key=lambda one: one.value_s)
     return solution
 
 
@@ -185,17 +185,17 @@ def _priced(question: SearchProblem, shape: EqualPipeline, recompute: Recompute,
     whole = question.space.ckpt != "any" and layers % shape.stages
     axes = choices.axes(counts[counts == 0.0] if whole else counts)
     starts = tuple(_slots_of(question, shape, position) for position in range(shape.stages))
-    found = {}
+    by_role = {}
     for role in dict.fromkeys(role_of(position, shape.stages) for position in range(shape.stages)):
         positions = [k for k in range(shape.stages) if role_of(k, shape.stages) is role]
         every = sorted({slot for k in positions for slots in starts[k].values() for slot in slots})
-        found[role] = _price_role(question, shape, (positions, every), axes, recompute)
-        for fits in found[role].fits.values():
+        by_role[role] = _price_role(question, shape, (positions, every), axes, recompute)
+        for fits in by_role[role].fits.values():
             tally.priced += fits.size
             tally.over_memory += int((~fits).sum())
     # Where a stage fits nowhere no time is asked for.
-    some = all(fits.any() for slots in found.values() for fits in slots.fits.values())
-    return _Priced(shape, layers, found, axes, least_seconds(question, shape) if some else np.inf, starts)
+    some = all(fits.any() for slots in by_role.values() for fits in slots.fits.values())
+    return _Priced(shape, layers, by_role, axes, least_seconds(question, shape) if some else np.inf, starts)
 
 
 def least_seconds(question: SearchProblem, shape: EqualPipeline) -> float:
@@ -370,8 +370,8 @@ def _split(priced: _Priced, config: int, best_s: float) -> tuple[float, tuple[Sl
     for slots in priced.even():
         end: _End | None = NOTHING_BEHIND
         for position in reversed(range(priced.shape.stages)):
-            found = _with_stage(priced, (position, config), [(slots[position], end)]) if end else []
-            end = found[0] if found else None
+            last = _with_stage(priced, (position, config), [(slots[position], end)]) if end else []
+            end = last[0] if last else None
         if end is not None and _value_s(end) < best_s:
             best_s = _value_s(end)
             best = best_s, end.slots
@@ -398,9 +398,9 @@ def _kept(
 ) -> list[_End]:
     """Ends of the model from a layer on that may be part of something better."""
     pairs = [(slot, end) for slot in slots for end in ends.get(sum(slot), ())]
-    found = [end for end in _with_stage(priced, stage, pairs) if _value_s(end) < best_s]
+    longer = [end for end in _with_stage(priced, stage, pairs) if _value_s(end) < best_s]
     kept: list[_End] = []
-    for end in sorted(found):
+    for end in sorted(longer):
         if not any(other.beats(end) for other in kept):
             kept.append(end)
     return kept
@@ -428,8 +428,8 @@ def _with_stage(priced: _Priced, stage: tuple[int, int], pairs: Sequence[tuple[S
         ],
         axis=1,
     )
-    found = zip(sums.tolist(), pairs, strict=True)
+    summed = zip(sums.tolist(), pairs, strict=True)
     return [
         _End(t_s, steady_s, second_s, step_s, (slot, *end.slots))
-        for (t_s, steady_s, second_s, step_s), (slot, end) in found
+        for (t_s, steady_s, second_s, step_s), (slot, end) in summed
     ]

@@ -44,7 +44,7 @@ class Known:
 
 def floors(question: SearchProblem, items: Sequence[Item], known: Iterable[Known]) -> list[float]:
     """What is known of each item without pricing its stages; 0 where nothing is."""
-    found = np.zeros(len(items))
+    floors_s = np.zeros(len(items))
     for one in known:
         if not _covers(one, question):
             continue
@@ -55,11 +55,11 @@ def floors(question: SearchProblem, items: Sequence[Item], known: Iterable[Known
             slack = late_reduction_s(question.evaluator, items)
         else:
             continue
-        found = np.maximum(found, (_of_items(items, one.bounds) - slack) * (1 - 1e-9))
+        floors_s = np.maximum(floors_s, (_of_items(items, one.bounds) - slack) * (1 - 1e-9))
         if one.solved and one.job == question.evaluator.job and _within(question, one):
             # The same configurations are priced here, so that nothing need be left for rounding.
-            found = np.maximum(found, _of_items(items, one.solved))
-    return [float(value) for value in found]
+            floors_s = np.maximum(floors_s, _of_items(items, one.solved))
+    return [float(value) for value in floors_s]
 
 
 _LESS_CKPT = {"none": ("none",), "all": ("all",), "none_or_all": ("none", "all", "none_or_all")}
@@ -124,11 +124,11 @@ def _sizes(shape: EqualPipeline) -> _Sizes:
 
 
 def _by_sizes(bounds: Mapping[Item, float]) -> dict[_Sizes, list[tuple[frozenset[int], float]]]:
-    found: dict[_Sizes, list[tuple[frozenset[int], float]]] = {}
+    by_sizes: dict[_Sizes, list[tuple[frozenset[int], float]]] = {}
     for item, value_s in bounds.items():
         if isinstance(item, EqualPipeline):
-            found.setdefault(_sizes(item), []).append((frozenset(item.zero), value_s))
-    return found
+            by_sizes.setdefault(_sizes(item), []).append((frozenset(item.zero), value_s))
+    return by_sizes
 
 
 def _looked_up(
@@ -215,5 +215,5 @@ def _reductions_s(evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) ->
     context = evaluator.time_context
     layer_bytes = context.grad_bytes * evaluator.loads(grid).block.parameters
     kinds = [bucketed(kind, layer_bytes, grid, context) for kind in ("all_reduce", "reduce_scatter")]
-    found = np.broadcast_to(np.maximum(*kinds), (len(meshes),))
-    return [float(value) for value in found]
+    seconds = np.broadcast_to(np.maximum(*kinds), (len(meshes),))
+    return [float(value) for value in seconds]

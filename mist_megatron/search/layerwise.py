@@ -94,15 +94,15 @@ class _Tables:
         """What has it."""
         flat = int(self.least[:, :, units].argmin())
         row, column = divmod(flat, self.least.shape[1])
-        found = [(row, column)]
+        reached = [(row, column)]
         for strategy_from, layout_from, taken in zip(
             reversed(self.strategy_from), reversed(self.layout_from), reversed(self.units[1:]), strict=True
         ):
             units -= int(taken[row, column])
             row = int(layout_from[row, units])
             column = int(strategy_from[row, units])
-            found.append((row, column))
-        return tuple(reversed(found))
+            reached.append((row, column))
+        return tuple(reversed(reached))
 
 
 def _tables(problem: StageProblem, weight: float, allowed: Array, capacity: int) -> _Tables:
@@ -174,9 +174,9 @@ def solve_stage(problem: StageProblem, weight: float, allowed: Array | None = No
         if units < 0 or (best and tables.value(units) >= _value(best, weight)):
             continue
         few = _tables(problem, weight, allowed + np.where(moments <= level, 0.0, np.inf), units)
-        found = _largest_that_fits(problem, few, units)
-        if found and (best is None or _value(found, weight) < _value(best, weight)):
-            best = found
+        largest = _largest_that_fits(problem, few, units)
+        if largest and (best is None or _value(largest, weight) < _value(best, weight)):
+            best = largest
     return best
 
 
@@ -223,9 +223,9 @@ def few_strategies(
         only = np.full_like(base, np.inf)
         for cell in some:
             only[cell] = 0.0
-        found = solve_stage(problem, weight, only)
-        if found and (best is None or _value(found, weight) < _value(best, weight)):
-            best = found
+        point = solve_stage(problem, weight, only)
+        if point and (best is None or _value(point, weight) < _value(best, weight)):
+            best = point
     return best
 
 

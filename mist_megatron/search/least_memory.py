@@ -88,13 +88,13 @@ def least_memory(
     groups: dict[tuple[object, ...], list[StageSizes]] = {}
     for sizes in dict.fromkeys(asked):
         groups.setdefault(sizes[:3], []).append(sizes)
-    found: dict[StageSizes, StageLines] = {}
+    lines: dict[StageSizes, StageLines] = {}
     for members in groups.values():
         for begin in range(0, len(members), AT_ONCE):
             tick()
             part = members[begin : begin + AT_ONCE]
-            found.update(zip(part, _lines(evaluator, space, part), strict=True))
-    return found
+            lines.update(zip(part, _lines(evaluator, space, part), strict=True))
+    return lines
 
 
 def _lines(evaluator: StageEvaluator, space: Space, members: Sequence[StageSizes]) -> list[StageLines]:

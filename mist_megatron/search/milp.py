@@ -26,7 +26,7 @@ def assign_milp(
     pipelines: Pipelines, grad_accum: int, best_s: float = np.inf, solver: MilpSolver = "highs"
 ) -> Assignment | None:
     """The optimal assignment if it is better than `best_s`, else None: one program per length."""
-    found: Assignment | None = None
+    best: Assignment | None = None
     with warnings.catch_warnings():
         # PuLP 3 announces the interface of PuLP 4, which needs Python 3.12; we pin 3.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -36,8 +36,8 @@ def assign_milp(
             stages = [first, *reversed(pipelines.inner[:after])]
             answer = _assign_milp(pipelines, stages, grad_accum, best_s, solver)
             if answer is not None:
-                found, best_s = answer, answer.value_s
-    return found
+                best, best_s = answer, answer.value_s
+    return best
 
 
 def _assign_milp(
@@ -143,9 +143,9 @@ def _times(
     steps: list[Any] = []
     for fronts, choices, row in zip(stages, options, picks, strict=True):
         cost = [(fronts[size].t_s[k], fronts[size].d_s[k], _step(fronts[size], k)) for size, k in choices]
-        for column, found in enumerate((times, extras, steps)):
+        for column, coefficients in enumerate((times, extras, steps)):
             each = zip(cost, row, strict=True)
-            found.append(pulp.lpSum(float(point[column]) / scale * pick for point, pick in each))
+            coefficients.append(pulp.lpSum(float(point[column]) / scale * pick for point, pick in each))
     return times, extras, steps
 
 

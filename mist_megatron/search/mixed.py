@@ -63,14 +63,14 @@ class MixedBound:
     """By mesh and role: what is crossed at least beyond what is said of a stage alone."""
 
 
-def mixture_bounds(question: SearchProblem, found: Sequence[MixedFamily]) -> list[MixedBound]:
+def mixture_bounds(question: SearchProblem, mixtures: Sequence[MixedFamily]) -> list[MixedBound]:
     """Bounds of all mixed families, all meshes priced together."""
-    meshes = list(dict.fromkeys(mesh for mixture in found for mesh in mixture.meshes))
+    meshes = list(dict.fromkeys(mesh for mixture in mixtures for mesh in mixture.meshes))
     priced, evaluator = _least_times(question, meshes), question.evaluator
     known = Term.PIPELINE_P2P not in evaluator.time_context.without
     sides = sides_of(evaluator, meshes) if known else {}
     bounds = []
-    for mixture in found:
+    for mixture in mixtures:
         question.tick()
         borders = Borders.of(evaluator, mixture.meshes, sides) if sides else None
         bounds.append(_bound(evaluator.job, mixture, priced, borders))
@@ -89,19 +89,19 @@ def _least_times(
     groups: dict[tuple[object, ...], list[EqualPipeline]] = {}
     for mesh in meshes:
         groups.setdefault((mesh.gpus_per_node, mesh.sequence_parallel), []).append(mesh)
-    found: dict[EqualPipeline, tuple[LeastTimes, ...]] = {}
+    least: dict[EqualPipeline, tuple[LeastTimes, ...]] = {}
     for members in groups.values():
         for begin in range(0, len(members), MESHES_AT_ONCE):
             question.tick()
             part = members[begin : begin + MESHES_AT_ONCE]
-            found.update(
+            least.update(
                 zip(
                     part,
                     zip(*(least_times(question, part, role) for role in ROLES), strict=True),
                     strict=True,
                 )
             )
-    return found
+    return least
 
 
 def _less_s(borders: Borders | None, index: int, mesh: EqualPipeline, job: Job) -> tuple[float, float, float]:
@@ -246,7 +246,7 @@ def _plain_fronts(mixture: MixedFamily, bound: MixedBound, windows: Windows) -> 
             times = stages[position]
             for layers in window[role]:
                 points.setdefault(mixture.size(layers, mesh), []).append(times.front(layers))
-        fronts[role] = {size: joined_front(found) for size, found in points.items()}
+        fronts[role] = {size: joined_front(of_size) for size, of_size in points.items()}
     return lambda key: fronts[key[0]]
 
 
@@ -343,7 +343,7 @@ class _Slots:
         least t + d. Of the extra times only the first stage's counts in full, whatever the others are."""
         role, held = key
         column = self.held(role).index(held)
-        found: dict[Size, list[Front]] = {}
+        by_size: dict[Size, list[Front]] = {}
         for (mesh, other, layers), times_s in self.least.items():
             if other is role and np.isfinite(times_s[column]):
                 t_s, d_s = float(times_s[column]), -LATE_S
@@ -352,36 +352,38 @@ class _Slots:
                 backward_s = layers * bound.stages[mesh][ROLES.index(role)].layer_backward_s
                 zero = np.zeros(1)
                 front = Front(zero + t_s, zero + d_s, zero, 0.0, backward_s)
-                found.setdefault(self.mixture.size(layers, mesh), []).append(front)
-        return {size: joined_front(points) for size, points in found.items()}
+                by_size.setdefault(self.mixture.size(layers, mesh), []).append(front)
+        return {size: joined_front(points) for size, points in by_size.items()}
 
     def fronts(self, key: Key) -> dict[Size, Front]:
         """With the least that may cross the borders of each mesh, those of one size together."""
-        found: dict[Size, list[Front]] = {}
+        by_size: dict[Size, list[Front]] = {}
         for layers, mesh, configs in self._of(key):
             less_s = self.bound.less_s[mesh][ROLES.index(key[0])]
             front = configs.front()
-            found.setdefault(self.mixture.size(layers, mesh), []).append(
+            by_size.setdefault(self.mixture.size(layers, mesh), []).append(
                 replace(front, t_s=front.t_s + less_s)
             )
-        return {size: joined_front(points) for size, points in found.items()}
+        return {size: joined_front(points) for size, points in by_size.items()}
 
     def pair_fronts(self, key: Key, pairs: Sequence[tuple[int, int]]) -> dict[Size, Front]:
         """By kinds that name the mesh before and their own; a first stage has none before it."""
-        none, found = len(self.mixture.meshes), {}
+        none, by_size = len(self.mixture.meshes), {}
         for layers, mesh, configs in self._of(key):
             front, gpus = configs.front(), self.mixture.meshes[mesh].gpus
             for kind, (before, own) in enumerate(pairs):
                 if own == mesh and (before == none) == (key[0] is StageRole.FIRST):
-                    found[layers, gpus, kind] = front
-        return found
+                    by_size[layers, gpus, kind] = front
+        return by_size
 
     def by_size(self, key: Key) -> dict[Size, StageConfigs]:
         """Of one key, meshes of one size together."""
-        found: dict[Size, list[StageConfigs]] = {}
+        configs_of: dict[Size, list[StageConfigs]] = {}
         for layers, mesh, configs in self._of(key):
-            found.setdefault(self.mixture.size(layers, mesh), []).append(with_column(configs, "mesh", mesh))
-        return {size: joined(here) for size, here in found.items()}
+            configs_of.setdefault(self.mixture.size(layers, mesh), []).append(
+                with_column(configs, "mesh", mesh)
+            )
+        return {size: joined(here) for size, here in configs_of.items()}
 
     def _of(self, key: Key) -> list[tuple[int, int, StageConfigs]]:
         return [(layers, mesh, c) for (other, layers, mesh), c in self.configs.items() if other == key]
@@ -397,9 +399,9 @@ class _Slots:
             wanted = [h for h, t in zip(self.held(role), times_s, strict=True) if np.isfinite(t)]
             slots = [StageSlot(role=role, layers=layers, held=float(count)) for count in wanted]
             less_s = self.bound.less_s[mesh][ROLES.index(role)]
-            found, tally = slot_configs(self._times[mesh], slots, self.caps_s[role] - less_s)
+            configs, tally = slot_configs(self._times[mesh], slots, self.caps_s[role] - less_s)
             self.tally.add(tally)
-            for count, here in zip(wanted, found, strict=True):
+            for count, here in zip(wanted, configs, strict=True):
                 if here is not None:
                     self.configs[(role, count), layers, mesh] = here
 

@@ -59,14 +59,14 @@ def mixture_ways(job: Job, space: Space, limits: Limits) -> tuple[MixtureWay, ..
     """Those of a job whose dispatcher is set, the fastest first; what it or the limits say is kept."""
     made = _Ways(job, cut_to_target(space, job.target), limits)
     tokens = made.tokens()
-    found: list[MixtureWay] = []
+    ways: list[MixtureWay] = []
     if "beside passes" in tokens:
-        found += made.beside_passes(made.others("waited for", None) if "waited for" in tokens else ())
+        ways += made.beside_passes(made.others("waited for", None) if "waited for" in tokens else ())
     if "beside shared experts" in tokens:
-        found += made.others("beside shared experts", None)
+        ways += made.others("beside shared experts", None)
     if "waited for" in tokens:
-        found += made.others("waited for", False if "beside passes" in tokens else None)
-    return tuple({(way.execution, repr(way.limits)): way for way in found}.values())
+        ways += made.others("waited for", False if "beside passes" in tokens else None)
+    return tuple({(way.execution, repr(way.limits)): way for way in ways}.values())
 
 
 def module_sets(job: Job) -> Iterator[tuple[Module, ...]]:
@@ -124,7 +124,7 @@ class _Ways:
             "beside passes": sends and model.mtp_layers <= 1 and "moe" not in asked,
             "beside shared experts": sends and shared,
         }
-        found: list[Tokens] = []
+        routes: list[Tokens] = []
         for kind, name in SWITCHES.items():
             own: bool | None = getattr(said, name)
             wanted = bool(self.limits.fixed[name]) if own is None and name in self.limits.fixed else own
@@ -132,8 +132,8 @@ class _Ways:
                 return [kind] if possible[kind] else []
             able = name in self.able and name not in self.limits.forbidden and getattr(self.space, name)
             if wanted is None and able and possible[kind]:
-                found.append(kind)
-        return [*found, "waited for"]
+                routes.append(kind)
+        return [*routes, "waited for"]
 
     def beside_passes(self, behind: tuple[MixtureWay, ...]) -> tuple[MixtureWay, ...]:
         """What excludes recomputation of whole layers and mixtures, and then ways that wait."""

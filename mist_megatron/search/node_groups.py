@@ -76,12 +76,12 @@ def possible_of(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> lis
     for evaluator in question.evaluator.groups:
         lines = least_memory(evaluator, space, asked, question.tick)
         most.append({sizes: line.most_layers(evaluator.limit_bytes) for sizes, line in lines.items()})
-    found = []
+    pipelines = []
     for shape, here in stages.items():
         each = [most[group][sizes] for group, sizes in zip(groups_of(cluster, shape), here, strict=True)]
         if may_fit(shape, each, space, layers):
-            found.append(shape)
-    return found
+            pipelines.append(shape)
+    return pipelines
 
 
 def bounds_of(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[EqualBound]:
@@ -89,7 +89,7 @@ def bounds_of(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[
     as warm-up passes leave, the least U over any split of the layers, and the least sum of all t."""
     priced: dict[tuple[object, ...], tuple[Array, Array, Array]] = {}
     cluster, layers = question.evaluator.job.cluster, question.evaluator.job.model.layers
-    found = []
+    bounds = []
     for shape in shapes:
         plain = replace(shape, order=())
         fixed, each = [], []
@@ -111,8 +111,8 @@ def bounds_of(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[
         steady_s = max((layers + (c / a).sum()) / (1.0 / (left * a)).sum(), 0.0) if others else 0.0
         both_s = float(priced[plain, groups[0], role_of(0, shape.stages)][2])
         value_s = (steady_s + c.sum() + layers * a.min() + both_s) * (1 - 1e-9)
-        found.append(EqualBound(max(value_s, 0.0), 0.0, 0.0, (NOTHING, NOTHING, NOTHING)))
-    return found
+        bounds.append(EqualBound(max(value_s, 0.0), 0.0, 0.0, (NOTHING, NOTHING, NOTHING)))
+    return bounds
 
 
 def _priced_together(one: EqualPipeline, other: EqualPipeline) -> bool:
@@ -170,10 +170,10 @@ def _linear(
 def solve_groups(question: SearchProblem, shape: EqualPipeline, best_s: float) -> Solved:
     """The best plan of a shape if it beats `best_s`."""
     line, tally = _Line(question, shape), Tally()
-    found = (line.per_stage if question.space.per_stage else line.all_alike)(best_s, tally)
-    if found is None:
+    best = (line.per_stage if question.space.per_stage else line.all_alike)(best_s, tally)
+    if best is None:
         return Solved(tally=tally)
-    value_s, stages = found
+    value_s, stages = best
     return Solved(told(question.evaluator, shape, stages), value_s, tally)
 
 
@@ -234,9 +234,9 @@ class _Line:
             for count in window:
                 self.question.tick()
                 slots = [slot_at(shape, position, count) for position in here]
-                found, more = slot_configs(times[group], slots, cap_s)
+                of_slot, more = slot_configs(times[group], slots, cap_s)
                 tally.add(more)
-                for position, one in zip(here, found, strict=True):
+                for position, one in zip(here, of_slot, strict=True):
                     if one is not None:
                         configs[position][count] = one
         fronts = [{count: one.front() for count, one in here.items()} for here in configs]
@@ -298,15 +298,15 @@ class _Table:
 
     def fronts(self, k: int, *, all_fit: bool) -> list[dict[int, Front]]:
         """Of the k-th number of recomputed layers, by position and layers."""
-        found: list[dict[int, Front]] = []
+        of_groups: list[dict[int, Front]] = []
         for fits, (t_s, d_s, step_s, in_turn_s, longer_s) in zip(self.fits, self._parts, strict=True):
             here: dict[int, Front] = {}
             for row in range(len(t_s)):
                 if all_fit or fits[row, k]:
                     t, d, step = (part[row, k : k + 1] for part in (t_s, d_s, step_s))
                     here[row + 1] = Front(t, d, step, in_turn_s, float(longer_s[row]))
-            found.append(here)
-        return found
+            of_groups.append(here)
+        return of_groups
 
     def stages(self, layers: Sequence[int], k: int) -> list[StageChoice]:
         """Stages of so many layers each."""

@@ -214,16 +214,16 @@ def _sequence_parallel(job: Job, space: Space, limits: Limits, tp: int) -> tuple
     able = space.sequence_parallel and tp > 1 and shared
     if job.execution.tp_comm_overlap:
         able = able and tp <= job.cluster.linked_gpus
-    found: tuple[bool, ...] = () if job.execution.tp_comm_overlap else (False,)
-    found = (*found, True) if able else found
-    return tuple(on for on in found if limits.allows("sequence_parallel", int(on)))
+    choices: tuple[bool, ...] = () if job.execution.tp_comm_overlap else (False,)
+    choices = (*choices, True) if able else choices
+    return tuple(on for on in choices if limits.allows("sequence_parallel", int(on)))
 
 
 def _chunks(job: Job, space: Space, limits: Limits, schedule: tuple[int, int]) -> tuple[int, ...]:
     """Chunks per rank: 1, and where interleaving can run, for which Megatron wants whole groups of
     micro-batches, more."""
     stages, grad_accum = schedule
-    found = [1] if limits.allows("vpp", 1) else []
+    chunks = [1] if limits.allows("vpp", 1) else []
     if space.interleaved and stages > 1 and grad_accum % stages == 0:
         asked = limits.fixed.get("vpp")
         if asked is not None and space.near_even:
@@ -233,8 +233,8 @@ def _chunks(job: Job, space: Space, limits: Limits, schedule: tuple[int, int]) -
         else:
             share, rest = divmod(job.model.layers, stages)
             several = () if rest else divisors(share)
-        found += [v for v in several if v > 1 and limits.allows("vpp", v)]
-    return tuple(found)
+        chunks += [v for v in several if v > 1 and limits.allows("vpp", v)]
+    return tuple(chunks)
 
 
 def stage_levels(space: Space, dp: int, stages: int) -> tuple[tuple[int, ...], ...]:
@@ -264,9 +264,9 @@ def explain_no_pipeline(job: Job, space: Space, limits: Limits) -> InputError:
         f"data-parallel sizes divide the global batch {training.global_batch}; "
         f"dp x tp x pp is {cluster.gpus}",
     ]
-    found = _conflict(job, space, limits)
-    if found is not None:
-        return InputError(found, details=tuple(details))
+    conflict = _conflict(job, space, limits)
+    if conflict is not None:
+        return InputError(conflict, details=tuple(details))
     named = {**limits.most, **fixed}
     limit = f" with {', '.join(f'{key}={value}' for key, value in named.items())}" if named else ""
     return InputError(

@@ -139,13 +139,13 @@ def seconds_per_byte(matrix: LinkMatrix) -> Array:
     """Of each pair the slower way, an unmeasured one as the slowest that was; nothing to itself."""
     count = len(matrix.hosts)
     slowest = 1.0 / min(matrix.rates)
-    found = np.zeros((count, count))
+    per_byte = np.zeros((count, count))
     for a in range(count):
         for b in range(count):
             if a != b:
                 rate = min(matrix.rate(a, b), matrix.rate(b, a))
-                found[a, b] = 1.0 / rate if rate > 0.0 else DEAD * slowest
-    return found
+                per_byte[a, b] = 1.0 / rate if rate > 0.0 else DEAD * slowest
+    return per_byte
 
 
 def best_rates(matrix: LinkMatrix) -> tuple[float, ...]:
@@ -177,14 +177,14 @@ def _joining_rates(ways: Array) -> list[float]:
         inside[node] = True
         nearer = ways[node] > reached
         reached, begun = np.where(nearer, ways[node], reached), np.where(nearer, node, begun)
-    part, found, largest = list(range(count)), [math.inf, math.inf], 1
+    part, rates, largest = list(range(count)), [math.inf, math.inf], 1
     for rate, one, other in sorted(edges, reverse=True):
         keep, gone = part[one], part[other]
         part = [keep if label == gone else label for label in part]
         size = part.count(keep)
-        found += [rate] * max(size - largest, 0)
+        rates += [rate] * max(size - largest, 0)
         largest = max(size, largest)
-    return found
+    return rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,16 +211,18 @@ def best_order(
     first = np.array([start], dtype=np.intp)
     nodes, taken = len(start), places.places
     if math.perm(nodes, taken) <= MOST_EXACT:
-        found, count = _all_orders(places, links, first)
-        return _answer(places, links, found, first, count, proved=True)
+        orders, count = _all_orders(places, links, first)
+        return _answer(places, links, orders, first, count, proved=True)
     starts = np.concatenate([first, _greedy(links, first)])
-    found, count = _annealed(places, links, starts, seed, evaluations)
-    return _answer(places, links, found, first, count, proved=False)
+    orders, count = _annealed(places, links, starts, seed, evaluations)
+    return _answer(places, links, orders, first, count, proved=False)
 
 
-def _answer(places: Places, links: Array, found: Orders, first: Orders, count: int, *, proved: bool) -> Order:
+def _answer(
+    places: Places, links: Array, orders: Orders, first: Orders, count: int, *, proved: bool
+) -> Order:
     """Of the cheapest the one that moves the fewest nodes, unless none is cheaper than the first."""
-    both = np.concatenate([first[:, : places.places], found[:, : places.places]])
+    both = np.concatenate([first[:, : places.places], orders[:, : places.places]])
     costs = places.cost(both, links)
     least = costs.min()
     cheapest = np.flatnonzero(costs <= least * (1.0 + SAME) + 1e-300)
@@ -265,15 +267,15 @@ def _all_orders(places: Places, links: Array, first: Orders) -> tuple[Orders, in
 
 def _greedy(links: Array, first: Orders) -> Orders:
     """From each node on: the next place goes to the node with the best link to the last one."""
-    found = []
+    orders = []
     for begin in range(first.size):
         left: list[int] = first[0].tolist()
         order = [left.pop(begin)]
         while left:
             nearest = min(range(len(left)), key=lambda at: links[order[-1], left[at]])
             order.append(left.pop(nearest))
-        found.append(order)
-    return np.array(found, dtype=np.intp)
+        orders.append(order)
+    return np.array(orders, dtype=np.intp)
 
 
 def _annealed(
@@ -337,5 +339,5 @@ def best_ring_gain(matrix: LinkMatrix) -> float:
 
 
 def _gain(places: Places, matrix: LinkMatrix) -> float:
-    found = best_order(places, seconds_per_byte(matrix), start=range(len(matrix.hosts)), evaluations=60_000)
-    return found.first_cost / found.cost if found.cost > 0.0 else 1.0
+    order = best_order(places, seconds_per_byte(matrix), start=range(len(matrix.hosts)), evaluations=60_000)
+    return order.first_cost / order.cost if order.cost > 0.0 else 1.0

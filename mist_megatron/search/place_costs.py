@@ -73,7 +73,7 @@ def _busy(
     plan: Plan, grids: Sequence[StageGrid], asked: Sequence[_Asked], evaluator: StageEvaluator
 ) -> tuple[tuple[int, float], ...]:
     """Of the borders of an interleaved schedule."""
-    found = []
+    busy = []
     for number, one in enumerate(asked):
         if one.part != AFTER:
             continue
@@ -82,8 +82,8 @@ def _busy(
         spans = grids[one.stage].placed
         assert spans is not None
         rate = min(span.bytes_per_s or math.inf for span in spans.after)
-        found.append((number, seconds * rate))
-    return tuple((number, carried) for number, carried in found if 0.0 < carried < math.inf)
+        busy.append((number, seconds * rate))
+    return tuple((number, carried) for number, carried in busy if 0.0 < carried < math.inf)
 
 
 def uniform_links(plan: Plan, matrix: LinkMatrix, bytes_per_s: float) -> Plan:
@@ -164,10 +164,10 @@ def _slowed(placed: Placed, part: Part, bytes_per_s: float) -> Placed:
 
 def _one_changed(borders: Sequence[Spans], before: Spans, after: Spans) -> tuple[Spans, ...]:
     """The first of those that are as this one."""
-    found = list(borders)
-    if before in found:
-        found[found.index(before)] = after
-    return tuple(found)
+    changed = list(borders)
+    if before in changed:
+        changed[changed.index(before)] = after
+    return tuple(changed)
 
 
 def _at(spans: Spans, bytes_per_s: float) -> Spans:

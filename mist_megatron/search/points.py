@@ -73,9 +73,9 @@ def _pareto_of_three(t_s: Array, d_s: Array, step_s: Array) -> Ints:
             beaten = np.concatenate([[np.inf], d_kept])[before] <= d_s[rows]
             rows = rows[~beaten]
         kept.append(rows)
-        found = np.concatenate(kept)
-        found = found[pareto(t_s[found], d_s[found])]
-        t_kept, d_kept = t_s[found], d_s[found]
+        front = np.concatenate(kept)
+        front = front[pareto(t_s[front], d_s[front])]
+        t_kept, d_kept = t_s[front], d_s[front]
     every = np.concatenate(kept)
     return every[np.lexsort((step_s[every], d_s[every], t_s[every]))]
 

@@ -221,17 +221,17 @@ class Orders:
         """The next item whose bound is below a limit, and which way it is of."""
         self.done = 0
         for queues in self._levels:
-            found: int | None = None
+            least: int | None = None
             least_s = limit_s
             for way, queue in enumerate(queues):
                 pair = queue.at(queue.given, least_s, limit_s)
                 if pair is not None:
-                    found, least_s = way, pair[0].value_s
+                    least, least_s = way, pair[0].value_s
             self.done += sum(queue.given for queue in queues)
-            if found is not None:
-                pair = queues[found].next(limit_s)
+            if least is not None:
+                pair = queues[least].next(limit_s)
                 assert pair is not None
-                return found, pair
+                return least, pair
             self.done += sum(len(queue) - queue.given for queue in queues)
         return None
 
@@ -246,7 +246,7 @@ class Orders:
 
         for queues in self._levels:
             yield from merge(
-                *(each(way, queue) for way, queue in enumerate(queues)), key=lambda found: found[1][0].value_s
+                *(each(way, queue) for way, queue in enumerate(queues)), key=lambda entry: entry[1][0].value_s
             )
 
     def left_s(self) -> list[float]:
@@ -279,10 +279,10 @@ def _of_alike(
         bounds, shapes = {}, [shape for shape in shapes if np.isfinite(added_s[shape]).any()]
     new = [shape for shape in shapes if shape not in bounds]
     bounds.update(zip(new, shape_bounds(question, new), strict=True))
-    found, short = with_room(question, [(bounds[shape], shape) for shape in shapes], added_s)
+    pairs, short = with_room(question, [(bounds[shape], shape) for shape in shapes], added_s)
     if hand is not None:
         hand(short)
-    return list(found)
+    return list(pairs)
 
 
 def _of_kinds(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
@@ -304,7 +304,7 @@ def _of_groups(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
 
 def ordered_spread(
     question: SearchProblem,
-    found: Sequence[Family],
+    families: Sequence[Family],
     keeps: Callable[[EqualPipeline], bool],
     bounded: Bounded | None = None,
     rivals: Sequence[Rival] = (),
@@ -312,7 +312,7 @@ def ordered_spread(
 ) -> Order:
     """The same of models with experts, spread in every way; no plan takes less than `least_s`."""
     bounded = bounded or bounded_of(question)
-    kept = [family for family in found if _keeps_some(family, keeps)]
+    kept = [family for family in families if _keeps_some(family, keeps)]
     shapes = partial(SpreadShapes, question, kept, keeps, rivals)
     count = sum(len(spreads) for _, spreads in kept)
     return Order(SpreadQueue(shapes, bounded, least_s, count), Queue([], [], bounded))
@@ -350,23 +350,23 @@ def bounded_of(question: SearchProblem, bounds: Bounds | None = None, hand: Hand
 
 def ordered(
     question: SearchProblem,
-    found: Sequence[EqualPipeline],
+    pipelines: Sequence[EqualPipeline],
     mixed: Sequence[MixedFamily],
     known: Sequence[Known],
 ) -> Order:
     """All of these that may fit."""
     if question.evaluator.groups:
         bounded = partial(_of_groups, question)
-        return Order(Queue(found, [0.0] * len(found), bounded), Queue([], [], bounded))
+        return Order(Queue(pipelines, [0.0] * len(pipelines), bounded), Queue([], [], bounded))
     if len(question.evaluator.job.model.kinds) > 1:
         bounded = partial(_of_kinds, question)
-        return Order(Queue(found, [0.0] * len(found), bounded), Queue([], [], bounded))
+        return Order(Queue(pipelines, [0.0] * len(pipelines), bounded), Queue([], [], bounded))
 
     def of_mixtures(items: Sequence[Item]) -> list[Pair]:
         fit = [item for item in items if isinstance(item, MixedFamily)]
         return list(zip(mixture_bounds(question, fit), fit, strict=True))
 
-    equal = Queue(found, floors(question, found, known), partial(_of_shapes, question))
+    equal = Queue(pipelines, floors(question, pipelines, known), partial(_of_shapes, question))
     if not len(equal):
         mixed = possible_mixtures(question, mixed)
     return Order(equal, Queue(mixed, floors(question, mixed, known), of_mixtures))

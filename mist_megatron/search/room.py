@@ -51,15 +51,15 @@ def with_room(
 ) -> tuple[list[Pair], list[Floored]]:
     """Shapes without what does not fit, with bounds that count what must be recomputed; and shapes of which
     some splits do not fit, with bounds of these."""
-    found: list[Pair] = []
+    roomy: list[Pair] = []
     short: list[Floored] = []
     for bound, shape in pairs:
         value_s, short_s = _values(question, bound, shape, added_s[shape])
         if np.isfinite(value_s):
-            found.append((replace(bound, value_s=max(bound.value_s, value_s)), shape))
+            roomy.append((replace(bound, value_s=max(bound.value_s, value_s)), shape))
         if np.isfinite(short_s):
             short.append((max(bound.value_s, short_s), shape))
-    return found, short
+    return roomy, short
 
 
 def _table(question: SearchProblem, shape: EqualPipeline) -> tuple[Ints, bool]:

@@ -182,7 +182,7 @@ def search_ways(
     objective_s = run.best[0].value_s
     best = next(one for one in run.shared if one.evaluator.job.execution == run.best[0].execution)
     return SearchResult(
-        solutions=tuple(found for found in run.best if found.value_s < WORST * objective_s),
+        solutions=tuple(each for each in run.best if each.value_s < WORST * objective_s),
         status=status,
         objective_s=objective_s,
         bound_s=min([objective_s, *run.open_bounds]),
@@ -262,14 +262,14 @@ class _Run:
             for mixture in mixed_families(job, cut, way.limits) if way.mixes else ():
                 self.tick()
                 mixed.append(mixture)
-            found = []
+            queues = []
             for shape in shapes(job, cut, way.limits):
                 self.tick()
                 if way.keeps(shape):
-                    found.append(shape)
-            orders.append(ordered(question, found, mixed, known))
+                    queues.append(shape)
+            orders.append(ordered(question, queues, mixed, known))
             known.append(orders[-1].known(question))
-            items += len(found) + len(mixed)
+            items += len(queues) + len(mixed)
         if not items:
             asked = self.questions[-1]
             raise explain_no_pipeline(asked.evaluator.job, asked.space, self.ways[-1].limits)
@@ -349,9 +349,9 @@ class _Run:
         if same is not None:
             if same.value_s <= solution.value_s:
                 return
-            self.best = [found for found in self.best if found is not same]
+            self.best = [one for one in self.best if one is not same]
         self._of_shape[solution.shape] = solution
-        insort(self.best, solution, key=lambda found: found.value_s)
+        insort(self.best, solution, key=lambda one: one.value_s)
         for dropped in self.best[self.settings.top :]:
             del self._of_shape[dropped.shape]
         del self.best[self.settings.top :]

@@ -61,9 +61,9 @@ class Sieve:
             each = choices.size(window[-1], recompute=recompute)
             for begin in range(0, len(window), max(1, AT_ONCE // each)):
                 part = window[begin : begin + max(1, AT_ONCE // each)]
-                found = self._least_times(choices, role, part, recompute=recompute)
+                least_s = self._least_times(choices, role, part, recompute=recompute)
                 rows = slice(begin, begin + len(part))
-                least[rows] = np.minimum(least[rows], _by_held(*found, held, cap_s))
+                least[rows] = np.minimum(least[rows], _by_held(*least_s, held, cap_s))
         return least
 
     def _least_times(

@@ -92,26 +92,26 @@ class Space:
             named = ["pp"] * (rules.pipeline == "any") + ["recomputed or not"] * rules.ckpt
             moves = ["layers per stage"] * rules.balanced
             return (*rules.axes, *named, *moves, "micro_batch", "grad_accum", "all per layer")
-        found = ["dp", "micro_batch", "grad_accum"]
-        found += ["tp"] * self.tensor_parallel + ["pp"] * self.pipeline
-        found += ["layers per stage"] * (self.uneven_layers or self.near_even)
-        found += {
+        names = ["dp", "micro_batch", "grad_accum"]
+        names += ["tp"] * self.tensor_parallel + ["pp"] * self.pipeline
+        names += ["layers per stage"] * (self.uneven_layers or self.near_even)
+        names += {
             "none": [],
             "all": [],
             "none_or_all": ["recompute none/full"],
             "any": ["recomputed layers"],
         }[self.ckpt]
-        found += [f"{kind} recompute" for kind in self.recompute if kind in PARTIAL]
-        found += ["recomputed modules"] * self.recompute_modules
-        found += ["sequence_parallel"] * self.sequence_parallel
-        found += ["interleaving"] * self.interleaved + ["decoupled steps"] * self.decoupled_step
-        found += ["ep", "etp"] * self.expert_parallel + ["dispatcher"] * (len(self.dispatchers) > 1)
-        found += ["tokens beside passes"] * self.expert_overlap + ["CUDA graphs"] * self.cuda_graphs
-        found += ["cp"] * self.context_parallel + ["tp overlap"] * self.tp_comm_overlap
-        found += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
-        found += [f"offload.{kind}" for kind, allowed in self.offload.items() if allowed != "none"]
-        found += ["GPUs, dp, tp and micro-batch per stage"] * self.unequal
-        return (*found, *(["all per stage"] if self.per_stage else []))
+        names += [f"{kind} recompute" for kind in self.recompute if kind in PARTIAL]
+        names += ["recomputed modules"] * self.recompute_modules
+        names += ["sequence_parallel"] * self.sequence_parallel
+        names += ["interleaving"] * self.interleaved + ["decoupled steps"] * self.decoupled_step
+        names += ["ep", "etp"] * self.expert_parallel + ["dispatcher"] * (len(self.dispatchers) > 1)
+        names += ["tokens beside passes"] * self.expert_overlap + ["CUDA graphs"] * self.cuda_graphs
+        names += ["cp"] * self.context_parallel + ["tp overlap"] * self.tp_comm_overlap
+        names += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
+        names += [f"offload.{kind}" for kind, allowed in self.offload.items() if allowed != "none"]
+        names += ["GPUs, dp, tp and micro-batch per stage"] * self.unequal
+        return (*names, *(["all per stage"] if self.per_stage else []))
 
 
 _PURE = "one parallelism for all layers: "
@@ -410,16 +410,16 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
 
 
 def _pairs(option: str, items: tuple[str, ...], keys: tuple[str, ...]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for item in (part.strip() for text in items for part in text.split(",")):
         key, equals, text = item.partition("=")
         if not equals:
             raise InputError(f"{option}: {item!r}; wanted KEY=NUMBER such as tp=2")
         check.known(option, "key", key, keys)
-        if found.get(key, text) != text:
-            raise InputError(f"{option}: {key} is both {found[key]} and {text}")
-        found[key] = text
-    return found
+        if pairs.get(key, text) != text:
+            raise InputError(f"{option}: {key} is both {pairs[key]} and {text}")
+        pairs[key] = text
+    return pairs
 
 
 def _size(option: str, key: str, text: str) -> int:

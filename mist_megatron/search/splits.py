@@ -28,20 +28,20 @@ def splits_layers(space: Space, stages: int, vpp: int) -> bool:
 def layer_splits(layers: int, stages: int, vpp: int) -> tuple[tuple[int, ...], ...]:
     """All of them. Of chunks only those next to embedding and head may be smaller than those of the same
     place on other stages, and every chunk has a layer, or embedding or head."""
-    found: list[tuple[int, ...]] = []
+    splits: list[tuple[int, ...]] = []
     share = -(-layers // stages)
     near = range(max(1, share - FEWER), min(share + 2 * FEWER, layers - stages + 1) + 1)
     for first in near:
         if stages == 2:
-            found.append((first, layers - first))
+            splits.append((first, layers - first))
             continue
         for last in near:
             if first + last > layers - stages + 2:
                 break
             whole, rest = divmod(layers - first - last, stages - 2)
             if max(first, last) <= whole + (rest > 0) + (vpp == 1):
-                found.append((first, *[whole] * (stages - 2 - rest), *[whole + 1] * rest, last))
-    return tuple(split for split in found if _is_near(split) and (vpp == 1 or _meets(split, vpp)))
+                splits.append((first, *[whole] * (stages - 2 - rest), *[whole + 1] * rest, last))
+    return tuple(split for split in splits if _is_near(split) and (vpp == 1 or _meets(split, vpp)))
 
 
 def _is_near(split: tuple[int, ...]) -> bool:

@@ -57,8 +57,8 @@ def _no_less(mine: LayerLoad, theirs: LayerLoad) -> NDArray[np.bool_]:
     for name in ("forward", "backward"):
         alone = [getattr(load, f"{name}_s") - getattr(load, f"{name}_inside_s") for load in (mine, theirs)]
         pairs.append((alone[0], alone[1]))
-    found = [np.asarray(two <= one * (1.0 + 1e-12) + 1e-15) for one, two in pairs]
-    return np.asarray(np.logical_and.reduce(np.broadcast_arrays(*found)))
+    no_less = [np.asarray(two <= one * (1.0 + 1e-12) + 1e-15) for one, two in pairs]
+    return np.asarray(np.logical_and.reduce(np.broadcast_arrays(*no_less)))
 
 
 MANY = 1e9
@@ -98,14 +98,14 @@ class SpreadShapes:
     def below(self, limit_s: float) -> list[tuple[float, EqualPipeline]]:
         """Those whose bounds are no larger, with these; they count as taken after `take`."""
         end = int(np.searchsorted(self.floors_s, limit_s, side="right"))
-        found = []
+        under = []
         for place in range(self._taken, end):
             row = self._order[place]
             ep, etp = self._spreads[row]
             shape = replace(self._families[self._rows[row]][0], ep=int(ep), etp=int(etp))
             if self._keeps(shape):
-                found.append((float(self.floors_s[place]), shape))
-        return found
+                under.append((float(self.floors_s[place]), shape))
+        return under
 
     def take(self, limit_s: float) -> None:
         """All of these."""
@@ -151,7 +151,7 @@ def _floors(
         dtype=np.float64,
     ).reshape(-1, 8)[rows]
     levels = np.array([min(s.zero) for s in shapes], dtype=np.float64)[rows]
-    found = np.full(len(rows), np.inf)
+    floors = np.full(len(rows), np.inf)
     groups: dict[tuple[float, ...], Ints] = {}
     keys, places = np.unique(sizes[:, :4], axis=0, return_inverse=True)
     for place, key in enumerate(keys.tolist()):
@@ -170,8 +170,8 @@ def _floors(
         if rivals:
             sends = (grid.etp == 1.0) & (grid.ep > 1.0)
             here = here & ~(sends & _outdone(rivals, grid))[index.reshape(-1)]
-        found[mine] = np.where(here, times_s, np.inf)
-    return found
+        floors[mine] = np.where(here, times_s, np.inf)
+    return floors
 
 
 def _grid(question: SearchProblem, stage: tuple[int, int, bool, int], sizes: LayerSizes) -> StageGrid:

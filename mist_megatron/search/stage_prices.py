@@ -330,14 +330,14 @@ def _not_linear(evaluator: StageEvaluator, grid: StageGrid) -> _Fine | None:
     ends = window if len(window) < 3 else window[[0, -1]]
     none = refined(evaluator, replace(grid, layers=ends, ckpt=0.0 * one))
     stable_s, extra_s = (_along(part, ends, window) for part in (none.stable_s, none.delta_s - none.late_s))
-    found: _Fine = [(0.0 * one, (stable_s, extra_s))]
+    fine: _Fine = [(0.0 * one, (stable_s, extra_s))]
     if np.any(none.late_s):
         # Of layers that are not recomputed, however many others are.
         kept = np.concatenate([one, np.maximum(window[-1:] - 1.0, 1.0)])
         late_s = refined(evaluator, replace(grid, layers=kept + 1.0, ckpt=one)).late_s
         for ckpt in (one, np.maximum(window - 1.0, 1.0)):
-            found.append((ckpt, (stable_s, -_along(late_s, kept, window - ckpt))))
-    return found
+            fine.append((ckpt, (stable_s, -_along(late_s, kept, window - ckpt))))
+    return fine
 
 
 def _along(values: Array, ends: Array, wanted: Array) -> Array:

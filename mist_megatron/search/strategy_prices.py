@@ -41,10 +41,10 @@ Parts = tuple[Array, Array]
 def layouts(gpus: int, samples: int, gpus_per_node: int) -> tuple[Layout, ...]:
     """Where the samples of a stage may be, each once. On one node the order of ranks changes no price of a
     layer, and between layouts of one order resharding is never dearer than between orders: one will do."""
-    found = dict.fromkeys(Strategy(order).layout for order in orders(gpus))
+    distinct = dict.fromkeys(Strategy(order).layout for order in orders(gpus))
     return tuple(
         layout
-        for layout in found
+        for layout in distinct
         if samples % layout.dp == 0 and (gpus > gpus_per_node or not layout.tp_outside)
     )
 
@@ -194,14 +194,16 @@ class StrategyPrices:
         )
 
     def _priced(self, role: StageRole, kind: int, begins: bool, finishes: bool, before: int | None) -> Parts:
-        found = []
+        priced = []
         for start, end in self._groups():
             grid = replace(self._grid(role, kind, self.rows[start:end], 1, again=True), before=before)
             both = self._times(grid, kind, (begins, finishes))
             each = zip(*both, strict=True)
             shape = (end - start, 2)
-            found.append([np.concatenate([np.broadcast_to(x, shape) for x in part], axis=1) for part in each])
-        t_s, d_s = (np.concatenate(parts, axis=0) for parts in zip(*found, strict=True))
+            priced.append(
+                [np.concatenate([np.broadcast_to(x, shape) for x in part], axis=1) for part in each]
+            )
+        t_s, d_s = (np.concatenate(parts, axis=0) for parts in zip(*priced, strict=True))
         return t_s, d_s
 
     def _times(self, grid: StageGrid, kind: int, ends: tuple[bool, bool]) -> list[Parts]:
@@ -214,11 +216,11 @@ class StrategyPrices:
         stage = self._terms(empty, kind, False, (-1, -1))
         share = _border_share(grid.role, begins, finishes)
         beyond = finishes * stage[2] + (share - finishes) * stage[3]
-        found = []
+        times = []
         for again in (False, True):
             layer = self._terms(one, kind, again, (0 if begins else -1, 0 if finishes else -1))
-            found.append((layer[0] - stage[0] + beyond, layer[1] - stage[1]))
-        return found
+            times.append((layer[0] - stage[0] + beyond, layer[1] - stage[1]))
+        return times
 
     def _terms(self, work: StageWork, kind: int, again: bool, ends: tuple[int, int]) -> tuple[Array, ...]:
         """t, d, the fixed part of t, and what of it crosses borders."""
@@ -252,7 +254,7 @@ class StrategyPrices:
         names = [name for name in ("recompute", "backward", "forward") if f"beyond.{name}" in whole]
         moments = [whole[f"beyond.{name}"] - whole["term.activations"] for name in names]
         loss = whole["beyond.loss"] - whole["term.activations"] if role.has_head else NONE
-        found = {
+        sized = {
             "moment": np.maximum.reduce(np.broadcast_arrays(*moments)),
             "loss": loss,
             "buffers": whole["term.buffers"],
@@ -261,9 +263,9 @@ class StrategyPrices:
         for name, more, less in (("", whole, none), ("first.", start, None), ("last.", none, start)):
             for kinds, terms in (("states", STATES[:-1]), ("activations", STATES[-1:])):
                 each = [more[f"term.{t}"] - (0.0 if less is None else less[f"term.{t}"]) for t in terms]
-                found[name + kinds] = np.asarray(sum(each))
+                sized[name + kinds] = np.asarray(sum(each))
         shape = (len(rows), 2)
-        return {name: np.broadcast_to(size, shape) for name, size in found.items()}
+        return {name: np.broadcast_to(size, shape) for name, size in sized.items()}
 
     def _resharding(self, kind: int) -> Array:
         """Behind a layer of a kind: from each layout to each other one, forward and backward."""

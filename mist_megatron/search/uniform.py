@@ -148,8 +148,8 @@ class SplitGrids:
         for role, here in rows.items():
             grid = self._grid(some[role], [stage for stage, _ in here])
             in_flight = np.array([held for _, held in here]).reshape(-1, 1, *_ONE)
-            found = self.question.evaluator.fits(replace(grid, in_flight=in_flight))
-            by_row = np.broadcast_to(found, (len(here), *fits.shape[1:]))
+            fitting = self.question.evaluator.fits(replace(grid, in_flight=in_flight))
+            by_row = np.broadcast_to(fitting, (len(here), *fits.shape[1:]))
             for row, splits in zip(by_row, here.values(), strict=True):
                 fits[splits] &= row
         return fits
@@ -202,5 +202,5 @@ class SplitGrids:
 
 def _recomputed(chunks: tuple[int, ...], counts: Array, size: int) -> tuple[float, ...]:
     """Recomputed layers of a stage by number per chunk; the last again where there are fewer numbers."""
-    found = np.minimum(counts[:, None], np.array(chunks)).sum(axis=1)
-    return tuple(float(found[min(k, len(found) - 1)]) for k in range(size))
+    recomputed = np.minimum(counts[:, None], np.array(chunks)).sum(axis=1)
+    return tuple(float(recomputed[min(k, len(recomputed) - 1)]) for k in range(size))

@@ -81,7 +81,7 @@ def questions_of(
     ways: Sequence[Way], space: Space, step: float, solver: Solver
 ) -> tuple[list[Way], list[SearchProblem]]:
     """What is asked of each way for which the limits leave something."""
-    found: list[tuple[Way, SearchProblem]] = []
+    questions: list[tuple[Way, SearchProblem]] = []
     refused: list[InputError] = []
     for way in ways:
         job = way.evaluator.job
@@ -93,10 +93,10 @@ def questions_of(
             refused.append(error)
             continue
         question = SearchProblem(evaluator=way.evaluator, space=cut, step=step, solver=solver)
-        found.append((way, question))
-    if not found:
+        questions.append((way, question))
+    if not questions:
         raise refused[0]
-    return [way for way, _ in found], [question for _, question in found]
+    return [way for way, _ in questions], [question for _, question in questions]
 
 
 FEW_POINTS = 128

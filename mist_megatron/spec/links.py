@@ -124,10 +124,10 @@ class LinkMatrix:
         """From one node to another. What was measured the other way only stands for both; what was never
         measured counts as the slowest link that was, so that nothing looks good for not having been looked
         at."""
-        found = self.bytes_per_s[a][b]
-        if found is None:
-            found = self.bytes_per_s[b][a]
-        return min(self.rates) if found is None else found
+        measured = self.bytes_per_s[a][b]
+        if measured is None:
+            measured = self.bytes_per_s[b][a]
+        return min(self.rates) if measured is None else measured
 
     def index(self, host: str) -> int | None:
         """Of a name, with or without its domain."""

@@ -234,8 +234,8 @@ class ModelSpec(LayerSpec):
     def kinds(self) -> tuple[LayerKind, ...]:
         """The different layers, in the order in which they first come."""
         groups = self.layer_groups
-        found = {kind.name: kind for group in groups for kind in group.pattern[: group.layers]}
-        return tuple(found.values())
+        by_name = {kind.name: kind for group in groups for kind in group.pattern[: group.layers]}
+        return tuple(by_name.values())
 
     @cached_property
     def routed(self) -> ExpertSpec | None:

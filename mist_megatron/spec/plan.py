@@ -269,21 +269,21 @@ class Plan:
     @property
     def group_of_stage(self) -> tuple[int, ...]:
         """Of each stage, the group of nodes that it lies on; 0 where all nodes are alike."""
-        found = []
+        groups = []
         for index in range(len(self.stages)):
             gpus = {self.gpu_of[rank] for rank in self.ranks(index)} if self.cluster.groups else set()
-            found.append(self.cluster.group_of(f"plan: stages[{index}]", gpus))
-        return tuple(found)
+            groups.append(self.cluster.group_of(f"plan: stages[{index}]", gpus))
+        return tuple(groups)
 
     def layers_of(self, index: int) -> tuple[range, ...]:
         """Layers of the model in each chunk of a stage, from 0: chunk c of every stage comes before
         chunk c + 1 of any."""
-        chunks, found, start = self.chunk_layers, [], 0
+        chunks, ranges, start = self.chunk_layers, [], 0
         for chunk in range(self.vpp):
             first = start + sum(layers[chunk] for layers in chunks[:index])
-            found.append(range(first, first + chunks[index][chunk]))
+            ranges.append(range(first, first + chunks[index][chunk]))
             start += sum(layers[chunk] for layers in chunks)
-        return tuple(found)
+        return tuple(ranges)
 
     def ranks(self, index: int) -> range:
         """Logical ranks of a stage."""

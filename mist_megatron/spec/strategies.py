@@ -91,12 +91,12 @@ _WORD = re.compile(r"(dp|sdp|tp)([1-9]\d*)")
 def strategy_of(text: str, where: str = "strategy") -> Strategy:
     """What a name says."""
     body, ckpt = text.removesuffix(RECOMPUTED), text.endswith(RECOMPUTED)
-    found = [_WORD.fullmatch(word) for word in body.split("-")] if body != SERIAL else []
-    order = tuple((axis, int(word[2])) for word in found if word for axis in AXES if axis == word[1])
+    words = [_WORD.fullmatch(word) for word in body.split("-")] if body != SERIAL else []
+    order = tuple((axis, int(word[2])) for word in words if word for axis in AXES if axis == word[1])
     names = [axis for axis, _ in order]
     powers = all(size > 1 and size & (size - 1) == 0 for _, size in order)
     once = len(set(names)) == len(names) and not {"dp", "sdp"} <= set(names)
-    if len(order) != len(found) or not powers or not once:
+    if len(order) != len(words) or not powers or not once:
         raise InputError(
             f"{where} is {text!r}; wanted tp and either dp or sdp, each once with a power of two, outermost "
             f"first, such as dp2-tp4 or sdp8{RECOMPUTED}, or {SERIAL}"
@@ -126,8 +126,10 @@ def _sizes(gpus: int, count: int) -> Iterator[tuple[int, ...]]:
 
 def strategies(gpus: int, *, ckpt: bool = True, both: bool = False) -> tuple[Strategy, ...]:
     """All strategies of a layer on so many GPUs."""
-    found = list(orders(gpus, both=both))
-    return tuple(Strategy(order, again) for again in ((False, True) if ckpt else (False,)) for order in found)
+    ordered = list(orders(gpus, both=both))
+    return tuple(
+        Strategy(order, again) for again in ((False, True) if ckpt else (False,)) for order in ordered
+    )
 
 
 def check_plan_strategies(stages: Sequence[Any], model: ModelSpec) -> None:

@@ -120,7 +120,7 @@ def _greedy_2p(ranks: int, micro_batches: int, costs: PassCosts) -> tuple[Order,
     backward_end = [[float("inf")] * micro_batches for _ in range(ranks)]
     upcoming = [_next_pass(rank, state, forward_end, backward_end, rules) for rank in range(ranks)]
     for _ in range(3 * ranks * micro_batches):
-        start, rank = min((found[0][0], rank) for rank, found in enumerate(upcoming) if found)
+        start, rank = min((passes[0][0], rank) for rank, passes in enumerate(upcoming) if passes)
         step = upcoming[rank][0][1]
         _advance(state[rank], start, step, costs)
         if step.kind is PassKind.FORWARD:

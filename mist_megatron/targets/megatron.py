@@ -37,16 +37,18 @@ def bridge_refusals(model: ModelSpec, training: TrainingSpec, execution: Executi
 
     BridgeCommunicator splits or joins the batch alone, never the sequence.
     """
-    found = []
+    refusals = []
     if execution.context_parallel > 1:
-        found.append(f"context_parallel {execution.context_parallel}: stages with different dp or tp need 1")
+        refusals.append(
+            f"context_parallel {execution.context_parallel}: stages with different dp or tp need 1"
+        )
     if model.tied_embeddings:
-        found.append(
+        refusals.append(
             f"model {model.name}: tied embeddings cannot be summed between stages of different dp or tp"
         )
     if training.precision == "fp8":
-        found.append("precision fp8: not tested on stages with different dp or tp, wanted bf16 or fp16")
-    return tuple(found)
+        refusals.append("precision fp8: not tested on stages with different dp or tp, wanted bf16 or fp16")
+    return tuple(refusals)
 
 
 CAPABILITY = Capability(
@@ -224,7 +226,7 @@ def executions(execution: Execution) -> tuple[ExecutionVariant, ...]:
         variants.append(ExecutionVariant(replace(reducing, overlap_param_gather=True), gathers_beside=True))
     if is_open:
         variants.append(ExecutionVariant(execution, for_host_gradients=True))
-    return tuple(found for variant in variants for found in _beside_products(variant))
+    return tuple(beside for variant in variants for beside in _beside_products(variant))
 
 
 def _beside_products(variant: ExecutionVariant) -> tuple[ExecutionVariant, ...]:

@@ -25,16 +25,16 @@ OWN_SWITCHES = TARGETS["megatron"].capability.switches
 def violations(plan: Plan) -> tuple[str, ...]:
     """Every rule of its target that a plan breaks, in words that name stage, key and reason."""
     able = TARGETS[plan.target].can(plan.training.precision, plan.execution)
-    found = [*_pipeline_rules(plan, able), *_uniformity_rules(plan, able), *_bridge_rules(plan, able)]
-    found += [] if able.further is None else able.further(plan)
+    broken = [*_pipeline_rules(plan, able), *_uniformity_rules(plan, able), *_bridge_rules(plan, able)]
+    broken += [] if able.further is None else able.further(plan)
     for index, stage in enumerate(plan.stages):
-        found += _stage_rules(f"stages[{index}]", stage, plan, able)
+        broken += _stage_rules(f"stages[{index}]", stage, plan, able)
         if recomputed_per_chunk(plan.chunk_layers[index], stage.ckpt) is None:
-            found.append(
+            broken.append(
                 f"stages[{index}].ckpt {stage.ckpt}: recomputed layers are counted per chunk, "
                 f"wanted a multiple of vpp {plan.vpp}"
             )
-    return tuple(found)
+    return tuple(broken)
 
 
 def runnable_on(plan: Plan) -> tuple[TargetName, ...]:
@@ -98,53 +98,53 @@ def require_job(model: ModelSpec, precision: Precision, target: TargetName) -> N
 
 
 def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
-    found = list(job_rules(plan.model, plan.training.precision, plan.target))
-    found += _width_rules(plan)
+    broken = list(job_rules(plan.model, plan.training.precision, plan.target))
+    broken += _width_rules(plan)
     if plan.pipeline_size > 1 and not able.pipeline:
         overlaps = ": execution.overlap_grad_reduce is on, which DeepSpeed switches off in one"
         more = overlaps if TARGETS[plan.target].capability.pipeline else ""
-        found.append(
+        broken.append(
             f"{plan.pipeline_size} stages: it has no pipeline parallelism here, wanted 1 stage{more}"
         )
     if plan.schedule not in able.schedules:
-        found.append(f"schedule {plan.schedule}: it runs {', '.join(able.schedules)}")
+        broken.append(f"schedule {plan.schedule}: it runs {', '.join(able.schedules)}")
     if plan.sequence_parallel and not able.sequence_parallel:
-        found.append("sequence_parallel: it has none")
+        broken.append("sequence_parallel: it has none")
     if plan.sequence_parallel and all(stage.tp == 1 for stage in plan.stages):
-        found.append("sequence_parallel: needs tp above 1")
+        broken.append("sequence_parallel: needs tp above 1")
     if plan.execution.tp_comm_overlap and not products_overlap(plan.model):
-        found.append(
+        broken.append(
             "execution.tp_comm_overlap: attention and MLP of a layer are reduced at once, behind both"
         )
     if plan.execution.deterministic and not able.deterministic:
-        found.append("execution.deterministic: it has no such switch")
+        broken.append("execution.deterministic: it has no such switch")
     if plan.execution.decoupled_step and not able.decoupled_step:
-        found.append("execution.decoupled_step: it has no such switch")
+        broken.append("execution.decoupled_step: it has no such switch")
     for name in OWN_SWITCHES:
         if getattr(plan.execution, name) and name not in able.switches:
-            found.append(f"execution.{name}: it has no such switch")
+            broken.append(f"execution.{name}: it has no such switch")
     if plan.execution.zero3 not in (None, "deepspeed"):
-        found.append(f"execution.zero3 {plan.execution.zero3}: told of measured runs only, wanted deepspeed")
+        broken.append(f"execution.zero3 {plan.execution.zero3}: told of measured runs only, wanted deepspeed")
     if plan.execution.scattered_boundaries:
-        found.append("execution.scattered_boundaries: told of measured runs only, wanted null")
+        broken.append("execution.scattered_boundaries: told of measured runs only, wanted null")
     if plan.execution.context_parallel > 1 and not able.context_parallel:
-        found.append(f"context_parallel {plan.execution.context_parallel}: it has none")
-    return found
+        broken.append(f"context_parallel {plan.execution.context_parallel}: it has none")
+    return broken
 
 
 def _width_rules(plan: Plan) -> list[str]:
     """What is not modelled of layers of several widths, or of frozen ones."""
-    model, found = plan.model, []
+    model, broken = plan.model, []
     if plan.sequence_parallel and not model.plain:
-        found = [
+        broken = [
             f"stages[{index}].tp {stage.tp}: sequence_parallel shares tokens out, and a kind of layer of "
             f"{model.name} has a number of them that so many ranks do not divide"
             for index, stage in enumerate(plan.stages)
             if not splits_tokens(model, plan.training.seq_len, stage.tp)
         ]
-    found += _adapter_rules(plan)
+    broken += _adapter_rules(plan)
     if model.alike:
-        return found
+        return broken
     there = {
         f"vpp {plan.vpp}": plan.vpp > 1,
         f"context_parallel {plan.execution.context_parallel}": plan.execution.context_parallel > 1,
@@ -152,18 +152,18 @@ def _width_rules(plan: Plan) -> list[str]:
         "stages of different dp, tp or micro_batch": plan.grids_differ,
     }
     kinds = ", ".join(kind.name for kind in model.kinds)
-    found += [
+    broken += [
         f"{what}: not modelled where layers differ in width, tokens or training ({kinds})"
         for what, is_there in there.items()
         if is_there
     ]
     if any(kind.frozen for kind in model.kinds):
-        found += [
+        broken += [
             f"stages[{index}].offload: not modelled beside frozen layers, wanted none"
             for index, stage in enumerate(plan.stages)
             if any(stage.offload.values())
         ]
-    return found
+    return broken
 
 
 def _adapter_rules(plan: Plan) -> list[str]:
@@ -192,70 +192,70 @@ _UNIFORM: tuple[tuple[str, str, Callable[[StagePlan], object]], ...] = (
 def _uniformity_rules(plan: Plan, able: Capability) -> list[str]:
     if able.layer_strategies and all(stage.strategies for stage in plan.stages):
         return []
-    found = []
+    broken = []
     if not able.per_stage_ckpt and plan.recomputed_per_chunk is None:
         first = plan.stages[0].ckpt
         other = next((k for k, stage in enumerate(plan.stages) if stage.ckpt != first), 0)
-        found.append(
+        broken.append(
             f"stages[{other}]: ckpt and recompute must be the same on all stages, or all of a smaller one"
         )
     for field, what, value in _UNIFORM:
         if not getattr(able, field):
             odd = [k for k, stage in enumerate(plan.stages) if value(stage) != value(plan.stages[0])]
             if odd:
-                found.append(f"stages[{odd[0]}]: {what} must be the same on all stages")
-    return found
+                broken.append(f"stages[{odd[0]}]: {what} must be the same on all stages")
+    return broken
 
 
 def _bridge_rules(plan: Plan, able: Capability) -> list[str]:
     """The rest: the bridge joins a number of data ranks with a multiple of it, under 1F1B."""
     if able.bridge is None or not plan.grids_differ:
         return []
-    found = list(able.bridge(plan.model, plan.training, plan.execution))
+    broken = list(able.bridge(plan.model, plan.training, plan.execution))
     if plan.schedule != ONE_F_ONE_B:
-        found.append(f"schedule {plan.schedule}: stages with different dp or tp run {ONE_F_ONE_B} only")
+        broken.append(f"schedule {plan.schedule}: stages with different dp or tp run {ONE_F_ONE_B} only")
     for index, (one, two) in enumerate(pairwise(plan.stages)):
         if max(one.dp, two.dp) % min(one.dp, two.dp):
-            found.append(
+            broken.append(
                 f"stages[{index}].dp {one.dp} and stages[{index + 1}].dp {two.dp}: "
                 "one of two neighbours must divide the other"
             )
-    return found
+    return broken
 
 
 def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> list[str]:
-    found = []
+    broken = []
     levels = able.zero_with_pipeline if plan.pipeline_size > 1 else able.zero
     if stage.zero not in levels:
         pipelined = " with a pipeline" if plan.pipeline_size > 1 else ""
         known = stage.zero in TARGETS[plan.target].capability.zero and not pipelined
         wide = f" with gradients of 4 bytes beside {plan.training.precision} weights" if known else ""
-        found.append(
+        broken.append(
             f"{where}.zero {stage.zero}: it runs {', '.join(map(str, levels)) or 'none'}{pipelined}{wide}"
         )
     if stage.strategies:
-        found += _strategy_rules(where, stage, plan, able)
+        broken += _strategy_rules(where, stage, plan, able)
     if stage.tp > 1 and not able.tensor_parallel:
-        found.append(f"{where}.tp {stage.tp}: it has no tensor parallelism here")
+        broken.append(f"{where}.tp {stage.tp}: it has no tensor parallelism here")
     if stage.recompute not in able.recompute:
         runs = " or ".join(RECOMPUTES[kind].again for kind in able.recompute)
-        found.append(f"{where}.recompute {stage.recompute}: it recomputes {runs}")
+        broken.append(f"{where}.recompute {stage.recompute}: it recomputes {runs}")
     if stage.recompute in PARTIAL and stage.ckpt:
-        found.append(f"{where}: {stage.recompute} recomputation and ckpt {stage.ckpt} exclude each other")
+        broken.append(f"{where}: {stage.recompute} recomputation and ckpt {stage.ckpt} exclude each other")
     if not able.partial_ckpt and stage.ckpt not in (0, stage.layers):
-        found.append(f"{where}.ckpt {stage.ckpt}: it recomputes no layer or all {stage.layers}")
+        broken.append(f"{where}.ckpt {stage.ckpt}: it recomputes no layer or all {stage.layers}")
     if plan.execution.decoupled_step and able.decoupled_step and stage.zero < able.decoupled_least_zero:
         least = able.decoupled_least_zero
-        found.append(f"{where}.zero {stage.zero}: execution.decoupled_step needs zero {least} or above")
+        broken.append(f"{where}.zero {stage.zero}: execution.decoupled_step needs zero {least} or above")
     if any(kind.experts for kind in plan.model.kinds) and any(stage.offload.values()):
-        found.append(f"{where}.offload: what experts keep in host memory is not modelled, wanted none")
-    found += [
+        broken.append(f"{where}.offload: what experts keep in host memory is not modelled, wanted none")
+    broken += [
         f"{where}.offload.{kind}: excludes execution.{switch}, whose collective runs while they are away"
         for kind, switch in able.away_excludes.items()
         if switch is not None and stage.offload[kind] and getattr(plan.execution, switch)
     ]
-    found += _level_rules(where, stage, plan, able)
-    return found + _offload_rules(where, stage, able)
+    broken += _level_rules(where, stage, plan, able)
+    return broken + _offload_rules(where, stage, able)
 
 
 def _strategy_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> list[str]:
@@ -276,15 +276,15 @@ def _strategy_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) 
 
 
 def _level_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> list[str]:
-    found = []
+    broken = []
     offload = stage.offload
     if offload.weights and stage.zero < able.weights_least_zero:
-        found.append(
+        broken.append(
             f"{where}.offload.weights {offload.weights:g}: needs zero {able.weights_least_zero} or above, "
             "whose optimizers the patch knows"
         )
     if able.host_gradients is None:
-        return found
+        return broken
     allowed = able.host_gradients(
         GradientCase(
             zero=stage.zero,
@@ -295,32 +295,32 @@ def _level_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
         )
     )
     if not allowed.least <= offload.grads <= allowed.most:
-        found.append(f"{where}.offload.grads {offload.grads:g}: {allowed.reason}")
-    return found
+        broken.append(f"{where}.offload.grads {offload.grads:g}: {allowed.reason}")
+    return broken
 
 
 def _offload_rules(where: str, stage: StagePlan, able: Capability) -> list[str]:
-    found = []
+    broken = []
     offload = stage.offload
     for kind, share in offload.items():
         allowed = able.offload[kind]
         if share and allowed == "none":
-            found.append(f"{where}.offload.{kind} {share:g}: it keeps {kind} on the GPU")
+            broken.append(f"{where}.offload.{kind} {share:g}: it keeps {kind} on the GPU")
         elif allowed == "all_or_nothing" and share not in (0.0, 1.0):
-            found.append(f"{where}.offload.{kind} {share:g}: it moves all or nothing, wanted 0 or 1")
+            broken.append(f"{where}.offload.{kind} {share:g}: it moves all or nothing, wanted 0 or 1")
     if offload.optimizer and stage.zero < able.offload_needs_zero:
-        found.append(
+        broken.append(
             f"{where}.offload.optimizer {offload.optimizer:g}: needs zero {able.offload_needs_zero} or above"
         )
     if offload.activations and stage.ckpt == stage.layers:
-        found.append(f"{where}.offload.activations: every layer is recomputed, nothing is left to offload")
+        broken.append(f"{where}.offload.activations: every layer is recomputed, nothing is left to offload")
     if able.grads_follow_optimizer:
         wanted = 1.0 if offload.optimizer and stage.zero >= 2 else 0.0
         if offload.grads != wanted:
-            found.append(
+            broken.append(
                 f"{where}.offload.grads {offload.grads:g}: gradients go with the optimizer from zero 2, "
                 f"wanted {wanted:g}"
             )
         if offload.weights and stage.zero < 3:
-            found.append(f"{where}.offload.weights: silently ignored below zero 3")
-    return found
+            broken.append(f"{where}.offload.weights: silently ignored below zero 3")
+    return broken

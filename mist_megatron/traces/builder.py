@@ -197,10 +197,10 @@ class Builder:
         )  # fmt: skip
 
     def _tidy_places(self) -> tuple[tuple[int | str, int | str], ...]:
-        found: dict[int, tuple[int | str, int | str]] = {}
+        places: dict[int, tuple[int | str, int | str]] = {}
         for place, number in self._places.items():
-            found[number] = (_tidy(place[0]), _tidy(place[1]))
-        return tuple(found[number] for number in sorted(found))
+            places[number] = (_tidy(place[0]), _tidy(place[1]))
+        return tuple(places[number] for number in sorted(places))
 
     def _at(self, number: int) -> str:
         return f"{self.where}: traceEvents[{number}]"

@@ -70,10 +70,10 @@ class Meeting:
 
 def communicates(trace: Trace) -> Mask:
     """Kernels of collectives, by their names or by what they say of themselves."""
-    found = (trace.kind == Kind.KERNEL) & trace.names_that(_KERNEL.search)
+    mask = (trace.kind == Kind.KERNEL) & trace.names_that(_KERNEL.search)
     said = [event for event in trace.messages if trace.kind[event] == Kind.KERNEL]
-    found[said] = True
-    return np.asarray(found)
+    mask[said] = True
+    return np.asarray(mask)
 
 
 def message_of(trace: Trace, links: Links, event: int) -> Message | None:
@@ -128,11 +128,11 @@ def meetings(
     for rank, (trace, linked, events) in enumerate(zip(traces, links, chosen, strict=True)):
         for key, calls in _by_group(trace, linked, events).items():
             groups[key][rank] = calls
-    found: list[Meeting] = []
+    meetings_of_all: list[Meeting] = []
     for (group, kind), by_rank in groups.items():
         if len(by_rank) > 1:
-            found += _matched(group, kind, by_rank, traces, notes)
-    return found
+            meetings_of_all += _matched(group, kind, by_rank, traces, notes)
+    return meetings_of_all
 
 
 def _by_group(trace: Trace, links: Links, events: Whole) -> dict[tuple[str, str], list[_Call]]:
@@ -140,7 +140,7 @@ def _by_group(trace: Trace, links: Links, events: Whole) -> dict[tuple[str, str]
     comm = events[communicates(trace)[events]]
     comm = comm[np.argsort(trace.start_ns[comm], kind="stable")]
     streams: dict[int, int] = {}
-    found: dict[tuple[str, str], list[_Call]] = defaultdict(list)
+    by_group: dict[tuple[str, str], list[_Call]] = defaultdict(list)
     for event in comm.tolist():
         said = message_of(trace, links, event)
         name = trace.name_of(event)
@@ -152,8 +152,8 @@ def _by_group(trace: Trace, links: Links, events: Whole) -> dict[tuple[str, str]
         else:
             number = streams.setdefault(int(trace.place[event]), len(streams))
             key = (f"stream {number}", "")
-        found[key].append(_Call(event, said, name))
-    return found
+        by_group[key].append(_Call(event, said, name))
+    return by_group
 
 
 def _matched(
@@ -176,7 +176,7 @@ def _matched(
                 "not matched"
             )
             return []
-    found = []
+    matched = []
     for key in dict.fromkeys(key for side in sides.values() for key in side):
         there = {rank: side[key] for rank, side in sides.items() if key in side}
         if len(there) < 2:
@@ -187,8 +187,8 @@ def _matched(
             for rank, call in there.items()
         )
         label = first.message.collective if first.message is not None else _plain(first.name)
-        found.append(Meeting(group, label, first.message, members))
-    return found
+        matched.append(Meeting(group, label, first.message, members))
+    return matched
 
 
 def _sequence_keys(side: Mapping[object, _Call]) -> bool:
@@ -275,9 +275,9 @@ def _ends_together(meeting: Meeting) -> bool:
 
 def waited_for(met: Sequence[Meeting]) -> Counter[int]:
     """Rank -> nanoseconds that others waited for it."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for meeting in met:
         last = meeting.last_start_ns
         waited = sum(last - member.start_ns for member in meeting.members)
-        found[meeting.last_rank] += round(waited)
-    return found
+        counts[meeting.last_rank] += round(waited)
+    return counts

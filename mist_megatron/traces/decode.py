@@ -71,33 +71,33 @@ class Record(Protocol):
 class _PlainArguments:
     __slots__ = (*ARGUMENTS, *SHAPES)
 
-    def __init__(self, found: dict[str, Any]) -> None:
+    def __init__(self, said: dict[str, Any]) -> None:
         for ours, theirs in ARGUMENTS.items():
-            setattr(self, ours, found.get(theirs))
+            setattr(self, ours, said.get(theirs))
         for ours, theirs in SHAPES.items():
-            setattr(self, ours, json.dumps(found[theirs], default=float).encode() if theirs in found else b"")
+            setattr(self, ours, json.dumps(said[theirs], default=float).encode() if theirs in said else b"")
 
 
 class _PlainRecord:
     __slots__ = ("args", "cat", "dur", "id", "name", "ph", "pid", "tid", "ts")
 
-    def __init__(self, found: dict[str, Any]) -> None:
+    def __init__(self, said: dict[str, Any]) -> None:
         for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur", "id"):
-            setattr(self, key, found.get(key))
-        arguments = found.get("args")
+            setattr(self, key, said.get(key))
+        arguments = said.get("args")
         self.args = _PlainArguments(arguments) if isinstance(arguments, dict) and arguments else None
 
 
-def plain_records(found: Sequence[object]) -> list[Any]:
+def plain_records(values: Sequence[object]) -> list[Any]:
     """Records of parsed events; what is no object becomes None, which the reader refuses by its number."""
-    return [_PlainRecord(event) if isinstance(event, dict) else None for event in found]
+    return [_PlainRecord(event) if isinstance(event, dict) else None for event in values]
 
 
 def plain_decode(piece: bytes) -> list[Record]:
     """The text of some events, without brackets around them, by Python's own parser."""
     text = "[" + piece.decode("utf-8", errors="replace") + "]"
-    found = json.loads(text, strict=False, parse_float=exact_number)
-    return plain_records(found)
+    document = json.loads(text, strict=False, parse_float=exact_number)
+    return plain_records(document)
 
 
 def exact_number(text: str) -> float | Decimal:
@@ -122,11 +122,11 @@ class Decoder:
         if self._fast is not None:
             rough, exact, error = self._fast
             try:
-                found: list[Record] = (exact if self._exact else rough)(b"[" + piece + b"]")
-                if not self._exact and any(_rounded(record.ts) for record in found[:50]):
+                records: list[Record] = (exact if self._exact else rough)(b"[" + piece + b"]")
+                if not self._exact and any(_rounded(record.ts) for record in records[:50]):
                     self._exact = True
-                    found = exact(b"[" + piece + b"]")
-                return found
+                    records = exact(b"[" + piece + b"]")
+                return records
             except (error, UnicodeDecodeError):
                 pass
         return plain_decode(piece)

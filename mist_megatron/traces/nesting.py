@@ -59,11 +59,11 @@ def link(trace: Trace) -> Links:
 
 def launches(trace: Trace) -> Whole:
     """The call of the same correlation; where numbers came round, the last one before."""
-    found = np.full(len(trace), -1, np.int64)
+    launch_of = np.full(len(trace), -1, np.int64)
     calls = np.flatnonzero((trace.kind == Kind.CALL) & (trace.correlation > 0))
     ran = np.flatnonzero(trace.on_gpu & (trace.correlation > 0))
     if not len(calls) or not len(ran):
-        return found
+        return launch_of
     order = np.lexsort((trace.start_ns[calls], trace.correlation[calls]))
     calls = calls[order]
     numbers = trace.correlation[calls]
@@ -75,20 +75,20 @@ def launches(trace: Trace) -> Whole:
         same = calls[first[index] : last[index] + 1]
         before = same[trace.start_ns[same] <= trace.start_ns[ran[index]]]
         chosen[index] = before[-1] if len(before) else same[0]
-    found[ran[there]] = chosen[there]
-    return found
+    launch_of[ran[there]] = chosen[there]
+    return launch_of
 
 
 def enclosing(trace: Trace) -> Whole:
     """The innermost operator or annotation around every host event, by time on its thread."""
-    found = np.full(len(trace), -1, np.int64)
+    parent = np.full(len(trace), -1, np.int64)
     host = np.flatnonzero(trace.kind <= Kind.CALL)
     order = host[np.argsort(trace.place[host], kind="stable")]
     bounds = np.flatnonzero(np.diff(trace.place[order], prepend=-1)).tolist()
     start, end = trace.start_ns.tolist(), trace.end_ns.tolist()
     opens = (trace.kind <= Kind.ANNOTATION).tolist()
     names = (trace.kind == Kind.ANNOTATION).tolist()
-    parents = found.tolist()
+    parents = parent.tolist()
     for low, high in pairwise([*bounds, len(order)]):
         stack: list[int] = []
         for event in order[low:high].tolist():
@@ -108,7 +108,7 @@ def enclosing(trace: Trace) -> Whole:
 
 def _operators(trace: Trace, parent: Whole, calls: Whole) -> tuple[Whole, int]:
     """The operator of every call; of the launches among them, how many are told by External id."""
-    found = np.full(len(trace), -1, np.int64)
+    operator_of = np.full(len(trace), -1, np.int64)
     every = np.flatnonzero(trace.kind == Kind.CALL)
     host = parent[every]
     for _ in range(64):  # annotations enclose operators, and are enclosed by few others
@@ -116,18 +116,18 @@ def _operators(trace: Trace, parent: Whole, calls: Whole) -> tuple[Whole, int]:
         if not above.any():
             break
         host = np.where(above, parent[np.maximum(host, 0)], host)
-    found[every] = host
+    operator_of[every] = host
     if not _external_is_own(trace, calls):
-        return found, 0
+        return operator_of, 0
     numbered = np.flatnonzero((trace.kind == Kind.OPERATOR) & (trace.external > 0))
     if not len(numbered):
-        return found, 0
+        return operator_of, 0
     numbered = numbered[np.argsort(trace.external[numbered], kind="stable")]
     ids = trace.external[numbered]
     at = np.minimum(np.searchsorted(ids, trace.external[every]), len(ids) - 1)
     said = (ids[at] == trace.external[every]) & (trace.external[every] > 0)
-    found[every[said]] = numbered[at[said]]
-    return found, int(np.isin(calls, every[said]).sum())
+    operator_of[every[said]] = numbered[at[said]]
+    return operator_of, int(np.isin(calls, every[said]).sum())
 
 
 def _external_is_own(trace: Trace, calls: Whole) -> bool:

@@ -98,15 +98,15 @@ def _open(text: _Text, document: _Document, where: str) -> None:
         raise InputError(
             f"{where} begins with {start[:20]!r}; wanted a trace of torch.profiler", details=(HOW,)
         )
-    while (found := _EVENTS.search(text.buffer)) is None:
+    while (match := _EVENTS.search(text.buffer)) is None:
         if text.ended or len(text.buffer) > MOST_UNBROKEN_BYTES:
             raise InputError(
                 f"{where}: no traceEvents; wanted a trace of torch.profiler (export_chrome_trace)",
                 details=(HOW,),
             )
         text.more()
-    before = text.buffer[: found.start()]
-    text.buffer = text.buffer[found.end() :]
+    before = text.buffer[: match.start()]
+    text.buffer = text.buffer[match.end() :]
     try:
         document.header.update(json.loads(before.decode("utf-8", "replace") + '"x": 0}', strict=False))
     except (ValueError, RecursionError):
@@ -133,13 +133,13 @@ def _pieces(text: _Text, decoder: Decoder) -> Iterator[list[Any]]:
     while True:
         if len(text.buffer) < text.size and not text.ended:
             text.more()
-        found = _piece(text, decoder)
+        piece = _piece(text, decoder)
         if text.ended:
-            if found is not None:
-                yield found
+            if piece is not None:
+                yield piece
             return
-        if found is not None:
-            yield found
+        if piece is not None:
+            yield piece
         elif len(text.buffer) > MOST_UNBROKEN_BYTES:
             # Not a list of events any more: what stands here is told when all of it has been read.
             while not text.ended:
@@ -186,16 +186,16 @@ def _close(text: _Text, document: _Document, builder: Builder, how: Reading) -> 
         if document.is_list:
             # A list of events may lack its end: the format allows it.
             closed = rest.rstrip()
-            found: Any = {"traceEvents": json.loads("[" + closed, strict=False, parse_float=exact_number)}
+            parsed: Any = {"traceEvents": json.loads("[" + closed, strict=False, parse_float=exact_number)}
         else:
-            found = json.loads('{"traceEvents": [' + rest, strict=False, parse_float=exact_number)
+            parsed = json.loads('{"traceEvents": [' + rest, strict=False, parse_float=exact_number)
     except RecursionError:
         raise InputError(f"{builder.where}: nested too deeply; wanted a trace of torch.profiler") from None
     except ValueError:
         _cut_off(rest, builder, how)
         return
-    builder.add(plain_records(found.pop("traceEvents")))
-    document.header.update(found)
+    builder.add(plain_records(parsed.pop("traceEvents")))
+    document.header.update(parsed)
 
 
 def _cut_off(rest: str, builder: Builder, how: Reading) -> None:

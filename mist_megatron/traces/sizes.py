@@ -72,10 +72,10 @@ def work_of(name: str, shapes: Shapes) -> OperatorWork | None:
 def listed(said: bytes) -> list[object] | None:
     """What a trace writes as a list; None for what is none."""
     try:
-        found = json.loads(said) if said else None
+        value = json.loads(said) if said else None
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, list) else None
+    return value if isinstance(value, list) else None
 
 
 def _sizes(dims: Sequence[object], place: int, count: int) -> list[float] | None:
@@ -91,8 +91,8 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def _precision(types: Sequence[object], place: int) -> str | None:
-    found = TYPES.get(str(types[place])) if place < len(types) else None
-    return found[0] if found and found[0] in ("bf16", "fp16", "fp32", "fp8") else None
+    precision = TYPES.get(str(types[place])) if place < len(types) else None
+    return precision[0] if precision and precision[0] in ("bf16", "fp16", "fp32", "fp8") else None
 
 
 def _product(name: str, dims: Sequence[object], types: Sequence[object]) -> OperatorWork | None:

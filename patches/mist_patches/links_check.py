@@ -45,10 +45,10 @@ def problems(document: Mapping[str, Any], measured: Mapping[tuple[int, int], flo
     hosts = document["hosts"]
     told = []
     for a, b, figure in document.get("links") or ():
-        found = measured.get((a, b))
-        if found is not None and found < LEAST_SHARE * figure:
+        rate = measured.get((a, b))
+        if rate is not None and rate < LEAST_SHARE * figure:
             told.append(
-                f"mist: {hosts[a]} - {hosts[b]} carries {found / 1e9:.3g} GB/s, {found / figure:.0%} of the "
+                f"mist: {hosts[a]} - {hosts[b]} carries {rate / 1e9:.3g} GB/s, {rate / figure:.0%} of the "
                 f"{figure / 1e9:.3g} that the plan counts on"
             )
     return told
@@ -72,7 +72,7 @@ def measure(document: Mapping[str, Any], message_bytes: int = MESSAGE_BYTES) -> 
     buffer = torch.zeros(message_bytes, dtype=torch.uint8, device=device)
     node = gpu // per_node
     count = min(int(document.get("links_at_once") or 1), per_node)
-    found: list[tuple[int, int, float]] = []
+    rows: list[tuple[int, int, float]] = []
     for one_round in rounds_of([tuple(pair) for pair in document.get("links") or ()]):
         dist.barrier()
         for a, b, _ in one_round:
@@ -80,9 +80,9 @@ def measure(document: Mapping[str, Any], message_bytes: int = MESSAGE_BYTES) -> 
                 peer = (b if node == a else a) * per_node + local
                 seconds = exchange_s(buffer, peer, sends=node == a, cuda=cuda)
                 if local == 0 and node == a:
-                    found.append((a, b, message_bytes / seconds))
+                    rows.append((a, b, message_bytes / seconds))
     gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, found)
+    dist.all_gather_object(gathered, rows)
     dist.destroy_process_group()
     return {(a, b): rate for each in gathered for a, b, rate in each}
 

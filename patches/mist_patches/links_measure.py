@@ -87,7 +87,7 @@ def measure(message_bytes: int = MESSAGE_BYTES) -> dict[str, Any]:
         figures: dict[Way, list[float]] = {}
 
         def one_pass(rounds: Sequence[Sequence[Way]], at_once: int = at_once) -> dict[Way, float]:
-            found: dict[Way, float] = {}
+            rate_of_way: dict[Way, float] = {}
             for one_round in rounds:
                 dist.barrier()
                 for pair in one_round:
@@ -97,9 +97,9 @@ def measure(message_bytes: int = MESSAGE_BYTES) -> dict[str, Any]:
                             peer = (b if node == a else a) * per_node + place
                             seconds = exchange_s(buffer, peer, sends=node == a, cuda=cuda)
                             if node == a and place == 0:
-                                found[a, b] = message_bytes / seconds
+                                rate_of_way[a, b] = message_bytes / seconds
             gathered: list[Any] = [None] * world
-            dist.all_gather_object(gathered, found)
+            dist.all_gather_object(gathered, rate_of_way)
             return {way: rate for each in gathered for way, rate in each.items()}
 
         for _ in range(REPEATS):
@@ -113,8 +113,8 @@ def measure(message_bytes: int = MESSAGE_BYTES) -> dict[str, Any]:
     return {"schema": 1, "kind": "links", "hosts": hosts, "matrices": matrices}
 
 
-def _add(figures: dict[Way, list[float]], found: Mapping[Way, float]) -> None:
-    for way, rate in found.items():
+def _add(figures: dict[Way, list[float]], rates: Mapping[Way, float]) -> None:
+    for way, rate in rates.items():
         figures.setdefault(way, []).append(rate)
 
 

@@ -25,7 +25,7 @@ def argument_findings(plan: Plan, told: Mapping[str, Options | None]) -> tuple[F
         "MEGATRON_DEEPSPEED_ARGS": megatron_deepspeed_flags(plan),
         "PIPELINE_ARGS": pipeline_flags(plan),
     }
-    found = []
+    findings = []
     for array, flags in wanted.items():
         said = told.get(array)
         if said is None:
@@ -35,5 +35,5 @@ def argument_findings(plan: Plan, told: Mapping[str, Options | None]) -> tuple[F
                 continue
             got = f"{' '.join(said[flag]) or 'on'} in" if flag in said else "missing in"
             message = f"{got} {array}; the plan says {' '.join(values) or 'on'}"
-            found.append(Finding(level="rejected", key=f"--{flag}", message=message))
-    return tuple(found)
+            findings.append(Finding(level="rejected", key=f"--{flag}", message=message))
+    return tuple(findings)

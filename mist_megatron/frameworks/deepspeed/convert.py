@@ -315,16 +315,16 @@ def _restore(config: Config, original: Config, path: str) -> None:
 
 def flat(config: Config, prefix: str = "") -> dict[str, Any]:
     """Dotted path -> value; provenance left out."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in config.items():
         if key == "_mist":
             continue
         path = f"{prefix}{key}"
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{path}.")
+            leaves |= flat(value, f"{path}.")
         else:
-            found[path] = value
-    return found
+            leaves[path] = value
+    return leaves
 
 
 def changes(
@@ -334,7 +334,7 @@ def changes(
     that the tuned plan decides otherwise than the file."""
     said = {finding.key: finding.message for finding in reading.findings}
     before, after = flat(raw), flat(new)
-    found = []
+    changed = []
     for key in [*after, *(key for key in before if key not in after)]:
         old, now = before.get(key), after.get(key)
         if old == now and type(old) is type(now):
@@ -347,8 +347,8 @@ def changes(
         tuned = group in gains and decided and key not in said and not spelled
         gain = gains[str(group)] if tuned else None
         needed = tuned and gain is None
-        found.append(Change(key=key, old=old, new=now, reason=reason, gain=gain, needed=needed))
-    return tuple(found)
+        changed.append(Change(key=key, old=old, new=now, reason=reason, gain=gain, needed=needed))
+    return tuple(changed)
 
 
 def _reason(key: str, old: Any, now: Any, group: str | None) -> str:

@@ -51,14 +51,14 @@ def config_files(document: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 def stage_findings(readings: Mapping[int, Reading], document: Mapping[str, Any]) -> tuple[Finding, ...]:
     """What stands in the files by itself, and where they disagree with each other or with stages.json."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     names = [stage["config"] for stage in document["stages"]]
     for index, reading in readings.items():
         told = [*reading.findings, *_contradictions(reading, document, index)]
         if document["stages"][index]["offload"]["optimizer"]:
             told += patch_findings(reading, document)
         where = f"{names[index]}: " if len(set(names)) > 1 else ""
-        found += (replace(finding, message=f"{where}{finding.message}") for finding in told)
+        findings += (replace(finding, message=f"{where}{finding.message}") for finding in told)
     first = _common(readings[0].config)
     for index, reading in readings.items():
         other = _common(reading.config)
@@ -68,8 +68,8 @@ def stage_findings(readings: Mapping[int, Reading], document: Mapping[str, Any])
                 message = (
                     f"{names[index]}: got {its!r}, {names[0]} has {mine!r}; wanted the same in all stages"
                 )
-                found.append(Finding(level="rejected", key=key, message=message))
-    return tuple(dict.fromkeys(found))
+                findings.append(Finding(level="rejected", key=key, message=message))
+    return tuple(dict.fromkeys(findings))
 
 
 def _common(config: Config) -> dict[str, Any]:

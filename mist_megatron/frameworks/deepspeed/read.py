@@ -41,22 +41,22 @@ class Reading:
 
     @property
     def zero(self) -> Mapping[str, Any]:
-        found = self.config.get("zero_optimization")
-        return found if isinstance(found, dict) else {}
+        section = self.config.get("zero_optimization")
+        return section if isinstance(section, dict) else {}
 
     @property
     def stage(self) -> int:
-        found = self.zero.get("stage", 0)
-        return found if isinstance(found, int) else 0
+        level = self.zero.get("stage", 0)
+        return level if isinstance(level, int) else 0
 
     @property
     def ratio(self) -> float:
         """Part of the optimizer that `offload_optimizer` asks to move; all of it where it does not say."""
         section = self.zero.get("offload_optimizer")
-        found = section.get("ratio", 1.0) if isinstance(section, dict) else 1.0
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0.0 <= found <= 1.0:
+        share = section.get("ratio", 1.0) if isinstance(section, dict) else 1.0
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 <= share <= 1.0:
             return 1.0
-        return float(found)
+        return float(share)
 
     @property
     def wide_grads(self) -> bool:
@@ -66,8 +66,8 @@ class Reading:
 
     def moves(self, section: str) -> bool:
         """Whether `offload_optimizer` or `offload_param` moves anything."""
-        found = self.zero.get(section)
-        device = found.get("device", "none") if isinstance(found, dict) else "none"
+        value = self.zero.get(section)
+        device = value.get("device", "none") if isinstance(value, dict) else "none"
         return isinstance(device, str) and device in {"cpu", "nvme"}
 
 

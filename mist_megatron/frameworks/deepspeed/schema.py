@@ -63,15 +63,15 @@ class DeepSpeedSchema:
 def schema_from_text(text: str) -> DeepSpeedSchema:
     """Read what the probe printed."""
     try:
-        found = json.loads(text)
+        document = json.loads(text)
         return DeepSpeedSchema(
-            version=found["version"],
-            top_level=frozenset(found["top_level"]),
-            removed=frozenset(found["removed"]),
-            removed_zero=frozenset(found["removed_zero"]),
-            gradient_clipping=float(found["gradient_clipping"]),
-            sections=found["sections"],
-            optimizers=frozenset(found["optimizers"]),
+            version=document["version"],
+            top_level=frozenset(document["top_level"]),
+            removed=frozenset(document["removed"]),
+            removed_zero=frozenset(document["removed_zero"]),
+            gradient_clipping=float(document["gradient_clipping"]),
+            sections=document["sections"],
+            optimizers=frozenset(document["optimizers"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise EmitError(f"the schema of the installed DeepSpeed cannot be read: {error}") from None

@@ -206,7 +206,7 @@ def chosen(plan: Plan) -> list[Choice]:
     grads = "fp32" if plan.execution.grad_bytes == 4 else _half(plan)
     zero = zero_section(plan)
     betas = ", ".join(map(str, choice.betas))
-    found = [
+    choices = [
         Choice(
             what="optimizer of `ds_config.json`",
             value=f"AdamW, lr {choice.lr:g}, betas {betas}, eps {choice.eps:g}, "
@@ -221,7 +221,7 @@ def chosen(plan: Plan) -> list[Choice]:
         Choice(what="gradients add up in", value=grads, why="as the plan was priced"),
     ]
     if stage.zero:
-        found.append(
+        choices.append(
             Choice(
                 what="reductions",
                 value=f"overlap_comm {str(zero['overlap_comm']).lower()}, buckets of {BUCKET_ELEMENTS:.0e}",
@@ -229,14 +229,14 @@ def chosen(plan: Plan) -> list[Choice]:
             )
         )
     if stage.offload.optimizer:
-        found.append(
+        choices.append(
             Choice(
                 what="host Adam",
                 value="threads: cores of a node over its GPUs; processes bound to NUMA nodes",
                 why="torchrun gives one thread otherwise; `env.sh` changes both",
             )
         )
-    return found
+    return choices
 
 
 def config_text(config: Config) -> str:

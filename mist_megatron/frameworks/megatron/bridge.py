@@ -109,26 +109,26 @@ def _parts(plan: Plan) -> dict[str, Any]:
         *(*latent_flags(model), *expert_flags(model), *prediction_flags(model), *spread_flags(plan)),
         *(*overlap_flags(plan.execution), *graph_flags(plan.execution)),
     )
-    found = {name.replace("-", "_"): _field(value) for name, value in as_mapping(flags).items()}
+    parts = {name.replace("-", "_"): _field(value) for name, value in as_mapping(flags).items()}
     # A step's own graph has no look for values that are none, which is said to `rerun_state_machine`.
-    found.pop("no_check_for_nan_in_loss_and_grad", None)
-    if "cuda_graph_modules" in found and isinstance(found["cuda_graph_modules"], str):
-        found["cuda_graph_modules"] = [found["cuda_graph_modules"]]
-    if "num_experts" not in found:
-        return found
-    found["num_moe_experts"] = found.pop("num_experts")
-    if "moe_layer_freq" in found:
-        found["moe_layer_freq"] = has_experts(model)
-    return {**_NO_MIXTURE_SWITCHES, **found}
+    parts.pop("no_check_for_nan_in_loss_and_grad", None)
+    if "cuda_graph_modules" in parts and isinstance(parts["cuda_graph_modules"], str):
+        parts["cuda_graph_modules"] = [parts["cuda_graph_modules"]]
+    if "num_experts" not in parts:
+        return parts
+    parts["num_moe_experts"] = parts.pop("num_experts")
+    if "moe_layer_freq" in parts:
+        parts["moe_layer_freq"] = has_experts(model)
+    return {**_NO_MIXTURE_SWITCHES, **parts}
 
 
 def _windows(plan: Plan) -> dict[str, Any]:
     """The same words as Megatron's flags: two whole numbers, and each n-th layer or a list of them."""
     windows = as_mapping(window_flags(plan.model, plan.training))
-    found = {name.replace("-", "_"): json.loads(f"[{text}]") for name, text in windows.items()}
+    fields = {name.replace("-", "_"): json.loads(f"[{text}]") for name, text in windows.items()}
     if "window-attn-skip-freq" in windows:
-        (found["window_attn_skip_freq"],) = found["window_attn_skip_freq"]
-    return found
+        (fields["window_attn_skip_freq"],) = fields["window_attn_skip_freq"]
+    return fields
 
 
 def _field(value: str | bool | list[str]) -> Any:
@@ -144,7 +144,7 @@ def _shape(plan: Plan) -> dict[str, Any]:
     model, constants = plan.model, plan.model.constants
     hidden_dropout, attention_dropout = dropouts(model, plan.training)
     latent = latent_attention_of(model)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "num_layers": model.layers,
         "hidden_size": model.hidden,
         "ffn_hidden_size": model.ffn_hidden,
@@ -166,14 +166,14 @@ def _shape(plan: Plan) -> dict[str, Any]:
     }
     if model.rotary:
         linear = constants.rotary_scaling == "linear"
-        found |= {
+        fields |= {
             "rotary_base": constants.rotary_base,
             "rotary_percent": constants.rotary_share,
             "rope_scaling": constants.rotary_scaling == "llama3",
             "rope_scaling_factor": constants.rotary_factor,
             "seq_len_interpolation_factor": constants.rotary_factor if linear else None,
         }
-    return found
+    return fields
 
 
 def _differs(plan: Plan) -> bool:
@@ -241,7 +241,7 @@ def _precision(plan: Plan) -> dict[str, Any]:
     """All of it: a precision by name keeps weights in 8 bits and some layers in 16, and its word on gradients
     stands above that of `ddp`."""
     half = "float16" if plan.training.precision == "fp16" else "bfloat16"
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
         "bf16": half == "bfloat16",
         "fp16": half == "float16",
@@ -257,8 +257,8 @@ def _precision(plan: Plan) -> dict[str, Any]:
     for name, value in as_mapping(precision_flags(plan.training, plan.execution)).items():
         field = {"fp8-format": "fp8", "fp4-format": "fp4"}.get(name, name.replace("-", "_"))
         if field.startswith(("fp8", "fp4")):
-            found[field] = _field(value)
-    return found
+            fields[field] = _field(value)
+    return fields
 
 
 _NO_RECIPE: Mapping[str, Any] = {

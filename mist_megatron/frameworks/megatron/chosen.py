@@ -20,7 +20,7 @@ def _model_choices(plan: Plan) -> list[Choice]:
     model, constants = plan.model, plan.model.constants
     hidden, attention = dropouts(model, plan.training)
     divisor = TARGETS[plan.target].memory(plan.execution).vocabulary_multiple
-    found = [
+    choices = [
         Choice(
             what="constants of the model",
             value=f"norm epsilon {constants.norm_epsilon:g}, initial weights {constants.init_std:g}, "
@@ -37,11 +37,11 @@ def _model_choices(plan: Plan) -> list[Choice]:
         scaling = "" if constants.rotary_scaling == "none" else f", {constants.rotary_scaling} scaling"
         factor = f" {constants.rotary_factor:g}" if scaling else ""
         value = f"base {constants.rotary_base}, {constants.rotary_share:.0%} of a head{scaling}{factor}"
-        found.append(Choice(what="rotary positions", value=value, why="those of the model, in `args.sh`"))
+        choices.append(Choice(what="rotary positions", value=value, why="those of the model, in `args.sh`"))
     if windowed_attention(model, plan.training):
         value = f"{next(kind.window for kind in model.kinds if kind.window)} tokens"
-        found.append(Choice(what="attention window", value=value, why="the model's, in `args.sh`"))
-    return found
+        choices.append(Choice(what="attention window", value=value, why="the model's, in `args.sh`"))
+    return choices
 
 
 def _expert_choices(plan: Plan) -> list[Choice]:
@@ -51,7 +51,7 @@ def _expert_choices(plan: Plan) -> list[Choice]:
         return []
     even = f"{experts.balance} of {experts.balance_loss:g}" if experts.balance != "none" else "no loss"
     bias = ", and a bias on each expert's score that follows its load" if experts.balance_bias else ""
-    found = [
+    choices = [
         Choice(what="loads of experts", value=f"evened by {even}{bias}", why="the model's, in `args.sh`"),
         Choice(
             what="tokens of the busiest rank",
@@ -66,7 +66,7 @@ def _expert_choices(plan: Plan) -> list[Choice]:
     ]
     if execution.dispatcher == "flex":
         package = {"deepep": "DeepEP", "hybridep": "DeepEP with HybridEP"}[flex_backend(plan)]
-        found.append(
+        choices.append(
             Choice(
                 what="dispatcher",
                 value=f"flex by {flex_backend(plan)}",
@@ -74,8 +74,8 @@ def _expert_choices(plan: Plan) -> list[Choice]:
             )
         )
     for name, value in environment(plan).items():
-        found.append(Choice(what=name, value=str(value), why=_WHY[name]))
-    return found
+        choices.append(Choice(what=name, value=str(value), why=_WHY[name]))
+    return choices
 
 
 _WHY = {
@@ -88,7 +88,7 @@ _WHY = {
 
 
 def _run_choices(plan: Plan) -> list[Choice]:
-    found = [
+    choices = [
         Choice(
             what="optimizer",
             value="AdamW, betas 0.9, 0.95, weight decay 0.1, clipping 1, cosine to a tenth of the rate",
@@ -102,14 +102,16 @@ def _run_choices(plan: Plan) -> list[Choice]:
     ]
     if plan.training.precision == "fp8" and plan.execution.quantization in (None, "delayed"):
         value = f"delayed scaling, E4M3 forward and E5M2 backward, largest of the last {FP8_HISTORY} values"
-        found.append(Choice(what="FP8", value=value, why="as in NVIDIA's recipes; every GPU with FP8 has it"))
-    found += _expert_choices(plan)
+        choices.append(
+            Choice(what="FP8", value=value, why="as in NVIDIA's recipes; every GPU with FP8 has it")
+        )
+    choices += _expert_choices(plan)
     if any(stage.offload.optimizer for stage in plan.stages):
-        found.append(
+        choices.append(
             Choice(
                 what="host Adam",
                 value="threads: cores of a node over its GPUs; processes bound to NUMA nodes",
                 why="torchrun gives one thread otherwise; `env.sh` changes both",
             )
         )
-    return found
+    return choices

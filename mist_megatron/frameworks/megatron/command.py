@@ -90,10 +90,10 @@ def _one_word(placeholder: re.Match[str]) -> str:
 
 def _from_json(text: str, where: str) -> list[str]:
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON: {error}") from None
-    words = found.get("arguments") if isinstance(found, dict) else found
+    words = document.get("arguments") if isinstance(document, dict) else document
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise InputError(f"{where}: wanted a list of words, or a mapping with one under `arguments`")
     return words

@@ -41,16 +41,16 @@ def scan_flags(model: ModelSpec) -> Flags:
     """Sizes of what stands in place of attention, and the gate of what is left of it."""
     mamba = next((kind.mamba for kind in model.kinds if kind.mamba is not None), None)
     net = next((kind.delta_net for kind in model.kinds if kind.delta_net is not None), None)
-    found: Flags = when(any(kind.attention_gate for kind in model.kinds), flag("--attention-output-gate"))
+    flags: Flags = when(any(kind.attention_gate for kind in model.kinds), flag("--attention-output-gate"))
     if mamba is not None:
-        found += (
+        flags += (
             flag("--mamba-num-heads", mamba.heads),
             flag("--mamba-head-dim", mamba.head_dim),
             flag("--mamba-state-dim", mamba.state),
             flag("--mamba-num-groups", mamba.groups),
         )
     if net is not None:
-        found += (
+        flags += (
             flag("--experimental-attention-variant", "gated_delta_net"),
             flag("--linear-attention-freq", _turns(model)),
             flag("--linear-num-key-heads", net.key_heads),
@@ -58,7 +58,7 @@ def scan_flags(model: ModelSpec) -> Flags:
             flag("--linear-key-head-dim", net.key_dim),
             flag("--linear-value-head-dim", net.value_dim),
         )
-    return found
+    return flags
 
 
 def _turns(model: ModelSpec) -> str:

@@ -53,9 +53,9 @@ def _kind_refusals(model: ModelSpec) -> list[Refusal]:
 
 def _part_refusals(model: ModelSpec) -> list[Refusal]:
     """Parts that no flag is written for, so that another model would be trained."""
-    found = []
+    refusals = []
     if any(kind.sinks for kind in model.kinds):
-        found.append(
+        refusals.append(
             Refusal(
                 rule="no flags are written for attention sinks and the activation that comes with them",
                 got=f"{model.name} has attention sinks",
@@ -63,7 +63,7 @@ def _part_refusals(model: ModelSpec) -> list[Refusal]:
             )
         )
     if model.mtp_layers and model.learned_positions:
-        found.append(
+        refusals.append(
             Refusal(
                 rule="multi-token prediction takes rotary positions or none (A:856)",
                 got=f"{model.name} has a table of positions and multi-token prediction",
@@ -75,7 +75,7 @@ def _part_refusals(model: ModelSpec) -> list[Refusal]:
         "layers of several widths or tokens, images, or frozen layers": not model.plain,
         "a matrix before its output layer": model.head_transform,
     }
-    found += [
+    refusals += [
         Refusal(
             rule="flags are written for models that pretrain_gpt builds",
             got=f"{model.name} has {part}",
@@ -86,7 +86,7 @@ def _part_refusals(model: ModelSpec) -> list[Refusal]:
     ]
     experts = model.routed
     if experts is not None and experts.router_bias != model.linear_bias:
-        found.append(
+        refusals.append(
             Refusal(
                 rule="Megatron's router has a trained bias where all other products have one (router.py:64)",
                 got=f"{model.name} has router_bias {str(experts.router_bias).lower()} and linear_bias "
@@ -94,7 +94,7 @@ def _part_refusals(model: ModelSpec) -> list[Refusal]:
                 instead="the same of both",
             )
         )
-    return found
+    return refusals
 
 
 def _constant_refusals(model: ModelSpec) -> list[Refusal]:

@@ -141,14 +141,14 @@ def _windows_by_layer(read: Reader, model: ModelSpec) -> list[bool]:
 def _list(read: Reader, name: str, layers: int) -> list[bool]:
     """An entry for each layer, from a sum of products of lists."""
     text = read.text(name)
-    found = pattern_of(text)
-    if found is None or len(found) != layers:
-        got = "which is no such list" if found is None else f"which has {len(found)} entries"
+    pattern = pattern_of(text)
+    if pattern is None or len(pattern) != layers:
+        got = "which is no such list" if pattern is None else f"which has {len(pattern)} entries"
         raise InputError(
             f"{read.where}: --{name} is {cut(text)!r}, {got}; wanted a list of 0 and 1 with one for each of "
             f"the {layers} layers, as in ([0]*3+[1]*{max(layers - 3, 1)})"
         )
-    return [value != 0 for value in found]
+    return [value != 0 for value in pattern]
 
 
 def pattern_of(text: str) -> list[int] | None:
@@ -157,10 +157,10 @@ def pattern_of(text: str) -> list[int] | None:
     if not re.fullmatch(r"[\d\[\](),+*\s]{1,20000}", text):
         return None
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
+        value = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return found if isinstance(found, list) else None
+    return value if isinstance(value, list) else None
 
 
 def _value(node: ast.expr) -> list[int] | int:

@@ -114,10 +114,12 @@ def _sections(document: Mapping[str, Any]) -> list[Section] | None:
         return None
     precision = document.get("mixed_precision")
     words = [] if isinstance(precision, Mapping) else [("", {"mixed_precision": precision})]
-    found = [(name, document[name]) for name in ("model", *others) if isinstance(document.get(name), Mapping)]
+    sections = [
+        (name, document[name]) for name in ("model", *others) if isinstance(document.get(name), Mapping)
+    ]
     if isinstance(precision, Mapping) and precision.get("fp8") and "fp8_recipe" not in precision:
-        found.append(("mixed_precision", {"fp8_recipe": "tensorwise"}))
-    return [top, *words, *found, *_of_data(document, "dataset")]
+        sections.append(("mixed_precision", {"fp8_recipe": "tensorwise"}))
+    return [top, *words, *sections, *_of_data(document, "dataset")]
 
 
 def _is_nemo_1(document: Mapping[str, Any]) -> bool:
@@ -164,8 +166,8 @@ def _nemo_2(document: Mapping[str, Any]) -> list[Section] | None:
             if str(callback.get("_target_", "")).endswith(_OVERLAP)
         ),
     ]
-    found = [(path, section) for path, section in parts if isinstance(section, Mapping)]
-    return [*found, *_of_data(document, "data")]
+    sections = [(path, section) for path, section in parts if isinstance(section, Mapping)]
+    return [*sections, *_of_data(document, "data")]
 
 
 def _listed_of(value: Any) -> list[Mapping[str, Any]]:
@@ -207,9 +209,9 @@ def _named_shape(document: Mapping[str, Any]) -> ModelSpec | None:
         parts = _CLASS.fullmatch(last)
         told = f"{parts.group(1)}-{parts.group(2)}".strip("-") if parts else last
         told = re.sub(r"(?i)^(llama|qwen)(\d)(\d)", r"\1\2.\3", told)
-        found = None if told.lower().startswith("gpt") and "175" not in told else preset_like(told)
-        if found is not None:
-            return found
+        preset = None if told.lower().startswith("gpt") and "175" not in told else preset_like(told)
+        if preset is not None:
+            return preset
     return None
 
 
@@ -227,10 +229,10 @@ class _Reading:
     """Last part of a key -> its value, for what two keys say together."""
 
     def read(self, path: str, section: Mapping[str, Any]) -> None:
-        for key, found in section.items():
+        for key, value in section.items():
             where = f"{path}.{key}" if path else key
             if not key.startswith("_"):
-                self._one(where, key, plain(self.told.value(where, found)))
+                self._one(where, key, plain(self.told.value(where, value)))
 
     def _one(self, where: str, key: str, value: Any) -> None:
         if value is not None:

@@ -42,10 +42,10 @@ def evaluate(text: str, value: Callable[[str], int], assign: Callable[[str, int]
     if not tokens:
         return 0
     reader = _Reader(tokens, value, assign)
-    found = reader.comma()
+    number = reader.comma()
     if reader.at < len(tokens):
         raise Unknown(f"{tokens[reader.at][1]!r} is not expected")
-    return found
+    return number
 
 
 def wrapped(number: int) -> int:
@@ -75,28 +75,28 @@ class _Reader:
         return mark
 
     def comma(self) -> int:
-        found = self.choice()
+        number = self.choice()
         while self.take(","):
-            found = self.choice()
-        return found
+            number = self.choice()
+        return number
 
     def choice(self) -> int:
         self.depth += 1
         if self.depth > MOST_DEEP:
             raise Unknown("nested too deep")
         if self._assigns():
-            found = self._assignment()
+            number = self._assignment()
             self.depth -= 1
-            return found
-        found = self.binary(0)
+            return number
+        number = self.binary(0)
         if self.take("?"):
-            first = self._when(found != 0, self.choice)
+            first = self._when(number != 0, self.choice)
             if not self.take(":"):
                 raise Unknown("'?' without ':'")
-            second = self._when(found == 0, self.choice)
-            found = first if found else second
+            second = self._when(number == 0, self.choice)
+            number = first if number else second
         self.depth -= 1
-        return found
+        return number
 
     def _assigns(self) -> bool:
         """Whether a name and an assigning mark stand here."""
@@ -115,9 +115,9 @@ class _Reader:
 
     def _when(self, wanted: bool, part: Callable[[], int]) -> int:
         self.skipped += not wanted
-        found = part()
+        number = part()
         self.skipped -= not wanted
-        return found
+        return number
 
     def binary(self, level: int) -> int:
         if level == len(_BINARY):
@@ -173,10 +173,10 @@ class _Reader:
 
     def single(self) -> int:
         if self.take("("):
-            found = self.comma()
+            number = self.comma()
             if not self.take(")"):
                 raise Unknown("'(' is not closed")
-            return found
+            return number
         if self.at >= len(self.tokens) or self.tokens[self.at][0] == "mark":
             raise Unknown("a number is missing")
         kind, text = self.tokens[self.at]
@@ -209,11 +209,11 @@ def _apply(mark: str, left: int, right: int) -> int:
     if mark in {"/", "%"}:
         if right == 0:
             raise Unknown("division by zero")
-        found = abs(left) // abs(right)
+        number = abs(left) // abs(right)
         if mark == "%":
-            rest = abs(left) - found * abs(right)
+            rest = abs(left) - number * abs(right)
             return -rest if left < 0 else rest
-        return wrapped(found if (left < 0) == (right < 0) else -found)
+        return wrapped(number if (left < 0) == (right < 0) else -number)
     if mark == "**":
         if right < 0:
             raise Unknown("an exponent below zero")

@@ -100,11 +100,11 @@ def replace(
             )
         entry = _Wrapped(owner, attribute, inspect.getattr_static(owner, attribute))
     original = entry.raw.__func__ if isinstance(entry.raw, staticmethod) else entry.raw
-    found = tuple(inspect.signature(original).parameters)
+    own_parameters = tuple(inspect.signature(original).parameters)
     known = parameters if parameters and isinstance(parameters[0], tuple) else (parameters,)
-    if found not in known:
+    if own_parameters not in known:
         wanted = " or ".join(str(one) for one in known)
-        raise PatchRefused(f"{name} takes {found}, this patch was written for {wanted}")
+        raise PatchRefused(f"{name} takes {own_parameters}, this patch was written for {wanted}")
     entry.builds.pop(patch, None)
     entry.builds[patch] = build
     _installed[id(owner), attribute] = entry

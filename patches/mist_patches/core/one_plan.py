@@ -35,8 +35,8 @@ def require_one_plan(document: Mapping[str, Any], group: Any = None, wait_s: flo
     place_now = f"{place}/{number}"
     store.set(f"{place_now}/{rank}", _hash(document))
     if store.add(f"{place_now}/answers", 1) == len(ranks):  # the last one tells all
-        found = [store.get(f"{place_now}/{one}") for one in ranks]
-        other = next((one for one, hashed in zip(ranks, found, strict=True) if hashed != found[0]), "")
+        plans = [store.get(f"{place_now}/{one}") for one in ranks]
+        other = next((one for one, hashed in zip(ranks, plans, strict=True) if hashed != plans[0]), "")
         store.set(f"{place_now}/other", f"of {other}")
     try:
         store.wait([f"{place_now}/other"], timedelta(seconds=wait_s))

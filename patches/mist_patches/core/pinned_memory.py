@@ -91,11 +91,11 @@ class Pool:
         whole = self._size_for(size)
         self.used_bytes += whole
         self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
-        found = self._spare.get(whole)
-        if found:
+        spare = self._spare.get(whole)
+        if spare:
             self.spare_bytes -= whole
-            buffer = found.pop()
-            if not found:
+            buffer = spare.pop()
+            if not spare:
                 del self._spare[whole]
             return buffer[:size]
         while self._spare and self.used_bytes + self.spare_bytes > _SPARE * self.most_used_bytes:

@@ -139,7 +139,9 @@ def _size_problems(document: Mapping[str, Any], stage: Mapping[str, Any]) -> Ite
     if not has_own_grids(document):
         whole = document.get("tensor_parallel", stage.get("tp"))
         if stage.get("tp", whole) != whole:
-            lacking = next(name for found in PATCHES.values() for name, one in found.items() if one.own_grids)
+            lacking = next(
+                name for patches in PATCHES.values() for name, one in patches.items() if one.own_grids
+            )
             yield f"tp is {stage['tp']}, tensor_parallel {whole}, and the patch {lacking} is not named"
 
 
@@ -205,10 +207,10 @@ def _number(text: str) -> float:
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:
     """The last value of a flag, as parsers take it."""
-    found = None
+    value = None
     for position, word in enumerate(arguments):
         if word == flag and position + 1 < len(arguments):
-            found = arguments[position + 1]
+            value = arguments[position + 1]
         elif word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value

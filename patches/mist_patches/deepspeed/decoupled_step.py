@@ -174,7 +174,7 @@ def _holders(root: Any, state: Steps) -> dict[Any, set[int]]:
     Tied modules of a pipeline may be used without being called: the pipeline's own forward steps for them.
     """
     modules: dict[str, Any] = dict(root.named_modules())
-    found: dict[Any, set[int]] = {}
+    holders: dict[Any, set[int]] = {}
     for name, module in modules.items():
         for leaf, p in module.named_parameters(recurse=False):
             index = state.group_of.get(id(p))
@@ -184,8 +184,8 @@ def _holders(root: Any, state: Steps) -> dict[Any, set[int]]:
                 if path.startswith("tied_modules"):
                     places.append(root)
                 for place in places:
-                    found.setdefault(place, set()).add(index)
-    return found
+                    holders.setdefault(place, set()).add(index)
+    return holders
 
 
 def _step_before(reference: weakref.ref[Any], groups: list[int]) -> Any:

@@ -254,8 +254,8 @@ def keep_on_host(fraction: float) -> Undo:
 
 def flat_weights(optimizer: Any) -> FlatWeights | None:
     """What is known of an engine's optimizer, if a share of its weights is on the host."""
-    found: FlatWeights | None = getattr(optimizer, WEIGHTS_AWAY, None)
-    return found
+    weights: FlatWeights | None = getattr(optimizer, WEIGHTS_AWAY, None)
+    return weights
 
 
 def bring_back(optimizer: Any) -> None:
@@ -320,10 +320,10 @@ def _units(optimizer: Any, root: nn.Module) -> list[FlatUnit]:
     modules, paths = dict(root.named_modules()), defaultdict(list)
     for path, p in root.named_parameters(remove_duplicate=False):
         paths[id(p)].append(path)
-    found: dict[str, FlatUnit] = {}
+    units: dict[str, FlatUnit] = {}
     for index, params in enumerate(optimizer.bit16_groups):
         name = layer_of(paths[id(params[0])][0])
-        unit = found.setdefault(name, FlatUnit(name, [], [], []))
+        unit = units.setdefault(name, FlatUnit(name, [], [], []))
         unit.groups.append(index)
         unit.parameters += params
         for path in [path for p in params for path in paths[id(p)]]:
@@ -331,7 +331,7 @@ def _units(optimizer: Any, root: nn.Module) -> list[FlatUnit]:
                 if place not in unit.places:
                     unit.places.append(place)
     order = {name: place for place, name in enumerate(modules)}
-    return sorted(found.values(), key=lambda unit: order[unit.name])
+    return sorted(units.values(), key=lambda unit: order[unit.name])
 
 
 def _chosen(units: list[FlatUnit], flats: list[torch.Tensor], fraction: float) -> list[FlatUnit]:

@@ -94,15 +94,15 @@ def _look_at_both(original: Callable[..., Any]) -> Any:
         buffers = getattr(self, BUFFERS, None)
         if buffers is None:
             return original(self, partition_gradients)
-        tracker, found = self.inf_or_nan_tracker, []
+        tracker, flags = self.inf_or_nan_tracker, []
         try:
             for buffer in buffers:  # both on every rank: each look is a collective
                 self.grad_partitions_flat_buffer = buffer
                 self.inf_or_nan_tracker = torch.zeros_like(tracker, device=buffer.device)
-                found.append(original(self, partition_gradients))
+                flags.append(original(self, partition_gradients))
         finally:
             self.grad_partitions_flat_buffer, self.inf_or_nan_tracker = buffers[1], tracker
-        return any(found)
+        return any(flags)
 
     return has_overflow
 

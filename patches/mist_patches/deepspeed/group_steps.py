@@ -86,8 +86,8 @@ class Steps:
 
 
 def steps_of(optimizer: Any) -> Steps | None:
-    found: Steps | None = getattr(optimizer, _STEPS, None)
-    return found
+    steps: Steps | None = getattr(optimizer, _STEPS, None)
+    return steps
 
 
 def cut_steps(optimizer: Any, groups: Iterable[Iterable[Any]]) -> Steps:

@@ -43,8 +43,8 @@ _one_norm: set[str] = set()
 
 def layer_of(name: str) -> str:
     """The layer that a parameter's name puts it in: up to the first number, else the module that holds it."""
-    found = _LAYER.match(name)
-    return found.group(1) if found else name.rpartition(".")[0]
+    match = _LAYER.match(name)
+    return match.group(1) if match else name.rpartition(".")[0]
 
 
 def host_starts(sizes: Sequence[Sequence[int]], fraction: float) -> list[int]:
@@ -105,8 +105,8 @@ def _forget_undone() -> None:
 
 def hosted(optimizer: Any, kind: str) -> frozenset[int]:
     """ids of the parameters whose bytes of this kind belong on the host."""
-    found: Mapping[str, frozenset[int]] = getattr(optimizer, HOSTED, {})
-    return found.get(kind, frozenset())
+    places: Mapping[str, frozenset[int]] = getattr(optimizer, HOSTED, {})
+    return places.get(kind, frozenset())
 
 
 def stays_gathered(p: Any) -> bool:
@@ -127,20 +127,20 @@ def optimizer_classes() -> tuple[type, type]:
 def _engine_class() -> type:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    found: type = DeepSpeedEngine
-    return found
+    engine: type = DeepSpeedEngine
+    return engine
 
 
 def need_parameters(function: Any, names: Sequence[str]) -> tuple[str, ...]:
     """All parameter names of a long signature, after checking that it has the ones a patch relies on."""
-    found = tuple(inspect.signature(function).parameters)
-    missing = [name for name in names if name not in found]
+    parameters = tuple(inspect.signature(function).parameters)
+    missing = [name for name in names if name not in parameters]
     if missing:
         where = getattr(function, "__qualname__", function)
         raise PatchRefused(
             f"{where} has no parameter {missing[0]!r}; patches/README.md has the tested versions"
         )
-    return found
+    return parameters
 
 
 def put(owner: Any, name: str, parameters: tuple[str, ...], build: Callable[[Any], Any]) -> Undo:
@@ -151,10 +151,10 @@ def put(owner: Any, name: str, parameters: tuple[str, ...], build: Callable[[Any
         c.cell_contents for c in getattr(function, "__closure__", None) or () if callable(c.cell_contents)
     ]
     if shown == ("args", "kwargs") and len(inner) == 1:
-        found = tuple(inspect.signature(inner[0]).parameters)
-        if found != parameters:
+        own_parameters = tuple(inspect.signature(inner[0]).parameters)
+        if own_parameters != parameters:
             where = getattr(inner[0], "__qualname__", name)
-            raise PatchRefused(f"{where} takes {found}, this patch was written for {parameters}")
+            raise PatchRefused(f"{where} takes {own_parameters}, this patch was written for {parameters}")
         parameters = shown
     return replace(owner, name, parameters, build)
 
@@ -177,8 +177,8 @@ def _install() -> None:
     put(stage3, "_rigid_load_state_dict", LOAD_STAGE3, _check_load)
     put(stage12, "_load_legacy_checkpoint", LOAD_STAGE12, _check_load_list)
     engine = _engine_class()
-    found = ("self", "client_optimizer", "model_parameters")
-    put(engine, "_configure_optimizer", found, _need_zero)
+    parameters = ("self", "client_optimizer", "model_parameters")
+    put(engine, "_configure_optimizer", parameters, _need_zero)
     put(engine, "_configure_lr_scheduler", ("self",), _need_all_groups)
     names = ("init_optimizer", "param_names", "offload_optimizer_config")
     put(stage12, "__init__", need_parameters(original_of(stage12, "__init__"), names), _cut_groups)
@@ -241,10 +241,10 @@ def _check_load_list(original: Callable[..., None]) -> Any:
 
 def _same_cuts(masters: Any, saved: Any, key: str) -> None:
     """DeepSpeed would fill what fits. The last group of ZeRO 1 and 2 is saved without its padding."""
-    have, found = [p.numel() for p in masters], [p.numel() for p in saved[key]]
-    if len(have) != len(found) or any(b > a for a, b in zip(have, found, strict=True)):
+    have, stored = [p.numel() for p in masters], [p.numel() for p in saved[key]]
+    if len(have) != len(stored) or any(b > a for a, b in zip(have, stored, strict=True)):
         raise PatchRefused(
-            f"the checkpoint has {len(found)} optimizer groups, {sum(found)} elements, this engine "
+            f"the checkpoint has {len(stored)} optimizer groups, {sum(stored)} elements, this engine "
             f"{len(have)}, {sum(have)}: load it under the fractions and patches that it was saved with"
         )
 
@@ -348,11 +348,11 @@ def _cut_sub_groups(original: Callable[..., Any]) -> Any:
         for sub_group in original(self, params_group):
             done += len(sub_group)
             edges.add(done)
-        found = pieces(params_group, edges)
+        cut = pieces(params_group, edges)
         if BY_LAYER not in _wanted:
-            return found
+            return cut
         # What is never gathered cannot wait for being gathered: groups of its own.
-        apart = [[p for p in piece if stays_gathered(p) is kept] for piece in found for kept in (True, False)]
+        apart = [[p for p in piece if stays_gathered(p) is kept] for piece in cut for kept in (True, False)]
         return [piece for piece in apart if piece]
 
     return _create_fp16_sub_groups

@@ -78,10 +78,10 @@ def file_problems(document: Mapping[str, Any], folder: Path) -> Iterator[str]:
     if without:
         yield f"stages.json names a `config` for some stages, but none for stage {without[0]}"
         return
-    for found in sorted(folder.glob("ds_config.stage*.json")):
-        number = _NUMBERED.fullmatch(found.name)
+    for path in sorted(folder.glob("ds_config.stage*.json")):
+        number = _NUMBERED.fullmatch(path.name)
         if number and int(number[1]) >= len(stages):
-            yield f"{found} is another plan's: this one has {len(stages)} stages; wanted it away"
+            yield f"{path} is another plan's: this one has {len(stages)} stages; wanted it away"
             return
     configs: list[Config] = []
     for stage in stages:
@@ -115,16 +115,16 @@ def _read(file: Path) -> Config:
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Path -> value, without what is a stage's own."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in config.items():
         path = f"{above}{key}"
         if path in OWN:
             continue
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{path}.")
+            leaves |= flat(value, f"{path}.")
         else:
-            found[path] = value
-    return found
+            leaves[path] = value
+    return leaves
 
 
 def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -170,5 +170,5 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = config.get(key)
-    return found if isinstance(found, dict) else {}
+    section = config.get(key)
+    return section if isinstance(section, dict) else {}

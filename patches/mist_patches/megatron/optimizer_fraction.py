@@ -85,9 +85,9 @@ def exact_optimizer_fraction(fraction: float | None = None) -> Callable[[], None
             wanted = check_fraction(
                 "optimizer offload fraction", offload_fraction if fraction is None else fraction
             )
-            found = _split(self, wanted, original)
+            split = _split(self, wanted, original)
             give_back_cached_host_memory()  # of the half-precision copies that Megatron has just widened
-            return found
+            return split
 
         return _get_sub_optimizer_param_groups
 

@@ -206,9 +206,9 @@ class StateOffload:
 
     def _leave(self, visits: list[Visit], at: int, inputs: Any, output: Any) -> None:
         unit = visits[at].unit
-        found = _first_with_gradient(output)
-        if found is not None and torch.is_grad_enabled():
-            found.register_hook(lambda grad: self._before_backward(visits, at))
+        gradient = _first_with_gradient(output)
+        if gradient is not None and torch.is_grad_enabled():
+            gradient.register_hook(lambda grad: self._before_backward(visits, at))
             entered = _first_with_gradient(inputs) if visits[at].borrowed else None
             if entered is not None:
                 # Its share of the gradient is there; the owner's backward pass comes last of all.
@@ -355,14 +355,14 @@ def _refuse_untested(chunk: Chunk, weights: float, grads: float) -> None:
 
 def _visits(chunk: Chunk) -> list[Visit]:
     """Every unit's own module; behind them the head, where it uses the embedding's table."""
-    found = [Visit(unit, unit.module) for unit in chunk.units]
+    visits = [Visit(unit, unit.module) for unit in chunk.units]
     for model in chunk.ddp.module.modules():
         if not getattr(model, "share_embeddings_and_output_weights", False):
             continue
         if getattr(model, "pre_process", False) and getattr(model, "post_process", False):
             table = model.shared_embedding_or_output_weight()
-            found += [Visit(unit, model.output_layer, borrowed=True) for unit in units_of([table])]
-    return found
+            visits += [Visit(unit, model.output_layer, borrowed=True) for unit in units_of([table])]
+    return visits
 
 
 def _watch(chunk: Chunk) -> AbsentWeights:

@@ -120,7 +120,7 @@ def _units_of(optimizer: Any) -> dict[int, Unit]:
             for whole, parts in zip(getattr(optimizer, model, ()), getattr(optimizer, name, ()), strict=True):
                 pairs += zip(parts, whole, strict=False)
     owners = {id(part): whole for part, whole in pairs if part is not None}
-    found: dict[int, Unit] = {}
+    units: dict[int, Unit] = {}
     for group in optimizer.optimizer.param_groups:
         for p in group["params"]:
             unit = unit_of(owners.get(id(p), p))
@@ -129,8 +129,8 @@ def _units_of(optimizer: Any) -> dict[int, Unit]:
                     f"{type(optimizer).__name__} steps a parameter of shape {tuple(p.shape)} "
                     "that is in no wrapped model chunk"
                 )
-            found[id(p)] = unit
-    return found
+            units[id(p)] = unit
+    return units
 
 
 @contextmanager

@@ -119,14 +119,14 @@ def unit_of(parameter: Any) -> Unit | None:
     A parameter refers to it weakly: nodes of autograd hold parameters where the garbage collector does not
     look, so a reference back to the model would keep a discarded model, and its memory, for ever.
     """
-    found = getattr(parameter, "mist_unit", None)
-    return None if found is None else found()
+    unit = getattr(parameter, "mist_unit", None)
+    return None if unit is None else unit()
 
 
 def units_of(parameters: Iterable[Any]) -> dict[Unit, None]:
     """Their units, each once, in order."""
-    found = (unit_of(parameter) for parameter in parameters)
-    return {unit: None for unit in found if unit is not None}
+    units = (unit_of(parameter) for parameter in parameters)
+    return {unit: None for unit in units if unit is not None}
 
 
 def _in_order(group: Any) -> Iterator[nn.Parameter]:
@@ -145,10 +145,10 @@ def find_units(chunk: Chunk) -> list[Unit]:
     taken: set[int] = set()
     for name, module in model.named_modules():
         own = module.parameters() if id(module) in layers else module.parameters(recurse=False)
-        found = tuple(p for p in own if p.requires_grad and id(p) not in taken)
-        taken.update(id(p) for p in found)
-        if found:
-            units.append(Unit(name.removeprefix("module."), module, found, chunk))
+        own_trained = tuple(p for p in own if p.requires_grad and id(p) not in taken)
+        taken.update(id(p) for p in own_trained)
+        if own_trained:
+            units.append(Unit(name.removeprefix("module."), module, own_trained, chunk))
     order = {id(p): k for k, p in enumerate(model.parameters())}
     return sorted(units, key=lambda unit: order[id(unit.parameters[0])])
 
