@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ class Explained:
     prices: str
     """Which profile or datasheet the prices are of."""
     values: dict[str, float]
-    """What the symbols stand for in that stage."""
+    """What the symbols stand for in that stage; where its layers have strategies of their own, those that
+    differ are numbered by runs of layers alike: l_0, b_0, dp_0 and tp_0 are of the first."""
     general: tuple[Section, ...]
     derivation: Derivation
 
@@ -49,6 +50,19 @@ class Explained:
             "memory": steps[begins:ends],
             "iteration": self.derivation.steps,
         }
+
+    @property
+    def symbol_rows(self) -> list[tuple[str, str, str]]:
+        """Symbols of the stage, their values and their meanings."""
+        meanings = {line.name: line.formula for line in symbol_table()}
+        order = {name: place for place, name in enumerate(meanings)}
+        found = []
+        for name, value in self.values.items():
+            symbol, _, run = name.rpartition("_") if name not in meanings else (name, "", "")
+            if symbol in meanings:
+                of_run = f", run {run}" if run else ""
+                found.append((order[symbol], (name, f"{value:g}", meanings[symbol] + of_run)))
+        return [row for _, row in sorted(found)]
 
     @property
     def slowdowns(self) -> tuple[tuple[str, ...], ...]:
@@ -116,20 +130,18 @@ def explain(plan: PlanLike, *, stage: int = 0, without: str | Sequence[str] = ()
     plan = load_plan(plan)
     if not 0 <= stage < len(plan.stages):
         raise InputError(f"--stage is {stage}; the plan has stages 0 to {len(plan.stages) - 1}")
-    if any(each.strategies for each in plan.stages):
-        raise InputError(
-            "explain writes out stages whose layers all run alike; this plan's have strategies of their own",
-            details=("try: mist-megatron predict, which tells every term of such a plan",),
-        )
     require_one_kind(plan.cluster, "explain")
     job = job_of(plan)
     evaluator, prices = evaluator_for(job, without=frozenset(texts(without)))
-    values = evaluator.memory_values(grid_of(plan, stage))
+    derivation = derive(plan, evaluator)
+    values: Mapping[str, Any] = derivation.stages[stage].symbols
+    if not plan.stages[stage].strategies:
+        values = evaluator.memory_values(grid_of(plan, stage))
     return Explained(
         plan=plan,
         stage=stage,
         prices=prices,
         values={**{name: float(value) for name, value in values.items()}, "G": float(plan.grad_accum)},
         general=general_expressions(job, role_of(stage, len(plan.stages))),
-        derivation=derive(plan, evaluator),
+        derivation=derivation,
     )

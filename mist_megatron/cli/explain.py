@@ -29,16 +29,13 @@ def explain(
 def show_expressions(plan: Plan, output: OutputOptions, *, stage: int = 0) -> None:
     """Shared with `predict --symbols`."""
     from mist_megatron.ask.explain import explain as explain_plan
-    from mist_megatron.cost.explain import symbol_table
 
     explained = explain_plan(plan, stage=stage)
     output.finish(explained.to_dict())
     if output.json:
         return
     people = output.people
-    values = explained.values
-    rows = [(x.name, f"{values[x.name]:g}", x.formula) for x in symbol_table() if x.name in values]
-    people.print(table(("symbol", "here", "meaning"), rows, right=("here",)))
+    people.print(table(("symbol", "here", "meaning"), explained.symbol_rows, right=("here",)))
     for section in explained.general:
         people.print(f"\n[bold]{escape(section.title)}[/bold]")
         people.print(table(("", ""), [(line.name, line.formula) for line in section.lines]))

@@ -6,14 +6,14 @@ line here, down to symbols of the plan and to prices of pieces of work, which ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, LayerSizes, StageGrid
+from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, LayerCount, LayerSizes, StageGrid
 from mist_megatron.cost.predict import StagePrediction, grids_of, iteration_of, priced_stages
 from mist_megatron.cost.priced_pairs import PricedPairs
 from mist_megatron.cost.recorded import Node, Recorded, RecordingPrices, Same, node_of, symbol, with_symbols
@@ -65,61 +65,85 @@ class _Recorder(StageEvaluator):
         facts = with_symbols(context.facts)
         self._context = replace(with_symbols(self._context), facts=facts, interference=context.interference)
         self._fixed = {name: symbol(name, value) for name, value in self._fixed.items()}
-        self._answers: dict[tuple[str, int], Any] = {}
+        self._answers: dict[tuple[str, int], tuple[StageGrid, Any]] = {}
+        """With the grids that were asked about: no other one gets their number."""
 
-    def _once(self, name: str, grid: StageGrid) -> Any:
+    def _once(self, name: str, grid: StageGrid, ask: Callable[[StageGrid], Any]) -> Any:
         if (name, id(grid)) not in self._answers:
-            self._answers[name, id(grid)] = getattr(super(), name)(grid)
-        return self._answers[name, id(grid)]
+            self._answers[name, id(grid)] = grid, ask(grid)
+        return self._answers[name, id(grid)][1]
 
     def loads(self, grid: StageGrid) -> StageLoads:
-        loads: StageLoads = self._once("loads", grid)
+        loads: StageLoads = self._once("loads", grid, super().loads)
         return loads
 
     def work(self, grid: StageGrid) -> StageWork:
-        work: StageWork = self._once("work", grid)
+        work: StageWork = self._once("work", grid, super().work)
         return work
 
     def _computed(self, grid: StageGrid, wanted: tuple[str, ...]) -> dict[str, Array]:
-        # All of it, and nothing fixed: what is told is made of the symbols.
-        key = "_computed", id(grid)
-        if key not in self._answers:
-            self._answers[key] = self.stage.memory[grid.role.value].run(self.memory_values(grid))
-        sizes: dict[str, Array] = self._answers[key]
+        sizes: dict[str, Array] = self._once("_computed", grid, self._all_sizes)
         return sizes
 
+    def _all_sizes(self, grid: StageGrid) -> dict[str, Array]:
+        """All of it, and nothing fixed: what is told is made of the symbols."""
+        if grid.parts:
+            return super()._computed(grid, ("",))
+        return self.stage.memory[grid.role.value].run(self.memory_values(grid))
+
     def layer_values(self, grid: StageGrid, sizes: LayerSizes) -> dict[str, Array | float]:
-        return _symbols(super().layer_values(grid, sizes), _scope(grid))
+        return _symbols(super().layer_values(grid, sizes), grid)
 
     def memory_values(self, grid: StageGrid) -> dict[str, Array | float]:
-        return _symbols(super().memory_values(grid), _scope(grid))
+        return _symbols(super().memory_values(grid), grid)
 
     def _priced(self, grid: StageGrid) -> PricedPairs:
         pairs = self._pairs(LayerSizes.of(grid), grid)
         return PricedPairs(pairs, np.zeros(0, dtype=np.intp), ())
 
 
-def _scope(grid: StageGrid) -> int | None:
+def _symbols(values: Mapping[str, Any], grid: StageGrid) -> dict[str, Any]:
+    """Values by their names, in a run of layers with a strategy of its own by its number besides; what such a
+    run has none of is nothing there."""
     assert isinstance(grid.micro_batch, Recorded)
-    return grid.micro_batch.node.scope
-
-
-def _symbols(values: Mapping[str, Any], scope: int | None) -> dict[str, Any]:
+    node = grid.micro_batch.node
+    run = node.name.removeprefix(MICRO_BATCH)
     return {
-        name: value if isinstance(value, Recorded) else symbol(name, value, scope)
+        name: value
+        if isinstance(value, Recorded) or (run and not value)
+        else symbol(name + run, value, node.scope)
         for name, value in values.items()
     }
+
+
+MICRO_BATCH = "b"
+"""The symbol that all sizes of a stage, or of a run of its layers, go by."""
 
 
 def _recorded_grid(plan: Plan, position: int) -> StageGrid:
     """A stage's configuration in symbols."""
     grid = grids_of(plan)[position]
-    names = {"layers": "l", "ckpt": "c", "in_flight": "p", "micro_batch": "b", "dp": "dp", "tp": "tp"}
+    names = {"layers": "l", "ckpt": "c", "in_flight": "p", "micro_batch": MICRO_BATCH, "dp": "dp", "tp": "tp"}
     if any(kind.experts is not None for kind in plan.model.kinds):
         names |= {"ep": "ep", "etp": "etp"}
     values = {field: symbol(name, getattr(grid, field), position) for field, name in names.items()}
     offload = {kind: symbol(OFFLOAD_SYMBOLS[kind], value, position) for kind, value in grid.offload.items()}
-    return replace(grid, **values, offload=type(grid.offload)(**offload))
+    named = replace(grid, **values, offload=type(grid.offload)(**offload))
+    return _with_runs(named, position) if grid.parts else named
+
+
+def _with_runs(grid: StageGrid, position: int) -> StageGrid:
+    """The same with runs of layers by number: l_0, b_0, dp_0 and tp_0 are of the first."""
+    names = {"layers": "l", "micro_batch": MICRO_BATCH, "dp": "dp", "tp": "tp"}
+    parts = tuple(
+        replace(part, **{key: symbol(f"{name}_{run}", getattr(part, key), position)
+                         for key, name in names.items()})
+        for run, part in enumerate(grid.parts)
+    )  # fmt: skip
+    first, none = parts[0], np.zeros(())
+    sizes = {key: getattr(first, key) for key in ("micro_batch", "dp", "tp")}
+    counts = tuple(LayerCount(part.layers, none) for part in parts)
+    return replace(grid, **sizes, ckpt=none, parts=parts, counts=counts)
 
 
 def derive(plan: Plan, evaluator: StageEvaluator) -> Derivation:
@@ -134,7 +158,9 @@ def derive(plan: Plan, evaluator: StageEvaluator) -> Derivation:
     for position, (grid, stage) in enumerate(zip(grids, predicted, strict=True)):
         writer = _Writer(position, same)
         results = _results_of(stage)
-        on_the_way = (recorder.loads(grid), recorder.memory_moments(grid), recorder.work(grid))
+        work = recorder.work(grid)
+        loads = work.loads if grid.parts else recorder.loads(grid)
+        on_the_way = (loads, recorder.memory_moments(grid), work)
         steps = writer.steps(results, [part for value in on_the_way for part in _named_parts("", value)])
         writers.append(writer)
         stages.append(StageDerivation(writer.symbols, steps))

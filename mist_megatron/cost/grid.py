@@ -51,8 +51,11 @@ class StagePart:
     again: bool
     """Whether they are recomputed in full."""
     micro_batch: Array
+    dp: Array
+    tp: Array
     zero: Array
     layout: Layout
+    """Of these dp and tp: which rank has which samples."""
     placed: Placed | None = None
     """Where its groups are, if not where those of the stage are."""
 

@@ -43,8 +43,8 @@ def part_grid(grid: StageGrid, part: StagePart, kinds: int) -> StageGrid:
         counts=tuple(counts) if kinds > 1 else (),
         runs=((part.kind, part.kind),) if kinds > 1 else (),
         micro_batch=part.micro_batch,
-        dp=np.asarray(float(part.layout.dp)),
-        tp=np.asarray(float(part.layout.tp)),
+        dp=part.dp,
+        tp=part.tp,
         zero=part.zero,
         placed=part.placed or grid.placed,
     )
@@ -61,9 +61,9 @@ def ended(grid: StageGrid) -> StageGrid:
     if not grid.parts:
         return grid
     last = grid.parts[-1]
-    dp, tp = (np.asarray(float(size)) for size in (last.layout.dp, last.layout.tp))
     kinds = ((last.kind, last.kind),)
-    return replace(grid, micro_batch=last.micro_batch, dp=dp, tp=tp, runs=kinds, counts=(), parts=())
+    alone = replace(grid, runs=kinds, counts=(), parts=())
+    return replace(alone, micro_batch=last.micro_batch, dp=last.dp, tp=last.tp)
 
 
 def part_work(grid: StageGrid, loads: StageLoads, context: TimeContext, ends: tuple[bool, bool]) -> StageWork:

@@ -23,6 +23,8 @@ def parts_of(plan: Plan, position: int) -> dict[str, Any]:
             layers=_one(len(list(run))),
             again=strategy.ckpt,
             micro_batch=_one(stage.micro_batch * stage.dp // strategy.layout.dp),
+            dp=_one(strategy.layout.dp),
+            tp=_one(strategy.layout.tp),
             zero=_one(strategy.zero),
             layout=strategy.layout,
             placed=placed_layout(plan.cluster, plan.gpu_of, plan.ranks(position), strategy.layout),

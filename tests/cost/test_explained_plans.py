@@ -23,6 +23,7 @@ from mist_megatron.spec.kinds import PerKind
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.training import TrainingSpec
+from tests.cost.test_layerwise import MIXED
 
 PLANS = 54
 
@@ -138,6 +139,16 @@ def test_expressions_of_unlike_layers_come_to_what_predict_says(name, layers, se
         stages=tuple(replace(stage, layers=count) for count in layers),
     )
     check_plan(plan)
+
+
+@pytest.mark.parametrize("name", ["one stage", "two stages", "decoder"])
+def test_expressions_of_layers_with_strategies_come_to_what_predict_says(name: str) -> None:
+    plan = MIXED[name]
+    check_plan(plan)
+    told = explain(plan)
+    assert told.values["l_0"] == plan.stages[0].strategies[0].count
+    assert told.values["dp_0"] == plan.stages[0].dp
+    assert {symbol for symbol, _, _ in told.symbol_rows} >= {"b_0", "b_1", "tp_1"}
 
 
 def check_plan(plan: Plan) -> None:
