@@ -32,10 +32,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Temporary files of the tests, and of the programs that they start (torchrun leaves a folder a start),
     lie in one folder, which goes when the tests end. Programs that tests kill leave theirs in it too. So do
     torch's compiled extensions: of one that was killed while it compiled a lock stays for which all others
-    wait for ever."""
+    wait for ever. The folder's name has the number of its process: what a killed one left goes with the next."""
     if "MIST_TEST_TEMPORARY" in os.environ:  # a worker's: the folder is the one of whoever started it
         return
-    folder = tempfile.mkdtemp(prefix="mist-tests-")
+    for left in Path(tempfile.gettempdir()).glob("mist-tests-*-*"):
+        number = left.name.split("-")[2]
+        if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"mist-tests-{os.getpid()}-")
     os.environ["MIST_TEST_TEMPORARY"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ["TORCH_EXTENSIONS_DIR"] = f"{folder}/extensions"
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -8,4 +8,4 @@ bash tests/setup_frameworks.sh
 export OMP_NUM_THREADS=1
 # Files in the order of conftest.py: by itself xdist takes those with the fewest tests last, which are the longest.
 exec "${MIST_TEST_VENV:-.venv-test}/bin/python" -m pytest -n "${MIST_TEST_WORKERS:-2}" --dist loadfile \
-  --no-loadscope-reorder "$@"
+  --no-loadscope-reorder --durations=20 "$@"

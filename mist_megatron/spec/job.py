@@ -41,16 +41,23 @@ LEAST_BARE_BYTES = 1e6
 """No memory and no link of a GPU has fewer bytes: a smaller number was meant in another unit."""
 
 
-def parse_bytes(text: str, where: str) -> float:
-    """'76GiB', '80 GB', '81604378624' -> bytes. A small number without a unit is nobody's bytes."""
+def parse_bytes(text: str, where: str, units: tuple[str, str] = ("GiB", "GB")) -> float:
+    """'76GiB', '80 GB', '81604378624' -> bytes. A small number without a unit is nobody's bytes.
+
+    The units are the ones to ask for.
+    """
     match = _SIZE.match(text)
     if match is None or match.group(2).lower() not in _SIZE_UNITS:
-        raise InputError(f"{where}: {text!r} is not a size; wanted a number with GiB, GB, MiB or MB")
+        raise InputError(f"{where}: {text!r} wants a number with a unit such as {' or '.join(units)}")
     value = float(match.group(1)) * _SIZE_UNITS[match.group(2).lower()]
     check.positive(where, size=value)
     if not match.group(2) and value < LEAST_BARE_BYTES:
-        raise InputError(f"{where}: {text} has no unit; wanted {text}GiB, {text}GB or the like")
+        wanted = " or ".join(text + unit for unit in units)
+        raise InputError(f"{where}: {text} has no unit; wanted {wanted}")
     return value
+
+
+RATE_UNITS = ("GB/s", "Gb/s")
 
 
 def parse_rate(text: str, where: str) -> float:
@@ -58,10 +65,10 @@ def parse_rate(text: str, where: str) -> float:
     plain = re.sub(r"(?i)(/s|ps)$", "", text.strip())
     bits = re.fullmatch(r"(.*?)\s*([KMGT]i?)(?:b|bit)", plain)
     if bits is not None:
-        return parse_bytes(f"{bits[1]}{bits[2]}B", where) / 8.0
+        return parse_bytes(f"{bits[1]}{bits[2]}B", where, RATE_UNITS) / 8.0
     if re.search(r"[kmgt]i?b$", plain):
         raise InputError(f"{where}: {text!r} may be bytes or bits; wanted 50GB/s or 400Gb/s")
-    return parse_bytes(plain, where)
+    return parse_bytes(plain, where, RATE_UNITS)
 
 
 LINK_NAMES = {

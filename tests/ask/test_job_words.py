@@ -174,7 +174,7 @@ def test_a_small_b_is_a_bit(text: str, bytes_per_s: float) -> None:
     ("words", "said"),
     [
         ({"bandwidth": "inter=400gb/s"}, "bytes or bits"),
-        ({"bandwidth": "inter=400"}, "400 has no unit"),
+        ({"bandwidth": "inter=400"}, "400 has no unit; wanted 400GB/s or 400Gb/s"),
         ({"memory_limit": 40}, "40 has no unit; wanted 40GiB"),
         ({"memory_limit": "76"}, "76 has no unit"),
         ({"gpu": "A100"}, "may be a100-"),

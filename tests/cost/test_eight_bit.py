@@ -56,8 +56,7 @@ def test_what_is_gained_is_what_published_runs_gained(runs_dir):
         if half != name and half in rows and replace(row.plan, training=layout) == rows[half].plan:
             measured = row.measured_s / rows[half].measured_s
             errors.append(seconds[name] / seconds[half] / measured - 1.0)
-    if not errors:
-        pytest.skip("no pair of runs of one layout")
+    assert len(errors) > 3
     assert np.abs(errors).max() < 0.10
     assert np.abs(errors).mean() < 0.05
 
