@@ -235,7 +235,7 @@ class _Builder:
         host_s = 0.0 if step.kind is PassKind.WEIGHT else stage.host_s / (2 * self.chunks)
         waits = [*rank.end, *rank.holds, *given]
         stepped = self.play_steps(number, step, layers) if self.steps_ahead(number, step) else None
-        arriving = [] if stepped else self.fetch(number, step, layers[0], rank.end)
+        arriving = self.fetch(number, step, layers[0], stepped[-1] if stepped else rank.end)
         begun = None
         if self.work.steps_on_arrival and step.kind is PassKind.FORWARD and step.micro_batch == 0:
             waits = self.add_chain(number, on_arrival(stage), waits)
@@ -243,8 +243,8 @@ class _Builder:
             begun = len(self.built.kind)
             waits = [self.add("host work", f"host {step}", number, Stream.HOST, host_s, waits)]
         for index, layer in enumerate(layers):
-            begin = [*waits, *(stepped[index] if stepped else arriving), *rank.leaving[0]]
-            following = None if stepped or index + 1 == len(layers) else layers[index + 1]
+            begin = [*waits, *(stepped[index] if stepped else ()), *arriving, *rank.leaving[0]]
+            following = None if index + 1 == len(layers) else layers[index + 1]
             arriving = [] if following is None else self.fetch(number, step, following, waits)
             begun = len(self.built.kind) if begun is None else begun
             end = self.play_layer(number, step, layer, begin)
@@ -318,7 +318,7 @@ class _Builder:
         first = step.kind is PassKind.FORWARD and step.micro_batch == 0
         ahead = self.gathered.get((number, layer.name)) if first else None
         events = [] if ahead is None else [ahead]
-        if work.gather_s > 0.0 and ahead is None:
+        if work.gather_s > 0.0 and ahead is None and not self.steps_ahead(number, step):
             events.append(self.gather_beside(number, name, work, after))
         if work.copy_in_s > 0.0:
             backward = step.kind is PassKind.BACKWARD

@@ -16,6 +16,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.events.engine import Stream
 from mist_megatron.events.iteration import Simulation, simulate, with_schedule
 from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Execution, Plan
 from mist_megatron.spec.schedule import SCHEDULES
 from mist_megatron.spec.term import Traits
@@ -307,6 +308,21 @@ def test_a_later_stage_steps_while_it_waits() -> None:
     step_s = found.prediction.stages[0].delta_s - plain.prediction.stages[0].delta_s
     assert step_s > 0.0
     assert found.iteration_s - plain.iteration_s == pytest.approx(step_s, rel=0.5)
+
+
+def test_offloaded_weights_come_in_again_for_a_pass_that_has_stepped_before() -> None:
+    """Once for the step, before the input is there, and once for each of the four forward and four backward
+    passes: what has stepped has left again. Closed form and events agree on how long that takes."""
+    offload, steps = Offload(weights=1.0), Execution(decoupled_step=True)
+    found = play(plan_of(8, 8, grad_accum=4, target="megatron+patches", offload=offload, execution=steps))
+    program = found.timeline.program
+    copied = [
+        name
+        for name, kind, stage in zip(program.name, found.built.kind, program.device, strict=True)
+        if stage == 1 and kind == "copy in" and name.endswith(" layer 9")
+    ]
+    assert len(copied) == len(set(copied)) == 1 + 4 + 4
+    assert found.closed_form_s == pytest.approx(found.iteration_s, rel=0.03)
 
 
 def test_activations_come_back_after_they_have_left() -> None:

@@ -277,6 +277,22 @@ def test_pipeline_of_two_stages(name):
     assert_same(pipeline()[name, "plain"], pipeline()[name, "all"])
 
 
+def test_a_later_stage_steps_while_it_waits_for_its_first_input():
+    """All layers, before its first forward pass; the first stage waits for nothing, and steps as it goes."""
+    first, last = (rank["events"][1] for rank in pipeline()["plain", "all"])
+    assert first[0] == ["forward", ""] and len(order(first, "step")) == 4
+    begun = last.index(["forward", ""])
+    assert (
+        order(last[:begun], "step")
+        == order(last, "step")
+        == [
+            "decoder.layers.0",
+            "decoder.final_layernorm",
+            "output_layer",
+        ]
+    )
+
+
 def test_a_model_built_anew_does_not_keep_the_one_before():
     """Of the runs one after another in a process, each with a resume, one model lives at the end of each.
 

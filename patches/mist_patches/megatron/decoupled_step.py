@@ -2,7 +2,8 @@
 
 Why: Megatron steps all layers at once between two iterations, when nothing else runs. Taken layer by layer
 in the first forward pass of the next iteration, the update of a layer (on the host with optimizer offload),
-the copies it needs and the gather of its parameters run beside the forward pass of the layers before it.
+the copies it needs and the gather of its parameters run beside the forward pass of the layers before it. A
+later pipeline stage takes them all while it waits for its first micro-batch, for which the host waits too.
 
 What: `optimizer.step()` does all that decides the step - unscaling, the search for inf and NaN, the global
 norm, clipping - and returns as before, but keeps the update pending (`megatron.unit_steps`). A hook before
@@ -182,6 +183,11 @@ class DecoupledSteps:
             else:
                 unit.zero_grads()
 
+    def take_while_waiting(self) -> None:
+        """An input is about to be waited for: the chunk that it is for steps meanwhile."""
+        if self.pending:
+            self.take_rest(next(iter(self.pending)).chunk)
+
     def _step(self, units: list[Unit]) -> None:
         for unit in units:
             steps = self.pending.pop(unit, ())
@@ -274,6 +280,7 @@ def _use(reason: str) -> Undo:
             watch_chunks("decoupled steps", lambda chunk: _hook_chunk(engine, chunk)),
             *_patch_optimizers(engine),
             *_patch_buffers(engine),
+            *_patch_pipeline(engine),
         ]
         _active = engine
     engine.reasons.add(reason)
@@ -398,6 +405,23 @@ def _patch_buffers(engine: DecoupledSteps) -> list[Undo]:
         replace(_ParamAndGradBuffer, "reset", ("self",), zeroing),
         replace(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), gathering),
     ]
+
+
+def _patch_pipeline(engine: DecoupledSteps) -> list[Undo]:
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from mist_patches.megatron.grids_pipeline import GridCommunicator
+
+    def receiving(original: Callable[..., Any]) -> Any:
+        def recv_forward(self: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
+            if not is_first_stage:
+                engine.take_while_waiting()
+            return original(self, tensor_shapes, is_first_stage)
+
+        return recv_forward
+
+    name, parameters = "recv_forward", ("self", "tensor_shapes", "is_first_stage")
+    return [replace(one, name, parameters, receiving) for one in (P2PCommunicator, GridCommunicator)]
 
 
 def _all_units(optimizer: Any, step: PendingStep) -> list[Unit]:
