@@ -22,7 +22,7 @@ from mist_megatron.recorded.engine import Change
 from mist_megatron.recorded.graph import Role
 from mist_megatron.recorded.recording import Recording
 from mist_megatron.recorded.repeats import BACKWARD
-from mist_megatron.recorded.retime import Device, moved, operator_work
+from mist_megatron.recorded.retime import Device, moved
 from mist_megatron.recorded.what_if import Retimed, changed_of, scale_work, work_ns
 from mist_megatron.recorded.widths import Resized, split_product, tensors
 from mist_megatron.traces.collectives import POINT_TO_POINT, communicates, message_of
@@ -103,10 +103,7 @@ class _Ratios:
             sizes = (b, seq, heads * self.to.heads, max(keys * self.to.heads, 1.0), size)
         if sizes == work.sizes:
             return _Way("kept", f"{what} of sizes that stay", 1.0)
-        before, after = (
-            self.device.seconds(operator_work(one), work.precision)
-            for one in (work, replace(work, sizes=sizes))
-        )
+        before, after = (self.device.operator_s(one) for one in (work, replace(work, sizes=sizes)))
         if not before or after is None:
             return _Way("kept", f"{what} of {work.precision}, which have no price", 1.0)
         return _Way(self.device.source, what, after / before)

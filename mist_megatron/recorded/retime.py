@@ -2,19 +2,21 @@
 
 What was measured is scaled by the ratio of what is known of both GPUs, so that what a kernel loses to its own
 faults it loses there too. Products, attention and collectives are priced by their sizes, copies to the host
-by their bytes. All other kernels move memory, and go by its rate but for the time that any kernel takes. What
-has no price keeps its time, and is told.
+by their bytes. Products of another vendor's GPU are of another library, which has faults of its own: they get
+the price itself. All other kernels move memory, and go by its rate but for the time that any kernel takes.
+What has no price keeps its time, and is told.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mist_megatron.errors import InputError
 from mist_megatron.price.prices import Attention, Collective, Gemm, HostCopy, MemoryPass, Prices, Work
+from mist_megatron.price.profile_prices import ALIGNED
 from mist_megatron.recorded.engine import Change
 from mist_megatron.recorded.graph import Role
 from mist_megatron.recorded.recording import Recording
@@ -37,11 +39,28 @@ class Device:
     gpus_per_node: int
     source: str
     """Which profile or datasheet speaks of it."""
+    vector_flops_per_s: float
+    """In 32 bits without tensor cores."""
+    products_by: str
+    """The library that computes products on it."""
 
     def seconds(self, work: Work, precision: str | None = None) -> float | None:
         """None where the device has no such arithmetic."""
         prices = self.by_precision.get(precision) if precision else next(iter(self.by_precision.values()))
         return None if prices is None else float(np.asarray(prices.of(work).seconds))
+
+    def operator_s(self, recorded: OperatorWork) -> float | None:
+        """Of one call. Batched products whose rows are not whole loads of 16 bytes cannot feed the tensor
+        cores: their arithmetic runs at the rate without them (cuBLAS's align1 kernels reach 0.8 to 1.1 of it
+        on H100, hipBLASLt's 0.6 to 1.0 on MI300X), while tiles and memory cost what they always do."""
+        if recorded.kind != "gemm":
+            return self.seconds(operator_work(recorded), recorded.precision)
+        m, n, k, batch = recorded.sizes
+        if batch == 1.0 or (n % ALIGNED == 0.0 and k % ALIGNED == 0.0):
+            return self.seconds(operator_work(recorded), recorded.precision)
+        padded = (m, ALIGNED * np.ceil(n / ALIGNED), ALIGNED * np.ceil(k / ALIGNED), batch)
+        aligned = self.seconds(operator_work(replace(recorded, sizes=padded)), recorded.precision)
+        return None if aligned is None else max(aligned, 2.0 * m * n * k * batch / self.vector_flops_per_s)
 
 
 def on_device(recording: Recording, here: Device, there: Device) -> tuple[Change, list[Retimed]]:
@@ -125,10 +144,13 @@ def _ways(
 ) -> tuple[list[str], np.ndarray]:
     """How each of these events is re-timed, and by which factor."""
     comm = communicates(trace)
-    memory = _ratio(MemoryPass(np.array(LARGE_BYTES)), None, here, there) or 1.0
+    memory = _ratio(MemoryPass(np.array(LARGE_BYTES)), here, there) or 1.0
     kernels = trace.length_ns[events][(trace.kind[events] == Kind.KERNEL) & (trace.length_ns[events] > 0)]
     least_ns = float(kernels.min()) if len(kernels) else 0.0
-    known: dict[tuple[int, int], tuple[str, float]] = {}
+    launched = links.launch[events]
+    called = np.where(launched >= 0, links.operator[np.maximum(launched, 0)], -1)
+    call_ns = np.bincount(called + 1, trace.length_ns[events])
+    known: dict[tuple[int, int], tuple[str, float, float]] = {}
     ways, factors = [], np.ones(len(events))
     for index, event in enumerate(events.tolist()):
         if comm[event]:
@@ -136,8 +158,7 @@ def _ways(
         elif trace.kind[event] == Kind.COPY and "DtoD" not in trace.name_of(event):
             way, factor = _copy(trace.name_of(event), int(trace.size[event]), here, there)
         else:
-            launch = int(links.launch[event])
-            operator = int(links.operator[launch]) if launch >= 0 else -1
+            operator = int(called[index])
             name = trace.name_of(operator) if operator >= 0 else ""
             key = (int(trace.name[operator]), int(trace.shapes[operator])) if operator >= 0 else (-1, -1)
             if operator < 0 or not knows_sizes_of(name):
@@ -148,7 +169,9 @@ def _ways(
             else:
                 if key not in known:
                     known[key] = _sized(trace, name, key[1], here, there)
-                way, factor = known[key]
+                way, factor, whole_s = known[key]
+                if whole_s > 0.0:
+                    factor = whole_s * NS_PER_S / max(float(call_ns[operator + 1]), 1.0)
         ways.append(way)
         factors[index] = factor
     return ways, factors
@@ -159,16 +182,18 @@ def moved(length_ns: float, least_ns: float, ratio: float) -> float:
     return (min(length_ns, least_ns) + max(length_ns - least_ns, 0.0) * ratio) / max(length_ns, 1.0)
 
 
-def _sized(trace: Trace, name: str, shapes: int, here: Device, there: Device) -> tuple[str, float]:
-    """Products and attention."""
+def _sized(trace: Trace, name: str, shapes: int, here: Device, there: Device) -> tuple[str, float, float]:
+    """Products and attention: way, factor, and seconds of the whole call where those replace the factor."""
     work = work_of(name, trace.shape_table[shapes]) if shapes >= 0 else None
     if work is None:
-        return "kept: products and attention without usual sizes", 1.0
+        return "kept: products and attention without usual sizes", 1.0, 0.0
     what = "products" if work.kind == "gemm" else "attention"
-    ratio = _ratio(operator_work(work), work.precision, here, there)
-    if ratio is None:
-        return f"kept: {what} of {work.precision}, which have no price", 1.0
-    return what, ratio
+    slow, fast = here.operator_s(work), there.operator_s(work)
+    if slow is None or fast is None or slow <= 0.0:
+        return f"kept: {what} of {work.precision}, which have no price", 1.0, 0.0
+    if what == "products" and here.products_by != there.products_by:
+        return f"products, {here.products_by} to {there.products_by}", 1.0, fast
+    return what, fast / slow, 0.0
 
 
 def operator_work(recorded: OperatorWork) -> Work:
@@ -181,8 +206,8 @@ def operator_work(recorded: OperatorWork) -> Work:
     return Attention(b, seq, heads, kv_heads, dim, recorded.kind == "attention_backward")
 
 
-def _ratio(work: Work, precision: str | None, here: Device, there: Device) -> float | None:
-    slow, fast = here.seconds(work, precision), there.seconds(work, precision)
+def _ratio(work: Work, here: Device, there: Device) -> float | None:
+    slow, fast = here.seconds(work), there.seconds(work)
     return None if slow is None or fast is None or slow <= 0.0 else fast / slow
 
 
@@ -208,7 +233,7 @@ def _copy(name: str, moved: int, here: Device, there: Device) -> tuple[str, floa
     if moved <= 0 or "Pageable" in name or not ("HtoD" in name or "DtoH" in name):
         return "kept: copies without bytes, of pageable memory, or between GPUs", 1.0
     work = HostCopy(np.array(float(moved)), "h2d" if "HtoD" in name else "d2h")
-    ratio = _ratio(work, None, here, there)
+    ratio = _ratio(work, here, there)
     return (
         ("copies", ratio)
         if ratio is not None
