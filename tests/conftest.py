@@ -32,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Temporary files of the tests, and of the programs that they start (torchrun leaves a folder a start),
     lie in one folder, which goes when the tests end. Programs that tests kill leave theirs in it too. So do
     torch's compiled extensions: of one that was killed while it compiled a lock stays for which all others
-    wait for ever. The folder's name has the number of its process: what a killed one left goes with the next."""
+    wait for ever. The folder's name has the number of its process: what a killed one left goes with the
+    next."""
     if "MIST_TEST_TEMPORARY" in os.environ:  # a worker's: the folder is the one of whoever started it
         return
     for left in Path(tempfile.gettempdir()).glob("mist-tests-*-*"):
