@@ -42,7 +42,7 @@ from mist_megatron.search.search import Watch
 from mist_megatron.spec import check
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Plan
-from mist_megatron.targets.rules import require_job, violations
+from mist_megatron.targets.rules import not_modelled, require_job, violations
 from mist_megatron.targets.table import TARGETS, targets_of
 
 
@@ -120,10 +120,6 @@ class ConvertWords(JobWords, total=False):
     """Whether the script recomputes activations now."""
     fix_checkpointing: bool
     """Do not propose to switch recomputation."""
-    micro_batch: int | None
-    """What the trainer puts in the place of "auto"."""
-    grad_accum: int | None
-    """The same for accumulation steps; `global_batch` for all of it."""
     out: str | Path | None
     """Folder for the new file, the difference and the reasons."""
     force: bool
@@ -152,9 +148,7 @@ def convert(
     known = tuple(sorted(conversion.keepable(reading, schema)))
     for path in keep:
         check.known("--keep", "key", path, known)
-    batch = Batch(
-        total=words.get("global_batch"), micro=words.get("micro_batch"), steps=words.get("grad_accum")
-    )
+    batch = batch_words(words)
     asked = read_job(with_batch(words, reading, batch))
     require_job(asked.job.model, asked.job.training.precision, asked.job.target)
     question = Question(
@@ -218,6 +212,13 @@ def require_priced(reading: Reading) -> None:
         )
 
 
+def batch_words(words: JobWords) -> Batch:
+    """What stands in the place of "auto"."""
+    return Batch(
+        total=words.get("global_batch"), micro=words.get("per_device_batch"), steps=words.get("grad_accum")
+    )
+
+
 def with_batch(words: JobWords, reading: Reading, batch: Batch) -> JobWords:
     """The job that the file describes, where the words leave it open."""
     wanted, model = words.get("target") or "deepspeed", words.get("model")
@@ -232,7 +233,8 @@ def with_batch(words: JobWords, reading: Reading, batch: Batch) -> JobWords:
     micro, steps = conversion.batch_of(reading, gpus, batch)
     written = micro * steps * gpus
     precision = words.get("precision") or conversion.precision_of(reading)
-    return {**words, "target": wanted, "global_batch": written, "precision": precision}
+    said: JobWords = {**words, "per_device_batch": None, "grad_accum": None}
+    return {**said, "target": wanted, "global_batch": written, "precision": precision}
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,10 @@ def _converted(raw: Config, reading: Reading, question: Question, tools: _Tools)
         require_patchable(reading, question)
     require_priced(reading)
     before = conversion.as_written(reading, replace(question, target="deepspeed"))
+    for rule in not_modelled(before):
+        raise InputError(
+            f"the file as it is: {rule}", details=("try: `tune --target deepspeed` for a plan in its place",)
+        )
     price = _pricing()
     plain = conversion.best(conversion.candidates(before, may_checkpoint=question.may_checkpoint), price)
     if patched:
@@ -345,7 +351,8 @@ def summary(made: Converted) -> list[str]:
     before, after = made.before_price, made.after_price
     lines = [
         f"Predicted: {before.iteration_s:.4g} s a step before"
-        f"{'' if before.fits else ' (does not fit in memory)'}, {after.iteration_s:.4g} s after."
+        f"{'' if before.fits else f' (does not fit: {before.memory_used_fraction:.0%} of memory)'}, "
+        f"{after.iteration_s:.4g} s after ({after.memory_used_fraction:.0%} of memory)."
     ]
     if TARGETS[made.after.target].patched:
         lines += _patch_summary(made)

@@ -20,11 +20,7 @@ from mist_megatron.spec.job import Job
 
 
 class NumberWords(JobWords, total=False):
-    """A job whose number of GPUs may be left open, or whose batch is told by GPU."""
-
-    per_device_batch: int | None
-    """In place of global_batch: sequences of a GPU per optimizer step; of Hugging Face's Trainer its
-    per_device_train_batch_size times its gradient_accumulation_steps."""
+    """A job whose number of GPUs may be left open."""
 
     any_gpus: int | None
     """In place of gpus: the fastest on any number of GPUs up to this."""
@@ -82,21 +78,6 @@ class Number:
     """The fewest that train so many tokens in this time; else the fastest."""
 
 
-def whole_batch(words: NumberWords) -> int | None:
-    """Sequences per step that the words say, by GPU or in all; None where they do not."""
-    each, whole, gpus = words.get("per_device_batch"), words.get("global_batch"), words.get("gpus")
-    if each is None:
-        return whole
-    gpus = of_one_kind(gpus, "--per-device-batch")
-    if whole is not None:
-        raise InputError("--per-device-batch is given beside --global-batch; wanted one of them")
-    if gpus is None:
-        raise InputError("--per-device-batch: how many GPUs is not said; wanted --gpus N beside it")
-    if each < 1:
-        raise InputError(f"--per-device-batch is {each}; wanted at least 1")
-    return each * gpus
-
-
 def wanted_number(words: NumberWords) -> Number | None:
     """None where the number of GPUs is given."""
     most, deadline, tokens = words.get("any_gpus"), words.get("deadline"), words.get("tokens")
@@ -106,14 +87,22 @@ def wanted_number(words: NumberWords) -> Number | None:
         raise InputError(f"--gpus any<={most}: wanted at least 1")
     if deadline is not None and tokens is not None:
         most = most or of_one_kind(words.get("gpus"), "--deadline") or MOST_TRIED
+        _require_whole_batch(words)
         return Number(
             most=most, tokens=tokens_of("--tokens", tokens), deadline_s=seconds_of("--deadline", deadline)
         )
     if most is None:
         return None
+    _require_whole_batch(words)
     if words.get("gpus") is not None:
         raise InputError("gpus is given beside any_gpus; wanted one of them")
     return Number(most=most)
+
+
+def _require_whole_batch(words: NumberWords) -> None:
+    """Each number of GPUs would train in other steps."""
+    if words.get("per_device_batch") is not None:
+        raise InputError("--per-device-batch: how many GPUs is not said; wanted --gpus N, or --global-batch")
 
 
 def on_best_number(number: Number, words: JobWords, settings: Settings, search: Search) -> Tuned:

@@ -37,6 +37,10 @@ class JobWords(TypedDict, total=False):
     """GPUs of one node."""
     global_batch: int | None
     """Sequences per optimizer step, whole cluster."""
+    per_device_batch: int | None
+    """In place of global_batch: sequences per GPU and pass, per_device_train_batch_size of Hugging Face."""
+    grad_accum: int | None
+    """Beside per_device_batch: passes per optimizer step, gradient_accumulation_steps of Hugging Face."""
     seq: int | None
     """Tokens per sequence."""
     precision: str | None
@@ -90,6 +94,7 @@ def read_job(words: JobWords) -> AskedJob:
         model = with_adapter(model, adapter_of(str(words["lora"])))
     defaults: dict[str, str] = {}
     cluster = _cluster(words, defaults)
+    words = {**words, "global_batch": _whole_batch(words, cluster.gpus)}
     training = _training(words, model, cluster, defaults)
     if 0 < model.learned_positions < model.first_shape.sequence(training.seq_len):
         # Frameworks make the table as long as the sequences are; it takes memory and traffic.
@@ -107,6 +112,21 @@ def read_job(words: JobWords) -> AskedJob:
         ),
         defaults,
     )
+
+
+def _whole_batch(words: JobWords, gpus: int) -> int | None:
+    """Sequences per step that the words say, by GPU or in all; None where they do not."""
+    each, steps = words.get("per_device_batch"), words.get("grad_accum")
+    for option, value in (("--per-device-batch", each), ("--grad-accum", steps)):
+        if value is not None and value < 1:
+            raise InputError(f"{option} is {value}; wanted at least 1")
+    if each is None:
+        if steps is not None:
+            raise InputError("--grad-accum goes with --per-device-batch, of which it is so many")
+        return words.get("global_batch")
+    if words.get("global_batch") is not None:
+        raise InputError("--per-device-batch is given beside --global-batch; wanted one of them")
+    return each * (steps or 1) * gpus
 
 
 def _execution(words: JobWords, model: ModelSpec) -> Execution:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from mist_megatron.ask.convert import with_batch
+from mist_megatron.ask.convert import batch_words, with_batch
 from mist_megatron.ask.emit import deepspeed_schema
 from mist_megatron.ask.job_words import AskedJob, JobWords, read_job
 from mist_megatron.ask.lint_folder import (
@@ -19,8 +19,9 @@ from mist_megatron.ask.lint_folder import (
     stages_beside,
     with_sourced,
 )
+from mist_megatron.ask.lint_trainer import beside, started, told_by
 from mist_megatron.ask.mixed_words import of_one_kind
-from mist_megatron.ask.plan_words import host_words, lines_repr
+from mist_megatron.ask.plan_words import fullest_words, host_words, lines_repr
 from mist_megatron.ask.predict import predict
 from mist_megatron.ask.words import with_words
 from mist_megatron.cost.predict import Prediction, prediction_document
@@ -57,14 +58,17 @@ from mist_megatron.frameworks.megatron.read import model_of, plan_of, training_o
 from mist_megatron.frameworks.megatron.reader import Reader
 from mist_megatron.frameworks.megatron.yaml_run import YamlRun, yaml_run
 from mist_megatron.frameworks.stages_json import with_map
-from mist_megatron.frameworks.trainer_yaml import adapter_findings, filled, named_config
+from mist_megatron.frameworks.trainer_yaml import (
+    filled,
+    named_config,
+    trainer_job,
+)
 from mist_megatron.resources import data_folder
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Plan, TargetName
-from mist_megatron.spec.training import Precision
+from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.facts import FrameworkName
-from mist_megatron.targets.rules import job_rules, violations
+from mist_megatron.targets.rules import job_rules, not_modelled, violations
 from mist_megatron.targets.table import TARGETS
 
 
@@ -112,6 +116,13 @@ class Linted:
             + "; ".join([f"MFU {self.prediction.mfu:.1%}", *host_words(self.prediction)])
         )
 
+    def memory_words(self) -> list[str]:
+        """Of what does not fit: what fills it, and what finds something that does."""
+        if self.plan is None or self.prediction is None or self.prediction.fits:
+            return []
+        found_by = FRAMEWORKS[self.kind].found_by
+        return [*fullest_words(self.plan, self.prediction), f"next: mist-megatron {found_by} finds what fits"]
+
     def nothing_words(self) -> str:
         """What is said where there is nothing to say."""
         return f"nothing to say against this {self.kind} file"
@@ -151,12 +162,14 @@ def lint(
     refuse_alone(text, path)
     text = with_sourced(text, path) if kind_of(text) == "command" else text
     is_config = kind_of(text) == "configuration"
-    beside = None if is_config else config_beside(text, path)
+    config = None if is_config else config_beside(text, path)
     if is_config:
         linted = _deepspeed(text, path, words, checkpointing=checkpointing)
-    elif beside is not None:
-        linted = _deepspeed(read_text(beside), beside, words, checkpointing=checkpointing)
+    elif config is not None:
+        linted = _deepspeed(read_text(config), config, words, checkpointing=checkpointing)
         linted = replace(linted, findings=(*linted.findings, *_arguments(text, linted.plan, path)))
+    elif (trainer := started(text, path, given or {})) is not None:
+        linted = _trainer(trainer, path, words, checkpointing=checkpointing)
     else:
         linted = _megatron(text, path, words, given or {})
     return _priced(linted)
@@ -172,22 +185,22 @@ def _priced(linted: Linted) -> Linted:
 
 
 def _trainer(document: Mapping[str, Any], file: Path, words: JobWords, *, checkpointing: bool) -> Linted:
-    """The DeepSpeed configuration that a trainer's YAML names or holds."""
+    """The DeepSpeed configuration that a trainer's file or command names or holds."""
     named = named_config(document, str(file))
+    told, found = told_by(document, words)
     if named.path is None:
         config = named.config
     else:
-        places = [folder / named.path for folder in (file.parent, *file.parent.parents)]
-        path = next((place for place in places if place.is_file()), None)
-        if path is None:
-            raise InputError(
-                f"{file}: it names {named.path}, which is not there",
-                details=("try: lint it beside that file, or lint that file itself",),
-            )
-        config, file = read_loose(read_text(path), str(path)), path
-    told = json.dumps(filled(config, named.fills))
-    linted = _deepspeed(told, file, words, checkpointing=checkpointing)
-    return replace(linted, findings=(*adapter_findings(document), *linted.findings))
+        file = beside(named.path, file)
+        config = read_loose(read_text(file), str(file))
+    text = json.dumps(filled(config, named.fills))
+    linted = _deepspeed(text, file, told, checkpointing=checkpointing or trainer_job(document).checkpointing)
+    said = {
+        f"--{key}": f"{value} (said there)"
+        for key, value in told.items()
+        if value is not None and words.get(key) is None
+    }
+    return replace(linted, findings=(*found, *linted.findings), defaults={**said, **linted.defaults})
 
 
 def _arguments(text: str, plan: Plan | None, file: Path) -> tuple[Finding, ...]:
@@ -206,7 +219,7 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
     reading = read_config(read_loose(text, where), deepspeed_schema(probe=True))
     about: Plan | Job | None = None
     defaults: Mapping[str, str] = {}
-    batch = Batch(total=job.get("global_batch") if document is None else None)
+    batch = batch_words(job) if document is None else Batch()
     if document is not None:
         reading = replace(reading, config=filled_in(reading.config, document))
         about = _emitted(job, document["world_size"], file) if job.get("model") is None else None
@@ -236,18 +249,18 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
     if document is None:
         patched = TARGETS[target].patched
         more = (*bare_findings(reading), *_refused(plan, "--target")) if patched else ()
-        told = (*reading.findings, *more, *_beyond(about.model, about.training.precision, target))
+        told = (*reading.findings, *more, *_beyond(plan))
         return Linted(kind="deepspeed", findings=told, plan=plan, defaults=defaults)
     plan = with_map(with_patches(plan, reading, document, where), document)
     findings = (*reading.findings, *patch_findings(reading, document), *_refused(plan, "stages.json"))
     return Linted(kind="deepspeed", findings=findings, plan=plan)
 
 
-def _beyond(model: ModelSpec, precision: Precision, target: TargetName) -> tuple[Finding, ...]:
-    """What of a model its target is not modelled with, so that no price of it would be honest."""
-    rules = job_rules(model, precision, target)
+def _beyond(plan: Plan) -> tuple[Finding, ...]:
+    """What its target is not modelled with, so that no price of it would be honest."""
+    rules = (*job_rules(plan.model, plan.training.precision, plan.target), *not_modelled(plan))
     return tuple(
-        Finding(level="unpriced", key="--model", message=f"target {target}: {rule}") for rule in rules
+        Finding(level="unpriced", key="--model", message=f"target {plan.target}: {rule}") for rule in rules
     )
 
 

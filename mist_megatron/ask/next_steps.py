@@ -39,7 +39,8 @@ def _surer(tuned: Tuned) -> str:
             f"most prices of {gpu} are curves, not measured shapes: on one of its nodes, mist-megatron "
             "calibrate run --out m.jsonl"
         )
-    return "run 20 steps and hold them against it: mist-megatron replay TRACE --against plan.yaml"
+    plan = "plan.yaml" if tuned.out is None else f"{tuned.out}/plan.yaml"
+    return f"run 20 steps and hold them against it: mist-megatron replay TRACE --against {plan}"
 
 
 def _closer(tuned: Tuned) -> str:

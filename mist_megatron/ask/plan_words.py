@@ -159,7 +159,7 @@ def reasons(plan: Plan, prediction: Prediction) -> list[str]:
         *kind_lines(plan),
         *strategy_lines(plan, prediction),
         f"time binds in stage {slowest}: {listed}",
-        "step: " + ", ".join(f"{name} {seconds / step.total_s:.0%}" for seconds, name in split),
+        "step: " + ", ".join(f"{name} {max(0.0, seconds) / step.total_s:.0%}" for seconds, name in split),
         *fullest_words(plan, prediction),
         *host_words(prediction),
         f"prices: {share['exact']:.0%} measured at the exact shape, "

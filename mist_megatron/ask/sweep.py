@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, TypedDict, Unpack, cast
 
-from mist_megatron.ask.job_words import SEQUENCES_PER_GPU, JobWords, read_job
+from mist_megatron.ask.job_words import JobWords, read_job
 from mist_megatron.ask.plan_words import columns, lines_repr, shape_words
 from mist_megatron.ask.ranges import whole_numbers
 from mist_megatron.ask.tune import SILENT, tune
@@ -45,6 +45,10 @@ class SweepWords(TypedDict, total=False):
     """Link speeds; each value is another cluster: inter=25GB/s, inter=50GB/s."""
     global_batch: int | None
     """Sequences per optimizer step; the same number on each cluster, or 16 per GPU."""
+    per_device_batch: int | None
+    """In place of global_batch: sequences per GPU and pass, per_device_train_batch_size of Hugging Face."""
+    grad_accum: int | None
+    """Beside per_device_batch: passes per optimizer step, gradient_accumulation_steps of Hugging Face."""
     gpus_per_node: int | None
     """GPUs of one node."""
     precision: str | None
@@ -118,9 +122,8 @@ class Swept:
         """What is the same of all points."""
         same = [f"{name} {words}" for name, words in self._same().items() if name in KNOWN and words]
         batches = {point.global_batch for point in self.points}
-        batch = (
-            f"{batches.pop():,} sequences" if len(batches) == 1 else f"{SEQUENCES_PER_GPU} sequences per GPU"
-        )
+        each = {(point.global_batch or 0) // point.gpus for point in self.points if point.global_batch}
+        batch = f"{batches.pop():,} sequences" if len(batches) == 1 else f"{min(each)} sequences per GPU"
         return ", ".join([self.model, *same, f"{batch} a step"])
 
     def reasons(self) -> list[str]:
@@ -215,6 +218,12 @@ def sweep(*, watch: Watch | None = None, **words: Unpack[SweepWords]) -> Swept:
 _Known = dict[str, Any]
 
 
+SAME = (
+    "model", "global_batch", "per_device_batch", "grad_accum", "gpus_per_node", "precision", "target",
+)  # fmt: skip
+"""Words that every point has in common."""
+
+
 def asked_points(words: SweepWords) -> Iterator[tuple[_Known, JobWords]]:
     """Every combination, GPUs last, so that a curve of scaling stands together."""
     gpus_asked = words.get("gpus")
@@ -226,7 +235,7 @@ def asked_points(words: SweepWords) -> Iterator[tuple[_Known, JobWords]]:
     named = [part.strip() for text in texts(words.get("gpu")) for part in text.split(",")]
     gpus: Sequence[str | None] = named or [None]
     links: Sequence[str | None] = texts(words.get("bandwidth")) or [None]
-    same = {key: words.get(key) for key in ("model", "global_batch", "gpus_per_node", "precision", "target")}
+    same = {key: words.get(key) for key in SAME}
     for gpu, link, length, count in product(gpus, links, seqs, counts):
         known = {"gpu": gpu or "", "gpus": count, "seq": length, "bandwidth": link or ""}
         job = {**same, "gpu": gpu, "gpus": count, "seq": length, "bandwidth": link}

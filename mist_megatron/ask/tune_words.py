@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Unpack, get_args
 
-from mist_megatron.ask.gpu_counts import NumberWords, on_best_number, wanted_number, whole_batch
+from mist_megatron.ask.gpu_counts import NumberWords, on_best_number, wanted_number
 from mist_megatron.ask.job_words import AskedJob, asked_job
 from mist_megatron.ask.links import load_links
 from mist_megatron.ask.place import nodes_to_choose
@@ -105,8 +105,6 @@ def tune(
     which keeps the best so far; `executor` is where shapes are solved, in place of `workers`.
     """
     words = {**AS_USUAL, **words}
-    if job is None:
-        words["global_batch"] = whole_batch(words)
     number = wanted_number(words) if job is None else None
     asked = asked_job(job, words) if number is None else None
     nodes = None if asked is None else _nodes(asked.job, words)

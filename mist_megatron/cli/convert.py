@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mist_megatron.cli.options import JobOptions, assumed
+from mist_megatron.cli.options import JobOptions, show_taken
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.cli.progress import search_watch
 
@@ -33,13 +33,6 @@ def convert(
     fix_checkpointing: Annotated[
         bool, typer.Option("--fix-checkpointing", help="Do not propose to switch recomputation.")
     ] = False,
-    micro_batch: Annotated[
-        int | None,
-        typer.Option(help='Sequences per GPU and pass that your trainer puts in the place of "auto".', min=1),
-    ] = None,
-    grad_accum: Annotated[
-        int | None, typer.Option(help="The same for accumulation steps; --global-batch for both.", min=1)
-    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the new file, the diff and the reasons.")
     ] = None,
@@ -58,8 +51,6 @@ def convert(
         keep=keep,
         checkpointing=checkpointing,
         fix_checkpointing=fix_checkpointing,
-        micro_batch=micro_batch,
-        grad_accum=grad_accum,
         out=out,
         force=force,
         **job.words(),
@@ -71,27 +62,41 @@ def convert(
 
 def _show(made: Converted, output: OutputOptions, out: Path | None) -> None:
     from mist_megatron.ask.convert import gain_words, summary, value_words
+    from mist_megatron.frameworks.deepspeed.convert import WRITTEN_OUT
 
     people = output.people
-    for line in assumed(made.defaults):
-        people.print(f"assumed: {line}")
+    show_taken(people, made.defaults)
     rows = [(f.level, f.key, f.message) for f in made.reading.findings]
     if rows:
         people.print(table(("what the file says", "key", ""), rows))
         people.print()
-    changed = [(c.key, value_words(c.old), value_words(c.new), gain_words(c), c.reason) for c in made.changes]
+    spelled = [c for c in made.changes if c.reason == WRITTEN_OUT]
+    changed = [
+        (
+            c.key.removeprefix("zero_optimization."),
+            value_words(c.old),
+            value_words(c.new),
+            gain_words(c),
+            c.reason,
+        )
+        for c in made.changes
+        if c not in spelled
+    ]
     if changed:
         people.print(table(("key", "before", "after", "saves", "reason"), changed, right=("saves",)))
-    else:
+    if spelled:
+        keys = ", ".join(f"{c.key.removeprefix('zero_optimization.')} {value_words(c.new)}" for c in spelled)
+        people.print(f"{WRITTEN_OUT}: {keys}", markup=False)
+    if not made.changes:
         people.print("nothing to change in the file")
     people.print()
     for line in summary(made):
         people.print(line)
+    more = ", and what starts it under its patches" if made.patches else ""
     if out is None:
         people.print(
-            "nothing was written; --out FOLDER writes ds_config.json, the diff and the reasons"
-            f"{', and what starts it under its patches' if made.patches else ''}",
+            f"next: the same command with --out DIR writes ds_config.json, the diff and the reasons{more}"
         )
     else:
-        more = ", and what starts it under its patches," if made.patches else ""
-        people.print(f"wrote ds_config.json, ds_config.diff and CHANGES.md{more} to {out}")
+        people.print(f"wrote ds_config.json, ds_config.diff and CHANGES.md{more} to {out}", markup=False)
+        people.print(f"next: your training with {out}/ds_config.json in the old file's place", markup=False)

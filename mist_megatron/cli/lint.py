@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from mist_megatron.cli.options import JobOptions, assumed
+from mist_megatron.cli.options import JobOptions, show_taken
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.errors import InputError
 
@@ -45,10 +44,10 @@ def lint(
     if not output.json:
         rows = [(f.level, f.key, f.message) for f in linted.findings]
         output.people.print(table(("", "key", "what"), rows) if rows else linted.nothing_words())
-        if linted.defaults:
-            taken = ", ".join(assumed(linted.defaults))
-            output.people.print(f"[dim]taken by default: {escape(taken)}[/dim]")
+        show_taken(output.people, linted.defaults)
         output.people.print(linted.price_words(), soft_wrap=True)
+        for line in linted.memory_words():
+            output.people.print(line)
     if linted.rejected:
         raise typer.Exit(InputError.exit_code)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from mist_megatron.cli.expand import OptionGroup
 from mist_megatron.errors import InputError
@@ -64,6 +66,21 @@ class JobOptions(OptionGroup):
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of one node.", rich_help_panel=PANEL)] = None
     global_batch: Annotated[
         int | None, typer.Option(help="Sequences per optimizer step, whole cluster.", rich_help_panel=PANEL)
+    ] = None
+    per_device_batch: Annotated[
+        int | None,
+        typer.Option(
+            help="In place of --global-batch: sequences per GPU and pass, Hugging Face's "
+            "per_device_train_batch_size.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    grad_accum: Annotated[
+        int | None,
+        typer.Option(
+            help="Beside it: passes per optimizer step, gradient_accumulation_steps; 1 by default.",
+            rich_help_panel=PANEL,
+        ),
     ] = None
     seq: Annotated[int | None, typer.Option(help="Tokens per sequence.", rich_help_panel=PANEL)] = None
     precision: Annotated[str | None, typer.Option(help="fp16, bf16 or fp8.", rich_help_panel=PANEL)] = None
@@ -125,6 +142,8 @@ class JobOptions(OptionGroup):
         return whole_number("--gpus", self.gpus)
 
 
-def assumed(defaults: Mapping[str, str]) -> list[str]:
+def show_taken(people: Console, defaults: Mapping[str, str]) -> None:
     """What was taken because nobody said it, for people."""
-    return [f"{option} {value}".strip() for option, value in defaults.items()]
+    said = ", ".join(f"{option} {value}".strip() for option, value in defaults.items())
+    if said:
+        people.print(f"[dim]taken by default: {escape(said)}[/dim]")

@@ -31,15 +31,15 @@ def sweep(
     global_batch: Annotated[
         int | None, typer.Option(help="Sequences per step on every cluster; by default 16 per GPU.")
     ] = None,
+    per_device_batch: Annotated[int | None, typer.Option(help="In place of it: per GPU and pass.")] = None,
+    grad_accum: Annotated[int | None, typer.Option(help="Beside it: passes per optimizer step.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of one node.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp16, bf16 or fp8.")] = None,
     target: Annotated[str | None, typer.Option(help="Framework to plan for, as in `tune`.")] = None,
     space: Annotated[
         str | None, typer.Option(help="Named space: by default full, with --strategies megatron.")
     ] = None,
-    price: Annotated[
-        list[str] | None, typer.Option(help="Dollars per GPU and hour: 2.5, or h100-sxm-80gb=2.5.")
-    ] = None,
+    price: Annotated[list[str] | None, typer.Option(help="Dollars an hour: 2.5, or l4-24gb=0.7.")] = None,
     strategies: Annotated[
         bool, typer.Option("--strategies", help="Every (dp, tp, pp) of one job, played by events.")
     ] = False,
@@ -53,7 +53,8 @@ def sweep(
     words: SweepWords = {
         "model": model, "gpus": gpus, "gpu": gpu, "seq": seq, "bandwidth": bandwidth,
         "global_batch": global_batch, "gpus_per_node": gpus_per_node, "precision": precision,
-        "target": target, "price": price, "workers": workers,
+        "target": target, "price": price, "workers": workers, "per_device_batch": per_device_batch,
+        "grad_accum": grad_accum,
     }  # fmt: skip
     if strategies:
         answer = _strategies(words, space)

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from mist_megatron.cli.expand import OptionGroup
-from mist_megatron.cli.options import JobOptions, assumed
+from mist_megatron.cli.options import JobOptions
 from mist_megatron.cli.output import OutputOptions
 from mist_megatron.cli.output_file import check_output_file
 from mist_megatron.cli.progress import search_watch
@@ -74,14 +74,6 @@ class SearchOptions(OptionGroup):
         str | None,
         typer.Option(help="simulate: rank the best plans anew, by events.", rich_help_panel=PANEL),
     ] = None
-    per_device_batch: Annotated[
-        int | None,
-        typer.Option(
-            help="In place of --global-batch: sequences of a GPU per optimizer step (Trainer's "
-            "per-device batch times its accumulation).",
-            rich_help_panel=PANEL,
-        ),
-    ] = None
     deadline: Annotated[
         str | None,
         typer.Option(
@@ -131,7 +123,7 @@ def tune(job: JobOptions, *, search: SearchOptions, output: OutputOptions) -> No
         tuned = tune_job(watch=watch, **search.words(job))
     output.finish(tuned.to_dict())
     if not output.json:
-        show_result(output.people, tuned, assumed(tuned.defaults))
+        show_result(output.people, tuned)
         if tuned.verification is not None:
             show_verified(output.people, tuned.verification)
     if search.report is not None:

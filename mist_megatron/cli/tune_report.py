@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
+from mist_megatron.cli.options import show_taken
 from mist_megatron.cli.output import table
 
 if TYPE_CHECKING:
@@ -14,15 +15,14 @@ if TYPE_CHECKING:
     from mist_megatron.ask.verify import Verification
 
 
-def show_result(people: Console, tuned: Tuned, defaults: list[str]) -> None:
+def show_result(people: Console, tuned: Tuned) -> None:
     """The plan as a table, what binds it, the next best, the proof, and the next command."""
     from mist_megatron.ask.next_steps import next_steps
     from mist_megatron.ask.plan_words import STAGE_COLUMNS, reasons, stage_rows, told_apart
     from mist_megatron.ask.tune import proof_words
 
     plan, prediction = tuned.plan, tuned.prediction
-    if defaults:
-        people.print(f"[dim]taken by default: {escape(', '.join(defaults))}[/dim]")
+    show_taken(people, tuned.defaults)
     people.print(headline(tuned))
     people.print()
     stages = table(STAGE_COLUMNS, stage_rows(plan, prediction), right=("lay", "GPU", "b", "GiB", "ms"))

@@ -19,3 +19,5 @@ class Framework:
     """Of these, what says something of the plan; the launch scripts of all plans are alike."""
     priced_with: str
     """Options that `lint` needs to price one of its files, since the file does not say them."""
+    found_by: str = "tune"
+    """The command that finds what fits in the place of a file that does not."""

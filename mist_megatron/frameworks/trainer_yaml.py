@@ -8,6 +8,7 @@ from typing import Any
 
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.findings import Finding
+from mist_megatron.spec.adapter import PLACES
 
 _ACCELERATE_KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -25,6 +26,7 @@ _TRAINERS = {
     "micro_batch_size": "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
+_AUTO = {"enabled": "auto"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,13 @@ class NamedConfig:
 def named_config(document: Mapping[str, Any], where: str) -> NamedConfig:
     """The DeepSpeed part of a trainer's YAML or JSON; refused with the reason where there is none."""
     section = document.get("deepspeed_config")
+    fills: dict[str, Any] = {
+        key: document[name] for name, key in _TRAINERS.items() if isinstance(document.get(name), int)
+    }
+    fills |= {key: {"enabled": True} for key in ("bf16", "fp16") if document.get(key) is True}
     if isinstance(section, Mapping):
-        return _accelerate(document, section)
+        return _accelerate(document, section, fills)
     named = document.get("deepspeed")
-    fills = {key: document[name] for name, key in _TRAINERS.items() if isinstance(document.get(name), int)}
     if isinstance(named, str) and named:
         return NamedConfig(path=named, config={}, fills=fills)
     if isinstance(named, Mapping):
@@ -51,10 +56,12 @@ def named_config(document: Mapping[str, Any], where: str) -> NamedConfig:
     raise InputError(f"{where}: {_reason(document)}", details=("try: lint the launch script or the JSON",))
 
 
-def _accelerate(document: Mapping[str, Any], section: Mapping[str, Any]) -> NamedConfig:
+def _accelerate(
+    document: Mapping[str, Any], section: Mapping[str, Any], fills: Mapping[str, Any]
+) -> NamedConfig:
     named = section.get("deepspeed_config_file")
     if isinstance(named, str) and named:
-        return NamedConfig(path=named, config={}, fills={})
+        return NamedConfig(path=named, config={}, fills=fills)
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": "auto"}
     for name, path in _ACCELERATE_KEYS.items():
         if name in section and not (name.endswith("_path") and section[name] in (None, "none")):
@@ -66,7 +73,7 @@ def _accelerate(document: Mapping[str, Any], section: Mapping[str, Any]) -> Name
     precision = document.get("mixed_precision")
     if precision in ("bf16", "fp16"):
         config[precision] = {"enabled": True}
-    return NamedConfig(path=None, config=config, fills={})
+    return NamedConfig(path=None, config=config, fills=fills)
 
 
 def _reason(document: Mapping[str, Any]) -> str:
@@ -90,23 +97,107 @@ def _reason(document: Mapping[str, Any]) -> str:
     return "a mapping without a DeepSpeed configuration under `deepspeed` or `deepspeed_config`"
 
 
-def adapter_findings(document: Mapping[str, Any]) -> tuple[Finding, ...]:
-    """Training of a part of the weights, or of quantized ones, which is not priced."""
-    signs = {
-        "finetuning_type": ("lora", "oft", "freeze"),
-        "adapter": ("lora", "qlora"),
-        "use_peft": (True,),
-        "load_in_4bit": (True,),
-        "load_in_8bit": (True,),
-    }
-    message = "only a part of the weights is trained, or quantized ones, which is not priced"
-    return tuple(
-        Finding(level="unpriced", key=key, message=message)
-        for key, values in signs.items()
-        if any(document.get(key) == value for value in values)
+@dataclass(frozen=True, kw_only=True)
+class TrainerJob:
+    """What a trainer's file says of the job; None where it does not."""
+
+    model: str | None
+    """Name on the Hub, or a folder."""
+    seq: int | None
+    checkpointing: bool
+    adapter: str | None
+    """Rank and matrices of low-rank adapters, as `--lora` takes them."""
+
+
+_MODELS = ("model_name_or_path", "base_model")
+_LENGTHS = ("cutoff_len", "sequence_len", "max_seq_length", "max_length", "block_size", "model_max_length")
+
+
+def is_llama_factory(document: Mapping[str, Any]) -> bool:
+    """Whether LLaMA-Factory reads it, whose defaults are LoRA and recomputation."""
+    return "stage" in document and bool({"template", "cutoff_len", "finetuning_type"} & document.keys())
+
+
+def trainer_job(document: Mapping[str, Any]) -> TrainerJob:
+    """Model, length, recomputation and adapters, by the keys of Trainer, TRL, LLaMA-Factory and axolotl."""
+    names = (document.get(key) for key in _MODELS)
+    lengths = (document.get(key) for key in _LENGTHS)
+    off = is_llama_factory(document) and not document.get("disable_gradient_checkpointing")
+    return TrainerJob(
+        model=next((name for name in names if isinstance(name, str) and name), None),
+        seq=next((length for length in lengths if type(length) is int and length > 0), None),
+        checkpointing=bool(document.get("gradient_checkpointing", off)),
+        adapter=_adapter(document),
     )
+
+
+def _low_rank(document: Mapping[str, Any]) -> bool:
+    kind = document.get("finetuning_type", "lora" if is_llama_factory(document) else None)
+    return kind == "lora" or document.get("adapter") == "lora" or document.get("use_peft") is True
+
+
+def _adapter(document: Mapping[str, Any]) -> str | None:
+    """Defaults of a rank: LLaMA-Factory's FinetuningArguments, TRL's ModelConfig; axolotl has none."""
+    if not _low_rank(document):
+        return None
+    usual = 8 if is_llama_factory(document) else 16 if document.get("use_peft") is True else None
+    rank, places = document.get("lora_rank", document.get("lora_r", usual)), _places(document)
+    if type(rank) is not int or places is None:
+        return None
+    return f"{rank}:{','.join(places)}" if places else f"{rank}"
+
+
+def _places(document: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Matrices with an adapter, () for all; None where they are no LLaMA's or PEFT's choice."""
+    if document.get("lora_target_linear") is True:
+        return ()
+    usual = "all" if is_llama_factory(document) else None
+    said = document.get("lora_target", document.get("lora_target_modules", usual))
+    names = said.split(",") if isinstance(said, str) else said if isinstance(said, list) else []
+    named = [str(name).strip() for name in names]
+    if named in (["all"], ["all-linear"]):
+        return ()
+    places = tuple(name.removesuffix("_proj") for name in named)
+    known = all(name.endswith("_proj") and place in PLACES for name, place in zip(named, places, strict=True))
+    return places if places and known else None
+
+
+_QUANTIZED = ("load_in_4bit", "load_in_8bit", "quantization_bit")
+_TRAINED_TOO = ("additional_target", "lora_modules_to_save", "modules_to_save")
+_MORE = ("use_dora", "peft_use_dora", "lora_dropout")
+ADAPTER_KEYS = frozenset({"lora_target_modules", *_MORE})
+"""Findings that `--lora` answers."""
+
+
+def adapter_findings(document: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """What is not priced of training a part of the weights, or quantized ones."""
+    said = {key: value for key, value in document.items() if value not in (None, False, 0, "", [], "none")}
+    part = "only a part of the weights is trained, in a way that is not priced"
+    found = {key: "quantized weights are not priced" for key in _QUANTIZED if key in said}
+    if said.get("adapter") == "qlora":
+        found["adapter"] = "quantized weights are not priced"
+    for key, kinds in (
+        ("finetuning_type", ("oft", "freeze", "galore")),
+        ("adapter", ("oft", "llama-adapter")),
+    ):
+        if said.get(key) in kinds:
+            found[key] = part
+    if _low_rank(document):
+        if _adapter(document) is None:
+            wanted = "--lora 16:q,v says rank and matrices (q, k, v, o, gate, up, down)"
+            found["lora_target_modules"] = (
+                f"which matrices have adapters of which rank is not told here: {wanted}"
+            )
+        found |= {
+            key: "whole matrices that are trained beside adapters are not priced"
+            for key in _TRAINED_TOO
+            if key in said
+        }
+        without = "not priced: each adapter keeps more for its backward pass; --lora asks without it"
+        found |= {key: without for key in _MORE if key in said}
+    return tuple(Finding(level="unpriced", key=key, message=message) for key, message in found.items())
 
 
 def filled(config: Mapping[str, Any], fills: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON with what it leaves to the trainer as the trainer's file says it."""
-    return {**config, **{key: value for key, value in fills.items() if config.get(key) == "auto"}}
+    return {**config, **{key: value for key, value in fills.items() if config.get(key) in ("auto", _AUTO)}}

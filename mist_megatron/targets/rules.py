@@ -99,7 +99,7 @@ def require_job(model: ModelSpec, precision: Precision, target: TargetName) -> N
 
 def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
     broken = list(job_rules(plan.model, plan.training.precision, plan.target))
-    broken += _width_rules(plan)
+    broken += not_modelled(plan)
     if plan.pipeline_size > 1 and not able.pipeline:
         overlaps = ": execution.overlap_grad_reduce is on, which DeepSpeed switches off in one"
         more = overlaps if TARGETS[plan.target].capability.pipeline else ""
@@ -132,8 +132,8 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
     return broken
 
 
-def _width_rules(plan: Plan) -> list[str]:
-    """What is not modelled of layers of several widths, or of frozen ones."""
+def not_modelled(plan: Plan) -> list[str]:
+    """What has no honest price: what is not modelled of layers of several widths, or of frozen ones."""
     model, broken = plan.model, []
     if plan.sequence_parallel and not model.plain:
         broken = [

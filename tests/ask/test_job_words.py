@@ -253,15 +253,24 @@ def test_a_model_of_the_hub_is_of_the_cache_or_a_preset_of_its_name(tmp_path, mo
     assert read_job({"model": "someone/thing-8b", "gpus": 8}).job.model.layers == 3
 
 
+JOB_OF_TWO = {"model": "gpt2", "gpus": 2, "gpu": "l4-24gb"}
+
+
 def test_a_batch_may_be_told_by_gpu() -> None:
-    small = {"model": "gpt2", "gpus": 2, "gpu": "l4-24gb", "space": "megatron"}
+    small = {**JOB_OF_TWO, "space": "megatron"}
     by_gpu, whole = mm.tune(**small, per_device_batch=8), mm.tune(**small, global_batch=16)
     assert by_gpu.plan.training == whole.plan.training
     assert by_gpu.iteration_s == whole.iteration_s
+    assert (
+        read_job({**JOB_OF_TWO, "per_device_batch": 2, "grad_accum": 4}).job
+        == read_job({**JOB_OF_TWO, "global_batch": 16}).job
+    )
     for more, said in (
         ({"gpus": 2, "global_batch": 16}, "beside --global-batch"),
         ({"any_gpus": 8}, "wanted --gpus N"),
         ({"gpus": 2, "per_device_batch": 0}, "wanted at least 1"),
+        ({"gpus": 2, "per_device_batch": None, "grad_accum": 2}, "goes with --per-device-batch"),
+        ({"tokens": "1T", "deadline": "30d"}, "wanted --gpus N, or --global-batch"),
     ):
         with pytest.raises(InputError, match=said):
             mm.tune(**{"model": "gpt2", "per_device_batch": 8, **more})

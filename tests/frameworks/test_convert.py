@@ -221,9 +221,9 @@ AUTO = FILES["Trainer with auto everywhere"]
     [
         (("--global-batch", "64"), (8, 1)),
         (("--global-batch", "96"), (6, 2)),
-        (("--global-batch", "256", "--micro-batch", "4"), (4, 8)),
+        (("--global-batch", "256", "--per-device-batch", "4"), (4, 8)),
         (("--global-batch", "256", "--grad-accum", "16"), (2, 16)),
-        (("--micro-batch", "2", "--grad-accum", "3"), (2, 3)),
+        (("--per-device-batch", "2", "--grad-accum", "3"), (2, 3)),
         ((), (8, 1)),
     ],
 )
@@ -234,7 +234,9 @@ def test_what_a_trainer_fills_in_is_taken_and_auto_stays(
     reading, (micro, steps) = read_config(read_loose(AUTO, "auto"), SCHEMA), before
     asked = dict(zip(more[::2], map(int, more[1::2]), strict=True))
     batch = Batch(
-        total=asked.get("--global-batch"), micro=asked.get("--micro-batch"), steps=asked.get("--grad-accum")
+        total=asked.get("--global-batch"),
+        micro=asked.get("--per-device-batch"),
+        steps=asked.get("--grad-accum"),
     )
     assert batch_of(reading, 8, batch) == before
     assert made["plan"]["training"]["global_batch"] == micro * steps * 8
@@ -246,12 +248,12 @@ def test_what_a_trainer_fills_in_is_taken_and_auto_stays(
     ("text", "more", "said"),
     [
         (AUTO, ("--global-batch", "50"), "--global-batch 50 is not"),
-        (AUTO, ("--global-batch", "64", "--micro-batch", "3"), "--global-batch 64 is not"),
-        ('{"train_batch_size": 64}', ("--micro-batch", "5"), "train_batch_size 64 is not"),
+        (AUTO, ("--global-batch", "64", "--per-device-batch", "3"), "--global-batch 64 is not"),
+        ('{"train_batch_size": 64}', ("--per-device-batch", "5"), "train_batch_size 64 is not"),
         (
             '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}',
-            ("--micro-batch", "8"),
-            "--micro-batch is 8; the file says train_micro_batch_size_per_gpu 4",
+            ("--per-device-batch", "8"),
+            "--per-device-batch is 8; the file says train_micro_batch_size_per_gpu 4",
         ),
     ],
 )

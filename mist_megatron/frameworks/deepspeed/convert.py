@@ -83,7 +83,7 @@ class Batch:
     @property
     def options(self) -> dict[str, int | None]:
         """By the options of `convert`, in the order of BATCH_KEYS."""
-        return {"--global-batch": self.total, "--micro-batch": self.micro, "--grad-accum": self.steps}
+        return {"--global-batch": self.total, "--per-device-batch": self.micro, "--grad-accum": self.steps}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,6 +351,10 @@ def changes(
     return tuple(changed)
 
 
+WRITTEN_OUT = "written out, so that it is the same under every version"
+"""Why a key that the file left out stands in the new one."""
+
+
 def _reason(key: str, old: Any, now: Any, group: str | None) -> str:
     if key in BATCH_KEYS and old is None:
         return "written out: follows from the other two"
@@ -363,7 +367,7 @@ def _reason(key: str, old: Any, now: Any, group: str | None) -> str:
     if ".offload_" in key and (old is None or now is None):
         return f"tuned: {group}" if now is not None else "left out: nothing of it is in host memory now"
     if old is None:
-        return "written out, so that it is the same under every version"
+        return WRITTEN_OUT
     if now is None:
         return f"does nothing under the tuned {group}" if group else "does nothing here"
     return f"tuned: {group}" if group else "the same in today's spelling"

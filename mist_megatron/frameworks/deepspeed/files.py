@@ -128,5 +128,6 @@ _PATCH_NOTES = (
 DEEPSPEED = Framework(
     files=files,
     priced_with="--model and --gpus",
+    found_by="convert",
     recipe_files=("args.sh", "ds_config.json", "ds_config_auto.json", "accelerate_config.yaml"),
 )

@@ -47,6 +47,8 @@ class CommandLine:
     """Lines of further training commands in the same file."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts that the script writes: name -> text."""
+    launcher: Options = field(default_factory=dict)
+    """Flags before that script."""
     underscored: bool = False
     """Whether the flags are spelled with underscores, as in forks of Megatron."""
 
@@ -210,6 +212,7 @@ def _command_line(words: list[str], script: Script, place: tuple[int, tuple[int,
     if entry is None:
         entry = next((index for index in range(1, len(words)) if _is_module(words, index)), None)
     program = "" if entry is None else words[entry]
+    launcher = {} if entry is None else options_of(_with_names(word, script) for word in words[:entry])
     words = words if entry is None else words[entry + 1 :]
     certain: list[str] = []
     maybe: dict[str, str] = {}
@@ -237,6 +240,7 @@ def _command_line(words: list[str], script: Script, place: tuple[int, tuple[int,
         program=_with_names(program, script),
         others=others,
         files={_with_names(name, script): text for name, text in script.files.items()},
+        launcher=launcher,
         underscored=underscored,
     )
 
