@@ -292,7 +292,10 @@ def candidates(
         joined = rows if prices.stages > 1 and len(rows) > 1 else []
         # Borders between layouts are not priced where layers differ in what they give.
         free = [None] if prices.evaluator.job.model.alike or not joined else []
+        least_free_s = 0.0
         for border in (*free, *joined):
+            if border is not None and least_free_s > NEAR * best_s:
+                break
             stages = Stages(prices, allowed, border)
             if prices.stages == 1 or not rules.balanced:
                 one = stages.candidate(even(prices.evaluator.job.model.layers, prices.stages))
@@ -304,3 +307,6 @@ def candidates(
             for candidate in splits:
                 best_s = min(best_s, candidate.value_s)
                 yield stages, candidate
+            if border is None:
+                # With one layout at all borders no split takes less.
+                least_free_s = min((candidate.value_s for candidate in splits), default=np.inf)

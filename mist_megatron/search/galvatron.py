@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 
+import numpy as np
+
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import Array
 from mist_megatron.cost.predict import predict
@@ -43,7 +45,7 @@ def search_layerwise(
     require_job(job.model, job.training.precision, job.target)
     cut_to_target(space, job.target, job.training.precision, job.execution)
     _require_plain(evaluator, settings.limits)
-    search = _Search(evaluator, settings, watch or Watch())
+    search = _Search(evaluator, settings, watch or Watch(), one_space=True)
     try:
         solutions = search.best_of(space.name)
     except _Stopped as stopped:
@@ -83,7 +85,7 @@ def best_of_each(
     for name in names:
         cut_to_target(space_named(name), job.target, job.training.precision, job.execution)
     _require_plain(evaluator, settings.limits)
-    search = _Search(evaluator, settings, watch)
+    search = _Search(evaluator, settings, watch, one_space=False)
     try:
         solutions = {name: search.best_of(name) for name in names}
     except _Stopped:
@@ -135,8 +137,12 @@ class _Stopped(Exception):
 class _Search:
     """What one search knows."""
 
-    def __init__(self, evaluator: StageEvaluator, settings: Settings, watch: Watch) -> None:
+    def __init__(
+        self, evaluator: StageEvaluator, settings: Settings, watch: Watch, *, one_space: bool
+    ) -> None:
         self.evaluator, self.settings, self.watch = evaluator, settings, watch
+        self.one_space = one_space
+        """What is asked for is the best of a space, not of each within it too."""
         self.tally, self.status = Tally(), Status.FOUND
         self.priced = cache(lambda stages, grad_accum: StrategyPrices(evaluator, stages, grad_accum))
         self.best_of = cache(self._best_of)
@@ -150,11 +156,11 @@ class _Search:
         """Plans of a space and of the spaces within it, best first, each shape once."""
         rules = space_named(name).layerwise
         assert rules is not None
-        solutions = [one for inner in rules.within for one in self.best_of(inner)]
         made: list[tuple[Stages, Candidate]] = []
         per_layer = self.settings.per_layer
         exactly = per_layer.balance == "exact"
-        for stages, candidate in candidates(self._pipelines(rules), rules, solve_exactly=exactly):
+        faster = [one for one in self._pipelines(rules) if one[0] <= self._worth_s()]
+        for stages, candidate in candidates(faster, rules, solve_exactly=exactly):
             self._tick()
             made.append((stages, candidate))
             self.tally.priced += 1
@@ -162,6 +168,7 @@ class _Search:
         near = sorted(
             ((s, c) for s, c in made if c.value_s <= NEAR * least), key=lambda pair: pair[1].value_s
         )
+        solutions: list[Solution] = []
         for stages, candidate in _apart(near):
             self._tick()
             full = self._solution(candidate)
@@ -169,8 +176,15 @@ class _Search:
             if per_layer.most is not None and any(p.distinct > per_layer.most for p in candidate.points):
                 few = stages.with_few(candidate, per_layer.most)
                 solutions += [one for one in [few and self._solution(few)] if one]
+        solutions += [one for inner in rules.within for one in self.best_of(inner)]
         kept = [one for one in solutions if self._few_enough(one)]
         return sorted({id(one): one for one in kept}.values(), key=lambda one: one.value_s)
+
+    def _worth_s(self) -> float:
+        """No pipeline that takes longer can be among what is told of a space and of those within it."""
+        times = sorted(one.value_s for one in self._told.values() if self._few_enough(one))
+        most = self.settings.top
+        return times[most - 1] if self.one_space and len(times) >= most else np.inf
 
     def _few_enough(self, solution: Solution) -> bool:
         most = self.settings.per_layer.most

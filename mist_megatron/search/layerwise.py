@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -78,63 +79,87 @@ class StagePoint(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Tables:
-    """Least costs by (layout, strategy, units) after the last layer, and how they came."""
+class _Costs:
+    """What a layer costs, by strategy that may run."""
 
+    cost_s: Array
+    taken: NDArray[np.int64]
+    """Units of memory; more than there are where it may not run."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """Least costs by layout and units, from which plans are read backwards."""
+
+    cells: Cells
+    """Strategies that may run, by layout ..."""
+    rows: NDArray[np.intp]
+    """... and the places of their layouts among those in use."""
+    costs: tuple[_Costs, ...]
+    """By layer."""
+    before: tuple[Array, ...]
+    """By layer: least costs of all layers before it, activations being in a layout (row), by units."""
+    moves_s: tuple[Array, ...]
+    """By layer but the first: resharding from a layout to another."""
     least: Array
-    strategy_from: list[NDArray[np.int8]]
-    layout_from: list[NDArray[np.int8]]
-    units: list[NDArray[np.int64]]
+    """By units."""
+
+    @cached_property
+    def starts(self) -> NDArray[np.intp]:
+        """Where the strategies of each layout begin."""
+        return np.flatnonzero(np.diff(self.rows, prepend=-1))
 
     def value(self, units: int) -> float:
         """Least cost within so many units."""
-        return float(self.least[:, :, units].min()) if units >= 0 else np.inf
+        return float(self.least[units]) if units >= 0 else np.inf
 
-    def cells(self, units: int) -> Cells:
+    def plan(self, units: int) -> Cells:
         """What has it."""
-        flat = int(self.least[:, :, units].argmin())
-        row, column = divmod(flat, self.least.shape[1])
-        reached = [(row, column)]
-        for strategy_from, layout_from, taken in zip(
-            reversed(self.strategy_from), reversed(self.layout_from), reversed(self.units[1:]), strict=True
-        ):
-            units -= int(taken[row, column])
-            row = int(layout_from[row, units])
-            column = int(strategy_from[row, units])
-            reached.append((row, column))
-        return tuple(reversed(reached))
+        place = int(self._at(len(self.costs) - 1, units).argmin())
+        found = [self.cells[place]]
+        for layer in reversed(range(1, len(self.costs))):
+            units -= int(self.costs[layer].taken[place])
+            values, row = self._at(layer - 1, units), self.rows[place]
+            came = int((np.minimum.reduceat(values, self.starts) + self.moves_s[layer - 1][:, row]).argmin())
+            place = int(np.where(self.rows == came, values, np.inf).argmin())
+            found.append(self.cells[place])
+        return tuple(reversed(found))
+
+    def _at(self, layer: int, units: int) -> Array:
+        """Least costs up to a layer, by its strategy."""
+        costs = self.costs[layer]
+        there = units - costs.taken
+        before = self.before[layer][self.rows, np.maximum(there, 0)]
+        return np.asarray(np.where(there >= 0, before + costs.cost_s, np.inf))
 
 
 def _tables(problem: StageProblem, weight: float, allowed: Array, capacity: int) -> _Tables:
     """The dynamic program, minimising weight * t + d."""
-    costs, places, units = {}, {}, []
-    span = np.arange(capacity + 1)
+    cells = [(row, column) for row, column in np.argwhere(np.isfinite(allowed)).tolist()]
+    in_use, rows = np.unique([row for row, _ in cells], return_inverse=True)
+    index = tuple(np.transpose(cells))
+    costs: dict[int, _Costs] = {}
     for layer in problem.layers:
         if id(layer) not in costs:
-            cost = weight * layer.t_s + layer.d_s + allowed
-            taken = np.ceil(np.where(np.isfinite(cost), layer.forward_bytes, 0.0) / problem.unit_bytes - 1e-9)
-            taken = np.where(np.isfinite(cost), np.maximum(taken, 0.0), capacity + 1.0).astype(np.int64)
-            costs[id(layer)] = np.where(np.isfinite(cost), cost, np.inf), taken
-            place = span - taken[:, :, None]
-            places[id(layer)] = np.maximum(place, 0), np.where(place >= 0, 0.0, np.inf)
-    first = problem.layers[0]
-    cost, taken = costs[id(first)]
-    least = cost[:, :, None] + places[id(first)][1]
-    units.append(taken)
-    strategy_from, layout_from = [], []
-    for layer, resharding in zip(problem.layers[1:], problem.resharding_s, strict=True):
-        cost, taken = costs[id(layer)]
-        place, beyond = places[id(layer)]
-        best = least.argmin(axis=1)
-        row = np.take_along_axis(least, best[:, None, :], axis=1)[:, 0]
-        moved = row[:, None, :] + weight * resharding[:, :, None]
-        came = moved.argmin(axis=0)
-        there = np.take_along_axis(moved, came[None], axis=0)[0]
-        least = np.take_along_axis(there[:, None, :], place, axis=2) + (cost[:, :, None] + beyond)
-        strategy_from.append(best.astype(np.int8))
-        layout_from.append(came.astype(np.int8))
-        units.append(taken)
-    return _Tables(least, strategy_from, layout_from, units)
+            cost_s = weight * layer.t_s[index] + layer.d_s[index]
+            units = np.maximum(np.ceil(layer.forward_bytes[index] / problem.unit_bytes - 1e-9), 0.0)
+            runs = np.isfinite(cost_s) & (units <= capacity)
+            costs[id(layer)] = _Costs(cost_s, np.where(runs, units, capacity + 1.0).astype(np.int64))
+    distinct = {id(moves): weight * moves[np.ix_(in_use, in_use)] for moves in problem.resharding_s}
+    moves_s = tuple(distinct[id(moves)] for moves in problem.resharding_s)
+    before = [np.zeros((len(in_use), capacity + 1))]
+    for layer, moves in zip(problem.layers, (*moves_s, None), strict=True):
+        best = np.full_like(before[0], np.inf)
+        of_layer = costs[id(layer)]
+        for row, cost, taken in zip(rows.tolist(), of_layer.cost_s, of_layer.taken.tolist(), strict=True):
+            if taken <= capacity:
+                room = best[row, taken:]
+                np.minimum(room, before[-1][row, : capacity + 1 - taken] + cost, out=room)
+        if moves is not None and len(in_use) > 1:
+            best = (best[:, None, :] + moves[:, :, None]).min(axis=0)
+        before.append(best)
+    each = tuple(costs[id(layer)] for layer in problem.layers)
+    return _Tables(tuple(cells), rows, each, tuple(before[:-1]), moves_s, before[-1].min(axis=0))
 
 
 def point_of(problem: StageProblem, cells: Cells) -> StagePoint:
@@ -199,12 +224,13 @@ def _moments(problem: StageProblem) -> Array:
 
 def _largest_that_fits(problem: StageProblem, tables: _Tables, units: int) -> StagePoint | None:
     """Of the plans for budgets of forward memory, the fastest that fits by eq. 2."""
-    values = tables.least.min(axis=(0, 1))
-    while units >= 0 and np.isfinite(values[units]):
-        point = point_of(problem, _tidied(problem, tables.cells(units)))
-        if point.peak_bytes <= problem.budget_bytes:
-            return point
-        units -= 1
+    # Budgets between which nothing gets faster have one plan: that of the least of them.
+    values, firsts = np.unique(-tables.least[: units + 1], return_index=True)
+    for value, least in zip(values[::-1], firsts[::-1].tolist(), strict=True):
+        if np.isfinite(value):
+            point = point_of(problem, _tidied(problem, tables.plan(least)))
+            if point.peak_bytes <= problem.budget_bytes:
+                return point
     return None
 
 
