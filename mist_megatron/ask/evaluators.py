@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from mist_megatron.calibrate.error_bars import ErrorBar
     from mist_megatron.cost.evaluate import StageEvaluator
     from mist_megatron.price.prices import Prices
+    from mist_megatron.spec.cluster import ClusterSpec
     from mist_megatron.spec.job import Job
     from mist_megatron.spec.learned_memory import LearnedMemory
+    from mist_megatron.spec.profile import Profile
+    from mist_megatron.spec.training import Precision
 
 CACHE_VARIABLE = "MIST_MEGATRON_CACHE"
 """Names another cache folder; empty switches the cache off."""
@@ -57,11 +60,19 @@ def prices_for(job: Job) -> tuple[Prices, str]:
     profile = profile_of(job.cluster)
     if profile is None:
         return datasheet_prices(job.cluster, precision), f"datasheet of {job.cluster.gpu.name}"
+    key = job.cluster, precision
+    if key not in _PRICES or _PRICES[key][0] is not profile:
+        _PRICES.clear()
+        _PRICES[key] = profile, prices_of(profile, job.cluster, precision)
     described = f"profile {profile.name} ({profile.content_hash})"
     learned = learned_of(job)
     if learned is not None:
         described += f", memory learned of {learned.rows} runs of {learned.program}"
-    return prices_of(profile, job.cluster, precision), described
+    return _PRICES[key][1], described
+
+
+_PRICES: dict[tuple[ClusterSpec, Precision], tuple[Profile, Prices]] = {}
+"""The last ones: a search asks for the same in each way of execution."""
 
 
 def learned_of(job: Job) -> LearnedMemory | None:

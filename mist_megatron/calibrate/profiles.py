@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 def shipped_profiles() -> dict[str, Path]:
     """The profiles that come with the package, by name, which is that of their GPU."""
-    return {path.stem: path for path in sorted((data_folder("calibration") / "profiles").glob("*.yaml"))}
+    return dict(_profiles_in(data_folder("calibration") / "profiles"))
+
+
+@lru_cache(maxsize=8)
+def _profiles_in(folder: Path) -> tuple[tuple[str, Path], ...]:
+    return tuple((path.stem, path) for path in sorted(folder.glob("*.yaml")))
 
 
 def profile_of(cluster: ClusterSpec) -> Profile | None:

@@ -154,6 +154,11 @@ def _bytes_of(path: Path, most_bytes: int) -> bytes:
     """Opened without waiting: a pipe that nobody writes to would hold the program forever. Where a writer
     died while files took their places, they take them first."""
     recover(path.parent)
+    return _bytes_there(path, most_bytes)
+
+
+def _bytes_there(path: Path, most_bytes: int) -> bytes:
+    """Of a file that takes its place by itself."""
     # Windows opens neither folders nor pipes this way, and has no such flag.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     status = os.fstat(handle)
@@ -347,7 +352,7 @@ class CacheFolder:
         try:
             if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
                 return None
-            return _bytes_of(path, most_bytes)
+            return _bytes_there(path, most_bytes)
         except (OSError, ValueError, InputError):
             return None
 

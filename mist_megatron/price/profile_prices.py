@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mist_megatron.errors import ProfileError
 from mist_megatron.price.attention_kernels import narrow_heads
@@ -65,6 +66,8 @@ WITHOUT_TENSOR_CORES = 16.0
 Two runs of BigScience that differ in heads alone (sizes 144 and 108) are 1.304 apart, with this 1.319."""
 CHUNK = 1 << 20
 """Distances held at once."""
+MANY = 64
+"""Shapes from which on those that are equal are looked for first."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,20 @@ class RatioTable:
     """What each ratio is off from the average at its shape, see `table_of`."""
 
     def answer(self, asked: Array, roofline: Array) -> Priced:
-        """Seconds for shapes, one a row."""
+        """Seconds for shapes, one a row. Of many most are the same, which are looked up once."""
+        if len(asked) <= MANY:
+            return Priced(*self._at(asked, roofline))
+        _, first, places = np.unique(_as_one(asked), return_index=True, return_inverse=True)
+        seconds, marks = self._at(asked[first], roofline[first])
+        return Priced(seconds[places], marks[places])
+
+    def _at(self, asked: Array, roofline: Array) -> tuple[Array, NDArray[np.int8]]:
         seconds = np.empty(len(asked))
         marks = np.empty(len(asked), dtype=np.int8)
         step = max(CHUNK // max(len(self.shapes), 1), 1)
         for start in range(0, len(asked), step):
             part = slice(start, start + step)
-            squares = ((asked[part, None, :] - self.shapes[None, :, :]) ** 2).sum(axis=2)
+            squares = _squares(asked[part], self.shapes)
             nearest = squares.argmin(axis=1)
             distance = np.sqrt(squares[np.arange(len(nearest)), nearest])
             ratio = _average(squares, WIDTH, self.ratios) + _average(squares, NEAR, self.apart)
@@ -92,7 +102,21 @@ class RatioTable:
             near = distance < REACH
             seconds[part] = np.where(exact, self.seconds[nearest], roofline[part] * np.exp(ratio))
             marks[part] = np.where(exact, EXACT, np.where(near, INTERPOLATED, EXTRAPOLATED))
-        return Priced(seconds, marks)
+        return seconds, marks
+
+
+def _as_one(rows: Array) -> NDArray[np.void]:
+    """Each row as one value that is equal to that of an equal row."""
+    whole = np.ascontiguousarray(rows)
+    return whole.view(np.dtype((np.void, whole.dtype.itemsize * whole.shape[1]))).reshape(-1)
+
+
+def _squares(some: Array, others: Array) -> Array:
+    """Of distances between rows."""
+    squares: Array = np.zeros((len(some), len(others)))
+    for one, other in zip(some.T, others.T, strict=True):
+        squares += (one[:, None] - other) ** 2
+    return squares
 
 
 def table_of(shapes: Array, seconds: Array, roofline: Array) -> RatioTable:
@@ -100,7 +124,7 @@ def table_of(shapes: Array, seconds: Array, roofline: Array) -> RatioTable:
     itself: what each is off from it is averaged again over the nearest, so that prices do not jump there.
     Repeated, because that average passes a shape with close neighbours no better."""
     ratios = np.log(seconds / roofline)
-    squares = ((shapes[:, None, :] - shapes[None, :, :]) ** 2).sum(axis=2)
+    squares = _squares(shapes, shapes)
     left = ratios - _average(squares, WIDTH, ratios)
     apart = left
     for _ in range(REPEATS):

@@ -31,7 +31,7 @@ from mist_megatron.search.points import Ends, steady_s
 from mist_megatron.search.solution import Solution, Solved, StageChoice, plan_of, told
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_fronts import Tally
-from mist_megatron.search.stage_prices import Times, beyond_linear
+from mist_megatron.search.stage_prices import Times, beyond_linear, with_axes
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import STAYS
 from mist_megatron.spec.mesh import StageRole, role_of
@@ -195,26 +195,57 @@ def _priced(question: SearchProblem, shape: EqualPipeline, recompute: Recompute,
             tally.over_memory += int((~fits).sum())
     # Where a stage fits nowhere no time is asked for.
     some = all(fits.any() for slots in by_role.values() for fits in slots.fits.values())
-    return _Priced(shape, layers, by_role, axes, least_seconds(question, shape) if some else np.inf, starts)
+    least_s = least_seconds(question, [shape])[0] if some else np.inf
+    return _Priced(shape, layers, by_role, axes, least_s, starts)
 
 
-def least_seconds(question: SearchProblem, shape: EqualPipeline) -> float:
+def least_seconds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
     """Of all layers of the model in one micro-batch, memory unlimited: recomputation and offloading only add
     to that, and so do embedding, head and sends."""
-    model = question.evaluator.job.model
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, shape in enumerate(shapes):
+        key = shape.stages, shape.nodes, shape.gpus_per_node, shape.sequence_parallel, shape.vpp
+        groups.setdefault((*key, shape.bridged), []).append(index)
+    seconds = np.zeros(len(shapes))
+    for members in groups.values():
+        question.tick()
+        seconds[members] = _least_alike_s(question, [shapes[index] for index in members])
+    return [float(least_s) for least_s in seconds]
+
+
+def _least_alike_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> Array:
+    """The same of shapes that differ in what a grid has axes for."""
+    model, first = question.evaluator.job.model, shapes[0]
     axes = {name: np.zeros((1,) * len(AXES)) for name in AXES}
-    axes["zero"] = axes["zero"] + float(min(shape.zero))
-    some = [(0, shape.vpp)], (((0, 0),) * shape.vpp, None)
-    grid = _grid(question, shape, some, axes, 0, least_recompute(question.space))
+    some = [(0, first.vpp)], (((0, 0),) * first.vpp, None)
+    grid = _grid(question, first, some, axes, 0, least_recompute(question.space))
+
+    def column(values: Sequence[float]) -> Array:
+        return np.array(values, dtype=np.float64).reshape(-1, *(1,) * len(AXES))
+
+    grid = replace(
+        grid,
+        in_flight=column([slot_at(shape, 0, 1).held for shape in shapes]),
+        micro_batch=column([shape.micro_batch for shape in shapes]),
+        dp=column([shape.dp for shape in shapes]),
+        tp=column([shape.tp for shape in shapes]),
+        zero=column([min(shape.zero) for shape in shapes]),
+        grad_accum=column([shape.grad_accum for shape in shapes]),
+        ep=column([shape.ep for shape in shapes]),
+        etp=column([shape.etp for shape in shapes]),
+    )
     slopes = Times.of(question.evaluator, grid).stable.slopes
-    each_s = [float(slope.per_layer.min()) for slope in slopes]
-    return sum(each_s[place] for place in model.kind_of_layer) / shape.vpp
+    padded = [with_axes(slope.per_layer, len(AXES) + 1) for slope in slopes]
+    least_s = [each_s.reshape(len(each_s), -1).min(axis=1) for each_s in padded]
+    return sum((least_s[place] for place in model.kind_of_layer), np.zeros(len(shapes))) / first.vpp
 
 
-def least_step_s(question: SearchProblem, shape: EqualPipeline) -> float:
-    """No plan of the shape is faster."""
-    least_s = least_seconds(question, shape)
-    return least_s + others_of(shape) * least_s / shape.stages
+def least_steps_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
+    """No plan of each shape is faster."""
+    return [
+        least_s + others_of(shape) * least_s / shape.stages
+        for least_s, shape in zip(least_seconds(question, shapes), shapes, strict=True)
+    ]
 
 
 def others_of(shape: EqualPipeline) -> float:

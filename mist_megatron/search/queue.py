@@ -25,7 +25,7 @@ from mist_megatron.search.bounds import (
 )
 from mist_megatron.search.families import MixedFamily, possible_mixtures
 from mist_megatron.search.infeasible import possible_of
-from mist_megatron.search.kinds import least_step_s
+from mist_megatron.search.kinds import least_steps_s
 from mist_megatron.search.known import Item, Known, floors
 from mist_megatron.search.mixed import MixedBound, mixture_bounds
 from mist_megatron.search.pipelines import EqualPipeline, Family
@@ -290,8 +290,8 @@ def _of_kinds(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
     nothing = LeastTimes(np.zeros(1), np.zeros(1), np.zeros(1))
     equal = [item for item in items if isinstance(item, EqualPipeline)]
     return [
-        (EqualBound(least_step_s(question, item), 0.0, 0.0, (nothing, nothing, nothing)), item)
-        for item in equal
+        (EqualBound(least_s, 0.0, 0.0, (nothing, nothing, nothing)), item)
+        for least_s, item in zip(least_steps_s(question, equal), equal, strict=True)
     ]
 
 
