@@ -42,13 +42,18 @@ def plan_of(case: dict[str, Any], cluster: ClusterSpec) -> Plan:
     batch = case["micro_batch"] * case["grad_accum"]
     return Plan(
         model=_local_gpt(case) if megatron else _plain_gpt(case),
-        training=TrainingSpec(global_batch=batch, seq_len=case["seq"], flash_attention=not megatron),
+        training=TrainingSpec(global_batch=batch, seq_len=case["seq"], flash_attention=not _is_local(case)),
         cluster=cluster,
         target="megatron+patches" if megatron else "deepspeed",
         grad_accum=case["grad_accum"],
         stages=(stage,),
         execution=Execution(decoupled_step=case.get("decoupled", False)),
     )
+
+
+def _is_local(case: dict[str, Any]) -> bool:
+    """Whether layers are Megatron's own, without Transformer Engine."""
+    return case.get("framework") == "megatron" and not case.get("engine")
 
 
 def _plain_gpt(case: dict[str, Any]) -> ModelSpec:
@@ -74,7 +79,7 @@ def _local_gpt(case: dict[str, Any]) -> ModelSpec:
 def unfused_bytes(case: dict[str, Any], plan: Plan) -> float:
     """What Megatron's local layers keep beyond those that the cost model prices: a stage's part of it that
     is neither recomputed nor away, and one layer's that passes through."""
-    if case.get("framework") != "megatron":
+    if not _is_local(case):
         return 0.0
     model = plan.model
     found = local_differences(model, recompute="full")

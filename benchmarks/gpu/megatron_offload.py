@@ -1,6 +1,6 @@
 """Offload of every kind in Megatron-core on one GPU: time, peak memory, and what copies run beside.
 
-    python benchmarks/gpu/megatron_offload.py --out offload.jsonl --against h200-sxm-141gb [--budget-s 400]
+    python benchmarks/gpu/megatron_offload.py --out offload.jsonl [--budget-s 400]
     python benchmarks/gpu/megatron_offload.py --out trial.jsonl --device cpu
 
 Needs torch, megatron-core and this repository. A GPT of Megatron's own layers is trained with this project's
@@ -14,6 +14,7 @@ predictions against the lines.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import importlib.util
 import os
@@ -22,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +37,10 @@ from trace_overlap import overlap_of, read_trace  # noqa: E402
 
 KINDS = ("weights", "grads", "optimizer", "activations")
 FRACTIONS = (0.25, 0.5, 1.0)
+_HANGS_S = 120.0
+"""A case that takes longer, a fifth of all the time there is, hangs."""
+FAILED, UNUSABLE = 1, 3
+"""Exit status: some case failed; the GPU takes no more work from this process, another one may go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +177,8 @@ def build_optimizer(case: Case, model: Any) -> Any:
     )
 
 
-def apply_patches(case: Case, tiny: bool) -> list[Callable[[], None]]:
-    """What stages.json would name for a plan with these fractions."""
+def apply_patches(case: Case, tiny: bool, undone: list[Callable[[], None]]) -> None:
+    """What stages.json would name for a plan with these fractions; `undone` gets what takes it back."""
     from mist_patches.core.activation_offload import MIN_BYTES
     from mist_patches.megatron.activation_offload import offload_block_activations
     from mist_patches.megatron.decoupled_step import decoupled_steps
@@ -180,7 +186,6 @@ def apply_patches(case: Case, tiny: bool) -> list[Callable[[], None]]:
     from mist_patches.megatron.parallel_block import parallel_block
     from mist_patches.megatron.state_offload import offload_states
 
-    undone: list[Callable[[], None]] = []
     if case.norms:
         undone.append(parallel_block(case.norms))
     if case.optimizer:
@@ -191,7 +196,6 @@ def apply_patches(case: Case, tiny: bool) -> list[Callable[[], None]]:
         undone.append(offload_block_activations(case.activations, 0 if tiny else MIN_BYTES))
     if case.weights or case.grads:
         undone.append(offload_states(case.weights, case.grads))
-    return undone
 
 
 def stepper(case: Case) -> tuple[Callable[[], Any], Any, Any]:
@@ -254,9 +258,11 @@ def measured(case: Case, tiny: bool, steps: int) -> dict[str, Any]:
     import torch
     from mist_patches.megatron.decoupled_step import flush_pending_steps
 
-    before = torch.cuda.memory_allocated()
-    undone = apply_patches(case, tiny)
+    undone: list[Callable[[], None]] = []
+    faulthandler.dump_traceback_later(_HANGS_S)  # where it hangs, if it does
     try:
+        before = torch.cuda.memory_allocated()
+        apply_patches(case, tiny, undone)
         step, model, optimizer = stepper(case)
         losses = [step() for _ in range(2)]
         torch.cuda.synchronize()
@@ -283,9 +289,24 @@ def measured(case: Case, tiny: bool, steps: int) -> dict[str, Any]:
         return found
     except torch.cuda.OutOfMemoryError:
         return {"out_of_memory": True}
+    except Exception as error:  # what one patch does here must not keep the others from being measured
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"}
     finally:
-        for undo in reversed(undone):
+        faulthandler.cancel_dump_traceback_later()
+        for undo in reversed(undone) if is_usable() else ():
             undo()
+
+
+def is_usable() -> bool:
+    """Whether the GPU still takes work: after some errors it takes none from this process."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def profiled(step: Callable[[], Any]) -> dict[str, float]:
@@ -301,27 +322,34 @@ def profiled(step: Callable[[], Any]) -> dict[str, float]:
         return overlap_of(read_trace(path))
 
 
-def run(path: Path, chosen: Sequence[Case], more: Callable[[], bool], steps: int, tiny: bool) -> None:
+def run(path: Path, chosen: Sequence[Case], more: Callable[[], bool], steps: int, tiny: bool) -> int:
     import torch
 
     def measure(case: Case) -> dict[str, Any]:
         found = measured(case, tiny, steps)
         gc.collect()
-        torch.cuda.empty_cache()
+        if is_usable():
+            torch.cuda.empty_cache()
         return found
 
     here = training_steps.machine(torch.device("cpu" if tiny else "cuda"))
     plain: dict[int, list[float]] = {}
-    for changed, found in training_steps.recorded(path, here, chosen, more, measure):
+    for line in training_steps.lines_of(path, here):
+        plain.setdefault(line["case"]["norms"], line.get("losses", []))
+    may_go_on = lambda: more() and is_usable()  # noqa: E731
+    for changed, found in training_steps.recorded(path, here, chosen, may_go_on, measure):
         norms = changed.get("norms", 0)
         print(f"{changed or 'nothing offloaded'}: {said(found, plain.get(norms, ()))}", flush=True)
         plain.setdefault(norms, found.get("losses", []))
+    if not is_usable():
+        return UNUSABLE
+    return FAILED if any("failed" in line for line in training_steps.lines_of(path, here)) else 0
 
 
 def said(found: dict[str, Any], plain: Sequence[float]) -> str:
     """`plain` are the losses of the same model without patches; side by side, of Megatron's own modules."""
     if "seconds" not in found:
-        return "out of memory"
+        return str(found.get("failed", "out of memory"))
     overlap, gib = found["overlap"], found.get("peak_bytes", 0) / 2**30
     text = f"{found['seconds']:.3f} s, {gib:.2f} GiB"
     if overlap["copies_s"]:
@@ -338,7 +366,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a tiny model")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no case after it")
-    parser.add_argument("--against", metavar="GPU", help="compare with predictions afterwards, as compare.py")
     options = parser.parse_args(arguments)
     end_s = time.monotonic() + options.budget_s
     try:
@@ -352,12 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}; needs torch and megatron-core", file=sys.stderr)
         return 2
     tiny = options.device == "cpu"
-    run(options.out, cases(tiny), lambda: time.monotonic() < end_s, options.steps, tiny)
-    if options.against:
-        import compare
-
-        return compare.main([str(options.out), "--gpu", options.against])
-    return 0
+    return run(options.out, cases(tiny), lambda: time.monotonic() < end_s, options.steps, tiny)
 
 
 if __name__ == "__main__":

@@ -232,12 +232,12 @@ def machine(device: torch.device) -> dict[str, str]:
     return {"device": name, "torch": torch.__version__, "date": today}
 
 
-def done_already(path: Path, here: dict[str, str]) -> list[dict[str, Any]]:
-    """Cases in the file, of this device and torch."""
+def lines_of(path: Path, here: dict[str, str]) -> list[dict[str, Any]]:
+    """What the file holds of this device and torch."""
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return [line["case"] for line in lines if all(line[key] == here[key] for key in ("device", "torch"))]
+    return [line for line in lines if all(line[key] == here[key] for key in ("device", "torch"))]
 
 
 def recorded(
@@ -249,7 +249,7 @@ def recorded(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Measures and writes the cases that the file does not hold yet, while there is time for more: what each
     changes of the first case, and what was found."""
-    done = done_already(path, here)
+    done = [line["case"] for line in lines_of(path, here)]
     with path.open("a", encoding="utf-8") as file:
         for case in chosen:
             if asdict(case) in done:

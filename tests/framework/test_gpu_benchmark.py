@@ -96,6 +96,25 @@ def offloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return measured
 
 
+@pytest.mark.parametrize(("usable", "written", "status"), [(True, 2, 1), (False, 1, 3)])
+def test_a_case_that_fails_keeps_no_other_from_being_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usable: bool, written: int, status: int
+) -> None:
+    """Unless the GPU takes no more work from the process: the next one goes on behind the case."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import megatron_offload as program
+
+    def fail(case: Any) -> Any:
+        monkeypatch.setattr(program, "is_usable", lambda: usable)
+        raise RuntimeError("a kernel that is not there")
+
+    monkeypatch.setattr(program, "stepper", fail)
+    monkeypatch.setattr(program, "is_usable", lambda: True)
+    out, chosen = tmp_path / "offload.jsonl", [program.Case(), program.Case(layers=2)]
+    assert program.run(out, chosen, lambda: True, 1, True) == status
+    assert [line["failed"] for line in lines(out)] == ["RuntimeError: a kernel that is not there"] * written
+
+
 def of_one_model(offloads: Path) -> list[dict[str, Any]]:
     """All but those whose layers compute something else."""
     return [line for line in lines(offloads) if not line["case"]["norms"]]
