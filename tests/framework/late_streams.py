@@ -6,15 +6,20 @@ stream is kept until the main stream, the host or another copy that runs waits f
 reads NaN. Memory that is freed while a copy of it is kept is written down. Real training on these streams
 must give the numbers of plain training, however late its copies are.
 
-Only `copy_` can be kept. What is computed beside the main stream (the decoupled steps' stream) runs where
-it is launched, which is one of the orders in which a GPU may run it.
+Collectives of Megatron's buffers that overlap (`async_op`) are kept likewise, on a stream of the network, in
+their order; weights that they will bring read NaN until then.
+
+What is computed beside the main stream (the decoupled steps' stream) runs where it is launched, which is one
+of the orders in which a GPU may run it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,6 +42,7 @@ class Machine:
         self.violations: list[str] = []
         self.kept = 0
         self.streams: list[Stream] = []
+        self.network: Any = None
         self.main = Stream(self, computes=True)
         self.stack = [self.main]
 
@@ -118,8 +124,8 @@ class Stream:
     cuda_stream = 0
     device = torch.device("cpu")
 
-    def __init__(self, machine: Machine, *, computes: bool) -> None:
-        self.machine, self.computes = machine, computes
+    def __init__(self, machine: Machine, *, computes: bool, lucky: Callable[[], bool] | None = None) -> None:
+        self.machine, self.computes, self.lucky = machine, computes, lucky or machine.lucky
         self.waiting: deque[Callable[[], None]] = deque()
         self.launched = self.done = 0
         machine.streams.append(self)
@@ -127,7 +133,7 @@ class Stream:
     def keep(self, work: Callable[[], None]) -> None:
         self.waiting.append(work)
         self.launched += 1
-        if self.machine.lucky():
+        if self.lucky():
             self.run_to(self.launched)
 
     def run_to(self, place: int) -> None:
@@ -161,6 +167,81 @@ class Stream:
         self.machine.stack.pop()
 
 
+class Network:
+    """Collectives that overlap, in the order of their launch; that and their luck are alike on all ranks."""
+
+    def __init__(self, machine: Machine, chance: float, *, is_deaf: bool) -> None:
+        alike = random.Random(1)
+        self.machine, self.is_deaf, self.kept = machine, is_deaf, 0
+        self.stream = Stream(machine, computes=False, lucky=lambda: alike.random() < chance)
+
+    @contextlib.contextmanager
+    def together(self, plain: Any, *words: Any, async_ops: bool = False, **named: Any) -> Iterator[Any]:
+        """In the place of torch's manager, whose handle stands for all collectives inside."""
+        if not async_ops:
+            with plain(*words, async_ops=async_ops, **named) as handle:
+                yield handle
+            return
+        handle = self.handle()
+        yield handle
+        handle.event = self.stream.record_event()
+
+    def gather(self, plain: Any, target: torch.Tensor, source: torch.Tensor, **named: Any) -> Any:
+        if not named.pop("async_op", False):
+            return plain(target, source, **named)
+        mine = source.detach().clone()  # a part of the target
+        _poison(target.detach())
+        _copy(source.detach(), mine)
+        return self._keep(lambda into, out: plain(into, out, **named), target, source)
+
+    def reduce(self, plain: Any, target: torch.Tensor, *source: torch.Tensor, **named: Any) -> Any:
+        if not named.pop("async_op", False):
+            return plain(target, *source, **named)
+        run = (
+            (lambda into, out: plain(into, out, **named))
+            if source
+            else (lambda into, _: plain(into, **named))
+        )
+        return self._keep(run, target, source[0] if source else target)
+
+    def _keep(self, run: Callable[..., Any], target: torch.Tensor, source: torch.Tensor) -> Any:
+        into, out = _Place(target), _Place(source)
+
+        def work() -> None:
+            places = into.tensor(), out.tensor()
+            if any(place is None for place in places):
+                self.machine.violations.append("freed before a collective ran")
+            else:
+                run(*places)
+
+        self.kept += 1
+        self.stream.wait_stream(self.machine.stack[-1])
+        self.stream.keep(work)
+        return self.handle()
+
+    def handle(self) -> Any:
+        """What somebody waits for, on the stream on which he waits."""
+        made = types.SimpleNamespace(event=self.stream.record_event())
+        made.wait = lambda: None if self.is_deaf else self.machine.stack[-1].wait_event(made.event)
+        return made
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            buffers = sys.modules.get("megatron.core.distributed.param_and_grad_buffer")
+            if buffers is not None:
+                places = [
+                    (buffers, "_coalescing_manager", self.together),
+                    (buffers, "dist_all_gather_func", self.gather),
+                    (buffers, "dist_reduce_scatter_func", self.reduce),
+                    (torch.distributed, "all_reduce", self.reduce),
+                ]
+                for owner, name, stand in places:
+                    plain = getattr(owner, name)
+                    stack.enter_context(mock.patch.object(owner, name, functools.partial(stand, plain)))
+            yield
+
+
 class _Place:
     """A tensor's place in a storage, which it does not keep alive."""
 
@@ -188,12 +269,14 @@ def _poison(tensor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def streams(kind: str) -> Iterator[Machine | None]:
-    """`late`, `immediate`, or `random 7` with the seed 7; nothing for those that are there."""
+    """`late`, `immediate`, or `random 7` with the seed 7; nothing for those that are there. `deaf` is late, and
+    nobody waits for a collective."""
     if not kind:
         yield None
         return
     name, _, seed = kind.partition(" ")
-    machine = Machine({"late": 0.0, "random": 0.3, "immediate": 1.0}[name], int(seed or 0))
+    machine = Machine({"late": 0.0, "deaf": 0.0, "random": 0.3, "immediate": 1.0}[name], int(seed or 0))
+    machine.network = Network(machine, machine.chance, is_deaf=name == "deaf")
     cuda = {
         "Stream": machine.new_stream,
         "Event": lambda *_, **__: Event(machine),
@@ -213,6 +296,7 @@ def streams(kind: str) -> Iterator[Machine | None]:
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch.object(torch.Tensor, "copy_", copy_),
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+        machine.network.installed(),
     ):
         yield machine
 

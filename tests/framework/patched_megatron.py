@@ -406,7 +406,7 @@ def run_case(case: Case) -> dict[str, Any]:
     with streams(case.streams) as machine:
         line = run_patched(case)
     if machine is not None:
-        line |= {"violations": machine.violations, "kept": machine.kept}
+        line |= {"violations": machine.violations, "kept": machine.kept, "sent": machine.network.kept}
     return line
 
 

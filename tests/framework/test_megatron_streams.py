@@ -88,3 +88,39 @@ def test_without_an_essential_line_late_copies_show_it(name: str) -> None:
     (mutant,), (plain,) = runs()["mutant", name], runs()[MUTANTS[name], "plain"]
     wrong = "failed" in mutant or mutant["violations"] or mutant["digest"] != plain["digest"]
     assert wrong or mutant["losses"] != plain["losses"]
+
+
+SENT = replace(BASE, overlap=True)
+COLLECTIVES = {
+    "sharded": replace(SENT, patches={**STEPS, **ACTIVATIONS}),
+    "replicated": replace(SENT, distributed_optimizer=False, patches=STEPS),
+    "host": replace(SENT, optimizer_fraction=[0.5], patches={**HOST.patches, **STEPS}),
+}
+"""Gradients are reduced and weights gathered beside passes, by two data-parallel ranks."""
+
+
+@cache
+def two_ranks() -> Runs:
+    layout = {"unit_layout": [1]}  # norms are summed by bucket
+    cases = {}
+    for name, case in COLLECTIVES.items():
+        bare = plain(case)
+        cases[name, "plain"] = replace(bare, patches={**bare.patches, **layout})
+        for kind in (*KINDS, "deaf"):
+            cases[name, kind] = replace(case, streams=kind, may_fail=kind == "deaf")
+    return run_all(cases, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_training_is_the_same_however_late_collectives_are(name: str, kind: str) -> None:
+    for ran in two_ranks()[name, kind]:
+        assert ran["violations"] == []
+        assert ran["sent"] > 20, "the network keeps them"
+    assert_same(two_ranks()[name, "plain"], two_ranks()[name, kind])
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_without_waits_for_them_late_collectives_show_it(name: str) -> None:
+    for ran, right in zip(two_ranks()[name, "deaf"], two_ranks()[name, "plain"], strict=True):
+        assert "failed" in ran or ran["violations"] or ran["losses"] != right["losses"]
