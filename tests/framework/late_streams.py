@@ -269,8 +269,8 @@ def _poison(tensor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def streams(kind: str) -> Iterator[Machine | None]:
-    """`late`, `immediate`, or `random 7` with the seed 7; nothing for those that are there. `deaf` is late, and
-    nobody waits for a collective."""
+    """`late`, `immediate`, or `random 7` with the seed 7; nothing for those that are there. `deaf` is late,
+    and nobody waits for a collective."""
     if not kind:
         yield None
         return
