@@ -130,7 +130,7 @@ def explain(plan: PlanLike, *, stage: int = 0, without: str | Sequence[str] = ()
     plan = load_plan(plan)
     if not 0 <= stage < len(plan.stages):
         raise InputError(f"--stage is {stage}; the plan has stages 0 to {len(plan.stages) - 1}")
-    require_one_kind(plan.cluster, "explain")
+    require_one_kind(plan.cluster, "explain", why="its lines name prices of one GPU")
     job = job_of(plan)
     evaluator, prices = evaluator_for(job, without=frozenset(texts(without)))
     derivation = derive(plan, evaluator)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mist_megatron.ask.evaluators import evaluator_for
-from mist_megatron.ask.mixed_words import require_one_kind
 from mist_megatron.ask.simulate import play
 from mist_megatron.cost.predict import Prediction, job_of
 from mist_megatron.cost.predict import predict as predict_plan
@@ -26,7 +25,7 @@ from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.schedule import ONE_F_ONE_B
 from mist_megatron.spec.term import Term
 
-FORMULAS = ("pipette", "eq1", "events")
+FORMULAS = ("pipette", "eq1", "amp", "events")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,6 @@ def latencies(plan: Plan) -> Latencies:
         raise InputError(
             f"--latency: the formulas are of {ONE_F_ONE_B}; the plan's schedule is {plan.schedule}"
         )
-    require_one_kind(plan.cluster, "--latency")
     evaluator, _ = evaluator_for(job_of(plan))
     told = predict_plan(plan, evaluator)
     links = replace(plan.cluster.links, matrix=None)

@@ -53,7 +53,7 @@ def of_one_kind(gpus: int | str | None, for_what: str) -> int | None:
     return gpus
 
 
-def require_one_kind(cluster: ClusterSpec, what: str) -> None:
+def require_one_kind(cluster: ClusterSpec, what: str, *, why: str) -> None:
     """Refuses what knows GPUs of one kind only."""
     if cluster.groups:
-        raise InputError(f"{what} is for GPUs of one kind; the cluster has {cluster.words}")
+        raise InputError(f"{what} is for GPUs of one kind, {why}; the cluster has {cluster.words}")

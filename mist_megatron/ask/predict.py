@@ -92,8 +92,8 @@ def predict(
     """Time and memory of a plan, with every term, and what binds it.
 
     `what_if` prices it even if its target cannot run it; `without` leaves named terms out; `links` prices
-    it on the first nodes of a links.yaml; `latency` (pipette, eq1 or events) tells what published formulas
-    and the events say beside it.
+    it on the first nodes of a links.yaml; `latency` (pipette, eq1, amp or events) tells what published
+    formulas and the events say beside it.
     """
     plan = load_plan(plan)
     if latency is not None:

@@ -42,9 +42,7 @@ def predict(
     ] = None,
     latency: Annotated[
         str | None,
-        typer.Option(
-            help="Tell also what a published formula says: pipette, eq1; or the events; AMP's beside."
-        ),
+        typer.Option(help="Tell also what published formulas say: pipette, eq1, amp; and the events."),
     ] = None,
     output: OutputOptions,
 ) -> None:

@@ -152,7 +152,10 @@ class ClusterSpec:
                 "wanted the same GPU and profile"
             )
         if self.links.matrix is not None:
-            raise InputError("cluster: links are measured of one kind of node; the cluster has several kinds")
+            raise InputError(
+                f"cluster: links do not say which of their hosts have {first.gpu.name} and which other GPUs; "
+                "wanted one kind of node, or no links"
+            )
         if nodes != self.nodes:
             raise InputError(f"cluster: nodes is {self.nodes}; its groups have {nodes} together")
 

@@ -362,7 +362,8 @@ class Plan:
             )
         if self.cluster.groups and self.vpp > 1:
             raise InputError(
-                f"plan: vpp is {self.vpp} on a cluster of several kinds of GPUs, where chunks have no prices"
+                f"plan: vpp is {self.vpp} on a cluster of several kinds of GPUs, "
+                "where equal chunks would leave the faster kind waiting; wanted 1"
             )
         assert self.group_of_stage
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from latency_formulas import FORMULAS, compared, errors
 
 import mist_megatron as mm
 from mist_megatron.errors import InputError
@@ -77,3 +78,12 @@ def test_words_are_checked(plan, tmp_path):
     path.write_text(links_to_text([matrix.take(range(3))]))
     with pytest.raises(InputError, match="figures of 3 nodes; the plan has 4"):
         mm.predict(plan, links=path)
+
+
+def test_formulas_on_random_jobs_with_unequal_links(plan):
+    """Twelve of the two hundred jobs of benchmarks/latency_formulas.py."""
+    told = list(compared(12, seed=1))
+    mean = {name: float(np.abs(errors(told, name)).mean()) for name in FORMULAS}
+    assert mean["closed_form_s"] < 0.005
+    assert mean["closed_form_s"] < mean["eq1_s"] < min(mean["pipette_s"], mean["amp_s"])
+    assert mean["eq1_s"] < 0.03 and mean["pipette_s"] < 0.10
