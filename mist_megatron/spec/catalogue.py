@@ -269,6 +269,18 @@ _SHEETS: dict[str, _Sheet] = {
         host_gib=1850,
         host_source="Azure ND96isr MI300X v5",
     ),
+    "rtx-titan-24gb": _Sheet(
+        source="NVIDIA TITAN RTX data sheet (TU102, 130.5 TFLOP/s of its tensor cores)",
+        bf16=None,
+        fp16=130.5,
+        memory_mib=24220,
+        memory_gb_per_s=672,
+        link="PCIe",
+        link_gb_per_s=15.75,
+        pcie=3,
+        network="100 Gb/s InfiniBand per node (two servers of Galvatron-BMW, section VII-D)",
+        network_gb_per_s=12.5,
+    ),
     "rtx3090-24gb": _Sheet(
         source="NVIDIA RTX 3090 (GA102 whitepaper, 71 TFLOP/s dense with fp32 accumulation)",
         bf16=71,

@@ -54,8 +54,9 @@ def _vit(name: str, layers: int, hidden: int, heads: int) -> ModelSpec:
 
 
 def _swin(name: str, depths: tuple[int, ...]) -> ModelSpec:
-    """Of Galvatron-BMW: images of 224 x 224, patches of 4 x 4, windows of 7 x 7 tokens, heads of 32."""
-    stages = tuple((depth, (320 << stage) // 32) for stage, depth in enumerate(depths))
+    """Of Galvatron-BMW: images of 224 x 224, patches of 4 x 4, windows of 7 x 7 tokens. Heads are 40 wide,
+    not 32 as Swin's are: in its Table II eight ranks share out those of every layer, which ten forbid."""
+    stages = tuple((depth, (320 << stage) // 40) for stage, depth in enumerate(depths))
     return swin_groups(name, (320, 56, 7, 4), stages, vocab=1000, patch_elements=3 * 4 * 4)
 
 
