@@ -129,12 +129,12 @@ class Watch:
 
     def new_lines(self, reader: Reader, text: str, outcome: Outcome) -> bool:
         """Reads an input; whether it reached a line that none reached before."""
-        before = self.reached
+        before, others = self.reached, sys.gettrace()
         sys.settrace(self.call)
         try:
             try_one(reader, text, outcome)
         finally:
-            sys.settrace(None)
+            sys.settrace(others)  # a run under coverage goes on being watched
         return self.reached > before
 
     def call(self, frame: FrameType, event: str, argument: Any) -> Any:

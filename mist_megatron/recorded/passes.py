@@ -148,8 +148,8 @@ def _on_host(part: Parts, step: Step, sent: Mask, scales: Sequence[Scale]) -> _W
 def _kinds(host: Ints, runs: Sequence[tuple[int, int]]) -> Ints:
     begins, ends = (np.array([run[at] for run in runs]) for at in (0, 1))
     at = np.searchsorted(begins, host, "right") - 1
-    inside = (at >= 0) & (host <= ends[np.maximum(at, 0)])
-    return np.asarray(np.where(inside, BACKWARD, np.where(host > ends[-1], TAIL, FORWARD)))
+    inside = (at >= 0) & (host < ends[np.maximum(at, 0)])
+    return np.asarray(np.where(inside, BACKWARD, np.where(host >= ends[-1], TAIL, FORWARD)))
 
 
 def _waits(recording: Recording, played: Played, rank: int, sent: Mask) -> Covered | None:

@@ -148,7 +148,7 @@ class Builder:
             )  # fmt: skip
         if said.collective is not None:
             self._messages[event] = _message(said)
-        if said.after is not None and isinstance(said.after, list):
+        if isinstance(said.after, list):
             self._own[_small(said.event)] = event
             self._after[event] = tuple(_small(one) for one in said.after)
 

@@ -31,21 +31,33 @@ class Model:
     """Two layers and a head, forward and back, as Megatron runs them; products, attention and collectives
     take what they are priced, kernels beside them 2 us and what their elements take."""
 
-    def __init__(self, hidden: int, ffn: int, tp: int = 1, *, separate: bool = False) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        tp: int = 1,
+        *,
+        separate: bool = False,
+        unfused: bool = False,
+        shared: bool = False,
+    ) -> None:
+        """`unfused`: attention is products in batches; `shared`: tensor-parallel ranks share out tokens too,
+        which are gathered before and scattered behind."""
         self.made, self.host, self.gpu = HandMade(), 0.0, 5.0
-        self.hidden, self.tp = hidden, tp
+        self.hidden, self.tp, self.unfused, self.shared = hidden, tp, unfused, shared
+        own = TOKENS // tp if shared else TOKENS
         heads = hidden // SIZE // tp
         inner = heads * SIZE
         projections = [inner] * 3 if separate else [3 * inner]
         self.made.operator("aten::embedding", 0, 1, **{"Input Dims": [[VOCAB // tp, hidden], [1, TOKENS]]})
         self.run("aten::fill_", "tiny", FLOOR_US, [[1]])
         for _ in range(LAYERS):
-            self.beside("aten::native_layer_norm", (1, TOKENS, hidden), (hidden,))
+            self.beside("aten::native_layer_norm", (1, own, hidden), (hidden,))
             for width in projections:
                 self.product(TOKENS, width, hidden)
             self.attention(heads)
             self.summed(TOKENS, hidden, inner)
-            self.beside("aten::native_layer_norm", (1, TOKENS, hidden), (hidden,))
+            self.beside("aten::native_layer_norm", (1, own, hidden), (hidden,))
             self.product(TOKENS, ffn // tp, hidden)
             self.beside("aten::gelu", (1, TOKENS, ffn // tp))
             self.summed(TOKENS, hidden, ffn // tp)
@@ -83,9 +95,12 @@ class Model:
     def summed(self, m: int, n: int, k: int, back: bool = False) -> None:
         self.product(m, n, k, back)
         if self.tp > 1:
-            work = Collective("all_reduce", *(np.array(float(x)) for x in (2 * m * n, self.tp, 1)))
+            kind, name, sent = ("all_reduce", "allreduce", m * n)
+            if self.shared:
+                kind, name, sent = ("all_gather", "allgather", m * n // self.tp)
+            work = Collective(kind, *(np.array(float(x)) for x in (2 * m * n, self.tp, 1)))  # type: ignore[arg-type]
             self.run("c10d::allreduce_", "ncclDevKernel_AllReduce", 1e6 * seconds(work), [], back, **{
-                "Collective name": "allreduce", "dtype": "BFloat16", "In msg nelems": m * n,
+                "Collective name": name, "dtype": "BFloat16", "In msg nelems": sent,
                 "Out msg nelems": m * n, "Group size": self.tp,
             })  # fmt: skip
 
@@ -94,6 +109,12 @@ class Model:
         self.product(out, inside, TOKENS, back=True)
 
     def attention(self, heads: int, *, backward: bool = False) -> None:
+        if self.unfused:
+            for m, n, k in ((TOKENS, TOKENS, SIZE), (TOKENS, SIZE, TOKENS)) * (2 if backward else 1):
+                batched = Gemm(*(np.array(float(size)) for size in (m, n, k, heads)))  # type: ignore[arg-type]
+                dims = [[heads, m, k], [heads, k, n]]
+                self.run("aten::bmm", "flash", 1e6 * seconds(batched), dims, backward)
+            return
         work = Attention(*(np.array(float(x)) for x in (1, TOKENS, heads, heads, SIZE)), backward)  # type: ignore[arg-type]
         name = "aten::_flash_attention_" + ("backward" if backward else "forward")
         one = [1, TOKENS, heads, SIZE]
@@ -114,11 +135,16 @@ class Model:
         ((2048, 8192, 2), {"tp": 4}, (2048, 8192, 4)),
         ((2048, 8192, 4), {"tp": 1}, (2048, 8192, 1)),
         ((2048, 8192), {"tp": 8}, (2048, 8192, 8)),
+        ((2048, 8192, 2), {"hidden": 4096, "unfused": True}, (4096, 8192, 2)),
+        ((2048, 8192, 2), {"tp": 4, "unfused": True}, (2048, 8192, 4)),
+        ((3072, 8192, 2), {"tp": 4, "shared": True}, (3072, 8192, 4)),
+        ((2048, 8192, 4), {"hidden": 3072, "shared": True}, (3072, 8192, 4)),
     ],
 )
 def test_other_widths(tmp_path: Path, before: Any, asked: dict[str, int], after: Any) -> None:
-    answer = replay(Model(*before).write(tmp_path / "t.json"), **asked)  # type: ignore[arg-type]
-    truth = replay(Model(*after).write(tmp_path / "u.json"))
+    ways = {name: bool(asked.pop(name, False)) for name in ("unfused", "shared")}
+    answer = replay(Model(*before, **ways).write(tmp_path / "t.json"), **asked)  # type: ignore[arg-type]
+    truth = replay(Model(*after, **ways).write(tmp_path / "u.json"))
     assert answer.changed is not None
     assert answer.changed.step_s == pytest.approx(truth.recorded.step_s, rel=0.01)
     changed, wanted = (

@@ -1,0 +1,198 @@
+"""Every number of small recordings, counted by hand, and what lies exactly on a border: the first event of a
+file, a kernel that begins with its step, a process without a GPU."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hand_made import HandMade
+from playing import recording_of
+
+import mist_megatron as mm
+from mist_megatron.ask.devices import device_named
+from mist_megatron.ask.replay import replay
+from mist_megatron.errors import InputError
+from mist_megatron.recorded.engine import play
+from mist_megatron.recorded.graph import Role
+from mist_megatron.recorded.passes import passes_of
+from mist_megatron.recorded.repeats import Stretch, backward_runs, more_layers, windows_of
+from mist_megatron.recorded.retime import on_device
+from mist_megatron.recorded.usage import Window, top_kernels, typical_step
+from mist_megatron.recorded.what_if import stretched
+from mist_megatron.traces.reader import Reading, read_trace
+
+BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
+
+
+def test_what_begins_with_the_window_is_in_it_and_what_begins_with_its_end_is_not() -> None:
+    made = HandMade()
+    for number, (name, length) in enumerate((("a", 10), ("b", 20), ("a", 30), ("a", 40))):
+        made.kernel(name, 2 * number, 100 * (number + 1), length)
+    recording = recording_of(made)
+    played = play(recording.graph)
+    begin = float(played.start_ns[recording.graph.nodes.role == Role.GPU].min())
+    window = Window(0, begin, begin + 300e3, None)
+    told = {one.name: one for one in top_kernels(recording, played, (window,), 5)}
+    assert {name: one.calls for name, one in told.items()} == {"a": 2, "b": 1}
+    assert told["a"].seconds == pytest.approx(40e-6) and told["a"].share == pytest.approx(40 / 300)
+    assert told["b"].seconds == pytest.approx(20e-6) and told["b"].share == pytest.approx(20 / 300)
+    assert [one.name for one in top_kernels(recording, played, (window,), 1)] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [((900, 50, 10), 1), ((900, 50, 10, 700), 2), ((9, 8, 5, 7, 6, 1), 4), ((4,), 0), ((4, 9), 1)],
+)
+def test_the_typical_step_is_neither_the_first_nor_the_last(lengths: tuple[int, ...], wanted: int) -> None:
+    """Of those between the lower one of the middle two, else the second, else the only one."""
+    made, at = HandMade(), 0.0
+    for number, length in enumerate(lengths):
+        made.step(number, at, length)
+        made.kernel("k", at + 0.1, at + 0.2, 0.5)
+        at += length
+    assert typical_step(recording_of(made)) == wanted
+
+
+def test_a_launch_that_is_the_first_event() -> None:
+    """It is stretched like any other: 30 us of the host twice as long, and the kernels that it and the next
+    launch started; neither a collective nor what another thread launched."""
+    made = HandMade()
+    made.kernel("first", 0, 5, 50)
+    made.kernel("second", 10, 60, 20)
+    made.kernel("ncclDevKernel_AllReduce", 15, 85, 40)
+    made.kernel("elsewhere", 16, 130, 7, thread=2)
+    recording = recording_of(made)
+    part = recording.parts[0]
+    place = int(part.trace.place[part.links.launch[part.trace.names_that("first".__eq__).argmax()]])
+    begin = int(part.trace.start_ns.min())
+    _, told = stretched(recording, [[Stretch(place, begin, begin + 30_000, 2.0)]], "all")
+    host, kernels = told
+    assert (host.how, host.kernels, kernels.how, kernels.kernels) == (
+        "host time stretched",
+        0,
+        "stretched",
+        2,
+    )
+    assert host.after_s == pytest.approx(2 * host.before_s) and 0.0 < host.before_s < 31e-6
+    assert (kernels.before_s, kernels.after_s) == (pytest.approx(70e-6), pytest.approx(140e-6))
+
+
+def test_a_backward_operator_that_is_the_first_event(tmp_path: Path) -> None:
+    plan = mm.tune(model="gpt3-1.3b", gpus=8, gpu="a100-sxm-80gb", target="megatron", fix="tp=8").plan
+    rows, hidden = plan.stages[0].micro_batch * plan.training.seq_len, plan.model.hidden
+    made = HandMade(rank=0, world=8)
+    made.operator(BACKWARD, 0, 30)
+    made.operator("aten::mm", 1, 20, **{
+        "Input Dims": [[rows, hidden], [hidden, 3 * hidden // 8]], "Input type": ["c10::BFloat16"] * 2,
+    })  # fmt: skip
+    made.kernel("gemm", 5, 10, 50)
+    made.kernel("free", 40, 61, 25)
+    (told,) = replay(made.write(tmp_path / "t.json"), against=plan).compared
+    measured = {line.name: line.measured_s for line in told.lines}
+    assert (measured["backward"], measured["forward"]) == (pytest.approx(50e-6), pytest.approx(25e-6))
+
+
+def test_a_wait_for_a_kernel_that_was_launched_before_the_recording() -> None:
+    """The kernel is the file's first event: what waits for it waits."""
+    made = HandMade()
+    made.event("kernel", "before", (0, 7), 0, 100, correlation=999, stream=7)
+    record = made.call("cudaEventRecord", 4)
+    made.wait(8, 20, 7, record)
+    made.kernel("late", 12, 101, 10, stream=20)
+    recording = recording_of(made)
+    assert recording.counts["waits said by cuda_sync"] == 1
+    assert recording.counts["waits on streams that do nothing here"] == 0
+
+
+def test_nodes_of_a_meeting_are_of_those_who_meet() -> None:
+    made = []
+    for number in range(3):
+        rank = HandMade(rank=number, world=3)
+        rank.kernel("ncclDevKernel_AllReduce", 1, 6 + number, 50 - number, **{
+            "Collective name": "allreduce", "dtype": "Float", "In msg nelems": 8, "Out msg nelems": 8,
+            "Group size": 3, "Process Group Name": "0", "Process Group Ranks": "[0, 1, 2]", "Seq": 1,
+        })  # fmt: skip
+        made.append(rank)
+    nodes = recording_of(*made).graph.nodes
+    assert sorted(nodes.rank[nodes.role == Role.ARRIVE].tolist()) == [0, 1, 2]
+    assert nodes.rank[nodes.role == Role.MEET].tolist() == [0]
+
+
+def test_products_without_usual_sizes_keep_their_time(tmp_path: Path) -> None:
+    made = HandMade()
+    made.operator("aten::mm", 0, 20, **{"Input Dims": [[64, 32]], "Input type": ["float"]})
+    made.kernel("gemm", 5, 10, 50)
+    made.kernel("other", 22, 61, 50)
+    recording = recording_of(made)
+    _, told = on_device(recording, device_named("a100-sxm-80gb"), device_named("h100-sxm-80gb"))
+    kept = {one.what: one for one in told}["products and attention without usual sizes"]
+    assert (kept.kernels, kept.before_s, kept.after_s) == (1, pytest.approx(50e-6), pytest.approx(50e-6))
+
+
+def on_the_host(layers: int, micro_batches: int, gap: float = 0.0) -> HandMade:
+    """Operators and nothing else: embedding, layers of two, a loss, and one for each of them back."""
+    made, at = HandMade(), 0.0
+
+    def run(name: str, length: float) -> None:
+        nonlocal at
+        made.operator(name, at, length)
+        at += length
+
+    for _ in range(micro_batches):
+        run("aten::embedding", 30)
+        for _ in range(layers):
+            run("aten::mm", 50)
+            run("aten::gelu", 50)
+        run("aten::loss", 20)
+        for _ in range(layers):
+            run(BACKWARD, 70)
+        at += gap
+    run("aten::add_", 10)
+    made.step(1, 0, at)
+    return made
+
+
+def test_passes_of_a_process_without_a_gpu() -> None:
+    recording = recording_of(on_the_host(4, 3, gap=60))
+    told = passes_of(recording, play(recording.graph), 0, 1, by_layer=True)
+    assert (told.micro_batches, told.layers, told.sends) == (3, 4, 0)
+    # The host stands still for 60 us before each micro-batch but the first, and before the tail.
+    assert (told.forward_s, told.backward_s) == (pytest.approx(490e-6), pytest.approx(280e-6))
+    assert (told.before_s, told.behind_s) == ((pytest.approx(70e-6), 0.0), (pytest.approx(20e-6), 0.0))
+    assert told.tail_s == pytest.approx(70e-6)
+
+
+def test_the_optimizer_is_no_pass_even_as_the_first_event() -> None:
+    """What it runs backward (a closure) is its own."""
+    made = HandMade()
+    made.event("user_annotation", "Optimizer.step#SGD.step", (100, 1), 0, 100)
+    made.operator(BACKWARD, 10, 50)
+    made.operator("aten::mm", 110, 20)
+    made.operator(BACKWARD, 140, 20)
+    recording = recording_of(made)
+    (window,) = windows_of(recording.parts[0].trace)
+    assert len(backward_runs(recording.parts[0], window)) == 1
+
+
+def test_steps_of_unequal_layers_are_told() -> None:
+    made, at = HandMade(), 0.0
+    for number, layers in enumerate((3, 5)):
+        begin = at
+        for event in on_the_host(layers, 1).events[:-1]:
+            made.operator(event["name"], begin + event["ts"], event["dur"])
+            at = begin + event["ts"] + event["dur"]
+        made.step(number, begin, at - begin)
+    with pytest.raises(InputError, match="passes repeat 3, 5 times"):
+        more_layers(recording_of(made).parts[0], 8)
+
+
+def test_a_file_cut_off_behind_a_comma() -> None:
+    whole = HandMade()
+    whole.operator("aten::mm", 0, 9)
+    text = json.dumps(whole.document())[: -len("]}")] + ",\n "
+    with pytest.raises(InputError, match=r"cut off at traceEvents\[1\]"):
+        read_trace(io.BytesIO(text.encode()), "t.json")
+    assert len(read_trace(io.BytesIO(text.encode()), "t.json", Reading(partial=True))) == 1
