@@ -32,6 +32,8 @@ class Case:
     """The head's weight is used without its module being called, as code of one's own may do."""
     vpp: int = 1
     hidden: int = 64
+    experts: int = 0
+    """Of which each token goes to two."""
     tied: bool = False
     weight_decay: float = 0.0
     loss_scale: float | None = None

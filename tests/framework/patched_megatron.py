@@ -65,6 +65,9 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
     recompute, native = case.recompute[stage], {}
     if case.fine_grained and case.fine_grained[stage]:
         native = {"fine_grained_activation_offloading": True, "offload_modules": case.fine_grained[stage]}
+    experts: dict[str, Any] = {}
+    if case.experts:
+        experts = {"num_moe_experts": case.experts, "moe_router_topk": 2, "moe_ffn_hidden_size": 128}
     layout = "E" + "|".join("t" * n for n in case.layers_per_stage) + "L" if case.pp > 1 else None
     # layers_per_stage lists the chunks of all first virtual stages, then those of the second, ...
     return TransformerConfig(
@@ -84,6 +87,7 @@ def build_config(case: Case, stage: int, dtype: Any) -> Any:
         recompute_num_layers=recompute or None,
         **tiny_gpt_settings(),
         **({**native, "min_offloaded_tensor_size": 0} if native else {}),
+        **experts,
     )
 
 
@@ -101,7 +105,7 @@ def build_model(case: Case, config: Any, vp_stage: int | None = None) -> Any:
 
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(num_experts=case.experts or None),
         VOCAB,
         SEQ,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

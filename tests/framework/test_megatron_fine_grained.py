@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,7 +42,15 @@ def one_stage() -> Runs:
     for name, more in WHOLE.items():
         cases[name] = replace(PLAIN, **more)
         cases[f"{name}, patched"] = replace(asked(NATIVE, 0.25), **more)
-    cases["fp32, native"] = replace(NATIVE, **WHOLE["fp32"])
+    mixture = replace(PLAIN, experts=4)
+    cases["experts"] = mixture
+    cases["experts, patched"] = asked(replace(mixture, fine_grained=[MODULES]), 0.2)
+    of_experts = replace(mixture, fine_grained=[["core_attn", "moe_act"]], may_fail=True)
+    cases["groups of experts"] = asked(of_experts, 0.2)
+    cases["experts by hooks"] = replace(asked(mixture, 0.2), may_fail=True)
+    cases["fp32, native"] = replace(
+        NATIVE, **WHOLE["fp32"]
+    )  # the last, since nobody resets Megatron's manager
     return run_all(cases, 1)
 
 
@@ -67,6 +76,13 @@ def test_whole_runs():
         assert patched["sums"] == pytest.approx(found[name][0]["sums"], rel=1e-5, abs=1e-5)
 
 
+def test_beside_experts_the_groups_of_attention_do_the_work():
+    found = one_stage()
+    assert_same(found["experts"], found["experts, patched"])
+    (run,) = found["experts, patched"]
+    assert run["native_bytes"] / run["saved_bytes"] == pytest.approx(0.2, abs=0.03)
+
+
 def test_without_the_choice_of_groups_the_share_is_another():
     (run,) = one_stage()["every group"]
     assert run["native_bytes"] / run["saved_bytes"] > 0.4
@@ -84,10 +100,24 @@ def test_both_ways_count_the_same_bytes():
         ("too much", "PatchRefused: activation offload of 0.9000: groups of --offload-modules hold 0."),
         ("nothing", "PatchRefused: activation offload of 0 with --fine-grained-activation-offloading"),
         ("recomputed", "PatchRefused: --fine-grained-activation-offloading with layers recomputed"),
+        (
+            "groups of experts",
+            "PatchRefused: activation offload: --offload-modules moe_act was not tried; wanted",
+        ),
+        ("experts by hooks", "PatchRefused: activation offload: num_moe_experts=4 was not tried; wanted"),
     ],
 )
 def test_refused(name, line):
     assert one_stage()[name][0]["failed"].startswith(line)
+
+
+def test_graphs_are_refused():
+    from mist_patches.core.hooking import PatchRefused
+    from mist_patches.megatron.fine_grained_offload import GroupOffload
+
+    config = SimpleNamespace(cuda_graph_impl="transformer_engine", offload_modules=MODULES)
+    with pytest.raises(PatchRefused, match="CUDA graphs"):
+        GroupOffload(0.25).count(config, [])
 
 
 def test_on_one_of_two_stages():

@@ -12,8 +12,9 @@ allow. Copies, streams and order stay Megatron's. The summary is logged by each 
 Megatron itself keeps the last group of each kind where its backward pass is next. What groups cannot reach
 is refused when it is known, before the second step: `--offload-modules` of a dense model hold no part of
 its MLP. Layers recomputed in full are refused: Megatron sends away what it is just making again, and with
-the norms' groups reads what it has given back. Without Megatron's option the saved-tensor hooks of
-`megatron.activation_offload` do the work, with any fraction and recomputation.
+the norms' groups reads what it has given back. So are CUDA graphs and the groups of experts, which need
+Transformer Engine; beside experts the groups of attention and norms do the work. Without Megatron's option
+the saved-tensor hooks of `megatron.activation_offload` do it, with any fraction and recomputation.
 
 Tested with megatron-core 0.19.2 on the CPU, where Megatron's test for Transformer Engine was answered for it.
 """
@@ -26,7 +27,9 @@ from typing import Any
 
 from mist_patches.core.activation_offload import ActivationOffload
 from mist_patches.core.hooking import PatchRefused, all_or_nothing, check_fraction, log, replace
+from mist_patches.megatron.untried import refuse_graphs
 
+OF_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 _NOTHING_MOVES = 1 << 62
 """Bytes below which a tensor stays: hooks that only count."""
 
@@ -52,6 +55,13 @@ class GroupOffload:
             raise PatchRefused(
                 "activation offload of 0 with --fine-grained-activation-offloading: leave the option out on "
                 "this stage, since Megatron cannot run it without a group to offload"
+            )
+        refuse_graphs("activation offload", config)
+        untried = sorted(OF_EXPERTS & set(config.offload_modules))
+        if untried:
+            raise PatchRefused(
+                f"activation offload: --offload-modules {untried[0]} was not tried; "
+                "wanted those of attention and norms"
             )
         if config.recompute_granularity == "full":
             raise PatchRefused(
