@@ -211,7 +211,6 @@ _REASONS = {
     "mpt": "ALiBi positions are not modelled",
     "gptj": "a bias on the output projection is not modelled",
     "phi": "a bias on the output projection is not modelled",
-    "gpt_oss": "attention windows on some layers only are not modelled",
     "llama4": "models that see images are not modelled; give the config of the text model",
     "llama4_text": "attention in chunks on some layers only is not modelled",
     "phimoe": "biases on the attention alone are not modelled",
@@ -235,7 +234,7 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
         )
     values = text_values(values)
     config = Config(values, where)
-    if kind not in EXPERT_READERS and kind not in HYBRID_READERS:
+    if kind not in {*EXPERT_READERS, *HYBRID_READERS, "gpt_oss"}:
         for experts in ("num_local_experts", "num_experts", "n_routed_experts"):
             config.refuse(experts, f"no architecture {kind} has experts")
     config.refuse("add_cross_attention", "attention to an encoder is not modelled")

@@ -40,6 +40,7 @@ _KEYS: Mapping[str, _Keys] = MappingProxyType(
             rotary_base=("rope_theta", 1_000_000),
             window=("sliding_window", 0),
         ),
+        "gpt_oss": _Keys(norm_epsilon=("rms_norm_eps", 1e-5), rotary_base=("rope_theta", 150_000)),
         "glm4_moe": _Keys(norm_epsilon=("rms_norm_eps", 1e-5), rotary_share=("partial_rotary_factor", 0.5)),
         "phi3": _Keys(
             norm_epsilon=("rms_norm_eps", 1e-5),

@@ -8,13 +8,14 @@ one image of `IMAGE_PATCHES` patches per sample: another mean is said in a model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.huggingface_config import Config, even, gated_model
 from mist_megatron.spec.entry import Entry
+from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.group_presets import (
     IMAGE_PATCHES,
     swin_groups,
@@ -183,17 +184,46 @@ def _gemma3(config: Config, name: str) -> ModelSpec:
         "sliding_attention": model.kind("sliding", window=window),
         "full_attention": model.kind("full"),
     }
+    each = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    usual = ["full_attention" if (k + 1) % each == 0 else "sliding_attention" for k in range(layers)]
+    names = _layer_types(config, kinds, usual)
+    return with_groups(model, *_runs([kinds[kind] for kind in names]))
+
+
+def _layer_types(config: Config, kinds: Collection[str], usual: list[str]) -> list[str]:
+    """The kind of each layer."""
     types = config.values.get("layer_types")
     if types is None:
-        each = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
-        names = ["full_attention" if (k + 1) % each == 0 else "sliding_attention" for k in range(layers)]
-    elif isinstance(types, list) and len(types) == layers and all(kind in kinds for kind in types):
-        names = types
-    else:
-        raise InputError(
-            f"{config.where}: layer_types: wanted a list of {layers} names, each of {', '.join(kinds)}"
-        )
-    return with_groups(model, *_runs([kinds[kind] for kind in names]))
+        return usual
+    if isinstance(types, list) and len(types) == len(usual) and all(kind in kinds for kind in types):
+        return types
+    raise InputError(
+        f"{config.where}: layer_types: wanted a list of {len(usual)} names, each of {', '.join(kinds)}"
+    )
+
+
+def _gpt_oss(config: Config, name: str) -> ModelSpec:
+    """What GPT-OSS has beside its widths is the same in all of its configs."""
+    if config.number("swiglu_limit", 7.0) != 7.0:
+        raise InputError(f"{config.where}: swiglu_limit: an activation that is clamped elsewhere than at 7")
+    config.demand("attention_bias", True, "attention sinks without biases are not modelled")
+    scaling = config.values.get("rope_scaling") or config.values.get("rope_parameters")
+    scaled = Config(scaling if isinstance(scaling, Mapping) else {}, f"{config.where}: rope_scaling")
+    if scaled.integer("original_max_position_embeddings", default=4096) != 4096:
+        raise InputError(f"{scaled.where}: yarn from another length than 4096 on is not modelled")
+    experts = ExpertSpec(
+        count=config.integer("num_local_experts", default=128),
+        top_k=config.integer("num_experts_per_tok", "experts_per_token", default=4),
+        ffn_hidden=config.integer("intermediate_size", default=2880),
+        router_bias=True,
+    )
+    model = gated_model(config, name, kv_heads=8, linear_bias=True, sinks=True, experts=experts)
+    kinds = {
+        "sliding_attention": model.kind("sliding", window=config.integer("sliding_window", default=128)),
+        "full_attention": model.kind("full"),
+    }
+    usual = ["full_attention" if k % 2 else "sliding_attention" for k in range(model.layers)]
+    return with_groups(model, *_runs([kinds[kind] for kind in _layer_types(config, kinds, usual)]))
 
 
 def _runs(kinds: list[LayerKind]) -> tuple[LayerGroup, ...]:
@@ -263,6 +293,7 @@ GROUP_READERS: dict[str, Callable[[Config, str], ModelSpec]] = {
     "swin": _swin,
     "t5": _t5,
     "gemma3_text": _gemma3,
+    "gpt_oss": _gpt_oss,
     "qwen2_vl": _qwen_vl,
     "qwen2_5_vl": _qwen_vl,
 }

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.pipelines import Family, families
 from mist_megatron.search.space import Limits
-from mist_megatron.search.spread import SpreadShapes
+from mist_megatron.search.spread import Floors, SpreadShapes
 from mist_megatron.search.ways import Way, every
 from mist_megatron.spec.plan import Execution
 
@@ -38,6 +38,7 @@ class Leaders:
             for place in members
         }
         self._floors: dict[tuple[int, int], float] = {}
+        self._of_shapes: Floors = {}
 
     def _execution(self, place: int) -> Execution:
         return self._pairs[place][1].evaluator.job.execution
@@ -51,13 +52,17 @@ class Leaders:
             self._families[key] = list(families(question.evaluator.job, question.space, limits))
         return self._families[key]
 
+    def told(self, place: int) -> tuple[float, Floors]:
+        """Of a way, for its queue."""
+        return self.floor_s(place), self._of_shapes
+
     def floor_s(self, place: int) -> float:
         """Seconds that no plan of a way beats; 0 where none of the others tells."""
         leader, widest = self._leader[place], self._widest[place]
         if not _gains(self._execution(place)) <= _gains(self._execution(leader)):
             return 0.0
         if (leader, widest) not in self._floors:
-            shapes = SpreadShapes(self._pairs[leader][1], self.families(widest), every)
+            shapes = SpreadShapes(self._pairs[leader][1], self.families(widest), every, known=self._of_shapes)
             self._floors[leader, widest] = float(min(shapes.floors_s, default=math.inf))
         own, most = self.families(place), self.families(widest)
         return self._floors[leader, widest] if own is most or set(own) <= set(most) else 0.0

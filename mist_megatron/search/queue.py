@@ -30,7 +30,7 @@ from mist_megatron.search.known import Item, Known, floors
 from mist_megatron.search.mixed import MixedBound, mixture_bounds
 from mist_megatron.search.pipelines import EqualPipeline, Family
 from mist_megatron.search.room import rooms, with_room
-from mist_megatron.search.spread import Rival, SpreadShapes
+from mist_megatron.search.spread import Floors, Rival, SpreadShapes
 from mist_megatron.spec.recompute import PARTIAL
 
 Bound = EqualBound | MixedBound
@@ -90,6 +90,12 @@ class Queue:
         if position < len(self._ready) and self._ready[position][0] < limit_s:
             return self._ready[position][2]
         return None
+
+    def promise_s(self) -> float:
+        """Nothing that was not given yet has a lesser bound."""
+        ready_s = self._ready[self.given][0] if self.given < len(self._ready) else math.inf
+        floor_s = self._floor_s()
+        return ready_s if floor_s is None else min(ready_s, floor_s)
 
     def next(self, limit_s: float) -> Pair | None:
         """The most promising item that was not given yet."""
@@ -221,12 +227,10 @@ class Orders:
         """The next item whose bound is below a limit, and which way it is of."""
         self.done = 0
         for queues in self._levels:
-            least: int | None = None
-            least_s = limit_s
-            for way, queue in enumerate(queues):
-                pair = queue.at(queue.given, least_s, limit_s)
-                if pair is not None:
-                    least, least_s = way, pair[0].value_s
+            least_s = self._least_s(queues, limit_s)
+            pairs = (queue.at(queue.given, math.nextafter(least_s, math.inf), limit_s) for queue in queues)
+            # Of ways that are as good the first.
+            least = next((way for way, pair in enumerate(pairs) if pair), None) if least_s < limit_s else None
             self.done += sum(queue.given for queue in queues)
             if least is not None:
                 pair = queues[least].next(limit_s)
@@ -234,6 +238,17 @@ class Orders:
                 return least, pair
             self.done += sum(len(queue) - queue.given for queue in queues)
         return None
+
+    @staticmethod
+    def _least_s(queues: Sequence[Queue], limit_s: float) -> float:
+        """The least bound of what was not given yet, or the limit; ways that promise most are looked at
+        first, which may leave others unseen. Looking at one may open more."""
+        while True:
+            queue = min(queues, key=Queue.promise_s, default=None)
+            if queue is None or queue.promise_s() >= limit_s:
+                return limit_s
+            pair = queue.at(queue.given, limit_s, limit_s)
+            limit_s = limit_s if pair is None else pair[0].value_s
 
     def __iter__(self) -> Iterator[tuple[int, Pair]]:
         """All that may fit."""
@@ -308,12 +323,14 @@ def ordered_spread(
     keeps: Callable[[EqualPipeline], bool],
     bounded: Bounded | None = None,
     rivals: Sequence[Rival] = (),
-    least_s: float = 0.0,
+    leaders: tuple[float, Floors | None] = (0.0, None),
 ) -> Order:
-    """The same of models with experts, spread in every way; no plan takes less than `least_s`."""
+    """The same of models with experts, spread in every way; `leaders` say what no plan takes less than, and
+    keep floors."""
+    least_s, floors_s = leaders
     bounded = bounded or bounded_of(question)
     kept = [family for family in families if _keeps_some(family, keeps)]
-    shapes = partial(SpreadShapes, question, kept, keeps, rivals)
+    shapes = partial(SpreadShapes, question, kept, keeps, rivals, floors_s)
     count = sum(len(spreads) for _, spreads in kept)
     return Order(SpreadQueue(shapes, bounded, least_s, count), Queue([], [], bounded))
 

@@ -251,11 +251,10 @@ class _Run:
             if leaders is not None:
                 spread = leaders.families(place)
                 least = None if way.least is None else self._asked([way.least])[0][1]
-                rivals, least_s = rivals_of(way, self.ways), leaders.floor_s(place)
-                order = ordered_spread(
-                    question, spread, way.keeps, of_possible(least, self._bounded(place)), rivals, least_s
+                bounded, told = of_possible(least, self._bounded(place)), leaders.told(place)
+                orders.append(
+                    ordered_spread(question, spread, way.keeps, bounded, rivals_of(way, self.ways), told)
                 )
-                orders.append(order)
                 items += sum(map(way.keeps, (shape for shape, _ in spread)))
                 continue
             mixed = []

@@ -65,6 +65,17 @@ MANY = 1e9
 """Micro-batches, so many that the first and the last do not count."""
 
 
+Floors = dict[object, Array]
+"""Of families in ways of execution that differ in what is run again, which no floor counts."""
+
+
+def _alike(question: SearchProblem, families: Sequence[Family], rivals: Sequence[Rival]) -> object:
+    """All that floors follow from."""
+    execution = replace(question.evaluator.job.execution, recompute_modules=None)
+    held = tuple(own.stage.memory == other.stage.memory for own, other in rivals)
+    return execution, tuple(map(id, families)), held
+
+
 class SpreadShapes:
     """The shapes of some families, those with the least bound first."""
 
@@ -74,13 +85,19 @@ class SpreadShapes:
         families: Sequence[Family],
         keeps: Callable[[EqualPipeline], bool],
         rivals: Sequence[Rival] = (),
+        known: Floors | None = None,
     ) -> None:
         self._families, self._keeps = families, keeps
         of_family = [len(spreads) for _, spreads in families]
         self._rows = np.repeat(np.arange(len(families)), of_family)
         every = [spread for _, spreads in families for spread in spreads]
         self._spreads = np.array(every, dtype=np.float64).reshape(-1, 2)
-        floors_s = _floors(question, [shape for shape, _ in families], self._rows, self._spreads, rivals)
+        known = {} if known is None else known
+        key = _alike(question, families, rivals)
+        if key not in known:
+            shapes = [shape for shape, _ in families]
+            known[key] = _floors(question, shapes, self._rows, self._spreads, rivals)
+        floors_s = known[key]
         order = np.argsort(floors_s, kind="stable")
         self._order = order[: int(np.isfinite(floors_s).sum())]
         self.floors_s = floors_s[self._order]

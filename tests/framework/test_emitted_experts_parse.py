@@ -25,6 +25,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.frameworks.megatron import write as megatron
 from mist_megatron.frameworks.megatron.command import options_of
 from mist_megatron.frameworks.megatron.lint import lint_megatron
+from mist_megatron.frameworks.megatron.read import plan_of
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
@@ -150,6 +151,30 @@ def test_grid_parses_and_means_what_the_plan_says() -> None:
         check_experts(plan, found)
         check_layers(plan, found)
         check_switches(plan, found)
+
+
+def test_sinks_their_activation_and_yarn_are_those_of_gpt_oss() -> None:
+    """Against transformers' GptOssConfig, and read back to the same model."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    plan = made(presets.PRESETS["gpt-oss-20b"], GRIDS[3], {"expert_dispatcher": "flex"}, 2)
+    found, whole = parsed_of(plan), transformers.GptOssConfig()
+    config, rope = found.config, whole.rope_parameters
+    assert config.softmax_type == "learnable"
+    assert config.activation_func.__name__ == "quick_gelu"
+    assert config.gated_linear_unit
+    assert (config.glu_linear_offset, config.activation_func_clamp_value) == (1.0, whole.swiglu_limit)
+    assert found.args.position_embedding_type == rope["rope_type"]
+    assert config.yarn_rotary_scaling_factor == rope["factor"]
+    assert config.yarn_original_max_position_embeddings == rope["original_max_position_embeddings"]
+    assert (config.yarn_beta_fast, config.yarn_beta_slow) == (rope["beta_fast"], rope["beta_slow"])
+    assert config.yarn_correction_range_round_to_int is rope["truncate"]
+    words = [*megatron_parser.rank_arguments(plan, 0), "--vocab-size", str(plan.model.vocab)]
+    assert lint_megatron(options_of(words), "", "x", KNOWN) == ()
+    read = plan_of(options_of(words), (), plan.cluster, "x").model
+    kinds = [[model.kinds[place] for place in model.kind_of_layer] for model in (read, plan.model)]
+    mine, own = ([(k.window, k.sinks, k.block_parameters) for k in some] for some in kinds)
+    assert mine == own
+    assert read.constants == plan.model.constants
 
 
 def check_experts(plan: Plan, parsed) -> None:

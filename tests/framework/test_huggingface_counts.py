@@ -37,6 +37,8 @@ DEEPSEEK_V2 = {**LLAMA, **LATENT, "model_type": "deepseek_v2"}
 DEEPSEEK_V3 = {**LLAMA, **LATENT, "model_type": "deepseek_v3", "first_k_dense_replace": 1}
 GLM4 = {**LLAMA, **GROUPED, "model_type": "glm4_moe", "head_dim": 16, "n_routed_experts": 8,
         "moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_hidden_layers": 3}  # fmt: skip
+GPT_OSS = {**LLAMA, **GROUPED, "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4,
+           "num_experts_per_tok": 2}  # fmt: skip
 
 NEMOTRON = {"model_type": "nemotron_h", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 100,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": 8,
@@ -75,6 +77,7 @@ EXACT = {
     },
     "deepseek_v3, dense throughout": {**DEEPSEEK_V3, "first_k_dense_replace": 3},
     "glm4_moe": {**GLM4, "attention_bias": True},
+    "gpt_oss": {**GPT_OSS, "num_hidden_layers": 3},
     "glm4_moe, norms of heads": {**GLM4, "use_qk_norm": True, "first_k_dense_replace": 2},
     "llama": LLAMA,
     "llama, grouped": {**LLAMA, **GROUPED},

@@ -21,7 +21,13 @@ from mist_megatron.frameworks.megatron.experts import (
     prediction_flags,
     spread_flags,
 )
-from mist_megatron.frameworks.megatron.model import attention_backend, dropouts, window_flags
+from mist_megatron.frameworks.megatron.model import (
+    attention_backend,
+    dropouts,
+    has_sinks,
+    position_flags,
+    window_flags,
+)
 from mist_megatron.frameworks.megatron.recompute import recompute_settings
 from mist_megatron.frameworks.megatron.switches import (
     graph_flags,
@@ -58,6 +64,8 @@ def bridge_text(plan: Plan) -> str:
         note += (
             "# Stages differ in this plan: only `train.sh` carries that out; these are stage 0's values.\n"
         )
+    if has_sinks(plan.model):
+        note += "# Attention sinks, their activation and yarn are the recipe's: one of GPT-OSS.\n"
     if keeps_narrow(plan):
         note += (
             f"# The optimizer keeps {plan.execution.optimizer_bytes} bytes a parameter: set its "
@@ -158,7 +166,9 @@ def _shape(plan: Plan) -> dict[str, Any]:
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias or model.linear_bias,
         "share_embeddings_and_output_weights": model.tied_embeddings,
-        "position_embedding_type": "rope" if model.rotary else "learned_absolute",
+        "position_embedding_type": as_mapping(position_flags(model, plan.training))[
+            "position-embedding-type"
+        ],
         "hidden_dropout": hidden_dropout,
         "attention_dropout": attention_dropout,
         "init_method_std": constants.init_std,

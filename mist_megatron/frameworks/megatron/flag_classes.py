@@ -45,10 +45,10 @@ CLASSES: Sequence[FlagClass] = (
     _priced(
         "the shape of the model",
         "num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention "
-        "num-query-groups swiglu normalization disable-bias-linear add-qkv-bias position-embedding-type "
-        "use-rotary-position-embeddings max-position-embeddings untie-embeddings-and-output-weights "
-        "vocab-size padded-vocab-size make-vocab-size-divisible-by qk-layernorm window-size "
-        "window-attn-skip-freq",
+        "num-query-groups swiglu quick-geglu normalization disable-bias-linear add-qkv-bias "
+        "position-embedding-type use-rotary-position-embeddings max-position-embeddings "
+        "untie-embeddings-and-output-weights vocab-size padded-vocab-size "
+        "make-vocab-size-divisible-by qk-layernorm window-size window-attn-skip-freq",
     ),
     _priced(
         "experts, latent attention and multi-token prediction",
@@ -162,15 +162,18 @@ CLASSES: Sequence[FlagClass] = (
         "fp32",
     ),
     _unpriced("gradients are priced as the reductions say", "main-grads-dtype", "fp32", "bf16"),
+    _unpriced("attention of another kind than the priced one", "softmax-type", "vanilla", "learnable"),
     _unpriced(
         "attention of another kind than the priced one",
-        "softmax-type attention-output-gate qk-l2-norm qk-clip use-kitchen-attention "
+        "attention-output-gate qk-l2-norm qk-clip use-kitchen-attention "
         "kitchen-attention-backend log-max-attention-logit ",
     ),
     _unpriced(
         "activations other than GELU and SwiGLU",
-        "squared-relu quick-geglu openai-gelu use-te-activation-func use-fused-weighted-squared-relu "
-        "onnx-safe glu-linear-offset activation-func-clamp-value",
+        "squared-relu openai-gelu use-te-activation-func use-fused-weighted-squared-relu onnx-safe",
+    ),
+    _indifferent(
+        "numbers of a gated activation, fused as SwiGLU is", "glu-linear-offset activation-func-clamp-value"
     ),
     _unpriced(
         "the recipe changes what is cast and kept",

@@ -54,14 +54,6 @@ def _kind_refusals(model: ModelSpec) -> list[Refusal]:
 def _part_refusals(model: ModelSpec) -> list[Refusal]:
     """Parts that no flag is written for, so that another model would be trained."""
     refusals = []
-    if any(kind.sinks for kind in model.kinds):
-        refusals.append(
-            Refusal(
-                rule="no flags are written for attention sinks and the activation that comes with them",
-                got=f"{model.name} has attention sinks",
-                instead="a model without them",
-            )
-        )
     if model.mtp_layers and model.learned_positions:
         refusals.append(
             Refusal(
@@ -103,15 +95,26 @@ def _constant_refusals(model: ModelSpec) -> list[Refusal]:
     if latent_attention_of(model) is not None:
         return _latent_constant_refusals(model)
     said = kind in ("none", "llama3") or (kind == "linear" and factor.is_integer())
-    if said or not model.rotary:
+    if said or not model.rotary or _turns_by_yarn(model):
         return []
     return [
         Refusal(
-            rule=f"megatron-core {VERSION} has flags for llama3 and whole linear scaling of rotary positions",
+            rule=f"megatron-core {VERSION} has flags for llama3 and whole linear scaling of rotary "
+            "positions; of yarn those of GPT-OSS are known",
             got=f"{model.name} scales them by {kind} {factor:g}",
             instead="--target deepspeed with the Hugging Face implementation of the model",
         )
     ]
+
+
+def has_sinks(model: ModelSpec) -> bool:
+    """GPT-OSS, the one family that has them."""
+    return any(kind.sinks for kind in model.kinds)
+
+
+def _turns_by_yarn(model: ModelSpec) -> bool:
+    """From which length on is no constant of ours: of GPT-OSS it is known."""
+    return has_sinks(model) and model.constants.rotary_scaling == "yarn"
 
 
 def _latent_constant_refusals(model: ModelSpec) -> list[Refusal]:
@@ -130,6 +133,23 @@ def _latent_constant_refusals(model: ModelSpec) -> list[Refusal]:
     ]
 
 
+SINK_FLAGS: Flags = (
+    flag("--softmax-type", "learnable"),
+    flag("--quick-geglu"),
+    flag("--glu-linear-offset", 1.0),
+    flag("--activation-func-clamp-value", 7.0),
+)
+"""A learned addend of each head's softmax, and x sigmoid(1.702 x) (y + 1) of what is clamped at 7
+(GptOssAttention and GptOssExperts of transformers)."""
+YARN_FLAGS: Flags = (
+    flag("--yarn-original-max-position-embeddings", 4096),
+    flag("--yarn-beta-fast", 32.0),
+    flag("--yarn-beta-slow", 1.0),
+    flag("--no-yarn-correction-range-round-to-int"),
+)
+"""The rope_scaling of GPT-OSS's config."""
+
+
 def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
     """Shape, norm, positions, biases, dropout, initialisation."""
     grouped = model.kv_heads != model.heads
@@ -145,7 +165,8 @@ def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
         flag("--normalization", "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"),
         flag("--norm-epsilon", model.constants.norm_epsilon),
         *when(model.qk_norm or latent is not None, flag("--qk-layernorm")),
-        *when(model.gated_mlp, flag("--swiglu")),
+        *when(model.gated_mlp and not has_sinks(model), flag("--swiglu")),
+        *when(has_sinks(model), *SINK_FLAGS),
         *when(model.activation == "squared_relu", flag("--squared-relu")),
         *when(not model.linear_bias, flag("--disable-bias-linear")),
         *when(model.qkv_bias and not model.linear_bias, flag("--add-qkv-bias")),
@@ -196,9 +217,14 @@ def position_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
     kind = "rope" if model.rotary else "learned_absolute" if model.learned_positions else "none"
     rows = training.seq_len if model.rotary else max(model.learned_positions, training.seq_len)
     return (
-        flag("--position-embedding-type", kind),
+        flag("--position-embedding-type", "yarn" if _turns_by_yarn(model) else kind),
         flag("--max-position-embeddings", rows),
         *when(model.rotary, *rotary_flags(model.constants)),
+        *when(
+            _turns_by_yarn(model),
+            flag("--rotary-scaling-factor", model.constants.rotary_factor),
+            *YARN_FLAGS,
+        ),
     )
 
 
@@ -215,10 +241,11 @@ def rotary_flags(constants: ModelConstants) -> Flags:
 
 def attention_backend(model: ModelSpec, training: TrainingSpec) -> str:
     """`unfused` keeps the score matrix, which is what a plan without flash attention was priced with. Heads
-    whose values are narrower than their keys are cuDNN's `fused`: flash-attn 2 takes none."""
+    whose values are narrower than their keys are cuDNN's `fused`, and so are sinks: flash-attn 2 takes
+    neither."""
     if not training.flash_attention:
         return "unfused"
-    return "flash" if latent_attention_of(model) is None else "fused"
+    return "fused" if has_sinks(model) or latent_attention_of(model) is not None else "flash"
 
 
 def attention_flags(model: ModelSpec, training: TrainingSpec) -> Flags:

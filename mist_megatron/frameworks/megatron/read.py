@@ -82,7 +82,8 @@ def _spelled_out(body: str, text: str, where: str) -> str:
 def model_of(read: Reader, vocab: int | None) -> ModelSpec:
     """The shape that the flags describe."""
     hidden, heads = read.count("hidden-size"), read.count("num-attention-heads")
-    gated = read.has("swiglu")
+    sinks = read.text("softmax-type", "vanilla") == "learnable"
+    gated = read.has("swiglu") or read.has("quick-geglu")
     kind = read.text("position-embedding-type", "learned_absolute")
     rotary = kind in {"rope", "yarn", "mrope"} or read.has("use-rotary-position-embeddings")
     activation: Activation = "silu" if gated else "gelu"
@@ -111,6 +112,7 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
         learned_positions=0 if rotary or kind == "none" else read.count("max-position-embeddings"),
         tied_embeddings=not read.has("untie-embeddings-and-output-weights"),
         qk_norm=read.has("qk-layernorm") and latent is None,
+        sinks=sinks,
         constants=constants_of(read, rotary=rotary),
         window=int(window) + 1 if window.isdecimal() else None,
         experts=experts_of(read, ffn_hidden),
@@ -127,6 +129,8 @@ def constants_of(read: Reader, *, rotary: bool) -> ModelConstants:
         kind, factor = "llama3", read.share("rope-scaling-factor", 8.0)
     elif rotary and read.has("rotary-seq-len-interpolation-factor"):
         kind, factor = "linear", read.share("rotary-seq-len-interpolation-factor", 1.0)
+    elif read.text("position-embedding-type", "rope") == "yarn" and not read.has("multi-latent-attention"):
+        kind, factor = "yarn", read.share("rotary-scaling-factor", 1.0)
     elif read.has("multi-latent-attention") and read.share("rotary-scaling-factor", 1.0) != 1.0:
         # Latent attention rotates by yarn unless --rope-type says otherwise.
         kind = "none" if read.text("rope-type", "yarn") == "rope" else "yarn"
