@@ -67,6 +67,8 @@ WRITTEN = [
     "f() { local a=$1; R=$((a * 2)); launch $a $R $# \"$@\"; }; f 4 'x y'; launch $R ${a:-gone}",
     "P=/a/b/c.tar.gz; launch ${P##*/} ${P%.*} ${P%%.*} ${P#*/} ${P/b/X} ${P//a/Y} ${P:1:3} ${#P}",
     "cat <<EOF >/dev/null\nlaunch inside\n$((1+1))\nEOF\nlaunch after",
+    "cat <<-EOF >/dev/null\n\tlaunch inside\n\tEOF\nlaunch after",
+    "cat <<EOF >/dev/null\nlaunch inside\n\tEOF\nlaunch still inside\nEOF\nlaunch after",
     "declare -A M=([small]=12 [large]=96); K=large; launch ${M[$K]} ${M[small]}",
     "A=1; A+=2; launch $A; A='q  r'; launch $A \"$A\"",
     'X="a;b"; Y=\'$X\'; eval "launch $X $Y" || true; launch tail',

@@ -1,0 +1,93 @@
+"""Bytes, kernels and messages of operators that no published run tells apart, counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mist_megatron.cost import symbols
+from mist_megatron.cost.adapters import with_adapters
+from mist_megatron.cost.entries import entry_operators
+from mist_megatron.cost.experts import _output_bias
+from mist_megatron.cost.iteration import balance
+from mist_megatron.cost.layer_memory import _plain_norms
+from mist_megatron.cost.operators import Operator, WorkKind
+from mist_megatron.cost.shapes import EXPERT_ROWS, ROWS
+from mist_megatron.spec.adapter import Adapter
+from mist_megatron.spec.entry import Entry
+from mist_megatron.spec.presets import preset
+
+SIZES = {
+    symbols.B: 2, symbols.S: 1024, symbols.HIDDEN: 512, symbols.TP: 2, symbols.CP: 1, symbols.HEADS: 8,
+    symbols.KV_HEADS: 4, symbols.HEAD_DIM: 64, symbols.FFN: 2048,
+}  # fmt: skip
+TOKENS = 2 * 1024
+
+
+def number(amount: object, **more: int) -> float:
+    return float(amount.subs(SIZES | {getattr(symbols, name): value for name, value in more.items()}))  # type: ignore[attr-defined]
+
+
+def test_balance_of_stages() -> None:
+    assert balance([2.0] * 4) == pytest.approx(0.75)
+    assert balance([3.0, 1.0]) == pytest.approx(0.25)
+
+
+def test_an_adapter_adds_and_scales_what_its_matrix_gives() -> None:
+    """Forward it reads two results and writes their sum (6 bytes an element), and scales one (4); backward it
+    scales a gradient (4) and adds one to its input's (6)."""
+    qkv = Operator(name="qkv", forward=(), backward=(), saved=(), parameters=symbols.HIDDEN)
+    _, adapter = with_adapters([qkv], Adapter(rank=16, on=("q",)), gated=False)
+    moved = {work.name: number(work.moved_bytes) for work in (*adapter.forward, *adapter.backward)}
+    query = 8 * 64 // 2
+    assert moved["adapter_q_add"] == TOKENS * query * (6 + 4)
+    assert moved["adapter_q_scale"] == TOKENS * query * 4
+    assert moved["adapter_q_sum"] == TOKENS * 512 * 6
+    assert [work.kernels for work in adapter.forward if work.name == "adapter_q_add"] == [2]
+    assert number(adapter.parameters) == 16 * (query + 512)
+    assert {one.key: number(one.size_bytes) for one in adapter.saved} == {
+        "normed1": 2 * TOKENS * 512, "adapter_q_thin": 2 * TOKENS * 16,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("parallel", [0, 1])
+def test_two_matrices_of_an_entry_exchange_as_an_mlp_does(parallel: int) -> None:
+    """Beside sequence parallelism all tokens are gathered and scattered, else summed."""
+    layer = replace(preset("llama2-7b").kinds[0], entry=Entry(hidden=256, tokens=1024, inner=4096))
+    told = {
+        work.name: (work.kind, number(work.moved_bytes, SP=parallel, OUTSIDE=1024))
+        for operator in entry_operators(layer, 4) for work in (*operator.forward, *operator.backward)
+        if work.kind in (WorkKind.ALL_GATHER, WorkKind.REDUCE_SCATTER, WorkKind.ALL_REDUCE)
+    }  # fmt: skip
+    inside, outside = 2 * TOKENS * 256, 2 * TOKENS * 512
+    assert told == {
+        "entry_gather": (WorkKind.ALL_GATHER, parallel * inside),
+        "entry_gather_again": (WorkKind.ALL_GATHER, parallel * inside),
+        "entry_scatter": (WorkKind.REDUCE_SCATTER, parallel * inside),
+        "entry_reduce": (WorkKind.ALL_REDUCE, (1 - parallel) * inside),
+        "entry_out_scatter": (WorkKind.REDUCE_SCATTER, parallel * outside),
+        "entry_out_reduce": (WorkKind.ALL_REDUCE, (1 - parallel) * outside),
+        "entry_out_gather": (WorkKind.ALL_GATHER, parallel * outside),
+    }
+
+
+def test_biases_of_experts_count_the_kernels_that_they_say() -> None:
+    """Multiplied (4 bytes an element), added (6 + 4), put together (8), rounded (6)."""
+    (forward,), (backward,) = _output_bias().forward, _output_bias().backward
+    assert (forward.kernels, backward.kernels) == (4, 8)
+    assert forward.moved_bytes == (4 + 6 + 4 + 8 + 6) * EXPERT_ROWS * symbols.EXPERT_WIDTH
+    assert backward.moved_bytes == 44 * EXPERT_ROWS * symbols.EXPERT_WIDTH
+
+
+def test_plain_norms_keep_what_their_modules_keep() -> None:
+    """Beyond the input in 16 bits: a LLaMA norm its fp32 copy, a T5 norm that and the input, a Gemma 3 norm
+    input and result in fp32 less the 16-bit result that is counted."""
+    layer = preset("llama2-7b").kinds[0]
+    for changed, norms, each in (
+        ({}, 2, 4),
+        ({"rotary": False}, 2, 4 + 2),
+        ({"post_norms": True}, 4, 2 * 4 - 2),
+    ):
+        told = number(_plain_norms(replace(layer, **changed)), SP=0)
+        assert told == norms * each * number(ROWS, SP=0) * 512
