@@ -127,6 +127,10 @@ class LinksSaid:
             "fastest_bytes_per_s": max(matrix.rates),
             "unmeasured": [list(pair) for pair in matrix.unmeasured],
             "dead": [list(pair) for pair in matrix.dead],
+            "slowest_inside": {
+                host: min(min(row) for row in matrix.inside_shares(node))
+                for node, host in enumerate(matrix.hosts if matrix.inside else ())
+            },
             "slow_nodes": [{"host": host, "mean_bytes_per_s": rate} for host, rate in self.slow_nodes],
             "slow_links": [{"from": a, "to": b, "bytes_per_s": rate} for a, b, rate in self.slow_links],
             "best_chain_gain": self.chain,

@@ -1,7 +1,8 @@
 """Latency and bandwidth of transfers, fitted to sweeps over sizes: collectives, copies, single links.
 
 seconds = latency_s + work / bytes_per_s, by least squares of relative errors, latency not negative. The error
-is that of predicted sizes that took no part in the fit.
+is that of predicted sizes that took no part in the fit. Where that is large and interpolating between
+measured sizes does better, the curve of a collective keeps what they took besides.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from mist_megatron.spec.profile import CollectiveCurve, CollectiveKind
 
 Array = NDArray[np.float64]
 FOLDS = 5
+STRAIGHT = 0.05
+"""Error of held-out sizes up to which a line is all that is kept."""
 _RING_KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -34,6 +37,8 @@ class LineFit:
     points: int
     error: float | None
     """Mean relative error of held-out sizes; None where there are too few to hold any out."""
+    steps: tuple[tuple[float, float], ...] | None = None
+    """Work, and measured over the line's seconds, where no line does; the error is then that of these."""
 
     def seconds(self, work_bytes: Array) -> Array:
         return self.latency_s + work_bytes / self.bytes_per_s
@@ -44,8 +49,10 @@ def passes(kind: CollectiveKind, ranks: float) -> float:
     return float(ring_passes(kind, np.asarray(ranks)))
 
 
-def fit_line(work_bytes: Sequence[float] | Array, seconds: Sequence[float] | Array, what: str) -> LineFit:
-    """Latency and bandwidth of one sweep; `what` names it in refusals."""
+def fit_line(
+    work_bytes: Sequence[float] | Array, seconds: Sequence[float] | Array, what: str, *, stepped: bool = False
+) -> LineFit:
+    """Latency and bandwidth of one sweep, `stepped` with what a line misses; `what` names it in refusals."""
     work, times = np.asarray(work_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if work.size != times.size or work.size == 0:
         raise InputError(
@@ -55,17 +62,31 @@ def fit_line(work_bytes: Sequence[float] | Array, seconds: Sequence[float] | Arr
         raise InputError(f"{what}: sizes and times must be finite and above 0")
     latency, rate = _solve(work, times)
     distinct = np.unique(work)
-    error = None
+    error, steps = None, None
     if distinct.size > FOLDS:
         # Neighbouring sizes go into different folds, so that each fold spans the whole sweep.
         fold = np.searchsorted(distinct, work) % FOLDS
-        missed = np.empty(work.size)
+        missed, missed_by_steps = np.empty(work.size), np.empty(work.size)
         for number in range(FOLDS):
             held = fold == number
-            latency_there, rate_there = _solve(work[~held], times[~held])
-            missed[held] = np.abs((latency_there + work[held] / rate_there) / times[held] - 1.0)
+            line = _solve(work[~held], times[~held])
+            said = line[0] + work[held] / line[1]
+            missed[held] = np.abs(said / times[held] - 1.0)
+            sizes, shares = np.log(_steps(work[~held], times[~held], *line)).T
+            corrected = said * np.exp(np.interp(np.log(work[held]), sizes, shares))
+            missed_by_steps[held] = np.abs(corrected / times[held] - 1.0)
         error = float(missed.mean())
-    return LineFit(latency_s=latency, bytes_per_s=rate, points=int(work.size), error=error)
+        if stepped and missed_by_steps.mean() < error and error > STRAIGHT:
+            error = float(missed_by_steps.mean())
+            steps = tuple((float(size), float(share)) for size, share in _steps(work, times, latency, rate))
+    return LineFit(latency_s=latency, bytes_per_s=rate, points=int(work.size), error=error, steps=steps)
+
+
+def _steps(work: Array, times: Array, latency_s: float, bytes_per_s: float) -> Array:
+    """Each size, and the mean of what it took over what the line says."""
+    sizes, which, counts = np.unique(work, return_inverse=True, return_counts=True)
+    share = np.bincount(which, weights=times / (latency_s + work / bytes_per_s)) / counts
+    return np.stack([sizes, share], axis=1)
 
 
 def _solve(work: Array, times: Array) -> tuple[float, float]:
@@ -101,12 +122,14 @@ def fit_collectives(points: Sequence[Measurement], source: str) -> tuple[Collect
             [once * point.sizes["bytes"] for point in members],
             [point.seconds for point in members],
             f"{kind} of {ranks} ranks on {nodes} nodes",
+            stepped=True,
         )
         curves.append(
             CollectiveCurve(
                 kind=kind, ranks=ranks, nodes=nodes, strided=strided, source=source, points=fit.points,
                 latency_s=rounded(fit.latency_s), bytes_per_s=rounded(fit.bytes_per_s),
                 error=None if fit.error is None else round(fit.error, 4),
+                steps=fit.steps and tuple((round(at / once, 1), rounded(share)) for at, share in fit.steps),
             )
         )  # fmt: skip
     return tuple(curves)

@@ -21,11 +21,12 @@ from mist_megatron.calibrate.link_tables import read_table
 from mist_megatron.calibrate.nccl_tables import Table, text_tables
 from mist_megatron.errors import InputError
 from mist_megatron.formats.links_yaml import is_links, links_from_text
-from mist_megatron.spec.links import LinkMatrix, short_name
+from mist_megatron.spec.links import LinkMatrix, Rates, short_name
 
 ASYMMETRIC = 3.0
 """Times by which one way may be faster than the other before it is told."""
 GB = 1e9
+MOST_GPUS_A_NODE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +81,24 @@ def read_links(text: str, where: str, hints: Hints, *, unit: str | None = None) 
 def _of_file(text: str, where: str) -> FoundLinks:
     links = [
         Link(
-            sender=matrix.hosts[a], receiver=matrix.hosts[b], bytes_per_s=rate,
+            sender=a, receiver=b, bytes_per_s=rate,
             gpus_at_once=matrix.gpus_at_once, message_bytes=matrix.message_bytes, date=matrix.date,
             source=matrix.source, run=where, spread=matrix.spread, repeats=matrix.repeats,
         )
         for matrix in links_from_text(text, where)
-        for a, b, rate in matrix.pairs()
-        if rate is not None
+        for a, b, rate in _all_pairs(matrix)
     ]  # fmt: skip
     return FoundLinks(links=tuple(links))
+
+
+def _all_pairs(matrix: LinkMatrix) -> Iterable[tuple[str, str, float]]:
+    """Between nodes, and between GPUs of one."""
+    yield from ((matrix.hosts[a], matrix.hosts[b], rate) for a, b, rate in matrix.pairs() if rate is not None)
+    for host, rows in zip(matrix.hosts, matrix.inside, strict=False):
+        for a, row in enumerate(rows):
+            yield from (
+                (f"{host}:{a}", f"{host}:{b}", rate) for b, rate in enumerate(row) if rate is not None
+            )
 
 
 def _of_mpigraph(text: str, where: str, hints: Hints) -> FoundLinks:
@@ -142,6 +152,32 @@ def _pair(table: Table, hints: Hints) -> list[Link]:
     return [common, replace(common, sender=other, receiver=one)]
 
 
+_GPU = re.compile(r":(?:gpu)?(\d+)$", re.IGNORECASE)
+"""What a table adds to a host's name for one of its GPUs."""
+
+
+def _inside(hosts: tuple[str, ...], links: Sequence[Link]) -> tuple[Rates, ...]:
+    """Of pairs of GPUs of one node. What different nodes say between their GPUs is of the nodes."""
+    rates: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    for link in links:
+        ends = _GPU.search(link.sender), _GPU.search(link.receiver)
+        host = short_name(link.sender)
+        if ends[0] and ends[1] and host == short_name(link.receiver):
+            rates[host, int(ends[0][1]), int(ends[1][1])].append(link.bytes_per_s)
+    gpus = range(max((gpu for _, *pair in rates for gpu in pair), default=-1) + 1)
+    if len(gpus) > MOST_GPUS_A_NODE:
+        raise InputError(f"links: a GPU has number {len(gpus) - 1}; wanted those of a node, from 0")
+    if not rates:
+        return ()
+    return tuple(
+        tuple(
+            tuple(_mean(rates[host, a, b]) if (host, a, b) in rates and a != b else None for b in gpus)
+            for a in gpus
+        )
+        for host in hosts
+    )
+
+
 def matrices_of(links: Sequence[Link]) -> tuple[tuple[LinkMatrix, ...], tuple[str, ...]]:
     """A matrix of all hosts for each count of GPUs at once, and what about them is worth telling."""
     if not links:
@@ -151,7 +187,8 @@ def matrices_of(links: Sequence[Link]) -> tuple[tuple[LinkMatrix, ...], tuple[st
     groups: dict[int, list[Link]] = defaultdict(list)
     for link in links:
         groups[link.gpus_at_once].append(link)
-    matrices = tuple(_matrix(hosts, groups[count]) for count in sorted(groups))
+    inside = _inside(hosts, links)
+    matrices = tuple(replace(_matrix(hosts, groups[count]), inside=inside) for count in sorted(groups))
     notes = tuple(note for matrix in matrices for note in _notes(matrix))
     return matrices, notes
 
@@ -165,7 +202,9 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
 def _matrix(hosts: tuple[str, ...], links: Sequence[Link]) -> LinkMatrix:
     runs: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for link in links:
-        runs[short_name(link.sender), short_name(link.receiver)][link.run].append(link.bytes_per_s)
+        ends = short_name(link.sender), short_name(link.receiver)
+        if ends[0] != ends[1]:
+            runs[ends][link.run].append(link.bytes_per_s)
     figures = {pair: [_mean(rates) for rates in by_run.values()] for pair, by_run in runs.items()}
     spread, repeats = _spread(figures.values())
     if spread is None:

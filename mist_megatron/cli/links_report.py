@@ -155,6 +155,11 @@ def _name(people: Console, said: LinksSaid) -> None:
         people.print(f"slow links, GB/s: {named}{rest}", soft_wrap=True, markup=False)
     else:
         people.print("slow links: none")
+    for node, host in enumerate(matrix.hosts[:MOST_NAMED] if matrix.inside else ()):
+        slowest = min(min(row) for row in matrix.inside_shares(node))
+        people.print(
+            f"inside {host}: the slowest pair of GPUs has {slowest:.0%} of the fastest", markup=False
+        )
     if matrix.unmeasured:
         named = ", ".join(f"{a} - {b}" for a, b in matrix.unmeasured[:MOST_NAMED])
         people.print(

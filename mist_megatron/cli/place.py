@@ -65,6 +65,8 @@ def show_placed(people: Console, placed: PlacedPlan) -> None:
 
     low, high = placed.interval
     gain_words = f"{placed.found_gain:+.1%} (95 of 100: {low:+.1%} to {high:+.1%})"
+    if placed.matrix.inside:
+        gain_words = f"{placed.gain:+.1%}, by the order of nodes {gain_words}"
     if placed.kept_default:
         people.print(
             f"no gain worth having: the order as given is kept; the best found: {gain_words}", soft_wrap=True

@@ -33,6 +33,8 @@ class Span:
     """Ranks on that node which has fewest of them: so many share what enters and leaves it."""
     bytes_per_s: float | None = None
     """Of one GPU over the slowest link that a ring over the nodes uses; None for the cluster's."""
+    share: float = 1.0
+    """Of ranks on one node: of what the best links inside it carry, what the ring's slowest does."""
 
 
 Spans = tuple[Span, ...]
@@ -120,20 +122,32 @@ def _border(plan: Plan, one: int, other: int) -> Spans:
 def _spans(cluster: ClusterSpec, gpu_of: Sequence[int], groups: Iterable[Ranks]) -> Spans:
     """Of groups of logical ranks, the slowest of those that are spread alike."""
     a_node, a_domain = cluster.gpus_per_node, cluster.linked_gpus
+    matrix = cluster.links.matrix
     spans: dict[tuple[int, int], float | None] = {}
+    shares: dict[tuple[int, int], float] = {}
     seen: set[tuple[int, ...]] = set()
     for ranks in groups:
-        nodes = tuple(gpu_of[rank] // a_node for rank in ranks)
-        if nodes in seen:
+        gpus = tuple(gpu_of[rank] for rank in ranks)
+        nodes = tuple(gpu // a_node for gpu in gpus)
+        where = gpus if matrix is not None and matrix.inside else nodes
+        if where in seen:
             continue
-        seen.add(nodes)
+        seen.add(where)
         domains = [node * a_node // a_domain for node in nodes]
         count = len(set(domains))
         key = count, min(domains.count(domain) for domain in set(domains))
-        rate = None if count == 1 else _ring_bytes_per_s(nodes, domains, cluster.links.matrix)
+        rate = None if count == 1 else _ring_bytes_per_s(nodes, domains, matrix)
+        if matrix is not None and matrix.inside and len(set(nodes)) == 1:
+            share = _ring_share(matrix, nodes[0], [gpu % a_node for gpu in gpus])
+            shares[key] = min(share, shares.get(key, share))
         before = spans.get(key)
         spans[key] = rate if before is None or rate is None else min(rate, before)
-    return tuple(Span(*key, spans[key]) for key in sorted(spans))
+    return tuple(Span(*key, spans[key], shares.get(key, 1.0)) for key in sorted(spans))
+
+
+def _ring_share(matrix: LinkMatrix, node: int, gpus: Sequence[int]) -> float:
+    shares = matrix.inside_shares(node)
+    return min((shares[a][b] for a, b in pairwise([*gpus, gpus[0]])), default=1.0)
 
 
 def _ring_bytes_per_s(
@@ -157,8 +171,19 @@ def _ring_bytes_per_s(
 
 def slowest(work: Collective | AllToAll, spans: Spans, prices: Prices) -> Priced:
     """A collective, or tokens that change ranks, over the slowest of these groups."""
-    priced = [prices.of(_over(work, span)) for span in spans]
+    priced = [_priced(work, span, prices) for span in spans]
     return max(priced, key=lambda one: float(np.max(one.seconds)))
+
+
+def _priced(work: Collective | AllToAll, span: Span, prices: Prices) -> Priced:
+    """With its latency, where links inside a node are slow: they are others, whose latency is more too."""
+    usual = prices.of(_over(work, span))
+    if span.share <= 0.0:
+        raise InputError(
+            "links: two GPUs inside a node that the plan has talk to each other have a dead link",
+            details=("try: mist-megatron place, which avoids dead links",),
+        )
+    return usual if span.share == 1.0 else usual.times(1.0 / span.share)
 
 
 def _over(work: Collective | AllToAll, span: Span) -> Collective | AllToAll:

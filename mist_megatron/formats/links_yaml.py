@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import Row, build_versioned, parse, to_yaml
-from mist_megatron.spec.links import LinkMatrix
+from mist_megatron.spec.links import LinkMatrix, Rates
 
 SCHEMA = 1
 GIGA = 1e9
@@ -40,6 +40,8 @@ class MatrixDocument:
     spread: float | None = None
     """Standard deviation of repeats of a pair over their mean."""
     repeats: int = 1
+    inside_gb_per_s: tuple[tuple[tuple[float | None, ...], ...], ...] = ()
+    """By host, between its GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +71,23 @@ def links_from_text(text: str, where: str) -> tuple[LinkMatrix, ...]:
 
 
 def _matrix(hosts: tuple[str, ...], one: MatrixDocument, where: str) -> LinkMatrix:
-    rows = tuple(tuple(None if rate is None else rate * GIGA for rate in row) for row in one.gb_per_s)
     try:
         return LinkMatrix(
-            hosts=hosts, bytes_per_s=rows, gpus_at_once=one.gpus_at_once, message_bytes=one.message_bytes,
-            date=one.date, source=one.source, spread=one.spread, repeats=one.repeats,
+            hosts=hosts, bytes_per_s=_scaled(one.gb_per_s), gpus_at_once=one.gpus_at_once,
+            message_bytes=one.message_bytes, date=one.date, source=one.source, spread=one.spread,
+            repeats=one.repeats,
+            inside=tuple(_scaled(rows) for rows in one.inside_gb_per_s),
         )  # fmt: skip
     except InputError as error:
         raise InputError(f"{where}: {error.message}", details=error.details) from None
+
+
+def _scaled(rows: Rates) -> Rates:
+    return tuple(tuple(None if rate is None else rate * GIGA for rate in row) for row in rows)
+
+
+def _rows(rates: Rates) -> list[Row]:
+    return [Row(None if rate is None else float(f"{rate / GIGA:.5g}") for rate in row) for row in rates]
 
 
 def links_to_text(matrices: Sequence[LinkMatrix]) -> str:
@@ -89,10 +100,8 @@ def links_to_text(matrices: Sequence[LinkMatrix]) -> str:
                 for name in ("gpus_at_once", "message_bytes", "date", "source", "spread", "repeats")
                 if getattr(matrix, name) not in (None, "")
             },
-            "gb_per_s": [
-                Row(None if rate is None else float(f"{rate / GIGA:.5g}") for rate in row)
-                for row in matrix.bytes_per_s
-            ],
+            "gb_per_s": _rows(matrix.bytes_per_s),
+            **({"inside_gb_per_s": [_rows(rates) for rates in matrix.inside]} if matrix.inside else {}),
         }
         for matrix in matrices
     ]

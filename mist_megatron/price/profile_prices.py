@@ -335,6 +335,7 @@ class ProfilePrices:
         uneven = False if work.fewest is None else work.fewest != per_node
         latency, rate = self._link(work, size, spans, per_node if work.fewest is None else work.fewest)
         marks: Kinds = EXTRAPOLATED
+        longer: Array | float = 1.0
         for curve in self.curves.get(work.kind, ()):
             here = (size == curve.ranks) & ~np.asarray(uneven)
             if work.bytes_per_s is not None and curve.nodes > 1:
@@ -343,8 +344,9 @@ class ProfilePrices:
                 here = here & (spans == curve.nodes) & (apart >= float(curve.strided))
                 latency = np.where(here, curve.latency_s, latency)
                 rate = np.where(here, curve.bytes_per_s, rate)
+                longer = np.where(here, _of_steps(curve, message), longer)
                 marks = np.where(here, INTERPOLATED, marks)
-        seconds = np.where((size > 1.0) & (message > 0.0), latency + passes * message / rate, 0.0)
+        seconds = np.where((size > 1.0) & (message > 0.0), (latency + passes * message / rate) * longer, 0.0)
         return Priced(seconds, marks)
 
     def _link(self, work: Collective, size: Array, spans: Array, per_node: Array) -> LinkTime:
@@ -393,6 +395,14 @@ def prices_of(profile: Profile, cluster: ClusterSpec, precision: Precision) -> P
         tables=_ratio_tables(curves, precision),
         curves=_curves_by_kind(profile, cluster.links),
     )
+
+
+def _of_steps(curve: CollectiveCurve, message: Array) -> Array | float:
+    """How many times as long as its line says a message of a measured curve takes."""
+    if not curve.steps:
+        return 1.0
+    sizes, shares = np.log(np.array(curve.steps)).T
+    return np.asarray(np.exp(np.interp(np.log(np.maximum(message, 1.0)), sizes, shares)))
 
 
 def _curves_by_kind(profile: Profile, links: LinkOverrides) -> dict[str, tuple[CollectiveCurve, ...]]:

@@ -4,7 +4,7 @@ what a slower link between them adds to each stage's times, asked of the evaluat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -43,7 +43,7 @@ def places_of(plan: Plan, evaluator: StageEvaluator, matrix: LinkMatrix) -> Plac
     uniform = uniform_links(plan, matrix, fast)
     grids = grids_of(uniform)
     asked = [one for stage in range(len(plan.stages)) for one in _parts(plan, stage)]
-    base = {stage: _times(grid, evaluator) for stage, grid in enumerate(grids)}
+    base = {stage: times_of(grid, evaluator) for stage, grid in enumerate(grids)}
     knots = np.geomspace(1.0 / fast, max(1.0 / min(matrix.rates), 1.1 / fast), KNOTS)
     priced: dict[object, tuple[Array, Array]] = {}
     curves = []
@@ -90,7 +90,7 @@ def uniform_links(plan: Plan, matrix: LinkMatrix, bytes_per_s: float) -> Plan:
     """The plan on nodes with one rate between all of them."""
     count = plan.cluster.nodes
     rows = tuple(tuple(None if a == b else bytes_per_s for b in range(count)) for a in range(count))
-    same = replace(matrix.take(range(count)), bytes_per_s=rows)
+    same = replace(matrix.take(range(count)), bytes_per_s=rows, inside=())
     return replace(plan, cluster=replace(plan.cluster, links=replace(plan.cluster.links, matrix=same)))
 
 
@@ -134,28 +134,32 @@ def _curve(
 ) -> tuple[Array, Array]:
     assert grid.placed is not None
     times = [
-        _times(replace(grid, placed=_slowed(grid.placed, part, 1.0 / knot)), evaluator) for knot in knots
+        times_of(replace(grid, placed=_slowed(grid.placed, part, 1.0 / knot)), evaluator) for knot in knots
     ]
     stable_s, delta_s = (np.array([one[k] - base[k] for one in times]) for k in range(2))
     return stable_s, delta_s
 
 
-def _times(grid: StageGrid, evaluator: StageEvaluator) -> tuple[float, float]:
+def times_of(grid: StageGrid, evaluator: StageEvaluator) -> tuple[float, float]:
+    """A stage's t and d with what the iteration adds to them."""
     stage = predicted_stage(grid, evaluator)
     return stage.stable_s + stage.beyond_s[0], stage.delta_s + stage.beyond_s[1]
 
 
 def _slowed(placed: Placed, part: Part, bytes_per_s: float) -> Placed:
     """With one part's links at another rate."""
+    return with_part(placed, part, lambda spans: _at(spans, bytes_per_s))
+
+
+def with_part(placed: Placed, part: Part, change: Callable[[Spans], Spans]) -> Placed:
+    """With other links of one part."""
     if isinstance(part, Group):
-        groups = tuple(
-            (group, _at(spans, bytes_per_s) if group is part else spans) for group, spans in placed.groups
-        )
+        groups = tuple((group, change(spans) if group is part else spans) for group, spans in placed.groups)
         return replace(placed, groups=groups)
     if part == TIED:
-        return replace(placed, tied=_at(placed.tied, bytes_per_s))
+        return replace(placed, tied=change(placed.tied))
     side = placed.before if part == BEFORE else placed.after
-    slow = _at(side, bytes_per_s)
+    slow = change(side)
     every = _one_changed(placed.every_border, side, slow)
     if part == BEFORE:
         return replace(placed, before=slow, every_border=every)

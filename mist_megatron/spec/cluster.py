@@ -139,6 +139,11 @@ class ClusterSpec:
             raise InputError(
                 f"cluster: links has {len(matrix.hosts)} hosts; wanted one for each of its {self.nodes} nodes"
             )
+        if matrix is not None and matrix.inside and len(matrix.inside[0]) != self.gpus_per_node:
+            raise InputError(
+                f"cluster: links are told between {len(matrix.inside[0])} GPUs of each node; "
+                f"its nodes have {self.gpus_per_node}"
+            )
 
     def _check_groups(self) -> None:
         if not self.groups:

@@ -45,6 +45,8 @@ class LinkMatrix:
     spread: float | None = None
     """Standard deviation of repeats of a pair over their mean; None where nothing was repeated."""
     repeats: int = 1
+    inside: tuple[Rates, ...] = ()
+    """By host, between its GPUs, from the row's to the column's; empty where nobody measured them."""
 
     def __post_init__(self) -> None:
         count = len(self.hosts)
@@ -72,8 +74,39 @@ class LinkMatrix:
                     f"links: {self.hosts[a]} to {self.hosts[b]} is {rate:g} bytes/s; wanted from 0 to "
                     f"{FASTEST_BYTES_PER_S:g}: check the units"
                 )
+        self._check_inside()
         if not self.rates:
             raise InputError("links: no pair has a rate above 0; wanted some that were measured")
+
+    def _check_inside(self) -> None:
+        if not self.inside:
+            return
+        gpus = len(self.inside[0])
+        if len(self.inside) != len(self.hosts) or gpus < 2:
+            raise InputError(
+                f"links: inside is of {len(self.inside)} hosts; wanted one table a host, or none"
+            )
+        for host, rows in zip(self.hosts, self.inside, strict=True):
+            rates = [rate for row in rows for rate in row if rate is not None]
+            if len(rows) != gpus or any(len(row) != gpus for row in rows):
+                raise InputError(f"links: inside {host} is not {gpus} x {gpus}; wanted as many GPUs a host")
+            if not all(math.isfinite(rate) and 0.0 <= rate <= FASTEST_BYTES_PER_S for rate in rates):
+                raise InputError(f"links: inside {host} has rates below 0 or above {FASTEST_BYTES_PER_S:g}")
+
+    def inside_shares(self, node: int) -> tuple[tuple[float, ...], ...]:
+        """Of the fastest pair of a node's GPUs, what each pair has, the slower way: usual figures are of such
+        pairs. One that nobody measured has what the slowest has, all have 1 where none was measured."""
+        rows = self.inside[node]
+        gpus = range(len(rows))
+        rates = [rows[a][b] for a in gpus for b in gpus if a != b]
+        known = [rate for rate in rates if rate is not None]
+        most, least = max(known, default=0.0) or 1.0, min((rate for rate in known if rate), default=1.0)
+
+        def share(a: int, b: int) -> float:
+            ways = [rate for rate in (rows[a][b], rows[b][a]) if rate is not None]
+            return 1.0 if a == b or not known else min(ways, default=least) / most
+
+        return tuple(tuple(share(a, b) for b in gpus) for a in gpus)
 
     def pairs(self) -> Iterable[tuple[int, int, float | None]]:
         """Row, column and rate of all pairs of different nodes."""
@@ -140,6 +173,7 @@ class LinkMatrix:
             self,
             hosts=tuple(self.hosts[node] for node in nodes),
             bytes_per_s=tuple(tuple(self.bytes_per_s[a][b] for b in nodes) for a in nodes),
+            inside=tuple(self.inside[node] for node in nodes) if self.inside else (),
         )
 
     def loaded_share(self, gpus_per_node: int, node_bytes_per_s: float) -> float:

@@ -154,9 +154,17 @@ class CollectiveCurve:
     """Measurements behind it."""
     error: float | None = None
     """Mean relative error of the fit over them."""
+    steps: tuple[tuple[float, float], ...] | None = None
+    """Bytes of a message, and how many times as long it took as the line says: where libraries change their
+    protocols no line holds. Between the sizes interpolated in logarithms; None for the line alone."""
 
     def __post_init__(self) -> None:
         where = f"{self.kind} of {self.ranks} ranks on {self.nodes} nodes"
+        sizes = [size for size, _ in self.steps or ()]
+        if sizes != sorted(set(sizes)) or not all(
+            0.0 < x < math.inf for step in self.steps or () for x in step
+        ):
+            raise ProfileError(f"{where}: steps are no growing sizes with shares above 0")
         if self.ranks < 2 or self.nodes < 1 or self.ranks < self.nodes:
             raise ProfileError(f"{where}: wanted at least 2 ranks, and no more nodes than ranks")
         if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0.0):

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from nccl_output import FOOTER, MATRIX, nccl_json, nccl_row, sweep, table
 
+from mist_megatron.calibrate.fit_collectives import fit_collectives
 from mist_megatron.calibrate.imported import Hints
 from mist_megatron.calibrate.importing import read_output
 from mist_megatron.errors import InputError
+from mist_megatron.price.datasheet import datasheet_profile
+from mist_megatron.price.prices import Collective
+from mist_megatron.price.profile_prices import prices_of
+from mist_megatron.spec.catalogue import gpu
+from mist_megatron.spec.cluster import ClusterSpec
 
 HINTS = Hints(date="2026-11-21")
 USED = {"all_reduce", "all_gather", "reduce_scatter", "send_recv"}
@@ -129,3 +137,28 @@ def test_dead_links_of_mpigraph_are_left_out_and_told():
     found = read_output(prefixed("[1,0]<stdout>:", MATRIX.replace("12000.0", "0.0")), "net.txt", HINTS)
     assert len(found.points) == 10
     assert "2 pairs of 0 MB/s" in found.notes[0]
+
+
+def test_held_out_sizes_of_collectives_are_predicted(links_dir):
+    """Every fifth size held out of what the logs of one cluster (1 and 10 nodes) say, by the profile's own
+    prices. Sends round the GPUs of one node, which no plan has, take twice as long from one size to the next:
+    no curve knows where without having seen it."""
+    logs = (links_dir / "nccl_logs").glob("*cluster01_*-node*")
+    points = [point for path in logs for point in read(path).points]
+    sizes = np.unique([point.sizes["bytes"] for point in points if point.label == "all_reduce"])
+    device, missed = gpu("h100-sxm-80gb"), {}
+    bare = datasheet_profile(device)
+    for fold in range(5):
+        held = [p for p in points if np.argmin(np.abs(sizes - p.sizes["bytes"])) % 5 == fold]
+        kept = [point for point in points if point not in held]
+        profile = replace(bare, collectives=tuple(fit_collectives(kept, next(iter(bare.sources)))))
+        for nodes in (1, 10):
+            prices = prices_of(profile, ClusterSpec(gpu=device, nodes=nodes, gpus_per_node=8), "bf16")
+            for p in (p for p in held if p.sizes["nodes"] == nodes):
+                work = Collective(p.label, *(np.array(p.sizes[name]) for name in ("bytes", "ranks", "nodes")))
+                off = abs(float(prices.of(work).seconds) / p.seconds - 1.0)
+                missed.setdefault((p.label, int(p.sizes["ranks"]), nodes), []).append(off)
+    mean = {shape: float(np.mean(off)) for shape, off in missed.items()}
+    assert len(mean) == 20
+    beyond = {shape for shape, off in mean.items() if off > 0.10}
+    assert beyond == {("send_recv", 4, 1), ("send_recv", 8, 1)}
