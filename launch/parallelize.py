@@ -190,6 +190,27 @@ class Parallel:
             dist.new_group([stage * each + rank for stage in range(self.stages)]) for rank in range(each)
         ][dist.get_rank() % each]
         self.place = dist.get_rank() % each
+        self.crossing: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _ends(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this stage takes and gives, once: torch's own inference would run a micro-batch forward and
+        backward in every step, and keep what it saved."""
+        if self.crossing is None:
+            each = dist.get_world_size() // self.stages
+            for index in range(self.stages):
+                said: list[Any] = [None]
+                if index == self.index:
+                    with torch.no_grad():
+                        out = self.module(given)
+                    floats = given.is_floating_point()
+                    self.crossing = given.detach().requires_grad_(floats), out.detach().requires_grad_()
+                    said = [(out.shape, out.dtype)]
+                first = index * each + self.place
+                dist.broadcast_object_list(said, src=first, group=self.pipeline, device=self.device)
+                if index + 1 == self.index:
+                    given = torch.zeros(said[0][0], dtype=said[0][1], device=self.device)
+        assert self.crossing is not None
+        return self.crossing
 
     def _apply(
         self, module: nn.Module, strategy: Strategy, mesh: DeviceMesh, tensor_plan: TensorPlan
@@ -232,7 +253,10 @@ class Parallel:
                 losses.append(scaled(self.module(one), other))
                 losses[-1].backward()
         else:
-            stage = PipelineStage(self.module, self.index, self.stages, self.device, group=self.pipeline)
+            takes, gives = self._ends(pairs[0][0])
+            stage = PipelineStage(
+                self.module, self.index, self.stages, self.device, takes, gives, group=self.pipeline
+            )
             schedule = Schedule1F1B(stage, self.micro_batches, scaled, scale_grads=False)
             first = (torch.cat([one for one, _ in pairs]),) if self.index == 0 else ()
             ends = self.index == self.stages - 1
