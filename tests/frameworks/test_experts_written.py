@@ -285,6 +285,13 @@ def test_what_megatron_breaks_on_is_told(added: str, found: str) -> None:
     assert found in [finding.key for finding in findings if finding.level == "rejected"]
 
 
+def test_a_window_that_no_token_is_outside_of_is_told() -> None:
+    words = f"{BASE} --window-size 4095,0 --seq-length"
+    for length, levels in (("4096", ["ignored"]), ("4097", [])):
+        findings = lint_megatron(options_of([*words.split(), length]), "", "x", KNOWN)
+        assert [one.level for one in findings if one.key == "--window-size"] == levels
+
+
 def test_recipes_whose_casts_are_priced_as_others_are_noted() -> None:
     words = f"{BASE} --fp8-format e4m3 --fp8-recipe mxfp8 --moe-grouped-gemm".split()
     findings = lint_megatron(options_of(words), "", "x", KNOWN)

@@ -139,5 +139,13 @@ def latent_findings(read: Reader) -> Iterator[Finding]:
     position = read.word("position-embedding-type") or "learned_absolute"
     if read.number("mtp-num-layers", 0) and position not in {"rope", "none"}:
         yield _say("rejected", "mtp-num-layers", f"not with positions of kind {position} (A:856)")
+    before, seq_len = (
+        (read.word("window-size") or "").strip("()").partition(",")[0],
+        read.number("seq-length") or 0,
+    )
+    if before.isdecimal() and int(before) + 1 >= seq_len > 0:
+        yield _say(
+            "ignored", "window-size", f"as long as sequences of {seq_len} tokens: every token is in it"
+        )
     if read.has("window-attn-skip-freq") and not read.has("window-size"):
         yield _say("ignored", "window-attn-skip-freq", "acts with --window-size only")
