@@ -68,6 +68,8 @@ def prices_for(job: Job) -> tuple[Prices, str]:
     learned = learned_of(job)
     if learned is not None:
         described += f", memory learned of {learned.rows} runs of {learned.program}"
+    elif _part_trained(job) and profile.learned_memory:
+        described += ", without the memory learned of runs that train all weights"
     return _PRICES[key][1], described
 
 
@@ -75,9 +77,15 @@ _PRICES: dict[tuple[ClusterSpec, Precision], tuple[Profile, Prices]] = {}
 """The last ones: a search asks for the same in each way of execution."""
 
 
+def _part_trained(job: Job) -> bool:
+    """Whether weights stand still, so that a program keeps other things than it was measured with."""
+    return any(kind.frozen or kind.adapter is not None for kind in job.model.kinds)
+
+
 def learned_of(job: Job) -> LearnedMemory | None:
-    """What the profile of a job's cluster learned of its program's memory."""
-    profile = profile_of(job.cluster)
+    """What the profile of a job's cluster learned of its program's memory; runs that train all weights tell
+    nothing of one that trains a part."""
+    profile = None if _part_trained(job) else profile_of(job.cluster)
     learned = () if profile is None else profile.learned_memory or ()
     return next((one for one in learned if one.target == job.target), None)
 

@@ -56,7 +56,7 @@ def _between(option: str, last: Sequence[int], end: int) -> Iterator[int]:
 def _whole(option: str, text: str, binary: bool) -> int:
     if binary and (match := re.fullmatch(r"([0-9]+)[kK]", text)):
         return int(match[1]) * 1024
-    if not text.isdecimal() or int(text) < 1:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise InputError(f"{option} is {text!r}; wanted a whole number, or a list such as 8,16,..,1024")
     return int(text)
 

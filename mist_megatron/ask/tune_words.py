@@ -193,7 +193,7 @@ def _settings(words: TuneWords) -> Settings:
 
 def per_layer_of(most: str, balance: str, space: str | Space) -> PerLayer:
     """How strategies per layer are searched."""
-    if str(most) != "full" and not (str(most).isdecimal() and int(most) > 0):
+    if str(most) != "full" and not (str(most).isascii() and str(most).isdecimal() and int(most) > 0):
         raise InputError(f"--strategies-per-stage is {most}; wanted a number from 1 on, or full")
     check.known("--balance", "way", balance, get_args(Balance))
     if space_of(space).layerwise is None:

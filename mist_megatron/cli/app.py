@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -220,6 +221,29 @@ ELSEWHERE = {"what-if": _WHAT_IF, "whatif": _WHAT_IF, "what_if": _WHAT_IF}
 """What is an option of a command -> how it is asked for."""
 
 
+_FIXED = {
+    **dict.fromkeys(("tp", "tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size"), "tp"),
+    **dict.fromkeys(
+        ("pp", "pipeline-parallel", "pipeline-parallel-size", "pipeline-model-parallel-size"), "pp"
+    ),
+    **dict.fromkeys(("dp", "data-parallel", "data-parallel-size"), "dp"),
+    **dict.fromkeys(("cp", "context-parallel", "context-parallel-size"), "cp"),
+    **dict.fromkeys(("ep", "expert-parallel", "expert-model-parallel-size"), "ep"),
+    **dict.fromkeys(("zero", "zero-stage"), "zero"),
+    **dict.fromkeys(("micro-batch", "micro-batch-size", "mbs"), "micro_batch"),
+}
+MEANT = {
+    **{f"--{word}": f"--fix {key}=N" for word, key in _FIXED.items()},
+    **dict.fromkeys(("--nodes", "--num-nodes", "--nnodes"), "--gpus, all of them, and --gpus-per-node"),
+    **dict.fromkeys(("--batch", "--batch-size"), "--global-batch, or --per-device-batch"),
+    **dict.fromkeys(("--per-device-train-batch-size",), "--per-device-batch"),
+    **dict.fromkeys(("--context", "--context-length", "--seq-len", "--seq-length", "--max-seq-len"), "--seq"),
+    **dict.fromkeys(("--qlora",), "--lora, of weights that are not quantized"),
+    **dict.fromkeys(("-o", "--output", "--output-dir"), "--out"),
+}
+"""What other programs call an option -> ours, for commands that have it."""
+
+
 def usage_message(error: TyperException, arguments: list[str]) -> tuple[str, tuple[str, ...]]:
     """A wrong command line in our words, with the nearest option and where to look."""
     message = " ".join(error.format_message().split()).rstrip(".")
@@ -233,9 +257,20 @@ def usage_message(error: TyperException, arguments: list[str]) -> tuple[str, tup
     if wrong and context and "such option" in message:
         known = [name for p in context.command.params for name in (*p.opts, *p.secondary_opts)]
         message = f"no such option: {wrong}"
-        nearest = get_close_matches(wrong, known, n=1, cutoff=0.5)
+        meant = MEANT.get(wrong.replace("_", "-"), "")
+        names = {name.lstrip("-"): name for name in known}
+        nearest = [names[name] for name in get_close_matches(wrong.lstrip("-"), names, n=1, cutoff=0.6)]
+        if meant and meant.split()[0].rstrip(",") in known:
+            nearest = [meant]
         details += [f"did you mean {nearest[0]}?"] if nearest else []
-    options = getattr(getattr(error, "param", None), "opts", [])
+    param = getattr(error, "param", None)
+    options = getattr(param, "opts", [])
+    about = getattr(param, "help", None)
+    if "missing argument" in message and about:
+        message = f"{message}: {about}".removesuffix(".")
+    extra = re.fullmatch(r"got unexpected extra arguments? \((\S+)\)", message.replace("(s)", "", 1))
+    if extra and context and any("--model" in p.opts for p in context.command.params):
+        details.append(f"did you mean --model {extra.group(1)}?")
     wanted = [ours for theirs, ours in WANTED.items() if theirs in message]
     typed = _typed(options, arguments)
     if wanted and options and typed is not None:

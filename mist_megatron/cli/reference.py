@@ -1,4 +1,4 @@
-"""`reference`: every key of plan.yaml, written from the code that reads it (docs/plan.md is its output)."""
+"""`reference`: every key of a plan, a model or a profile, written from the code that reads it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,22 @@ stages:
 """A plan that is read by a test, so that the page cannot show one that is refused."""
 
 
-Of = Literal["plan", "profile"]
+MODEL_EXAMPLE = """\
+family: llama
+layers: 16
+hidden: 1536
+heads: 12
+kv_heads: 4
+ffn_hidden: 4096
+vocab: 32000
+"""
+"""A model that is read by a test, as that plan is."""
+
+Of = Literal["plan", "model", "profile"]
 
 
 def reference(
-    of: Annotated[str, typer.Argument(metavar="[plan|profile]", help="Of which file.")] = "plan",
+    of: Annotated[str, typer.Argument(metavar="[plan|model|profile]", help="Of which file.")] = "plan",
     *,
     schema: Annotated[
         bool,
@@ -41,7 +52,7 @@ def reference(
     ] = False,
     output: OutputOptions,
 ) -> None:
-    """Describes every key of plan.yaml, and what each target runs; or every key of a hardware profile."""
+    """Describes every key of plan.yaml, and what each target runs; or of a model's file, or a profile."""
     if of not in get_args(Of):
         raise InputError(f"reference: got {of!r}, wanted one of {', '.join(get_args(Of))}")
     if schema:
@@ -54,20 +65,23 @@ def reference(
 
 
 def _schema(of: str) -> dict[str, Any]:
-    from mist_megatron.formats import plan_yaml, profile_yaml
+    from mist_megatron.formats import model_yaml, plan_yaml, profile_yaml
 
+    if of == "model":
+        return model_yaml.json_schema()
     return plan_yaml.json_schema() if of == "plan" else profile_yaml.json_schema()
 
 
 def reference_page(of: str = "plan") -> str:
     """The whole page."""
-    parts = [_HEAD.format(example=EXAMPLE) if of == "plan" else _PROFILE_HEAD]
+    heads = {"plan": _HEAD.format(example=EXAMPLE), "model": _MODEL_HEAD.format(example=MODEL_EXAMPLE)}
+    parts = [heads.get(of, _PROFILE_HEAD)]
     parts += [_section_text(title, note, kind) for title, note, kind in _sections(of)]
     return "\n".join([*parts, *([_targets_text()] if of == "plan" else [])])
 
 
 def _sections(of: str) -> list[tuple[str, str, type[Any]]]:
-    return _plan_sections() if of == "plan" else _profile_sections()
+    return {"plan": _plan_sections, "model": _model_sections, "profile": _profile_sections}[of]()
 
 
 def _profile_sections() -> list[tuple[str, str, type[Any]]]:
@@ -90,11 +104,8 @@ def _profile_sections() -> list[tuple[str, str, type[Any]]]:
 
 
 def _plan_sections() -> list[tuple[str, str, type[Any]]]:
-    from mist_megatron.formats.model_yaml import ModelDocument
     from mist_megatron.formats.plan_yaml import ClusterDocument, PlanDocument
     from mist_megatron.spec.cluster import LinkOverrides
-    from mist_megatron.spec.constants import ModelConstants
-    from mist_megatron.spec.entry import EncoderOutput, Entry
     from mist_megatron.spec.kinds import Offload
     from mist_megatron.spec.plan import Execution, StagePlan
     from mist_megatron.spec.training import TrainingSpec
@@ -107,10 +118,27 @@ def _plan_sections() -> list[tuple[str, str, type[Any]]]:
         ("`stages[]`", "nodes * gpus_per_node = dp * tp * context_parallel.", StagePlan),
         ("`stages[].offload`", "Fractions from 0 to 1.", Offload),
         ("`execution`", "null takes what the target does by default.", Execution),
-        ("`model`, when it is a mapping", "The same keys as in a file for `--model`.", ModelDocument),
-        ("`model.kinds.NAME.entry`", "Of a layer between groups of other widths or tokens.", Entry),
-        ("`model.kinds.NAME.cross_attention`", "An encoder's output, behind an entry.", EncoderOutput),
-        ("`model.constants`", "What no shape tells and decides what is trained.", ModelConstants),
+    ]
+
+
+def _model_sections() -> list[tuple[str, str, type[Any]]]:
+    from mist_megatron.formats.model_yaml import ModelDocument
+    from mist_megatron.spec.adapter import Adapter
+    from mist_megatron.spec.constants import ModelConstants
+    from mist_megatron.spec.entry import EncoderOutput, Entry
+    from mist_megatron.spec.experts import ExpertSpec, LatentAttention
+    from mist_megatron.spec.recurrent import DeltaNet, Mamba
+
+    return [
+        ("The document", "", ModelDocument),
+        ("`kinds.NAME.entry`", "Of a layer between groups of other widths or tokens.", Entry),
+        ("`kinds.NAME.cross_attention`", "An encoder's output, behind an entry.", EncoderOutput),
+        ("`adapter`", "", Adapter),
+        ("`experts`", "", ExpertSpec),
+        ("`latent_attention`", "", LatentAttention),
+        ("`mamba`", "", Mamba),
+        ("`delta_net`", "", DeltaNet),
+        ("`constants`", "What no shape tells and decides what is trained.", ModelConstants),
     ]
 
 
@@ -118,12 +146,23 @@ _HEAD = """# plan.yaml
 
 A plan says who computes which layers, how, and what that is predicted to cost. `mist-megatron tune --out DIR`
 writes one; `predict`, `simulate`, `emit` and `explain` read it, as YAML or as JSON with the same keys.
-Unknown keys, wrong sums and impossible divisions are errors. `mist-megatron reference` prints this page.
+Unknown keys, wrong sums and impossible divisions are errors. `mist-megatron reference` prints this page; the
+keys of a model that is a mapping are those of its file (`mist-megatron reference model`).
 
 ```yaml
 {example}```
 """
 
+
+_MODEL_HEAD = """# A model of your own
+
+A shape in YAML or JSON, for `--model FILE`. Most need no more than this; what is left out follows from the
+family, as in its models. A Hugging Face `config.json` does as well. `mist-megatron reference model` prints
+this page.
+
+```yaml
+{example}```
+"""
 
 _PROFILE_HEAD = """# A hardware profile
 

@@ -25,7 +25,7 @@ from mist_megatron.formats.document import parse
 from mist_megatron.formats.huggingface import is_huggingface, model_from_huggingface
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.formats.plan_yaml import plan_from_text
-from mist_megatron.spec import check, presets
+from mist_megatron.spec import presets
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
 
@@ -201,14 +201,14 @@ def load_model(name_or_path: str) -> ModelSpec:
                 details=(f"try: hf download {name_or_path} config.json, or see: mist-megatron models",),
             )
         path = kept or path
-    if not _looks_like_path(str(path)):
-        check.known("--model", "model preset", name_or_path, presets.preset_names())
+    if not _looks_like_path(name_or_path):
+        presets.preset(name_or_path)
     if is_there(path / "config.json"):
         path = path / "config.json"
     values = load_mapping(path)
     if is_huggingface(values):
         return model_from_huggingface(values, str(path))
-    return model_from_mapping(values, str(path))
+    return model_from_mapping({"name": path.stem, **values}, str(path))
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from mist_megatron.errors import InputError
-from mist_megatron.formats.document import build
+from mist_megatron.formats.document import build, schema_of
 from mist_megatron.spec import check
 from mist_megatron.spec.adapter import Adapter
 from mist_megatron.spec.constants import ModelConstants
@@ -131,6 +131,12 @@ class ModelDocument:
     """Their order, first to last; `layers` is the sum of theirs. Without it all layers are alike."""
 
 
+def json_schema() -> dict[str, Any]:
+    """Of a model's file, for editors and other programs."""
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "mist-megatron model"}
+    return {**schema_of(ModelDocument), **about}
+
+
 PARTS = (
     "experts", "latent_attention", "qk_norm", "sinks", "mtp_layers", "attention", "window", "post_norms",
     "tokens", "cross_attention", "entry", "frozen", "patch_elements", "patch_bias", "head_tokens",
@@ -197,7 +203,11 @@ def _groups(document: ModelDocument, model: LayerSpec, where: str) -> tuple[Laye
 
 def model_from_mapping(value: Mapping[str, object], where: str) -> ModelSpec:
     """A model from DESIGN's keys: family, layers, hidden, ffn_hidden, heads, kv_heads, vocab and options."""
-    document = build(ModelDocument, dict(value), where)
+    try:
+        document = build(ModelDocument, dict(value), where)
+    except InputError as error:
+        told = ("try: mist-megatron reference model, which has an example and every key",)
+        raise InputError(error.message, details=(*error.details, *told)) from None
     llama, gpt = document.family == "llama", document.family == "gpt"
     head_dim = document.head_dim
     if head_dim is None:

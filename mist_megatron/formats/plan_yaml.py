@@ -183,12 +183,12 @@ def _model(value: str | dict[str, object]) -> ModelSpec:
         return model_from_mapping(value, "model")
     if value.endswith((".json", ".yaml", ".yml")):
         raise InputError(f"model is {value!r}; wanted a preset's name, or the mapping that the file holds")
-    check.known("model", "model preset", value, presets.preset_names())
+    check.known("model", "model preset", value, presets.preset_names(), see="mist-megatron models")
     return presets.preset(value)
 
 
 def _gpu(name: str) -> GpuSpec:
-    check.known("cluster.gpu", "GPU", name, catalogue.gpu_names())
+    check.known("cluster.gpu", "GPU", name, catalogue.gpu_names(), see="mist-megatron gpus")
     return catalogue.gpu(name)
 
 

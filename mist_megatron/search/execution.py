@@ -129,7 +129,10 @@ def _none_open(job: Job, space: Space, limits: Limits) -> str:
     if not context_sizes(job, space, limits):
         able = ", ".join(map(str, context_sizes(job, space, Limits())))
         tokens = f"{job.training.seq_len} tokens of a sequence"
-        return f"--fix cp={limits.fixed.get('cp')}: {where} splits {tokens} over {able}; wanted one of these"
+        why = _why_whole(job, space)
+        because = f" ({why})" if why else ""
+        told = f"{where} splits {tokens} over {able}{because}"
+        return f"--fix cp={limits.fixed.get('cp')}: {told}; wanted one of these"
     if not dispatchers(job, space, limits):
         able = ", ".join(str(kind) for kind in dispatchers(job, space, Limits()))
         said = f"--fix dispatcher={limits.dispatcher}" if limits.dispatcher else "--forbid"
@@ -178,9 +181,19 @@ def context_sizes(job: Job, space: Space, limits: Limits) -> list[int]:
     asked = job.execution.context_parallel
     if asked > 1:
         return [asked] if limits.allows("cp", asked) else []
-    able = space.context_parallel and TARGETS[job.target].capability.context_parallel and job.model.alike
-    able = able and no_context(job.model, job.training, job.execution.context_exchange) is None
+    able = _why_whole(job, space) is None
     return [cp for cp in _powers_of_two(job) if limits.allows("cp", cp) and (able or cp == 1)]
+
+
+def _why_whole(job: Job, space: Space) -> str | None:
+    """Why no sequence is split; None where one may be."""
+    if not TARGETS[job.target].capability.context_parallel:
+        return f"{job.target} has no context parallelism"
+    if not space.context_parallel:
+        return f"space {space.name} has no context parallelism"
+    if not job.model.alike:
+        return f"not modelled of layers that differ as those of {job.model.name} do"
+    return no_context(job.model, job.training, job.execution.context_exchange)
 
 
 def _powers_of_two(job: Job) -> Iterator[int]:

@@ -427,7 +427,7 @@ def _size(option: str, key: str, text: str) -> int:
     if name in ON_OFF_KEYS:
         if text not in ("0", "1"):
             raise InputError(f"{option} {key}: {text!r}; wanted 1 for on or 0 for off")
-    elif not text.isdecimal() or (int(text) < 1 and key != "zero"):
+    elif not (text.isascii() and text.isdecimal()) or (int(text) < 1 and key != "zero"):
         raise InputError(f"{option} {key}: {text!r} is not a positive whole number")
     elif name == "grad_bytes" and text not in ("2", "4"):
         raise InputError(f"{option} {key}: {text!r}; wanted 2 or 4")

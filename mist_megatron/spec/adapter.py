@@ -33,7 +33,7 @@ class Adapter:
 def adapter_of(text: str, option: str = "--lora") -> Adapter:
     """From `16` or `16:q,v`."""
     rank, several, on = text.partition(":")
-    if not rank.strip().isdecimal():
+    if not (rank.isascii() and rank.strip().isdecimal()):
         raise InputError(f"{option}: got {text!r}, wanted a rank, as in {option} 16 or {option} 16:q,v")
     names = tuple(name.strip() for name in on.split(",")) if several else PLACES
     for name in names:

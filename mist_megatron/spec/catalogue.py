@@ -503,5 +503,8 @@ def gpu(name: str) -> GpuSpec:
     if len(several) > 1:
         raise InputError(f"--gpu: {name} may be {check.either(several)}")
     if not several:
-        check.known("--gpu", "GPU", name, gpu_names(), closeness=0.75)
+        see = (
+            "mist-megatron gpus lists them; a file of five figures makes another (docs/tutorials/own_gpu.md)"
+        )
+        check.known("--gpu", "GPU", name, gpu_names(), closeness=0.75, see=see)
     return CATALOGUE[several[0]]

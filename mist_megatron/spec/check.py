@@ -46,12 +46,19 @@ def divides(where: str, part: tuple[str, int], whole: tuple[str, int]) -> None:
         raise InputError(f"{where}: {part[0]} ({part[1]}) must divide {whole[0]} ({whole[1]})")
 
 
-def known(where: str, what: str, got: str, names: tuple[str, ...], closeness: float = 0.4) -> None:
-    """`got` is one of `names`; otherwise the nearest is suggested, where one is so close."""
+MOST_LISTED = 24
+"""Names that a message lists; who reads more of them asks the command that has them."""
+
+
+def known(
+    where: str, what: str, got: str, names: tuple[str, ...], closeness: float = 0.4, see: str = ""
+) -> None:
+    """`got` is one of `names`; otherwise the nearest so close is suggested, and what to `see`."""
     if got not in names:
         near = get_close_matches(got, names, n=1, cutoff=closeness)
-        hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"
-        raise InputError(f"{where}: unknown {what} {got!r}{hint}")
+        listed = f"; known: {', '.join(names)}" if len(names) <= MOST_LISTED else f"; {len(names)} are known"
+        hint = f"; did you mean {near[0]}?" if near else listed
+        raise InputError(f"{where}: unknown {what} {got!r}{hint}", details=(f"try: {see}",) if see else ())
 
 
 def either(names: tuple[str, ...]) -> str:

@@ -34,6 +34,7 @@ class ExpertSpec:
     latent: int = 0
     """Width at which routed experts work; 0 for the hidden size."""
     router: Router = "softmax"
+    """What makes weights of scores: a softmax over the chosen, over all before the choice, or sigmoids."""
     router_bias: bool = False
     """A trained bias on the router's scores (GPT-OSS), not the one that balances loads."""
     groups: int = 1

@@ -251,7 +251,14 @@ def preset_like(name: str) -> ModelSpec | None:
     return _BY_LETTERS.get(plain.replace("-", ""))
 
 
+WHAT_MODELS = (
+    "mist-megatron models lists them; a Hugging Face config.json or a file of the shape (mist-megatron "
+    "reference model) does as well"
+)
+"""What somebody looks for who names a model that is none of them."""
+
+
 def preset(name: str) -> ModelSpec:
     """A model by name; a typing error is answered with the nearest name."""
-    check.known("--model", "model preset", name, preset_names())
+    check.known("--model", "model preset", name, preset_names(), see=WHAT_MODELS)
     return PRESETS[name]

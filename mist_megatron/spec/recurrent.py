@@ -22,7 +22,9 @@ class Mamba:
     short convolution, a scan in chunks, a norm of each group's channels, and a projection back."""
 
     heads: int
+    """Heads of the scan."""
     head_dim: int = 64
+    """Columns of one."""
     state: int = 128
     """Width of a head's state."""
     groups: int = 8
@@ -83,9 +85,13 @@ class DeltaNet:
     back."""
 
     key_heads: int
+    """Heads of queries and keys."""
     value_heads: int
+    """Heads of values, a multiple of these."""
     key_dim: int = 128
+    """Columns of a key head."""
     value_dim: int = 128
+    """Columns of a value head."""
 
     def __post_init__(self) -> None:
         check.at_least(

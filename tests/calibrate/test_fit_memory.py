@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import evaluator_for, learned_of, prices_for
 from mist_megatron.ask.fit_memory import fit_memory_of
 from mist_megatron.ask.job_words import job
 from mist_megatron.calibrate.profiles import load_profile
@@ -94,6 +94,9 @@ def test_a_hidden_term_is_found_from_20_runs_and_counts_in_plans(tmp_path, capsy
     assert read.plan is not None
     for grid in grids_of(read.plan):
         assert with_it.peak_bytes(grid) == pytest.approx(evaluator.peak_bytes(grid) + learned.constant_bytes)
+    part = job(model="llama2-7b", gpus=16, gpu=str(out), lora=8)
+    assert learned_of(job(model="llama2-7b", gpus=16, gpu=str(out))) == learned and learned_of(part) is None
+    assert "without the memory learned of runs that train all weights" in prices_for(part)[1]
 
 
 def test_what_32_gpus_tell_holds_on_128(tmp_path, few):

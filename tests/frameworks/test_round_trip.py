@@ -84,6 +84,8 @@ PLANS = {
         "llama3-8b", stage(32, tp=2, cp=2), target="megatron", execution=Execution(context_parallel=2)
     ),
 }
+_whole = PLANS["tensor parallel"]
+PLANS["gated attention"] = replace(_whole, model=replace(_whole.model, attention_gate=True))
 
 
 def same(read: Plan, written: Plan) -> None:

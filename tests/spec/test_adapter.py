@@ -56,6 +56,12 @@ def test_less_is_kept_and_done_than_where_all_is_trained() -> None:
     assert "lora_config" in mm.emit(thin.plan).files["training_arguments.py"]
 
 
+@pytest.mark.parametrize("rank", ["٣", "²", "1_6", "", "0"])
+def test_a_rank_is_a_whole_number_in_plain_digits(rank: str) -> None:
+    with pytest.raises(mm.MistError, match="rank"):
+        adapter_of(rank)
+
+
 def test_what_is_not_modelled_is_refused() -> None:
     model = model_from_mapping(SMALL, "m")
     for target in ("megatron", "mist", "deepspeed+patches"):

@@ -48,7 +48,8 @@ CLASSES: Sequence[FlagClass] = (
         "num-query-groups swiglu quick-geglu normalization disable-bias-linear add-qkv-bias "
         "position-embedding-type use-rotary-position-embeddings max-position-embeddings "
         "untie-embeddings-and-output-weights vocab-size padded-vocab-size "
-        "make-vocab-size-divisible-by qk-layernorm window-size window-attn-skip-freq",
+        "make-vocab-size-divisible-by qk-layernorm window-size window-attn-skip-freq "
+        "attention-output-gate",
     ),
     _priced(
         "experts, latent attention and multi-token prediction",
@@ -165,8 +166,7 @@ CLASSES: Sequence[FlagClass] = (
     _unpriced("attention of another kind than the priced one", "softmax-type", "vanilla", "learnable"),
     _unpriced(
         "attention of another kind than the priced one",
-        "attention-output-gate qk-l2-norm qk-clip use-kitchen-attention "
-        "kitchen-attention-backend log-max-attention-logit ",
+        "qk-l2-norm qk-clip use-kitchen-attention kitchen-attention-backend log-max-attention-logit ",
     ),
     _unpriced(
         "activations other than GELU and SwiGLU",

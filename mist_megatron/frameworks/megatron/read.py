@@ -113,6 +113,7 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
         tied_embeddings=not read.has("untie-embeddings-and-output-weights"),
         qk_norm=read.has("qk-layernorm") and latent is None,
         sinks=sinks,
+        attention_gate=read.has("attention-output-gate"),
         constants=constants_of(read, rotary=rotary),
         window=int(window) + 1 if window.isdecimal() else None,
         experts=experts_of(read, ffn_hidden),
