@@ -32,7 +32,7 @@ class _Sheet:
     """One datasheet; rates in TFLOP/s and GB/s as vendors print them."""
 
     source: str
-    bf16: float | None
+    bf16: float | None = None
     fp16: float
     fp8: float | None = None
     memory_mib: float
@@ -54,7 +54,6 @@ class _Sheet:
 _SHEETS: dict[str, _Sheet] = {
     "v100-sxm-16gb": _Sheet(
         source="NVIDIA V100 datasheet (SXM2)",
-        bf16=None,
         fp16=125,
         memory_mib=16160,
         memory_gb_per_s=900,
@@ -68,7 +67,6 @@ _SHEETS: dict[str, _Sheet] = {
     ),
     "v100-sxm-32gb": _Sheet(
         source="NVIDIA V100 datasheet (SXM2/SXM3)",
-        bf16=None,
         fp16=125,
         memory_mib=32510,
         memory_gb_per_s=900,
@@ -82,7 +80,6 @@ _SHEETS: dict[str, _Sheet] = {
     ),
     "t4-16gb": _Sheet(
         source="NVIDIA T4 datasheet",
-        bf16=None,
         fp16=65,
         memory_mib=15360,
         memory_gb_per_s=320,
@@ -271,7 +268,6 @@ _SHEETS: dict[str, _Sheet] = {
     ),
     "rtx-titan-24gb": _Sheet(
         source="NVIDIA TITAN RTX data sheet (TU102, 130.5 TFLOP/s of its tensor cores)",
-        bf16=None,
         fp16=130.5,
         memory_mib=24220,
         memory_gb_per_s=672,
@@ -476,13 +472,9 @@ def _gpu(name: str, sheet: _Sheet) -> GpuSpec:
     )
 
 
-CATALOGUE: Mapping[str, GpuSpec] = MappingProxyType(
-    {name: _gpu(name, sheet) for name, sheet in _SHEETS.items()}
-)
+CATALOGUE: Mapping[str, GpuSpec] = MappingProxyType({n: _gpu(n, sheet) for n, sheet in _SHEETS.items()})
 
-BLACKWELL = frozenset(
-    name for name in CATALOGUE if name.startswith(("b200", "b300", "gb200", "gb300", "rtx5090"))
-)
+BLACKWELL = frozenset(n for n in CATALOGUE if n.startswith(("b200", "b300", "gb200", "gb300", "rtx5090")))
 """Of compute capability 10 and above, for which Megatron needs no order of launches in one queue."""
 
 DEFAULT_GPU = "a100-sxm-80gb"
@@ -503,8 +495,6 @@ def gpu(name: str) -> GpuSpec:
     if len(several) > 1:
         raise InputError(f"--gpu: {name} may be {check.either(several)}")
     if not several:
-        see = (
-            "mist-megatron gpus lists them; a file of five figures makes another (docs/tutorials/own_gpu.md)"
-        )
+        see = "mist-megatron gpus lists them; a file of five figures is one too (docs/tutorials/own_gpu.md)"
         check.known("--gpu", "GPU", name, gpu_names(), closeness=0.75, see=see)
     return CATALOGUE[several[0]]
