@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mist_megatron.recorded.gloo import stands
 from mist_megatron.recorded.graph import Edge, Edges, Ints, Nodes, Role
 from mist_megatron.recorded.steps import Step, steps_of
 from mist_megatron.recorded.threads import hand_overs
@@ -112,11 +113,17 @@ def rank_parts(rank: int, trace: Trace, window: Step | None, device: int | str |
         of_device = np.array([place[0] == device for place in trace.places], np.bool_)
         _own_graph(parts, chosen[of_device[trace.place[chosen]]])
         return parts
-    order = chosen[np.lexsort((chosen, trace.start_ns[chosen]))]
-    numbers = parts.add(
-        Role.GPU, order, trace.place[order].astype(np.int64), trace.start_ns[order], trace.end_ns[order]
-    )
-    parts.node_of = dict(zip(order.tolist(), numbers.tolist(), strict=True))
+    of_host = parts.links.launch >= 0
+    of_host &= ~trace.on_gpu & (trace.start_ns[parts.links.launch] >= low)
+    of_host &= trace.start_ns[parts.links.launch] < high
+    order = np.empty(0, np.int64)
+    for role, events in ((Role.GPU, chosen), (Role.HOST, np.flatnonzero(of_host))):
+        ran = events[np.lexsort((events, trace.start_ns[events]))]
+        numbers = parts.add(
+            role, ran, trace.place[ran].astype(np.int64), trace.start_ns[ran], trace.end_ns[ran]
+        )
+        parts.node_of.update(zip(ran.tolist(), numbers.tolist(), strict=True))
+        order = np.concatenate([order, ran])
     queued, edges = queues(trace, parts.links, chosen), Found(counts=parts.counts)
     find_waits(trace, parts.links, queued, (low, high), edges)
     syncs = find_syncs(trace, parts.links, queued, (low, high), edges)
@@ -223,7 +230,22 @@ def _hand_over_marks(parts: Parts, window: tuple[int, int]) -> set[int]:
             )
             parts.join(np.array([2 * source]), np.array([target]), Edge.HAND_OVER)
             waiting.add(target)
+    _stand_still(parts, waiting)
     return waiting
+
+
+def _stand_still(parts: Parts, waiting: set[int]) -> None:
+    """Threads that wait for gloo's; what ended early is waited for no longer than what ended last."""
+    events = np.array(list(parts.node_of), np.int64)
+    events = events[~parts.trace.on_gpu[events]]
+    for stand in stands(parts.trace, parts.links, events) if len(events) else ():
+        parts.counts["waits for collectives of gloo, by gaps"] += 1
+        mark(parts, stand.place, stand.left_ns)
+        target = mark(parts, stand.place, stand.returned_ns)
+        ends = np.array([2 * parts.node_of[event] + 1 for event in stand.awaited])
+        late = float(stand.returned_ns - stand.ended_ns)
+        parts.join(ends, np.full(len(ends), target), Edge.HAND_OVER, lag=late)
+        waiting.add(target)
 
 
 def chain(parts: Parts, over: set[int]) -> None:

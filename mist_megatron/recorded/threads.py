@@ -33,7 +33,7 @@ class HandOver:
 
 
 @dataclass(frozen=True)
-class _Busy:
+class Busy:
     """Outermost operators and calls of a thread."""
 
     start_ns: Whole
@@ -42,16 +42,16 @@ class _Busy:
 
 def hand_overs(trace: Trace, links: Links, counts: Counter[str]) -> list[HandOver]:
     """Of all pairs of threads of one rank."""
-    outermost = _outermost(trace, links)
+    outermost = outermost_work(trace, links)
     hand_overs_found: list[HandOver] = []
     for back, forward, said in _pairs(trace):
-        between = _between(_busy(trace, outermost, forward), _busy(trace, outermost, back), forward, back)
+        between = _between(busy_on(trace, outermost, forward), busy_on(trace, outermost, back), forward, back)
         counts[f"hand-overs between threads, by {said} and gaps"] += len(between)
         hand_overs_found += between
     return hand_overs_found
 
 
-def _between(forward: _Busy, back: _Busy, forward_place: int, back_place: int) -> list[HandOver]:
+def _between(forward: Busy, back: Busy, forward_place: int, back_place: int) -> list[HandOver]:
     between: list[HandOver] = []
     reached = np.maximum.accumulate(forward.end_ns)
     gaps = np.flatnonzero(forward.start_ns[1:] - reached[:-1] > SHORTEST_GAP_NS)
@@ -96,7 +96,7 @@ def _pairs(trace: Trace) -> list[tuple[int, int, str]]:
     return [(back, forward, said) for back, (forward, said) in pairs.items()]
 
 
-def _outermost(trace: Trace, links: Links) -> Mask:
+def outermost_work(trace: Trace, links: Links) -> Mask:
     """Operators and calls that no other encloses; annotations only name what lies inside them."""
     works = trace.names_that(lambda name: _WORK_OF_NAMED in name)
     named_step = (trace.kind == Kind.OPERATOR) & trace.names_that(lambda name: "#" in name)
@@ -110,6 +110,7 @@ def _outermost(trace: Trace, links: Links) -> Mask:
     return np.asarray((trace.kind <= Kind.CALL) & ~wraps & (above < 0))
 
 
-def _busy(trace: Trace, outermost: Mask, place: int) -> _Busy:
+def busy_on(trace: Trace, outermost: Mask, place: int) -> Busy:
+    """What such work one thread does."""
     mine = np.flatnonzero(outermost & (trace.place == place))
-    return _Busy(trace.start_ns[mine], trace.end_ns[mine])
+    return Busy(trace.start_ns[mine], trace.end_ns[mine])

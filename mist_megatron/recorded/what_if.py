@@ -136,11 +136,11 @@ def _some(recording: Recording, kind: Kind) -> tuple[str, ...]:
 
 
 def _kernels(recording: Recording, matches: Callable[[Parts], Mask]) -> Ints:
-    """Nodes on the GPU whose event matches."""
+    """What runs on the GPU, and collectives of gloo, whose event matches."""
     nodes = recording.graph.nodes
     kernels = [np.empty(0, np.int64)]
     for part in recording.parts:
-        mine = np.flatnonzero((nodes.role == Role.GPU) & (nodes.rank == part.rank))
+        mine = np.flatnonzero(np.isin(nodes.role, (Role.GPU, Role.HOST)) & (nodes.rank == part.rank))
         kernels.append(mine[matches(part)[nodes.event[mine]]])
     return np.concatenate(kernels)
 
@@ -153,7 +153,7 @@ def _launched_by(scale: Scale, part: Parts) -> Mask:
     """What ran on the GPU for operators of a name, or for what they call."""
     trace = part.trace
     named = trace.names_that(scale.pattern.search) & (trace.kind <= Kind.ANNOTATION)
-    inside = _inside(part.links.parent, named)
+    inside = named | _inside(part.links.parent, named)
     launch = part.links.launch
     return np.asarray((launch >= 0) & inside[np.maximum(launch, 0)])
 

@@ -26,7 +26,10 @@ _KERNEL = re.compile(
 _ANNOTATION = re.compile(r"^(?:nccl|gloo|rccl):(\w+)$")
 POINT_TO_POINT = frozenset({"send", "recv"})
 MOST_APART_NS = 1e6
-"""Ends of one collective; what ends further apart is not the same one."""
+"""Ends of one collective; what ends further apart is not the same one ..."""
+GLOO, GROUP_OF_GLOO = "gloo:", "gloo"
+GLOO_APART_NS = 2e7
+"""... but for those that threads of a host run, which stand still for as long as others have its cores."""
 _ROUNDS = 50
 """Clocks of ranks that meet only through others settle in as many rounds as there are others between."""
 
@@ -137,8 +140,11 @@ def meetings(
 
 def _by_group(trace: Trace, links: Links, events: Whole) -> dict[tuple[str, str], list[_Call]]:
     """A rank's collectives by communicator, in order; where none is named, by stream."""
-    comm = events[communicates(trace)[events]]
-    comm = comm[np.argsort(trace.start_ns[comm], kind="stable")]
+    of_gloo = trace.names_that(lambda name: name.startswith(GLOO))
+    comm = events[(communicates(trace) | of_gloo)[events]]
+    # Two of gloo's threads begin with what was asked for one after the other at once.
+    begun = np.where(of_gloo[comm], links.launch[comm], comm)
+    comm = comm[np.argsort(trace.start_ns[begun], kind="stable")]
     streams: dict[int, int] = {}
     by_group: dict[tuple[str, str], list[_Call]] = defaultdict(list)
     for event in comm.tolist():
@@ -149,6 +155,8 @@ def _by_group(trace: Trace, links: Links, events: Whole) -> dict[tuple[str, str]
             key = (f"{said.group} {said.ranks}", "p2p " + "-".join(map(str, ends)))
         elif said is not None and said.group:
             key = (f"{said.group} {said.ranks}", "")
+        elif of_gloo[event]:
+            key = (GROUP_OF_GLOO, "")
         else:
             number = streams.setdefault(int(trace.place[event]), len(streams))
             key = (f"stream {number}", "")
@@ -270,7 +278,7 @@ def aligned(
 
 def _ends_together(meeting: Meeting) -> bool:
     ends = [member.end_ns for member in meeting.members]
-    return max(ends) - min(ends) <= MOST_APART_NS
+    return max(ends) - min(ends) <= (GLOO_APART_NS if meeting.group == GROUP_OF_GLOO else MOST_APART_NS)
 
 
 def waited_for(met: Sequence[Meeting]) -> Counter[int]:

@@ -24,7 +24,7 @@ class Links:
     """Per event of a trace: -1 where there is none."""
 
     launch: Whole
-    """Of what ran on the GPU: the call that launched it."""
+    """Of what ran on the GPU: the call that launched it. Of a collective of gloo: what asked for it."""
     parent: Whole
     """Of what ran on the host: the innermost operator or annotation that encloses it."""
     operator: Whole
@@ -46,6 +46,9 @@ def link(trace: Trace) -> Links:
     called = np.unique(launch[launch >= 0])
     operator, by_external = _operators(trace, parent, called)
     linked = operator[called] >= 0
+    unlaunched = int((trace.on_gpu & (launch < 0)).sum())
+    moved, asked = gloo_calls(trace)
+    launch[moved] = asked
     return Links(
         launch=launch,
         parent=parent,
@@ -53,7 +56,7 @@ def link(trace: Trace) -> Links:
         by_external=by_external,
         by_nesting=int(linked.sum()) - by_external,
         without=int((~linked).sum()),
-        unlaunched=int((trace.on_gpu & (launch < 0)).sum()),
+        unlaunched=unlaunched,
     )
 
 
@@ -77,6 +80,34 @@ def launches(trace: Trace) -> Whole:
         chosen[index] = before[-1] if len(before) else same[0]
     launch_of[ran[there]] = chosen[there]
     return launch_of
+
+
+def gloo_calls(trace: Trace) -> tuple[Whole, Whole]:
+    """Collectives of gloo and what asked for each: gloo's threads take them in the order in which they were
+    asked for. Where there are not as many of both, nothing is told; sends and receipts are no collectives."""
+    named = trace.names_that(lambda name: _plain_name(name, "gloo:") not in ("", "send", "recv"))
+    moved = np.flatnonzero((trace.kind == Kind.ANNOTATION) & named)
+    if not len(moved):
+        return moved, moved
+    asks = trace.names_that(lambda name: name.startswith("c10d::")) & (trace.kind == Kind.OPERATOR)
+    moved, asked = (
+        events[np.argsort(trace.start_ns[events], kind="stable")] for events in (moved, np.flatnonzero(asks))
+    )
+    kinds = [_plain_name(trace.name_of(event), "gloo:") for event in moved.tolist()]
+    wanted = [_plain_name(trace.name_of(event), "c10d::") for event in asked.tolist()]
+    found: list[tuple[int, int]] = []
+    for kind in sorted(set(kinds)):
+        ran = [event for event, name in zip(moved.tolist(), kinds, strict=True) if name == kind]
+        calls = [event for event, name in zip(asked.tolist(), wanted, strict=True) if name == kind]
+        if len(ran) == len(calls) and (trace.start_ns[ran] + ROUNDED_NS >= trace.start_ns[calls]).all():
+            found += zip(ran, calls, strict=True)
+    pairs = np.array(found, np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _plain_name(name: str, prefix: str) -> str:
+    """The same name for an operator (allreduce_) and what it asks for (all_reduce)."""
+    return name.removeprefix(prefix).replace("_", "") if name.startswith(prefix) else ""
 
 
 def enclosing(trace: Trace) -> Whole:

@@ -75,6 +75,36 @@ def play_all(recording, lengths):  # type: ignore[no-untyped-def]
     return times_of(recording, play(graph, Change(own_ns=own)), COMM)
 
 
+def replica(late: float) -> HandMade:
+    """Two backward passes that each ask gloo for a reduction, of 100 us from when the other rank has come at
+    1,592 and at 2,592; the step ends behind the second."""
+    made = HandMade()
+    made.step(1, 0, 2800)
+    if late:
+        made.operator("late", 0, late)
+    for number, there in enumerate((1592, 2592)):
+        begin = late + 1000 * number
+        made.operator("autograd::engine::evaluate_function: LayerBackward", begin, 1000)
+        made.operator("c10d::allreduce_", begin + 990, 5)
+        place, at = (100, 2 + number), begin + 992
+        made.event("user_annotation", "gloo:all_reduce", place, at, there + 100 - at)
+    made.operator("next", 2700, 100)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("scale", "step_us"),
+    [("op=^late$:0", 2200), ("op=^late$:2", 3400), ("kernel=gloo:2", 2900), ("op=allreduce:2", 2900)],
+)
+def test_reductions_of_gloo_beside_the_backward_pass(tmp_path: Path, scale: str, step_us: float) -> None:
+    paths = [replica(late).write(tmp_path / f"{late}.json") for late in (0.0, 600.0)]
+    answer = replay(paths, scale=scale)
+    assert answer.changed is not None
+    for page, wanted in ((answer.recorded, 2800), (answer.changed, step_us)):
+        for ((_, step_s),) in page.steps.values():
+            assert step_s == pytest.approx(wanted * 1e-6, rel=0.003)
+
+
 def test_clocks_that_differ_by_milliseconds() -> None:
     """+-5 ms of clock change nothing: collectives end together."""
     straight = recording_of(*(rank(k, computes) for k, computes in enumerate((50, 100, 200))))
