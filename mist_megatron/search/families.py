@@ -53,10 +53,13 @@ def mixed_families(job: Job, space: Space, limits: Limits) -> Iterator[MixedFami
     bridge = TARGETS[job.target].capability.bridge
     if bridge is not None and bridge(job.model, job.training, job.execution):
         return
+    # Traffic beside products is for sequence parallelism alone, and for ranks that fast links join.
+    overlapped = bool(job.execution.tp_comm_overlap)
+    most = cluster.linked_gpus if overlapped else cluster.gpus
     for grad_accum in divisors(job.training.global_batch):
         if not limits.allows("grad_accum", grad_accum):
             continue
-        for sequence_parallel in (False, True) if space.sequence_parallel else (False,):
+        for sequence_parallel in (False, True)[overlapped : 1 + space.sequence_parallel]:
             if not limits.allows("sequence_parallel", int(sequence_parallel)):
                 continue
             for zero in (space.zero,) if space.per_stage_zero else tuple((level,) for level in space.zero):
@@ -64,7 +67,7 @@ def mixed_families(job: Job, space: Space, limits: Limits) -> Iterator[MixedFami
                 meshes = tuple(
                     replace(mesh, sequence_parallel=sequence_parallel)
                     for mesh in meshes
-                    if mesh.tp > 1 or not sequence_parallel
+                    if mesh.tp <= most and (mesh.tp > 1 or not sequence_parallel)
                 )
                 if meshes:
                     kinds = _kinds(meshes) if bridge is not None else (0,) * len(meshes)

@@ -29,6 +29,14 @@ def test_laws_hold_on_random_jobs(target: str) -> None:
     assert tally.held["the plan fits"] + tally.held["nothing fits"] == JOBS_EACH
 
 
+def test_traffic_beside_products_wants_the_sequence_shared_out() -> None:
+    """Three unequal stages of one GPU each once had it, which `predict` and `emit` refused."""
+    tally = Tally()
+    check(random_job(102_000_012), tally)
+    tally.broke.pop(EVENTS, None)
+    assert not tally.broke and tally.held["predict tells what tune told"] == 1
+
+
 def test_another_process_writes_the_same_bytes() -> None:
     tally = Tally()
     check_elsewhere(7, tally)
