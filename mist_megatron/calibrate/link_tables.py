@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections import Counter
 
 from mist_megatron.errors import InputError
 
@@ -34,7 +35,9 @@ def read_table(text: str, where: str, unit: str | None = None) -> tuple[list[Fig
     separator = max(",;\t", key=lines[0].count)
     cells = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=separator)]
     columns = [name.lower() for name in cells[0]]
-    if any(name in _SENDERS for name in columns) and any(name in _RECEIVERS for name in columns):
+    # A square matrix names before its rows what stands above its columns; its nodes may be called a and b.
+    square = {row[0] for row in cells[1:]} <= set(cells[0][1:])
+    if not square and any(name in _SENDERS for name in columns) and any(n in _RECEIVERS for n in columns):
         return _pairs(cells, where, unit)
     named = unit or _unit_in(cells[0][0]) or _unit_in(comments) or _unit_in(where.rsplit("/", 1)[-1])
     return _square(cells, where, _factor(named, where))
@@ -110,7 +113,7 @@ def _pairs(cells: list[list[str]], where: str, unit: str | None) -> tuple[list[F
     factor = _factor(unit or said.get(rate_at) or _unit_in(where.rsplit("/", 1)[-1]), where)
     direction = columns.index("direction") if "direction" in columns else None
     run_at = next((at for at, name in enumerate(columns) if name in _RUNS), None)
-    figures, gaps = [], 0
+    figures, gaps, lines = [], 0, Counter[tuple[str, str]]()
     for number, row in enumerate(cells[1:], start=2):
         if len(row) <= max(sender, receiver, rate_at):
             raise InputError(f"{where}, row {number}: {len(row)} columns; wanted {len(header)}: cut off?")
@@ -122,6 +125,8 @@ def _pairs(cells: list[list[str]], where: str, unit: str | None) -> tuple[list[F
         if direction is not None and row[direction].lower().startswith("re"):
             one, other = other, one
         if one != other:
-            figures.append((one, other, rate * factor, "" if run_at is None else row[run_at]))
+            lines[one, other] += direction is None  # else both ends may tell of one transfer
+            run = str(lines[one, other]) if run_at is None else row[run_at]
+            figures.append((one, other, rate * factor, run))
     notes = [f"{where}: {gaps} lines without a figure"] if gaps else []
     return figures, notes

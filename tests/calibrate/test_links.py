@@ -103,6 +103,14 @@ def test_units_are_read_off_the_corner(unit, rate):
     assert matrix.rate(1, 2) == pytest.approx(1.5 * rate)  # the other way stands for both
 
 
+def test_nodes_called_like_columns_are_a_matrix_and_lines_of_a_pair_repeats():
+    (matrix,), _ = read(("x.csv", SQUARE.format(unit="GB/s").replace("n1", "a").replace("n2", "b")))
+    assert (matrix.hosts, matrix.bytes_per_s[0][1]) == (("a", "b", "n3"), 10e9)
+    (pairs,), _ = read(("y.csv", "src,dst,GB/s\na,b,10\na,b,12\nb,a,11\n"))
+    assert pairs.bytes_per_s[0][1] == 11e9
+    assert (pairs.repeats, pairs.spread) == (1, pytest.approx(2**0.5 / 11, rel=0.01))
+
+
 def test_units_of_names_and_options():
     assert read(("m_GBps.csv", SQUARE.format(unit="")))[0][0].bytes_per_s[0][1] == 10e9
     assert read(("x.csv", SQUARE.format(unit="")), unit="MB/s")[0][0].bytes_per_s[0][1] == 10e6
