@@ -2,6 +2,7 @@
 CPU, on streams whose work takes the seconds that the cost model prices.
 
     python benchmarks/offload_timeline.py [WORD ...]    cases whose names have one of these words; all: 1 min
+    python benchmarks/offload_timeline.py --stages 2 [WORD ...]    the same as a pipeline, a process a stage
 
 Every case trains a tiny GPT of 8 layers. Streams are in order, copies of one direction share a link, kernels
 of all streams share the GPU, and the host runs ahead until something stops it: an event, the norm's value, or
@@ -13,9 +14,12 @@ needs the environment of the tests (tests/setup_frameworks.sh).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
+import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -58,7 +62,8 @@ def asked() -> Iterator[Asked]:
     for share in HALF_AND_ALL:
         for kind in ("weights", "grads", "optimizer", "activations"):
             yield Asked(f"{kind} {share:g}", Offload(**{kind: share}))
-        yield Asked(f"optimizer {share:g}, steps", Offload(optimizer=share), decoupled=True)
+        for kind in ("weights", "optimizer"):
+            yield Asked(f"{kind} {share:g}, steps", Offload(**{kind: share}), decoupled=True)
         whole = Offload(weights=share, grads=share, optimizer=share, activations=share)
         yield Asked(f"all four {share:g}", whole)
         yield Asked(f"all four {share:g}, steps", whole, decoupled=True)
@@ -77,8 +82,8 @@ class Undisturbed:
         return np.ones((16, 4))
 
 
-def priced(one: Asked) -> tuple[float, StageTasks]:
-    """Seconds of an iteration by the closed form, and what it is made of."""
+def priced(one: Asked, stages: int, number: int) -> tuple[float, StageTasks]:
+    """Seconds of an iteration by the closed form, and what it is made of on the stage of this number."""
     model = PRESETS["llama2-7b"]
     layer = model.block_parameters
     # As large, beside a layer, as the tiny model's tables are beside one of its layers.
@@ -87,17 +92,17 @@ def priced(one: Asked) -> tuple[float, StageTasks]:
         layers=LAYERS, nodes=1, gpus_per_node=1, dp=1, tp=1, micro_batch=2, zero=1, offload=one.offload
     )
     plan = Plan(
-        model=replace(model, name="eight-layers", layers=LAYERS, vocab=vocab),
+        model=replace(model, name="eight-layers", layers=stages * LAYERS, vocab=vocab),
         training=TrainingSpec(global_batch=2 * MICRO_BATCHES, seq_len=2048),
-        cluster=ClusterSpec(gpu=catalogue.gpu("a100-sxm-80gb"), nodes=1, gpus_per_node=1),
+        cluster=ClusterSpec(gpu=catalogue.gpu("a100-sxm-80gb"), nodes=1, gpus_per_node=stages),
         target="megatron+patches",
         grad_accum=MICRO_BATCHES,
-        stages=(stage,),
+        stages=(stage,) * stages,
         execution=Execution(decoupled_step=one.decoupled or None),
     )
     job = job_of(plan)
     evaluator = make_evaluator(job, Undisturbed(prices_for(job)[0]), cache=kept_programs())
-    return predict(plan, evaluator).iteration_s, workload_of(plan, evaluator).stages[0]
+    return predict(plan, evaluator).iteration_s, workload_of(plan, evaluator).stages[number]
 
 
 @dataclass
@@ -118,20 +123,27 @@ class Seconds:
     norm: float
     host: float
     step: float
+    hop: float
+    """A boundary tensor to a neighbour."""
 
 
-def seconds() -> Seconds:
+def seconds(stages: int, number: int) -> Seconds:
     """Each from a plan in which it is there as a whole."""
-    _, plain = priced(Asked("", Offload()))
-    _, moved = priced(Asked("", Offload(weights=1.0, grads=1.0, activations=1.0)))
-    _, apart = priced(Asked("", Offload(), decoupled=True))
-    _, hosted = priced(Asked("", Offload(optimizer=1.0), decoupled=True))
-    _, on_host = priced(Asked("", Offload(optimizer=1.0)))
+
+    def tasks(offload: Offload, *, decoupled: bool = False) -> StageTasks:
+        return priced(Asked("", offload, decoupled), stages, number)[1]
+
+    plain = tasks(Offload())
+    moved = tasks(Offload(weights=1.0, grads=1.0, activations=1.0))
+    apart = tasks(Offload(), decoupled=True)
+    hosted = tasks(Offload(optimizer=1.0), decoupled=True)
+    on_host = tasks(Offload(optimizer=1.0))
     kinds = {layer.name.split()[0]: layer.work for layer in plain.chunks[0]}
-    layer = next(one.work for one in moved.chunks[0] if one.name == "layer 0")
-    first = next(one.work.first for one in hosted.chunks[0] if one.name == "layer 0")
-    count = LAYERS + 2 * TINY_TABLE / TINY_LAYER
-    adam = next(one.work.first.step_s for one in apart.chunks[0] if one.name == "layer 0")
+    name = f"layer {number * LAYERS}"
+    layer = next(one.work for one in moved.chunks[0] if one.name == name)
+    first = next(one.work.first for one in hosted.chunks[0] if one.name == name)
+    count = LAYERS + (2 if stages == 1 else int(number in (0, stages - 1))) * TINY_TABLE / TINY_LAYER
+    adam = next(one.work.first.step_s for one in apart.chunks[0] if one.name == name)
     return Seconds(
         forward={kind: work.forward.serial_s for kind, work in kinds.items()},
         backward={kind: work.backward.serial_s for kind, work in kinds.items()},
@@ -144,6 +156,7 @@ def seconds() -> Seconds:
         norm=apart.step.optimizer_s,
         host=plain.host_s,
         step=plain.step.host_s,
+        hop=plain.hop_inside_s,
     )
 
 
@@ -283,6 +296,7 @@ def install(each: Seconds) -> Any:
     _time_copies(torch, each)
     _time_optimizers(torch, fused_adam.FusedAdam, each)
     _time_models(trainer, each)
+    _time_sends(torch, each)
     trainer.state_bytes = lambda chunks: {}
     return trainer
 
@@ -330,6 +344,9 @@ def _time_optimizers(torch: Any, fused: Any, each: Seconds) -> None:
 
     def measured(*a: Any, **k: Any) -> Any:
         kernel("norm of the gradients", each.norm + each.step)
+        last = torch.tensor(MAIN.time, dtype=torch.float64)
+        torch.distributed.all_reduce(last, op=torch.distributed.ReduceOp.MAX)
+        MAIN.time = float(last)
         MAIN.synchronize()  # its value is read
         return norm(*a, **k)
 
@@ -347,8 +364,9 @@ def _time_models(trainer: Any, each: Seconds) -> None:
             parts = (attention.linear_qkv, attention.core_attention, attention.linear_proj)
             for part in (*parts, layer.mlp.linear_fc1, layer.mlp.linear_fc2):
                 _time_module(part, each.forward["layer"] / 5, each.backward["layer"] / 5)
-        for part, kind in ((model.embedding, "embedding"), (model.output_layer, "head")):
-            _time_module(part, each.forward[kind], each.backward[kind])
+        for name, kind in (("embedding", "embedding"), ("output_layer", "head")):
+            if kind in each.forward:
+                _time_module(getattr(model, name), each.forward[kind], each.backward[kind])
 
         def begin(*_: Any) -> None:
             CLOCK.starts.append(MAIN.time)
@@ -367,6 +385,30 @@ def _time_models(trainer: Any, each: Seconds) -> None:
     trainer.build_model = build_model
 
 
+def _time_sends(torch: Any, each: Seconds) -> None:
+    """With each tensor the time goes at which it was there; who receives waits for it, the host too."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    plain, dist = P2PCommunicator._communicate, torch.distributed
+
+    def communicate(self: Any, **named: Any) -> Any:
+        sent, received = plain(self, **named), []
+        now = torch.tensor(MAIN.time, dtype=torch.float64)
+        ways = [("tensor_send_next", self.next_rank), ("tensor_send_prev", self.prev_rank)]
+        works = [dist.isend(now, rank) for name, rank in ways if named[name] is not None]
+        for name, rank in (("recv_prev", self.prev_rank), ("recv_next", self.next_rank)):
+            if named[name]:
+                received.append(torch.zeros(1, dtype=torch.float64))
+                works.append(dist.irecv(received[-1], rank))
+        for work in works:
+            work.wait()
+        MAIN.time = max(MAIN.time, *(float(one) + each.hop for one in received), 0.0)
+        MAIN.synchronize()  # as --batch-p2p-communication does
+        return sent
+
+    P2PCommunicator._communicate = communicate
+
+
 def _time_module(module: Any, forward: float, backward: float) -> None:
     def after(_: Any, inputs: Any, output: Any) -> None:
         kernel("forward and backward passes", forward)
@@ -377,7 +419,7 @@ def _time_module(module: Any, forward: float, backward: float) -> None:
     module.register_forward_hook(after)
 
 
-def run(one: Asked, trainer: Any) -> float:
+def run(one: Asked, trainer: Any, stages: int) -> float:
     """Seconds of an iteration of the steady state."""
     from megatron_case import Case
 
@@ -385,20 +427,22 @@ def run(one: Asked, trainer: Any) -> float:
     shares = one.offload
     patches: dict[str, list[Any]] = {}
     if one.decoupled:
-        patches["decoupled_steps"] = [1]
+        patches["decoupled_steps"] = [1] * stages
     if shares.optimizer:
-        patches["optimizer_fraction"] = [shares.optimizer]
+        patches["optimizer_fraction"] = [shares.optimizer] * stages
     if shares.activations:
-        patches["activation_offload"] = [shares.activations]
+        patches["activation_offload"] = [shares.activations] * stages
     if shares.weights or shares.grads:
-        patches["state_offload"] = [[shares.weights, shares.grads]]
+        patches["state_offload"] = [[shares.weights, shares.grads]] * stages
     case = Case(
         bf16=True,
         distributed_optimizer=True,
-        layers_per_stage=[LAYERS],
+        pp=stages,
+        layers_per_stage=[LAYERS] * stages,
+        recompute=[0] * stages,
         steps=STEPS,
         micro_batches=MICRO_BATCHES,
-        optimizer_fraction=[shares.optimizer] if shares.optimizer else None,
+        optimizer_fraction=[shares.optimizer] * stages if shares.optimizer else None,
         patches=patches,
     )
     trainer.run_patched(case)
@@ -407,23 +451,36 @@ def run(one: Asked, trainer: Any) -> float:
 
 
 def main(words: list[str]) -> int:
+    stages = 1
+    if words[:1] == ["--stages"]:
+        stages, words = int(words[1]), words[2:]
+    number = int(os.environ.get("RANK", "0"))
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= {"WORLD_SIZE": str(stages), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for rank in range(1, stages):
+            environment = {**os.environ, "RANK": str(rank)}
+            child = subprocess.Popen([sys.executable, *sys.argv], env=environment, stdout=subprocess.DEVNULL)
+            atexit.register(child.terminate)
+        os.environ["RANK"] = "0"
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29471"}
     chosen = [one for one in asked() if not words or any(word in one.name for word in words)]
-    predicted = {one.name: priced(one)[0] for one in chosen}
-    trainer = install(seconds())
+    predicted = {one.name: priced(one, stages, number)[0] for one in chosen}
+    trainer = install(seconds(stages, number))
     import torch
     from megatron.core import parallel_state
 
     trainer.listen()
     torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(1, 1, None)
+    parallel_state.initialize_model_parallel(1, stages, None)
     ran: dict[str, set[str]] = {}
     wrong = False
     print(f"{'on the host':28} {'clock':>9} {'predict':>9}")
     for one in chosen:
-        took, told = run(one, trainer), predicted[one.name]
+        took, told = run(one, trainer, stages), predicted[one.name]
         wrong |= abs(told / took - 1) > WITHIN
         print(f"{one.name:28} {1e3 * took:6.1f} ms {1e3 * told:6.1f} ms {told / took - 1:+7.1%}", flush=True)
         for work, stream in CLOCK.ran:

@@ -168,7 +168,9 @@ class DecoupledSteps:
     def take_rest(self, chunk: Chunk) -> None:
         """Units that a forward pass of their chunk did not run: their gradients must not wait for the
         backward pass that adds to them."""
-        for unit in [unit for unit in self.pending if unit.chunk is chunk]:
+        units = [unit for unit in self.pending if unit.chunk is chunk]
+        for at, unit in enumerate(units):
+            _fetch(units[at : at + 2])  # the next one's weights come in meanwhile
             self.take(unit, runs_now=False)
 
     def zero(self, buffer: Any, original: Callable[[Any], None]) -> None:
