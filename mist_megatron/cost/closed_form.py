@@ -32,7 +32,12 @@ from mist_megatron.cost.phases import (
     phase,
     steps_ahead,
 )
-from mist_megatron.cost.sends import sent_beside_reductions, sent_to_neighbours, slowed_by_reduction
+from mist_megatron.cost.sends import (
+    least_sent,
+    sent_beside_reductions,
+    sent_to_neighbours,
+    slowed_by_reduction,
+)
 from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
 from mist_megatron.cost.traffic import gathers_on_arrival, reduces_by_chunk
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, edge_grid, kept_layer, last_layer_stays
@@ -84,7 +89,7 @@ def closed_form(work: StageWork) -> StageTerms:
     stable: dict[Term, Linear] = {}
     delta: dict[Term, Linear] = {}
     sent, sent_beyond = sent_to_neighbours(work)
-    between = _between_passes(work, sent or Linear())
+    between = _between_passes(work, least_sent(work))
     for place in range(len(work.blocks)):
         _block_terms(work, place, between, stable, delta)
     if work.embedding is not None:
@@ -116,7 +121,8 @@ def closed_form(work: StageWork) -> StageTerms:
 def _between_passes(work: StageWork, sent: Linear) -> tuple[Between, Between]:
     """Before the first layer of a forward and of a backward pass: the stage sends off the result of the pass
     before and does its host work. Where embedding or head come first, these are what hides arrivals; the
-    stage has sent nothing then, the pass before having ended the pipeline."""
+    stage has sent nothing then, the pass before having ended the pipeline. What arrives hides behind the
+    least that a stage of this role sends, so that where it stands adds sends and no more."""
     grid, loads = work.grid, work.loads
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     send_s = ZERO if Term.PIPELINE_P2P in work.context.without else sent.fixed / (exchanges * grid.vpp)
@@ -186,6 +192,8 @@ def _edge_terms(
     """Embedding and head: one layer each, never recomputed, its activations never offloaded."""
     grid, facts, load = work.grid, work.context.facts, layer.load
     run = _run(work, layer, layer, (NOTHING_BETWEEN, NOTHING_BETWEEN), _followed(work))
+    if layer is work.embedding and not gathers_on_arrival(grid, facts):
+        run = _beside_host(run, work.host_s / (2 * grid.vpp))
     stable[names[0]] = Linear(
         load.forward_s
         + load.backward_s
@@ -208,6 +216,13 @@ def _edge_terms(
     if facts.reduction.accumulation_pass:
         add_term(stable, Term.GRADIENT_ACCUMULATION, Linear(layer.accumulate_s))
         add_term(delta, Term.GRADIENT_ACCUMULATION, Linear(-layer.accumulate_s))
+
+
+def _beside_host(run: _Run, host_s: Array) -> _Run:
+    """What an embedding waits for in the very first pass comes in while the host begins it."""
+    if not np.any(run.first.inside_s):
+        return run
+    return replace(run, first=replace(run.first, inside_s=np.maximum(run.first.inside_s - host_s, 0.0)))
 
 
 def _followed(work: StageWork) -> bool:
@@ -256,7 +271,7 @@ def _run(
     ending = replace(last, copy_out_s=ZERO) if facts.host_copies.states_visit else last
     departing_s = into_backward + departure_s(ending, factors)
     last_backward = phase(last, factors, layer.accumulate_s, departing_s)
-    if last is not layer.backward and facts.pipeline.later_stages_at_once:
+    if last is not layer.backward:
         last_backward = _begun_alone(last_backward, layer)
     return _Run(forward, backward, first, last_backward, layer)
 
@@ -298,7 +313,7 @@ def refinement(work: StageWork) -> Refinement:
 def _refinement(work: StageWork, place: int) -> Refinement:
     """The part of the kind of layer at that place."""
     grid, block = work.grid, work.blocks[place]
-    between = _between_passes(work, sent_to_neighbours(work)[0] or Linear())
+    between = _between_passes(work, least_sent(work))
     counted, whole = _runs(work, place, between)
     kept, none = counted, grid.ckpt == 0.0
     if _followed(work) and np.any(none & (grid.offload.activations > 0.0)):
@@ -417,6 +432,7 @@ def _begun_alone(last: Phase, layer: LayerWork) -> Phase:
     """Nothing is reduced beside the first layer of the last backward pass (what the head leaves is counted
     with the head), and what its last layer leaves is on its own: n layers, n - 1 of them beside others."""
     waits_s = np.maximum(layer.last.reduce_s - layer.last.compute_s, 0.0)
+    waits_s = np.where(layer.last.reduce_s > layer.backward.reduce_s, waits_s, 0.0)
     return replace(last, alone_s=last.alone_s - waits_s)
 
 

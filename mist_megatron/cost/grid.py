@@ -94,6 +94,9 @@ class StageGrid:
     """Of a mixed cluster, the nodes that it lies on."""
     placed: Placed | None = None
     """Where its ranks are, if not where their numbers say."""
+    crossed: tuple[bool, ...] = ()
+    """Which of its own borders lie between nodes, before and behind it, where stages share nodes and it is
+    known; else as few as a stage of its role may have."""
     counts: tuple[LayerCount, ...] = ()
     """`layers` and `ckpt` by kind of layer, where a model has several."""
     runs: tuple[Ends, ...] = ()

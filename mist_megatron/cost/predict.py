@@ -24,6 +24,7 @@ from mist_megatron.cost.iteration import (
 )
 from mist_megatron.cost.placed import placed_stages
 from mist_megatron.cost.plan_parts import parts_of
+from mist_megatron.cost.sends import sent_forward_s
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import StageRole, role_of
@@ -66,7 +67,8 @@ class StagePrediction:
     in_turn_s: float = 0.0
     """Part of `stable_s` that is not there while the pipeline fills and drains."""
     forward_exchange_s: float | None = None
-    """What of `pipeline_p2p` is of forward passes, where neighbours differ; else its role tells."""
+    """What of `pipeline_p2p` is of forward passes, where neighbours or borders differ; else its role
+    tells."""
     late: Late = NEVER_LATE
     """Activations that leave in the first pass, behind states."""
 
@@ -161,8 +163,18 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
         vpp=plan.vpp,
         bridged=bridged(plan),
         group=plan.group_of_stage[position],
+        crossed=_crossed(plan, position),
     )
     return replace(grid, **_layers_of(plan, position))
+
+
+def _crossed(plan: Plan, position: int) -> tuple[bool, ...]:
+    """Which of the stage's borders lie between nodes, where stages share a node; chunks pass all."""
+    last = len(plan.stages) - 1
+    if plan.vpp > 1 or not last or plan.stages[position].gpus >= plan.cluster.linked_gpus:
+        return ()
+    lefts = (left for left in (position - 1, position) if 0 <= left < last)
+    return tuple(plan.hop_across(left, left + 1) for left in lefts)
 
 
 def _layers_of(plan: Plan, position: int) -> dict[str, Any]:
@@ -308,6 +320,8 @@ def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredicti
     terms, fine, parts = closed_form(work), refinement(work), evaluator.passes(grid)
     stable_terms_s, delta_terms_s = _at(terms.stable, grid), _at(terms.delta, grid)
     steps = steps_of(delta_terms_s, facts)
+    told = Term.PIPELINE_P2P in stable_terms_s and grid.placed is None and not in_turn_share(facts)
+    uneven = told and len(set(grid.crossed)) > 1
     return StagePrediction(
         stable_s=totals(terms.stable).at(grid).item(),
         delta_s=totals(terms.delta).at(grid).item(),
@@ -326,6 +340,7 @@ def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredicti
         peak_moment=evaluator.peak_moment(grid),
         beyond_s=(fine.stable_s.item(), fine.delta_s.item()),
         forward_traffic_s=fine.forward_s.item(),
+        forward_exchange_s=sent_forward_s(work).item() if uneven else None,
         late=Late(
             *(part.item() for part in (fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share))
         ),

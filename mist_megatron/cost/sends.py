@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,14 +21,16 @@ def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
     """Activations to the next stage and their gradients back, in t and in d. A stage with two neighbours
     meets two exchanges per micro-batch, one at an end of the pipeline meets one, so that their sum over the
     stages is the 2 (S-1) hops of one micro-batch there and back, as many of them between nodes as there are
-    borders of nodes. Where stages differ in size, each pays for what its own ranks send and receive, and
-    crosses nodes as often as a stage of its role among stages of its size that fill the cluster."""
+    borders of nodes. Where stages differ in size, each pays for what its own ranks send and receive. A stage
+    of which no more is known than its role crosses nodes as seldom as one of these may (`least_sent`)."""
     grid, context, boundary = work.grid, work.context, work.boundary
     if grid.stages <= 1:
         return None, None
     overlaps = _beside_chunks(grid, context)
     # Chunks pass every boundary on their way, wherever their stage stands.
-    share = _crossing_share(grid, context, None if overlaps else grid.role)
+    share = _crossing_share(grid, context, grid.role if grid.vpp == 1 else None)
+    if grid.vpp == 1 and grid.crossed:
+        share = sum(grid.crossed) / len(grid.crossed)
     inside, across = boundary.inside_s, boundary.across_s
     hop = (1.0 - share) * inside + share * across + boundary.handed_on_s
     if grid.placed is not None:
@@ -44,6 +46,19 @@ def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     each = 2.0 if context.facts.pipeline.sends_in_turn else 1.0
     return Linear(each * exchanges * grid.vpp * hop), None
+
+
+def least_sent(work: StageWork) -> Linear:
+    """What a stage of a role sends in t wherever it stands, which is all that a search prices by role."""
+    if work.grid.crossed:
+        work = replace(work, grid=replace(work.grid, crossed=()))
+    return sent_to_neighbours(work)[0] or Linear()
+
+
+def sent_forward_s(work: StageWork) -> Array:
+    """What a stage whose borders are known takes of that for the forward pass, which leaves over the last."""
+    boundary = work.boundary
+    return (boundary.across_s if work.grid.crossed[-1] else boundary.inside_s) + boundary.handed_on_s
 
 
 def _placed_hops(work: StageWork, borders: Sequence[Spans]) -> list[Array]:

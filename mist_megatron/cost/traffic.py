@@ -285,11 +285,12 @@ def reduces_by_chunk(grid: StageGrid, facts: TrafficFacts) -> bool:
     return facts.reduction.last_overlaps and facts.pipeline.later_stages_at_once and grid.vpp > 1
 
 
-def accumulation_seconds(parameters: Array, context: TimeContext) -> Array:
-    """Adding a layer's new gradients to its old ones, where that is a pass of its own."""
+def accumulation_seconds(parameters: Array, grid: StageGrid, context: TimeContext) -> Array:
+    """Adding a layer's new gradients to its old ones, where that is a pass of its own and there are any."""
     if not context.facts.reduction.accumulation_pass:
         return ZERO
-    return context.prices.of(MemoryPass(3.0 * context.grad_bytes * parameters)).seconds
+    added_s = context.prices.of(MemoryPass(3.0 * context.grad_bytes * parameters)).seconds
+    return added_s if np.all(grid.grad_accum > 1.0) else np.where(grid.grad_accum > 1.0, added_s, 0.0)
 
 
 def exposed_beside_products(compute_s: Array, collective_s: Array, ranks: Array, factors: Array) -> Array:

@@ -231,7 +231,7 @@ def layer_work(
         traffic=traffic,
         recompute_s=again[0],
         recompute_collective_s=again[1],
-        accumulate_s=accumulation_seconds(load.parameters, context),
+        accumulate_s=accumulation_seconds(load.parameters, grid, context),
         forward=forward,
         backward=backward,
         first=first,

@@ -2,8 +2,8 @@
 
 A stage alone is priced with its own side of its borders. `predict` knows both sides (`cost/borders.py`), and
 so does this: which mesh is before a stage, which behind it, and whether its ends lie between nodes, tell what
-its stable micro-batch takes beyond what is said of it alone. That may be less: alone a stage crosses nodes as
-often as one of its role does on average.
+its stable micro-batch takes beyond what is said of it alone, where it crosses nodes as seldom as one of its
+role may. Of pipelines of equal stages the position of a stage tells it (`crossings_s`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,41 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.boundary import boundary_work, hop_seconds, sent_by_rank
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.sends import sent_to_neighbours
+from mist_megatron.cost.grid import LayerCount, StageGrid
+from mist_megatron.cost.predict import in_turn_share
+from mist_megatron.cost.sends import least_sent, sent_to_neighbours
 from mist_megatron.search.choices import AXES, Array, Ints, StageSlot, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.spec.mesh import StageRole
+from mist_megatron.search.points import Flags
+from mist_megatron.spec.mesh import StageRole, own_crossings
+from mist_megatron.spec.term import Term
 
 ROLES = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
+
+
+def crossings_s(evaluator: StageEvaluator, shape: EqualPipeline) -> list[tuple[float, float]]:
+    """By position of equal stages: what their own borders take of a micro-batch beyond the least of their
+    role, and of that what is in turn."""
+    stages, linked = shape.stages, evaluator.job.cluster.linked_gpus
+    found = [(0.0, 0.0)] * stages
+    unknown = Term.PIPELINE_P2P in evaluator.time_context.without
+    if stages < 3 or shape.vpp > 1 or shape.gpus >= linked or unknown:
+        return found
+    grid, model = _grid([shape], StageRole.MIDDLE), evaluator.job.model
+    if len(model.kinds) > 1:
+        counts = tuple(LayerCount(grid.layers, grid.ckpt) for _ in model.kinds)
+        grid = replace(grid, counts=counts, runs=((0, 0),), before=None if model.alike else 0)
+    work = evaluator.work(grid)
+    least_s, turn = least_sent(work).fixed, in_turn_share(evaluator.time_context.facts)
+    more_s = {}
+    for position in range(1, stages - 1):
+        crossed = own_crossings(position, stages, shape.gpus, linked)
+        if crossed not in more_s:
+            sent, _ = sent_to_neighbours(replace(work, grid=replace(work.grid, crossed=crossed)))
+            assert sent is not None
+            more_s[crossed] = float(np.max(sent.fixed - least_s))
+        found[position] = (1.0 - turn) * more_s[crossed], turn * more_s[crossed]
+    return found
 
 
 @dataclass(frozen=True)
@@ -36,6 +64,8 @@ class Borders:
     handed_on_s: Array
     own_s: Array
     """(role, mesh): what is said of a stage alone."""
+    shares_node: Flags
+    """(mesh): whether a stage may have neighbours on its own node."""
 
     @staticmethod
     def of(
@@ -55,7 +85,9 @@ class Borders:
         for values in (dp, tp, micro_batch):
             same[:count, :count] *= values[:, None] == values
         own_s = np.array([side.own_s for side in mine]).T
-        return Borders(crossing_s, same, np.array([side.handed_on_s for side in mine]), own_s)
+        linked = evaluator.job.cluster.linked_gpus
+        shares = np.array([mesh.gpus < linked for mesh in meshes], dtype=bool)
+        return Borders(crossing_s, same, np.array([side.handed_on_s for side in mine]), own_s, shares)
 
     def beyond_s(self, before: Ints, mesh: Ints, behind: Ints, across: tuple[Array, Array]) -> Array:
         """What stages on meshes take beyond what is said of them alone, by their neighbours and by whether
@@ -67,7 +99,8 @@ class Borders:
         crossed_s = crossed_s + self.crossing_s[across[1].astype(np.intp), mesh, behind]
         more_s = crossed_s + ends * self.handed_on_s[mesh] - self.own_s[role, mesh]
         unlike = self.alike[before, mesh] * self.alike[mesh, behind] == 0.0
-        return np.asarray(np.where(unlike, more_s, 0.0))
+        # Neighbours that are alike, too, are on the same node or not.
+        return np.asarray(np.where(unlike | self.shares_node[mesh], more_s, 0.0))
 
     def least_s(self, role: StageRole, mesh: int, *, parts_of_nodes: bool) -> float:
         """The least of it, whatever the neighbours, and nothing where they may be alike."""

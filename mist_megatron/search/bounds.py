@@ -171,12 +171,17 @@ def _bound(
     # Some stage has its even share or more.
     share = -(-layers // count)
     step_s = min(float(stage.step_s[share - 1 : most].min()) for stage in used)
-    in_turn_s = shape.grad_accum * min(stage.in_turn_s for stage in used)
+    in_turn_s = _in_turn_times(shape) * min(stage.in_turn_s for stage in used)
     rest_s = sum_s + float(stages[0].d_s[:most].min()) + step_s + in_turn_s
     both_s = float(stages[0].both_s[:most].min()) + step_s
     slope = min(slope, *(float(stage.ramp_s[0]) for stage in used))
     steady_s = _least_steady_s(shape, sum_s, slope, layers, used)
     return EqualBound((steady_s + rest_s) * (1 - 1e-9), rest_s, both_s, stages)
+
+
+def _in_turn_times(shape: EqualPipeline) -> float:
+    """How often a stage sends in turn at least, beyond what its neighbours count too (`points.steady_s`)."""
+    return max(shape.grad_accum - 1.5, 0.0)
 
 
 def _least_steady_s(
@@ -212,7 +217,7 @@ def _even_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, Leas
         sum_s - t / vpp + both - in_turn - before
         for t, both, in_turn, before in zip(t_s, both_s, in_turn_s, hidden, strict=True)
     )
-    rest_s = max(step_s) + second_s + shape.grad_accum * min(in_turn_s)
+    rest_s = max(step_s) + second_s + _in_turn_times(shape) * min(in_turn_s)
     if vpp > 1 or count == 1:
         steady_s = others * max(t_s)
     else:
@@ -257,7 +262,7 @@ def split_bounds(
     sum_s = (ramp_s[0] + (count - 2) * middle_s + ramp_s[2]) / vpp
     hidden = (0.0, ramp_s[0] / vpp, sum_s - ramp_s[2] / vpp)
     second_s = np.max([sum_s - ramp_s[k] / vpp + both_s[k] - in_turn_s[k] - hidden[k] for k in used], axis=0)
-    rest_s = step_s + second_s + shape.grad_accum * min(in_turn_s)
+    rest_s = step_s + second_s + _in_turn_times(shape) * min(in_turn_s)
     if vpp > 1:
         return np.asarray((others * ramp_s[used].max(axis=0) + rest_s) * (1 - 1e-9))
     behind = [sum_s - ramp_s[0], ramp_s[2], np.zeros_like(sum_s)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from mist_megatron.search.assign import Assignment, Pipelines, assign, improves, in_line
-from mist_megatron.search.borders import ROLES
+from mist_megatron.search.borders import ROLES, crossings_s
 from mist_megatron.search.bounds import EqualBound, SearchProblem, split_bounds
 from mist_megatron.search.choices import (
     Choices,
@@ -60,7 +60,11 @@ def _solve_per_stage(
                     configs[position][count] = here
     if not all(configs):
         return Solved(tally=tally)
-    fronts = [{count: c.front(shape.vpp) for count, c in here.items()} for here in configs]
+    crossed = crossings_s(question.evaluator, shape)
+    fronts = [
+        {count: c.front(shape.vpp).beside(more) for count, c in here.items()}
+        for here, more in zip(configs, crossed, strict=True)
+    ]
     pipelines = in_line(fronts, layers, chunked=shape.vpp > 1)
     answer = assign_by(question, pipelines, shape.grad_accum * shape.vpp, best_s)
     if answer is None:

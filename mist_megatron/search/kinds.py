@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from mist_megatron.cost.grid import Ends as Kinds
 from mist_megatron.cost.grid import LayerCount, StageGrid
 from mist_megatron.cost.predict import predict
+from mist_megatron.search.borders import crossings_s
 from mist_megatron.search.bounds import SearchProblem, least_recompute
 from mist_megatron.search.choices import AXES, Array, Choices, Ints, slot_at, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
@@ -129,6 +130,8 @@ class _Priced:
     axes: dict[str, Array]
     least_s: float
     """Of t of all stages together."""
+    crossed_s: list[tuple[float, float]]
+    """By position: what its own borders take beyond the least (`borders.crossings_s`)."""
     most: tuple[dict[int, list[Slot]], ...]
     """By position and first layer: slots that leave layers for the other stages."""
 
@@ -196,7 +199,7 @@ def _priced(question: SearchProblem, shape: EqualPipeline, recompute: Recompute,
     # Where a stage fits nowhere no time is asked for.
     some = all(fits.any() for slots in by_role.values() for fits in slots.fits.values())
     least_s = least_seconds(question, [shape])[0] if some else np.inf
-    return _Priced(shape, layers, by_role, axes, least_s, starts)
+    return _Priced(shape, layers, by_role, axes, least_s, crossings_s(question.evaluator, shape), starts)
 
 
 def least_seconds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
@@ -449,7 +452,9 @@ def _with_stage(priced: _Priced, stage: tuple[int, int], pairs: Sequence[tuple[S
     behind_s, steady, second, step = np.array([end[:4] for _, end in pairs]).T
     t_s, d_s = slots.t_s[rows, config], slots.d_s[rows, config]
     ends = Ends(shape.grad_accum * shape.vpp, 0 if shape.vpp > 1 else shape.stages - 1 - position)
-    own = steady_s(t_s, slots.longer_s[rows, config], slots.in_turn_s[rows, config], ends, behind_s)
+    more_s, more_in_turn_s = priced.crossed_s[position]
+    t_s, in_turn_s = t_s + more_s, slots.in_turn_s[rows, config] + more_in_turn_s
+    own = steady_s(t_s, np.maximum(slots.longer_s[rows, config], 0.5 * t_s), in_turn_s, ends, behind_s)
     sums = np.stack(
         [
             behind_s + t_s,

@@ -69,7 +69,7 @@ def _assign_milp(
         ends = Ends(grad_accum, following)
         problem += steady >= _without_behind(stages[index], options[index], picks[index], ends) / scale
         if 0 < following < grad_accum - 1:
-            in_turn = _in_turn(stages[index], options[index], picks[index]) * grad_accum / scale
+            in_turn = _in_turn(stages[index], options[index], picks[index]) * (grad_accum - 1.5) / scale
             behind = pulp.lpSum(times[index + 1 :])
             problem += steady >= (grad_accum - 1 - following) * time + in_turn + behind
         problem += step >= last

@@ -200,11 +200,15 @@ class _Line:
         self.groups = plan.group_of_stage
         self.own = [self.evaluator.groups[group] for group in self.groups]
         grids = grids_of(plan)
-        self.beyond_s = [0.0] * shape.stages
+        exchanged = exchanges_seconds(plan, grids, self.evaluator)
+        self.beyond_s = []
         """What its borders take of a stage's t more than it says itself; the same whatever its layers."""
-        for position, both in exchanges_seconds(plan, grids, self.evaluator).items():
-            sent = self.own[position].terms(grids[position]).stable.get(Term.PIPELINE_P2P, Linear())
-            self.beyond_s[position] = sum(both) - sent.at(grids[position]).item()
+        for position, (own, grid) in enumerate(zip(self.own, grids, strict=True)):
+            alone, here = (
+                own.terms(one).stable.get(Term.PIPELINE_P2P, Linear()).at(one).item()
+                for one in (replace(grid, crossed=()), grid)
+            )
+            self.beyond_s.append((sum(exchanged[position]) if position in exchanged else here) - alone)
 
     def _assigned(self, fronts: Sequence[Mapping[int, Front]], best_s: float) -> Assignment | None:
         if not all(fronts):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,13 @@ class Front:
     """Such transfers, per micro-batch."""
     backward_s: float = 0.0
     """The longer pass of no configuration takes less."""
+
+    def beside(self, crossed: tuple[float, float]) -> Front:
+        """With so much more of t, and of what is in turn."""
+        more_s, in_turn_s = crossed
+        if not more_s:
+            return self
+        return replace(self, t_s=self.t_s + more_s, in_turn_s=self.in_turn_s + in_turn_s)
 
     def longer_pass_s(self) -> Array:
         """The longer of forward and backward pass takes that or more, and half of t."""
@@ -88,13 +95,14 @@ def steady_s(
     behind_s: Array | float,
 ) -> Array:
     """u of stages: all micro-batches but one, and what warm-up passes leave of the waits for the stages
-    behind, less these stages' times, which others count."""
+    behind, less these stages' times, which others count. Of one that sends in turn all that crosses its
+    borders is its own, and not its neighbours' besides."""
     others, following = ends.grad_accum - 1, ends.following
     skipped = min(following, others)
     waits_s = -skipped * (front_t_s - longer_s)
     if 0 < following < others:
-        waits_s = np.maximum(waits_s, behind_s - following * front_t_s)
-    return np.asarray(others * front_t_s + ends.grad_accum * in_turn_s + waits_s)
+        waits_s = np.maximum(waits_s, behind_s - 0.5 * in_turn_s - following * front_t_s)
+    return np.asarray(others * (front_t_s + in_turn_s) + waits_s)
 
 
 class Ends(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.grid import StageGrid
+from mist_megatron.search.borders import crossings_s
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import AXES, Array, Choices, Ints, per_chunk_counts, slot_at, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
@@ -178,6 +179,7 @@ class SplitGrids:
         priced: dict[StageRole, tuple[dict[_Stage, int], _StageTimes]] = {}
         behind = step = np.zeros(())
         steady = second = np.full((), -np.inf)
+        crossed = crossings_s(evaluator, shape)
         layer_backward_s = evaluator.loads(self._grid(0, splits[0][:1])).block.backward_s
         for position in reversed(range(shape.stages)):
             role = role_of(position, shape.stages)
@@ -189,6 +191,9 @@ class SplitGrids:
             places, times = priced[role]
             here = [stages[position] for stages in splits]
             t_s, d_s, step_s, in_turn_s = times.of(np.array([places[stage] for stage in here], dtype=np.intp))
+            t_s, in_turn_s = (
+                part + more for part, more in zip((t_s, in_turn_s), crossed[position], strict=True)
+            )
             layers = np.array([float(sum(stage.chunks)) for stage in here]).reshape(-1, 1, *_ONE)
             following = 0 if shape.vpp > 1 else shape.stages - 1 - position
             ends = Ends(shape.grad_accum * shape.vpp, following)

@@ -173,9 +173,9 @@ def boundary_crossing_share(
     stages: int, stage_gpus: int, gpus_per_node: int, role: StageRole | None = None
 ) -> float:
     """Share of a pipeline's boundaries that lie between nodes: all when a stage fills nodes, else one
-    boundary per node border. Of a role's own boundaries: where several stages share a node, the first and the
-    last one have their neighbour beside them (unless the last one has a node to itself), and the borders are
-    left to the stages between, on the mean."""
+    boundary per node border. Of a role's own boundaries the least: where several stages share a node, the
+    first and the last one have their neighbour beside them (unless the last one has a node to itself), and so
+    have stages between that stand inside a node."""
     if stages <= 1:
         return 0.0
     if stage_gpus >= gpus_per_node:
@@ -184,10 +184,15 @@ def boundary_crossing_share(
     borders = (stages - 1) // a_node
     if role is None:
         return borders / (stages - 1)
-    first_crosses, last_crosses = float(a_node == 1), float((stages - 1) % a_node == 0)
-    if role is not StageRole.MIDDLE:
-        return last_crosses if role is StageRole.LAST else first_crosses
-    return (2.0 * borders - first_crosses - last_crosses) / (2.0 * max(stages - 2, 1))
+    if role is StageRole.MIDDLE:
+        return {1: 1.0, 2: 0.5}.get(a_node, 0.0)
+    return float(a_node == 1 or (role is StageRole.LAST and (stages - 1) % a_node == 0))
+
+
+def own_crossings(position: int, stages: int, stage_gpus: int, gpus_per_node: int) -> tuple[bool, ...]:
+    """Which borders lie between nodes of the stage at a position of equal ones, which share out nodes."""
+    ends = (end for end in (position, position + 1) if 0 < end < stages)
+    return tuple(end * stage_gpus % gpus_per_node == 0 for end in ends)
 
 
 def shares_out(count: int, ranks: int) -> bool:

@@ -324,14 +324,14 @@ class Plan:
     def hops_across(self) -> dict[tuple[int, int], bool]:
         """Whether a border lies between nodes, by its two stages. A border that lies both ways is as slow as
         its slower transfers."""
-        stages, gpu_of = len(self.stages), self.gpu_of
-        across = {}
-        for left in range(stages):
-            right = (left + 1) % stages
-            one, other = ([gpu_of[rank] for rank in self.ranks(stage)] for stage in (left, right))
-            far = lies_across(one, other, self.cluster.linked_gpus)
-            across[min(left, right), max(left, right)] = far
-        return across
+        stages = len(self.stages)
+        pairs = [(left, (left + 1) % stages) for left in range(stages)]
+        return {(min(pair), max(pair)): self.hop_across(*pair) for pair in pairs}
+
+    def hop_across(self, left: int, right: int) -> bool:
+        """The same of one border."""
+        one, other = ([self.gpu_of[rank] for rank in self.ranks(stage)] for stage in (left, right))
+        return lies_across(one, other, self.cluster.linked_gpus)
 
     def _check_sums(self) -> None:
         layers = sum(stage.layers for stage in self.stages)

@@ -205,14 +205,17 @@ def _longest_path_s(stages: Sequence[StageTimes], ramps: Sequence[float], grad_a
             skipped * max(slower - own, 0.0)
             for slower, own in zip(slowest_before, stage.split_s, strict=True)
         ]
-        round_trips = [behind_s - skipped * own for own in stage.split_s] if following else [0.0, 0.0]
+        # Of a stage that sends in turn, all that crosses its borders is its own.
+        shared_s = 0.5 * stage.in_turn_s if following else stage.in_turn_s
+        beyond_s = behind_s - shared_s
+        round_trips = [beyond_s - skipped * own for own in stage.split_s] if following else [0.0, 0.0]
         round_trips[0] += late_behind_s
         if grad_accum > following + 1:
             waits_s = sum(max(pair) for pair in zip(handed, round_trips, strict=True))
         else:
             waits_s = max(sum(handed), *round_trips)
         before_s += stage.first_s
-        longest_s = max(longest_s, before_s + grad_accum * stage.stable_s + waits_s)
+        longest_s = max(longest_s, before_s + grad_accum * stage.stable_s - shared_s + waits_s)
         before_s += stage.stable_s - stage.in_turn_s
         slowest_before = [max(pair) for pair in zip(slowest_before, stage.split_s, strict=True)]
     return longest_s

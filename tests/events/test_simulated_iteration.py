@@ -16,6 +16,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.events.engine import Stream
 from mist_megatron.events.iteration import Simulation, simulate, with_schedule
 from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.spec.cluster import LinkOverrides
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Execution, Plan
 from mist_megatron.spec.schedule import SCHEDULES
@@ -56,6 +57,33 @@ def test_eq_1_is_exact_on_equal_middle_stages(schedule: str, stages: int, grad_a
     slack = (max(stable) - min(stable)) * (stages + grad_accum)
     assert abs(found.iteration_s - (found.closed_form_s or 0.0)) <= slack
     assert found.closed_form_s == pytest.approx(found.iteration_s, rel=0.03)
+
+
+@pytest.mark.parametrize("target", ["mist", "deepspeed"])
+@pytest.mark.parametrize(("stages", "grad_accum"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 3), (4, 8)])
+def test_the_closed_form_holds_for_few_micro_batches_over_slow_links(
+    target: str, stages: int, grad_accum: int
+) -> None:
+    """Sends, gathers and reductions that take as long as compute: each border is crossed once there and once
+    back by a micro-batch, and what the first and the last one wait for is not counted twice."""
+    plan = plan_of(*[2] * stages, target=target, grad_accum=grad_accum, dp=4)
+    links = LinkOverrides(inter_bytes_per_s=2e9)
+    apart = tuple(replace(stage, nodes=4, gpus_per_node=1) for stage in plan.stages)
+    cluster = replace(plan.cluster, nodes=4 * stages, gpus_per_node=1, links=links)
+    found = play(replace(plan, cluster=cluster, stages=apart))
+    assert found.closed_form_s == pytest.approx(found.iteration_s, rel=0.03)
+
+
+@pytest.mark.parametrize(("target", "within"), [("megatron", 0.001), ("deepspeed", 0.02)])
+def test_a_border_between_nodes_is_the_own_of_its_two_stages(target: str, within: float) -> None:
+    """Eight stages on two nodes: two of them wait for the network, which all others do not."""
+    plan = plan_of(*[2] * 8, target=target, grad_accum=32, micro_batch=2)
+    links = LinkOverrides(inter_bytes_per_s=2e9)
+    plan = replace(plan, cluster=replace(plan.cluster, nodes=2, gpus_per_node=4, links=links))
+    found = play(plan)
+    assert found.closed_form_s == pytest.approx(found.iteration_s, rel=within)
+    inside = replace(plan, cluster=replace(plan.cluster, nodes=1, gpus_per_node=8, links=links))
+    assert found.iteration_s > 1.05 * play(inside).iteration_s
 
 
 @pytest.mark.parametrize(("kind", "layers", "within"), [("balanced", 32, 0.99), ("uneven", 16, 0.97)])

@@ -107,8 +107,9 @@ def least_time(points, grad_accum, *, chunked=False):
         else:
             waits = behind - skipped * min(t[b] / 2, t[b] - front.backward_s)
             if grad_accum > following + 1:
-                waits = max(waits, 2 * behind - following * t[b])
-        paths.append(sum(t[:b]) + grad_accum * (t[b] + front.in_turn_s) + waits)
+                waits = max(waits, 2 * behind - 0.5 * front.in_turn_s - following * t[b])
+        passes = grad_accum * t[b] + (grad_accum - 1) * front.in_turn_s
+        paths.append(sum(t[:b]) + passes + waits)
     return max(paths) + late + max(step)
 
 

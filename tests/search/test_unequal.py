@@ -19,6 +19,7 @@ from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.kinds import KINDS, Offload
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.term import Term
 from mist_megatron.targets.rules import violations
 
 
@@ -120,7 +121,7 @@ def brute_force(job, evaluator, lengths):
         plan = plan_with(job, grad_accum, [stage_of(mesh) for mesh in stages])
         fronts = []
         for position, mesh in enumerate(stages):
-            key = (grad_accum, len(stages), position, mesh)
+            key = (grad_accum, len(stages), position, mesh, grid_of(plan, position).crossed)
             if key not in memo:
                 memo[key] = priced(evaluator, plan, position, mesh)
             fronts.append(memo[key])
@@ -229,7 +230,12 @@ def test_a_search_knows_what_crosses_borders(target):
         table = [np.array(column) for column in (kinds, gpus, [*kinds[1:], len(pairs.pairs)], behind)]
         more = pairs.beyond_s(*table)
         prediction = predict(plan, evaluator)
-        assert more == pytest.approx([stage.beyond_s[0] for stage in prediction.stages])
+        roles = [0, *[1] * (len(shapes) - 2), 2]
+        sent = [
+            stage.beyond_s[0] + stage.stable_terms_s[Term.PIPELINE_P2P] - borders.own_s[role, k]
+            for k, (role, stage) in enumerate(zip(roles, prediction.stages, strict=True))
+        ]
+        assert more == pytest.approx(sent)
         assert max(more) > 0.0
         least = [
             borders.least_s(
