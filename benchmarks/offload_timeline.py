@@ -468,7 +468,7 @@ def main(words: list[str]) -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     chosen = [one for one in asked() if not words or any(word in one.name for word in words)]
-    predicted = {one.name: priced(one, stages, number)[0] for one in chosen}
+    told_s = {one.name: priced(one, stages, number)[0] for one in chosen}
     trainer = install(seconds(stages, number))
     import torch
     from megatron.core import parallel_state
@@ -476,11 +476,10 @@ def main(words: list[str]) -> int:
     trainer.listen()
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, stages, None)
-    ran: dict[str, set[str]] = {}
-    wrong = False
+    ran, wrong = dict[str, set[str]](), False
     print(f"{'on the host':28} {'clock':>9} {'predict':>9}")
     for one in chosen:
-        took, told = run(one, trainer, stages), predicted[one.name]
+        took, told = run(one, trainer, stages), told_s[one.name]
         wrong |= abs(told / took - 1) > WITHIN
         print(f"{one.name:28} {1e3 * took:6.1f} ms {1e3 * told:6.1f} ms {told / took - 1:+7.1%}", flush=True)
         for work, stream in CLOCK.ran:
