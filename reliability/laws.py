@@ -144,7 +144,11 @@ def check(job: Mapping[str, Any], tally: Tally) -> None:
         tally.held["nothing fits"] += 1
         return
     plan = tuned.plan
-    told = mm.predict(plan)
+    try:
+        told = mm.predict(plan)
+    except mm.MistError as error:
+        tally.law("predict tells what tune told", False, job, str(error))
+        return
     same = abs(told.iteration_s - tuned.prediction.iteration_s) <= ROUNDING * told.iteration_s
     tally.law("predict tells what tune told", same, job, f"{told.iteration_s} s")
     tally.law("the plan fits", told.fits, job)

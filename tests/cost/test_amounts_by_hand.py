@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from mist_megatron.cost import symbols
@@ -14,6 +17,7 @@ from mist_megatron.cost.iteration import balance
 from mist_megatron.cost.layer_memory import _plain_norms
 from mist_megatron.cost.operators import Operator, WorkKind
 from mist_megatron.cost.shapes import EXPERT_ROWS, ROWS
+from mist_megatron.cost.work import _edges_on_host
 from mist_megatron.spec.adapter import Adapter
 from mist_megatron.spec.entry import Entry
 from mist_megatron.spec.presets import preset
@@ -91,3 +95,17 @@ def test_plain_norms_keep_what_their_modules_keep() -> None:
     ):
         told = number(_plain_norms(replace(layer, **changed)), SP=0)
         assert told == norms * each * number(ROWS, SP=0) * 512
+
+
+def test_updates_on_the_host_that_nothing_hides() -> None:
+    """Half of 10 and of 30 parameters on two ranks, a second each: the embedding's take 2.5, the head's 7.5
+    beside the 4 of the last layer, which is of the last run's last kind."""
+    block = load = SimpleNamespace
+    grid: Any = SimpleNamespace(runs=((0, 1), (0, 2)), offload=SimpleNamespace(optimizer=np.asarray(0.5)))
+    blocks = [block(forward_s=np.asarray(seconds)) for seconds in (1.0, 3.0, 4.0)]
+    loads: Any = SimpleNamespace(blocks=blocks, embedding=load(parameters=10.0), head=load(parameters=30.0))
+    context: Any = SimpleNamespace(
+        prices=SimpleNamespace(of=lambda work: SimpleNamespace(seconds=work.parameters))
+    )
+    told = _edges_on_host(grid, loads, np.asarray(2.0), context)
+    assert float(told.fixed) == pytest.approx(2.5 + 3.5)

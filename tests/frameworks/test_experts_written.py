@@ -18,7 +18,7 @@ from mist_megatron.errors import EmitError, InputError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.frameworks.megatron.command import options_of, read_command_line
-from mist_megatron.frameworks.megatron.experts import pattern
+from mist_megatron.frameworks.megatron.experts import expert_environment, pattern
 from mist_megatron.frameworks.megatron.lint import lint_megatron
 from mist_megatron.frameworks.megatron.model import model_flags
 from mist_megatron.frameworks.megatron.read import plan_of, with_stages
@@ -196,6 +196,9 @@ def test_racks_tell_hybridep_of_their_domain() -> None:
         assert json.loads(texts["stages.json"])["environment"] == variables
         for variable, value in variables.items():
             assert f'export {variable}="{value}"' in texts["train.sh"]
+    plan = PLANS["deepseek-v2-lite, rack of GPUs"]
+    fewer = replace(plan, execution=replace(plan.execution, expert_parallel=4))
+    assert expert_environment(fewer)["NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"] == "4"
 
 
 @pytest.mark.parametrize(
