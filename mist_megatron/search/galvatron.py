@@ -55,10 +55,11 @@ def search_layerwise(
         search.status = stopped.status
     if not solutions:
         least = evaluator.limit_bytes / 2**30
+        wider = "" if space.name == "galvatron-bmw" else ", or --space galvatron-bmw"
         raise NoFeasiblePlan(
             f"no plan of space {space.name} fits {job.model.name} on {job.cluster.gpus} GPUs",
             details=(f"{search.tally.priced} stages were solved; each GPU may hold {least:.1f} GiB",
-                     "try: more GPUs, a smaller --global-batch, or --space galvatron-bmw"),
+                     "try: more GPUs, a smaller --global-batch" + wider),
         )  # fmt: skip
     best = solutions[0]
     return LayerwiseResult(
