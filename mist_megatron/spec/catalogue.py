@@ -25,6 +25,7 @@ _CHIP_TO_CHIP = (225e9, "NVLink-C2C of GB200 and GB300: 900 GB/s both ways betwe
 _EDR = "100 Gb/s Ethernet or EDR InfiniBand per node (AWS p3dn; DGX-1 has 4 x EDR)"
 _NDR8 = "8 x 400 Gb/s adapters per node (DGX, NDR InfiniBand)"
 _HDR8 = "8 x 200 Gb/s adapters per node (DGX A100, HDR InfiniBand)"
+_25_GB = "25 Gb/s Ethernet per node (assumed: workstations and small servers)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,8 @@ class _Sheet:
     link: str
     link_gb_per_s: float
     pcie: int
-    network: str
-    network_gb_per_s: float
+    network: str = _25_GB
+    network_gb_per_s: float = 3.125
     per_node: int = 8
     linked: int = 1
     """GPUs of an NVLink domain over several nodes."""
@@ -286,8 +287,6 @@ _SHEETS: dict[str, _Sheet] = {
         link="PCIe",
         link_gb_per_s=31.5,
         pcie=4,
-        network="25 Gb/s Ethernet per node (assumed: workstations and small servers)",
-        network_gb_per_s=3.125,
     ),
     "rtx4090-24gb": _Sheet(
         source="NVIDIA RTX 4090 (Ada whitepaper, dense with fp32 accumulation)",
@@ -299,8 +298,6 @@ _SHEETS: dict[str, _Sheet] = {
         link="PCIe",
         link_gb_per_s=31.5,
         pcie=4,
-        network="25 Gb/s Ethernet per node (assumed: workstations and small servers)",
-        network_gb_per_s=3.125,
     ),
     "rtx5090-32gb": _Sheet(
         source="NVIDIA RTX 5090 (Blackwell whitepaper, dense with fp32 accumulation)",
@@ -312,8 +309,6 @@ _SHEETS: dict[str, _Sheet] = {
         link="PCIe",
         link_gb_per_s=63.0,
         pcie=5,
-        network="25 Gb/s Ethernet per node (assumed: workstations and small servers)",
-        network_gb_per_s=3.125,
     ),
     "a6000-48gb": _Sheet(
         source="NVIDIA RTX A6000 datasheet (309.7 TFLOP/s with sparsity)",
@@ -324,8 +319,6 @@ _SHEETS: dict[str, _Sheet] = {
         link="PCIe",
         link_gb_per_s=31.5,
         pcie=4,
-        network="25 Gb/s Ethernet per node (assumed: workstations and small servers)",
-        network_gb_per_s=3.125,
     ),
     "l40s-48gb": _Sheet(
         source="NVIDIA L40S datasheet (733 TFLOP/s with sparsity, 1466 fp8)",
