@@ -185,7 +185,7 @@ def place_on(
         left_out=tuple(host for host in matrix.hosts if host not in hosts),
         iteration_s=taken_s,
         default_iteration_s=usual_s,
-        interval=interval,
+        interval=_as_predicted(interval, places.cost(np.array([first, chosen]), rates), gain),
         found_gain=gain,
         kept_default=kept and taken.rank_map == usual.rank_map,
         matrix=every,
@@ -342,6 +342,16 @@ def _interval(places: Places, matrix: LinkMatrix, nodes: Sequence[int], seed: in
         gains.append(float(costs[0] / costs[1]) - 1.0)
     low, high = np.quantile(gains, [0.5 - SURE / 2, 0.5 + SURE / 2])
     return float(low), float(high)
+
+
+def _as_predicted(interval: tuple[float, float], costs: Array, gain: float) -> tuple[float, float]:
+    """The interval around what `predict` says of both orders: draws are priced by the formula that ranked
+    them, which may count a slow link more often than it stops a step."""
+    share = (1.0 + gain) * float(costs[1] / costs[0]) if costs[0] > 0.0 else 1.0
+    if not math.isfinite(share) or abs(share - 1.0) < LEAST_GAIN:
+        return interval
+    low, high = ((1.0 + end) * share - 1.0 for end in interval)
+    return low, high
 
 
 def _drawn(matrix: LinkMatrix, random: np.random.Generator) -> Array:

@@ -37,10 +37,14 @@ def read_table(text: str, where: str, unit: str | None = None) -> tuple[list[Fig
     columns = [name.lower() for name in cells[0]]
     # A square matrix names before its rows what stands above its columns; its nodes may be called a and b.
     square = {row[0] for row in cells[1:]} <= set(cells[0][1:])
+    said = _unit_in(cells[0][0] if square else " ".join(cells[0]))
+    against = [f"{where}: the table says {said}; read as {unit}, as asked"] if said and unit else []
     if not square and any(name in _SENDERS for name in columns) and any(n in _RECEIVERS for n in columns):
-        return _pairs(cells, where, unit)
-    named = unit or _unit_in(cells[0][0]) or _unit_in(comments) or _unit_in(where.rsplit("/", 1)[-1])
-    return _square(cells, where, _factor(named, where))
+        figures, notes = _pairs(cells, where, unit)
+    else:
+        named = unit or said or _unit_in(comments) or _unit_in(where.rsplit("/", 1)[-1])
+        figures, notes = _square(cells, where, _factor(named, where))
+    return figures, [*notes, *(against if said != unit else ())]
 
 
 def _unit_in(text: str) -> str | None:

@@ -184,6 +184,10 @@ def matrices_of(links: Sequence[Link]) -> tuple[tuple[LinkMatrix, ...], tuple[st
         raise InputError("links: no figure of any pair of nodes; wanted some")
     names = {short_name(name) for link in links for name in (link.sender, link.receiver)}
     hosts = tuple(sorted(names, key=_natural))
+    if len(hosts) < 2:
+        raise InputError(
+            f"links: all figures are of {hosts[0]} (names count without their domain); wanted two nodes"
+        )
     groups: dict[int, list[Link]] = defaultdict(list)
     for link in links:
         groups[link.gpus_at_once].append(link)

@@ -61,7 +61,8 @@ def import_links(
     for note in (*(f"not read: {reason}" for reason in links_read.refused), *links_read.notes):
         people.print(note, soft_wrap=True, markup=False)
     counts = ", ".join(
-        f"{len(matrix.rates)} links at {matrix.gpus_at_once} GPUs a node" for matrix in links_read.matrices
+        f"{len(matrix.rates)} links at {matrix.gpus_at_once} GPU{'s' * (matrix.gpus_at_once > 1)} a node"
+        for matrix in links_read.matrices
     )
     people.print(
         f"wrote {out}: {len(links_read.matrices[0].hosts)} nodes, {counts}, of {links_read.files} files; "

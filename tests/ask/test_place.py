@@ -85,6 +85,8 @@ def test_no_order_is_faster_by_predict(placed, text):
     assert found.proved
     assert found.iteration_s == pytest.approx(min(one.iteration_s for one in every), rel=2e-3)
     assert mm.predict(found.plan).iteration_s == pytest.approx(found.iteration_s)
+    low, high = found.interval
+    assert low - 0.005 <= found.found_gain <= high + 0.005
 
 
 def test_a_slow_node_is_left_out_where_there_is_a_spare_one(placed):

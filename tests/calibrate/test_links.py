@@ -114,6 +114,9 @@ def test_nodes_called_like_columns_are_a_matrix_and_lines_of_a_pair_repeats():
 def test_units_of_names_and_options():
     assert read(("m_GBps.csv", SQUARE.format(unit="")))[0][0].bytes_per_s[0][1] == 10e9
     assert read(("x.csv", SQUARE.format(unit="")), unit="MB/s")[0][0].bytes_per_s[0][1] == 10e6
+    given = read_links(SQUARE.format(unit="Gb/s"), "x.csv", HINTS, unit="GB/s")
+    assert given.links[0].bytes_per_s == 10e9
+    assert given.notes == ("x.csv: the table says Gb/s; read as GB/s, as asked",)
     text = "src\tdst\tbandwidth\nn1\tn2\t5\nn2\tn1\t40\n"
     (matrix,), notes = read(("x.tsv", text), unit="GB/s")
     assert matrix.bytes_per_s[1][0] == 40e9
