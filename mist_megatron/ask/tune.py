@@ -391,7 +391,12 @@ def proof_words(tuned: Tuned) -> str:
 
 def left_out_words(tuned: Tuned) -> str:
     """What the proof is not about."""
-    space, words = tuned.space, ["to a millionth"]
+    space, cluster, words = tuned.space, tuned.job.cluster, ["to a millionth"]
+    if cluster.gpus > 1:
+        words.append("on all GPUs")
+    if cluster.gpus > cluster.linked_gpus:
+        words.append("tensor parallelism over fast links only")
+    words.append("gradients and optimizer states of the usual widths, sharded over all replicas or none")
     if "any" in dict(space.offload.items()).values():
         words.append(f"offload in steps of {tuned.settings.step:g}")
     if space.near_even:

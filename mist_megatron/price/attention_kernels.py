@@ -25,7 +25,8 @@ USUAL_HEAD = 128.0
 _HALF_HEADS = {"h100": 55.0, "h200": 55.0, "h800": 55.0,
                "b200": 110.0, "gb200": 110.0, "b300": 60.0, "gb300": 60.0}  # fmt: skip
 """Width of a head of which the exponentials take as long as the products: FlashAttention-3 on H100 reaches
-497, 648 and 756 TFLOP/s with heads of 64, 128 and 256 (Shah et al. 2024), which is as d / (d + 55). On
+497, 648 and 756 TFLOP/s with heads of 64, 128 and 256 (Shah et al. 2024; assumed, not checked against
+the paper), which is as d / (d + 55). On
 Blackwell in proportion to the ratio of peaks: 16 exponentials a cycle and multiprocessor (CUDA C++
 Programming Guide, arithmetic instructions), twice as many on Blackwell Ultra. Before Hopper products hide
 them: with heads of 64 FlashAttention-2 on A100 reaches over nine tenths of that with 128 (Dao 2023)."""
@@ -46,7 +47,7 @@ def narrow_heads(gpu: str, head_dim: Array) -> Array:
 EIGHT_BIT_SPEED = 1.5
 """Attention with operands of 8 bits over that of 16: cuDNN 9 is up to three times as fast as eager PyTorch
 in FP8 where it is twice in bf16 (NVIDIA, Accelerating Transformers with cuDNN 9, 2024); FlashAttention-3's
-forward pass 1.6 times (Shah et al. 2024)."""
+forward pass 1.6 times (Shah et al. 2024). Assumed: neither was at hand."""
 
 
 @dataclass(frozen=True)
@@ -101,5 +102,6 @@ def with_attention(profile: Profile, name: AttentionName | None) -> Profile:
         attention_backward_fraction=Quantity(value=share * FLASH_2_BACKWARD / slower.backward, source=name),
         attention_half_seq=Quantity(value=HALF_SEQ, source=name),
     )
-    known = Source(origin="published", text=slower.source + _ON_HOPPER, uncertainty=0.15)
+    text = slower.source + _ON_HOPPER + "; assumed, not checked against them"
+    known = Source(origin="assumed", text=text, uncertainty=0.15)
     return replace(profile, kernels=kernels, sources={**profile.sources, name: known})

@@ -11,8 +11,8 @@ from mist_megatron.price.prices import AllToAll, Array, GroupedGemm, products_s
 SHARPNESS = 4.0
 """Exponent of the smooth maximum of arithmetic and memory traffic of one expert's product."""
 STREAMS = 4.0
-"""On which Transformer Engine runs experts' products in turn (util/multi_stream.h): tiles that do not fill
-the device cost each product that much less than a product alone."""
+"""On which Transformer Engine runs experts' products in turn (util/multi_stream.h; assumed, that was not
+at hand): tiles that do not fill the device cost each product that much less than a product alone."""
 EXCHANGE_FRACTION = 0.60
 """Of the datasheet rate of NVLink, for an all-to-all of NCCL inside a domain: SimuMax's fit on 8 B200; 0.55
 and 0.62 follow from the 930 and 827 us of dispatch and combine over 64 GB200 (arXiv:2603.07685)."""
