@@ -1,0 +1,58 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 94
+  --hidden-size 4096
+  --ffn-hidden-size 12288
+  --num-attention-heads 64
+  --kv-channels 128
+  --group-query-attention
+  --num-query-groups 4
+  --normalization RMSNorm
+  --norm-epsilon 1e-06
+  --qk-layernorm
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type rope
+  --max-position-embeddings 4096
+  --rotary-base 1000000
+  --rotary-percent 1.0
+  --seq-length 4096
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --init-method-std 0.02
+  --num-experts 128
+  --moe-ffn-hidden-size 1536
+  --moe-router-topk 8
+  --moe-router-score-function softmax
+  --moe-router-dtype fp32
+  --moe-router-load-balancing-type aux_loss
+  --moe-aux-loss-coeff 0.001
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 1
+  --global-batch-size 2048
+  --tensor-model-parallel-size 2
+  --pipeline-model-parallel-size 8
+  --sequence-parallel
+  --expert-model-parallel-size 16
+  --expert-tensor-parallel-size 1
+  --moe-token-dispatcher-type flex
+  --moe-flex-dispatcher-backend deepep
+  --moe-grouped-gemm
+  --moe-permute-fusion
+  --overlap-moe-expert-parallel-comm
+  --pipeline-model-parallel-layout 'Ettt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|tL'
+  --use-distributed-optimizer
+  --cuda-graph-impl transformer_engine
+  --cuda-graph-modules attn moe_router moe_preprocess
+  --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
+  --recompute-granularity selective
+  --recompute-modules layernorm moe_act
+)
