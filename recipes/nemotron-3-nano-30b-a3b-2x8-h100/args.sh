@@ -1,0 +1,60 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 52
+  --hidden-size 2688
+  --ffn-hidden-size 1856
+  --num-attention-heads 32
+  --kv-channels 128
+  --group-query-attention
+  --num-query-groups 2
+  --normalization RMSNorm
+  --norm-epsilon 1e-05
+  --squared-relu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type none
+  --max-position-embeddings 8192
+  --seq-length 8192
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --init-method-std 0.02
+  --num-experts 128
+  --moe-ffn-hidden-size 1856
+  --moe-router-topk 6
+  --moe-router-score-function sigmoid
+  --moe-router-topk-scaling-factor 2.5
+  --moe-router-dtype fp32
+  --moe-router-load-balancing-type seq_aux_loss
+  --moe-aux-loss-coeff 0.0001
+  --moe-router-enable-expert-bias
+  --moe-shared-expert-intermediate-size 3712
+  --mamba-num-heads 64
+  --mamba-head-dim 64
+  --mamba-state-dim 128
+  --mamba-num-groups 8
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend flash
+  --micro-batch-size 2
+  --global-batch-size 16
+  --tensor-model-parallel-size 2
+  --pipeline-model-parallel-size 1
+  --sequence-parallel
+  --expert-model-parallel-size 16
+  --expert-tensor-parallel-size 1
+  --moe-token-dispatcher-type flex
+  --moe-flex-dispatcher-backend deepep
+  --moe-grouped-gemm
+  --moe-permute-fusion
+  --moe-shared-expert-overlap
+  --hybrid-layer-pattern 'MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME'
+  --use-distributed-optimizer
+  --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
+  --recompute-granularity selective
+  --recompute-modules layernorm moe_act
+)
