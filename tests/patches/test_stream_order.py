@@ -14,6 +14,7 @@ from mist_patches.core import host_copies, pinned_memory  # noqa: E402
 from mist_patches.core.host_copies import Held, Meter, Streams  # noqa: E402
 from mist_patches.megatron import decoupled_step  # noqa: E402
 from mist_patches.megatron.decoupled_step import DecoupledSteps  # noqa: E402
+from mist_patches.megatron.state_offload import StateOffload  # noqa: E402
 from mist_patches.megatron.units import Unit  # noqa: E402
 from stream_order import Machine, Race, key_of, stand_in  # noqa: E402
 from torch import nn  # noqa: E402
@@ -184,6 +185,45 @@ def test_a_layer_does_not_wait_for_the_step_and_gather_of_the_next(machine, monk
             machine.run([weights], [])
         machine.main.wait_event(handles[0])
     machine.run([weights], [])
+
+
+def test_a_layer_that_steps_while_its_stage_waits_leaves_again():
+    """Else all of a stage's weights came in; the next layer's come while one steps. What runs now stays."""
+    engine, said, units = DecoupledSteps(), [], []
+    chunk = SimpleNamespace(gathers=False, called=set())
+    for k in range(3):
+        weights = SimpleNamespace(
+            fetch=lambda k=k: said.append(f"fetch {k}"), release=lambda k=k: said.append(f"release {k}")
+        )
+        units.append(Unit(str(k), nn.Linear(1, 1), (), chunk, weights=weights))
+    engine.pending = {unit: [] for unit in units}
+    engine.take(units[0])
+    assert said == ["fetch 0"]
+    engine.take_while_waiting()
+    assert [one for one in said if one.startswith("release")] == ["release 1", "release 2"]
+    assert said.index("fetch 2") < said.index("release 1") and not engine.pending
+
+
+def test_a_layer_with_a_parameter_that_got_no_gradient_leaves_before_the_next_pass():
+    mover, left = StateOffload(1.0, 0.0), []
+    weights = SimpleNamespace(release=lambda: left.append("weights"))
+    unit = Unit("a layer", nn.Linear(1, 1), (), SimpleNamespace(), weights=weights)
+    mover._waiting[unit], mover._brought_back = {1}, False
+    mover._start()
+    assert left == ["weights"] and not mover._waiting[unit]
+
+
+@pytest.mark.parametrize(("ranks", "flushes"), [(2, False), (1, True)])
+def test_parameters_read_on_one_of_several_ranks_gather_nothing(caplog, ranks, flushes):
+    """The others would not take part: what waits is said instead."""
+    engine, said = DecoupledSteps(), []
+    group = SimpleNamespace(intra_distributed_optimizer_instance_size=ranks)
+    ddp = SimpleNamespace(param_to_bucket_group={})
+    chunk = SimpleNamespace(gathers=True, gathers_ahead=True, groups=[group], ddp=ddp)
+    engine.pending[Unit("a layer", nn.Linear(1, 1), (), chunk)] = []
+    engine.on_event = lambda what, unit: said.append(what)
+    engine.prepare_parameters(chunk)
+    assert ("flush" in said, "flush_pending_steps" in caplog.text) == (flushes, not flushes)
 
 
 @pytest.fixture
