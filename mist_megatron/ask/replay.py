@@ -280,7 +280,8 @@ def _check(trace: Trace, notes: list[str]) -> None:
     unknown = sorted(name for name in trace.dropped if _OTHERS.search(name))
     gpu = trace.on_gpu
     if unknown and not gpu.any():
-        raise InputError(f"{trace.where}: of a device that replay does not know ({', '.join(unknown[:3])})")
+        told = f"of a device that replay does not know ({', '.join(unknown[:3])}); wanted a GPU's"
+        raise InputError(f"{trace.where}: {told}", details=(HOW,))
     notes += odd_words(trace)
     if unknown:
         notes.append(f"{trace.where}: what ran on other devices is left out ({', '.join(unknown[:3])})")

@@ -13,7 +13,7 @@ from mist_megatron.calibrate.imported import KINDS, Hints, Imported, Kind
 from mist_megatron.calibrate.measurements import read_measurements
 from mist_megatron.calibrate.nccl_tables import TAGS, without_labels
 from mist_megatron.errors import InputError
-from mist_megatron.traces.reader import read_trace
+from mist_megatron.traces.reader import HOW, read_trace, refuse_others
 
 
 def read_output(text: str, where: str, hints: Hints, kind: Kind | None = None) -> Imported:
@@ -61,10 +61,15 @@ def kind_of(text: str, where: str) -> Kind:
     elif re.search(r"#.*(nThread|algbw|nccl-tests)|_perf\b|nThread \d+ nGpus \d+", text):
         # Anywhere: thousands of lines of NCCL_DEBUG may stand before.
         return "nccl-tests"
+    refuse_others(head.encode("utf-8", "replace"), where)
+    of_traces = (f"of traces, those of torch.profiler: {HOW}",) if head[:1] in ("{", "[") else ()
     raise InputError(
         f"{where}, line 1: {first[:60]!r}: not the output of a known tool",
-        details=(f"wanted one of: {', '.join(KINDS)}", "try: --as, if it is one of them in an odd form"),
-    )
+        details=(
+            f"wanted one of: {', '.join(KINDS)}", *of_traces,
+            "try: --as, if it is one of them in an odd form",
+        ),
+    )  # fmt: skip
 
 
 def json_document(text: str, where: str) -> object:

@@ -89,7 +89,7 @@ def _open(text: _Text, document: _Document, where: str) -> None:
     start = text.buffer.lstrip()[:64]
     if not start:
         raise InputError(f"{where}: the file is empty")
-    _refuse_others(text.buffer, where)
+    refuse_others(text.buffer, where)
     if start.startswith(b"["):
         document.is_list = True
         text.buffer = text.buffer.lstrip()[1:]
@@ -114,7 +114,7 @@ def _open(text: _Text, document: _Document, where: str) -> None:
     document.header.pop("x", None)
 
 
-def _refuse_others(start: bytes, where: str) -> None:
+def refuse_others(start: bytes, where: str) -> None:
     """Profiles of other tools, by what only they write."""
     if start.startswith((b"SQLite format 3", b"NSYS")):
         raise InputError(

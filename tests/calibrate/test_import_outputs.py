@@ -85,6 +85,7 @@ def test_nccl_tests_json():
         (nccl_json().replace('"nwrong": "0"', '"nwrong": 2.0'), "2.0 wrong elements"),
         (nccl_json(devices=[]), "0 ranks"),
         ("{}", "not the output of a known tool"),
+        ('{"schema": "1.0.1-chakra.0.0.4", "nodes": []}', "is an execution graph (Chakra)"),
         ("hello\n", "not the output of a known tool"),
         ("", "the file is empty"),
     ],

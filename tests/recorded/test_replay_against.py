@@ -154,3 +154,36 @@ def test_a_profile_with_what_was_measured(plan: Plan, tmp_path: Path) -> None:
         replay(path, recalibrate=tmp_path / "other.yaml")
     with pytest.raises(InputError, match="exists"):
         replay(path, against=plan, recalibrate=out)
+
+
+def test_slow_transfers_of_recorded_ranks_are_the_top_term(plan: Plan, tmp_path: Path) -> None:
+    """Two ranks as torch.profiler records them, with every part as long as predicted but for collectives of
+    the tensor-parallel group, whose data move half as fast: one rank comes late, and that is no transfer."""
+    terms = {
+        line.name: line.predicted_s * 1e6
+        for line in replay(traced(tmp_path, plan), against=plan).compared[0].lines
+    }
+    passes, moved = ("forward", "backward", "optimizer"), terms["tensor-parallel collectives"]
+    said = {
+        "Collective name": "allreduce", "dtype": "BFloat16", "In msg nelems": 1000, "Out msg nelems": 1000,
+        "Group size": 8, "Process Group Name": "0", "Process Group Ranks": "[0, 1, 2, 3, 4, 5, 6, 7]", "Seq": 7,
+    }  # fmt: skip
+    operators = ("aten::mm", "autograd::engine::evaluate_function: MmBackward0", "Optimizer.step#Adam.step")
+    late = 0.05 * terms["backward"]
+    paths = []
+    for rank in (0, 1):
+        made, gpu = HandMade(rank=rank, world=8), 100.0
+        for number, (name, operator) in enumerate(zip(passes, operators, strict=True)):
+            made.operator(operator, 10.0 * number, 9)
+            taken = terms[name] + (late if rank == 0 and name == "backward" else 0.0)
+            made.kernel(name, 10.0 * number + 2, gpu, taken)
+            gpu += taken
+        if rank == 1:  # waits for rank 0 first
+            made.kernel("ncclDevKernel_AllReduce", 41, gpu, late + 2 * moved, **said)
+        else:
+            made.kernel("ncclDevKernel_AllReduce", 41, gpu, 2 * moved, **said)
+        paths.append(made.write(tmp_path / f"{rank}.json"))
+    for told in replay(paths, against=plan).compared:
+        first = next(line for line in told.lines if line.name != "waiting")
+        assert first.name == "tensor-parallel collectives"
+        assert first.measured_s == pytest.approx(2 * first.predicted_s, rel=1e-3)
