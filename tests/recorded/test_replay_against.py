@@ -165,7 +165,8 @@ def test_slow_transfers_of_recorded_ranks_are_the_top_term(plan: Plan, tmp_path:
     passes, moved = ("forward", "backward", "optimizer"), terms["tensor-parallel collectives"]
     said = {
         "Collective name": "allreduce", "dtype": "BFloat16", "In msg nelems": 1000, "Out msg nelems": 1000,
-        "Group size": 8, "Process Group Name": "0", "Process Group Ranks": "[0, 1, 2, 3, 4, 5, 6, 7]", "Seq": 7,
+        "Group size": 8, "Process Group Name": "0", "Process Group Ranks": "[0, 1, 2, 3, 4, 5, 6, 7]",
+        "Seq": 7,
     }  # fmt: skip
     operators = ("aten::mm", "autograd::engine::evaluate_function: MmBackward0", "Optimizer.step#Adam.step")
     late = 0.05 * terms["backward"]
