@@ -94,3 +94,23 @@ def test_what_the_json_cannot_say_is_a_patch_and_nothing_else(planned, expected)
     section = deepspeed.zero_section(planned)
     assert ("offload_optimizer" in section) == (stage.offload.optimizer > 0.0)
     assert ("offload_param" in section) == (stage.zero == 3 and stage.offload.weights == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("offload", "ckpt", "wanted"),
+    [
+        (Offload(), 0, set()),
+        (Offload(), 1, {"LAYER_ACTIVATIONS"}),
+        (Offload(activations=0.5), 0, {"LAYER_ACTIVATIONS"}),
+        (Offload(optimizer=0.5), 0, {"OPTIMIZER_FRACTION", "GRADIENT_FRACTION"}),
+        (Offload(optimizer=1.0, grads=1.0), 0, set()),
+        (Offload(weights=0.5), 0, {"WEIGHT_FRACTION"}),
+    ],
+)
+def test_a_patch_is_asked_for_where_something_is_for_it_to_do(
+    offload: Offload, ckpt: int, wanted: set[str]
+) -> None:
+    usual = plan(2, offload, None)
+    stage = replace(usual.stages[0], ckpt=ckpt)
+    asked = deepspeed_patches.patches(replace(usual, target="deepspeed+patches", stages=(stage,)))
+    assert {name.name for name in asked} == wanted
