@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from mist_megatron.cli.options import JobOptions
+from mist_megatron.cli.options import JobOptions, show_taken
 from mist_megatron.cli.output import OutputOptions
 from mist_megatron.cli.output import table as rich_table
 from mist_megatron.cli.progress import search_watch
@@ -55,6 +55,7 @@ def compare(
         compared = compare_spaces(space=spaces, targets=targets, grid=grid, watch=watch, **job.words())
     output.finish(compared.to_dict())
     if not output.json:
+        show_taken(output.people, compared.defaults)
         output.people.print(_table(compared))
         for name, best in compared.spaces.items():
             if best.why:

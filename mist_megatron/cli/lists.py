@@ -14,10 +14,10 @@ def models(*, output: OutputOptions) -> None:
     """Model presets with their shapes and parameter counts."""
     from mist_megatron.spec.presets import PRESETS
 
-    columns = ("name", "family", "layers", "hidden", "ffn", "heads", "kv", "vocab", "parameters")
+    columns = ("name", "lay", "hidden", "ffn", "heads", "kv", "vocab", "parameters")
     output.result(
         {"models": [_model_document(spec) for spec in PRESETS.values()]},
-        table(columns, [_model_row(spec) for spec in PRESETS.values()], right=columns[2:]),
+        table(columns, [_model_row(spec) for spec in PRESETS.values()], right=columns[1:]),
     )
 
 
@@ -27,7 +27,7 @@ def _model_document(spec: ModelSpec) -> dict[str, Any]:
 
 def _model_row(spec: ModelSpec) -> list[str]:
     shape = (spec.layers, spec.hidden, spec.ffn_hidden, spec.heads, spec.kv_heads, spec.vocab)
-    return [spec.name, spec.family, *map(str, shape), f"{spec.parameters / 1e9:.2f} B"]
+    return [spec.name, *map(str, shape), f"{spec.parameters / 1e9:.2f} B"]
 
 
 def gpus(*, output: OutputOptions) -> None:
