@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,7 +68,9 @@ def show_placed(people: Console, placed: PlacedPlan) -> None:
     gain_words = f"{placed.found_gain:+.1%} (95 of 100: {low:+.1%} to {high:+.1%})"
     if placed.matrix.inside:
         gain_words = f"{placed.gain:+.1%}, by the order of nodes {gain_words}"
-    if placed.kept_default:
+    if not math.isfinite(placed.default_iteration_s):
+        people.print(f"a dead link stops the order as given; [bold]{placed.iteration_s:.4g} s[/bold] placed")
+    elif placed.kept_default:
         people.print(
             f"no gain worth having: the order as given is kept; the best found: {gain_words}", soft_wrap=True
         )
