@@ -1,0 +1,73 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 61
+  --hidden-size 7168
+  --ffn-hidden-size 18432
+  --num-attention-heads 128
+  --kv-channels 128
+  --normalization RMSNorm
+  --norm-epsilon 1e-06
+  --qk-layernorm
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --position-embedding-type rope
+  --max-position-embeddings 4096
+  --rotary-base 10000
+  --rotary-percent 1.0
+  --seq-length 4096
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --init-method-std 0.02
+  --multi-latent-attention
+  --q-lora-rank 1536
+  --kv-lora-rank 512
+  --qk-head-dim 128
+  --qk-pos-emb-head-dim 64
+  --v-head-dim 128
+  --rope-type yarn
+  --rotary-scaling-factor 40.0
+  --mscale 1.0
+  --mscale-all-dim 1.0
+  --num-experts 256
+  --moe-layer-freq '([0]*3+[1]*58)'
+  --moe-ffn-hidden-size 2048
+  --moe-router-topk 8
+  --moe-router-score-function sigmoid
+  --moe-router-num-groups 8
+  --moe-router-group-topk 4
+  --moe-router-topk-scaling-factor 2.5
+  --moe-router-dtype fp32
+  --moe-router-load-balancing-type seq_aux_loss
+  --moe-aux-loss-coeff 0.0001
+  --moe-router-enable-expert-bias
+  --moe-shared-expert-intermediate-size 2048
+  --mtp-num-layers 1
+  --mtp-loss-scaling-factor 0.1
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend fused
+  --micro-batch-size 4
+  --global-batch-size 2048
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 1
+  --sequence-parallel
+  --expert-model-parallel-size 128
+  --expert-tensor-parallel-size 1
+  --moe-token-dispatcher-type flex
+  --moe-flex-dispatcher-backend hybridep
+  --moe-grouped-gemm
+  --moe-permute-fusion
+  --overlap-moe-expert-parallel-comm
+  --use-distributed-optimizer
+  --cuda-graph-impl transformer_engine
+  --cuda-graph-modules attn moe_router moe_preprocess
+  --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
+  --recompute-granularity selective
+  --recompute-modules layernorm moe_act mla_up_proj
+)

@@ -1,0 +1,62 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034  # read by train.sh
+MEGATRON_ARGS=(
+  --num-layers 36
+  --hidden-size 2880
+  --ffn-hidden-size 2880
+  --num-attention-heads 64
+  --kv-channels 64
+  --group-query-attention
+  --num-query-groups 8
+  --normalization RMSNorm
+  --norm-epsilon 1e-05
+  --softmax-type learnable
+  --quick-geglu
+  --glu-linear-offset 1.0
+  --activation-func-clamp-value 7.0
+  --untie-embeddings-and-output-weights
+  --position-embedding-type yarn
+  --max-position-embeddings 4096
+  --rotary-base 150000
+  --rotary-percent 1.0
+  --rotary-scaling-factor 32.0
+  --yarn-original-max-position-embeddings 4096
+  --yarn-beta-fast 32.0
+  --yarn-beta-slow 1.0
+  --no-yarn-correction-range-round-to-int
+  --seq-length 4096
+  --window-size 127,0
+  --window-attn-skip-freq 2
+  --hidden-dropout 0.0
+  --attention-dropout 0.0
+  --init-method-std 0.02
+  --num-experts 128
+  --moe-ffn-hidden-size 2880
+  --moe-router-topk 4
+  --moe-router-score-function softmax
+  --moe-router-dtype fp32
+  --moe-router-load-balancing-type none
+  --make-vocab-size-divisible-by 128
+  --bf16
+  --attention-backend fused
+  --micro-batch-size 2
+  --global-batch-size 1280
+  --tensor-model-parallel-size 2
+  --pipeline-model-parallel-size 1
+  --sequence-parallel
+  --expert-model-parallel-size 32
+  --expert-tensor-parallel-size 1
+  --moe-token-dispatcher-type flex
+  --moe-flex-dispatcher-backend deepep
+  --moe-grouped-gemm
+  --moe-permute-fusion
+  --overlap-moe-expert-parallel-comm
+  --use-distributed-optimizer
+  --cuda-graph-impl transformer_engine
+  --cuda-graph-modules attn moe_router moe_preprocess
+  --accumulate-allreduce-grads-in-fp32
+  --overlap-grad-reduce
+  --overlap-param-gather
+  --tp-comm-overlap
+  --cross-entropy-loss-fusion
+)
