@@ -91,12 +91,6 @@ class Queue:
             return self._ready[position][2]
         return None
 
-    def promise_s(self) -> float:
-        """Nothing that was not given yet has a lesser bound."""
-        ready_s = self._ready[self.given][0] if self.given < len(self._ready) else math.inf
-        floor_s = self._floor_s()
-        return ready_s if floor_s is None else min(ready_s, floor_s)
-
     def next(self, limit_s: float) -> Pair | None:
         """The most promising item that was not given yet."""
         pair = self.at(self.given, limit_s)
@@ -227,10 +221,12 @@ class Orders:
         """The next item whose bound is below a limit, and which way it is of."""
         self.done = 0
         for queues in self._levels:
-            least_s = self._least_s(queues, limit_s)
-            pairs = (queue.at(queue.given, math.nextafter(least_s, math.inf), limit_s) for queue in queues)
-            # Of ways that are as good the first.
-            least = next((way for way, pair in enumerate(pairs) if pair), None) if least_s < limit_s else None
+            least: int | None = None
+            least_s = limit_s
+            for way, queue in enumerate(queues):
+                pair = queue.at(queue.given, least_s, limit_s)
+                if pair is not None:
+                    least, least_s = way, pair[0].value_s
             self.done += sum(queue.given for queue in queues)
             if least is not None:
                 pair = queues[least].next(limit_s)
@@ -238,17 +234,6 @@ class Orders:
                 return least, pair
             self.done += sum(len(queue) - queue.given for queue in queues)
         return None
-
-    @staticmethod
-    def _least_s(queues: Sequence[Queue], limit_s: float) -> float:
-        """The least bound of what was not given yet, or the limit; ways that promise most are looked at
-        first, which may leave others unseen. Looking at one may open more."""
-        while True:
-            queue = min(queues, key=Queue.promise_s, default=None)
-            if queue is None or queue.promise_s() >= limit_s:
-                return limit_s
-            pair = queue.at(queue.given, limit_s, limit_s)
-            limit_s = limit_s if pair is None else pair[0].value_s
 
     def __iter__(self) -> Iterator[tuple[int, Pair]]:
         """All that may fit."""
