@@ -12,7 +12,7 @@ from typing import Any
 from mist_megatron.calibrate.imported import Hints
 from mist_megatron.calibrate.links import Link, matrices_of, read_links
 from mist_megatron.errors import InputError
-from mist_megatron.formats.files import read_packed_text, written_on
+from mist_megatron.formats.files import read_packed_text
 from mist_megatron.formats.links_yaml import is_links, links_from_text
 from mist_megatron.search.place import best_chain_gain, best_ring_gain
 from mist_megatron.spec.links import LinkMatrix
@@ -49,7 +49,8 @@ def import_link_files(
     refused: list[str] = []
     notes: list[str] = []
     for file in files:
-        hints = Hints(date=written_on(file), gpus_at_once=gpus_at_once)
+        # A file's own date would make old figures that were copied look fresh.
+        hints = Hints(date="", gpus_at_once=gpus_at_once)
         try:
             links_read = read_links(read_packed_text(file), str(file), hints, unit=unit)
         except InputError as error:

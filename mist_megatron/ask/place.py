@@ -169,8 +169,9 @@ def place_on(
     usual = on_nodes(plan, matrix, first)
     usual_s = math.inf if _uses_dead(places, rates, first) else _seconds(usual)
     moved_s, chosen = _fastest(plan, matrix, order)
-    interval = _interval(places, matrix, chosen, seed)
     gain = usual_s / moved_s - 1.0
+    priced = places.cost(np.array([first, chosen]), rates)
+    interval = _as_predicted(_interval(places, matrix, chosen, seed), priced, gain)
     kept = math.isfinite(usual_s) and (interval[0] <= 0.0 or gain < LEAST_GAIN)
     taken, nodes = (usual, first) if kept else (on_nodes(plan, matrix, chosen), chosen)
     taken_s, inside = usual_s if kept else moved_s, tuple[str, ...]()
@@ -185,7 +186,7 @@ def place_on(
         left_out=tuple(host for host in matrix.hosts if host not in hosts),
         iteration_s=taken_s,
         default_iteration_s=usual_s,
-        interval=_as_predicted(interval, places.cost(np.array([first, chosen]), rates), gain),
+        interval=interval,
         found_gain=gain,
         kept_default=kept and taken.rank_map == usual.rank_map,
         matrix=every,
