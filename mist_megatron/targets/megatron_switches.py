@@ -65,7 +65,9 @@ def _graphs(plan: Plan) -> Iterator[str]:
         "of whole layers or steps with experts needs a fixed number of tokens for each, which no plan has": (
             bool(whole) and experts is not None
         ),
-        "of mamba needs such layers": "mamba" in graphs,
+        "of mamba needs such layers": (
+            "mamba" in graphs and all(kind.mamba is None for kind in plan.model.kinds)
+        ),
         "of moe needs a fixed number of tokens for each expert (TC:2510)": "moe" in graphs,
         "of moe_router needs experts (TC:2497)": "moe_router" in graphs and experts is None,
         "of moe_preprocess goes with that of moe_router (TC:2489)": (

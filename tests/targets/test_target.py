@@ -114,3 +114,14 @@ def test_sequences_are_split_where_transformer_engine_does() -> None:
         )
     ]
     assert set(sizes) == {1}
+
+
+def test_graphs_of_mamba_are_of_models_that_have_it() -> None:
+    """As NVIDIA runs Nemotron; a model without such layers has nothing to capture."""
+    plan = plan_with(Offload(), "bf16")
+    graphs = replace(plan.execution, cuda_graphs=("attn", "mamba"))
+    stage = replace(plan.stages[0], layers=52)
+    hybrid = replace(plan, model=preset("nemotron-h-8b"), stages=(stage,), execution=graphs)
+    needs = "a graph of mamba needs such layers"
+    assert not any(needs in rule for rule in violations(hybrid))
+    assert any(needs in rule for rule in violations(replace(plan, execution=graphs)))
