@@ -44,7 +44,7 @@ from mist_megatron.spec.strategies import LayerRun
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.torch import MEMORY, TORCH
 
-TABLE_2 = Path(__file__).with_name("runs") / "galvatron_bmw_table2.csv"
+TABLE_2 = Path(__file__).with_name("results") / "galvatron_bmw_table2.csv"
 GIB = 2.0**30
 FLOPS_32_BITS = {"rtx-titan-24gb": 16.3e12, "a100-sxm-40gb": 156e12}
 """Datasheets: CUDA cores of the RTX TITAN; TF32 of the A100's tensor cores, torch's default up to 1.11."""
