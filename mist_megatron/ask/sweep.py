@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, TypedDict, Unpack, cast
 
 from mist_megatron.ask.job_words import JobWords, read_job
+from mist_megatron.ask.mixed_words import is_mixed
 from mist_megatron.ask.plan_words import columns, lines_repr, shape_words
 from mist_megatron.ask.ranges import whole_numbers
 from mist_megatron.ask.tune import SILENT, tune
@@ -229,6 +230,12 @@ def asked_points(words: SweepWords) -> Iterator[tuple[_Known, JobWords]]:
     gpus_asked = words.get("gpus")
     if gpus_asked is None:
         raise InputError("--gpus is missing", details=("try: --gpus 8,16,..,64",))
+    if is_mixed(gpus_asked):
+        raise InputError(
+            f"--gpus is {gpus_asked!r}; wanted numbers of GPUs of one kind: how several kinds grow together "
+            "is not said",
+            details=("try: tune with each of these clusters",),
+        )
     counts = whole_numbers("--gpus", gpus_asked)
     seq = words.get("seq")
     seqs: Sequence[int | None] = (None,) if seq is None else whole_numbers("--seq", seq, binary=True)

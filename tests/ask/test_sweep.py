@@ -68,6 +68,7 @@ def test_a_sweep_as_it_is_typed(ran_here, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("--gpus", "8,x"), "--gpus is 'x'; wanted a whole number"),
+        (("--gpus", "8xa100-sxm-80gb+8xh100-sxm-80gb"), "wanted numbers of GPUs of one kind"),
         (("--gpus", "8,4,..,64"), "does not ascend"),
         (("--gpus", "8,8"), "each once"),
         (("--gpus", "1,3,..,100000"), "wanted at most 64"),
