@@ -16,22 +16,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from live_training import PACE
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
 STEPS = 3
 FORWARD_S, BACKWARD_S = 0.02, 0.04
 RECORDINGS = {
     # processes, whether they are a pipeline's stages, layers of each, micro-batches, times as long forward,
-    # seconds that the last one is late with every layer (which has weights where that is told)
-    "pipeline": (2, True, 2, 4, 1.0, None),
-    "pipeline of more micro-batches": (2, True, 2, 8, 1.0, None),
-    "pipeline of more layers": (2, True, 4, 4, 1.0, None),
-    "slower pipeline": (2, True, 2, 4, 2.0, None),
-    "replicas": (4, False, 2, 2, 1.0, None),
-    "replicas of more layers": (4, False, 4, 2, 1.0, None),
-    "two replicas": (2, False, 4, 2, 1.0, 0.0),
-    "two slower replicas": (2, False, 4, 2, 2.0, 0.0),
-    "two replicas and one is late": (2, False, 4, 2, 1.0, 0.02),
+    # whether layers have weights
+    "pipeline": (2, True, 2, 4, 1.0, False),
+    "pipeline of more micro-batches": (2, True, 2, 8, 1.0, False),
+    "pipeline of more layers": (2, True, 4, 4, 1.0, False),
+    "slower pipeline": (2, True, 2, 4, 2.0, False),
+    "replicas": (4, False, 2, 2, 1.0, False),
+    "replicas of more layers": (4, False, 4, 2, 1.0, False),
+    "two replicas": (2, False, 4, 2, 1.0, True),
+    "two slower replicas": (2, False, 4, 2, 2.0, True),
 }
 WEIGHTS = 100_000
 """Of each layer: buckets of one layer, whose reductions run beside the backward pass of those before."""
@@ -41,25 +40,22 @@ class Layer(torch.autograd.Function):
     """Sleeps on its way forward and back."""
 
     @staticmethod
-    def forward(ctx, values, weights, slower, late_s):  # type: ignore[no-untyped-def]
+    def forward(ctx, values, weights, slower):  # type: ignore[no-untyped-def]
         PACE.rest(FORWARD_S * slower)
-        if late_s:
-            with record_function("late"):
-                PACE.rest(late_s)
         ctx.weights = weights
         return values * 1.0
 
     @staticmethod
     def backward(ctx, gradients):  # type: ignore[no-untyped-def]
         PACE.rest(BACKWARD_S)
-        return gradients * 1.0, None if ctx.weights is None else torch.zeros_like(ctx.weights), None, None
+        return gradients * 1.0, None if ctx.weights is None else torch.zeros_like(ctx.weights), None
 
 
 class Model(torch.nn.Module):
-    def __init__(self, layers: int, slower: float, late_s: float | None) -> None:
+    def __init__(self, layers: int, slower: float, *, weighted: bool) -> None:
         super().__init__()
-        self.weight, self.slower, self.late_s = torch.nn.Parameter(torch.ones(8)), slower, late_s
-        weights = None if late_s is None else torch.ones(WEIGHTS)
+        self.weight, self.slower = torch.nn.Parameter(torch.ones(8)), slower
+        weights = torch.ones(WEIGHTS) if weighted else None
         self.layers = (
             [None] * layers
             if weights is None
@@ -69,7 +65,7 @@ class Model(torch.nn.Module):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         values = values * self.weight
         for weights in self.layers:
-            values = torch.relu(Layer.apply(values, weights, self.slower, self.late_s))
+            values = torch.relu(Layer.apply(values, weights, self.slower))
         return values
 
 
@@ -120,11 +116,11 @@ def run(rank: int, folder: Path) -> None:
 
 
 def recorded(rank: int, folder: Path, name: str) -> None:
-    count, stages, layers, micro_batches, slower, late_s = RECORDINGS[name]
+    count, stages, layers, micro_batches, slower, weighted = RECORDINGS[name]
     dist.init_process_group(
         "gloo", init_method=f"file://{folder.resolve()}/meeting", rank=rank, world_size=count
     )
-    model: torch.nn.Module = Model(layers, slower, late_s and late_s * (rank == count - 1))
+    model: torch.nn.Module = Model(layers, slower, weighted=weighted)
 
     def replicated() -> None:
         for _ in range(micro_batches):

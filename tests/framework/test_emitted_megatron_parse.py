@@ -228,11 +228,15 @@ def check_constants(plan: Plan, parsed) -> None:
     assert (config.hidden_dropout, config.attention_dropout) == dropouts
     # Latent attention norms what it compresses by the same flag.
     assert config.qk_layernorm == (plan.model.qk_norm or plan.model.latent_attention is not None)
-    window = plan.model.window
+    # Where layers differ in it, one flag says the window and another which layers look through it.
+    window = next((kind.window for kind in plan.model.kinds if kind.window is not None), None)
     windowed = window is not None and window < plan.training.seq_len
     assert config.window_size == ((window - 1, 0) if windowed else None)
     if plan.model.rotary:
-        assert args.position_embedding_type == "rope"
+        # Latent attention stretches its positions by arguments of its own.
+        latent = any(kind.latent_attention is not None for kind in plan.model.kinds)
+        yarn = constants.rotary_scaling == "yarn" and not latent
+        assert args.position_embedding_type == ("yarn" if yarn else "rope")
         assert (args.rotary_base, args.rotary_percent) == (constants.rotary_base, constants.rotary_share)
         assert args.use_rope_scaling == (constants.rotary_scaling == "llama3")
         if args.use_rope_scaling:

@@ -174,6 +174,8 @@ def _shape(plan: Plan) -> dict[str, Any]:
         "init_method_std": constants.init_std,
         "make_vocab_size_divisible_by": TARGETS[plan.target].memory(plan.execution).vocabulary_multiple,
     }
+    if any(kind.attention_gate for kind in model.kinds):
+        fields["attention_output_gate"] = True
     if model.rotary:
         linear = constants.rotary_scaling == "linear"
         fields |= {
