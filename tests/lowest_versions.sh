@@ -14,7 +14,7 @@ import tomllib
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-wanted = project["dependencies"] + extras["milp"] + extras["plot"] + [need for need in extras["test"] if re.match("pytest|hypothesis|msgspec", need)]
+wanted = project["dependencies"] + extras["milp"] + extras["plot"] + [need for need in extras["test"] if re.match("pytest|hypothesis|msgspec|jsonschema", need)]
 print(" ".join(re.sub(r">=([0-9.]+).*", r"==\1", need) for need in wanted))
 PINS
 )

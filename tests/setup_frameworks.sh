@@ -90,7 +90,7 @@ building=$!
 # torch goes first: DeepSpeed's build reads its version.
 install --constraint "$pins" ${MIST_TORCH_INDEX:+--extra-index-url "$MIST_TORCH_INDEX"} --editable ".[$extra]" torch
 # No CUDA here: kernels are not compiled.
-DS_BUILD_OPS=0 install --constraint "$pins" deepspeed transformers accelerate
+DS_BUILD_OPS=0 install --constraint "$pins" deepspeed transformers accelerate peft
 wait "$building"
 # The older ones that the patches support, in folders that their tests put first on the path.
 rm -rf "$venv"/megatron-0.* "$venv/deepspeed-0.19.0"
