@@ -65,7 +65,8 @@ def shape_words(plan: Plan) -> str:
     words = [f"pp {plan.pipeline_size}"]
     words += [f"GPUs {_each(s.gpus for s in stages)}"] * (len({s.gpus for s in stages}) > 1)
     words += [f"dp {_each(s.dp for s in stages)}", f"tp {_each(s.tp for s in stages)}"]
-    words += [f"cp {plan.execution.context_parallel}"] * (plan.execution.context_parallel > 1)
+    by = f" by {kind}" if (kind := plan.execution.context_exchange) else ""
+    words += [f"cp {plan.execution.context_parallel}{by}"] * (plan.execution.context_parallel > 1)
     words += _expert_words(plan)
     words += [f"micro-batch {_each(s.micro_batch for s in stages)}"]
     words += [f"{plan.grad_accum} micro-batch{'es' * (plan.grad_accum > 1)}"]

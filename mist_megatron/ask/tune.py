@@ -45,7 +45,7 @@ from mist_megatron.search.search import (
     search_ways,
 )
 from mist_megatron.search.solution import plan_of
-from mist_megatron.search.space import Space, space_named
+from mist_megatron.search.space import WIDTHS, Space, space_named
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.ways import ways_of
 from mist_megatron.spec.job import Job
@@ -394,16 +394,22 @@ def left_out_words(tuned: Tuned) -> str:
     space, cluster, words = tuned.space, tuned.job.cluster, ["to a millionth"]
     if cluster.gpus > 1:
         words.append("on all GPUs")
-    if cluster.gpus > cluster.linked_gpus:
-        words.append("tensor parallelism over fast links only")
-    words.append("gradients and optimizer states of the usual widths, sharded over all replicas or none")
+    routed = tuned.job.model.routed is not None
+    if cluster.nodes > 1 and (routed or not space.tensor_over_nodes):
+        words.append(
+            "tensor parallelism inside nodes" if routed else "tensor parallelism over fast links only"
+        )
+    narrow = sorted({*WIDTHS} & {*tuned.settings.limits.fixed})
+    widths = f"the {' and '.join(narrow)} that --fix says" if narrow else "the usual widths"
+    words.append(f"gradients and optimizer states of {widths}, sharded over all replicas or none")
     if "any" in dict(space.offload.items()).values():
         words.append(f"offload in steps of {tuned.settings.step:g}")
     if space.near_even:
         words.append("stages that are alike split layers near evenly")
     if space.context_parallel:
-        words.append("context parallelism is a ring over powers of two")
-    if tuned.job.model.routed is not None:
+        kinds = "a ring" if routed or len(space.context_exchanges) == 1 else "a ring or all-to-all"
+        words.append(f"context parallelism is {kinds} over powers of two")
+    if routed:
         words.append("experts are split over fast links only")
         words.append("graphs replay all that they can or nothing")
         words.append("of layers with experts all is recomputed or one of a few sets of modules")

@@ -14,12 +14,13 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.experts import dispatchers, require_spread
 from mist_megatron.search.mixtures import MixtureWay, mixture_ways
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
+from mist_megatron.search.space import WIDTHS, Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.kinds import Dispatcher
+from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, ContextExchange, Dispatcher
 from mist_megatron.spec.recompute import Module
 from mist_megatron.targets.facts import ExecutionVariant
-from mist_megatron.targets.megatron_rules import no_context
+from mist_megatron.targets.megatron_rules import no_context, shares_heads
+from mist_megatron.targets.megatron_switches import state_widths
 from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
 
@@ -48,6 +49,10 @@ class ExecutionChoice:
 
     def keeps(self, shape: EqualPipeline) -> bool:
         """Whether a shape is searched in this way."""
+        if self.job.execution.context_exchange == "a2a" and not all(
+            shares_heads(kind, shape.tp, shape.cp) for kind in self.job.model.kinds if kind.attends
+        ):
+            return False
         if self.coprime and math.gcd(shape.micro_batch, shape.cp) > 1:
             return False
         if self.sends and shape.ep * shape.etp == 1:
@@ -72,9 +77,7 @@ def _pairs(shape: EqualPipeline) -> bool:
 
 def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
     """The job under each way of execution to be searched."""
-    if "grad_bytes" in limits.fixed:
-        grad_bytes = limits.fixed["grad_bytes"]
-        job = replace(job, execution=replace(job.execution, grad_bytes=grad_bytes))
+    job = _with_widths(job, limits)
     alone = replace(limits, fixed={**limits.fixed, "pp": 1})
     require_spread(job, space, limits)
     kinds = dispatchers(job, space, limits)
@@ -82,11 +85,11 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
         choice
         for variant in TARGETS[job.target].executions(job.execution)
         if _is_open(variant, job, space, limits)
-        for cp in context_sizes(job, space, limits)
+        for cp, exchange in contexts(job, space, limits)
         for dispatcher in kinds
         for choice in _choices(
             ExecutionChoice(
-                _switched(job, variant, cp, dispatcher),
+                _switched(job, variant, (cp, exchange), dispatcher),
                 alone if variant.one_stage else limits,
                 gathers_beside=variant.gathers_beside,
                 coprime=cp > 1 and limits.allows("cp", 1) and job.execution.context_parallel == 1,
@@ -126,13 +129,15 @@ def _mixed(choice: ExecutionChoice, way: MixtureWay) -> ExecutionChoice:
 def _none_open(job: Job, space: Space, limits: Limits) -> str:
     """What was fixed to what none of the ways has."""
     where = f"space {space.name} on {job.target}"
-    if not context_sizes(job, space, limits):
-        able = ", ".join(map(str, context_sizes(job, space, Limits())))
+    if not contexts(job, space, limits):
+        able = ", ".join(str(cp) for cp in dict(contexts(job, space, Limits())))
         tokens = f"{job.training.seq_len} tokens of a sequence"
-        why = _why_whole(job, space)
+        why = _why_whole(job, space, limits.context_exchange)
         because = f" ({why})" if why else ""
         told = f"{where} splits {tokens} over {able}{because}"
-        return f"--fix cp={limits.fixed.get('cp')}: {told}; wanted one of these"
+        fixed = [f"cp={limits.fixed['cp']}"] if "cp" in limits.fixed else []
+        fixed += [f"context_exchange={limits.context_exchange}"] if limits.context_exchange else []
+        return f"--fix {','.join(fixed)}: {told}; wanted one of these"
     if not dispatchers(job, space, limits):
         able = ", ".join(str(kind) for kind in dispatchers(job, space, Limits()))
         said = f"--fix dispatcher={limits.dispatcher}" if limits.dispatcher else "--forbid"
@@ -144,8 +149,33 @@ def _none_open(job: Job, space: Space, limits: Limits) -> str:
 _Modules = tuple[Module, ...] | None
 
 
-def _switched(job: Job, variant: ExecutionVariant, cp: int, dispatcher: Dispatcher | None) -> Job:
-    execution = replace(variant.execution, context_parallel=cp, expert_dispatcher=dispatcher)
+def _with_widths(job: Job, limits: Limits) -> Job:
+    """Gradients and optimizer states as wide as --fix says."""
+    said = {key: limits.fixed[key] for key in WIDTHS if key in limits.fixed}
+    if not said:
+        return job
+    kept, able = said.get("optimizer_bytes", 12), TARGETS[job.target].capability.switches
+    wanted: tuple[int, ...] = (12,)
+    if "optimizer_bytes" in able and job.training.precision != "fp16":
+        wanted = (*state_widths(job.execution.quantization), 12)
+    if kept not in wanted:
+        raise InputError(
+            f"--fix optimizer_bytes={kept}: {job.target} keeps {' or '.join(map(str, wanted))} bytes a "
+            f"parameter of master weight and moments in {job.training.precision}"
+        )
+    narrow = replace(
+        job.execution,
+        grad_bytes=said.get("grad_bytes", job.execution.grad_bytes),
+        optimizer_bytes=said.get("optimizer_bytes", job.execution.optimizer_bytes),
+    )
+    return replace(job, execution=narrow)
+
+
+def _switched(job: Job, variant: ExecutionVariant, context: Context, dispatcher: Dispatcher | None) -> Job:
+    cp, exchange = context
+    execution = replace(
+        variant.execution, context_parallel=cp, context_exchange=exchange, expert_dispatcher=dispatcher
+    )
     return job if execution == job.execution else replace(job, execution=execution)
 
 
@@ -171,29 +201,55 @@ def _limits_of(limits: Limits, job: Job, modules: _Modules) -> Limits:
     return replace(limits, recompute="selective")
 
 
-def context_sizes(job: Job, space: Space, limits: Limits) -> list[int]:
-    """Ranks that may split each sequence: those that the job names, or powers of two. Megatron gives each
-    rank two pieces of every sequence, from either end, and splits attention only where it is fused.
+Context = tuple[int, ContextExchange | None]
+"""Ranks that split each sequence, and how they attend to each other's tokens."""
+
+
+def contexts(job: Job, space: Space, limits: Limits) -> list[Context]:
+    """Ranks that may split each sequence, those that the job names or powers of two, by ring and all-to-all.
+    Megatron gives each rank two pieces of every sequence, from either end, and splits attention only where it
+    is fused.
 
     Where no limit says otherwise, micro-batches with a divisor in common with the ranks are left out: so many
     times the replicas with that part of the micro-batch compute, keep and reduce the same, and need not pass
     keys and values around."""
-    asked = job.execution.context_parallel
+    asked, said = job.execution.context_parallel, job.execution.context_exchange
     if asked > 1:
-        return [asked] if limits.allows("cp", asked) else []
-    able = _why_whole(job, space) is None
-    return [cp for cp in _powers_of_two(job) if limits.allows("cp", cp) and (able or cp == 1)]
+        sizes = [asked] if limits.allows("cp", asked) else []
+    else:
+        sizes = [cp for cp in _powers_of_two(job) if limits.allows("cp", cp)]
+    split: list[Context] = [
+        (cp, kind if kind == said else None if kind == "p2p" else kind)
+        for kind in _exchanges(job, space, limits)
+        for cp in sizes
+        if cp > 1 and (asked > 1 or _why_whole(job, space, kind) is None)
+    ]
+    return [(cp, said) for cp in sizes if cp == 1] + split
 
 
-def _why_whole(job: Job, space: Space) -> str | None:
-    """Why no sequence is split; None where one may be."""
+def _exchanges(job: Job, space: Space, limits: Limits) -> list[ContextExchange]:
+    """How ranks that split sequences may attend to each other's tokens: as the job says or, for layers
+    without experts, every way of the space that the target has and that is left open."""
+    said, wanted = job.execution.context_exchange, limits.context_exchange
+    able = TARGETS[job.target].capability.switches
+    kinds: list[ContextExchange] = ["p2p"]
+    if said is not None:
+        kinds = [said]
+    elif "context_exchange" in able and job.model.routed is None:
+        kinds = [kind for kind in CONTEXT_EXCHANGES if kind == wanted or kind in space.context_exchanges]
+    banned = limits.forbidden
+    return [kind for kind in kinds if wanted in (None, kind) and f"context_exchange.{kind}" not in banned]
+
+
+def _why_whole(job: Job, space: Space, exchange: ContextExchange | None = None) -> str | None:
+    """Why no sequence is split in this way; None where one may be."""
     if not TARGETS[job.target].capability.context_parallel:
         return f"{job.target} has no context parallelism"
     if not space.context_parallel:
         return f"space {space.name} has no context parallelism"
     if not job.model.alike:
         return f"not modelled of layers that differ as those of {job.model.name} do"
-    return no_context(job.model, job.training, job.execution.context_exchange)
+    return no_context(job.model, job.training, exchange or job.execution.context_exchange)
 
 
 def _powers_of_two(job: Job) -> Iterator[int]:

@@ -87,9 +87,8 @@ def _meshes(job: Job, space: Space, limits: Limits, grad_accum: int) -> Iterator
     sizes = [(1, part) for part in divisors(cluster.gpus_per_node)[:-1]]
     sizes += [(nodes, cluster.gpus_per_node) for nodes in range(1, cluster.nodes)]
     together = job.training.global_batch // grad_accum
-    allowed = {gpus: tensor_sizes(job, space, limits, gpus) for gpus in {gpus for _, gpus in sizes}}
     for nodes, gpus in sizes:
-        for tp in allowed[gpus]:
+        for tp in tensor_sizes(job, space, limits, nodes * gpus):
             dp = data_parallel_size(nodes * gpus, tp=tp, cp=ranks)
             if not dp or together % dp or not limits.allows("dp", dp):
                 continue

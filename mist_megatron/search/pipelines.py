@@ -142,14 +142,24 @@ def families(job: Job, space: Space, limits: Limits) -> Iterator[Family]:
         mesh = _mesh(cluster.gpus // stages, cluster.gpus_per_node)
         if mesh is None:
             continue
-        for tp in tensor_sizes(job, space, limits, mesh[1]):
+        for tp in tensor_sizes(job, space, limits, mesh[0] * mesh[1]):
             yield from _with_batches(job, space, limits, (stages, mesh, tp))
 
 
 def tensor_sizes(job: Job, space: Space, limits: Limits, gpus: int) -> tuple[int, ...]:
-    """Tensor-parallel sizes inside so many GPUs of a node."""
-    sizes = divisors(min(gpus, job.cluster.linked_gpus))
+    """Tensor-parallel sizes of a stage of so many GPUs: parts of what fast links join, or whole ones."""
+    linked, beyond = _linked(job), _over_nodes(job, space)
+    sizes = (tp for tp in divisors(gpus) if linked % tp == 0 or (beyond and tp % linked == 0))
     return tuple(tp for tp in sizes if _tensor_parallel_allowed(job, space, limits, tp))
+
+
+def _over_nodes(job: Job, space: Space) -> bool:
+    return space.tensor_over_nodes and job.model.routed is None
+
+
+def _linked(job: Job) -> int:
+    """GPUs over which matrices may be split: those of a node where there are experts (a large search)."""
+    return job.cluster.linked_gpus if job.model.routed is None else job.cluster.gpus_per_node
 
 
 def _mesh(gpus: int, gpus_per_node: int) -> tuple[int, int] | None:
@@ -259,8 +269,9 @@ def explain_no_pipeline(job: Job, space: Space, limits: Limits) -> InputError:
     where = f"{model.name} on {cluster.nodes} x {cluster.gpus_per_node} GPUs"
     details = [
         f"pipeline sizes are divisors of {cluster.gpus} GPUs: {_listed(divisors(cluster.gpus))}",
-        f"tensor-parallel sizes divide {model.heads} heads and fit a node of {cluster.gpus_per_node}: "
-        f"{_listed(_every_tensor_size(job))}",
+        f"tensor-parallel sizes divide {model.heads} heads and fit "
+        f"{f'{cluster.gpus} GPUs' if _over_nodes(job, space) else f'a node of {cluster.gpus_per_node}'}: "
+        f"{_listed(_every_tensor_size(job, space))}",
         f"data-parallel sizes divide the global batch {training.global_batch}; "
         f"dp x tp x pp is {cluster.gpus}",
     ]
@@ -279,7 +290,7 @@ def explain_no_pipeline(job: Job, space: Space, limits: Limits) -> InputError:
 def _conflict(job: Job, space: Space, limits: Limits) -> str | None:
     """The one thing that was fixed to what cannot be."""
     cluster, batch, fixed = job.cluster, job.training.global_batch, limits.fixed
-    sizes = {"pp": divisors(cluster.gpus), "tp": _every_tensor_size(job), "dp": divisors(cluster.gpus)}
+    sizes = {"pp": divisors(cluster.gpus), "tp": _every_tensor_size(job, space), "dp": divisors(cluster.gpus)}
     for key, possible in sizes.items():
         if key in fixed and fixed[key] not in possible:
             return f"--fix {key}={fixed[key]}: wanted one of {_listed(possible)}"
@@ -307,8 +318,8 @@ def _conflict(job: Job, space: Space, limits: Limits) -> str | None:
     return None
 
 
-def _every_tensor_size(job: Job) -> tuple[int, ...]:
-    return tuple(tp for tp in divisors(job.cluster.linked_gpus) if splits(job.model, tp))
+def _every_tensor_size(job: Job, space: Space) -> tuple[int, ...]:
+    return tensor_sizes(job, space, Limits(), job.cluster.gpus)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -12,10 +12,12 @@ from mist_megatron.search.layer_rules import LayerRules
 from mist_megatron.spec import check
 from mist_megatron.spec.kinds import (
     ANY_FRACTION,
+    CONTEXT_EXCHANGES,
     DISPATCHERS,
     KINDS,
     STATES_WHOLE,
     STAYS,
+    ContextExchange,
     Dispatcher,
     PerKind,
     Range,
@@ -39,6 +41,8 @@ class Space:
     summary: str
     pipeline: bool = True
     tensor_parallel: bool = True
+    tensor_over_nodes: bool = False
+    """Tensor-parallel ranks may lie on nodes that no fast links join."""
     uneven_layers: bool = False
     near_even: bool = False
     """Stages that are alike in all else may differ in layers, the ends from those between (`splits.py`)."""
@@ -55,6 +59,8 @@ class Space:
     sequence_parallel: bool = False
     interleaved: bool = False
     context_parallel: bool = False
+    context_exchanges: tuple[ContextExchange, ...] = ("p2p",)
+    """How ranks that split sequences may attend to each other's tokens."""
     expert_parallel: bool = False
     """Whether experts are spread over ranks, and split."""
     dispatchers: tuple[Dispatcher, ...] = ("alltoall",)
@@ -249,7 +255,9 @@ _SPACES = (
         sequence_parallel=True,
         interleaved=True,
         near_even=True,
+        tensor_over_nodes=True,
         context_parallel=True,
+        context_exchanges=CONTEXT_EXCHANGES,
         expert_parallel=True,
         dispatchers=DISPATCHERS,
         expert_overlap=True,
@@ -341,7 +349,9 @@ EXPERT_SWITCHES = ("expert_overlap", "shared_expert_overlap", "cuda_graphs")
 ON_OFF_KEYS = ("sequence_parallel", "tp_comm_overlap", "overlap_param_gather", *EXPERT_SWITCHES)
 """Switches that --fix sets: 1 for on, 0 for off."""
 SHORT = {"sp": "sequence_parallel"}
-FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *SHORT, "grad_bytes", "recompute", "dispatcher")
+WIDTHS = ("grad_bytes", "optimizer_bytes")
+"""Bytes a parameter, as usual unless --fix says otherwise: narrower ones change what is learnt."""
+FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *SHORT, *WIDTHS, "recompute", "dispatcher", "context_exchange")
 SWITCH_KEYS = (
     "sequence_parallel",
     INTERLEAVED,
@@ -352,6 +362,8 @@ SWITCH_KEYS = (
     *EXPERT_SWITCHES,
     *(f"recompute.{kind}" for kind in SEARCHED),
     *(f"dispatcher.{kind}" for kind in DISPATCHERS),
+    *(f"context_exchange.{kind}" for kind in CONTEXT_EXCHANGES),
+    "tensor_over_nodes",
     *(f"offload.{kind}" for kind in KINDS),
 )
 
@@ -366,6 +378,8 @@ class Limits:
     """What every stage recomputes: all layers in full, parts of all, or nothing."""
     dispatcher: Dispatcher | None = None
     """How tokens reach their experts."""
+    context_exchange: ContextExchange | None = None
+    """How ranks that split sequences attend to each other's tokens."""
     forbidden: frozenset[str] = frozenset()
 
     def allows(self, key: str, value: int) -> bool:
@@ -385,6 +399,11 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
         check.known("--fix dispatcher", "dispatcher", dispatcher, DISPATCHERS)
         if f"dispatcher.{dispatcher}" in forbid:
             raise InputError(f"--fix dispatcher={dispatcher} contradicts --forbid dispatcher.{dispatcher}")
+    exchange = said.pop("context_exchange", None)
+    if exchange is not None:
+        check.known("--fix context_exchange", "kind", exchange, CONTEXT_EXCHANGES)
+        if (banned := f"context_exchange.{exchange}") in forbid:
+            raise InputError(f"--fix context_exchange={exchange} contradicts --forbid {banned}")
     fixed = {SHORT.get(key, key): _size("--fix", key, text) for key, text in said.items()}
     bounds = {key: _size("--max", key, text) for key, text in _pairs("--max", most, LIMIT_KEYS).items()}
     for name in forbid:
@@ -405,6 +424,7 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
         most=bounds,
         recompute=next((kind for kind in RECOMPUTE_KINDS if kind == recompute), None),
         dispatcher=next((kind for kind in DISPATCHERS if kind == dispatcher), None),
+        context_exchange=next((kind for kind in CONTEXT_EXCHANGES if kind == exchange), None),
         forbidden=frozenset(forbid),
     )
 
@@ -461,6 +481,7 @@ def apply_limits(space: Space, limits: Limits) -> Space:
         ckpt=ckpt,
         recompute=kinds,
         sequence_parallel=space.sequence_parallel and "sequence_parallel" not in banned,
+        tensor_over_nodes=space.tensor_over_nodes and "tensor_over_nodes" not in banned,
         interleaved=space.interleaved and INTERLEAVED not in banned,
         unequal=space.unequal and "unequal" not in banned,
     )

@@ -13,6 +13,7 @@ DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 ContextExchange = Literal["p2p", "a2a"]
 """How context-parallel ranks attend to each other's tokens, by Megatron's names (--cp-comm-type): keys and
 values pass by in a ring, or each rank gets all tokens of some heads."""
+CONTEXT_EXCHANGES: tuple[ContextExchange, ...] = get_args(ContextExchange)
 Quantization = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
 """How operands of 8 bits are scaled, by Megatron's names (--fp8-recipe): by the largest element of steps
 before, of the tensor now, of blocks of it, or of 32 elements; of `nvfp4` (--fp4-format) they have 4 bits."""

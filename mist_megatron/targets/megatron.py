@@ -159,10 +159,18 @@ def memory_facts(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
     return replace(facts, weights_at_once=3) if stepped else facts
 
 
+def capability(able: Capability, execution: Execution | None) -> Capability:
+    """States in less than 12 bytes a parameter are the distributed optimizer's, on the GPU."""
+    if execution is None or execution.optimizer_bytes in (None, 12):
+        return able
+    on_gpu = replace(able.offload, optimizer="none")
+    return replace(able, zero=(1,), zero_with_pipeline=(1,), offload=on_gpu)
+
+
 def patched_capability(precision: Precision | None, execution: Execution | None) -> Capability:
     """Transformer Engine keeps 8-bit copies of weights and of activations that the patches do not see: nobody
     tried them together, and activation_offload and parallel_block refuse to start there."""
-    able = PATCHED_CAPABILITY
+    able = capability(PATCHED_CAPABILITY, execution)
     if precision == "fp8":
         able = replace(able, parallel_block=False)
         return replace(able, offload=replace(able.offload, weights="none", grads="none", activations="none"))
@@ -241,7 +249,7 @@ HAND_MADE = ("megatron", "megatron-expert")
 MEGATRON = Target(
     name="megatron",
     framework="megatron",
-    can=lambda precision, execution: CAPABILITY,
+    can=lambda precision, execution: capability(CAPABILITY, execution),
     memory=partial(memory_facts, MEMORY),
     traffic=traffic_facts,
     executions=executions,

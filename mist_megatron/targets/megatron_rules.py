@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from mist_megatron.spec.kinds import ContextExchange
+from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.mesh import shares_out
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
@@ -154,9 +155,16 @@ def no_context(model: ModelSpec, training: TrainingSpec, exchange: ContextExchan
     get_attention_backend, and context_parallel.py, attn_forward_func_with_cp)."""
     if not training.flash_attention:
         return "attention that is not fused knows no split sequences, wanted flash_attention: true"
+    if exchange == "a2a" and any(kind.latent_attention is not None for kind in model.kinds):
+        return "latent attention was not tried with context_exchange: a2a, wanted p2p"
     if exchange != "a2a" and any(kind.attends and kind.window is not None for kind in model.kinds):
         return "attention over a window cannot go round the ring, wanted context_exchange: a2a"
     return None
+
+
+def shares_heads(kind: LayerSpec, tp: int, cp: int) -> bool:
+    """Whether context-parallel ranks get whole heads of what each tensor-parallel rank has."""
+    return kind.kv_heads >= tp and shares_out(kind.heads // tp, cp) and shares_out(kind.kv_heads // tp, cp)
 
 
 def _heads_apart(plan: Plan) -> Iterator[str]:
@@ -165,10 +173,8 @@ def _heads_apart(plan: Plan) -> Iterator[str]:
     if cp == 1:
         yield "execution.context_exchange: nothing is exchanged without context parallelism"
     for kind in (kind for kind in plan.model.kinds if kind.attends):
-        if kind.latent_attention is not None:
-            yield "execution.context_exchange a2a: latent attention was not tried with it, wanted p2p"
         for tp in sorted({stage.tp for stage in plan.stages}):
-            if kind.heads // tp % cp or (kind.kv_heads // tp) % cp or kind.kv_heads < tp:
+            if not shares_heads(kind, tp, cp):
                 yield (
                     f"execution.context_exchange a2a: context_parallel {cp} must divide the {kind.heads} "
                     f"heads and {kind.kv_heads} key-value heads of {plan.model.name} over tp {tp}"

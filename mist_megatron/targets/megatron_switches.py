@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mist_megatron.spec.catalogue import BLACKWELL
+from mist_megatron.spec.kinds import Quantization
 from mist_megatron.spec.plan import Plan
 
 
@@ -95,17 +96,28 @@ def _recipe(plan: Plan) -> Iterator[str]:
         yield f"execution.quantization {recipe}: {gpu} has no such products, wanted a Blackwell GPU"
 
 
+def master_bytes(quantization: Quantization | None) -> int:
+    """Of a precision-aware optimizer: what of a master weight is not in the weight, but all of it behind
+    8-bit recipes that scale by blocks or by the tensor now (core/optimizer/optimizer_config.py)."""
+    return 2 if quantization in (None, "delayed") else 4
+
+
+def state_widths(quantization: Quantization | None) -> tuple[int, ...]:
+    """Bytes below 12 that a parameter's master weight and moments can have: moments of 1, 2 or 4 each."""
+    master = master_bytes(quantization)
+    return tuple(master + moments for moments in (2, 4, 8) if master + moments < 12)
+
+
 def _states(plan: Plan) -> Iterator[str]:
     execution = plan.execution
     kept = execution.optimizer_bytes
     if kept in (None, 12):
         return
-    master = 2 if execution.quantization in (None, "delayed") else 4
-    # Two moments of 4, 2 or 1 bytes.
-    wanted = [master + moments for moments in (2, 4, 8) if master + moments < 12]
+    wanted = state_widths(execution.quantization)
     key = f"execution.optimizer_bytes {kept}"
     if kept not in wanted:
         told = ", ".join(map(str, wanted))
+        master = master_bytes(execution.quantization)
         yield f"{key}: two moments alike and a master weight of {master} come to {told}"
     if plan.training.precision == "fp16":
         yield f"{key}: fp16 weights leave no remainder of their masters, wanted 12"

@@ -111,7 +111,9 @@ class EveryPlan:
 
     def best_s(self) -> float:
         best = np.inf
-        for grad_accum, meshes in pipelines(self.job, range(1, self.job.cluster.gpus + 1)):
+        for grad_accum, meshes in pipelines(
+            self.job, range(1, self.job.cluster.gpus + 1), self.space.tensor_over_nodes
+        ):
             zeros: list[tuple[int, ...]] = [(level,) * len(meshes) for level in self.space.zero]
             if self.space.per_stage_zero:
                 zeros = list(itertools.product(self.space.zero, repeat=len(meshes)))

@@ -35,7 +35,7 @@ def meshes(nodes, per_node):
     return inside + [(count, per_node) for count in range(1, nodes + 1)]
 
 
-def pipelines(job, lengths):
+def pipelines(job, lengths, over_nodes=False):
     """(G, stages of (nodes, GPUs per node, dp, tp, micro-batch, layers)) on consecutive GPUs, none of which
     straddles nodes."""
     cluster, batch = job.cluster, job.training.global_batch
@@ -43,8 +43,8 @@ def pipelines(job, lengths):
         options = [
             (nodes, gpus, nodes * gpus // tp, tp, batch // grad_accum // (nodes * gpus // tp))
             for nodes, gpus in meshes(cluster.nodes, cluster.gpus_per_node)
-            for tp in range(1, gpus + 1)
-            if gpus % tp == 0
+            for tp in range(1, nodes * gpus + 1)
+            if (gpus % tp == 0 or (over_nodes and nodes * gpus % tp == 0 and tp % cluster.gpus_per_node == 0))
             and job.model.heads % tp == 0
             and (batch // grad_accum) % (nodes * gpus // tp) == 0
         ]

@@ -10,6 +10,7 @@ from mist_megatron.frameworks.flags import Flags, flag, when
 from mist_megatron.spec.kinds import Quantization
 from mist_megatron.spec.plan import Execution, Plan
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.megatron_switches import master_bytes
 
 FP8_HISTORY = 1024
 """Values of which the largest scales what is cast next, by delayed scaling."""
@@ -64,12 +65,6 @@ MOMENTS: Mapping[int, str] = MappingProxyType({8: "fp32", 4: "bf16", 2: "fp8"})
 """Bytes of both moments -> what each is kept in."""
 
 
-def master_bytes(execution: Execution) -> int:
-    """Of a precision-aware optimizer: what of a master weight is not in the weight, but all of it behind
-    8-bit recipes that scale by blocks or by the tensor now (core/optimizer/optimizer_config.py)."""
-    return 2 if execution.quantization in (None, "delayed") else 4
-
-
 def keeps_narrow(plan: Plan) -> bool:
     """Whether optimizer states are narrower than 12 bytes a parameter."""
     return plan.execution.optimizer_bytes not in (None, 12)
@@ -80,7 +75,7 @@ def narrow_flags(plan: Plan) -> Flags:
     execution = plan.execution
     if not keeps_narrow(plan) or execution.optimizer_bytes is None:
         return ()
-    moments = MOMENTS[execution.optimizer_bytes - master_bytes(execution)]
+    moments = MOMENTS[execution.optimizer_bytes - master_bytes(execution.quantization)]
     return (
         flag("--use-precision-aware-optimizer"),
         flag("--exp-avg-dtype", moments),

@@ -1,0 +1,116 @@
+"""Context parallelism by all-to-all, tensor parallelism over nodes, narrow states: against every plan, one by
+one, as `predict` has them; and a larger space is never slower."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from jobs import small_job
+
+from mist_megatron.ask.emit import framework_files
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.tune import tune
+from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.errors import InputError
+from mist_megatron.search.search import Settings
+from mist_megatron.search.space import parse_limits, space_named
+from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.targets.rules import violations
+
+FULL = space_named("full")
+NARROW = replace(FULL, tensor_over_nodes=False, context_exchanges=("p2p",))
+
+
+def spread_job(per_node: int, *, batch: int, seq: int, kv_heads: int = 16):
+    """Four GPUs with much memory."""
+    job = small_job("megatron", layers=4, batch=batch)
+    cluster = replace(cluster_of(job.cluster.gpu, 4, per_node), memory_limit_bytes=1e12)
+    model = replace(job.model, kv_heads=kv_heads)
+    return replace(job, model=model, cluster=cluster, training=replace(job.training, seq_len=seq))
+
+
+def every_plan(job):
+    """All that stock Megatron runs in equal stages where nothing need be recomputed or offloaded."""
+    gpus, per_node, batch = job.cluster.gpus, job.cluster.gpus_per_node, job.training.global_batch
+    sizes = [n for n in (1, 2, 4) if gpus % n == 0]
+    for pp, tp, cp, micro_batch in itertools.product(sizes, sizes, sizes, range(1, batch + 1)):
+        dp, rest = divmod(gpus, pp * tp * cp)
+        if rest or not dp or batch % (dp * micro_batch):
+            continue
+        nodes = max(1, gpus // pp // per_node)
+        mesh = {"nodes": nodes, "gpus_per_node": gpus // pp // nodes}
+        stage = StagePlan(layers=job.model.layers // pp, dp=dp, tp=tp, micro_batch=micro_batch, **mesh)
+        switches = itertools.product((0, 1), (False, True), (False, True), (False, True), (None, "a2a"))
+        for zero, sequence, beside, gathers, exchange in switches:
+            plan = Plan(
+                model=job.model,
+                training=job.training,
+                cluster=job.cluster,
+                target="megatron",
+                grad_accum=batch // dp // micro_batch,
+                stages=(replace(stage, zero=zero),) * pp,
+                sequence_parallel=sequence,
+                execution=replace(
+                    job.execution,
+                    context_parallel=cp,
+                    context_exchange=exchange,
+                    tp_comm_overlap=beside,
+                    overlap_grad_reduce=True,
+                    overlap_param_gather=gathers,
+                    fused_cross_entropy=True,
+                ),
+            )
+            if not violations(plan) and not (beside and tp > per_node):
+                yield plan
+
+
+@pytest.mark.parametrize(
+    ("per_node", "batch", "seq", "kv_heads"), [(2, 1, 4096, 16), (1, 1, 8192, 16), (2, 2, 2048, 2)]
+)
+def test_equal_to_every_plan(per_node, batch, seq, kv_heads):
+    job = spread_job(per_node, batch=batch, seq=seq, kv_heads=kv_heads)
+    best_s = min(predict(plan, evaluator_for(job_of(plan))[0]).iteration_s for plan in every_plan(job))
+    settings = Settings(limits=parse_limits(("vpp=1",), (), ()))
+    found = tune(job, space=replace(FULL, near_even=False), settings=settings)
+    assert found.iteration_s == pytest.approx(best_s, rel=1e-9)
+    assert (
+        found.iteration_s <= tune(job, space=replace(NARROW, near_even=False), settings=settings).iteration_s
+    )
+
+
+def test_narrow_states_are_asked_for_by_name():
+    job = spread_job(4, batch=8, seq=2048)
+    usual = tune(job)
+    settings = Settings(limits=parse_limits(("optimizer_bytes=6,grad_bytes=2",), (), ()))
+    narrow = tune(job, settings=settings)
+    assert (usual.plan.execution.optimizer_bytes, usual.plan.execution.grad_bytes) == (None, None)
+    assert (narrow.plan.execution.optimizer_bytes, narrow.plan.execution.grad_bytes) == (6, 2)
+    assert narrow.iteration_s < usual.iteration_s
+    written = "".join(framework_files(narrow.plan).values())
+    assert "--exp-avg-dtype" in written and "--grad-reduce-in-bf16" in written
+    assert "grad_bytes and optimizer_bytes that --fix says" in repr(narrow).replace("\n    ", " ")
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "width"),
+    [("megatron", "fp16", 6), ("megatron", "bf16", 7), ("deepspeed", "bf16", 6)],
+)
+def test_states_that_nobody_keeps_are_refused(target, precision, width):
+    job = small_job(target)
+    job = replace(job, training=replace(job.training, precision=precision))
+    with pytest.raises(InputError, match=f"optimizer_bytes={width}: {target} keeps"):
+        tune(job, settings=Settings(limits=parse_limits((f"optimizer_bytes={width}",), (), ())))
+
+
+def test_either_exchange_can_be_asked_for():
+    job = spread_job(1, batch=1, seq=8192)
+    told = []
+    for kind in ("p2p", "a2a"):
+        limits = parse_limits((f"cp=4,context_exchange={kind}",), (), ())
+        told.append(tune(job, settings=Settings(limits=limits)).plan.execution.context_exchange)
+    assert told == [None, "a2a"]
+    with pytest.raises(InputError, match="contradicts"):
+        parse_limits(("context_exchange=a2a",), ("context_exchange.a2a",), ())
