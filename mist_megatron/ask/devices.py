@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import get_args
 
 from mist_megatron.calibrate.agreement import device_is
@@ -11,23 +10,13 @@ from mist_megatron.calibrate.profiles import profile_named, shipped_profiles
 from mist_megatron.errors import InputError, ProfileError
 from mist_megatron.price.datasheet import datasheet_profile
 from mist_megatron.price.prices import Prices
-from mist_megatron.price.profile_prices import WITHOUT_TENSOR_CORES, prices_of
+from mist_megatron.price.profile_prices import prices_of
 from mist_megatron.recorded.retime import Device
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec
 from mist_megatron.spec.profile import Profile
 from mist_megatron.spec.training import Precision
 from mist_megatron.traces.columns import Trace
-
-VECTOR_FLOPS_PER_S = {
-    "v100-sxm-16gb": 15.7e12, "v100-sxm-32gb": 15.7e12, "a100-sxm-40gb": 19.5e12, "a100-sxm-80gb": 19.5e12,
-    "a100-pcie-80gb": 19.5e12, "h100-sxm-80gb": 67e12, "h100-pcie-80gb": 51e12, "h200-sxm-141gb": 67e12,
-    "mi300x-192gb": 163.4e12,
-}  # fmt: skip
-"""32 bits without tensor cores, from the datasheets; of others a WITHOUT_TENSOR_CORESth of the peak."""
-LARGEST_PRODUCTS = {"mi300x-192gb": 668.4e12}
-"""What the fastest of all products reaches in bf16, where a datasheet is all that is known (ml-engineering,
-compute/accelerator: half of the peak that is printed)."""
 
 
 def device_named(named: str) -> Device:
@@ -72,11 +61,6 @@ def _driver_names(trace: Trace) -> set[str]:
 
 
 def _device(gpu: GpuSpec, profile: Profile, measured: bool) -> Device:
-    peak = gpu.fp16_flops_per_s.value
-    if not measured and gpu.name in LARGEST_PRODUCTS:
-        share = replace(profile.kernels.gemm_peak_fraction, value=LARGEST_PRODUCTS[gpu.name] / peak)
-        profile = replace(profile, kernels=replace(profile.kernels, gemm_peak_fraction=share))
-    vector = VECTOR_FLOPS_PER_S.get(gpu.name, peak / WITHOUT_TENSOR_CORES)
     library = "hipBLASLt" if gpu.name.startswith("mi") else "cuBLAS"
     cluster = ClusterSpec(gpu=gpu, nodes=1, gpus_per_node=gpu.usual_gpus_per_node)
     has = {"bf16": gpu.bf16_flops_per_s, "fp16": gpu.fp16_flops_per_s, "fp8": gpu.fp8_flops_per_s}
@@ -85,4 +69,4 @@ def _device(gpu: GpuSpec, profile: Profile, measured: bool) -> Device:
         for precision in get_args(Precision) if has[precision] is not None
     }  # fmt: skip
     source = f"profile {profile.name}" if measured else f"datasheet of {gpu.name}"
-    return Device(gpu.name, prices, gpu.usual_gpus_per_node, source, vector, library)
+    return Device(gpu.name, prices, gpu.usual_gpus_per_node, source, library)

@@ -25,7 +25,8 @@ from mist_megatron.spec.training import Precision
 
 GEMM_PEAK_FRACTION = 0.80
 """Of the dense peak, for large products: published GEMM sweeps reach 0.75-0.85 (A100-PCIe 0.79,
-B200 0.75 in SimuMax's tables; A100-SXM 0.80 in NVIDIA's deep-learning performance guide)."""
+B200 0.75 in SimuMax's tables; A100-SXM 0.80 in NVIDIA's deep-learning performance guide). The catalogue
+names the GPUs whose fastest product is far from it."""
 GEMM_HALF_AREA = 1.5e6
 """M*N at which half of that is reached: about one wave of 128x256 tiles on 100 multiprocessors
 is 3.3e6 elements, of which a lone tile row already uses part."""
@@ -70,6 +71,8 @@ SOURCE = "assumed"
 
 def datasheet_profile(gpu: GpuSpec) -> Profile:
     """Typical figures of devices of its kind, for a GPU that no profile was made of."""
+    largest, peak = gpu.largest_product_flops_per_s, gpu.bf16_flops_per_s or gpu.fp16_flops_per_s
+    reached = GEMM_PEAK_FRACTION if largest is None else largest.value / peak.value
     inside = PCIE_INTRA_FRACTION if gpu.intra_link == "PCIe" else INTRA_FRACTION
     copies = _typical(HOST_COPY_FRACTION * gpu.pcie_bytes_per_s.value)
     text = "typical of measured devices of this kind"
@@ -78,7 +81,7 @@ def datasheet_profile(gpu: GpuSpec) -> Profile:
         gpu=gpu.name,
         sources={SOURCE: Source(origin="assumed", text=text, uncertainty=0.2)},
         kernels=KernelCurves(
-            gemm_peak_fraction=_typical(GEMM_PEAK_FRACTION),
+            gemm_peak_fraction=_typical(reached),
             gemm_half_area=_typical(GEMM_HALF_AREA),
             gemm_half_depth=_typical(GEMM_HALF_DEPTH),
             attention_forward_fraction=_typical(ATTENTION_FORWARD_FRACTION),

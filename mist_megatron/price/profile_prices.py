@@ -59,11 +59,13 @@ so that a shape next to a measured one costs about what that does."""
 EIGHT_BIT_GEMM = "gemm_eight_bit"
 """Name under which measured products of 8-bit operands are looked up."""
 ALIGNED = 8
-"""Elements of 16 bits in the 16 bytes that tensor cores' kernels load at once. Batched products of unfused
-attention whose head size is no multiple of that run without tensor cores ..."""
+"""Elements of 16 bits in the 16 bytes that tensor cores load at once. Batched products of unfused attention
+whose rows are no whole loads run without tensor cores. Where the catalogue has the rate without them, that
+bounds their arithmetic, while tiles and memory cost what they always do (cuBLAS's align1 kernels reach 0.8 to
+1.1 of it on H100, hipBLASLt's 0.6 to 1.0 on MI300X) ..."""
 WITHOUT_TENSOR_CORES = 16.0
-"""... and take so many times as long: 312 over 19.5 TFLOP/s (A100 datasheet, fp16 by tensor cores and fp32).
-Two runs of BigScience that differ in heads alone (sizes 144 and 108) are 1.304 apart, with this 1.319."""
+"""... and elsewhere they take so many times as long: 312 over 19.5 TFLOP/s (A100 datasheet, fp16 and fp32).
+Two runs of BigScience on A100 that differ in heads alone (sizes 144 and 108) are 1.304 apart, here 1.319."""
 CHUNK = 1 << 20
 """Distances held at once."""
 MANY = 64
@@ -138,6 +140,12 @@ def _average(squares: Array, width: float, values: Array) -> Array:
     return np.asarray(weights @ values / (weights.sum(axis=1) + FADE))
 
 
+def _unaligned(work: Gemm) -> NDArray[np.bool_]:
+    """Which of these products cannot use tensor cores."""
+    rows = (np.mod(work.n, ALIGNED) > 0.0) | (np.mod(work.k, ALIGNED) > 0.0)
+    return np.asarray((np.asarray(work.batch) > 1.0) & rows)
+
+
 def attention_s(flops: Array, seq: Array, reached: Array | float, half_seq: Array | float) -> Array:
     """Of attention, of which short sequences leave most multiprocessors idle."""
     return flops / reached * (1.0 + half_seq / seq)
@@ -157,6 +165,8 @@ class Rates:
     matrix_flops_per_s: float
     """Of 16-bit operands."""
     eight_bit_flops_per_s: float
+    vector_flops_per_s: float | None
+    """Without tensor cores, see ALIGNED."""
     memory_bytes_per_s: float
     intra_bytes_per_s: float
     inter_bytes_per_s_per_gpu: float
@@ -167,10 +177,11 @@ def rates_of(cluster: ClusterSpec, precision: Precision) -> Rates:
     gpu, links = cluster.gpu, cluster.links
     usual = gpu.bf16_flops_per_s or gpu.fp16_flops_per_s
     peak = gpu.fp16_flops_per_s if precision == "fp16" else usual
-    inter = links.inter_bytes_per_s or gpu.inter_bytes_per_s.value
+    inter, vector = links.inter_bytes_per_s or gpu.inter_bytes_per_s.value, gpu.vector_flops_per_s
     return Rates(
         matrix_flops_per_s=peak.value,
         eight_bit_flops_per_s=(gpu.fp8_flops_per_s or peak).value,
+        vector_flops_per_s=None if vector is None else vector.value,
         memory_bytes_per_s=gpu.memory_bytes_per_s.value,
         intra_bytes_per_s=links.intra_bytes_per_s or gpu.intra_bytes_per_s.value,
         inter_bytes_per_s_per_gpu=inter / cluster.gpus_per_node,
@@ -204,7 +215,9 @@ class ProfilePrices:
                 return self._grouped(work)
             case AllToAll():
                 return self._exchange(work)
-            case Gemm() | Attention():
+            case Gemm():
+                return self._product(work)
+            case Attention():
                 return self._looked_up(work)
             case DeviceAdam():
                 moved = np.asarray(work.parameters) * self.profile.adam_bytes_per_parameter.value
@@ -244,6 +257,18 @@ class ProfilePrices:
     def interference(self) -> Array:
         return np.array(slowdowns(self.profile.interference))
 
+    def _product(self, work: Gemm) -> Priced:
+        """Of one without tensor cores: what the next aligned sizes take, or else its arithmetic."""
+        vector, unaligned = self.rates.vector_flops_per_s, _unaligned(work)
+        if vector is None or not unaligned.any():
+            return self._looked_up(work)
+        wide, deep = (
+            np.where(unaligned, np.ceil(size / ALIGNED) * ALIGNED, size) for size in (work.n, work.k)
+        )
+        padded = self._looked_up(replace(work, n=wide, k=deep))
+        without_s = np.where(unaligned, 2.0 * work.m * work.n * work.k * work.batch / vector, 0.0)
+        return Priced(np.maximum(padded.seconds, without_s), padded.marks)
+
     def _gemm_roofline(self, work: Gemm) -> Array:
         m, n, k, batch = work.m, work.n, work.k, work.batch
         c = self.profile.kernels
@@ -257,8 +282,8 @@ class ProfilePrices:
         many_half = np.where(many, faster * (c.batched_gemm_half_area or c.gemm_half_area).value, half_area)
         half_depth = np.asarray(faster * c.gemm_half_depth.value)
         busy = products_s(area, k, peak * many_share, many_half, half_depth)
-        unaligned = many & ((np.mod(n, ALIGNED) > 0.0) | (np.mod(k, ALIGNED) > 0.0))
-        busy = busy * np.where(unaligned, WITHOUT_TENSOR_CORES, 1.0)
+        if self.rates.vector_flops_per_s is None:
+            busy = busy * np.where(_unaligned(work), WITHOUT_TENSOR_CORES, 1.0)
         operand_bytes = 1.0 if work.eight_bit else 2.0
         moved = batch * (operand_bytes * (m * k + k * n) + 2.0 * m * n) / self._memory_rate
         return np.asarray(np.maximum(np.maximum(busy, moved), work.kernels * c.launch_s.value))

@@ -10,13 +10,12 @@ What has no price keeps its time, and is told.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from mist_megatron.errors import InputError
 from mist_megatron.price.prices import Attention, Collective, Gemm, HostCopy, MemoryPass, Prices, Work
-from mist_megatron.price.profile_prices import ALIGNED
 from mist_megatron.recorded.engine import Change
 from mist_megatron.recorded.graph import Role
 from mist_megatron.recorded.recording import Recording
@@ -39,8 +38,6 @@ class Device:
     gpus_per_node: int
     source: str
     """Which profile or datasheet speaks of it."""
-    vector_flops_per_s: float
-    """In 32 bits without tensor cores."""
     products_by: str
     """The library that computes products on it."""
 
@@ -50,17 +47,8 @@ class Device:
         return None if prices is None else float(np.asarray(prices.of(work).seconds))
 
     def operator_s(self, recorded: OperatorWork) -> float | None:
-        """Of one call. Batched products whose rows are not whole loads of 16 bytes cannot feed the tensor
-        cores: their arithmetic runs at the rate without them (cuBLAS's align1 kernels reach 0.8 to 1.1 of it
-        on H100, hipBLASLt's 0.6 to 1.0 on MI300X), while tiles and memory cost what they always do."""
-        if recorded.kind != "gemm":
-            return self.seconds(operator_work(recorded), recorded.precision)
-        m, n, k, batch = recorded.sizes
-        if batch == 1.0 or (n % ALIGNED == 0.0 and k % ALIGNED == 0.0):
-            return self.seconds(operator_work(recorded), recorded.precision)
-        padded = (m, ALIGNED * np.ceil(n / ALIGNED), ALIGNED * np.ceil(k / ALIGNED), batch)
-        aligned = self.seconds(operator_work(replace(recorded, sizes=padded)), recorded.precision)
-        return None if aligned is None else max(aligned, 2.0 * m * n * k * batch / self.vector_flops_per_s)
+        """Of one call."""
+        return self.seconds(operator_work(recorded), recorded.precision)
 
 
 def on_device(recording: Recording, here: Device, there: Device) -> tuple[Change, list[Retimed]]:

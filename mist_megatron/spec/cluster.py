@@ -52,6 +52,10 @@ class GpuSpec:
     inter_bytes_per_s: Figure
     """Usual network of one NODE, one direction, all adapters together."""
     usual_gpus_per_node: int
+    vector_flops_per_s: Figure | None = None
+    """Of 32 bits without tensor cores, where products that cannot use those were seen to run at that rate."""
+    largest_product_flops_per_s: Figure | None = None
+    """What the fastest of all 16-bit products reaches, where that is not the usual share of the peak."""
     host_bytes: Figure | None = None
     """Memory of the host of one usual node; None where no node is usual."""
     linked_gpus: int = 1
