@@ -73,6 +73,7 @@ def datasheet_profile(gpu: GpuSpec) -> Profile:
     """Typical figures of devices of its kind, for a GPU that no profile was made of."""
     largest, peak = gpu.largest_product_flops_per_s, gpu.bf16_flops_per_s or gpu.fp16_flops_per_s
     reached = GEMM_PEAK_FRACTION if largest is None else largest.value / peak.value
+    share = reached / GEMM_PEAK_FRACTION  # attention is products of the same units at the same clock
     inside = PCIE_INTRA_FRACTION if gpu.intra_link == "PCIe" else INTRA_FRACTION
     copies = _typical(HOST_COPY_FRACTION * gpu.pcie_bytes_per_s.value)
     text = "typical of measured devices of this kind"
@@ -84,8 +85,8 @@ def datasheet_profile(gpu: GpuSpec) -> Profile:
             gemm_peak_fraction=_typical(reached),
             gemm_half_area=_typical(GEMM_HALF_AREA),
             gemm_half_depth=_typical(GEMM_HALF_DEPTH),
-            attention_forward_fraction=_typical(ATTENTION_FORWARD_FRACTION),
-            attention_backward_fraction=_typical(ATTENTION_BACKWARD_FRACTION),
+            attention_forward_fraction=_typical(share * ATTENTION_FORWARD_FRACTION),
+            attention_backward_fraction=_typical(share * ATTENTION_BACKWARD_FRACTION),
             attention_half_seq=_typical(ATTENTION_HALF_SEQ),
             memory_fraction=_typical(MEMORY_FRACTION),
             launch_s=_typical(LAUNCH_S),

@@ -9,6 +9,7 @@ import pytest
 
 from mist_megatron.ask.devices import device_named
 from mist_megatron.ask.evaluators import prices_for
+from mist_megatron.calibrate.profiles import shipped_profiles
 from mist_megatron.price.prices import Attention, Gemm, Work
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
@@ -50,3 +51,15 @@ def test_the_largest_product_is_the_catalogues() -> None:
     largest = 2.0 * 65536.0**3 / 668.4e12
     said_s = device_named("mi300x-192gb").seconds(Gemm(*sizes(65536.0, 65536.0, 65536.0, 1.0)), "bf16")
     assert said_s == pytest.approx(largest, rel=0.01) and said_s > largest
+
+
+@pytest.mark.parametrize("name", sorted(CATALOGUE.keys() - shipped_profiles().keys()))
+def test_attention_is_no_faster_than_the_fastest_product(name: str) -> None:
+    """It is products of the same units; of GPUs of which nothing else is known."""
+    device = device_named(name)
+    large = Gemm(*sizes(16384.0, 16384.0, 16384.0, 1.0))
+    core = Attention(*sizes(4.0, 32768.0, 32.0, 32.0, 128.0), backward=False)
+    for precision in set(device.by_precision) - {"fp8"}:
+        product_s, core_s = device.seconds(large, precision), device.seconds(core, precision)
+        assert product_s is not None and core_s is not None
+        assert float(core.flops) / core_s < 2.0 * 16384.0**3 / product_s
