@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,6 +133,8 @@ class StageEvaluator:
         self._context = time_context_of(job, prices, self._memory_facts, without)
         self._fixed = model_values(job)
         self._memo: dict[tuple[object, ...], tuple[dict[complex, int], Pairs]] = {}
+        self.least_memory: dict[tuple[object, ...], Any] = {}
+        """What a search keeps of the least that stages hold, by what it is of."""
         self._bound: dict[tuple[object, ...], Program] = {}
         """Programs of memory in which what a search asks again and again is fixed."""
 
@@ -140,7 +143,7 @@ class StageEvaluator:
         of a job that differs in what runs beside what."""
         one, two = self.stage, other.stage
         if (one.program, one.items, one.uses) == (two.program, two.items, two.uses):
-            self._memo = other._memo
+            self._memo, self.least_memory = other._memo, other.least_memory
 
     @property
     def time_context(self) -> TimeContext:

@@ -130,18 +130,23 @@ def shape_bounds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> li
 
 
 def _group(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[EqualBound]:
-    stages, layers = shapes[0].stages, question.evaluator.job.model.layers
-    counts = [layers // stages] if _is_even(question, shapes[0]) else None
-    if splits_layers(question.space, stages, shapes[0].vpp):
-        # t is linear in layers, and d does not fall.
-        table = split_table(layers, stages, shapes[0].vpp)
-        counts = sorted({int(table.min()), -(-layers // stages), int(table.max())})
+    stages, counts = shapes[0].stages, layer_counts(question, shapes[0])
     positions = (0, min(1, stages - 1), stages - 1)
     priced = {k: least_times(question, shapes, role_of(k, stages), counts) for k in sorted(set(positions))}
     return [
-        _bound(question, shape, (priced[0][row], priced[positions[1]][row], priced[stages - 1][row]))
+        bound_of(question, shape, (priced[0][row], priced[positions[1]][row], priced[stages - 1][row]))
         for row, shape in enumerate(shapes)
     ]
+
+
+def layer_counts(question: SearchProblem, shape: EqualPipeline) -> list[int] | None:
+    """Numbers of layers for which a shape's bound wants the least times; None for every one."""
+    stages, layers = shape.stages, question.evaluator.job.model.layers
+    if splits_layers(question.space, stages, shape.vpp):
+        # t is linear in layers, and d does not fall.
+        table = split_table(layers, stages, shape.vpp)
+        return sorted({int(table.min()), -(-layers // stages), int(table.max())})
+    return [layers // stages] if _is_even(question, shape) else None
 
 
 def _is_even(question: SearchProblem, shape: EqualPipeline) -> bool:
@@ -151,9 +156,10 @@ def _is_even(question: SearchProblem, shape: EqualPipeline) -> bool:
     return shape.stages == 1 or shape.vpp > 1 or not question.space.uneven_layers
 
 
-def _bound(
+def bound_of(
     question: SearchProblem, shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes]
 ) -> EqualBound:
+    """From the least times of a first, a middle and a last stage."""
     layers, count = question.evaluator.job.model.layers, shape.stages
     if _is_even(question, shape):
         return _even_bound(shape, stages)

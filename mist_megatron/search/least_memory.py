@@ -85,16 +85,20 @@ def least_memory(
     tick: Callable[[], None] = lambda: None,
 ) -> dict[StageSizes, StageLines]:
     """Lines of all these stages. `tick` is called before each batch: what it raises ends the search."""
+    wanted = dict.fromkeys(asked)
+    # When weights are gathered changes nothing of it.
+    execution = replace(evaluator.job.execution, overlap_param_gather=None)
+    kept: dict[StageSizes, StageLines] = evaluator.least_memory.setdefault((execution, space), {})
     groups: dict[tuple[object, ...], list[StageSizes]] = {}
-    for sizes in dict.fromkeys(asked):
-        groups.setdefault(sizes[:3], []).append(sizes)
-    lines: dict[StageSizes, StageLines] = {}
+    for sizes in wanted:
+        if sizes not in kept:
+            groups.setdefault(sizes[:3], []).append(sizes)
     for members in groups.values():
         for begin in range(0, len(members), AT_ONCE):
             tick()
             part = members[begin : begin + AT_ONCE]
-            lines.update(zip(part, _lines(evaluator, space, part), strict=True))
-    return lines
+            kept.update(zip(part, _lines(evaluator, space, part), strict=True))
+    return {sizes: kept[sizes] for sizes in wanted}
 
 
 def _lines(evaluator: StageEvaluator, space: Space, members: Sequence[StageSizes]) -> list[StageLines]:

@@ -1,0 +1,105 @@
+"""Bounds of shapes from what layers compute and tensor-parallel ranks send: few prices for all of them.
+
+A layer takes as long on every shape of the same micro-batch and ranks, so a handful of prices tells of
+thousands of shapes that they are too slow, before anything else of them is priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mist_megatron.cost.grid import StageGrid
+from mist_megatron.search.bounds import LeastTimes, SearchProblem, bound_of, layer_counts, least_recompute
+from mist_megatron.search.choices import Array
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.spec.kinds import alike
+from mist_megatron.spec.mesh import StageRole, nodes_and_gpus
+from mist_megatron.spec.term import Term
+
+_Ranks = tuple[int, int, bool]
+"""Tensor-parallel ranks, micro-batch, and whether sequence parallelism is on."""
+_Seconds = tuple[float, float]
+"""Of a layer, and of the head."""
+LAYER = (Term.FORWARD, Term.BACKWARD, Term.TENSOR_PARALLEL)
+
+
+def layer_floors(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
+    """Seconds that no plan of each shape beats."""
+    seconds = _seconds(question, {_ranks(shape) for shape in shapes})
+    floors_s: dict[tuple[int, int, int, _Seconds | None], float] = {}
+    every = []
+    for shape in shapes:
+        each = seconds.get(_ranks(shape))
+        key = shape.stages, shape.vpp, shape.grad_accum, each
+        if key not in floors_s:
+            floors_s[key] = _floor_s(question, shape, each)
+        every.append(floors_s[key])
+    return every
+
+
+def _ranks(shape: EqualPipeline) -> _Ranks:
+    return shape.tp, shape.micro_batch, shape.sequence_parallel
+
+
+def _floor_s(question: SearchProblem, shape: EqualPipeline, seconds: _Seconds | None) -> float:
+    if seconds is None:
+        return 0.0
+    layer_s, head_s = seconds
+    counts = layer_counts(question, shape) or range(1, question.evaluator.job.model.layers + 1)
+    layers = np.array(counts, dtype=np.float64)
+    none = np.zeros(len(layers))
+    others = LeastTimes(layer_s * layers, layer_s * layers, none)
+    last = LeastTimes(layer_s * layers + head_s, layer_s * layers + head_s, none)
+    return bound_of(question, shape, (last if shape.stages == 1 else others, others, last)).value_s
+
+
+def _seconds(question: SearchProblem, ranks: set[_Ranks]) -> dict[_Ranks, _Seconds]:
+    """By ranks whose group fills whole nodes, or a part of one."""
+    cluster, cp = question.evaluator.job.cluster, question.evaluator.job.execution.context_parallel
+    groups: dict[tuple[int, int, bool], list[_Ranks]] = {}
+    for one in sorted(ranks):
+        mesh = nodes_and_gpus(one[0] * cp, cluster.gpus_per_node)
+        if mesh is not None:
+            groups.setdefault((*mesh, one[2]), []).append(one)
+    seconds: dict[_Ranks, _Seconds] = {}
+    for (nodes, gpus, sequence_parallel), members in groups.items():
+        question.tick()
+        grid = _grid(question, members, (nodes, gpus), sequence_parallel)
+        terms = question.evaluator.terms(grid).stable
+        layer_s = sum((terms[name].per_layer for name in LAYER if name in terms), start=np.zeros(1))
+        head_s = terms[Term.HEAD].fixed if Term.HEAD in terms else np.zeros(1)
+        each = [np.broadcast_to(part, (len(members),)) for part in (layer_s, head_s)]
+        seconds.update(
+            (one, (float(layer), float(head))) for one, layer, head in zip(members, *each, strict=True)
+        )
+    return seconds
+
+
+def _grid(
+    question: SearchProblem, members: Sequence[_Ranks], mesh: tuple[int, int], sequence_parallel: bool
+) -> StageGrid:
+    """One replica of one stage that has the head."""
+
+    def column(values: Sequence[int]) -> Array:
+        return np.array(values, dtype=np.float64)
+
+    zero, one = np.zeros(1), np.ones(1)
+    return StageGrid(
+        role=StageRole.LAST,
+        nodes=mesh[0],
+        gpus_per_node=mesh[1],
+        sequence_parallel=sequence_parallel,
+        recompute=least_recompute(question.space),
+        layers=one,
+        ckpt=zero,
+        in_flight=one,
+        micro_batch=column([micro_batch for _, micro_batch, _ in members]),
+        dp=one,
+        tp=column([tp for tp, _, _ in members]),
+        zero=zero + min(question.space.zero),
+        grad_accum=one,
+        offload=alike(zero),
+        stages=2,
+    )
