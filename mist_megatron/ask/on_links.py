@@ -27,6 +27,8 @@ class OnLinks:
     """Plans that were placed."""
     complete: bool = True
     """Nothing ended the searches early."""
+    of_any_sizes: bool = False
+    """Stages might have been of unequal sizes; that plan's are equal."""
 
     @property
     def best(self) -> PlacedPlan:
@@ -60,8 +62,9 @@ class OnLinks:
         mine, other = told_apart([self.best.plan, self.alike.plan])
         differs = f"{other} would be best" if mine != other else "other layers or fractions would be best"
         return (
-            f"the links change the plan: were all alike, {differs}, which on its best nodes takes "
-            f"{self.alike.iteration_s:.4g} s ({self.gain:+.1%})"
+            f"the links change the plan: were all alike, {differs}"
+            + (" of stages of equal sizes" if self.of_any_sizes else "")
+            + f", which on its best nodes takes {self.alike.iteration_s:.4g} s ({self.gain:+.1%})"
         )
 
     def to_dict(self) -> dict[str, Any]:

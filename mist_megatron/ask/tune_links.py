@@ -4,6 +4,9 @@ A search prices all nodes alike. With the best that a group of so many nodes can
 what no plan is faster than, wherever it is placed, and gives the shapes worth placing; with the links that a
 plan has where it was placed it gives plans that suit them better. Each is placed and priced as `place` does,
 and the fastest is told. The bound is of the best links, so that a plan on slow ones is told with a gap.
+
+Only the search for the bound looks at stages of unequal sizes and at every fraction of what may be offloaded.
+The others look for shapes, at the ends of these fractions, and what is best for a shape is asked of it alone.
 """
 
 from __future__ import annotations
@@ -19,20 +22,23 @@ from mist_megatron.ask.tune import Means, Tuned, provenances, searched
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.placed import placed_stages
 from mist_megatron.cost.predict import job_of, predict
-from mist_megatron.errors import InputError
+from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.price.linked import LinkedPrices
+from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline
 from mist_megatron.search.place import best_rates
 from mist_megatron.search.search import SearchResult, Settings, Status, StoppedEmpty
 from mist_megatron.search.solution import Solution, plan_of
-from mist_megatron.search.space import Space
+from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.links import LinkMatrix
 from mist_megatron.spec.plan import Plan
 
-SHAPES = 8
-"""Of each search that are placed; a fixed number, so that how many are told does not change the best."""
+SHAPES, BOUND_SHAPES = 8, 4
+"""Of each search that are placed; fixed numbers, so that how many are told does not change the best."""
 MORE_SHAPES = 32
 """Of the search with the best links, where more shapes than those may be faster than what was found."""
+ENDS = 1.0
+"""Step of offload fractions where shapes are looked for."""
 ROUNDS = 3
 """Searches with the links of the plan that was found, at most."""
 BETTER = 1e-4
@@ -43,6 +49,7 @@ FORMS_APART = 1e-3
 chunks (0.02 % at most, of 211 plans on equal links)."""
 
 Rates = tuple[float, ...]
+_Found = tuple[Solution, PlacedPlan | None]
 
 
 @dataclass
@@ -94,28 +101,45 @@ def tune_on(asked: Asked, matrix: LinkMatrix, means: Means, notes: Sequence[str]
     """The fastest plans found on nodes of the matrix, and by how much none can be faster."""
     started = time.monotonic()
     job, space, settings = asked.job, asked.space, asked.settings
-    many = replace(settings, top=SHAPES)
+    alike_sizes = replace(space, unequal=False)
     tried = _Tried(matrix)
 
-    def look(rates: Rates, how: Settings) -> tuple[SearchResult, PlacedPlan | None]:
+    def look(rates: Rates, how: Settings, within: Space = space) -> tuple[SearchResult, list[_Found]]:
         def evaluator_of(choice: Job) -> tuple[StageEvaluator, str]:
             return _evaluator(choice, matrix, rates)
 
-        result, priced = searched(job, space, how, means, evaluator_of)
-        wanted = [one for one in result.solutions if rates is not best or one.value_s < tried.best_s]
-        placed = [tried.add(priced[one.execution][0], one) for one in wanted]
-        return result, placed[0] if placed else None
+        result, priced = searched(job, within, how, means, evaluator_of)
+        wanted = (one for one in result.solutions if rates is not best or one.value_s < tried.best_s)
+        return result, [(one, tried.add(priced[one.execution][0], one)) for one in wanted]
+
+    def quick_look(rates: Rates, how: Settings) -> list[_Found]:
+        try:
+            return look(rates, how, alike_sizes)[1]
+        except StoppedEmpty:
+            raise
+        except NoFeasiblePlan:  # none that is faster, or only of unequal sizes or between the ends
+            return []
+
+    def look_well(rates: Rates) -> PlacedPlan | None:
+        """Shapes first, then each of these by itself; the best where nodes have such rates, placed."""
+        found = quick_look(rates, rough)
+        if offloads:
+            alone = [replace(settings, top=1, limits=_only(one.shape, settings.limits)) for one, _ in found]
+            found = [pair for how in alone for pair in quick_look(rates, how)]
+        return min(found, key=lambda pair: pair[0].value_s)[1] if found else None
 
     best = _loaded(best_rates(matrix), job, matrix)
-    bound, _ = look(best, many)
+    bound, _ = look(best, replace(settings, top=BOUND_SHAPES))
+    offloads = "any" in dict(bound.space.offload.items()).values()
+    rough = replace(settings, top=SHAPES, step=ENDS if offloads else settings.step)
     alike, status = None, bound.status
     try:
-        if len(bound.solutions) == SHAPES and bound.solutions[-1].value_s < tried.best_s:
-            look(best, replace(settings, top=MORE_SHAPES))
-        _, alike = look((matrix.median_bytes_per_s,) * 2, many)
+        alike = look_well((matrix.median_bytes_per_s,) * 2)
+        if len(bound.solutions) == BOUND_SHAPES and bound.solutions[-1].value_s < tried.best_s:
+            quick_look(best, replace(rough, top=MORE_SHAPES, below_s=tried.best_s))
         for _ in range(ROUNDS if tried.by_plan else 0):
             before_s = tried.best_s
-            look(_seen(tried.best.plan, best), many)
+            look_well(_seen(tried.best.plan, best))
             if tried.best_s > before_s * (1.0 - BETTER):
                 break
     except (StoppedEmpty, KeyboardInterrupt):
@@ -129,6 +153,14 @@ def tune_on(asked: Asked, matrix: LinkMatrix, means: Means, notes: Sequence[str]
         assert tried.refused is not None
         raise tried.refused
     return _told(asked, bound, tried, alike, tuple(notes), time.monotonic() - started)
+
+
+def _only(shape: EqualPipeline | MixedPipeline, limits: Limits) -> Limits:
+    """What the user fixed, and as much of a shape as can be."""
+    fixed = {**limits.fixed, "pp": shape.stages, "grad_accum": shape.grad_accum, "vpp": shape.vpp}
+    if isinstance(shape, EqualPipeline):
+        fixed |= {"dp": shape.dp, "tp": shape.tp, "micro_batch": shape.micro_batch}
+    return replace(limits, fixed=fixed)
 
 
 def _evaluator(job: Job, matrix: LinkMatrix, rates: Rates) -> tuple[StageEvaluator, str]:
@@ -213,5 +245,6 @@ def _told(
             alike=alike,
             tried=len(tried.by_plan),
             complete=bound.status is Status.OPTIMAL,
+            of_any_sizes=bound.space.unequal,
         ),
     )
