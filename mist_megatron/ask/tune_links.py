@@ -23,7 +23,7 @@ from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.placed import placed_stages
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import InputError, NoFeasiblePlan
-from mist_megatron.price.linked import LinkedPrices
+from mist_megatron.price.wrappers import LinkedPrices
 from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline
 from mist_megatron.search.place import best_rates
 from mist_megatron.search.search import SearchResult, Settings, Status, StoppedEmpty

@@ -128,7 +128,7 @@ def _solvers(around: Surroundings) -> list[Check]:
     needed, fix = "tune --solver milp", "pip install 'mist-megatron[milp]'"
     if around.import_error("pulp") is not None:
         return [Check(name="pulp", state="missing", found="-", needed_for=needed, fix=fix)]
-    from mist_megatron.search.solvers import usable_solvers
+    from mist_megatron.search.milp import usable_solvers
 
     fixes = {"highs": fix, "cbc": "not needed beside highs"}
     return [

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.compile import Program
-from mist_megatron.cost.expert_values import model_values
 from mist_megatron.cost.grid import (
     OFFLOAD_SYMBOLS,
     Array,
@@ -22,11 +21,10 @@ from mist_megatron.cost.grid import (
     StageGrid,
     recompute_values,
 )
-from mist_megatron.cost.kinds import own_name
+from mist_megatron.cost.kinds import model_values, own_name, require_priced
 from mist_megatron.cost.layerwise import ended, mixed_memory, mixed_work, part_grids, resharding_of
 from mist_megatron.cost.learned import NEEDED, features_of, with_learned
 from mist_megatron.cost.priced_pairs import Pairs, PricedPairs
-from mist_megatron.cost.priced_parts import require_priced
 from mist_megatron.cost.program_cache import Store, load_or_build
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
 from mist_megatron.cost.stage import StageProgram, price_passes, with_unfused_softmax
@@ -36,14 +34,13 @@ from mist_megatron.cost.terms import (
     StageLoads,
     StageTerms,
     TimeContext,
+    time_context_of,
     totals,
 )
-from mist_megatron.cost.time_context import time_context_of
 from mist_megatron.cost.unlike import boundary_sides, with_tables
 from mist_megatron.cost.work import StageWork, stage_work
-from mist_megatron.price.deterministic import DeterministicPrices
-from mist_megatron.price.four_bit import FourBitPrices
 from mist_megatron.price.prices import Prices
+from mist_megatron.price.wrappers import DeterministicPrices, FourBitPrices
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.learned_memory import LearnedMemory

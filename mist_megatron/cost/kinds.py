@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mist_megatron.errors import InputError
+from mist_megatron.spec.job import Job
 from mist_megatron.spec.layer import OWN_KIND, LayerSpec
 from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.plan import Execution
 
 SIZES: Mapping[str, Callable[[LayerSpec, float], float]] = {
     "h": lambda layer, _: float(layer.hidden),
@@ -66,3 +69,54 @@ def size_values(model: ModelSpec, seq_len: float) -> dict[str, float]:
     if all(kind.entry is None and kind.cross_attention is None for kind in model.kinds):
         del values["sx"]
     return values
+
+
+def require_priced(model: ModelSpec) -> None:
+    """Refuse a model of which a part would be left out of time and memory."""
+    kinds = model.kinds
+    if any(kind.sinks for kind in kinds) and all(kind.window is None for kind in kinds):
+        raise InputError(
+            f"model {model.name}: models with attention sinks look through a window in every second layer, "
+            "which it does not say; wanted kinds with a window"
+        )
+    for part in ("experts", "latent_attention", "mamba", "delta_net"):
+        parts = {getattr(kind, part) for kind in model.kinds} - {None}
+        if len(parts) > 1:
+            words = part.replace("_", " ")
+            raise InputError(f"model {model.name}: layers whose {words} differ cannot be priced yet")
+
+
+def expert_values(model: ModelSpec, execution: Execution) -> dict[str, float]:
+    """Those of experts and of latent attention that a model has, by their names."""
+    values: dict[str, float] = {}
+    experts = model.routed
+    latent = next((kind.latent_attention for kind in model.kinds if kind.latent_attention is not None), None)
+    if experts is not None:
+        values |= {
+            "E": float(experts.count),
+            "K": float(experts.top_k),
+            "fe": float(experts.ffn_hidden),
+            "he": float(experts.latent or model.hidden),
+            "fs": float(experts.shared_ffn_hidden),
+            "im": execution.expert_imbalance or 1.0,
+        }
+    if latent is not None:
+        values |= {
+            "lq": float(latent.q_lora),
+            "lk": float(latent.kv_lora),
+            "en": float(latent.nope_head_dim),
+            "er": float(latent.rope_head_dim),
+            "ev": float(latent.v_head_dim),
+        }
+    return values
+
+
+def model_values(job: Job) -> dict[str, float]:
+    """Values of all such symbols (`cost/symbols.py`)."""
+    seq_len = float(job.training.seq_len)
+    return {
+        "s": seq_len,
+        "cp": float(job.execution.context_parallel),
+        **size_values(job.model, seq_len),
+        **expert_values(job.model, job.execution),
+    }

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from mist_megatron.cost.grid import Array, StageGrid
-from mist_megatron.price.learned_memory import learned_bytes
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.learned_memory import LearnedMemory
+from mist_megatron.spec.learned_memory import REACH, LearnedMemory
 
 NEEDED = ("held", "term.activations", "term.framework", "term.buffers")
 """Sizes without which nothing can be added."""
@@ -45,3 +44,13 @@ def with_learned(
     more = learned_bytes(learned, features)
     least = sizes["term.activations"] - sizes["term.framework"] - sizes["term.buffers"] - more
     return {**sizes, "held": sizes["held"] + more, "term.learned": more, "beyond.states": least}
+
+
+def learned_bytes(learned: LearnedMemory, sizes: Mapping[str, Array]) -> Array:
+    """Beyond what is computed; below 0 where that is too much."""
+    total: Array = np.asarray(learned.constant_bytes)
+    for feature, slope in learned.slopes_bytes.items():
+        low, high = learned.ranges[feature]
+        doublings = np.log2(np.minimum(np.maximum(sizes[feature], low / 2**REACH), high * 2**REACH))
+        total = total + slope * doublings
+    return total

@@ -11,9 +11,11 @@ import numpy as np
 
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.price.prices import Array, Prices
+from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import Mesh
 from mist_megatron.spec.term import AT_STEP, IN_STEPPING_PASS, Term
-from mist_megatron.targets.facts import TrafficFacts
+from mist_megatron.targets.facts import MemoryFacts, TrafficFacts
+from mist_megatron.targets.table import TARGETS
 
 ZERO = np.zeros(())
 
@@ -257,3 +259,24 @@ def steps_of(delta: Mapping[Term, object], facts: TrafficFacts) -> tuple[Term, .
         # What both ends of the pipeline reduce when they have summed those.
         return (*steps, Term.GRADIENT_REDUCTION)
     return steps
+
+
+def time_context_of(job: Job, prices: Prices, facts: MemoryFacts, without: frozenset[Term]) -> TimeContext:
+    """From a job, its prices and what its target holds and overlaps."""
+    execution = job.execution
+    return TimeContext(
+        prices=prices,
+        facts=TARGETS[job.target].traffic(execution),
+        interference=prices.interference(),
+        weight_bytes=2.0,
+        grad_bytes=float(facts.grad_bytes),
+        optimizer_bytes=float(facts.optimizer_bytes),
+        tensor_collectives_overlap=bool(execution.tp_comm_overlap),
+        cluster_gpus=job.cluster.gpus,
+        cluster_gpus_per_node=job.cluster.linked_gpus,
+        context_parallel=execution.context_parallel,
+        model_layers=job.model.layers,
+        without=without,
+        expert_overlap=bool(execution.expert_overlap),
+        recomputes_first_layers=facts.recomputes_first_layers,
+    )

@@ -28,9 +28,19 @@ import numpy as np
 
 from mist_megatron.events.built import Built, PassSpan
 from mist_megatron.events.engine import Deadlock, Program, Stream, Timeline
-from mist_megatron.events.gathers import launches, waited_for
-from mist_megatron.events.step_events import end_of_iteration, on_arrival, reduced
-from mist_megatron.events.tasks import LayerTasks, NamedLayer, PassTasks, StageTasks, Workload, around_experts
+from mist_megatron.events.tasks import (
+    LayerTasks,
+    NamedLayer,
+    PassTasks,
+    StageTasks,
+    Workload,
+    around_experts,
+    end_of_iteration,
+    launches,
+    on_arrival,
+    reduced,
+    waited_for,
+)
 from mist_megatron.spec.passes import Order, Pass, PassKind
 from mist_megatron.spec.schedule import SCHEDULES
 

@@ -7,7 +7,7 @@ micro-batches and data-parallel replicas (DistSim's observation).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from mist_megatron.cost.traffic import gathers_by_chunk, reduces_by_chunk
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer, last_layer_stays
 from mist_megatron.events.engine import Stream
 from mist_megatron.spec.mesh import Group
+from mist_megatron.spec.passes import Pass, PassKind
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.term import Term
 
@@ -366,3 +367,64 @@ def _runs(plan: Plan, position: int, kinds: _Kinds) -> tuple[NamedLayer, ...]:
 def _stopped(work: PassTasks, seconds: float) -> PassTasks:
     """With a collective more that compute waits for."""
     return replace(work, tensor_s=work.tensor_s + seconds)
+
+
+def launches(work: Workload, orders: Sequence[Sequence[Pass]]) -> list[dict[int, list[int]]]:
+    """By stage: place in its order -> chunks whose gathers of updated weights begin there, on all stages at
+    the same time.
+
+    `forward_backward_pipelining_with_interleaving` of megatron-core 0.19 starts those of the first two chunks
+    when the step begins; those of any other as many forward passes before the first one of the chunk before
+    it as the stage has stages before it (`param_sync_func`, which Megatron's training.py sets unless it is
+    given --no-align-param-gather).
+    """
+    chunks = len(work.stages[0].chunks) if work.gathers_by_chunk else 0
+    return [_of_stage(order, before, chunks) for before, order in enumerate(orders)]
+
+
+def _of_stage(order: Sequence[Pass], before: int, chunks: int) -> dict[int, list[int]]:
+    places = [place for place, step in enumerate(order) if step.kind is PassKind.FORWARD]
+    first = {order[place].chunk: k for k, place in enumerate(places) if order[place].micro_batch == 0}
+    gathers = {places[0]: list(range(min(2, chunks)))}
+    for chunk in range(2, chunks):
+        earlier = first[chunk - 1] - before
+        if earlier >= 0:
+            gathers.setdefault(places[earlier], []).append(chunk)
+    return gathers
+
+
+def waited_for(layers: Sequence[NamedLayer], gathers: Sequence[int], *, bucketed: bool) -> dict[str, int]:
+    """Which gather each layer of a chunk waits for: its own; of one bucket the last."""
+    return {
+        layer.name: gather if bucketed else gathers[-1] for layer, gather in zip(layers, gathers, strict=True)
+    }
+
+
+Chain = tuple[tuple[str, str, Stream, float], ...]
+"""Kind, name, stream and seconds of each."""
+
+
+def reduced(stage: StageTasks, *, alone: bool) -> Chain:
+    """Once per iteration, one after another: all gradients at once, if it is their turn."""
+    return (("gradient reduction", "all gradients", Stream.GPU_TO_GPU, stage.step.reduction_s * alone),)
+
+
+def on_arrival(stage: StageTasks) -> Chain:
+    """What of a step that each layer takes before its first forward pass stops that pass."""
+    return (
+        ("host Adam", "host Adam", Stream.HOST, stage.step.host_adam_s),
+        ("weight gather", "all weights", Stream.GPU_TO_GPU, stage.step.gather_s),
+    )
+
+
+def end_of_iteration(stage: StageTasks, steps_on_arrival: bool) -> Chain:
+    """The update and what surrounds it."""
+    step = stage.step
+    adam, gathered = on_arrival(stage)
+    return (
+        ("optimizer step", "optimizer step", Stream.COMPUTE, step.optimizer_s),
+        *(() if steps_on_arrival else (adam,)),
+        ("copy in", "updated weights", Stream.HOST_TO_DEVICE, step.host_copies_s),
+        *(() if steps_on_arrival else (gathered,)),
+        ("host work", "end of step", Stream.HOST, step.host_s),
+    )

@@ -6,7 +6,7 @@ Binaries choose one (layers, GPUs, front point) per stage; epigraph variables ca
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -176,3 +176,14 @@ def _solver(name: MilpSolver) -> Any:
 
 def _picked(row: list[Any]) -> int:
     return next(k for k, pick in enumerate(row) if pick.value() is not None and pick.value() > 0.5)
+
+
+def usable_solvers() -> Mapping[str, bool]:
+    """Solver -> whether it answers. The exact search needs none of them; `--solver milp` needs one."""
+    with warnings.catch_warnings():
+        # PuLP 3 announces the interface of PuLP 4, which needs Python 3.12; we pin 3.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return {
+            "highs": bool(pulp.HiGHS(msg=False).available()),
+            "cbc": bool(pulp.PULP_CBC_CMD(msg=False).available() or pulp.COIN_CMD(msg=False).available()),
+        }

@@ -13,8 +13,8 @@ from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import EmitError
 from mist_megatron.price.datasheet import datasheet_prices
-from mist_megatron.price.deterministic import DeterministicPrices
 from mist_megatron.price.prices import Attention, Gemm, MemoryPass, Prices
+from mist_megatron.price.wrappers import DeterministicPrices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.targets.rules import violations

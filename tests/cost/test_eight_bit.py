@@ -13,8 +13,8 @@ from mist_megatron.cost.layers import LayerOptions, block, head
 from mist_megatron.cost.operators import WorkKind
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.price.datasheet import datasheet_prices
-from mist_megatron.price.four_bit import FourBitPrices
 from mist_megatron.price.prices import Gemm, GroupedGemm, MemoryPass
+from mist_megatron.price.wrappers import FourBitPrices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.presets import PRESETS

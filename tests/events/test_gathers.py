@@ -7,7 +7,6 @@ from plans_to_play import evaluator_of, plan_of
 
 from mist_megatron.events.build import build
 from mist_megatron.events.engine import run_program
-from mist_megatron.events.gathers import launches
 from mist_megatron.events.tasks import (
     LayerTasks,
     NamedLayer,
@@ -15,6 +14,7 @@ from mist_megatron.events.tasks import (
     StageTasks,
     StepTasks,
     Workload,
+    launches,
     workload_of,
 )
 from mist_megatron.spec.passes import PassKind

@@ -22,8 +22,7 @@ from mist_megatron.frameworks.megatron.experts import expert_environment, patter
 from mist_megatron.frameworks.megatron.lint import lint_megatron
 from mist_megatron.frameworks.megatron.model import model_flags
 from mist_megatron.frameworks.megatron.read import plan_of, with_stages
-from mist_megatron.frameworks.megatron.read_parts import pattern_of
-from mist_megatron.frameworks.megatron.read_switches import quantization_of
+from mist_megatron.frameworks.megatron.read_parts import pattern_of, quantization_of
 from mist_megatron.frameworks.megatron.reader import Reader
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec

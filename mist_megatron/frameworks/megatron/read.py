@@ -15,13 +15,11 @@ from mist_megatron.frameworks.megatron.read_parts import (
     dispatcher_of,
     expert_ranks,
     experts_of,
-    latent_of,
-    with_groups,
-)
-from mist_megatron.frameworks.megatron.read_switches import (
     graphs_of,
+    latent_of,
     optimizer_bytes_of,
     quantization_of,
+    with_groups,
 )
 from mist_megatron.frameworks.megatron.reader import Reader, cut
 from mist_megatron.frameworks.megatron.recompute import PARTS, WHOLE_LAYERS, kind_of, modules_of

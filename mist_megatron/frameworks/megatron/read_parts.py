@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.megatron.reader import Reader, cut
 from mist_megatron.spec.experts import Balance, ExpertSpec, LatentAttention, Router
-from mist_megatron.spec.kinds import Dispatcher
+from mist_megatron.spec.kinds import Dispatcher, GraphModule, Quantization
 from mist_megatron.spec.layer import LayerGroup, LayerKind
 from mist_megatron.spec.model import MOST_LAYERS, ModelSpec
 
@@ -180,3 +180,44 @@ def _value(node: ast.expr) -> list[int] | int:
         if isinstance(left, list) and isinstance(node.op, ast.Mult) and isinstance(right, int):
             return left * min(right, MOST_LAYERS // max(len(left), 1) + 1)
     raise ValueError
+
+
+_WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+def graphs_of(read: Reader) -> tuple[GraphModule, ...] | None:
+    """What is replayed: a graph without modules is one of whole layers."""
+    impl = read.text("cuda-graph-impl", "none")
+    if impl == "none":
+        return None
+    if impl == "full_iteration":
+        return ("full_iteration",)
+    named = read.options.get("cuda-graph-modules", ()) or ("layer",)
+    for name in named:
+        if name not in get_args(GraphModule):
+            raise InputError(
+                f"{read.where}: --cuda-graph-modules has {cut(name)!r}",
+                details=(f"wanted some of {', '.join(get_args(GraphModule))}",),
+            )
+    return cast(tuple[GraphModule, ...], tuple(named))
+
+
+def quantization_of(read: Reader) -> Quantization | None:
+    """How operands are scaled, where it is not by delayed scaling."""
+    if read.has("fp4-format"):
+        return "nvfp4"
+    said = read.text("fp8-recipe", "delayed") if read.has("fp8-format") else "delayed"
+    return cast(Quantization, said) if said in get_args(Quantization) and said != "delayed" else None
+
+
+def optimizer_bytes_of(read: Reader) -> int | None:
+    """Of master weight and moments, by a precision-aware optimizer: bf16 weights, and those of delayed
+    scaling, hold half of their masters. States in host memory keep 12."""
+    if not read.has("use-precision-aware-optimizer") or read.has("optimizer-cpu-offload"):
+        return None
+    widths = [read.text(f"{name}-dtype", "fp32") for name in ("exp-avg", "exp-avg-sq")]
+    for width in widths:
+        if width not in _WIDTHS:
+            raise InputError(f"{read.where}: a moment of {cut(width)!r}; wanted {', '.join(_WIDTHS)}")
+    master = 2 if quantization_of(read) is None and not read.has("fp16") else 4
+    return master + sum(_WIDTHS[width] for width in widths)

@@ -5,6 +5,7 @@ Flags of megatron-core 0.19; names and rules are held against its own parser by 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from mist_megatron.frameworks.flags import Flags, arguments, flag, when
@@ -14,10 +15,10 @@ from mist_megatron.frameworks.megatron.hybrids import pattern as hybrid_pattern
 from mist_megatron.frameworks.megatron.model import (
     attention_flags,
     model_flags,
+    model_refusals,
 )
 from mist_megatron.frameworks.megatron.patches import patches
 from mist_megatron.frameworks.megatron.recompute import recompute_settings
-from mist_megatron.frameworks.megatron.rules import refusals
 from mist_megatron.frameworks.megatron.switches import (
     graph_flags,
     keeps_narrow,
@@ -25,7 +26,7 @@ from mist_megatron.frameworks.megatron.switches import (
     overlap_flags,
     precision_flags,
 )
-from mist_megatron.frameworks.refusal import refuse
+from mist_megatron.frameworks.refusal import Refusal, refuse
 from mist_megatron.frameworks.stages_json import stages_document
 from mist_megatron.spec.catalogue import BLACKWELL
 from mist_megatron.spec.plan import Plan
@@ -210,3 +211,18 @@ def stages(plan: Plan) -> dict[str, Any]:
         environment=environment(plan),
         patches=patches(plan),
     )
+
+
+def refusals(plan: Plan) -> tuple[Refusal, ...]:
+    """All reasons why its files would train something else; empty when they train it."""
+    return (*model_refusals(plan.model), *_patched_experts(plan))
+
+
+def _patched_experts(plan: Plan) -> Iterator[Refusal]:
+    """Patches were written for layers of attention and one MLP, whose weights all ranks of a group share."""
+    if patches(plan) and plan.model.routed is not None:
+        yield Refusal(
+            rule="patches know no experts",
+            got=f"a plan of {plan.model.name} that needs {', '.join(patches(plan))}",
+            instead="target megatron, without what needs them",
+        )
