@@ -112,6 +112,8 @@ class Tuned:
     """What the events say of the plans, where that was asked for."""
     on_links: OnLinks | None = None
     """Which node goes where, where measured links were given."""
+    on_fewer: bool = False
+    """Whether fewer of the GPUs were tried too."""
     notes: tuple[str, ...] = ()
     """What else was found, such as how many GPUs are the fewest that will do."""
     files: tuple[str, ...] = ()
@@ -393,7 +395,7 @@ def left_out_words(tuned: Tuned) -> str:
     """What the proof is not about."""
     space, cluster, words = tuned.space, tuned.job.cluster, ["to a millionth"]
     if cluster.gpus > 1:
-        words.append("on all GPUs")
+        words.append("on any whole nodes, or part of one" if tuned.on_fewer else "on all GPUs")
     routed = tuned.job.model.routed is not None
     if cluster.nodes > 1 and (routed or not space.tensor_over_nodes):
         words.append(

@@ -13,7 +13,9 @@ import numpy as np
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.search.bounds import LeastTimes, SearchProblem, bound_of, layer_counts, least_recompute
 from mist_megatron.search.choices import Array
-from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.experts import divisors
+from mist_megatron.search.pipelines import EqualPipeline, tensor_sizes
+from mist_megatron.search.space import Limits
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole, nodes_and_gpus
 from mist_megatron.spec.term import Term
@@ -22,12 +24,12 @@ _Ranks = tuple[int, int, bool]
 """Tensor-parallel ranks, micro-batch, and whether sequence parallelism is on."""
 _Seconds = tuple[float, float]
 """Of a layer, and of the head."""
-LAYER = (Term.FORWARD, Term.BACKWARD, Term.TENSOR_PARALLEL)
+COMPUTE = (Term.FORWARD, Term.BACKWARD)
 
 
 def layer_floors(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
     """Seconds that no plan of each shape beats."""
-    seconds = _seconds(question, {_ranks(shape) for shape in shapes})
+    seconds = _seconds(question, {_ranks(shape) for shape in shapes}, (*COMPUTE, Term.TENSOR_PARALLEL))
     floors_s: dict[tuple[int, int, int, _Seconds | None], float] = {}
     every = []
     for shape in shapes:
@@ -37,6 +39,26 @@ def layer_floors(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> li
             floors_s[key] = _floor_s(question, shape, each)
         every.append(floors_s[key])
     return every
+
+
+def least_gpu_s(question: SearchProblem, limits: Limits) -> float:
+    """GPU-seconds that layers and head compute in a step at least, on any number of the job's GPUs."""
+    job, space = question.evaluator.job, question.space
+    cp, batch = job.execution.context_parallel, job.training.global_batch
+    ranks = {
+        (tp, micro_batch, on)
+        for tp in tensor_sizes(job, space, limits, job.cluster.gpus)
+        for micro_batch in divisors(batch)
+        for on in (False, True)[: 1 + (tp > 1)]
+    }
+    seconds = _seconds(question, ranks, COMPUTE)
+    if len(seconds) < len(ranks):
+        return 0.0
+    each = [
+        [tp * cp * part / micro_batch for part in parts] for (tp, micro_batch, _), parts in seconds.items()
+    ]
+    layer_s, head_s = (float(min(parts)) for parts in zip(*each, strict=True))
+    return float(batch * (job.model.layers * layer_s + head_s))
 
 
 def _ranks(shape: EqualPipeline) -> _Ranks:
@@ -55,7 +77,9 @@ def _floor_s(question: SearchProblem, shape: EqualPipeline, seconds: _Seconds | 
     return bound_of(question, shape, (last if shape.stages == 1 else others, others, last)).value_s
 
 
-def _seconds(question: SearchProblem, ranks: set[_Ranks]) -> dict[_Ranks, _Seconds]:
+def _seconds(
+    question: SearchProblem, ranks: set[_Ranks], of_layer: tuple[Term, ...]
+) -> dict[_Ranks, _Seconds]:
     """By ranks whose group fills whole nodes, or a part of one."""
     cluster, cp = question.evaluator.job.cluster, question.evaluator.job.execution.context_parallel
     groups: dict[tuple[int, int, bool], list[_Ranks]] = {}
@@ -68,7 +92,7 @@ def _seconds(question: SearchProblem, ranks: set[_Ranks]) -> dict[_Ranks, _Secon
         question.tick()
         grid = _grid(question, members, (nodes, gpus), sequence_parallel)
         terms = question.evaluator.terms(grid).stable
-        layer_s = sum((terms[name].per_layer for name in LAYER if name in terms), start=np.zeros(1))
+        layer_s = sum((terms[name].per_layer for name in of_layer if name in terms), start=np.zeros(1))
         head_s = terms[Term.HEAD].fixed if Term.HEAD in terms else np.zeros(1)
         each = [np.broadcast_to(part, (len(members),)) for part in (layer_s, head_s)]
         seconds.update(

@@ -39,14 +39,15 @@ Pair = tuple[Bound, Item]
 Bounded = Callable[[Sequence[Item]], Sequence[Pair]]
 """Items that may fit, with their bounds."""
 
-AT_ONCE = 1.02
-"""Items whose floors are so near the least are looked at in one batch."""
+AT_ONCE, WIDER = 1.02, 2.0
+"""Items whose floors are so near the least are looked at in one batch, and further on each time that was not
+enough: floors far below the bounds must not cost a call for each few of them."""
 
 
 class Queue:
     """Items of one kind."""
 
-    at_once = AT_ONCE
+    at_once, wider = AT_ONCE, WIDER
 
     def __init__(self, items: Sequence[Item], least_s: Sequence[float], bounded: Bounded) -> None:
         self._bounded = bounded
@@ -87,7 +88,9 @@ class Queue:
             known = position < len(self._ready) and self._ready[position][0] < floor_s
             if known or floor_s >= limit_s:
                 break
-            self._look(min(floor_s * self.at_once, most_s))
+            ahead_s = self._ready[position][0] if position < len(self._ready) else math.inf
+            self._look(max(floor_s, min(floor_s * self.at_once, most_s, limit_s, ahead_s)))
+            self.at_once = min(self.at_once**self.wider, 2.0)
         if position < len(self._ready) and self._ready[position][0] < limit_s:
             return self._ready[position][2]
         return None
@@ -133,7 +136,7 @@ class HandedQueue(Queue):
 class SpreadQueue(Queue):
     """Shapes of models with experts, which are made when their bound is the least."""
 
-    at_once = 1.1
+    at_once, wider = 1.1, 1.0
 
     def __init__(
         self, shapes: Callable[[], SpreadShapes], bounded: Bounded, least_s: float, count: int

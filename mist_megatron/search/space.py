@@ -41,6 +41,8 @@ class Space:
     summary: str
     pipeline: bool = True
     tensor_parallel: bool = True
+    fewer_gpus: bool = False
+    """Some of the nodes, or of one node's GPUs, may be left idle."""
     tensor_over_nodes: bool = False
     """Tensor-parallel ranks may lie on nodes that no fast links join."""
     uneven_layers: bool = False
@@ -255,6 +257,7 @@ _SPACES = (
         sequence_parallel=True,
         interleaved=True,
         near_even=True,
+        fewer_gpus=True,
         tensor_over_nodes=True,
         context_parallel=True,
         context_exchanges=CONTEXT_EXCHANGES,
@@ -364,6 +367,7 @@ SWITCH_KEYS = (
     *(f"dispatcher.{kind}" for kind in DISPATCHERS),
     *(f"context_exchange.{kind}" for kind in CONTEXT_EXCHANGES),
     "tensor_over_nodes",
+    "fewer_gpus",
     *(f"offload.{kind}" for kind in KINDS),
 )
 

@@ -11,7 +11,9 @@ from jobs import small_job
 
 from mist_megatron.ask.emit import framework_files
 from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.fewer_gpus import least_gpu_s_of
 from mist_megatron.ask.tune import tune
+from mist_megatron.ask.tune_words import tune as tune_words
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import InputError
 from mist_megatron.search.search import Settings
@@ -114,3 +116,26 @@ def test_either_exchange_can_be_asked_for():
     assert told == [None, "a2a"]
     with pytest.raises(InputError, match="contradicts"):
         parse_limits(("context_exchange=a2a",), ("context_exchange.a2a",), ())
+
+
+def test_fewer_gpus_over_slow_links():
+    """Two of four nodes, or one, where sends between them cost more than their GPUs gain."""
+    words = {"model": "gpt3-1.3b", "gpus": 8, "gpus_per_node": 2, "gpu": "a100-sxm-40gb", "seq": 1024}
+    words = {**words, "global_batch": 4, "bandwidth": ["inter=1GB/s"], "space": "full"}
+    found = tune_words(**words)
+    each = {gpus: tune_words(**{**words, "gpus": gpus, "forbid": "fewer_gpus"}) for gpus in (8, 6, 4, 2)}
+    each[1] = tune_words(**{**words, "gpus": 1, "gpus_per_node": 1, "forbid": "fewer_gpus"})
+    fastest = min(each.values(), key=lambda tuned: tuned.iteration_s)
+    assert found.iteration_s == fastest.iteration_s < each[8].iteration_s
+    assert found.plan.cluster.gpus < 8 and "of the 8 GPUs are faster than all" in found.notes[0]
+    assert "on any whole nodes, or part of one" in repr(found).replace("\n    ", " ")
+    assert "on all GPUs" in repr(each[8]).replace("\n    ", " ")
+
+
+def test_numbers_on_which_layers_alone_take_too_long_are_passed_over():
+    """What is passed over has no faster plan."""
+    job = replace(spread_job(2, batch=8, seq=2048), target="megatron")
+    gpu_s = least_gpu_s_of(job, FULL, Settings())
+    for gpus, per_node in ((4, 2), (2, 2), (1, 1)):
+        part = replace(job, cluster=replace(job.cluster, nodes=gpus // per_node, gpus_per_node=per_node))
+        assert 0.3 * tune(part).iteration_s < gpu_s / gpus < tune(part).iteration_s

@@ -1,0 +1,75 @@
+"""A job on fewer of its GPUs, where that is faster: over slow links, or where the batch is small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.job_words import AskedJob
+from mist_megatron.ask.tune import Tuned
+from mist_megatron.errors import InputError, NoFeasiblePlan
+from mist_megatron.search.execution import execution_choices
+from mist_megatron.search.layer_floors import least_gpu_s
+from mist_megatron.search.search import Settings, Status, StoppedEmpty
+from mist_megatron.search.space import Space
+from mist_megatron.search.ways import Way, questions_of
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.job import Job
+
+
+def on_fewer(
+    asked: AskedJob, whole: Tuned, settings: Settings, search: Callable[[AskedJob, Settings], Tuned]
+) -> Tuned:
+    """The fastest on the job's GPUs or fewer of them. A number on which layers alone take as long as the best
+    so far is passed over; the others are searched for what is faster."""
+    job, best = asked.job, whole
+    if not may_be_fewer(job, whole.asked, settings) or whole.result.status is not Status.OPTIMAL:
+        return whole
+    gpu_s = least_gpu_s_of(job, whole.asked, settings)
+    for cluster in _smaller(job.cluster):
+        below_s = best.iteration_s
+        if gpu_s / cluster.gpus >= below_s:
+            continue
+        try:
+            answer = search(
+                replace(asked, job=replace(job, cluster=cluster)), replace(settings, below_s=below_s)
+            )
+        except StoppedEmpty:
+            return replace(best, notes=("stopped before all numbers of GPUs were tried",))
+        except (InputError, NoFeasiblePlan):
+            continue
+        if answer.iteration_s < below_s:
+            best = answer
+    if best is not whole:
+        gpus, every = best.job.cluster.gpus, job.cluster.gpus
+        words = f"{gpus} of the {every} GPUs are faster than all, on which no plan takes less than {{}}"
+        best = replace(best, notes=(*best.notes, words.format(f"{whole.iteration_s:.4g} s")))
+    return replace(best, on_fewer=True)
+
+
+def may_be_fewer(job: Job, space: Space, settings: Settings) -> bool:
+    """Whether the space leaves it open, of GPUs that are all alike; mixtures are searched on all."""
+    alike = not job.cluster.groups and job.model.alike and job.model.routed is None
+    return alike and space.fewer_gpus and "fewer_gpus" not in settings.limits.forbidden
+
+
+def _smaller(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
+    """Whole nodes, the most first, then parts of one."""
+    for nodes in range(cluster.nodes - 1, 0, -1):
+        yield replace(cluster, nodes=nodes)
+    for gpus in range(cluster.gpus_per_node - 1, 0, -1):
+        yield replace(cluster, nodes=1, gpus_per_node=gpus)
+
+
+def least_gpu_s_of(job: Job, space: Space, settings: Settings) -> float:
+    """What a step takes of GPUs at least, in whatever way it is executed: what layers compute where nothing
+    is run again depends on nothing but how sequences are split."""
+    ways: dict[object, Way] = {}
+    for choice in execution_choices(job, space, settings.limits):
+        said = choice.job.execution
+        same = said.context_parallel, said.context_exchange
+        if same not in ways:
+            ways[same] = Way(evaluator=evaluator_for(choice.job)[0], limits=choice.limits)
+    asked = zip(*questions_of(list(ways.values()), space, settings.step, settings.solver), strict=True)
+    return min(least_gpu_s(question, way.limits) for way, question in asked)
