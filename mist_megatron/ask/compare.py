@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Unpack, cast
 
 from mist_megatron.ask.job_words import JobWords, asked_job
+from mist_megatron.ask.next_steps import Why, why_not
 from mist_megatron.ask.plan_words import columns, lines_repr, place_words
 from mist_megatron.ask.tune import SILENT, tune
 from mist_megatron.ask.tune_words import check_numbers, space_of
-from mist_megatron.ask.why import Why, why_not
 from mist_megatron.ask.words import texts, with_words
 from mist_megatron.errors import InputError, MistError, NoFeasiblePlan
 from mist_megatron.search.search import Settings, Watch

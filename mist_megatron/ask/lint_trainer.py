@@ -12,8 +12,13 @@ from mist_megatron.formats.files import load_model, read_text
 from mist_megatron.frameworks.file_kinds import mapping_of
 from mist_megatron.frameworks.findings import Finding
 from mist_megatron.frameworks.megatron.command import read_command_line
-from mist_megatron.frameworks.trainer_command import processes, trainer_document
-from mist_megatron.frameworks.trainer_yaml import ADAPTER_KEYS, adapter_findings, trainer_job
+from mist_megatron.frameworks.trainer_yaml import (
+    ADAPTER_KEYS,
+    adapter_findings,
+    processes,
+    trainer_document,
+    trainer_job,
+)
 
 
 def told_by(document: Mapping[str, Any], words: JobWords) -> tuple[JobWords, tuple[Finding, ...]]:

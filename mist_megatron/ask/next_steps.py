@@ -1,10 +1,12 @@
-"""What one would do after a search: three things at most, each a line that can be typed or done."""
+"""What one would do after a search: three things at most, each a line that can be typed or done; and why
+there is no plan."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mist_megatron.calibrate.error_bars import UNMEASURED
+from mist_megatron.errors import EmitError, InputError, MistError, NoFeasiblePlan
 
 if TYPE_CHECKING:
     from mist_megatron.ask.tune import Tuned
@@ -52,3 +54,16 @@ def _closer(tuned: Tuned) -> str:
     if tuned.out is None:
         return "--report report.html shows it all on one page"
     return f"mist-megatron report {tuned.out}/plan.yaml shows it all on one page"
+
+
+Why = Literal["", "cannot run", "nothing fits"]
+"""Empty where there is a plan."""
+
+
+def why_not(error: MistError) -> Why:
+    """Anything else that fails is no answer about a plan: it is raised on."""
+    if isinstance(error, NoFeasiblePlan):
+        return "nothing fits"
+    if isinstance(error, InputError | EmitError):
+        return "cannot run"
+    raise error

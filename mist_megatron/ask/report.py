@@ -27,7 +27,6 @@ from mist_megatron.cost.predict import Prediction, grid_of, job_of, predict
 from mist_megatron.errors import InputError
 from mist_megatron.events.engine import Progress
 from mist_megatron.formats.files import write_pieces
-from mist_megatron.pages.page_html import page_html
 from mist_megatron.pages.parts import Bar, Change, Chart, Fact, Page, PlanPart, Point, Segment
 from mist_megatron.pages.views import (
     MOST_EVENTS,
@@ -35,6 +34,7 @@ from mist_megatron.pages.views import (
     device_memory,
     host_memory,
     node_rows,
+    page_html,
     stage_cards,
     timeline,
     times,

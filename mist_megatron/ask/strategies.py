@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from mist_megatron.ask.job_words import JobWords, asked_job
+from mist_megatron.ask.next_steps import Why, why_not
 from mist_megatron.ask.plan_words import columns, lines_repr, place_words
 from mist_megatron.ask.simulate import play
 from mist_megatron.ask.sweep import SweepWords, asked_points
 from mist_megatron.ask.tune import SILENT, tune
 from mist_megatron.ask.tune_words import space_of
-from mist_megatron.ask.why import Why, why_not
 from mist_megatron.ask.words import with_words
 from mist_megatron.calibrate.pictures import Labels, require_matplotlib, svg_heat
 from mist_megatron.errors import InputError, MistError, NoFeasiblePlan

@@ -13,11 +13,11 @@ from typing import Any, TypedDict, Unpack, cast
 
 from mist_megatron.ask.job_words import JobWords, read_job
 from mist_megatron.ask.mixed_words import is_mixed
+from mist_megatron.ask.next_steps import Why, why_not
 from mist_megatron.ask.plan_words import columns, lines_repr, shape_words
 from mist_megatron.ask.ranges import whole_numbers
 from mist_megatron.ask.tune import SILENT, tune
 from mist_megatron.ask.tune_words import check_numbers, space_of
-from mist_megatron.ask.why import Why, why_not
 from mist_megatron.ask.words import Texts, texts, with_words
 from mist_megatron.ask.workers import worker_pool
 from mist_megatron.calibrate.pictures import Labels, require_matplotlib, svg_lines

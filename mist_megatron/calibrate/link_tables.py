@@ -1,7 +1,10 @@
-"""Bandwidths of pairs of nodes as tables of figures: a square matrix with names, or a pair a line.
+"""Bandwidths of pairs of nodes as tables of figures: a square matrix with names, or a pair a line; and joined
+to a profile.
 
 The unit is read off the header, the corner or the file's name; where nobody says it, it is asked for: MB/s
-for Gb/s is a factor of 125.
+for Gb/s is a factor of 125. A profile holds one figure for what nodes reach between them, of any cluster.
+Once the links of one's own cluster are measured, the usual one of them is that figure; which pair is slow the
+profile cannot hold, `links.yaml` does.
 """
 
 from __future__ import annotations
@@ -10,8 +13,14 @@ import csv
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 from mist_megatron.errors import InputError
+from mist_megatron.formats.profile_yaml import check_units
+from mist_megatron.spec.cluster import GpuSpec
+from mist_megatron.spec.links import LinkMatrix
+from mist_megatron.spec.profile import Profile, Quantity, Source, sources_used
 
 UNITS = {
     "GB/s": 1e9, "GiB/s": 2.0**30, "Gb/s": 1e9 / 8, "MB/s": 1e6, "MiB/s": 2.0**20, "Mb/s": 1e6 / 8,
@@ -134,3 +143,58 @@ def _pairs(cells: list[list[str]], where: str, unit: str | None) -> tuple[list[F
             figures.append((one, other, rate * factor, run))
     notes = [f"{where}: {gaps} lines without a figure"] if gaps else []
     return figures, notes
+
+
+FASTEST = 4.0
+"""Times the GPU's usual network: a node's may be better, never by more (as in `check_units`)."""
+KEY = "links"
+
+
+def join_links(
+    profile: Profile, gpu: GpuSpec, matrices: Sequence[LinkMatrix], where: str
+) -> tuple[Profile, tuple[str, ...]]:
+    """The profile with the usual link of a cluster, and what about it is worth telling."""
+    matrix = max(matrices, key=lambda one: one.gpus_at_once)
+    if matrix.gpus_at_once < gpu.usual_gpus_per_node:
+        raise InputError(
+            f"{where}: of {matrix.gpus_at_once} GPUs of a node at once, which does not say what the "
+            f"{gpu.usual_gpus_per_node} of a node of {gpu.name} have together",
+            details=("try: calibrate run --links, which measures with all GPUs of a node, too",),
+        )
+    node = matrix.median_bytes_per_s * matrix.gpus_at_once
+    usual = gpu.inter_bytes_per_s.value
+    if node > FASTEST * usual:
+        raise InputError(
+            f"{where}: a node sends {node / 1e9:.3g} GB/s, the usual network of {gpu.name} "
+            f"({gpu.usual_network}) carries {usual / 1e9:.3g}: check the units"
+        )
+    said = [matrix.source or "links between nodes", matrix.date, f"{len(matrix.hosts)} nodes, the median of"]
+    text = ", ".join([*filter(None, said[:2]), f"{said[2]} {len(matrix.rates)} links"])
+    source = Source(origin="measured", text=text, uncertainty=round(matrix.variation, 4))
+    pairs = len(matrix.rates)
+    fraction = Quantity(value=float(f"{node / usual:.5g}"), source=KEY, points=pairs, error=None)
+    kept = tuple(curve for curve in profile.collectives if curve.nodes == 1)
+    dropped = len(profile.collectives) - len(kept)
+    notes = [
+        f"links: nodes send {node / 1e9:.3g} GB/s, {node / usual:.0%} of {gpu.usual_network}, median of "
+        f"{pairs} links that vary by {matrix.variation:.0%}; which of them is slow: calibrate show {where}"
+    ]
+    if dropped:
+        notes.append(f"links: {dropped} curves of collectives between other nodes left out")
+    joined = replace(
+        profile,
+        sources={**profile.sources, KEY: source},
+        links=replace(profile.links, inter_fraction=fraction),
+        collectives=kept,
+    )
+    return joined, tuple(notes)
+
+
+def as_it_is(base: Profile, name: str) -> Profile:
+    """A profile by another name, where links between nodes are all that was measured."""
+    used = {source for _, source in sources_used(base)}
+    sources = {key: source for key, source in base.sources.items() if key in used}
+    note = f"what was not measured is of {base.name} {base.content_hash}".rstrip()
+    made = replace(base, name=name, note=note, sources=sources)
+    check_units(made)
+    return made

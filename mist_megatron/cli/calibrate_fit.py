@@ -42,9 +42,8 @@ def fit(
 ) -> None:
     """Fits a hardware profile to raw measurements, with errors by cross-validation."""
     from mist_megatron.calibrate.fit_profile import FitRequest, Fitted, fit_profile
-    from mist_megatron.calibrate.held_out import held_out_shapes
-    from mist_megatron.calibrate.join_links import as_it_is, join_links
-    from mist_megatron.calibrate.profile_view import document
+    from mist_megatron.calibrate.link_tables import as_it_is, join_links
+    from mist_megatron.calibrate.profile_view import document, held_out_shapes
     from mist_megatron.calibrate.profiles import base_profile, load_profile, write_profile
     from mist_megatron.price.overlap import overlapped_time
     from mist_megatron.spec import catalogue

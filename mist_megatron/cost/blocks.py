@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from sympy import Expr, Max, Symbol
 
-from mist_megatron.cost.adapters import trained_parameters
 from mist_megatron.cost.entries import frozen, outside_bytes
 from mist_megatron.cost.kinds import own_sizes
 from mist_megatron.cost.layers import LayerOptions, block, embedding, expert_parameters, parameters
 from mist_megatron.cost.operators import ZERO, Operator, Work
+from mist_megatron.cost.projections import trained_parameters
 from mist_megatron.cost.shapes import ACTIVATION
 from mist_megatron.cost.symbols import CKPT, LAYERS, own_symbol
 from mist_megatron.spec.layer import LayerKind

@@ -1,8 +1,10 @@
-"""What `--recompute-modules` of megatron-core drops of a layer and runs again, module by module.
+"""What Megatron's switches choose of a layer by module: what is run again, what graphs replay.
 
-Modules named so in Megatron: `layernorm`, `moe_act` and `mla_up_proj` keep their input and throw their output
-away; the others are checkpoints. As its layers of Transformer Engine are built, a norm before QKV or before a
-plain MLP is part of that product, so `layernorm` finds only the norm before a mixture, and before latents.
+`--recompute-modules`: `layernorm`, `moe_act` and `mla_up_proj` keep their input and throw their output away;
+the others are checkpoints. As its layers of Transformer Engine are built, a norm before QKV or before a plain
+MLP is part of that product, so `layernorm` finds only the norm before a mixture, and before latents.
+`--cuda-graph-modules`: `moe_router` has the norm before it and shared experts that do not compute beside the
+dispatch, `moe_preprocess` what sorts tokens before they leave.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mist_megatron.cost.operators import Operator
+from mist_megatron.cost.recurrent import is_scan
+from mist_megatron.spec.kinds import GraphModule, Place
 from mist_megatron.spec.recompute import Module
 
 
@@ -70,3 +74,47 @@ def _marked(operator: Operator, runs: set[str], drops: set[str], *, core: bool) 
     saved = tuple(replace(kept, chosen=kept.key in drops) for kept in operator.saved)
     part = operator.part if core or operator.part != "attention_core" else None
     return replace(operator, saved=saved, part="chosen" if operator.name in runs else part)
+
+
+WHOLE: tuple[GraphModule, ...] = ("layer", "full_iteration")
+
+
+def captured(
+    operators: Sequence[Operator], modules: Sequence[GraphModule], *, shared_apart: bool = False
+) -> tuple[Operator, ...]:
+    """The operators of a layer, marked. `shared_apart`: shared experts have a stream of their own."""
+    names = [operator.name for operator in operators]
+    replayed = _replayed(names, modules, shared_apart=shared_apart)
+    return tuple(
+        replace(
+            operator,
+            captured=operator.name in replayed,
+            place=_place(operator.name, shared_apart=shared_apart),
+        )
+        for operator in operators
+    )
+
+
+def _place(name: str, *, shared_apart: bool) -> Place:
+    if name.startswith("shared_"):
+        return "beside" if shared_apart else "inside"
+    return "inside" if name.startswith("expert_") else ""
+
+
+def _replayed(names: list[str], modules: Sequence[GraphModule], *, shared_apart: bool) -> set[str]:
+    if any(module in WHOLE for module in modules):
+        return set(names)
+    mixed, scans = "router" in names, is_scan(names)
+    # What comes before the MLP: all of a parallel block, nothing where a layer is an MLP alone.
+    half = names.index("residual1") + 1 if "residual1" in names else len(names) * ("norm1" in names)
+    replayed: set[str] = set()
+    if ("mamba" if scans else "attn") in modules:
+        replayed |= set(names[:half])
+    if ("moe" if mixed else "mlp") in modules:
+        replayed |= set(names[half:])
+    if mixed and "moe_router" in modules:
+        replayed |= {"norm2", "router"}
+        replayed |= set() if shared_apart else {name for name in names if name.startswith("shared_")}
+    if mixed and "moe_preprocess" in modules:
+        replayed.add("permute")
+    return replayed

@@ -21,7 +21,7 @@ from mist_megatron.cost.grid import (
     StageGrid,
     recompute_values,
 )
-from mist_megatron.cost.kinds import model_values, own_name, require_priced
+from mist_megatron.cost.kinds import boundary_sides, model_values, own_name, require_priced, with_tables
 from mist_megatron.cost.layerwise import ended, mixed_memory, mixed_work, part_grids, resharding_of
 from mist_megatron.cost.learned import NEEDED, features_of, with_learned
 from mist_megatron.cost.priced_pairs import Pairs, PricedPairs
@@ -37,7 +37,6 @@ from mist_megatron.cost.terms import (
     time_context_of,
     totals,
 )
-from mist_megatron.cost.unlike import boundary_sides, with_tables
 from mist_megatron.cost.work import StageWork, stage_work
 from mist_megatron.price.prices import Prices
 from mist_megatron.price.wrappers import DeterministicPrices, FourBitPrices

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 from sympy import Expr, Integer
 
-from mist_megatron.cost.adapters import with_adapters
-from mist_megatron.cost.captured import captured
-from mist_megatron.cost.chosen import chosen
+from mist_megatron.cost.chosen import captured, chosen
 from mist_megatron.cost.cores import context_exchange, flash_attention, plain_attention
 from mist_megatron.cost.entries import cross_attention, entry_operators
 from mist_megatron.cost.experts import mixture
@@ -24,7 +22,13 @@ from mist_megatron.cost.latent import (
     sinks,
 )
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, WorkKind
-from mist_megatron.cost.projections import gathered_rows, projection_in, projection_out, reduced_rows
+from mist_megatron.cost.projections import (
+    gathered_rows,
+    projection_in,
+    projection_out,
+    reduced_rows,
+    with_adapters,
+)
 from mist_megatron.cost.recurrent import output_gate, scan_operators
 from mist_megatron.cost.shapes import (
     ACTIVATION,

@@ -13,17 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 
 from mist_megatron.cost.boundary import BoundaryWork, boundary_work
-from mist_megatron.cost.grid import LayerCount, StageGrid, StagePart
+from mist_megatron.cost.grid import Array, LayerCount, StageGrid, StagePart
+from mist_megatron.cost.placed import placed_layout
 from mist_megatron.cost.reshard import gather_seconds
 from mist_megatron.cost.terms import ZERO, BoundarySide, Linear, StageLoads, TimeContext
 from mist_megatron.cost.work import BlockWork, StageWork, stage_work
-from mist_megatron.price.prices import Array, Prices
+from mist_megatron.price.prices import Prices
 from mist_megatron.spec.mesh import StageRole
+from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.term import Term
 
 STATES = ("weights", "grads", "optimizer", "activations")
@@ -237,3 +240,30 @@ def _base(grid: StageGrid, kinds: int, sizes_of: Callable[[StageGrid], Sizes]) -
     begin = sizes_of(replace(first, role=start))
     end, none = (sizes_of(replace(last, role=role)) for role in (StageRole.LAST, StageRole.MIDDLE))
     return {name: begin[f"term.{name}"] + end[f"term.{name}"] - none[f"term.{name}"] for name in STATES}
+
+
+def parts_of(plan: Plan, position: int) -> dict[str, Any]:
+    """Runs of layers of one kind and strategy, where layers have strategies of their own."""
+    stage, of_layer = plan.stages[position], plan.model.kind_of_layer
+    first = plan.layers_of(position)[0].start
+    each = [(of_layer[first + k], strategy) for k, strategy in enumerate(stage.layer_strategies)]
+    parts = tuple(
+        StagePart(
+            kind=kind,
+            layers=_one(len(list(run))),
+            again=strategy.ckpt,
+            micro_batch=_one(stage.micro_batch * stage.dp // strategy.layout.dp),
+            dp=_one(strategy.layout.dp),
+            tp=_one(strategy.layout.tp),
+            zero=_one(strategy.zero),
+            layout=strategy.layout,
+            placed=placed_layout(plan.cluster, plan.gpu_of, plan.ranks(position), strategy.layout),
+        )
+        for (kind, strategy), run in groupby(each)
+    )
+    counts = tuple(LayerCount(part.layers, _one(0)) for part in parts)
+    return {"parts": parts, "counts": counts, "ckpt": _one(0), "runs": ((0, len(parts) - 1),)}
+
+
+def _one(value: int) -> Array:
+    return np.asarray(float(value))

@@ -22,8 +22,8 @@ from mist_megatron.cost.iteration import (
     balance,
     iteration_time,
 )
+from mist_megatron.cost.layerwise import parts_of
 from mist_megatron.cost.placed import placed_stages
-from mist_megatron.cost.plan_parts import parts_of
 from mist_megatron.cost.sends import sent_forward_s
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
 from mist_megatron.spec.job import Job

@@ -11,7 +11,7 @@ from sympy import Expr, Integer
 
 from mist_megatron.cost import layers
 from mist_megatron.cost.blocks import blocks, first_edge
-from mist_megatron.cost.captured import captured
+from mist_megatron.cost.chosen import captured
 from mist_megatron.cost.compile import compile_expressions
 from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions

@@ -1,4 +1,5 @@
-"""A plan, what it is predicted to cost and its events, as parts of a page."""
+"""A plan, what it is predicted to cost and its events, as parts of a page, and the page as one HTML file:
+styles, scripts and figures inside, nothing fetched from anywhere."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+import jinja2
+
 from mist_megatron.cost.predict import Prediction
 from mist_megatron.events.analysis import STREAM_NAMES, DeviceUsage
 from mist_megatron.events.iteration import Simulation
-from mist_megatron.pages.parts import Bar, Cell, Chart, Fact, NodeRow, Segment, StageCard, Timeline
+from mist_megatron.pages.parts import Bar, Cell, Chart, Fact, NodeRow, Page, Segment, StageCard, Timeline
 from mist_megatron.spec.kinds import IN_WORDS
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.term import Term
@@ -296,3 +299,20 @@ def _joined(events: Sequence[_Event]) -> list[_Event]:
             done.append(before)
         last[event.lane] = event
     return sorted([*done, *last.values()])
+
+
+COLOURS = 12
+"""Segments beyond these begin anew; the legend and the tables tell them apart."""
+
+
+def page_html(page: Page) -> str:
+    """Whatever a model, a file or a note is called, it is text on the page and never a part of it."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("mist_megatron.pages", "template"),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("page.html").render(page=page, colours=COLOURS)

@@ -11,7 +11,7 @@ import pytest
 
 from mist_megatron.ask.evaluators import prices_for
 from mist_megatron.ask.job_words import job
-from mist_megatron.calibrate.join_links import as_it_is, join_links
+from mist_megatron.calibrate.link_tables import as_it_is, join_links
 from mist_megatron.calibrate.profiles import load_profile, profile_named
 from mist_megatron.errors import InputError
 from mist_megatron.formats.links_yaml import links_from_text, links_to_text

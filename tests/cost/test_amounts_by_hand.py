@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from mist_megatron.cost import symbols
-from mist_megatron.cost.adapters import with_adapters
 from mist_megatron.cost.entries import entry_operators
 from mist_megatron.cost.experts import _output_bias
 from mist_megatron.cost.iteration import balance
 from mist_megatron.cost.layer_memory import _plain_norms
 from mist_megatron.cost.operators import Operator, WorkKind
+from mist_megatron.cost.projections import with_adapters
 from mist_megatron.cost.shapes import EXPERT_ROWS, ROWS
 from mist_megatron.cost.work import _edges_on_host
 from mist_megatron.spec.adapter import Adapter

@@ -12,8 +12,7 @@ import yaml
 import mist_megatron as mm
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.megatron.command import read_command_line
-from mist_megatron.frameworks.trainer_command import processes, trainer_document
-from mist_megatron.frameworks.trainer_yaml import adapter_findings, trainer_job
+from mist_megatron.frameworks.trainer_yaml import adapter_findings, processes, trainer_document, trainer_job
 
 AUTO = {
     "bf16": {"enabled": "auto"},

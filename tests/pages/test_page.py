@@ -16,8 +16,7 @@ import pytest
 
 import mist_megatron as mm
 from mist_megatron.events.iteration import Simulation
-from mist_megatron.pages.page_html import page_html
-from mist_megatron.pages.views import timeline
+from mist_megatron.pages.views import page_html, timeline
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gpt3-7b-2x8-l4" / "plan.yaml"

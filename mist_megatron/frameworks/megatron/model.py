@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mist_megatron.frameworks.findings import Refusal
 from mist_megatron.frameworks.flags import Flags, flag, when
 from mist_megatron.frameworks.megatron.experts import (
     expert_flags,
@@ -12,7 +13,6 @@ from mist_megatron.frameworks.megatron.experts import (
     prediction_flags,
 )
 from mist_megatron.frameworks.megatron.hybrids import scan_flags, unwritten_kinds
-from mist_megatron.frameworks.refusal import Refusal
 from mist_megatron.spec.constants import ModelConstants
 from mist_megatron.spec.layer import kind_of
 from mist_megatron.spec.model import ModelSpec

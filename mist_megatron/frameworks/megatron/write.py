@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mist_megatron.frameworks.findings import Refusal, refuse
 from mist_megatron.frameworks.flags import Flags, arguments, flag, when
 from mist_megatron.frameworks.megatron.experts import expert_environment, spread_flags
 from mist_megatron.frameworks.megatron.hybrids import is_hybrid
@@ -26,7 +27,6 @@ from mist_megatron.frameworks.megatron.switches import (
     overlap_flags,
     precision_flags,
 )
-from mist_megatron.frameworks.refusal import Refusal, refuse
 from mist_megatron.frameworks.stages_json import stages_document
 from mist_megatron.spec.catalogue import BLACKWELL
 from mist_megatron.spec.plan import Plan

@@ -19,6 +19,7 @@ from mist_megatron.frameworks.shell.assigning import (
     assignment,
     declare,
     declared,
+    merged,
 )
 from mist_megatron.frameworks.shell.conditions import (
     NO,
@@ -31,7 +32,6 @@ from mist_megatron.frameworks.shell.conditions import (
     negated,
     test_verdict,
 )
-from mist_megatron.frameworks.shell.merging import merged
 from mist_megatron.frameworks.shell.tokens import Word
 from mist_megatron.frameworks.shell.tree import (
     Body,
