@@ -109,10 +109,10 @@ def by_kind(job: Job, build: Callable[[Job], tuple[StageEvaluator, str]]) -> tup
     """What `build` makes of a job; of a mixed cluster an evaluator of each of its kinds of nodes."""
     if not job.cluster.groups:
         return build(job)
-    kinds = [build(replace(job, cluster=kind)) for kind in job.cluster.kinds]
-    first = copy(kinds[0][0])
-    first.job, first.groups = job, tuple(evaluator for evaluator, _ in kinds)
-    return first, " and ".join(dict.fromkeys(origin for _, origin in kinds))
+    kinds, origins = zip(*(build(replace(job, cluster=kind)) for kind in job.cluster.kinds), strict=True)
+    first = copy(kinds[0])
+    first.job, first.groups = job, tuple(one.among(kinds) for one in kinds)
+    return first, " and ".join(dict.fromkeys(origins))
 
 
 def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> tuple[StageEvaluator, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -149,6 +149,12 @@ class StageEvaluator:
     def of(self, grid: StageGrid) -> StageEvaluator:
         """The evaluator of the nodes that a stage lies on."""
         return self.groups[grid.group] if self.groups else self
+
+    def among(self, groups: Sequence[StageEvaluator]) -> StageEvaluator:
+        """The same on the nodes of one group of a mixed cluster, whose evaluators these are."""
+        beside = copy(self)
+        beside._context = replace(self._context, tied_prices=tuple(one.prices for one in groups))
+        return beside
 
     def in_order(self, order: tuple[int, ...]) -> StageEvaluator:
         """The same of a mixed cluster whose groups come in another order."""

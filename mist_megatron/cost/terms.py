@@ -167,6 +167,9 @@ class TimeContext:
     """Tokens travel beside a pass of another micro-batch."""
     recomputes_first_layers: bool = True
     """Of a stage's layers the first are the recomputed ones; its last ones otherwise."""
+    tied_prices: tuple[Prices, ...] = ()
+    """Of the nodes at both ends of a mixed cluster, where they sum the gradients of a tied embedding as
+    quickly as the slower end; of three kinds or more as quickly as the slowest. Empty where all are alike."""
 
     def mesh(self, grid: StageGrid) -> Mesh[Array]:
         """Ranks of the stages of a grid."""

@@ -338,8 +338,10 @@ def _step_work(
         pair = np.asarray(2.0)
         nodes = np.asarray(2.0 if context.cluster_gpus > context.cluster_gpus_per_node else 1.0)
         work = Collective("all_reduce", message, pair, nodes)
-        priced = prices.of(work) if grid.placed is None else slowest(work, grid.placed.tied, prices)
-        step[Term.TIED_EMBEDDINGS] = Linear(priced.seconds)
+        ends = context.tied_prices or (prices,)
+        tied = grid.placed and grid.placed.tied
+        each = [(one.of(work) if tied is None else slowest(work, tied, one)).seconds for one in ends]
+        step[Term.TIED_EMBEDDINGS] = Linear(np.maximum.reduce(each))
     share = shares(count, experts, grid, context)
     if facts.host_copies.states_visit:
         _visits(grid, loads, count, context, step)

@@ -22,6 +22,7 @@ from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.cluster import NodeGroup
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.term import Term
 from mist_megatron.targets.rules import violations
 
 LAYERS = 5
@@ -154,3 +155,17 @@ def test_kinds_that_are_alike_find_what_one_kind_does():
     assert found.iteration_s <= one.iteration_s * (1 + 1e-9)
     played = simulate(found.plan, found.evaluators[0]).iteration_s
     assert played == pytest.approx(found.iteration_s, rel=0.03)
+
+
+@pytest.mark.parametrize("gpus", ["2xv100-sxm-16gb+4xa100-sxm-40gb", "4xa100-sxm-40gb+2xt4-16gb"])
+@pytest.mark.parametrize("target", ["megatron", "mist"])
+def test_tied_embeddings_are_summed_as_slowly_as_the_slower_end(gpus, target):
+    """Against the events, where both ends wait for each other; each by its own links was 9 % too quick."""
+    large = replace(MODEL, name="tied", vocab=200_000, tied_embeddings=True)
+    asking = replace(asked(gpus, target, batch=16), model=large)
+    plan = tune(asking, space=space_named("megatron"), settings=Settings(limits=limited("megatron"))).plan
+    evaluator, _ = evaluator_for(job_of(plan))
+    told = predict(plan, evaluator)
+    ends = [told.stages[end].delta_terms_s[Term.TIED_EMBEDDINGS] for end in (0, -1)]
+    assert ends[0] == ends[1] > 0.02 * told.iteration_s
+    assert told.iteration_s == pytest.approx(simulate(plan, evaluator).iteration_s, rel=0.01)
