@@ -47,7 +47,6 @@ class Datasheet:
     host_source: str = ""
 
 
-# fmt: off
 SHEETS: Mapping[str, Datasheet] = {
     "v100-sxm-16gb": Datasheet(
         source="NVIDIA V100 datasheet (SXM2)",
@@ -64,15 +63,15 @@ SHEETS: Mapping[str, Datasheet] = {
     "t4-16gb": Datasheet(
         source="NVIDIA T4 datasheet",
         fp16=65, memory_mib=15360, memory_gb_per_s=320,
-        link="PCIe", link_gb_per_s=15.75, pcie=3, per_node=4, network="50 Gb/s per node (AWS g4dn.12xlarge)",
-        network_gb_per_s=6.25,
+        link="PCIe", link_gb_per_s=15.75, pcie=3, per_node=4,
+        network="50 Gb/s per node (AWS g4dn.12xlarge)", network_gb_per_s=6.25,
         host_gib=192, host_source="AWS g4dn.12xlarge",
     ),
     "a10g-24gb": Datasheet(
         source="NVIDIA A10G as documented for AWS g5 (70 TFLOP/s dense)",
         bf16=70, fp16=70, memory_mib=23028, memory_gb_per_s=600,
-        link="PCIe", link_gb_per_s=31.5, pcie=4, network="100 Gb/s per node (AWS g5.48xlarge)",
-        network_gb_per_s=12.5,
+        link="PCIe", link_gb_per_s=31.5, pcie=4,
+        network="100 Gb/s per node (AWS g5.48xlarge)", network_gb_per_s=12.5,
         host_gib=768, host_source="AWS g5.48xlarge",
     ),
     "l4-24gb": Datasheet(
@@ -86,14 +85,14 @@ SHEETS: Mapping[str, Datasheet] = {
     "a40-48gb": Datasheet(
         source="NVIDIA A40 datasheet",
         bf16=149.7, fp16=149.7, memory_mib=46068, memory_gb_per_s=696,
-        link="PCIe", link_gb_per_s=31.5, pcie=4, network="200 Gb/s HDR InfiniBand per node",
-        network_gb_per_s=25.0,
+        link="PCIe", link_gb_per_s=31.5, pcie=4,
+        network="200 Gb/s HDR InfiniBand per node", network_gb_per_s=25.0,
     ),
     "a100-sxm-40gb": Datasheet(
         source="NVIDIA A100 datasheet (SXM, 40 GB)",
         bf16=312, fp16=312, memory_mib=40960, memory_gb_per_s=1555,
-        link="NVLink 3", link_gb_per_s=300, pcie=4, network="400 Gb/s per node (AWS p4d)",
-        network_gb_per_s=50.0,
+        link="NVLink 3", link_gb_per_s=300, pcie=4,
+        network="400 Gb/s per node (AWS p4d)", network_gb_per_s=50.0,
         host_gib=1152, host_source="AWS p4d.24xlarge",
     ),
     "a100-sxm-80gb": Datasheet(
@@ -105,8 +104,8 @@ SHEETS: Mapping[str, Datasheet] = {
     "a100-pcie-80gb": Datasheet(
         source="NVIDIA A100 datasheet (PCIe, 80 GB)",
         bf16=312, fp16=312, memory_mib=81920, memory_gb_per_s=1935,
-        link="PCIe", link_gb_per_s=31.5, pcie=4, network="200 Gb/s HDR InfiniBand per node",
-        network_gb_per_s=25.0,
+        link="PCIe", link_gb_per_s=31.5, pcie=4,
+        network="200 Gb/s HDR InfiniBand per node", network_gb_per_s=25.0,
         host_gib=1760, host_source="Azure NC96ads A100 v4: 880 GiB for 4 GPUs",
     ),
     "h100-sxm-80gb": Datasheet(
@@ -118,8 +117,8 @@ SHEETS: Mapping[str, Datasheet] = {
     "h100-pcie-80gb": Datasheet(
         source="NVIDIA H100 datasheet (PCIe)",
         bf16=756, fp16=756, fp8=1513, vector=51, memory_mib=81559, memory_gb_per_s=2039,
-        link="PCIe", link_gb_per_s=63.0, pcie=5, network="400 Gb/s NDR InfiniBand per node",
-        network_gb_per_s=50.0,
+        link="PCIe", link_gb_per_s=63.0, pcie=5,
+        network="400 Gb/s NDR InfiniBand per node", network_gb_per_s=50.0,
     ),
     "h200-sxm-141gb": Datasheet(
         source="NVIDIA H200 datasheet (SXM)",
@@ -142,11 +141,12 @@ SHEETS: Mapping[str, Datasheet] = {
     ),
     "mi300x-192gb": Datasheet(
         source="AMD Instinct MI300X datasheet",
-        bf16=1307.4, fp16=1307.4, fp8=2614.9, vector=163.4, largest_product=668.4,
+        bf16=1307.4, fp16=1307.4, fp8=2614.9, vector=163.4, memory_mib=196592, memory_gb_per_s=5300,
+        memory_source="total VRAM as reported by rocm-smi",
+        largest_product=668.4,
         largest_source="ml-engineering, compute/accelerator: largest of a sweep of bf16 products",
-        memory_mib=196592, memory_source="total VRAM as reported by rocm-smi", memory_gb_per_s=5300,
-        link="xGMI", link_gb_per_s=448, pcie=5, network="8 x 400 Gb/s RoCE adapters per node",
-        network_gb_per_s=400.0,
+        link="xGMI", link_gb_per_s=448, pcie=5,
+        network="8 x 400 Gb/s RoCE adapters per node", network_gb_per_s=400.0,
         host_gib=1850, host_source="Azure ND96isr MI300X v5",
     ),
     "rtx-titan-24gb": Datasheet(
@@ -200,34 +200,33 @@ SHEETS: Mapping[str, Datasheet] = {
     ),
     "b300-sxm-288gb": Datasheet(
         source="NVIDIA DGX B300 datasheet (dense)",
-        bf16=2250, fp16=2250, fp8=4500, memory_mib=275040,
-        memory_source="288 GB less what B200 reports below its 192 GB (assumed)", memory_gb_per_s=8000,
-        link="NVLink 5", link_gb_per_s=900, pcie=5, network="8 x 800 Gb/s adapters per node (DGX B300)",
-        network_gb_per_s=800.0,
+        bf16=2250, fp16=2250, fp8=4500, memory_mib=275040, memory_gb_per_s=8000,
+        memory_source="288 GB less what B200 reports below its 192 GB (assumed)",
+        link="NVLink 5", link_gb_per_s=900, pcie=5,
+        network="8 x 800 Gb/s adapters per node (DGX B300)", network_gb_per_s=800.0,
         host_gib=2048, host_source="DGX B300",
     ),
     "gb300-288gb": Datasheet(
         source="NVIDIA GB300 NVL72 datasheet (per GPU, dense)",
-        bf16=2500, fp16=2500, fp8=5000, memory_mib=284208,
-        memory_source="288 GB less what GB200 reports below its 192 GB (assumed)", memory_gb_per_s=8000,
+        bf16=2500, fp16=2500, fp8=5000, memory_mib=284208, memory_gb_per_s=8000,
+        memory_source="288 GB less what GB200 reports below its 192 GB (assumed)",
         link="NVLink 5", link_gb_per_s=900, pcie=5, per_node=4, linked=72,
         network="4 x 800 Gb/s adapters per tray of 4 GPUs", network_gb_per_s=400.0,
         host_gib=894, host_source="two Grace CPUs of 480 GB for 4 GPUs",
     ),
     "mi250x-128gb": Datasheet(
         source="AMD Instinct MI250X datasheet (both dies)",
-        bf16=383, fp16=383, memory_mib=131040,
-        memory_source="total VRAM of both dies as reported by rocm-smi", memory_gb_per_s=3277,
+        bf16=383, fp16=383, memory_mib=131040, memory_gb_per_s=3277,
+        memory_source="total VRAM of both dies as reported by rocm-smi",
         link="Infinity Fabric", link_gb_per_s=200, pcie=4, per_node=4,
         network="4 x 200 Gb/s Slingshot adapters per node (Frontier)", network_gb_per_s=100.0,
         host_gib=512, host_source="Frontier: 512 GiB for 4",
     ),
     "mi355x-288gb": Datasheet(
         source="AMD Instinct MI355X datasheet (dense)",
-        bf16=2516.6, fp16=2516.6, fp8=5033.2, memory_mib=294912,
-        memory_source="288 GB of the datasheet taken as GiB (assumed)", memory_gb_per_s=8000,
-        link="xGMI", link_gb_per_s=538, pcie=5, network="8 x 400 Gb/s RoCE adapters per node",
-        network_gb_per_s=400.0,
+        bf16=2516.6, fp16=2516.6, fp8=5033.2, memory_mib=294912, memory_gb_per_s=8000,
+        memory_source="288 GB of the datasheet taken as GiB (assumed)",
+        link="xGMI", link_gb_per_s=538, pcie=5,
+        network="8 x 400 Gb/s RoCE adapters per node", network_gb_per_s=400.0,
     ),
-}
-# fmt: on
+}  # fmt: skip
