@@ -29,7 +29,7 @@ def test_there_are_pages_with_commands() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_a_page_runs(page: Path, tmp_path: Path, ran_here, monkeypatch) -> None:
     # What hand-made spaces reach beside a plan takes as long as all else, and is tested with `tune`.
-    monkeypatch.setattr("mist_megatron.ask.tune.best_by_hand", lambda job, result: {})
+    monkeypatch.setattr("mist_megatron.ask.tune.best_by_hand", lambda *asked: {})
     text = page.read_text("utf-8")
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # as in a checkout
     for name, content in FILE.findall(text):

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.execution import execution_choices
 from mist_megatron.search.search import SearchResult, Settings, Status, search_ways
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.search.ways import ways_of
+from mist_megatron.search.within import best_within
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import TargetName
 from mist_megatron.targets.rules import job_rules
@@ -33,9 +35,10 @@ def hand_made_spaces(job: Job) -> tuple[str, ...]:
     return TARGETS[job.target].hand_made or next(iter(runs), ())
 
 
-def best_by_hand(asked: Job, searched: SearchResult) -> dict[str, float]:
+def best_by_hand(asked: Job, searched: SearchResult, whole: StageEvaluator | None = None) -> dict[str, float]:
     """Seconds per step of the best plans of the hand-made spaces, on the same model of costs; nobody
-    decouples steps by hand, and whoever trains with Megatron overlaps what it can overlap."""
+    decouples steps by hand, and whoever trains with Megatron overlaps what it can overlap. `whole` prices the
+    best plan that was found, where all that these spaces have was searched."""
     if searched.status is not Status.OPTIMAL:
         return {}
     job = replace(asked, execution=replace(asked.execution, decoupled_step=None))
@@ -47,6 +50,10 @@ def best_by_hand(asked: Job, searched: SearchResult) -> dict[str, float]:
         space = space_named(name)
         try:
             choices = execution_choices(job, space, Limits())
+            within_s = None if whole is None else best_within(searched, whole, choices, space)
+            if within_s is not None:
+                best[name] = within_s
+                continue
             ways = ways_of(choices, lambda choice: evaluator_for(choice.job)[0])
             result = search_ways(ways, space, Settings(known=known))
         except (InputError, NoFeasiblePlan):

@@ -45,7 +45,7 @@ from mist_megatron.search.search import (
     search_ways,
 )
 from mist_megatron.search.solution import plan_of
-from mist_megatron.search.space import WIDTHS, Space, space_named
+from mist_megatron.search.space import WIDTHS, Limits, Space, space_named
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.ways import ways_of
 from mist_megatron.spec.job import Job
@@ -168,7 +168,12 @@ class Tuned:
     @cached_property
     def _by_hand(self) -> Mapping[str, float]:
         # By hand nobody places: with measured links the plan for equal links stands for it.
-        return {} if self.on_links is not None else best_by_hand(self.job, self.result)
+        if self.on_links is not None:
+            return {}
+        best = self.result.solutions[0].execution
+        alike = (one for one in self.evaluators if one.job.execution == best)
+        whole = self.asked == FULL and self.settings.limits == Limits()
+        return best_by_hand(self.job, self.result, next(alike, None) if whole else None)
 
     def first(self, count: int) -> Tuned:
         """Only so many plans, the fastest."""

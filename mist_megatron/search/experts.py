@@ -11,6 +11,7 @@ from mist_megatron.search.space import Limits, Space
 from mist_megatron.spec.expert_rules import ExpertCase, broken
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import STAYS, Dispatcher
+from mist_megatron.targets.table import TARGETS
 
 NOT_SPREAD = ((1, 1),)
 """Experts, if there are any, on every rank."""
@@ -25,8 +26,16 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def cut_to_experts(space: Space, job: Job) -> Space:
     """Of models with experts all stages are on one grid, and nothing is kept in host memory: neither is
-    modelled."""
-    return space if job.model.routed is None else replace(space, unequal=False, offload=STAYS)
+    modelled. Beside tensor parallelism they are trained with sequence parallelism alone, which a space that
+    has the one has then."""
+    if job.model.routed is None:
+        return space
+    return replace(space, unequal=False, offload=STAYS, sequence_parallel=_sliced(space, job))
+
+
+def _sliced(space: Space, job: Job) -> bool:
+    able = TARGETS[job.target].can(job.training.precision, job.execution).sequence_parallel
+    return able and (space.sequence_parallel or space.tensor_parallel)
 
 
 def expert_sizes(
@@ -98,7 +107,7 @@ def require_spread(job: Job, space: Space, limits: Limits) -> None:
         etp=fixed.get("etp", 1),
         dispatcher=limits.dispatcher or "alltoall",
         tp=fixed.get("tp", 1),
-        sequence_parallel=space.sequence_parallel and _may_be_sequence_parallel(limits),
+        sequence_parallel=_sliced(space, job) and _may_be_sequence_parallel(limits),
         stage_gpus=None if apart else stage_gpus,
         imbalance=job.execution.expert_imbalance,
     )
@@ -107,9 +116,7 @@ def require_spread(job: Job, space: Space, limits: Limits) -> None:
             continue
         words = [*(f"{key}={value}" for key, value in said.items())]
         words += [f"dispatcher={limits.dispatcher}"] * (limits.dispatcher is not None)
-        never = rule.name == "sequence parallel" and not space.sequence_parallel
-        details = (f"space {space.name} has no sequence_parallel; try: --space megatron-expert",) * never
-        raise InputError(f"--fix {','.join(words)}: {rule.words(case)}{_would_do(case)}", details=details)
+        raise InputError(f"--fix {','.join(words)}: {rule.words(case)}{_would_do(case)}")
 
 
 _SAID = ("ep", "etp", "tp", "pp", "sequence_parallel")
