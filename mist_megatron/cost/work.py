@@ -309,6 +309,18 @@ def edge_grid(grid: StageGrid, facts: TrafficFacts) -> StageGrid:
     return replace(on_device, zero=np.ones(()))
 
 
+def _tied_s(message_bytes: Array, grid: StageGrid, context: TimeContext) -> Array:
+    """Gradients of a tied embedding, summed by both ends of the pipeline as quickly as the slower of them."""
+    nodes = np.asarray(2.0 if context.cluster_gpus > context.cluster_gpus_per_node else 1.0)
+    work = Collective("all_reduce", message_bytes, np.asarray(2.0), nodes)
+    ends = context.tied_prices or (context.prices,)
+    if grid.placed is None:
+        each = [end.of(work).seconds for end in ends]
+    else:
+        each = [slowest(work, grid.placed.tied, end).seconds for end in ends]
+    return np.asarray(np.max(np.stack(each), axis=0))
+
+
 def _step_work(
     grid: StageGrid, loads: StageLoads, blocks: tuple[BlockWork, ...], context: TimeContext
 ) -> Mapping[Term, Linear]:
@@ -334,14 +346,9 @@ def _step_work(
         if np.any(experts):
             add_term(step, Term.WEIGHT_GATHER, expert_gather(grid, experts, context))
     if loads.tied_parameters is not None:
-        message = context.grad_bytes * loads.tied_parameters
-        pair = np.asarray(2.0)
-        nodes = np.asarray(2.0 if context.cluster_gpus > context.cluster_gpus_per_node else 1.0)
-        work = Collective("all_reduce", message, pair, nodes)
-        ends = context.tied_prices or (prices,)
-        tied = grid.placed and grid.placed.tied
-        each = [(one.of(work) if tied is None else slowest(work, tied, one)).seconds for one in ends]
-        step[Term.TIED_EMBEDDINGS] = Linear(np.maximum.reduce(each))
+        step[Term.TIED_EMBEDDINGS] = Linear(
+            _tied_s(context.grad_bytes * loads.tied_parameters, grid, context)
+        )
     share = shares(count, experts, grid, context)
     if facts.host_copies.states_visit:
         _visits(grid, loads, count, context, step)
