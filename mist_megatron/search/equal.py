@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +17,14 @@ from mist_megatron.search.choices import (
     slot_at,
 )
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.solution import Solved, stage_choice, told
+from mist_megatron.search.solution import Solved, StageChoice, stage_choice, told
 from mist_megatron.search.splits import layer_splits, split_table, splits_layers
 from mist_megatron.search.stage_fronts import StageConfigs, StageTimes, Tally, slot_configs
-from mist_megatron.search.uniform import SplitGrids
+from mist_megatron.search.uniform import MOST_TOLD, SplitGrids
 from mist_megatron.spec.mesh import StageRole, role_of
+
+SAME = 1e-9
+"""Relative, of times that are sums in another order."""
 
 
 def solve_equal(question: SearchProblem, shape: EqualPipeline, bound: EqualBound, best_s: float) -> Solved:
@@ -133,15 +137,36 @@ def _solve_uniform(question: SearchProblem, shape: EqualPipeline, bound: EqualBo
     left = dict.fromkeys(question.space.recompute, splits)
     while any(left.values()):
         for recompute, open_splits in left.items():
-            wanted_s = min(best_s, best.left_s)
+            wanted_s = min(best_s, _told_s(best))
             promising = [split for least_s, split in open_splits if least_s < wanted_s]
             left[recompute] = []
             if not promising:
                 continue
             grids = SplitGrids(question, shape, promising, recompute)
             left[recompute] = open_splits[len(grids.splits) :]
-            answer = grids.best(wanted_s, tally)
-            if answer is not None:
-                value_s, rows = answer
-                best = Solved(told(question.evaluator, shape, rows), value_s, tally)
+            best = _told_best(question, shape, grids.least(wanted_s, tally), best, best_s)
+    return best if best.solution is None else replace(best, left_s=min(best.left_s, _told_s(best), best_s))
+
+
+def _told_s(solved: Solved) -> float:
+    return math.inf if solved.solution is None else solved.solution.value_s
+
+
+def _told_best(
+    question: SearchProblem,
+    shape: EqualPipeline,
+    least: Sequence[tuple[float, list[StageChoice]]],
+    best: Solved,
+    best_s: float,
+) -> Solved:
+    """The best of these and what there was, as `predict` tells them: what it adds for passes before a slow
+    border is more for some splits than for others."""
+    for value_s, rows in least:
+        if value_s >= min(best_s, _told_s(best)) * (1 - SAME):
+            return best
+        question.tick()
+        solution = told(question.evaluator, shape, rows)
+        best = replace(best, solution=solution) if solution.value_s < _told_s(best) else best
+    if len(least) == MOST_TOLD:
+        return replace(best, left_s=min(best.left_s, least[-1][0]))
     return best

@@ -27,6 +27,8 @@ from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, RECOMPUTES, Recompute
 from mist_megatron.spec.schedule import chunk_layers
 
+MOST_TOLD = 64
+"""Configurations of one batch of splits that are told exactly, the fastest first."""
 AT_ONCE = 50_000
 """Configurations of one call, of all splits together: the arrays of one fit a cache."""
 
@@ -84,22 +86,25 @@ class SplitGrids:
         whole = RECOMPUTES[self.recompute].whole_layers
         return per_chunk_counts(self.question.space, chunks) if whole else np.zeros(1)
 
-    def best(self, wanted_s: float, tally: Tally) -> tuple[float, list[StageChoice]] | None:
-        """The fastest that fits, if it takes less than that, and its stages."""
+    def least(self, wanted_s: float, tally: Tally) -> list[tuple[float, list[StageChoice]]]:
+        """The fastest that fit and take less than that, the first of all of them, and their stages; what is
+        not among `MOST_TOLD` is slower than all of these."""
         valid = self._valid()
         fits = valid & self._fitting()
         tally.priced += int(valid.sum())
         tally.over_memory += int((valid & ~fits).sum())
         some = np.flatnonzero(fits.reshape(len(self.splits), -1).any(axis=1))
         if not len(some):
-            return None
+            return []
         fits = fits[some]
         value_s = np.where(fits, np.broadcast_to(self._values_s(some), fits.shape), np.inf)
-        place, *index = np.unravel_index(int(np.argmin(value_s)), value_s.shape)
-        least_s = float(value_s[(place, *index)])
-        if least_s >= wanted_s:
-            return None
-        return least_s, self._rows(int(some[place]), [int(k) for k in index])
+        below = np.flatnonzero(value_s < wanted_s)
+        below = below[np.argsort(value_s.reshape(-1)[below], kind="stable")[:MOST_TOLD]]
+        found = []
+        for flat in below:
+            place, *index = (int(k) for k in np.unravel_index(flat, value_s.shape))
+            found.append((float(value_s[(place, *index)]), self._rows(int(some[place]), index)))
+        return found
 
     def _rows(self, split: int, index: Sequence[int]) -> list[StageChoice]:
         """The stages of one configuration."""
