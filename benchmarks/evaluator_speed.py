@@ -1,8 +1,8 @@
 """How many stage configurations (t, d, peak memory, fit) are priced per CPU-second, on one core.
 
 Run `python benchmarks/evaluator_speed.py`. The same configurations are priced four ways: the evaluator on
-an open grid (as the search does) and on a flat list, a plain Python function per configuration, and sympy's
-`subs` per configuration. The two last are run on a sample; all must agree.
+an open grid (as the search does) and on a flat list, a plain Python function per configuration, and a
+walk over its expressions per configuration. The two last are run on a sample; all must agree.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np  # noqa: E402  (after the thread limits)
 from plain_overlap import overlapped_time_of_row  # noqa: E402
+from plain_values import value_of  # noqa: E402
 
+from mist_megatron.cost.algebra import Symbol  # noqa: E402
 from mist_megatron.cost.compile import Program  # noqa: E402
 from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, make_evaluator  # noqa: E402
 from mist_megatron.price.datasheet import datasheet_prices  # noqa: E402
@@ -300,23 +302,18 @@ def run_plainly(program: Program, values: Mapping[str, float]) -> dict[str, floa
     return {name: slots[slot] for name, slot in program.outputs}
 
 
-def sympy_substitution(evaluator: StageEvaluator, grids: list[StageGrid]) -> Callable[[], list[float]]:
-    """The peak alone, by `subs`: less than the whole work, to sympy's advantage."""
-    from sympy import Symbol
-
+def walk(evaluator: StageEvaluator, grids: list[StageGrid]) -> Callable[[], list[float]]:
+    """The peak alone, by walking over its expressions in fractions: less than the whole work."""
     from mist_megatron.cost.symbolic import memory_expressions
 
     expressions = memory_expressions(evaluator.job, grids[0].role)
-    names = sorted({s for e in expressions.values() for s in e.free_symbols}, key=str)
 
     def run() -> list[float]:
         peaks = []
         for grid in grids:
-            values = {name: float(v) for name, v in evaluator.memory_values(grid).items()}
-            chosen = {symbol: values[str(symbol)] for symbol in names if isinstance(symbol, Symbol)}
-            held = float(expressions["held"].subs(chosen))
-            beyond = [float(e.subs(chosen)) for n, e in expressions.items() if n.startswith("beyond.")]
-            peaks.append(held + max(beyond))
+            values = {Symbol(name): float(v) for name, v in evaluator.memory_values(grid).items()}
+            beyond = [value_of(e, values) for n, e in expressions.items() if n.startswith("beyond.")]
+            peaks.append(float(value_of(expressions["held"], values) + max(beyond)))
         return peaks
 
     return run
@@ -366,19 +363,19 @@ def main() -> None:
     plainly = PlainPython(evaluator, grid)
     check_equal(price(evaluator, sample), [plainly(one) for one in singles])
     plain = len(singles) / cpu_seconds(lambda: [plainly(one) for one in singles])
-    substituted = sympy_substitution(evaluator, singles[:20])
-    np.testing.assert_allclose(substituted(), price(evaluator, sample)[2][:20], rtol=1e-9)
-    subs = 20 / _timed(substituted)
+    walked = walk(evaluator, singles[:20])
+    np.testing.assert_allclose(walked(), price(evaluator, sample)[2][:20], rtol=1e-9)
+    walks = 20 / _timed(walked)
     print(f"compiling the model's expressions, all stage roles: {compile_s:.2f} CPU-s")
-    print(f"{'way':40} {'configurations per CPU-second':>30} {'times subs':>12}")
+    print(f"{'way':40} {'configurations per CPU-second':>30} {'times walk':>12}")
     for name, rate in (
         (f"evaluator, open grid of {count:,}", opened),
         ("the same, all arrays full size", in_full),
         ("evaluator, flat list of 200,000", flattened),
         ("plain Python function", plain),
-        ("sympy subs (memory only)", subs),
+        ("walk in fractions (memory only)", walks),
     ):
-        print(f"{name:40} {rate:30,.0f} {rate / subs:12,.0f}")
+        print(f"{name:40} {rate:30,.0f} {rate / walks:12,.0f}")
 
 
 if __name__ == "__main__":

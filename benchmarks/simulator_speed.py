@@ -8,8 +8,8 @@ Two jobs, each with the targets that the project has set itself:
 * 1,024 GPUs in 16 stages x 128 micro-batches (one rank standing for all of its stage): under 20
 
 and the first one again with twice and four times the micro-batches: time and memory should grow as the number
-of events does. Everything is timed from a plan to the finished report: pricing (programs compiled anew by
-sympy are not counted: they come from the cache after the first run), events, engine, analysis, memory over
+of events does. Everything is timed from a plan to the finished report: pricing (compiling programs is
+not counted: they come from the cache after the first run), events, engine, analysis, memory over
 time. What is printed is CPU-seconds, events, and bytes per event at the peak of Python's own allocations.
 """
 

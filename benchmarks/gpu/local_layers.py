@@ -7,8 +7,7 @@ layers of megatron-core 0.19.2 in tests/framework/test_saved_activations.py.
 
 from __future__ import annotations
 
-from sympy import Expr, Max, Min
-
+from mist_megatron.cost.algebra import Expr, maximum, minimum
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import ACTIVATION, FULL, HALF, INNER, KEY, QUERY, SCORES, TOKENS
 from mist_megatron.cost.symbols import HEAD_DIM, KV_HEADS, TP, S
@@ -51,6 +50,6 @@ def _qkv_copies(model: ModelSpec, *, recompute: Recompute) -> Expr:
         return HALF * TOKENS * (QUERY + KEY) + projection - kept
     if grouped:
         # Queries of several groups cannot be viewed as one run of heads; those of a rank's only group can.
-        copies = Min(Max(KV_HEADS / TP, 1, evaluate=False) - 1, 1, evaluate=False)
+        copies = minimum(maximum(KV_HEADS / TP, 1) - 1, 1)
         return copies * HALF * TOKENS * QUERY + projection - kept
     return ZERO

@@ -19,7 +19,7 @@ only when it works. Its module is imported when it is run, so `--help` and `--ve
 `list` runs when none is named.
 
 A parameter whose type is a dataclass deriving from `OptionGroup` stands for all its fields: `OutputOptions`
-gives `--json`, `JobOptions` (options.py) the job options. Heavy imports (numpy, sympy, the solver) go inside
+gives `--json`, `JobOptions` (options.py) the job options. Heavy imports (numpy, the solver) go inside
 the function where they would slow down `predict --help`.
 """
 

@@ -22,7 +22,6 @@ NEWEST_PYTHON = (3, 13)
 TUNER = {
     # Import name -> distribution, what the tuner does with it.
     "numpy": ("numpy", "prices configurations"),
-    "sympy": ("sympy", "derives the cost expressions"),
     "pydantic": ("pydantic", "reads plans and models"),
     "yaml": ("PyYAML", "reads and writes YAML"),
     "jinja2": ("jinja2", "writes launch scripts"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from sympy import Expr, Max, Symbol
-
+from mist_megatron.cost.algebra import Expr, Symbol
 from mist_megatron.cost.entries import frozen, outside_bytes
 from mist_megatron.cost.kinds import own_sizes
 from mist_megatron.cost.layers import LayerOptions, block, embedding, expert_parameters, parameters
@@ -47,7 +46,7 @@ class Block:
 
     def own(self, expression: Expr) -> Expr:
         """A size of any layer as one of this kind."""
-        return renamed(expression, self.names)
+        return expression.replaced(self.names)
 
 
 def blocks(model: ModelSpec, options: LayerOptions) -> tuple[Block, ...]:
@@ -65,12 +64,12 @@ def _block(kind: LayerKind, options: LayerOptions, own: Iterable[str], passes_ba
     still = all_of_it - trained if kind.still else ZERO
     source = kind.cross_attention
     given = ACTIVATION + (ZERO if source is None else outside_bytes(source))
-    given = renamed(given, names)
+    given = given.replaced(names)
     return Block(kind, operators, trained, still, of_experts, layers, ckpt, names, passes_back, given)
 
 
 def _names(own: Iterable[str], kind: str) -> dict[Symbol, Symbol]:
-    symbols = [Symbol(name, nonnegative=True) for name in own]
+    symbols = [Symbol(name) for name in own]
     return {symbol: own_symbol(symbol, kind) for symbol in symbols}
 
 
@@ -91,7 +90,7 @@ class Edge:
 
     def own(self, expression: Expr) -> Expr:
         """A size of any layer as one of this edge."""
-        return renamed(expression, self.names)
+        return expression.replaced(self.names)
 
     @property
     def weights(self) -> Expr:
@@ -121,18 +120,6 @@ def _edge(model: ModelSpec, name: str, operators: Iterable[Operator]) -> Edge:
     return Edge(own, names, layer.still)
 
 
-def renamed(expression: Expr, names: Mapping[Symbol, Symbol]) -> Expr:
-    """With other symbols; maxima stay unevaluated, which `xreplace` would try to order."""
-    if expression in names:
-        return names[expression]
-    operands = tuple(renamed(operand, names) for operand in expression.args)
-    if operands == expression.args:
-        return expression
-    if isinstance(expression, Max):
-        return Max(*operands, evaluate=False)
-    return expression.func(*operands)
-
-
 def _renamed_operator(operator: Operator, names: Mapping[Symbol, Symbol]) -> Operator:
     if not names:
         return operator
@@ -140,20 +127,23 @@ def _renamed_operator(operator: Operator, names: Mapping[Symbol, Symbol]) -> Ope
         operator,
         forward=tuple(_renamed_work(work, names) for work in operator.forward),
         backward=tuple(_renamed_work(work, names) for work in operator.backward),
-        saved=tuple(replace(kept, size_bytes=renamed(kept.size_bytes, names)) for kept in operator.saved),
-        parameters=renamed(operator.parameters, names),
-        expert_parameters=renamed(operator.expert_parameters, names),
+        saved=tuple(replace(kept, size_bytes=kept.size_bytes.replaced(names)) for kept in operator.saved),
+        parameters=operator.parameters.replaced(names),
+        expert_parameters=operator.expert_parameters.replaced(names),
     )
 
 
 def _renamed_work(work: Work, names: Mapping[Symbol, Symbol]) -> Work:
-    m_n_k, core, share, sent = work.gemm, work.attention, work.pairs_share, work.exchange
+    def own(sizes: tuple[Expr, ...] | None) -> tuple[Expr, ...] | None:
+        return None if sizes is None else tuple(size.replaced(names) for size in sizes)
+
+    share = work.pairs_share
     return replace(
         work,
-        flops=renamed(work.flops, names),
-        moved_bytes=renamed(work.moved_bytes, names),
-        gemm=None if m_n_k is None else tuple(renamed(size, names) for size in m_n_k),
-        attention=None if core is None else tuple(renamed(size, names) for size in core),
-        exchange=None if sent is None else tuple(renamed(size, names) for size in sent),
-        pairs_share=None if share is None else renamed(share, names),
+        flops=work.flops.replaced(names),
+        moved_bytes=work.moved_bytes.replaced(names),
+        gemm=own(work.gemm),
+        attention=own(work.attention),
+        exchange=own(work.exchange),
+        pairs_share=None if share is None else share.replaced(names),
     )

@@ -1,24 +1,24 @@
-"""Turns sympy expressions into a straight-line program that numpy runs over whole grids.
+"""Turns expressions into a straight-line program that numpy runs over whole grids.
 
-Why not `lambdify`: its product is Python source, which a cache on disk would have to execute. A program
-here is data - a list of (operation, operand slots) from a closed set of operations - so that loading
-one from a cache can at worst be refused, never run code; it pickles to worker processes; and running
-it needs no sympy import at all.
+A program is data - a list of (operation, operand slots) from a closed set of operations - and no Python
+source, which a cache on disk would have to execute: loading one can at worst be refused, never run code, and
+it pickles to worker processes.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from sympy import Basic, Expr
+from mist_megatron.cost.algebra import Expr, Maximum, Minimum, Number, Power, Product, Sum, Symbol
 
 Array = NDArray[np.float64]
 _SIZE = operator.attrgetter("size")
@@ -44,23 +44,13 @@ _OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
     "mul": operator.mul,
     "max": np.maximum,
     "min": np.minimum,
-    "and": np.logical_and,
-    "or": np.logical_or,
 }
 """Of any number of operands, in whatever order."""
 _OPERATIONS: dict[str, tuple[int | None, Callable[[Sequence[Any]], Any]]] = {
     **{name: (None, _fold(function)) for name, function in _OF_TWO.items()},
-    "not": (1, lambda v: np.logical_not(v[0])),
     "reciprocal": (1, lambda v: 1.0 / v[0]),
     "square": (1, lambda v: v[0] * v[0]),
     "pow": (2, lambda v: np.power(v[0], v[1])),
-    "floor": (1, lambda v: np.floor(v[0])),
-    "ceiling": (1, lambda v: np.ceil(v[0])),
-    "lt": (2, lambda v: v[0] < v[1]),
-    "le": (2, lambda v: v[0] <= v[1]),
-    "eq": (2, lambda v: v[0] == v[1]),
-    "ne": (2, lambda v: v[0] != v[1]),
-    "where": (3, lambda v: np.where(v[0], v[1], v[2])),
 }
 """Name -> (number of operands, None for one or more; what it does)."""
 
@@ -118,91 +108,81 @@ class Program:
 
 
 def compile_expressions(expressions: Mapping[str, Expr]) -> Program:
-    """Share common subexpressions, then write every operation down once."""
-    from sympy import cse
-
-    names = list(expressions)
-    shared, reduced = cse([expressions[name] for name in names], order="none")
-    symbols = sorted(
-        {str(s) for e in expressions.values() for s in e.free_symbols if not isinstance(s, bool)}
-    )
-    writer = _Writer(symbols)
-    for symbol, expression in shared:
-        writer.slot_of[symbol] = writer.write(expression)
-    outputs = tuple((name, writer.write(e)) for name, e in zip(names, reduced, strict=True))
+    """Share what several expressions have in common, then write every operation down once."""
+    nodes: dict[Expr, None] = {}
+    for expression in expressions.values():
+        _collect(expression, nodes)
+    symbols = sorted(node.name for node in nodes if isinstance(node, Symbol))
+    writer = _Writer(symbols, {**_shared(nodes, Sum), **_shared(nodes, Product)})
+    outputs = tuple((name, writer.write(each)) for name, each in expressions.items())
     return Program(tuple(symbols), tuple(writer.steps), outputs)
 
 
+def _collect(node: Expr, nodes: dict[Expr, None]) -> None:
+    """All that an expression is made of."""
+    if node not in nodes:
+        for arg in node.args:
+            _collect(arg, nodes)
+        nodes[node] = None
+
+
+def _shared(nodes: Iterable[Expr], kind: type[Expr]) -> dict[Expr, tuple[Expr, ...]]:
+    """Operands of each sum, or product, where the two that meet in most of them are an operand of their own,
+    again and again until no two meet twice."""
+    groups = {node: dict.fromkeys(node.args) for node in nodes if type(node) is kind}
+    meet = Counter(pair for group in groups.values() for pair in combinations(group, 2))
+    made: dict[Expr, tuple[Expr, ...]] = {}
+    while meet:
+        pair, times = max(meet.items(), key=lambda item: item[1])
+        if times < 2:
+            break
+        both = kind("", pair)
+        made[both] = pair
+        for node, group in groups.items():
+            if pair[0] in group and pair[1] in group:
+                meet.subtract(combinations(group, 2))
+                groups[node] = group = dict.fromkeys(
+                    sorted((both, *(each for each in group if each not in pair)), key=lambda each: each.place)
+                )
+                meet.update(combinations(group, 2))
+        del meet[pair]
+    return {**{node: tuple(group) for node, group in groups.items()}, **made}
+
+
 class _Writer:
-    """Walks an expression tree, bottom up, reusing the slot of anything already written."""
+    """Walks an expression, bottom up, reusing the slot of anything already written."""
 
-    def __init__(self, inputs: Sequence[str]) -> None:
+    def __init__(self, inputs: Sequence[str], operands: Mapping[Expr, tuple[Expr, ...]]) -> None:
         self.inputs = {name: index for index, name in enumerate(inputs)}
+        self.operands = operands
         self.steps: list[Step] = []
-        self.slot_of: dict[Any, int] = {}
+        self.slot_of: dict[Expr, int] = {}
 
-    def write(self, node: Basic) -> int:
-        if node in self.slot_of:
-            return self.slot_of[node]
-        slot = self._write_new(node)
-        self.slot_of[node] = slot
-        return slot
+    def write(self, node: Expr) -> int:
+        if node not in self.slot_of:
+            self.slot_of[node] = self._write_new(node)
+        return self.slot_of[node]
 
     def _emit(self, operation: str, *operands: float) -> int:
         self.steps.append((operation, operands))
         return len(self.inputs) + len(self.steps) - 1
 
-    def _write_new(self, node: Any) -> int:
-        if node.is_Symbol:
-            return self.inputs[str(node)]
-        if node.is_number:
-            return self._emit("const", float(node))
-        if node.is_Pow:
-            return self._write_power(node)
-        name = type(node).__name__
-        if name == "Piecewise":
-            return self._write_piecewise(node)
-        if name in ("StrictGreaterThan", "GreaterThan"):
-            operation = "lt" if name == "StrictGreaterThan" else "le"
-            return self._emit(operation, self.write(node.args[1]), self.write(node.args[0]))
-        if name not in _SYMPY_NAMES:
-            raise TypeError(f"no operation for {name} in a cost expression: {node}")
-        operation = _SYMPY_NAMES[name]
-        return self._emit(operation, *(self.write(argument) for argument in node.args))
-
-    def _write_power(self, node: Any) -> int:
-        power, exponent = node.as_base_exp()
-        if node.exp == -1:
-            return self._emit("reciprocal", self.write(node.base))
-        if exponent == 2:
-            return self._emit("square", self.write(power))
-        return self._emit("pow", self.write(node.base), self.write(node.exp))
-
-    def _write_piecewise(self, node: Any) -> int:
-        *cases, (last, condition) = [(pair.expr, pair.cond) for pair in node.args]
-        if condition != True:  # noqa: E712  (sympy's own true, not Python's)
-            raise TypeError(f"a Piecewise in a cost expression needs a final otherwise: {node}")
-        slot = self.write(last)
-        for expression, condition in reversed(cases):
-            slot = self._emit("where", self.write(condition), self.write(expression), slot)
-        return slot
+    def _write_new(self, node: Expr) -> int:
+        if isinstance(node, Symbol):
+            return self.inputs[node.name]
+        if isinstance(node, Number):
+            return self._emit("const", float(node.value))
+        if isinstance(node, Power):
+            base = self.write(node.args[0])
+            if node.exponent in _POWERS:
+                return self._emit(_POWERS[node.exponent], base)
+            return self._emit("pow", base, self._emit("const", float(node.exponent)))
+        operands = self.operands.get(node, node.args)
+        return self._emit(_NAMES[type(node)], *(self.write(each) for each in operands))
 
 
-_SYMPY_NAMES = {
-    "Add": "add",
-    "Mul": "mul",
-    "Max": "max",
-    "Min": "min",
-    "And": "and",
-    "Or": "or",
-    "Not": "not",
-    "floor": "floor",
-    "ceiling": "ceiling",
-    "StrictLessThan": "lt",
-    "LessThan": "le",
-    "Equality": "eq",
-    "Unequality": "ne",
-}
+_POWERS = {-1: "reciprocal", 2: "square"}
+_NAMES: dict[type[Expr], str] = {Sum: "add", Product: "mul", Maximum: "max", Minimum: "min"}
 
 
 def program_to_document(program: Program) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sympy import Expr
-
+from mist_megatron.cost.algebra import Expr
 from mist_megatron.cost.latent import CORE_DIM, QUERY_WIDTH, VALUE_WIDTH, latent_core_inputs
 from mist_megatron.cost.operators import Operator, SavedTensor, Work, WorkKind
 from mist_megatron.cost.shapes import FULL, HALF, KEY, QUERY, SCORES, TOKENS
@@ -118,9 +117,9 @@ def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
     full = 4 * B * heads * S * S * width / CP
     share, visited = _pairs_share(layer), _visited_share(layer)
     if layer.window is not None:
-        full = full * (WINDOW / S if layer.attention == "full" else share)
+        full = full * (WINDOW / S if layer.attention == "full" or share is None else share)
     # A context-parallel rank computes its share of the square: priced as that share of the heads.
-    size = (B, S, heads / CP, kv_heads, width)
+    size: tuple[Expr, ...] = (B, S, heads / CP, kv_heads, width)
     if in_blocks(layer):
         size = (B * S / WINDOW, WINDOW, heads / CP, kv_heads, width)
     return Operator(

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sympy import Expr, Integer, Max
-
+from mist_megatron.cost.algebra import Expr, maximum, number
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, Work, WorkKind
 from mist_megatron.cost.shapes import ACTIVATION, FULL, HALF, KEY, QUERY, TOKENS, VOCAB_SHARE
 from mist_megatron.cost.symbols import CP, HEAD_DIM, HEADS, HIDDEN, OUTSIDE, SP, TP, B, S
@@ -55,7 +54,7 @@ def _entry_norm(layer: LayerSpec, entry: Entry, statistics_bytes: int) -> Operat
             SavedTensor(key="input", size_bytes=size),
             SavedTensor(key="entry_norm_statistics", size_bytes=statistics_bytes * tokens),
         ),
-        parameters=Integer(each * entry.norm_width),
+        parameters=number(each * entry.norm_width),
     )
 
 
@@ -68,7 +67,7 @@ def _read(entry: Entry) -> SavedTensor:
 def _one_matrix(entry: Entry) -> Operator:
     """Whole on each tensor-parallel rank, which runs it over its rows."""
     forward, backward = products(
-        "entry", OUTSIDE_ROWS / entry.merged, (HIDDEN, Integer(entry.merged_width)), eight_bit=False
+        "entry", OUTSIDE_ROWS / entry.merged, (HIDDEN, number(entry.merged_width)), eight_bit=False
     )
     return Operator(
         name="entry",
@@ -81,8 +80,8 @@ def _one_matrix(entry: Entry) -> Operator:
 
 def _two_matrices(entry: Entry) -> list[Operator]:
     """Split over tensor-parallel ranks as an MLP is."""
-    rows, inner = OUTSIDE_TOKENS / entry.merged, Integer(entry.inner) / TP
-    wide, gathered = Integer(entry.merged_width), HALF * OUTSIDE_TOKENS * entry.hidden
+    rows, inner = OUTSIDE_TOKENS / entry.merged, number(entry.inner) / TP
+    wide, gathered = number(entry.merged_width), HALF * OUTSIDE_TOKENS * entry.hidden
     hidden = HALF * rows * inner
     into, out = (
         products(name, rows, columns, eight_bit=False)
@@ -150,7 +149,7 @@ def cross_attention(
     """From a normed input, gathered, to what the output projection reads: queries of the layer's own tokens,
     keys and values of the encoder's."""
     queries = products("cross_query", TOKENS, (QUERY, HIDDEN), eight_bit=eight_bit)
-    width = Integer(source.hidden)
+    width = number(source.hidden)
     both = products("cross_key_value", OUTSIDE_TOKENS, (2 * KEY, width), eight_bit=eight_bit)
     gathered = HALF * OUTSIDE_TOKENS * source.hidden
     return (
@@ -192,7 +191,7 @@ def _core_inputs() -> tuple[SavedTensor, ...]:
 
 def _flash_core() -> tuple[Operator, ...]:
     """Fused, priced as the share of a causal square of the longer side that its pairs are."""
-    longer = Max(S, OUTSIDE, evaluate=False)
+    longer = maximum(S, OUTSIDE)
     share = _PAIRS / (longer * (longer + 1) / 2)
     full = 4 * B * (HEADS / TP) * _PAIRS * HEAD_DIM / CP
     size = (B, longer, HEADS / TP / CP, KEY / HEAD_DIM, HEAD_DIM)

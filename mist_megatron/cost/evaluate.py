@@ -70,7 +70,7 @@ def make_evaluator(
     profile knows of the job's program."""
 
     def build() -> StageProgram:
-        # Imported late: sympy takes 0.3 s, which a cached program saves.
+        # Imported late: a cached program needs none of it.
         from mist_megatron.cost.symbolic import stage_program_of
 
         return stage_program_of(job)

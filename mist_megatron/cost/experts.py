@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sympy import Expr, Integer, Rational
-
+from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, Work, WorkKind
 from mist_megatron.cost.shapes import (
     ACTIVATION,
@@ -102,7 +101,7 @@ def _router(experts: ExpertSpec) -> Operator:
         name="router",
         forward=(*forward, memory_work("router_scores", SCORE_PASSES * passed, kernels=SCORE_KERNELS)),
         backward=(
-            memory_work("router_scores_backward", SCORE_PASSES / Integer(2) * passed, kernels=4),
+            memory_work("router_scores_backward", SCORE_PASSES / number(2) * passed, kernels=4),
             *backward,
         ),
         saved=(
@@ -179,7 +178,7 @@ def _shared(experts: ExpertSpec, gates: int, *, bias: bool, eight_bit: bool) -> 
 
 def _shared_gate() -> Operator:
     """A column of its own, a sigmoid, and a product with the shared experts' output, which is kept for it."""
-    forward, backward = products("shared_gate", ROWS, (Integer(1), HIDDEN), eight_bit=False)
+    forward, backward = products("shared_gate", ROWS, (number(1), HIDDEN), eight_bit=False)
     return Operator(
         name="shared_gate",
         forward=(*forward, memory_work("shared_gate_forward", 2 * ACTIVATION, kernels=2)),
@@ -220,7 +219,7 @@ def _latent_out(eight_bit: bool) -> tuple[Operator, ...]:
     )
 
 
-GATHERED = Rational(4, 3)
+GATHERED = number(4, 3)
 """Times as long as a plain pass over as many bytes: rows in another order come at 0.50 and 0.51 of B200's
 memory rate, where plain passes come at 0.67 (SimuMax's measured bandwidths)."""
 
@@ -265,7 +264,7 @@ def _exchange(name: str, dispatcher: Dispatcher, *, forward: bool) -> Operator:
             forward=(collective_work(name, first, message * _GROUP_SIZE, Group.EXPERT_ALL),),
             backward=(collective_work(f"{name}_back", then, message * _GROUP_SIZE, Group.EXPERT_ALL),),
         )
-    once = Integer(int(dispatcher == "flex"))
+    once = number(int(dispatcher == "flex"))
     copy = HALF * EXPERT_WIDTH * ROWS * UNEVEN
 
     def sent(named: str) -> Work:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sympy import Expr, factor_terms
-
 from mist_megatron.cost import symbols
+from mist_megatron.cost.algebra import Expr
+from mist_megatron.cost.formula import text_of
 from mist_megatron.cost.layers import backward_flops, forward_flops
 from mist_megatron.cost.memory import stage_memory
 from mist_megatron.cost.operators import Operator, Work, WorkKind
@@ -62,22 +62,17 @@ def _of_kind(name: str, block: tuple[Operator, ...], sizes: dict[str, Expr]) -> 
         Section(
             f"sizes of {one}, per tensor-parallel rank",
             (
-                Line("parameters", written(sizes[f"{name}_parameters"])),
-                Line("saved bytes", written(sizes[f"{name}_saved_bytes"])),
-                Line("forward FLOPs", written(forward_flops(block))),
-                Line("backward FLOPs", written(backward_flops(block))),
+                Line("parameters", text_of(sizes[f"{name}_parameters"])),
+                Line("saved bytes", text_of(sizes[f"{name}_saved_bytes"])),
+                Line("forward FLOPs", text_of(forward_flops(block))),
+                Line("backward FLOPs", text_of(backward_flops(block))),
             ),
         ),
     )
 
 
-def written(expression: Expr) -> str:
-    """Common factors outside, unevaluated maxima as they are."""
-    return str(factor_terms(expression)).replace("**", "^")
-
-
 def _named(expressions: dict[str, Expr]) -> tuple[Line, ...]:
-    return tuple(Line(name, written(expression)) for name, expression in expressions.items())
+    return tuple(Line(name, text_of(expression)) for name, expression in expressions.items())
 
 
 def _operators(graph: tuple[Operator, ...], *, backward: bool) -> tuple[Line, ...]:
@@ -87,11 +82,11 @@ def _operators(graph: tuple[Operator, ...], *, backward: bool) -> tuple[Line, ..
 
 def _work(work: Work) -> str:
     if work.gemm is not None:
-        m, n, k, batch = (written(size) for size in work.gemm)
+        m, n, k, batch = (text_of(size) for size in work.gemm)
         return f"T(gemm M={m}, N={n}, K={k}, batch={batch})"
     if work.attention is not None:
-        b, s, a, kv, e = (written(size) for size in work.attention)
-        share = "" if work.pairs_share is None else f", pairs share={written(work.pairs_share)}"
+        b, s, a, kv, e = (text_of(size) for size in work.attention)
+        share = "" if work.pairs_share is None else f", pairs share={text_of(work.pairs_share)}"
         return f"T(attention batch={b}, seq={s}, heads={a}, kv={kv}, width={e}{share})"
     kind = "memory" if work.kind is WorkKind.MEMORY else work.kind.value.replace("_", "-")
-    return f"T({kind} {written(work.moved_bytes)} bytes)"
+    return f"T({kind} {text_of(work.moved_bytes)} bytes)"

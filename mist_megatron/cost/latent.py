@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from sympy import Expr
-
+from mist_megatron.cost.algebra import Expr
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, WorkKind
 from mist_megatron.cost.shapes import ACTIVATION, FULL, HALF, KEY, QUERY, ROWS, TOKENS
 from mist_megatron.cost.symbols import (

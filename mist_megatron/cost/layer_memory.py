@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sympy import Expr, Integer, Max
-
+from mist_megatron.cost.algebra import Expr, maximum, number
 from mist_megatron.cost.cores import CORE, scores_of
 from mist_megatron.cost.entries import CROSS_SCORES, frozen, outside_bytes
 from mist_megatron.cost.layers import LayerOptions, block, saved_bytes
@@ -59,8 +58,8 @@ def layer_memory(
     mixer = model.mamba or model.delta_net
     if mixer is not None:
         forward, backward = scan_transients(mixer)
-        forward = Max(memory.forward, GATHERED + forward, evaluate=False)
-        backward = Max(memory.backward, 2 * ACTIVATION + backward, evaluate=False)
+        forward = maximum(memory.forward, GATHERED + forward)
+        backward = maximum(memory.backward, 2 * ACTIVATION + backward)
         memory = replace(memory, forward=forward, backward=backward)
     if not passes_back:
         # What would be kept lives as long as its readers do: input, residual stream and norm beside the MLP.
@@ -107,7 +106,7 @@ def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> 
         activated = HALF * EXPERT_ROWS * EXPERT_INNER
         came = HALF * EXPERT_ROWS * EXPERT_WIDTH
         at_input = ACTIVATION + 2 * came - activated
-        peak = Max(2 * ACTIVATION + gates * activated, at_input, evaluate=False)
+        peak = maximum(2 * ACTIVATION + gates * activated, at_input)
         if AROUND_EXPERTS & set(options.modules):
             # Made again before that; what attention makes again comes when experts' tensors are gone.
             peak = peak + sum((RECOMPUTE[kind] * (kept - size) for kind, size in light.items()), start=ZERO)
@@ -130,16 +129,16 @@ def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> 
         # Gradients of softmax output and of scores beside the kept scores, MLP tensors gone; where the core
         # is run again it has them to make first.
         passes = sum(
-            (RECOMPUTE[kind] * 2 for kind in without_core), start=Integer(3 if options.dropout else 2)
+            (RECOMPUTE[kind] * 2 for kind in without_core), start=number(3 if options.dropout else 2)
         )
         most = scores_of(model)
         if model.cross_attention is not None:
-            most = Max(most, CROSS_SCORES, evaluate=False)
+            most = maximum(most, CROSS_SCORES)
         candidates.append(passes * most + 2 * ACTIVATION - hidden - activated)
     elif any(size != kept for size in without_core.values()):
         made = sum((RECOMPUTE[kind] * (kept - size) for kind, size in without_core.items()), start=ZERO)
         candidates.append(made + 4 * HALF * TOKENS * QUERY - hidden - activated)
-    backward = Max(*candidates, evaluate=False)
+    backward = maximum(*candidates)
     forward = hidden + activated + GATHERED
     return LayerMemory(saved, ACTIVATION, forward, backward)
 
@@ -190,12 +189,12 @@ def _mist_transients(model: LayerSpec, options: LayerOptions, saved: Expr) -> tu
         backward = ACTIVATION * (5 + 4 / TP + (5 if model.gated_mlp else 3) * share) + norms - saved
         return 2 * ACTIVATION, backward
     # Without a fused core one buffer of scores is live in either pass on top of what the passes need.
-    forward = Max(ACTIVATION * (2 + 5 / TP) + 2 * SCORES, saved + 2 * ACTIVATION, evaluate=False)
+    forward = maximum(ACTIVATION * (2 + 5 / TP) + 2 * SCORES, saved + 2 * ACTIVATION)
     backward = ACTIVATION * (3 + 3 / TP) + 3 * SCORES + norms / 2
     return forward - saved + SCORES, backward - saved + SCORES
 
 
 def norm_elements(model: LayerSpec) -> Expr:
     if model.entry is not None:
-        return Integer(model.norm_parameters // model.hidden * model.entry.norm_width)
-    return Integer((model.norms + (model.cross_attention is not None)) * model.norm_parameters)
+        return number(model.norm_parameters // model.hidden * model.entry.norm_width)
+    return number((model.norms + (model.cross_attention is not None)) * model.norm_parameters)

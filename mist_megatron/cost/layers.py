@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sympy import Expr, Integer
-
+from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.chosen import captured, chosen
 from mist_megatron.cost.cores import context_exchange, flash_attention, plain_attention
 from mist_megatron.cost.entries import cross_attention, entry_operators
@@ -185,8 +184,8 @@ def _mixer(model: LayerSpec, mixer: Mamba | DeltaNet, options: LayerOptions) -> 
     """What stands in place of attention: a projection, a scan, a projection back."""
     inner = mixer.inner if isinstance(mixer, Mamba) else mixer.values
     eight_bit = options.eight_bit
-    columns = Integer(mixer.projected) / TP, HIDDEN
-    back = HIDDEN, Integer(inner) / TP
+    columns = number(mixer.projected) / TP, HIDDEN
+    back = HIDDEN, number(inner) / TP
     return (
         *projection_in("mixer_in", columns, bias=False, saves="normed1", eight_bit=eight_bit),
         *scan_operators(mixer, _statistics(model, options)),
@@ -295,7 +294,7 @@ def _lookup() -> Operator:
 def _patches(model: ModelSpec) -> Operator:
     """Pieces of an image, each by one matrix to a token. The matrix is whole on every rank, and so are
     pixels, which need no gradient."""
-    deep = Integer(model.patch_elements)
+    deep = number(model.patch_elements)
     forward, backward = products("patches", ROWS, (HIDDEN, deep), eight_bit=False)
     return Operator(
         name="embedding",
@@ -407,7 +406,7 @@ def norm(name: str, model: LayerSpec, options: LayerOptions, reads: str) -> Oper
             SavedTensor(key=reads, size_bytes=ACTIVATION),
             SavedTensor(key=f"{name}_statistics", size_bytes=statistics * ROWS),
         ),
-        parameters=Integer(model.norm_parameters),
+        parameters=number(model.norm_parameters),
     )
 
 

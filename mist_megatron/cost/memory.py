@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sympy import Expr, Integer, Max
-
+from mist_megatron.cost.algebra import Expr, maximum, number
 from mist_megatron.cost.blocks import Block, Edge, blocks, first_edge
 from mist_megatron.cost.entries import outside_bytes
 from mist_megatron.cost.layer_memory import layer_memory, norm_elements
@@ -49,7 +48,7 @@ from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.targets.facts import MemoryFacts, Modules
 
-ONE = Integer(1)
+ONE = number(1)
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class StageMemory:
 
     @property
     def peak(self) -> Expr:
-        return Max(*self.peaks.values(), evaluate=False)
+        return maximum(*self.peaks.values())
 
 
 def edge_parameters(model: ModelSpec, options: LayerOptions, role: StageRole) -> tuple[Expr, Expr]:
@@ -152,7 +151,7 @@ def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, ro
         peaks["reduction"] = held + facts.grad_bytes * _elements(model, options, role) * OFFLOAD.grads
     if piped:
         # Beside the bucket that the engine keeps, its reduction takes another one.
-        peaks["reduction"] = held + HALF * Integer(int(facts.bucket_elements))
+        peaks["reduction"] = held + HALF * number(int(facts.bucket_elements))
     if facts.step.scratch:
         own = _elements(model, options, role) / _sharded(Z1, DP * CP) * (1 - OFFLOAD.optimizer)
         # Not where the gradients to step with are kept throughout: `held` has them.
@@ -192,7 +191,7 @@ def _kind(block: Block, kinds: int, options: LayerOptions, facts: MemoryFacts) -
         layers=block.layers,
         ckpt=block.ckpt,
         present=_present(block, kinds),
-        recomputing=block.ckpt / Max(block.ckpt, 1, evaluate=False),
+        recomputing=block.ckpt / maximum(block.ckpt, 1),
         saved=block.own(memory.saved + facts.graph_buffers * ACTIVATION),
         kept_input=block.own(memory.kept_input),
         forward=block.own(memory.forward),
@@ -215,12 +214,12 @@ def _paired(kinds: Sequence[_Kind], facts: MemoryFacts) -> Expr:
 
 def _present(block: Block, kinds: int) -> Expr:
     """1 where a stage has a layer of this kind; every stage has one of an only kind."""
-    return ONE if kinds == 1 else block.layers / Max(block.layers, 1, evaluate=False)
+    return ONE if kinds == 1 else block.layers / maximum(block.layers, 1)
 
 
 def _most(sizes: Sequence[Expr]) -> Expr:
     """The largest, over kinds of layers."""
-    return sizes[0] if len(sizes) == 1 else Max(*sizes, evaluate=False)
+    return sizes[0] if len(sizes) == 1 else maximum(*sizes)
 
 
 @dataclass(frozen=True)
@@ -250,7 +249,7 @@ def _buckets(facts: MemoryFacts) -> Expr:
     1 and 2 take two if reductions overlap."""
     width = facts.grad_bytes * (Z1 - Z2) + HALF * Z2
     pair = 2 - Z3 if facts.reductions_overlap else ONE
-    return Integer(int(facts.bucket_elements)) * width * pair * Z1
+    return number(int(facts.bucket_elements)) * width * pair * Z1
 
 
 def _elements(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
@@ -296,14 +295,14 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     widest = _widest(model, options, role)
     needs_weights, needs_grads = _either(Z3, OFFLOAD.weights), _either(Z2, OFFLOAD.grads)
     buffers = facts.weights_at_once * HALF * widest * needs_weights + _buckets(facts)
-    buffers = buffers + facts.grads_at_once * Integer(grad) * widest * needs_grads
+    buffers = buffers + facts.grads_at_once * number(grad) * widest * needs_grads
     states = {
         "weights": term(2, Z3, OFFLOAD.weights, ZERO) + frozen_bytes,
         "grads": term(grad, Z2, OFFLOAD.grads, ZERO),
         "optimizer": term(optimizer, Z1, OFFLOAD.optimizer, ONE),
         "buffers": buffers,
         # Traffic beside products is for sequence parallelism alone.
-        "framework": Integer(int(facts.framework_bytes)) + facts.overlap_buffers * SP * GATHERED,
+        "framework": number(int(facts.framework_bytes)) + facts.overlap_buffers * SP * GATHERED,
     }
     if facts.step.kept_gradient:
         kept = term(facts.step.kept_gradient, Z1, OFFLOAD.optimizer, ONE) * _any(OFFLOAD.optimizer)
@@ -327,7 +326,7 @@ def _widest(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
     """Parameters of the largest of layers, embedding and head."""
     edges, kinds = edge_weights(model, options, role), blocks(model, options)
     layers = [_present(kind, len(kinds)) * kind.weights for kind in kinds]
-    return Max(*layers, *(e for e in edges if e != ZERO), evaluate=False)
+    return maximum(*layers, *(e for e in edges if e != ZERO))
 
 
 def _once(kind: Block) -> Expr:
@@ -346,12 +345,12 @@ def _matrices(layer: LayerSpec) -> tuple[object, ...]:
 
 def _any(fraction: Expr) -> Expr:
     """1 for any fraction above 0, else 0."""
-    return fraction / Max(fraction, Integer(10) ** -9, evaluate=False)
+    return fraction / maximum(fraction, number(10) ** -9)
 
 
 def _either(switch: Expr, fraction: Expr) -> Expr:
     """1 when a state is sharded or any of it offloaded, else 0: then a full copy passes through a buffer."""
-    return Max(switch, _any(fraction), evaluate=False)
+    return maximum(switch, _any(fraction))
 
 
 def _edge_activations(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: StageRole) -> Expr:
@@ -380,4 +379,4 @@ def _head_transients(options: LayerOptions, modules: Modules) -> Expr:
     # Head's backward: the logits' gradient and Megatron's unused weight gradient of the whole table.
     at_head = HALF * logits + HALF * VOCAB_SHARE * HIDDEN
     # Norm input and output, their gradients, the boundary tensor; gathered input and gradient with SP.
-    return Max(at_loss, at_head, evaluate=False) + 5 * ACTIVATION + SP * 2 * GATHERED
+    return maximum(at_loss, at_head) + 5 * ACTIVATION + SP * 2 * GATHERED

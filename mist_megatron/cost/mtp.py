@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sympy import Expr
-
+from mist_megatron.cost.algebra import Expr
 from mist_megatron.cost.blocks import Edge, blocks, last_edge
 from mist_megatron.cost.layers import LayerOptions, head, norm, saved_bytes
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, WorkKind

@@ -2,7 +2,7 @@
 
 An operator is priced by its `Work` items (one GEMM, one attention core, one pass over memory, one
 collective) and remembered by its `saved` tensors (what autograd keeps for the backward pass).
-All sizes are sympy expressions in the symbols of `cost/symbols.py`.
+All sizes are expressions (`algebra.py`) in the symbols of `cost/symbols.py`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from sympy import Expr, Integer
-
+from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.spec.kinds import Place
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.recompute import Part
 
-ZERO = Integer(0)
+ZERO: Expr = number(0)
 Layout = Literal["nt", "nn", "tn"]
 """Which operand of a product lies transposed in memory, rows first: forward multiplies by transposed weights,
 the input's gradient by plain ones, the weight's gradient has transposed gradients on the left."""
@@ -51,14 +50,14 @@ class Work:
     flops: Expr = ZERO
     moved_bytes: Expr = ZERO
     """Device-memory traffic; for a collective the full (gathered / unreduced) message in bytes."""
-    gemm: tuple[Expr, Expr, Expr, Expr] | None = None
+    gemm: tuple[Expr, ...] | None = None
     """(M, N, K, batch) of a GEMM: `batch` independent products of (M x K)(K x N)."""
-    attention: tuple[Expr, Expr, Expr, Expr, Expr] | None = None
+    attention: tuple[Expr, ...] | None = None
     """(batch, seq, query heads, key-value heads, head dim) on this rank, causal."""
     pairs_share: Expr | None = None
     """Of an attention core that is not causal over the whole sequence: its pairs of tokens, as a share of a
     causal one's; it takes that share of its time."""
-    exchange: tuple[Expr, Expr, Expr, Expr] | None = None
+    exchange: tuple[Expr, ...] | None = None
     """Of an all-to-all: bytes of one copy of all its tokens, experts that each token goes to, experts in all,
     and 1 where ranks and nodes get one copy of a token however many of its experts they have."""
     kernels: int = 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from sympy import Expr, Integer
-
+from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.entries import frozen
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, WorkKind
 from mist_megatron.cost.shapes import ACTIVATION, GATHERED, HALF, INNER, KEY, QUERY, TOKENS
@@ -113,7 +112,7 @@ def _adapter(place: AdapterPlace, rank: int, beside: Operator) -> Operator:
     """Rows through both matrices, a pass that scales and one that adds. Its input is kept, by whatever it is
     called beside; the thin tensor between the matrices too."""
     wide, deep = SHAPES[place]
-    name, thin = f"{NAMED}{place}", Integer(rank)
+    name, thin = f"{NAMED}{place}", number(rank)
     into, into_back = products(f"{name}_a", TOKENS, (thin, deep), eight_bit=False)
     out, out_back = products(f"{name}_b", TOKENS, (wide, thin), eight_bit=False)
     added, scaled = 3 * HALF * TOKENS * wide, 2 * HALF * TOKENS * wide

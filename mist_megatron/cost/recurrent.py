@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sympy import Expr, Integer, Max, Min
-
+from mist_megatron.cost.algebra import Expr, maximum, minimum, number
 from mist_megatron.cost.operators import Operator, SavedTensor, Work
 from mist_megatron.cost.shapes import FULL, HALF, QUERY, TOKENS
 from mist_megatron.cost.symbols import CP, TP, B
@@ -36,7 +35,7 @@ Sizes = tuple[Expr, Expr, Expr, Expr]
 
 def _share(count: int) -> Expr:
     """Of a tensor-parallel rank."""
-    return Integer(count) / TP
+    return number(count) / TP
 
 
 def _several(name: str, *sizes: Sizes) -> tuple[Work, ...]:
@@ -53,7 +52,7 @@ def group_columns(mamba: Mamba) -> Expr:
     """Keys' or queries' columns of a rank's tokens; groups that several context-parallel ranks need are
     copied."""
     own = _share(mamba.groups)
-    return own * mamba.state * Max(ONE, CP / own, evaluate=False)
+    return own * mamba.state * maximum(ONE, CP / own)
 
 
 def projected_columns(mixer: Mamba | DeltaNet) -> Expr:
@@ -83,7 +82,7 @@ def scan_transients(mixer: Mamba | DeltaNet) -> tuple[Expr, Expr]:
 
 def _copied_apart(elements: Expr) -> Expr:
     """Bytes of turning sequence and batch around, which one sequence alone need not."""
-    return 2 * HALF * elements * Min(B - 1, 1)
+    return 2 * HALF * elements * minimum(B - 1, 1)
 
 
 def _mamba(mamba: Mamba) -> tuple[Operator, ...]:
@@ -142,8 +141,8 @@ def _mamba(mamba: Mamba) -> tuple[Operator, ...]:
 
 def _mamba_sizes(mamba: Mamba) -> tuple[Expr, Expr, Expr, Expr, Expr]:
     """Tokens of a chunk, columns of a head and of its state, chunks of all heads and of all groups."""
-    chunk, chunks = Integer(MAMBA_CHUNK), TOKENS / MAMBA_CHUNK
-    sizes = Integer(mamba.head_dim), Integer(mamba.state)
+    chunk, chunks = number(MAMBA_CHUNK), TOKENS / MAMBA_CHUNK
+    sizes = number(mamba.head_dim), number(mamba.state)
     return (chunk, *sizes, chunks * _share(mamba.heads), chunks * _share(mamba.groups))
 
 
@@ -255,14 +254,14 @@ def _delta_norm(net: DeltaNet, statistics_bytes: int) -> Operator:
             SavedTensor(key="mixer_norm_output", size_bytes=values),
             SavedTensor(key="mixer_norm_statistics", size_bytes=statistics_bytes * numbers),
         ),
-        parameters=Integer(net.value_dim),
+        parameters=number(net.value_dim),
     )
 
 
 def _delta_sizes(net: DeltaNet) -> tuple[Expr, Expr, Expr, Expr]:
     """Tokens of a chunk, columns of a key and of a value, chunks of all value heads."""
-    chunk = Integer(DELTA_CHUNK)
-    return chunk, Integer(net.key_dim), Integer(net.value_dim), TOKENS / chunk * _share(net.value_heads)
+    chunk = number(DELTA_CHUNK)
+    return chunk, number(net.key_dim), number(net.value_dim), TOKENS / chunk * _share(net.value_heads)
 
 
 def _delta_forward(net: DeltaNet) -> tuple[Work, ...]:

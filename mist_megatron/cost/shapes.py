@@ -6,8 +6,7 @@ rank 1/tp of them. Key-value heads are split over tp ranks down to one head, the
 
 from __future__ import annotations
 
-from sympy import Expr, Integer, Max, Min
-
+from mist_megatron.cost.algebra import Expr, maximum, minimum, number
 from mist_megatron.cost.symbols import (
     CP,
     EP,
@@ -29,11 +28,11 @@ from mist_megatron.cost.symbols import (
     S,
 )
 
-EIGHTH = Integer(1)
+EIGHTH = number(1)
 """Bytes of an 8-bit element."""
-HALF = Integer(2)
+HALF = number(2)
 """Bytes of a bf16 or fp16 element."""
-FULL = Integer(4)
+FULL = number(4)
 """Bytes of an fp32 element."""
 
 TOKENS: Expr = B * S / CP
@@ -45,7 +44,7 @@ GATHERED: Expr = HALF * TOKENS * HIDDEN
 """The same before sequence parallelism splits it."""
 QUERY: Expr = HEADS * HEAD_DIM / TP
 """Columns of this rank's query heads."""
-KEY: Expr = HEAD_DIM * Max(KV_HEADS / TP, 1, evaluate=False)
+KEY: Expr = HEAD_DIM * maximum(KV_HEADS / TP, 1)
 """Columns of this rank's key heads; as many for the values."""
 INNER: Expr = FFN / TP
 VOCAB_SHARE: Expr = VOCAB / TP
@@ -56,7 +55,7 @@ EXPERT_INNER: Expr = EXPERT_FFN / ETP
 SHARED_INNER: Expr = SHARED_FFN / TP
 OWN_EXPERTS: Expr = EXPERTS / EP
 """Experts of which this rank has a part."""
-UNEVEN: Expr = Min(IMBALANCE, EP, evaluate=False)
+UNEVEN: Expr = minimum(IMBALANCE, EP)
 """Tokens of the busiest rank over the mean; a rank that has all experts has all tokens anyway."""
 ROUTED: Expr = ROWS * TOP_K * UNEVEN
 """Tokens that come to this rank from all ranks of its expert-parallel group, one for each of their experts:

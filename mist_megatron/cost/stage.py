@@ -39,8 +39,7 @@ from mist_megatron.spec.profile import CollectiveKind
 from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
 
 if TYPE_CHECKING:
-    from sympy import Expr
-
+    from mist_megatron.cost.algebra import Expr
     from mist_megatron.cost.operators import Operator, Work
 
 PASSES = ("forward", "backward", *PARTIAL, "unneeded")

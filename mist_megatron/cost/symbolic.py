@@ -1,15 +1,14 @@
 """Symbols to program: builds a model's layer graphs and compiles everything that the evaluator runs.
 
-Only this path needs sympy, and only when no sound copy of the program is in the cache.
+Only this path needs the algebra, and only when no sound copy of the program is in the cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from sympy import Expr, Integer
-
 from mist_megatron.cost import layers
+from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.blocks import blocks, first_edge
 from mist_megatron.cost.chosen import captured
 from mist_megatron.cost.compile import compile_expressions
@@ -107,7 +106,7 @@ def memory_expressions(job: Job, role: StageRole) -> dict[str, Expr]:
     facts = TARGETS[job.target].memory(job.execution)
     memory = stage_memory(job.model, layer_options(job), facts, role)
     states = [size for name, size in memory.terms.items() if name != "activations"]
-    held = sum(states, start=Integer(0))
+    held = sum(states, start=number(0))
     return {
         "held": held,
         **{f"term.{name}": size for name, size in memory.terms.items()},

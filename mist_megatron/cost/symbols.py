@@ -5,58 +5,53 @@ One table, because people read the expressions (`mist-megatron explain`) and lea
 
 from __future__ import annotations
 
-from sympy import Symbol
-
+from mist_megatron.cost.algebra import Symbol
 from mist_megatron.cost.grid import OFFLOAD_SYMBOLS, RECOMPUTE_SYMBOLS
 from mist_megatron.cost.kinds import own_name
 from mist_megatron.spec.recompute import parts_in_words
 
 
-def _symbol(name: str) -> Symbol:
-    return Symbol(name, nonnegative=True)
-
-
 def own_symbol(symbol: Symbol, kind: str) -> Symbol:
     """The same of one kind of layer, where a model has several."""
-    return _symbol(own_name(str(symbol), kind))
+    return Symbol(own_name(symbol.name, kind))
 
 
-B = _symbol("b")
-S = _symbol("s")
-OUTSIDE = _symbol("sx")
-TP = _symbol("tp")
-DP = _symbol("dp")
-CP = _symbol("cp")
-SP = _symbol("sp")
-RECOMPUTE = {kind: _symbol(name) for kind, name in RECOMPUTE_SYMBOLS.items()}
-LAYERS = _symbol("l")
-CKPT = _symbol("c")
-IN_FLIGHT = _symbol("p")
-GRAD_ACCUM = _symbol("G")
-Z1 = _symbol("z1")
-Z2 = _symbol("z2")
-Z3 = _symbol("z3")
-OFFLOAD = OFFLOAD_SYMBOLS.map(_symbol)
-HIDDEN = _symbol("h")
-FFN = _symbol("f")
-HEADS = _symbol("a")
-KV_HEADS = _symbol("k")
-HEAD_DIM = _symbol("e")
-VOCAB = _symbol("v")
-WINDOW = _symbol("w")
-EXPERTS = _symbol("E")
-TOP_K = _symbol("K")
-EXPERT_FFN = _symbol("fe")
-EXPERT_WIDTH = _symbol("he")
-SHARED_FFN = _symbol("fs")
-EP = _symbol("ep")
-ETP = _symbol("etp")
-IMBALANCE = _symbol("im")
-Q_LATENT = _symbol("lq")
-KV_LATENT = _symbol("lk")
-NOPE_DIM = _symbol("en")
-ROPE_DIM = _symbol("er")
-VALUE_DIM = _symbol("ev")
+B = Symbol("b")
+S = Symbol("s")
+OUTSIDE = Symbol("sx")
+TP = Symbol("tp")
+DP = Symbol("dp")
+CP = Symbol("cp")
+SP = Symbol("sp")
+RECOMPUTE = {kind: Symbol(name) for kind, name in RECOMPUTE_SYMBOLS.items()}
+LAYERS = Symbol("l")
+CKPT = Symbol("c")
+IN_FLIGHT = Symbol("p")
+GRAD_ACCUM = Symbol("G")
+Z1 = Symbol("z1")
+Z2 = Symbol("z2")
+Z3 = Symbol("z3")
+OFFLOAD = OFFLOAD_SYMBOLS.map(Symbol)
+HIDDEN = Symbol("h")
+FFN = Symbol("f")
+HEADS = Symbol("a")
+KV_HEADS = Symbol("k")
+HEAD_DIM = Symbol("e")
+VOCAB = Symbol("v")
+WINDOW = Symbol("w")
+EXPERTS = Symbol("E")
+TOP_K = Symbol("K")
+EXPERT_FFN = Symbol("fe")
+EXPERT_WIDTH = Symbol("he")
+SHARED_FFN = Symbol("fs")
+EP = Symbol("ep")
+ETP = Symbol("etp")
+IMBALANCE = Symbol("im")
+Q_LATENT = Symbol("lq")
+KV_LATENT = Symbol("lk")
+NOPE_DIM = Symbol("en")
+ROPE_DIM = Symbol("er")
+VALUE_DIM = Symbol("ev")
 
 MEANINGS: dict[Symbol, str] = {
     B: "micro-batch: sequences per GPU and micro-step",

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from sympy import Expr, Integer, Rational
-
+from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.operators import Operator, Work, WorkKind
 from mist_megatron.cost.shapes import EIGHTH, HALF, TOKENS
 from mist_megatron.cost.symbols import CP
 from mist_megatron.spec.mesh import Group
 
-ONE = Integer(1)
+ONE = number(1)
 
 
 def memory_work(name: str, moved: Expr, kernels: int = 1) -> Work:
@@ -30,7 +29,7 @@ def all_to_all(name: str, columns: Expr) -> Work:
     """Tokens of all context-parallel ranks for some columns, in place of own tokens for all, or back: each
     rank gets one copy of a part of them, as of a token that goes to one expert of as many as ranks."""
     copy = HALF * TOKENS * columns
-    exchange = (copy, ONE, CP, Integer(0))
+    exchange = (copy, ONE, CP, number(0))
     return Work(name=name, kind=WorkKind.ALL_TO_ALL, moved_bytes=copy, exchange=exchange, group=Group.CONTEXT)
 
 
@@ -64,7 +63,7 @@ def grouped_work(name: str, sizes: tuple[Expr, Expr, Expr, Expr], *, eight_bit: 
     )
 
 
-CAST_PASSES = MappingProxyType({"mxfp8": 2, "nvfp4": 2, "tensorwise": Rational(3, 2)})
+CAST_PASSES = MappingProxyType({"mxfp8": number(2), "nvfp4": number(2), "tensorwise": number(3, 2)})
 """Times as long as one pass that reads 16 bits and writes 8 twice. Scales of a tensor are found by a pass of
 their own, which reads it (6 bytes an element for 4). Scales of blocks are laid out anew for each product:
 where NVIDIA fused the casts of what DeepSeek-V3's norms give into these, a layer took 0.47 ms less (8.67 ->
@@ -73,7 +72,7 @@ where NVIDIA fused the casts of what DeepSeek-V3's norms give into these, a laye
 
 def with_casts(operators: Sequence[Operator], quantization: str | None) -> tuple[Operator, ...]:
     """What casts to low precision take by this recipe."""
-    times = Integer(1) * CAST_PASSES.get(quantization or "", 1)
+    times = CAST_PASSES.get(quantization or "", ONE)
     if times == 1:
         return tuple(operators)
 

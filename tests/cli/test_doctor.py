@@ -39,13 +39,13 @@ def test_the_tuner_works_here(mist_process):
 
 def test_a_missing_library_of_the_tuner_is_told_with_its_feature_and_remedy():
     def import_error(name):
-        return "ModuleNotFoundError: No module named 'sympy'" if name == "sympy" else None
+        return "ModuleNotFoundError: No module named 'numpy'" if name == "numpy" else None
 
     found = by_name(examine(around(import_error=import_error)))
-    sympy = found["sympy"]
-    assert (sympy.state, sympy.required) == ("missing", True)
-    assert "cost expressions" in sympy.needed_for
-    assert sympy.fix == "pip install --force-reinstall sympy"
+    numpy = found["numpy"]
+    assert (numpy.state, numpy.required) == ("missing", True)
+    assert "prices configurations" in numpy.needed_for
+    assert numpy.fix == "pip install --force-reinstall numpy"
     assert "profiles" not in found, "a consequence would only repeat the cause"
 
 

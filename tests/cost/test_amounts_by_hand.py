@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plain_values import value_of
 
 from mist_megatron.cost import symbols
 from mist_megatron.cost.entries import entry_operators
@@ -30,7 +31,7 @@ TOKENS = 2 * 1024
 
 
 def number(amount: object, **more: int) -> float:
-    return float(amount.subs(SIZES | {getattr(symbols, name): value for name, value in more.items()}))  # type: ignore[attr-defined]
+    return float(value_of(amount, SIZES | {getattr(symbols, name): value for name, value in more.items()}))  # type: ignore[attr-defined]
 
 
 def test_balance_of_stages() -> None:

@@ -1,46 +1,106 @@
-"""Compiled programs against sympy itself, and a disk cache that is never trusted blindly."""
+"""Expressions and compiled programs against sympy, and a disk cache that is never trusted blindly."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sympy as sp
+from plain_values import value_of
 
+from mist_megatron.cost.algebra import Expr, Symbol, maximum, minimum, number
 from mist_megatron.cost.compile import (
     compile_expressions,
     program_from_document,
     program_to_document,
 )
+from mist_megatron.cost.formula import text_of
 from mist_megatron.cost.program_cache import load_or_build
 from mist_megatron.cost.stage import StageProgram, Use, WorkItem
 from mist_megatron.formats.files import CacheFolder
 from mist_megatron.spec.mesh import Group
 
-X, Y, Z = sp.symbols("x y z", nonnegative=True)
+X, Y, Z = (Symbol(name) for name in "xyz")
 EXPRESSIONS = {
     "sum": 3 * X + Y / 7 - Z,
-    "powers": X**2 / Y + sp.sqrt(Z + 1) + 1 / (X + Y),
-    "peaks": sp.Max(X * Y, Z, 2 * X, evaluate=False) - sp.Min(X, Y + 1, evaluate=False),
-    "rounded": sp.ceiling(X / 3) * 3 + sp.floor(Z / 2),
-    "cases": sp.Piecewise((X, sp.Lt(Y, Z)), (Y**3, sp.Ge(X, 2)), (Z, True)),
-    "constant": sp.Rational(22, 7),
+    "powers": X**2 / Y + X**3 * Z**-2 + 1 / (X + Y),
+    "peaks": maximum(X * Y, Z, 2 * X) - minimum(X, Y + 1),
+    "constant": number(22, 7) + 0 * X,
 }
+Pair = tuple[Expr, sp.Expr]
 
 
-def test_program_equals_sympy_on_random_points() -> None:
-    program = compile_expressions(EXPRESSIONS)
-    rng = np.random.default_rng(5)
-    points = 0.25 + 9 * rng.random((3, 40))
-    results = program.run({"x": points[0], "y": points[1], "z": points[2]})
-    for name, expression in EXPRESSIONS.items():
-        for i in range(40):
-            exact = sp.sympify(expression).subs(dict(zip((X, Y, Z), map(float, points[:, i]), strict=True)))
-            value = results[name] if results[name].ndim == 0 else results[name][i]
-            assert float(value) == pytest.approx(float(exact), rel=1e-12), name
+def grown(rng: random.Random, depth: int) -> Pair:
+    """The same random expression here and in sympy."""
+    if depth == 0 or rng.random() < 0.1:
+        if rng.random() < 0.3:
+            above, below = rng.randint(-6, 6), rng.randint(1, 4)
+            return number(above, below), sp.Rational(above, below)
+        name = rng.choice("xyz")
+        return Symbol(name), sp.Symbol(name, positive=True)
+    (one, his), (other, hers) = grown(rng, depth - 1), grown(rng, depth - 1)
+    match rng.randrange(7):
+        case 0 | 1:
+            return one + other, his + hers
+        case 2:
+            return one - other, his - hers
+        case 3 | 4:
+            return one * other, his * hers
+        case 5:
+            return maximum(one, other), sp.Max(his, hers, evaluate=False)
+        case _ if other:
+            return (one / other, his / hers) if rng.random() < 0.5 else (one**2, his**2)
+        case _:
+            return minimum(one, 3), sp.Min(his, 3, evaluate=False)
+
+
+def test_random_expressions_are_worth_what_sympy_says() -> None:
+    """Exactly by a walk over them, and to rounding by the program and by what people read."""
+    rng = random.Random(7)
+    met = 0
+    for _ in range(150):
+        ours, theirs = grown(rng, 4)
+        numbers = {name: Fraction(rng.randint(1, 30), rng.randint(1, 8)) for name in "xyz"}
+        exact = theirs.subs({sp.Symbol(n, positive=True): sp.Rational(v) for n, v in numbers.items()}).doit()
+        if not exact.is_Rational:  # something was divided by nothing
+            continue
+        met += 1
+        assert value_of(ours, {Symbol(n): v for n, v in numbers.items()}) == Fraction(
+            int(exact.p), int(exact.q)
+        )
+        floats = {name: float(value) for name, value in numbers.items()}
+        found = compile_expressions({"it": ours}).run(floats)["it"]
+        assert float(found) == pytest.approx(float(exact), rel=1e-9, abs=1e-9)
+        written = text_of(ours).replace("^", "**").replace("Max", "max").replace("Min", "min")
+        assert eval(written, floats) == pytest.approx(float(exact), rel=1e-9, abs=1e-9), written
+    assert met > 120
+
+
+def test_equal_expressions_are_equal_however_they_came_about() -> None:
+    assert X * Y / (2 * X) == Y / 2
+    assert (X + Y) - (Y + X) == 0 and not (X + Y) - (Y + X)
+    assert 2 * (X + 1) == 2 * X + 2 and (X + 1) * (1 + X) == (X + 1) ** 2
+    assert maximum(X, Y) == maximum(Y, X, Y) and maximum(X, X) == X
+    assert X * Y != X + Y and X / 3 != X / 4
+    assert (X * maximum(X, Z)).replaced({X: Y}) == Y * maximum(Y, Z)
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        (2 * X * Y / Z**2, "2*x*y/z^2"),
+        (X * (2 + 2 * Y), "2*x*(y + 1)"),
+        (X / 2 - X * Y / 4 - 3 * X, "-x*(y + 10)/4"),
+        (maximum(X / (Y * Z), 1) + 1, "Max(x/(y*z), 1) + 1"),
+    ],
+)
+def test_expressions_as_people_read_them(expression: Expr, text: str) -> None:
+    assert text_of(expression) == text
 
 
 def test_open_grid_keeps_unused_axes_away() -> None:
@@ -63,7 +123,7 @@ def test_document_round_trip() -> None:
         lambda d: d["steps"].__setitem__(0, ["add", 10_000, 0]),
         lambda d: d["steps"].__setitem__(0, ["add", -1]),
         lambda d: d["steps"].__setitem__(0, ["const", "1"]),
-        lambda d: d["steps"].__setitem__(0, ["where", 0]),
+        lambda d: d["steps"].__setitem__(0, ["pow", 0]),
         lambda d: d["outputs"].__setitem__(0, ["sum", 10_000]),
         lambda d: d.pop("inputs"),
     ],

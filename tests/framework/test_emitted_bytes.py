@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 from local_layers import local_differences
+from plain_values import value_of
 from test_emitted_megatron_training import MODEL, TRAINING, plan, stage, train
 
 from mist_megatron.ask.evaluators import evaluator_for
@@ -95,7 +96,7 @@ NUMBERS = {
 }  # fmt: skip
 TENSOR = 2 * TRAINING.seq_len * MICRO_BATCH * 2 * MODEL.ffn_hidden
 """Bytes of the largest saved tensor, gate and up of the MLP: the share is right to within one."""
-KEPT_INPUT = float(ACTIVATION.subs(NUMBERS))
+KEPT_INPUT = float(value_of(ACTIVATION, NUMBERS))
 IDS = 8 * TRAINING.seq_len * MICRO_BATCH
 
 
@@ -103,7 +104,7 @@ def unfused_bytes() -> float:
     """What a layer without Transformer Engine keeps beyond the layer of the cost model."""
     found = local_differences(MODEL, recompute="full")
     del found["softmax_in_fp32"]  # pretrain's default is not to
-    return float(sum(one.subs(NUMBERS).doit() for one in found.values()))
+    return float(sum(value_of(one, NUMBERS) for one in found.values()))
 
 
 def test_activations(run):

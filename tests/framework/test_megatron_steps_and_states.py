@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("megatron", reason="needs the test framework environment")
 from megatron_case import Case
 from patch_mutations import MUTATIONS
+from plain_values import value_of
 from test_megatron_patches import Runs, assert_close, assert_same, run_all
 
 from mist_megatron.cost import symbols as s
@@ -315,7 +316,7 @@ def predicted(role: StageRole, layers: int, weights: float, grads: float) -> dic
         **dict.fromkeys(s.OFFLOAD.values(), 0), s.OFFLOAD.weights: weights, s.OFFLOAD.grads: grads,
     }  # fmt: skip
     return {
-        name: float(term.subs(numbers).doit()) for name, term in memory.terms.items() if name != "activations"
+        name: float(value_of(term, numbers)) for name, term in memory.terms.items() if name != "activations"
     }
 
 

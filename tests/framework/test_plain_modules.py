@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the test framework environment")
 import torch
-from sympy import Symbol
+from plain_values import value_of
 from transformers import BertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, T5Config, ViTConfig
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RotaryEmbedding
@@ -20,6 +20,7 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.blocks import blocks
+from mist_megatron.cost.compile import compile_expressions
 from mist_megatron.cost.kinds import size_values
 from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
@@ -90,7 +91,7 @@ def predicted(preset: str, sizes: tuple[int, ...], modules: Modules, options: La
         s.RECOMPUTE["selective"]: 0, s.HIDDEN: hidden, s.FFN: ffn,
         s.HEADS: heads, s.KV_HEADS: heads, s.HEAD_DIM: hidden // heads,
     }  # fmt: skip
-    return float(layer_memory(model, options, modules).saved.subs(values))
+    return float(value_of(layer_memory(model, options, modules).saved, values))
 
 
 @SHAPES
@@ -125,10 +126,9 @@ def kept_by(model: ModelSpec, kind: str, *, fused: bool) -> float:
     """What is predicted of a layer of that kind, for two samples."""
     options = LayerOptions(flash_attention=fused, norm_statistics_bytes=4)
     sizes = {"b": BATCH, "tp": 1, "cp": 1, "sp": 0, "sel": 0, "v": model.vocab, **size_values(model, SEQ)}
-    values = {Symbol(name, nonnegative=True): value for name, value in sizes.items()}
     (block,) = [block for block in blocks(model, options) if block.kind.name == kind]
     memory = layer_memory(block.kind, options, "plain_torch", passes_back=block.passes_back)
-    return float(block.own(memory.saved).subs(values))
+    return compile_expressions({"saved": block.own(memory.saved)}).run(sizes)["saved"].item()
 
 
 def read(kind: str, config: dict[str, Any], *, frozen: bool = False) -> ModelSpec:
