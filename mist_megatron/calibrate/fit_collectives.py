@@ -66,19 +66,21 @@ def fit_line(
     if distinct.size > FOLDS:
         # Neighbouring sizes go into different folds, so that each fold spans the whole sweep.
         fold = np.searchsorted(distinct, work) % FOLDS
-        missed, missed_by_steps = np.empty(work.size), np.empty(work.size)
+        missed, missed_by = np.empty(work.size), {shape: np.empty(work.size) for shape in SHAPES}
         for number in range(FOLDS):
             held = fold == number
             line = _solve(work[~held], times[~held])
             said = line[0] + work[held] / line[1]
             missed[held] = np.abs(said / times[held] - 1.0)
-            sizes, shares = np.log(_steps(work[~held], times[~held], *line)).T
-            corrected = said * np.exp(np.interp(np.log(work[held]), sizes, shares))
-            missed_by_steps[held] = np.abs(corrected / times[held] - 1.0)
+            for shape in SHAPES:
+                sizes, shares = np.log(shape(work[~held], times[~held], *line)).T
+                corrected = said * np.exp(np.interp(np.log(work[held]), sizes, shares))
+                missed_by[shape][held] = np.abs(corrected / times[held] - 1.0)
         error = float(missed.mean())
-        if stepped and missed_by_steps.mean() < error and error > STRAIGHT:
-            error = float(missed_by_steps.mean())
-            steps = tuple((float(size), float(share)) for size, share in _steps(work, times, latency, rate))
+        best = min(SHAPES, key=lambda shape: float(missed_by[shape].mean()))
+        if stepped and missed_by[best].mean() < error and error > STRAIGHT:
+            error = float(missed_by[best].mean())
+            steps = tuple((float(size), float(share)) for size, share in best(work, times, latency, rate))
     return LineFit(latency_s=latency, bytes_per_s=rate, points=int(work.size), error=error, steps=steps)
 
 
@@ -87,6 +89,34 @@ def _steps(work: Array, times: Array, latency_s: float, bytes_per_s: float) -> A
     sizes, which, counts = np.unique(work, return_inverse=True, return_counts=True)
     share = np.bincount(which, weights=times / (latency_s + work / bytes_per_s)) / counts
     return np.stack([sizes, share], axis=1)
+
+
+def _plateaus(work: Array, times: Array, latency_s: float, bytes_per_s: float) -> Array:
+    """The same with what NCCL does where few channels carry small messages: a larger one goes at the rate of
+    the next smaller until it gets more channels, and then no sooner than that, so that time stands still.
+    Where the next larger one has the whole link, so has this one. An octave below the smallest size its rate
+    is taken for granted."""
+    measured = _steps(work, times, latency_s, bytes_per_s)
+    sizes, shares = measured.T
+    seconds = shares * (latency_s + sizes / bytes_per_s)
+    large = len(sizes) // 2
+    whole_latency_s, whole = _solve(sizes[large:], seconds[large:])
+    low, after, before_s, after_s = sizes[:-1], sizes[1:], seconds[:-1], seconds[1:]
+    has_all = after_s < WHOLE * (whole_latency_s + after / whole)
+    # Here it is as late as the next larger one; or the whole link is as late as the next smaller one was.
+    turns = np.where(has_all, (before_s - whole_latency_s) * whole, low * after_s / before_s)
+    turns_s = np.where(has_all, before_s, after_s)
+    between = (turns > low * (1.0 + 1e-9)) & (turns < after * (1.0 - 1e-9))
+    at = np.concatenate([[sizes[0] / 2.0], sizes, turns[between]])
+    takes = np.concatenate([[seconds[0] / 2.0], seconds, turns_s[between]])
+    order = np.argsort(at)
+    return np.stack([at, takes / (latency_s + at / bytes_per_s)], axis=1)[order]
+
+
+WHOLE = 1.05
+"""Up to so many times what the whole link takes, a message is said to have it."""
+SHAPES = (_steps, _plateaus)
+"""Of what a sweep takes beside its line."""
 
 
 def _solve(work: Array, times: Array) -> tuple[float, float]:

@@ -141,8 +141,8 @@ def test_dead_links_of_mpigraph_are_left_out_and_told():
 
 def test_held_out_sizes_of_collectives_are_predicted(links_dir):
     """Every fifth size held out of what the logs of one cluster (1 and 10 nodes) say, by the profile's own
-    prices. Sends round the GPUs of one node, which no plan has, take twice as long from one size to the next:
-    no curve knows where without having seen it."""
+    prices. Sends round the GPUs of one node get more channels from one size to the next, so that twice the
+    bytes take as long: between such sizes time stands still."""
     logs = (links_dir / "nccl_logs").glob("*cluster01_*-node*")
     points = [point for path in logs for point in read(path).points]
     sizes = np.unique([point.sizes["bytes"] for point in points if point.label == "all_reduce"])
@@ -160,5 +160,4 @@ def test_held_out_sizes_of_collectives_are_predicted(links_dir):
                 missed.setdefault((p.label, int(p.sizes["ranks"]), nodes), []).append(off)
     mean = {shape: float(np.mean(off)) for shape, off in missed.items()}
     assert len(mean) == 20
-    beyond = {shape for shape, off in mean.items() if off > 0.10}
-    assert beyond == {("send_recv", 4, 1), ("send_recv", 8, 1)}
+    assert max(mean.values()) < 0.10, mean
