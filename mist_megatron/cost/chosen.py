@@ -30,7 +30,7 @@ class _Again:
 _OF_SHARED = ("shared_hidden", "shared_activated", "shared_output", "shared_gate")
 _MODULES: Mapping[Module, _Again] = MappingProxyType(
     {
-        "moe_act": _Again(("expert_activation",), ("expert_activated",)),
+        "moe_act": _Again(("expert_activation",), ("expert_activated", "expert_clamped")),
         "mla_up_proj": _Again(
             ("q_norm", "q_gather", "q_up", "kv_norm", "kv_gather", "kv_up", "latent_rotary"),
             ("query", "key", "value", "q_latent_normed", "kv_latent_normed"),
@@ -43,7 +43,7 @@ _MODULES: Mapping[Module, _Again] = MappingProxyType(
             ),
             (
                 *_OF_SHARED, "router_scores", "row_map", "expert_input", "expert_hidden", "expert_weights",
-                "expert_activated", "latent_output",
+                "expert_clamped", "expert_activated", "latent_output",
             ),
         ),
         "gdn_norm_out": _Again(("mixer_norm", "mixer_heads_together"), ("mixer_normed", "mixer_norm_output")),

@@ -39,6 +39,7 @@ from mist_megatron.cost.terms import (
 )
 from mist_megatron.cost.work import StageWork, stage_work
 from mist_megatron.price.prices import Prices
+from mist_megatron.price.scan_kernels import scan_slowdown
 from mist_megatron.price.wrappers import DeterministicPrices, FourBitPrices
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import alike
@@ -83,7 +84,10 @@ def make_evaluator(
     # When weights are gathered changes neither what a layer does nor what a stage holds.
     execution = replace(job.execution, context_parallel=1, overlap_param_gather=None, **sizes)
     described = repr(
-        (job.model, training.flash_attention, training.dropout, eight_bit, execution, job.target)
+        (
+            *(job.model, training.flash_attention, training.dropout, eight_bit, execution, job.target),
+            scan_slowdown(job.cluster.gpu.name),
+        )
     )
     if job.execution.quantization == "nvfp4":
         prices = FourBitPrices(prices)

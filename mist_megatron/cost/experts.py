@@ -336,6 +336,23 @@ def _routed(gates: int, *, bias: bool, eight_bit: bool, fused: bool) -> tuple[Op
     )
 
 
+def with_clamp(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """With what GPT-OSS's activation reads clamped, in operators of their own that no fusion has
+    (fused_bias_geglu.py, weighted_bias_quick_geglu_impl): forward both halves are read and written, once more
+    together, and a number goes to the device; backward two masks are made and applied, and gradients put
+    together. Counted on megatron-core 0.19.2, in bytes of one half. What was there before is kept beside what
+    is clamped."""
+    inner = HALF * EXPERT_ROWS * EXPERT_INNER
+    clamp = Operator(
+        name="expert_activation_clamp",
+        forward=(memory_work("expert_clamp_forward", 8 * inner, kernels=4),),
+        backward=(memory_work("expert_clamp_backward", 15 * inner, kernels=7),),
+        saved=(SavedTensor(key="expert_clamped", size_bytes=2 * inner),),
+    )
+    at = [operator.name for operator in operators].index("expert_activation")
+    return (*operators[:at], clamp, *operators[at:])
+
+
 def _output_bias() -> Operator:
     """Biases of the second products, weighed by the probabilities of tokens in 32 bits (experts.py,
     _apply_bias): forward it is multiplied (4 bytes an element written), added (6 read, 4 written), put

@@ -29,7 +29,9 @@ CORE_DIM: Expr = (NOPE_DIM + ROPE_DIM + VALUE_DIM) / 2
 """Width of a head whose two products are as much work: scores over query columns, sums over value columns."""
 
 
-def latent_inputs(latent: LatentAttention, statistics_bytes: int, *, eight_bit: bool) -> tuple[Operator, ...]:
+def latent_inputs(
+    latent: LatentAttention, statistics_bytes: int, *, eight_bit: bool, fused_rotary: bool = True
+) -> tuple[Operator, ...]:
     """From the normed input to queries, keys and values. Matrices down to the latents lie whole on every
     tensor-parallel rank, which runs them over its own rows; only latents are gathered."""
     kv_down = _down("kv_down", KV_LATENT + ROPE_DIM, "kv_latent", eight_bit)
@@ -45,7 +47,8 @@ def latent_inputs(latent: LatentAttention, statistics_bytes: int, *, eight_bit: 
         )
     else:
         queries = (_gather("q_gather", HIDDEN), _up("q_up", (QUERY_WIDTH, HIDDEN), "normed1", eight_bit))
-    return (*queries, kv_down, kv_norm, _gather("kv_gather", KV_LATENT + ROPE_DIM), kv_up, _rotated())
+    rotated = _rotated() if fused_rotary else _rotated_apart()
+    return (*queries, kv_down, kv_norm, _gather("kv_gather", KV_LATENT + ROPE_DIM), kv_up, rotated)
 
 
 def _down(name: str, wide: Expr, keeps: str, eight_bit: bool) -> Operator:
@@ -106,6 +109,20 @@ def _rotated() -> Operator:
         name="latent_rotary",
         forward=(memory_work("latent_rotary_forward", moved, kernels=4),),
         backward=(memory_work("latent_rotary_backward", moved, kernels=4),),
+    )
+
+
+def _rotated_apart() -> Operator:
+    """The same where no kernel does it at once: Megatron has one for YaRN's positions alone. On megatron-core
+    0.19.2 (rope_utils.py, multi_latent_attention.py; 16 heads of 128 and 64 columns) these are 29 and 23
+    operators, and 11 and 12 times a pass over the queries. Three such small ones keep the host as long as one
+    kernel with all around it: recomputing what is rotated costs Moonlight 0.85 ms a layer (0.457 -> 0.480 s,
+    Megatron-Bridge's skill on recomputation), of which the other kernels take 0.25 ms."""
+    query = HALF * TOKENS * QUERY_WIDTH
+    return Operator(
+        name="latent_rotary",
+        forward=(memory_work("latent_rotary_forward", 11 * query, kernels=10),),
+        backward=(memory_work("latent_rotary_backward", 12 * query, kernels=8),),
     )
 
 

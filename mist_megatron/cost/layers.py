@@ -13,7 +13,7 @@ from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.chosen import captured, chosen
 from mist_megatron.cost.cores import context_exchange, flash_attention, plain_attention
 from mist_megatron.cost.entries import cross_attention, entry_operators
-from mist_megatron.cost.experts import mixture
+from mist_megatron.cost.experts import mixture, with_clamp
 from mist_megatron.cost.latent import (
     VALUE_WIDTH,
     head_norms,
@@ -28,7 +28,7 @@ from mist_megatron.cost.projections import (
     reduced_rows,
     with_adapters,
 )
-from mist_megatron.cost.recurrent import output_gate, scan_operators
+from mist_megatron.cost.recurrent import output_gate, scan_operators, slowed
 from mist_megatron.cost.shapes import (
     ACTIVATION,
     FULL,
@@ -77,6 +77,10 @@ class LayerOptions:
     """Products of experts, their activation and casts are one kernel (--use-transformer-engine-op-fuser)."""
     shared_apart: bool = False
     """Shared experts compute beside the dispatch of tokens."""
+    fused_rotary: bool = True
+    """One kernel rotates queries and keys of latent attention."""
+    scan_slowdown: int = 1
+    """How many times as long scans take as their passes over memory (`price/scan_kernels.py`)."""
     heads_apart: bool = False
     """Context parallelism shares out heads of attention; else keys and values pass by in a ring."""
 
@@ -101,7 +105,7 @@ def _latent_block_attention(
     statistics = options.norm_statistics_bytes or 4
     core = flash_attention(model, latent=True) if options.flash_attention else None
     return (
-        *latent_inputs(latent, statistics, eight_bit=options.eight_bit),
+        *latent_inputs(latent, statistics, eight_bit=options.eight_bit, fused_rotary=options.fused_rotary),
         context_exchange(latent=True, heads_apart=options.heads_apart),
         *((core,) if core else plain_attention(dropped=options.dropout, latent=True)),
         *projection_out(
@@ -135,6 +139,8 @@ def _in_sequence(
             eight_bit=eight_bit,
             fused=options.fused_experts,
         )
+        if model.sinks and not options.fused_experts:
+            inside = with_clamp(inside)
     # What these norms read: the results of attention and MLP.
     after = [norm(f"post_norm{k}", model, options, reads=f"branch{k}") for k in (1, 2) if model.post_norms]
     first = (
@@ -188,7 +194,7 @@ def _mixer(model: LayerSpec, mixer: Mamba | DeltaNet, options: LayerOptions) -> 
     back = HIDDEN, number(inner) / TP
     return (
         *projection_in("mixer_in", columns, bias=False, saves="normed1", eight_bit=eight_bit),
-        *scan_operators(mixer, _statistics(model, options)),
+        *slowed(scan_operators(mixer, _statistics(model, options)), options.scan_slowdown),
         *projection_out("mixer_out", back, bias=False, saves="mixer_normed", eight_bit=eight_bit),
     )
 

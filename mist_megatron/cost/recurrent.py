@@ -305,6 +305,26 @@ def _delta_backward(net: DeltaNet) -> tuple[Work, ...]:
     )  # fmt: skip
 
 
+def slowed(operators: tuple[Operator, ...], times: int) -> tuple[Operator, ...]:
+    """With scans that take so many times as long."""
+
+    def longer(works: tuple[Work, ...]) -> tuple[Work, ...]:
+        return tuple(_longer(work, times) if work.name.startswith("scan_") else work for work in works)
+
+    if times == 1:
+        return operators
+    return tuple(
+        replace(one, forward=longer(one.forward), backward=longer(one.backward)) for one in operators
+    )
+
+
+def _longer(work: Work, times: int) -> Work:
+    if work.gemm is None:
+        return replace(work, moved_bytes=times * work.moved_bytes)
+    m, n, k, batch = work.gemm
+    return replace(work, gemm=(m, n, k, times * batch))
+
+
 def output_gate() -> Operator:
     """Attention's output times a sigmoid of the gate, which the first projection gave: both are kept."""
     moved = HALF * TOKENS * QUERY

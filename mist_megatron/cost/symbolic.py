@@ -20,6 +20,7 @@ from mist_megatron.cost.operators import ZERO, Operator
 from mist_megatron.cost.shapes import ACTIVATION, VOCAB_SHARE
 from mist_megatron.cost.stage import StageProgram, build_stage_program
 from mist_megatron.cost.symbols import HIDDEN
+from mist_megatron.price.scan_kernels import scan_slowdown
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.targets.table import TARGETS
@@ -43,6 +44,8 @@ def layer_options(job: Job) -> LayerOptions:
         # A graph of the whole step needs experts that the host never asks; recipes that have it fuse them.
         fused_experts=job.execution.quantization == "mxfp8" and "full_iteration" in graphs,
         shared_apart=bool(job.execution.shared_expert_overlap),
+        fused_rotary=job.model.constants.rotary_scaling == "yarn",
+        scan_slowdown=scan_slowdown(job.cluster.gpu.name),
         heads_apart=job.execution.context_exchange == "a2a",
     )
 
