@@ -10,19 +10,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mist_megatron.cost.evaluate import StageEvaluator
+from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.memory_parts import part_words
-from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
 from mist_megatron.search.choices import AXES, Choices, slot_at, stage_grid
 from mist_megatron.search.equal import solve_equal
 from mist_megatron.search.least_memory import StageSizes, least_memory, may_fit, stages_of
 from mist_megatron.search.pipelines import EqualPipeline, shapes
-from mist_megatron.search.space import Limits, Space
+from mist_megatron.search.space import Limits, Space, cut_to_target
 from mist_megatron.search.stage_prices import ends_of
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import KINDS
 from mist_megatron.spec.recompute import PARTIAL, Recompute
+from mist_megatron.targets.megatron_switches import state_widths
+from mist_megatron.targets.table import TARGETS
 
 GIB = float(1 << 30)
 MOST_TIMES_GPUS = 256
@@ -52,7 +54,7 @@ def no_plan(ways: Sequence[Asked]) -> NoFeasiblePlan:
     if misses:
         miss = min(misses, key=lambda miss: miss.peak_bytes)
         asked, details = miss.asked, list(miss.words)
-    tries = [text for text in (_more_gpus(*asked), _shorter(*asked)) if text]
+    tries = [text for text in (_more_gpus(*asked), _shorter(*asked), _narrower(*asked)) if text]
     details += (
         [f"try: {', or '.join(tries)}"] if tries else ["try: a GPU with more memory, or a smaller model"]
     )
@@ -168,6 +170,23 @@ def _shorter(evaluator: StageEvaluator, space: Space, limits: Limits) -> str | N
             return f"--seq {seq_len}"
         seq_len //= 2
     return None
+
+
+def _narrower(evaluator: StageEvaluator, space: Space, limits: Limits) -> str | None:
+    """Gradients and moments of 16 bits, which nobody gets unasked, if a plan was found with them."""
+    job, target = evaluator.job, TARGETS[evaluator.job.target]
+    able = "optimizer_bytes" in target.capability.switches and job.training.precision != "fp16"
+    if not able or job.execution.optimizer_bytes is not None:
+        return None
+    kept = state_widths(job.execution.quantization)[1]
+    execution = replace(job.execution, grad_bytes=2, optimizer_bytes=kept)
+    narrow = replace(job, execution=execution)
+    try:
+        cut = cut_to_target(space, job.target, job.training.precision, execution)
+    except InputError:
+        return None
+    other = make_evaluator(narrow, evaluator.prices, learned=evaluator.learned)
+    return f"--fix grad_bytes=2,optimizer_bytes={kept}" if _fits(other, narrow, cut, limits) else None
 
 
 def _fits(evaluator: StageEvaluator, job: Job, space: Space, limits: Limits) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
 
+from mist_megatron.ask.job_words import read_job
+from mist_megatron.ask.tune import tune
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
 from mist_megatron.search.equal import solve_equal
@@ -17,7 +20,7 @@ from mist_megatron.search.infeasible import possible_shapes
 from mist_megatron.search.mixed import mixture_bounds, solve_mixed
 from mist_megatron.search.pipelines import shapes
 from mist_megatron.search.search import Settings, search
-from mist_megatron.search.space import Limits, cut_to_target, space_named
+from mist_megatron.search.space import Limits, cut_to_target, parse_limits, space_named
 
 TARGETS = {
     "mist": "mist",
@@ -79,3 +82,15 @@ def test_a_hopeless_job_is_refused_at_once(mist):
     # On 16 the hosts of two nodes would not hold the states.
     assert "--gpus 32" in done.err
     assert time.process_time() - started < 30.0  # 2 s alone on a machine; it took minutes
+
+
+def test_narrow_states_are_offered_where_they_fit():
+    """20 GiB for 1.4 billion parameters: 18 bytes each do not fit, 10 do."""
+    job = read_job({"model": "gpt3-1.3b", "gpus": 1, "gpu": "l4-24gb", "global_batch": 2, "seq": 2048}).job
+    tight = replace(job, cluster=replace(job.cluster, memory_limit_bytes=20 * 2.0**30))
+    limits = parse_limits((), ("offload.optimizer",), ())
+    with pytest.raises(NoFeasiblePlan) as refused:
+        tune(tight, settings=Settings(limits=limits))
+    assert "--fix grad_bytes=2,optimizer_bytes=6" in refused.value.details[-1]
+    narrow = parse_limits(("grad_bytes=2,optimizer_bytes=6",), (), ())
+    assert tune(tight, settings=Settings(limits=narrow)).plan.execution.optimizer_bytes == 6
