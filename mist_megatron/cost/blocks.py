@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from mist_megatron.cost.algebra import Expr, Symbol
 from mist_megatron.cost.entries import frozen, outside_bytes
@@ -49,6 +50,7 @@ class Block:
         return expression.replaced(self.names)
 
 
+@lru_cache(maxsize=64)
 def blocks(model: ModelSpec, options: LayerOptions) -> tuple[Block, ...]:
     """All kinds of a model's layers."""
     own = own_sizes(model)
@@ -103,6 +105,7 @@ class Edge:
         return ZERO if self.frozen else self.weights
 
 
+@lru_cache(maxsize=64)
 def first_edge(model: ModelSpec, options: LayerOptions) -> Edge:
     """The embedding."""
     return _edge(model, "embedding", embedding(model, options))

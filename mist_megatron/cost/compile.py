@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -109,12 +110,18 @@ class Program:
 
 def compile_expressions(expressions: Mapping[str, Expr]) -> Program:
     """Share what several expressions have in common, then write every operation down once."""
+    return _compiled(tuple(expressions.items()))
+
+
+@lru_cache(maxsize=256)
+def _compiled(expressions: tuple[tuple[str, Expr], ...]) -> Program:
+    """Kept, because many ways of execution do or hold the same: of a mixture's fewer than half differ."""
     nodes: dict[Expr, None] = {}
-    for expression in expressions.values():
+    for _, expression in expressions:
         _collect(expression, nodes)
     symbols = sorted(node.name for node in nodes if isinstance(node, Symbol))
     writer = _Writer(symbols, {**_shared(nodes, Sum), **_shared(nodes, Product)})
-    outputs = tuple((name, writer.write(each)) for name, each in expressions.items())
+    outputs = tuple((name, writer.write(each)) for name, each in expressions)
     return Program(tuple(symbols), tuple(writer.steps), outputs)
 
 

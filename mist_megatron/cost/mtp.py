@@ -8,6 +8,7 @@ all depths share, with a loss of its own. It lies with the loss, and is not reco
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from mist_megatron.cost.algebra import Expr
 from mist_megatron.cost.blocks import Edge, blocks, last_edge
@@ -29,6 +30,7 @@ def whole_head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
     return once + depth * (model.mtp_layers > 0) + (model.mtp_layers - 1) * tuple(map(_without, depth))
 
 
+@lru_cache(maxsize=64)
 def head_edge(model: ModelSpec, options: LayerOptions) -> Edge:
     """That head, as wide and as long as what it works on."""
     return last_edge(model, whole_head(model, options))
