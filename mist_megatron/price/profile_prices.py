@@ -62,7 +62,7 @@ ALIGNED = 8
 """Elements of 16 bits in the 16 bytes that tensor cores load at once. Batched products of unfused attention
 whose rows are no whole loads run without tensor cores. Where the catalogue has the rate without them, that
 bounds their arithmetic, while tiles and memory cost what they always do (cuBLAS's align1 kernels reach 0.8 to
-1.1 of it on H100, hipBLASLt's 0.6 to 1.0 on MI300X) ..."""
+1.1 of it on H100, hipBLASLt's 0.8 to 1.2 of MI300X's) ..."""
 WITHOUT_TENSOR_CORES = 16.0
 """... and elsewhere they take so many times as long: 312 over 19.5 TFLOP/s (A100 datasheet, fp16 and fp32).
 Two runs of BigScience on A100 that differ in heads alone (sizes 144 and 108) are 1.304 apart, here 1.319."""
@@ -167,6 +167,8 @@ class Rates:
     eight_bit_flops_per_s: float
     vector_flops_per_s: float | None
     """Without tensor cores, see ALIGNED."""
+    one_tile_units: int | None = None
+    """Units that hold one tile at a time: products of a batch take turns, however small they are."""
     memory_bytes_per_s: float
     intra_bytes_per_s: float
     inter_bytes_per_s_per_gpu: float
@@ -182,6 +184,7 @@ def rates_of(cluster: ClusterSpec, precision: Precision) -> Rates:
         matrix_flops_per_s=peak.value,
         eight_bit_flops_per_s=(gpu.fp8_flops_per_s or peak).value,
         vector_flops_per_s=None if vector is None else vector.value,
+        one_tile_units=gpu.one_tile_units,
         memory_bytes_per_s=gpu.memory_bytes_per_s.value,
         intra_bytes_per_s=links.intra_bytes_per_s or gpu.intra_bytes_per_s.value,
         inter_bytes_per_s_per_gpu=inter / cluster.gpus_per_node,
@@ -286,7 +289,9 @@ class ProfilePrices:
             busy = busy * np.where(_unaligned(work), WITHOUT_TENSOR_CORES, 1.0)
         operand_bytes = 1.0 if work.eight_bit else 2.0
         moved = batch * (operand_bytes * (m * k + k * n) + 2.0 * m * n) / self._memory_rate
-        return np.asarray(np.maximum(np.maximum(busy, moved), work.kernels * c.launch_s.value))
+        turns = np.maximum(np.ceil(batch / (self.rates.one_tile_units or np.inf)), 1.0)
+        least = work.kernels * turns * c.launch_s.value
+        return np.asarray(np.maximum(np.maximum(busy, moved), least))
 
     @property
     def _memory_rate(self) -> float:

@@ -54,6 +54,9 @@ class GpuSpec:
     usual_gpus_per_node: int
     vector_flops_per_s: Figure | None = None
     """Of 32 bits without tensor cores, where products that cannot use those were seen to run at that rate."""
+    one_tile_units: int | None = None
+    """Compute units, where the tiles of products fill the memory of a unit, so that each holds one at a time
+    (64 KiB on CDNA 3: hipBLASLt's largest tiles take all of it). None where several share a unit."""
     largest_product_flops_per_s: Figure | None = None
     """What the fastest of all 16-bit products reaches, where that is not the usual share of the peak."""
     host_bytes: Figure | None = None

@@ -27,6 +27,9 @@ class Datasheet:
     fp8: float | None = None
     vector: float | None = None
     """Of 32 bits without tensor cores, where products that cannot use those were seen to run at that rate."""
+    vector_source: str = ""
+    one_tile_units: int | None = None
+    """Compute units, where the tiles of products fill the memory of a unit: each holds one at a time."""
     largest_product: float | None = None
     """What the fastest of all 16-bit products reaches, where that is not the usual share of the peak ..."""
     largest_source: str = ""
@@ -141,8 +144,9 @@ SHEETS: Mapping[str, Datasheet] = {
     ),
     "mi300x-192gb": Datasheet(
         source="AMD Instinct MI300X datasheet",
-        bf16=1307.4, fp16=1307.4, fp8=2614.9, vector=163.4, memory_mib=196592, memory_gb_per_s=5300,
-        memory_source="total VRAM as reported by rocm-smi",
+        bf16=1307.4, fp16=1307.4, fp8=2614.9, memory_mib=196592, memory_gb_per_s=5300,
+        memory_source="total VRAM as reported by rocm-smi", one_tile_units=304, vector=130.7,
+        vector_source="0.80 of the 163.4 printed: hipBLASLt's products without whole loads reach 0.6 to 1.0",
         largest_product=668.4,
         largest_source="ml-engineering, compute/accelerator: largest of a sweep of bf16 products",
         link="xGMI", link_gb_per_s=448, pcie=5,

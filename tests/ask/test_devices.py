@@ -63,3 +63,14 @@ def test_attention_is_no_faster_than_the_fastest_product(name: str) -> None:
         product_s, core_s = device.seconds(large, precision), device.seconds(core, precision)
         assert product_s is not None and core_s is not None
         assert float(core.flops) / core_s < 2.0 * 16384.0**3 / product_s
+
+
+def test_small_products_take_turns_where_a_unit_holds_one() -> None:
+    """37,632 products of 8 x 8 are 124 turns of 304 units, each as long as the shortest kernel; on H100,
+    whose units hold many, they are a pass over memory."""
+    small, few = Gemm(*sizes(8.0, 8.0, 64.0, 37632.0)), Gemm(*sizes(8.0, 8.0, 64.0, 304.0))
+    one_at_a_time, many = device_named("mi300x-192gb"), device_named("h100-sxm-80gb")
+    turn_s = one_at_a_time.seconds(few, "bf16")
+    assert turn_s is not None
+    assert one_at_a_time.seconds(small, "bf16") == pytest.approx(124 * turn_s)
+    assert many.seconds(small, "bf16") == pytest.approx(41e-6, rel=0.15)  # recorded on H100
