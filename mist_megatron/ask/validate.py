@@ -26,6 +26,7 @@ from mist_megatron.price.attention_kernels import AttentionName, EightBitAttenti
 from mist_megatron.price.datasheet import datasheet_profile
 from mist_megatron.price.prices import Prices
 from mist_megatron.price.profile_prices import prices_of
+from mist_megatron.price.wrappers import WideLayers
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.profile import Profile
 
@@ -118,12 +119,12 @@ def predictor(
 ) -> Callable[[MeasuredRow], Predicted]:
     """The cost model as a function of a row; `profiles` by GPU replace the shipped ones. `by_events` takes
     the time from a simulation instead of the closed form."""
-    evaluators: dict[tuple[Job, AttentionName | None], StageEvaluator] = {}
+    evaluators: dict[tuple[Job, AttentionName | None, float], StageEvaluator] = {}
 
     def predict(row: MeasuredRow) -> Predicted:
         assert row.plan is not None
         job = job_of(row.plan)
-        asked = (job, row.attention)
+        asked = (job, row.attention, row.wide_share)
         if asked not in evaluators:
             evaluators[asked] = _evaluator(*asked, (profiles or {}).get(job.cluster.gpu.name))
         prediction = predict_plan(row.plan, evaluators[asked])
@@ -137,12 +138,16 @@ def predictor(
     return predict
 
 
-def _evaluator(job: Job, attention: AttentionName | None, profile: Profile | None) -> StageEvaluator:
-    """By a profile, else the shipped one, else the datasheet, with the attention kernels of a row."""
-    if profile is None and attention is None:
+def _evaluator(
+    job: Job, attention: AttentionName | None, wide_share: float, profile: Profile | None
+) -> StageEvaluator:
+    """By a profile, else the shipped one, else the datasheet, with what a row ran besides."""
+    if profile is None and attention is None and not wide_share:
         return evaluator_for(job)[0]
     known = profile or profile_of(job.cluster) or datasheet_profile(job.cluster.gpu)
     prices: Prices = prices_of(with_attention(known, attention), job.cluster, job.training.precision)
     if attention == "eight-bit":
         prices = EightBitAttention(prices)
+    if wide_share:
+        prices = WideLayers(prices, wide_share)
     return make_evaluator(job, prices, cache=kept_programs())

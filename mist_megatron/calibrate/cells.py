@@ -34,6 +34,8 @@ class MeasuredRow:
     framework_version: str = ""
     attention: AttentionName | None = None
     """Attention kernels that it ran, where they are not those of the GPU's profile."""
+    wide_share: float = 0.0
+    """Of its layers, those whose products kept operands of 16 bits."""
 
 
 class Inexpressible(MistError):

@@ -74,8 +74,22 @@ def measured_run(row: Cells, line: int) -> MeasuredRow:
         skipped=skipped,
         setting=setting,
         attention="eight-bit" if "fp8 attention" in row.text("note") else None,
+        wide_share=_wide_share(plan),
         source=row.text("source"),
     )
+
+
+_WIDE_LAYERS: Mapping[str, int] = MappingProxyType(
+    {"nemotron-3-super-120b-a12b": 14, "nemotron-3-ultra-550b-a55b": 16}
+)
+"""Layers at the end that stay in 16 bits where the others have 4: by Megatron-Bridge's recipes (0.6.2,
+training/mixed_precision.py). Which other products these leave in 16 bits (te_quant.cfg) was not at hand."""
+
+
+def _wide_share(plan: Plan | None) -> float:
+    if plan is None or plan.execution.quantization != "nvfp4":
+        return 0.0
+    return _WIDE_LAYERS.get(plan.model.name, 0) / plan.model.layers
 
 
 def _study(row: Cells) -> str:

@@ -24,10 +24,18 @@ def whole_head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """Final norm, logits and loss, once and for each depth."""
     once = head(model, options)
     again = tuple(_shared(operator) for operator in once)
-    depth = (*_joined(model, options), *_layers(model, options), *again)
+    own = _of_depths(options)
+    depth = (*_joined(model, own), *_layers(model, own), *again)
     if not model.mtp_repeated:
         return once + model.mtp_layers * depth
     return once + depth * (model.mtp_layers > 0) + (model.mtp_layers - 1) * tuple(map(_without, depth))
+
+
+def _of_depths(options: LayerOptions) -> LayerOptions:
+    """Megatron-core enters a context of FP8 for the depths, and none of FP4: these stay in 16 bits."""
+    if options.quantization != "nvfp4":
+        return options
+    return replace(options, eight_bit=False, quantization=None)
 
 
 @lru_cache(maxsize=64)
@@ -83,6 +91,7 @@ def depths_kept(model: ModelSpec, options: LayerOptions) -> Expr:
     half and in single precision."""
     if not model.mtp_layers:
         return ZERO
+    options = _of_depths(options)
     by_name = {block.kind.name: block.operators for block in blocks(model, options)}
     layers = sum((saved_bytes(by_name[kind.name]) for kind in model.mtp_kinds), start=ZERO)
     each = saved_bytes(_joined(model, options)) + layers

@@ -75,6 +75,26 @@ class FourBitPrices:
         return self.usual.interference()
 
 
+@dataclass(frozen=True)
+class WideLayers:
+    """Other prices for `FourBitPrices`, where this share of all layers keeps operands of 16 bits. Plans
+    cannot ask for it; measured runs had it. Casts of those layers are counted as if they were made."""
+
+    usual: Prices
+    share: float
+
+    def of(self, work: Work) -> Priced:
+        priced = self.usual.of(work)
+        if not (isinstance(work, Gemm | GroupedGemm) and work.eight_bit):
+            return priced
+        wide_s = FOUR_BIT_SPEED * self.usual.of(replace(work, eight_bit=False)).seconds
+        mixed_s = (1.0 - self.share) * priced.seconds + self.share * wide_s
+        return replace(priced, known_s=np.asarray(mixed_s), added_s=None)
+
+    def interference(self) -> Array:
+        return self.usual.interference()
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkedPrices:
     """As told, but for collectives and sends between nodes: each GPU has so much of a link there."""

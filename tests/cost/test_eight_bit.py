@@ -10,11 +10,12 @@ import pytest
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.cost.layers import LayerOptions, block, head
+from mist_megatron.cost.mtp import whole_head
 from mist_megatron.cost.operators import WorkKind
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.price.prices import Gemm, GroupedGemm, MemoryPass
-from mist_megatron.price.wrappers import FourBitPrices
+from mist_megatron.price.wrappers import FourBitPrices, WideLayers
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.presets import PRESETS
@@ -73,3 +74,19 @@ def test_four_bits_halve_products_and_nothing_else():
         (MemoryPass(np.asarray(1e9)), 1.0),
     ):
         assert usual.of(work).seconds == pytest.approx(ratio * narrow.of(work).seconds)
+
+
+def test_layers_that_stay_wide_take_what_sixteen_bits_take():
+    usual = datasheet_prices(cluster_of(CATALOGUE["gb200-186gb"], 4), "fp8")
+    work = Gemm(*(np.asarray(size) for size in (8192.0, 8192.0, 8192.0, 1.0)), eight_bit=True)
+    wide_s = usual.of(replace(work, eight_bit=False)).seconds
+    narrow_s = FourBitPrices(usual).of(work).seconds
+    for share, wanted_s in ((0.0, narrow_s), (1.0, wide_s), (0.25, 0.75 * narrow_s + 0.25 * wide_s)):
+        assert FourBitPrices(WideLayers(usual, share)).of(work).seconds == pytest.approx(wanted_s)
+
+
+def test_fp4_leaves_the_depths_of_multi_token_prediction_in_sixteen_bits():
+    model = replace(PRESETS["deepseek-v3"], mtp_layers=1)
+    for recipe, narrow in (("mxfp8", True), ("nvfp4", False)):
+        made = works(whole_head(model, LayerOptions(eight_bit=True, quantization=recipe)))
+        assert any(work.eight_bit for work in made) is narrow
