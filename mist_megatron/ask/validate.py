@@ -26,7 +26,7 @@ from mist_megatron.price.attention_kernels import AttentionName, EightBitAttenti
 from mist_megatron.price.datasheet import datasheet_profile
 from mist_megatron.price.prices import Prices
 from mist_megatron.price.profile_prices import prices_of
-from mist_megatron.price.wrappers import WideLayers
+from mist_megatron.price.wrappers import EightBitOutput, WideLayers
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.profile import Profile
 
@@ -119,14 +119,14 @@ def predictor(
 ) -> Callable[[MeasuredRow], Predicted]:
     """The cost model as a function of a row; `profiles` by GPU replace the shipped ones. `by_events` takes
     the time from a simulation instead of the closed form."""
-    evaluators: dict[tuple[Job, AttentionName | None, float], StageEvaluator] = {}
+    evaluators: dict[tuple[Job, AttentionName | None, float, bool], StageEvaluator] = {}
 
     def predict(row: MeasuredRow) -> Predicted:
         assert row.plan is not None
         job = job_of(row.plan)
-        asked = (job, row.attention, row.wide_share)
+        asked = (job, row.attention, row.wide_share, row.eight_bit_output)
         if asked not in evaluators:
-            evaluators[asked] = _evaluator(*asked, (profiles or {}).get(job.cluster.gpu.name))
+            evaluators[asked] = _evaluator(job, row, (profiles or {}).get(job.cluster.gpu.name))
         prediction = predict_plan(row.plan, evaluators[asked])
         timed = simulate(row.plan, evaluators[asked]) if by_events else prediction
         return Predicted(
@@ -138,16 +138,17 @@ def predictor(
     return predict
 
 
-def _evaluator(
-    job: Job, attention: AttentionName | None, wide_share: float, profile: Profile | None
-) -> StageEvaluator:
+def _evaluator(job: Job, row: MeasuredRow, profile: Profile | None) -> StageEvaluator:
     """By a profile, else the shipped one, else the datasheet, with what a row ran besides."""
-    if profile is None and attention is None and not wide_share:
+    besides = row.attention is not None or row.wide_share or row.eight_bit_output
+    if profile is None and not besides:
         return evaluator_for(job)[0]
     known = profile or profile_of(job.cluster) or datasheet_profile(job.cluster.gpu)
-    prices: Prices = prices_of(with_attention(known, attention), job.cluster, job.training.precision)
-    if attention == "eight-bit":
+    prices: Prices = prices_of(with_attention(known, row.attention), job.cluster, job.training.precision)
+    if row.attention == "eight-bit":
         prices = EightBitAttention(prices)
-    if wide_share:
-        prices = WideLayers(prices, wide_share)
+    if row.wide_share:
+        prices = WideLayers(prices, row.wide_share)
+    if row.eight_bit_output:
+        prices = EightBitOutput(prices, job.model.vocab)
     return make_evaluator(job, prices, cache=kept_programs())

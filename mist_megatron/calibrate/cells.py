@@ -36,6 +36,8 @@ class MeasuredRow:
     """Attention kernels that it ran, where they are not those of the GPU's profile."""
     wide_share: float = 0.0
     """Of its layers, those whose products kept operands of 16 bits."""
+    eight_bit_output: bool = False
+    """Its logits came from operands of 8 bits."""
 
 
 class Inexpressible(MistError):

@@ -75,6 +75,7 @@ def measured_run(row: Cells, line: int) -> MeasuredRow:
         setting=setting,
         attention="eight-bit" if "fp8 attention" in row.text("note") else None,
         wide_share=_wide_share(plan),
+        eight_bit_output=plan is not None and _eight_bit_output(plan),
         source=row.text("source"),
     )
 
@@ -84,6 +85,15 @@ _WIDE_LAYERS: Mapping[str, int] = MappingProxyType(
 )
 """Layers at the end that stay in 16 bits where the others have 4: by Megatron-Bridge's recipes (0.6.2,
 training/mixed_precision.py). Which other products these leave in 16 bits (te_quant.cfg) was not at hand."""
+
+
+_EIGHT_BIT_OUTPUT = ("deepseek-v3", "gpt-oss-120b")
+"""Whose recipes in MXFP8 by a graph of the whole step have fp8_output_proj (Megatron-Bridge 0.6.2)."""
+
+
+def _eight_bit_output(plan: Plan) -> bool:
+    whole = "full_iteration" in (plan.execution.cuda_graphs or ())
+    return whole and plan.execution.quantization == "mxfp8" and plan.model.name in _EIGHT_BIT_OUTPUT
 
 
 def _wide_share(plan: Plan | None) -> float:

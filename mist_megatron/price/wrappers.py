@@ -95,6 +95,31 @@ class WideLayers:
         return self.usual.interference()
 
 
+@dataclass(frozen=True)
+class EightBitOutput:
+    """Other prices, with logits' products in 8 bits (--fp8-output-proj). Plans cannot ask for it; measured
+    runs had it. What goes into them and their gradient are cast in two passes' time, as by MXFP8."""
+
+    usual: Prices
+    columns: int
+    """Of the vocabulary, by which these products are known."""
+
+    def of(self, work: Work) -> Priced:
+        if not isinstance(work, Gemm) or work.eight_bit:
+            return self.usual.of(work)
+        m, n, k = (np.asarray(size, dtype=np.float64) for size in (work.m, work.n, work.k))
+        logits = (m == self.columns) | (n == self.columns) | (k == self.columns)
+        if not np.any(logits):
+            return self.usual.of(work)
+        cast_s = self.usual.of(MemoryPass(8.0 * m * k)).seconds * (m != self.columns)
+        narrow_s = self.usual.of(replace(work, eight_bit=True)).seconds + cast_s
+        priced = self.usual.of(work)
+        return replace(priced, known_s=np.where(logits, narrow_s, priced.seconds), added_s=None)
+
+    def interference(self) -> Array:
+        return self.usual.interference()
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkedPrices:
     """As told, but for collectives and sends between nodes: each GPU has so much of a link there."""

@@ -15,7 +15,7 @@ from mist_megatron.cost.operators import WorkKind
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.price.prices import Gemm, GroupedGemm, MemoryPass
-from mist_megatron.price.wrappers import FourBitPrices, WideLayers
+from mist_megatron.price.wrappers import EightBitOutput, FourBitPrices, WideLayers
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.presets import PRESETS
@@ -90,3 +90,18 @@ def test_fp4_leaves_the_depths_of_multi_token_prediction_in_sixteen_bits():
     for recipe, narrow in (("mxfp8", True), ("nvfp4", False)):
         made = works(whole_head(model, LayerOptions(eight_bit=True, quantization=recipe)))
         assert any(work.eight_bit for work in made) is narrow
+
+
+def test_logits_of_eight_bits_take_that_product_and_a_cast():
+    usual = datasheet_prices(cluster_of(CATALOGUE["gb200-186gb"], 4), "fp8")
+    prices, one = EightBitOutput(usual, 129280), np.asarray(1.0)
+    rows, hidden, columns = (np.asarray(size) for size in (4096.0, 7168.0, 129280.0))
+    for sizes, cast in (
+        ((rows, columns, hidden), 8.0 * rows * hidden),
+        ((rows, hidden, columns), 8.0 * rows * columns),
+        ((columns, hidden, rows), np.asarray(0.0)),
+    ):
+        wanted_s = usual.of(Gemm(*sizes, one, eight_bit=True)).seconds + usual.of(MemoryPass(cast)).seconds
+        assert prices.of(Gemm(*sizes, one)).seconds == pytest.approx(wanted_s)
+    other = Gemm(rows, hidden, hidden, one)
+    assert prices.of(other).seconds == pytest.approx(usual.of(other).seconds)
