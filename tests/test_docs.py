@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import os
@@ -13,31 +14,62 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from nccl_output import MATRIX, sweep, table
+from test_fit_profile import measured, write
+from test_import_outputs import MM, kernel, op, trace
 
 from mist_megatron.formats.document import parse
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted(p for p in (ROOT / "docs").rglob("*.md") if "```bash" in p.read_text("utf-8"))
+BLOCK = re.compile(r"^```(?:ba)?sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FOLDERS = ("docs", "recipes", "calibration", "patches", "reliability", "launch")
+SHOWN = (page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))
+# Pages beside plans are all written by one function, and their lines are those of recipes/README.md.
+PAGES = sorted(
+    p for p in SHOWN if BLOCK.search(p.read_text("utf-8")) and not (p.parent / "plan.yaml").exists()
+)
+NOT_RUN = {  # what a line begins with -> why no test runs it
+    "python3 -m venv .venv": "sets up an environment: .ci/run and test_documents.py do",
+    "sbatch run/slurm.sbatch": "a job of a cluster: tests/frameworks runs the script with stand-ins",
+    "mist-megatron calibrate run": "measures GPUs: tests/calibrate runs it on a CPU",
+}
 FILE = re.compile(r"^```\w+ title=\"([\w.-]+)\"\n(.*?)^```", re.MULTILINE | re.DOTALL)
-BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def what_was_measured(folder: Path) -> None:
+    """What readers have: measurements of a node, logs of other tools, runs with their peaks."""
+    write(folder / "measured.jsonl", measured())
+    (folder / "node.jsonl").write_text((folder / "measured.jsonl").read_text())
+    (folder / "all_reduce.txt").write_text(table(sweep()).replace("H100 80GB HBM3", "H200"))
+    (folder / "net.txt").write_text(MATRIX)
+    with gzip.open(folder / "trace.json.gz", "wt") as file:
+        file.write(trace(op(1, *MM), kernel(1, 90.0)).replace("H100 80GB HBM3", "H200"))
+    (folder / "runs.csv").symlink_to(ROOT / "benchmarks" / "runs" / "zerobubble_a100.csv")
 
 
 def test_there_are_pages_with_commands() -> None:
     assert len(PAGES) >= 10
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
 def test_every_command_of_a_page_runs(page: Path, tmp_path: Path, ran_here, monkeypatch) -> None:
     # What hand-made spaces reach beside a plan takes as long as all else, and is tested with `tune`.
     monkeypatch.setattr("mist_megatron.ask.tune.best_by_hand", lambda *asked: {})
     text = page.read_text("utf-8")
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # as in a checkout
+    if "calibrat" in str(page):
+        what_was_measured(tmp_path)
+    for folder in (ROOT / "benchmarks", *(path for path in page.parent.iterdir() if path.is_dir())):
+        (tmp_path / folder.name).symlink_to(folder)  # as in a checkout, beside the page
     for name, content in FILE.findall(text):
         (tmp_path / name).write_text(content, "utf-8")
     for block in BLOCK.findall(text):
         for line in block.splitlines():
+            if line.startswith(tuple(NOT_RUN)):
+                continue
             program, *arguments = shlex.split(line, comments=True)
             assert program == "mist-megatron", line
+            if arguments[0] == "convert" and "--out" in arguments:
+                arguments += ["--force"]
             if arguments[0] == "tune":
                 # The whole space need not be searched again for every page.
                 arguments += ["--space", "megatron", *(["--force"] if "--out" in arguments else [])]
