@@ -18,7 +18,7 @@ import shutil
 import time
 from pathlib import Path
 
-_WRITTEN, _COMMITTED = ".mist-new-", ".mist-commit-"
+_WRITTEN, _COMMITTED = _MARKS = ".mist-new-", ".mist-commit-"
 _LONGEST_S = 24 * 3600.0
 """No writer takes a day: what is older belongs to none, whoever has its number now."""
 
@@ -38,7 +38,7 @@ def name_aside(parent: Path) -> Path:
 
 def is_aside(path: Path) -> bool:
     """Whether a name is of this file's making."""
-    return path.name.startswith((_WRITTEN, _COMMITTED))
+    return path.name.startswith(_MARKS)
 
 
 def take_places(aside: Path, out: Path) -> None:
@@ -58,7 +58,8 @@ def take_places(aside: Path, out: Path) -> None:
 def recover(folder: Path) -> None:
     """Finishes what a process that died was certain of here, and clears away what it was not."""
     try:
-        left = [path for path in folder.iterdir() if is_aside(path)]
+        # Names, not paths: a cache may hold tens of thousands.
+        left = [folder / name for name in os.listdir(folder) if name.startswith(_MARKS)]
     except OSError:
         return
     for path in left:
