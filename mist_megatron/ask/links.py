@@ -27,6 +27,9 @@ STALE_DAYS = 30
 GB = 1e9
 
 
+NO_HINTS = Hints(date="")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadLinks:
     """All files of a cluster as matrices."""
@@ -39,7 +42,7 @@ class ReadLinks:
 
 
 def import_link_files(
-    paths: Sequence[Path], *, unit: str | None = None, gpus_at_once: int | None = None
+    paths: Sequence[Path], *, unit: str | None = None, hints: Hints = NO_HINTS
 ) -> ReadLinks:
     """Files, and all files of folders. Of several, those that tell no link are told, not refused."""
     files = [file for path in paths for file in _files_of(path)]
@@ -49,8 +52,6 @@ def import_link_files(
     refused: list[str] = []
     notes: list[str] = []
     for file in files:
-        # A file's own date would make old figures that were copied look fresh.
-        hints = Hints(date="", gpus_at_once=gpus_at_once)
         try:
             links_read = read_links(read_packed_text(file), str(file), hints, unit=unit)
         except InputError as error:
@@ -93,6 +94,8 @@ def matrix_for(matrices: Sequence[LinkMatrix], gpus_per_node: int) -> LinkMatrix
 def on_first_nodes(plan: Plan, matrices: Sequence[LinkMatrix]) -> Plan:
     """A plan on the nodes of a links.yaml in the order that they have there: where a scheduler puts it."""
     matrix, nodes = matrix_for(matrices, plan.cluster.gpus_per_node), plan.cluster.nodes
+    if nodes == 1:
+        raise InputError("--links: the plan has one node, which uses no links; wanted a plan of two or more")
     if len(matrix.hosts) < nodes:
         raise InputError(f"--links: figures of {len(matrix.hosts)} nodes; the plan has {nodes}")
     links = replace(plan.cluster.links, matrix=matrix.take(range(nodes)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mist_megatron.ask.evaluators import evaluator_for, kept_programs
+from mist_megatron.ask.links import load_links, on_first_nodes
 from mist_megatron.ask.plan_words import columns, lines_repr
 from mist_megatron.ask.words import with_words
 from mist_megatron.calibrate.cells import MeasuredRow
@@ -28,6 +29,7 @@ from mist_megatron.price.prices import Prices
 from mist_megatron.price.profile_prices import prices_of
 from mist_megatron.price.wrappers import EightBitOutput, WideLayers
 from mist_megatron.spec.job import Job
+from mist_megatron.spec.links import LinkMatrix
 from mist_megatron.spec.profile import Profile
 
 WAYS = ("closed-form", "simulate")
@@ -78,9 +80,12 @@ def validate(
     files: str | Path | Sequence[str | Path],
     *,
     by: str = "closed-form",
+    links: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Validated:
-    """Measured runs in CSV files, each predicted: by the closed form of `predict`, or `by="simulate"`."""
+    """Measured runs in CSV files, each predicted: by the closed form of `predict`, or `by="simulate"`. With
+    `links` those of several nodes are taken to have run on the first nodes of that links.yaml, in its order.
+    """
     if by not in WAYS:
         raise InputError(f"--by: unknown way {by!r}; known: {', '.join(WAYS)}")
     paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
@@ -88,12 +93,28 @@ def validate(
         raise InputError("files: none is named; wanted at least one CSV file of measured runs")
     read = {path: read_rows(read_text(path), str(path)) for path in paths}
     total = sum(row.plan is not None for rows in read.values() for row in rows)
-    predict = counted(predictor(by_events=by == "simulate"), progress or silent, total)
+    predict = predictor(by_events=by == "simulate")
+    if links is not None:
+        predict = linked(predict, load_links(links))
+    predict = counted(predict, progress or silent, total)
     by_file: dict[str, tuple[Outcome, ...]] = {}
     for path, rows in read.items():
         name = path.name if path.name not in by_file else str(path)
         by_file[name] = outcomes_of(rows, name, predict)
     return Validated(by_file)
+
+
+def linked(
+    predict: Callable[[MeasuredRow], Predicted], matrices: Sequence[LinkMatrix]
+) -> Callable[[MeasuredRow], Predicted]:
+    """The same on nodes whose links were measured; a run on one node used none of them."""
+
+    def on_nodes(row: MeasuredRow) -> Predicted:
+        if row.plan is None or row.plan.cluster.nodes == 1:
+            return predict(row)
+        return predict(replace(row, plan=on_first_nodes(row.plan, matrices)))
+
+    return on_nodes
 
 
 def counted(

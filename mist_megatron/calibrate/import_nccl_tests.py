@@ -121,7 +121,15 @@ def _cut_short(table: Table) -> list[str]:
 
 
 def read_nccl_json(document: object, where: str, hints: Hints) -> Imported:
-    """What `-J FILE` writes; keys by the names of nccl-tests 2.16 and later."""
+    """What `-J FILE` writes."""
+    table, notes = json_table(document, where)
+    if not table.rows:
+        raise InputError(f"{where}: {_left_out(table, hints)}")
+    return replace(_imported(table, table.rows, hints), kind="nccl-tests-json", notes=notes)
+
+
+def json_table(document: object, where: str) -> tuple[Table, tuple[str, ...]]:
+    """The same as a table, and what to tell of it; keys by the names of nccl-tests 2.16 and later."""
     if not isinstance(document, dict):
         raise InputError(f"{where}: holds {type(document).__name__}; wanted one object with results")
     setting = Table(where=where, date=text_of(document, "start_time", "date")[:10])
@@ -151,9 +159,7 @@ def read_nccl_json(document: object, where: str, hints: Hints) -> Imported:
     rows = [_json_row(entry, f"{where}: results[{index}]", index + 1) for index, entry in enumerate(results)]
     notes = _json_notes(results, setting)
     setting.rows = [row for row in rows if row is not None]
-    if not setting.rows:
-        raise InputError(f"{where}: {_left_out(setting, hints)}")
-    return replace(_imported(setting, setting.rows, hints), kind="nccl-tests-json", notes=notes)
+    return setting, notes
 
 
 def _json_notes(results: Sequence[object], table: Table) -> tuple[str, ...]:

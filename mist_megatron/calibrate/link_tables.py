@@ -26,7 +26,9 @@ UNITS = {
     "GB/s": 1e9, "GiB/s": 2.0**30, "Gb/s": 1e9 / 8, "MB/s": 1e6, "MiB/s": 2.0**20, "Mb/s": 1e6 / 8,
     "B/s": 1.0,
 }  # fmt: skip
-_SPELLED = re.compile(r"(?<![A-Za-z])([GM]?)(i?)([Bb])(?:it|yte)?s?(?:/s|ps|/sec|_per_s)(?![A-Za-z])")
+_SPELLED = re.compile(
+    r"(?<![A-Za-z])([GM]?)(i?)([Bb])(?:it|yte)?s?(?:/s|ps|/sec|[ _]per[ _]s(?:ec)?)(?![A-Za-z])"
+)
 _SENDERS = ("sender", "src", "source", "from", "node_row", "host_a", "node_a", "a", "row")
 _RECEIVERS = ("receiver", "dst", "destination", "to", "node_col", "host_b", "node_b", "b", "column", "col")
 _GAPS = ("", "-", "nan", "na", "n/a", "null", "none", "?")

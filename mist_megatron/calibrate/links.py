@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from mist_megatron.calibrate.import_mpigraph import named_pairs
+from mist_megatron.calibrate.import_nccl_tests import json_table
 from mist_megatron.calibrate.imported import Hints
-from mist_megatron.calibrate.importing import kind_of
+from mist_megatron.calibrate.importing import json_document, kind_of
 from mist_megatron.calibrate.link_tables import read_table
-from mist_megatron.calibrate.nccl_tables import Table, text_tables
+from mist_megatron.calibrate.nccl_tables import Table, program_of_file, text_tables, without_labels
 from mist_megatron.errors import InputError
 from mist_megatron.formats.links_yaml import is_links, links_from_text
 from mist_megatron.spec.links import LinkMatrix, Rates, short_name
@@ -63,7 +64,7 @@ def read_links(text: str, where: str, hints: Hints, *, unit: str | None = None) 
         return _of_file(text, where)
     name = where.lower()
     if name.endswith((".csv", ".tsv")):
-        at_once = hints.gpus_at_once or 1
+        at_once, said = _at_once(where, hints)
         figures, notes = read_table(text, where, unit)
         links = [
             Link(
@@ -72,10 +73,29 @@ def read_links(text: str, where: str, hints: Hints, *, unit: str | None = None) 
             )
             for a, b, rate, run in figures
         ]  # fmt: skip
-        return FoundLinks(links=tuple(links), notes=tuple(notes))
-    if kind_of(text, where) == "mpigraph":
-        return _of_mpigraph(text, where, hints)
-    return _of_pairs(text, where, hints)
+        return FoundLinks(links=tuple(links), notes=(*notes, *said))
+    kind = kind_of(text, where)
+    if kind == "mpigraph":
+        return _of_mpigraph(without_labels(text), where, hints)
+    if kind == "nccl-tests-json":
+        return _of_pairs([json_table(json_document(text, where), where)[0]], where, hints)
+    return _of_pairs(text_tables(text, where), where, hints)
+
+
+def _at_once(where: str, hints: Hints) -> tuple[int, tuple[str, ...]]:
+    """How many GPUs of a node sent while a table was measured, and what to tell of that."""
+    if hints.gpus_at_once is not None:
+        return hints.gpus_at_once, ()
+    named = _AT_ONCE.search(where.replace("\\", "/").rsplit("/", 1)[-1])
+    if named is not None:
+        what = f"{named[0]} in its name is read as {named[1]} GPUs of a node that sent at once"
+        return int(named[1]), (f"{where}: {what}; --gpus-at-once says otherwise",)
+    what = "how many GPUs of a node sent at once is not said; taken for 1, or say --gpus-at-once"
+    return 1, (f"{where}: {what}",)
+
+
+_AT_ONCE = re.compile(r"(?<![A-Za-z0-9])G([1-9]\d?)(?![A-Za-z0-9])")
+"""How logs of clusters are named: nccl_N2_G8."""
 
 
 def _of_file(text: str, where: str) -> FoundLinks:
@@ -117,13 +137,19 @@ def _of_mpigraph(text: str, where: str, hints: Hints) -> FoundLinks:
     return FoundLinks(links=tuple(links))
 
 
-def _of_pairs(text: str, where: str, hints: Hints) -> FoundLinks:
-    """Of `sendrecv_perf` on two nodes: the largest message that was sent. Half of the ranks are on each."""
-    tables = text_tables(text, where)
+def _of_pairs(tables: Sequence[Table], where: str, hints: Hints) -> FoundLinks:
+    """Of `sendrecv_perf` on two nodes: the largest message that was sent. Half of the ranks are on each.
+    Older versions do not say which program ran: the file's name does, or the user."""
+    if len(tables) == 1:
+        tables[0].program = tables[0].program or program_of_file(where)
     links: list[Link] = []
     notes: list[str] = []
     for table in tables:
+        if not table.program and hints.collective == "send_recv":
+            table.program = "sendrecv"
         if table.program != "sendrecv":
+            if not table.program and table.rows:
+                notes.append("which program ran is not said; sendrecv_perf: --collective send_recv")
             continue
         if not table.rows:
             failure = f": `{table.failure}`" if table.failure else "; the output ends before its first row"
@@ -194,7 +220,7 @@ def matrices_of(links: Sequence[Link]) -> tuple[tuple[LinkMatrix, ...], tuple[st
     inside = _inside(hosts, links)
     matrices = tuple(replace(_matrix(hosts, groups[count]), inside=inside) for count in sorted(groups))
     notes = tuple(note for matrix in matrices for note in _notes(matrix))
-    return matrices, notes
+    return matrices, (*notes, *(note for count in sorted(groups) for note in _cut_short(groups[count])))
 
 
 def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
@@ -229,6 +255,23 @@ def _matrix(hosts: tuple[str, ...], links: Sequence[Link]) -> LinkMatrix:
         spread=spread,
         repeats=repeats,
     )
+
+
+def _cut_short(links: Sequence[Link]) -> Iterable[str]:
+    """Pairs of which only smaller messages were measured than of others: they may look too slow."""
+    sizes: dict[tuple[str, ...], float] = {}
+    for link in links:
+        if link.message_bytes is not None:
+            pair = tuple(sorted((link.sender, link.receiver)))
+            sizes[pair] = max(link.message_bytes, sizes.get(pair, 0.0))
+    most = max(sizes.values(), default=0.0)
+    short = {pair: size for pair, size in sizes.items() if size < most}
+    if short:
+        pairs = ", ".join(f"{a} - {b}" for a, b in list(short)[:6]) + (", ..." if len(short) > 6 else "")
+        yield (
+            f"{len(short)} pairs were measured with messages of {min(short.values()) / 2**20:,.4g} MiB at "
+            f"least, others with {most / 2**20:,.6g} MiB (logs cut off?): {pairs}"
+        )
 
 
 def _mean(rates: Sequence[float]) -> float:

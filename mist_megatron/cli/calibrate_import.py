@@ -49,10 +49,7 @@ def import_outputs(
         str | None, typer.Option(help="With --links, of a CSV that does not say it: GB/s, Gb/s, MB/s, GiB/s.")
     ] = None,
     gpus_at_once: Annotated[
-        int | None,
-        typer.Option(
-            help="With --links, GPUs of each node that sent at once where a matrix does not say it."
-        ),
+        int | None, typer.Option(help="With --links, GPUs of each node that sent at once, if not said.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     output: OutputOptions,
@@ -71,7 +68,9 @@ def import_outputs(
     if links:
         from mist_megatron.cli.links_report import import_links
 
-        import_links(files, out, output, unit=unit, gpus_at_once=gpus_at_once, force=force)
+        # A file's own date would make old figures that were copied look fresh.
+        hinted = Hints(date="", gpus_at_once=gpus_at_once, collective=collective)
+        import_links(files, out, output, hints=hinted, unit=unit, force=force)
         return
     if unit is not None or gpus_at_once is not None:
         raise InputError("--unit and --gpus-at-once are of links; wanted --links beside them")

@@ -14,6 +14,7 @@ from mist_megatron.cli.output import OutputOptions
 
 if TYPE_CHECKING:
     from mist_megatron.ask.links import LinksSaid
+    from mist_megatron.calibrate.imported import Hints
     from mist_megatron.spec.links import LinkMatrix
 
 GB = 1e9
@@ -30,8 +31,8 @@ def import_links(
     out: Path,
     output: OutputOptions,
     *,
+    hints: Hints,
     unit: str | None,
-    gpus_at_once: int | None,
     force: bool,
 ) -> None:
     """`calibrate import --links`."""
@@ -40,9 +41,9 @@ def import_links(
     from mist_megatron.formats.links_yaml import links_to_text
     from mist_megatron.spec import check
 
-    if gpus_at_once is not None:
-        check.at_least("calibrate import", 1, gpus_at_once=gpus_at_once)
-    links_read = import_link_files(files, unit=unit, gpus_at_once=gpus_at_once)
+    if hints.gpus_at_once is not None:
+        check.at_least("calibrate import", 1, gpus_at_once=hints.gpus_at_once)
+    links_read = import_link_files(files, unit=unit, hints=hints)
     write_file(out, links_to_text(links_read.matrices), force=force)
     output.finish(
         {

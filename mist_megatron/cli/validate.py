@@ -28,6 +28,10 @@ def validate(
     by: Annotated[
         str, typer.Option(help="closed-form, as predict, or simulate: time from an event simulation.")
     ] = "closed-form",
+    links: Annotated[
+        Path | None,
+        typer.Option(help="Price runs of several nodes on the first nodes of a links.yaml, in its order."),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", readable=False, help="Write predicted against measured as SVG here."),
@@ -43,7 +47,7 @@ def validate(
         require_matplotlib("--plot")
 
     with progress_bar("predicting rows") as progress:
-        validated = validate_files(files, by=by, progress=progress)
+        validated = validate_files(files, by=by, links=links, progress=progress)
     if plot is not None:
         validated.plotted(plot)
     output.finish(validated.to_dict())

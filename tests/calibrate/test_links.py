@@ -89,6 +89,51 @@ def test_both_ends_of_one_transfer_are_one_measurement():
     assert any("dead links, never used" in note for note in notes)
 
 
+def test_how_many_gpus_sent_is_told_where_it_is_guessed():
+    text = SQUARE.format(unit="GB/s")
+    eight = read_links(text, "cluster_G8_pairs.csv", HINTS)
+    assert {link.gpus_at_once for link in eight.links} == {8}
+    assert "G8 in its name is read as 8 GPUs" in eight.notes[-1]
+    assert "taken for 1" in read_links(text, "x.csv", HINTS).notes[-1]
+    said = read_links(text, "cluster_G8_pairs.csv", Hints(date="", gpus_at_once=4))
+    assert ({link.gpus_at_once for link in said.links}, said.notes) == ({4}, ())
+
+
+def test_old_logs_say_by_their_name_or_the_user_what_ran():
+    lines = table([nccl_row(1 << 25, 3000.0, 1.0)], ["n1", "n2"]).splitlines()
+    old = "\n".join(line for line in lines if "all_reduce" not in line)
+    with pytest.raises(InputError, match="--collective send_recv"):
+        read_links(old, "n1_n2.log", HINTS)
+    named = read_links(old, "n1_n2_sendrecv.log", HINTS).links
+    assert (
+        named == read_links(old, "n1_n2_sendrecv.log", Hints(date=HINTS.date, collective="send_recv")).links
+    )
+    assert (named[0].sender, named[0].receiver) == ("n1", "n2")
+    assert named[0].bytes_per_s == pytest.approx((1 << 25) / 3000e-6)
+
+
+def test_json_of_a_pair_and_labelled_mpigraph():
+    side = {"time": 100.0, "alg_bw": 10.48, "bus_bw": 10.48, "nwrong": 0.0}
+    document = {
+        "nccl_version": "22807", "args": ["sendrecv_perf", "-J", "x"], "start_time": "2026-01-02 10:00",
+        "devices": [{"rank": rank, "hostname": f"n{rank}", "device_info": "H100"} for rank in (0, 1)],
+        "results": [{"size": 1 << 20, "type": "float", "out_of_place": side, "in_place": None}],
+    }  # fmt: skip
+    (matrix,), _ = read(("x.json", json.dumps(document)))
+    assert (matrix.hosts, matrix.date) == (("n0", "n1"), "2026-01-02")
+    assert matrix.bytes_per_s[0][1] == pytest.approx((1 << 20) / 100e-6)
+    labelled = "".join(f"0: {line}\n" for line in MATRIX.splitlines() if line.strip())
+    assert read(("net.txt", labelled)) == read(("net.txt", MATRIX))
+
+
+def test_pairs_with_smaller_messages_than_others_are_told():
+    cut = table([nccl_row(1 << 25, 3000.0, 1.0)], ["n1", "n3"]).replace("all_reduce", "sendrecv")
+    _, notes = read(("a.log", pair_log("n1", "n2", 10.0)), ("b.log", cut))
+    assert any(
+        "1 pairs were measured with messages of 32 MiB at least, others with 1,024" in n for n in notes
+    )
+
+
 SQUARE = "{unit},n1,n2,n3\nn1,,10,20\nn3,21,30,\nn2,12,,-\n"
 
 
@@ -116,7 +161,9 @@ def test_units_of_names_and_options():
     assert read(("x.csv", SQUARE.format(unit="")), unit="MB/s")[0][0].bytes_per_s[0][1] == 10e6
     given = read_links(SQUARE.format(unit="Gb/s"), "x.csv", HINTS, unit="GB/s")
     assert given.links[0].bytes_per_s == 10e9
-    assert given.notes == ("x.csv: the table says Gb/s; read as GB/s, as asked",)
+    assert given.notes[0] == "x.csv: the table says Gb/s; read as GB/s, as asked"
+    (matrix,), _ = read(("x.csv", "src,dst,bandwidth_GiB_per_s\nn1,n2,2\nn2,n1,2\n"))
+    assert matrix.bytes_per_s[0][1] == 2 * 2.0**30
     text = "src\tdst\tbandwidth\nn1\tn2\t5\nn2\tn1\t40\n"
     (matrix,), notes = read(("x.tsv", text), unit="GB/s")
     assert matrix.bytes_per_s[1][0] == 40e9
