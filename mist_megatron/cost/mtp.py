@@ -87,12 +87,12 @@ def _joined(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
 
 
 def depths_kept(model: ModelSpec, options: LayerOptions) -> Expr:
-    """Bytes that the depths keep until the loss is computed: each a layer, what was projected, and logits in
-    half and in single precision."""
+    """Bytes that the depths keep until the loss: each a layer, what was projected, and exponentials
+    of logits in single precision (of logits in half precision a depth's loss keeps none)."""
     if not model.mtp_layers:
         return ZERO
     options = _of_depths(options)
     by_name = {block.kind.name: block.operators for block in blocks(model, options)}
     layers = sum((saved_bytes(by_name[kind.name]) for kind in model.mtp_kinds), start=ZERO)
     each = saved_bytes(_joined(model, options)) + layers
-    return model.mtp_layers * (each + 2 * ACTIVATION + (HALF + FULL) * TOKENS * VOCAB_SHARE)
+    return model.mtp_layers * (each + 2 * ACTIVATION + FULL * TOKENS * VOCAB_SHARE)

@@ -13,8 +13,11 @@ warnings.simplefilter("ignore")
 megatron_cpu.install()
 
 import torch  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.fusions import fused_bias_geglu  # noqa: E402
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy  # noqa: E402
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd  # noqa: E402
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 NO_KERNEL = (
@@ -100,4 +103,27 @@ def rotary() -> list[list[float]]:
     return [[kernels, moved / query_bytes] for kernels, moved in (forward, backward)]
 
 
-print(json.dumps({"clamp": clamp(), "rotary": rotary()}))
+def kept_of_logits() -> list[float]:
+    """Bytes that either cross entropy keeps of each logit, which came in 16 bits."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(1, 1)
+    group = parallel_state.get_tensor_model_parallel_group()
+    made = []
+    for loss in (
+        vocab_parallel_cross_entropy,
+        lambda logits, target: fused_vocab_parallel_cross_entropy(logits, target, group),
+    ):
+        logits = torch.randn(64, 2, 4096, dtype=torch.bfloat16, requires_grad=True)
+        target, kept = torch.randint(0, 4096, (64, 2)), {}
+
+        def keep(one: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+            loss(logits * 1.0, target)
+        made.append(sum(kept.values()) / logits.numel())
+    return made
+
+
+print(json.dumps({"logits": kept_of_logits(), "clamp": clamp(), "rotary": rotary()}))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
 
+from mist_megatron.cost.blocks import blocks
 from mist_megatron.cost.latent import QUERY_WIDTH
-from mist_megatron.cost.layers import LayerOptions, block
-from mist_megatron.cost.shapes import EXPERT_INNER, EXPERT_ROWS, HALF, TOKENS
+from mist_megatron.cost.layers import LayerOptions, block, saved_bytes
+from mist_megatron.cost.mtp import _joined, depths_kept
+from mist_megatron.cost.shapes import ACTIVATION, EXPERT_INNER, EXPERT_ROWS, HALF, TOKENS, VOCAB_SHARE
 from mist_megatron.spec.presets import PRESETS
 
 SMALL_PER_KERNEL = 3
@@ -70,3 +73,14 @@ def test_scans_of_blackwell_take_twice_as_long_and_do_no_more():
                 assert longer.moved_bytes == times * work.moved_bytes
             else:
                 assert longer.gemm == (*work.gemm[:3], times * work.gemm[3])
+
+
+def test_each_depth_of_multi_token_prediction_keeps_what_its_loss_does(counted):
+    model, options = replace(PRESETS["deepseek-v3"], mtp_layers=1), LayerOptions()
+    logits = TOKENS * VOCAB_SHARE
+    # The layer, what was projected and its norms are all that is kept besides.
+    by_name = {block.kind.name: block.operators for block in blocks(model, options)}
+    others = saved_bytes(by_name[model.mtp_kinds[0].name]) + saved_bytes(_joined(model, options))
+    kept = (depths_kept(model, options) - others - 2 * ACTIVATION) / logits
+    for told in counted["logits"]:
+        assert float(kept.value) == pytest.approx(told, rel=0.01)
