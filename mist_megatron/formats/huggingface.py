@@ -211,7 +211,7 @@ _REASONS = {
     "mpt": "ALiBi positions are not modelled",
     "gptj": "a bias on the output projection is not modelled",
     "phi": "a bias on the output projection is not modelled",
-    "llama4": "models that see images are not modelled; give the config of the text model",
+    "llama4": "neither a model that sees images nor attention in chunks on some layers is modelled",
     "llama4_text": "attention in chunks on some layers only is not modelled",
     "phimoe": "biases on the attention alone are not modelled",
 }
@@ -240,9 +240,7 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
     config.refuse("add_cross_attention", "attention to an encoder is not modelled")
     if kind != "t5":
         config.refuse("is_encoder_decoder", "models with an encoder are not modelled")
-    config.refuse(
-        "quantization_config", "quantized weights are not modelled; give the config of the full model"
-    )
+    _refuse_quantized(config, kind)
     _refuse_other_heads(values, where)
     given = values.get("_name_or_path")
     name = given.rsplit("/", 1)[-1] if isinstance(given, str) and given.strip("/. ") else kind
@@ -253,6 +251,20 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
         raise _by_its_keys(error, where) from None
     model = replace(read, constants=constants_from_huggingface(values, where))
     return model if kind in GROUP_READERS else replace(model, window=window_from_huggingface(values, where))
+
+
+_STORED: Mapping[str, str] = {"deepseek_v3": "fp8", "kimi_k2": "fp8", "gpt_oss": "mxfp4"}
+"""Architectures whose checkpoints are published in fewer bits: the shape is the same, and what is trained are
+weights that were made wide again first."""
+
+
+def _refuse_quantized(config: Config, kind: str) -> None:
+    said = config.values.get("quantization_config")
+    if isinstance(said, Mapping) and said.get("quant_method") == _STORED.get(kind, ""):
+        return
+    config.refuse(
+        "quantization_config", "quantized weights are not modelled; give the config of the full model"
+    )
 
 
 _KEYS = {

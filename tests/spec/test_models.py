@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,28 @@ def test_published_counts_of_hybrids(name):
     assert source
     assert PRESETS[name].parameters == pytest.approx(total, rel=5e-3)
     assert PRESETS[name].active_parameters == pytest.approx(active, rel=1e-2)
+
+
+CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+"""Hugging Face configs with the shapes that were published, and the keys that say them."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_of_hugging_face_are_read_as_published(name):
+    """Each as its preset, whose counts are held against the published ones above, or by its own."""
+    read = model_from_huggingface(CONFIGS[name], "config.json")
+    published = {"phi-3-mini": 3_821_079_552, "phi-4-mini": 3_836_021_760}.get(name)
+    assert read.parameters == (published or PRESETS[name].parameters)
+    assert read.active_parameters == (published or PRESETS[name].active_parameters)
+    assert read.mtp_layers == (0 if published else PRESETS[name].mtp_layers)
+
+
+def test_weights_stored_in_fewer_bits_are_read_where_checkpoints_are_published_so():
+    stored = CONFIGS["deepseek-v3"]["quantization_config"]
+    for name, method in (("deepseek-v3", "bitsandbytes"), ("mixtral-8x7b", "fp8"), ("gpt-oss-20b", "fp8")):
+        changed = {**CONFIGS[name], "quantization_config": {**stored, "quant_method": method}}
+        with pytest.raises(InputError, match="quantized weights are not modelled"):
+            model_from_huggingface(changed, "config.json")
 
 
 @pytest.mark.parametrize(
