@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mist_megatron.cost.edges import embedding_waits, head_waits
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.phases import (
     NOTHING_BETWEEN,
@@ -194,6 +195,8 @@ def _edge_terms(
     run = _run(work, layer, layer, (NOTHING_BETWEEN, NOTHING_BETWEEN), _followed(work))
     if layer is work.embedding and not gathers_on_arrival(grid, facts):
         run = _beside_host(run, work.host_s / (2 * grid.vpp))
+    if np.any(layer.forward.gather_s):
+        run = _gathered(work, layer, run)
     stable[names[0]] = Linear(
         load.forward_s
         + load.backward_s
@@ -216,6 +219,37 @@ def _edge_terms(
     if facts.reduction.accumulation_pass:
         add_term(stable, Term.GRADIENT_ACCUMULATION, Linear(layer.accumulate_s))
         add_term(delta, Term.GRADIENT_ACCUMULATION, Linear(-layer.accumulate_s))
+
+
+def _gathered(work: StageWork, layer: LayerWork, run: _Run) -> _Run:
+    """An edge whose weights come in for every pass, and those of the layer next to it, where they do."""
+    grid, factors, host_s = work.grid, work.context.interference, work.host_s / (2 * work.grid.vpp)
+    last = layer is work.head
+    place = (grid.runs[-1][1] if last else grid.runs[0][0]) if grid.runs else -1 * last
+    block = work.blocks[place]
+    if last:
+        kept, whole = (head_waits(layer, one, host_s, factors) for one in (block.kept, block.recomputed))
+    else:
+        # Backward passes come to that block's layers from the next run of layers, or from the head.
+        following = work.blocks[1].kept if work.resharding_s and len(work.blocks) > 1 else work.head
+        left_s = ZERO if following is None else following.backward.reduce_s
+        kept, whole = (
+            embedding_waits(layer, one, host_s, factors, left_s) for one in (block.kept, block.recomputed)
+        )
+    each = (layer.forward.gather_s > 0.0) & (block.kept.forward.gather_s > 0.0)
+    some = grid.by_kind[place].ckpt < grid.by_kind[place].layers
+
+    def seconds(name: str, usual: Phase) -> Phase:
+        waits_s = np.where(some, getattr(kept, name), getattr(whole, name))
+        return replace(usual, inside_s=np.where(each, waits_s, usual.inside_s))
+
+    return replace(
+        run,
+        forward=seconds("forward_s", run.forward),
+        backward=seconds("backward_s", run.backward),
+        first=seconds("first_s", run.first),
+        last=seconds("last_s", run.last),
+    )
 
 
 def _beside_host(run: _Run, host_s: Array) -> _Run:
@@ -454,10 +488,11 @@ def _mixed(place: int, kept: Array, whole: Array) -> Linear:
 
 
 def _once(grid: StageGrid, runs: int, kept: Array, whole: Array) -> Linear:
-    """Once per run of layers, of which every chunk of an interleaved stage is one: of recomputed layers when
-    there are no others."""
+    """Once per run of layers, of which every chunk of an interleaved stage is one: of recomputed layers where
+    it has no others."""
     if not runs or not (kept.any() or whole.any()):
         return Linear()
     if kept is whole or not np.any(grid.ckpt):
         return Linear(runs * kept)
-    return Linear(runs * np.where(grid.ckpt < grid.layers, kept, whole))
+    having = np.minimum(grid.layers - grid.ckpt, runs)
+    return Linear(having * kept + (runs - having) * whole)

@@ -34,6 +34,11 @@ one that hands on more slowly is before it, or what follows below adds something
 with every t, d and D_b, so that this is what `search/assign.py` minimises: no plan that it rules out is
 faster by T. What of a stage's first pass delays others, and activations that leave late, count in T only.
 
+What a stage does once its last backward pass is done hides behind the drain of those before it alone, which
+is no longer than their backward passes: a stage that reduces for long and is done with its passes early (no
+sooner than the paths above drain through it, and the last forward pass of a slow stage before it comes to
+it) makes T longer than that, which a search does not count.
+
 What the first micro-batch offloads leaves behind the optimizer states of a stage that steps while it waits
 for it, and these leave as fast as others come in, in a share of that wait: only what of d_i is states alone
 hides behind all of it. The rest comes on top of what made the micro-batch late before (`Late`).
@@ -62,6 +67,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mist_megatron.spec.schedule import ONE_F_ONE_B, ScheduleName, closed_form
+
+ROUNDING = 1e-9
+"""Two sums of the same seconds are no further apart, in shares of an iteration."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,8 @@ class StageTiming:
     after the other with those that are."""
     step_s: float = 0.0
     """Part of `delta_s` that is the optimizer step, after everything that a stage does for itself."""
+    ending_s: float = 0.0
+    """Part of `delta_s` that begins when the stage has done its last backward pass, the step among it."""
     weight_grad_s: float = 0.0
     """Part of the backward pass that only makes weight gradients: what zb-h1 moves into bubbles."""
     late: Late = NEVER_LATE
@@ -163,6 +173,10 @@ def iteration_time(
     passes_s = form.passes_s(stages, ramps, grad_accum)
     extra_s, binding = _extra(stages, ramps, step_hides)
     steady_s = (grad_accum - 1) * stable_s
+    if form.ends_s is not None:
+        ended_s, ending = _ended(stages, form.ends_s(stages, grad_accum), step_hides)
+        if ended_s - passes_s > extra_s + ROUNDING * passes_s:
+            extra_s, binding = ended_s - passes_s, ending
     # What the slowest stage gathers for itself is no wait for others.
     extra_s += stages[slowest].first_s
     ramp_s = passes_s - steady_s - stages[slowest].first_s
@@ -194,6 +208,16 @@ def _extra(stages: Sequence[StageTiming], ramps: Sequence[float], step_hides: bo
     if max(steps) > 0.0:
         binding = max(range(len(stages)), key=lambda index: steps[index])
     return extra_s + max(steps), binding
+
+
+def _ended(stages: Sequence[StageTiming], ends_s: Sequence[float], step_hides: bool) -> tuple[float, int]:
+    """When the last stage is done that had such an end to its passes, and which one that is."""
+    steps = [0.0 if step_hides else stage.step_s for stage in stages]
+    # Where a first or a last pass is shorter than others, so is their sum.
+    own = [min(stage.ending_s, stage.delta_s) for stage in stages]
+    done = [sum(parts) - step_s for *parts, step_s in zip(ends_s, own, steps, strict=True)]
+    binding = max(range(len(stages)), key=lambda index: done[index])
+    return done[binding] + max(steps), binding
 
 
 def balance(values: Sequence[float]) -> float:

@@ -25,7 +25,7 @@ from mist_megatron.cost.iteration import (
 from mist_megatron.cost.layerwise import parts_of
 from mist_megatron.cost.placed import placed_stages
 from mist_megatron.cost.sends import sent_forward_s
-from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
+from mist_megatron.cost.terms import Linear, ending_terms, first_terms, steps_of, totals
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.plan import Plan
@@ -45,6 +45,8 @@ class StagePrediction:
     """Forward part of `stable_s`, transfers to the next stage aside: what a simulator plays."""
     step_s: float
     """Part of `delta_s` that begins when the stage may step."""
+    ending_s: float = 0.0
+    """Part of `delta_s` that begins when the stage has done its last backward pass."""
     weight_grad_s: float
     peak_memory_bytes: float
     limit_bytes: float
@@ -297,6 +299,7 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
         first_s=stage.first_s,
         in_turn_s=stage.in_turn_s,
         step_s=stage.step_s,
+        ending_s=stage.ending_s,
         weight_grad_s=stage.weight_grad_s,
         late=stage.late,
     )
@@ -327,6 +330,7 @@ def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredicti
         delta_s=totals(terms.delta).at(grid).item(),
         forward_s=parts["forward_s"].item(),
         step_s=sum(delta_terms_s.get(name, 0.0) for name in steps),
+        ending_s=sum(delta_terms_s.get(name, 0.0) for name in ending_terms(delta_terms_s, facts)),
         first_s=sum(delta_terms_s.get(name, 0.0) for name in first_terms(facts)),
         in_turn_s=in_turn_share(facts) * stable_terms_s.get(Term.PIPELINE_P2P, 0.0),
         weight_grad_s=parts["weight_grad_s"].item(),

@@ -13,7 +13,7 @@ from mist_megatron.cost.grid import StageGrid
 from mist_megatron.price.prices import Array, Prices
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import Mesh
-from mist_megatron.spec.term import AT_STEP, IN_STEPPING_PASS, Term
+from mist_megatron.spec.term import AT_STEP, IN_STEPPING_PASS, Term, When
 from mist_megatron.targets.facts import MemoryFacts, TrafficFacts
 from mist_megatron.targets.table import TARGETS
 
@@ -283,3 +283,12 @@ def time_context_of(job: Job, prices: Prices, facts: MemoryFacts, without: froze
         expert_overlap=bool(execution.expert_overlap),
         recomputes_first_layers=facts.recomputes_first_layers,
     )
+
+
+def ending_terms(delta: Mapping[Term, object], facts: TrafficFacts) -> tuple[Term, ...]:
+    """Terms of d that begin when a stage has done its last backward pass. Gradients of tied embeddings wait
+    for another stage; stages that step while they wait for the next iteration end none."""
+    if facts.step.taken == "while_waiting":
+        return ()
+    ended = tuple(term for term in Term if term.when is When.ENDED and term is not Term.TIED_EMBEDDINGS)
+    return tuple(dict.fromkeys((*ended, *steps_of(delta, facts))))

@@ -49,6 +49,8 @@ class ClosedForm:
     """Of (stage, vpp): what one stage adds to filling and draining the pipeline."""
     passes_s: Callable[[Sequence[StageTimes], Sequence[float], int], float]
     """Of (stages, their ramps, grad_accum): from the first forward pass to the last backward pass."""
+    ends_s: Callable[[Sequence[StageTimes], int], list[float]] | None = None
+    """Of (stages, grad_accum): no sooner has each stage done its last backward pass; None: nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +194,33 @@ def _one_after_the_other_s(stages: Sequence[StageTimes], ramps: Sequence[float],
 
 def _longest_path_s(stages: Sequence[StageTimes], ramps: Sequence[float], grad_accum: int) -> float:
     """Until the first stage's last backward pass: the longest of the paths that stand still at one stage."""
-    longest_s, before_s = 0.0, 0.0
+    return max(_paths_s(stages, grad_accum))
+
+
+def _ends_s(stages: Sequence[StageTimes], grad_accum: int) -> list[float]:
+    """What drains through a stage leaves it before it passes those before it, and behind one that hands on
+    its forward passes slowly comes a whole round trip."""
+    forward, backward = zip(*(stage.split_s for stage in stages), strict=True)
+    paths = _paths_s(stages, grad_accum)
+    ends = []
+    for index in range(len(stages)):
+        drained_s = max(paths[index:]) - sum(backward[:index])
+        late_s = sum(forward[index:]) + sum(backward[index:])
+        for slow in range(index):
+            ahead = len(stages) - 1 - slow
+            handed_s = sum(forward[:index]) + (grad_accum - 1) * forward[slow] + late_s
+            if grad_accum - 1 > ahead:
+                behind_s = sum(forward[slow + 1 :]) + sum(backward[slow + 1 :])
+                handed_s += (grad_accum - 1 - ahead) * backward[slow]
+                handed_s += max(behind_s - ahead * forward[slow], 0.0)
+            drained_s = max(drained_s, handed_s)
+        ends.append(drained_s)
+    return ends
+
+
+def _paths_s(stages: Sequence[StageTimes], grad_accum: int) -> list[float]:
+    """Until the first stage's last backward pass, of the paths that stand still at each stage."""
+    paths, before_s = list[float](), 0.0
     slowest_before = [0.0, 0.0]
     behind_s = sum(stage.stable_s - stage.in_turn_s for stage in stages)
     late_behind_s = sum(stage.first_s for stage in stages)
@@ -215,10 +243,10 @@ def _longest_path_s(stages: Sequence[StageTimes], ramps: Sequence[float], grad_a
         else:
             waits_s = max(sum(handed), *round_trips)
         before_s += stage.first_s
-        longest_s = max(longest_s, before_s + grad_accum * stage.stable_s - shared_s + waits_s)
+        paths.append(before_s + grad_accum * stage.stable_s - shared_s + waits_s)
         before_s += stage.stable_s - stage.in_turn_s
         slowest_before = [max(pair) for pair in zip(slowest_before, stage.split_s, strict=True)]
-    return longest_s
+    return paths
 
 
 def _interleaved_in_flight(stage: int, stages: int, grad_accum: int, vpp: int) -> float:
@@ -254,6 +282,7 @@ _ALL = (
             in_flight=lambda stage, stages, grad_accum, vpp: float(min(stages - stage, grad_accum)),
             ramp_s=_alone_s,
             passes_s=_longest_path_s,
+            ends_s=_ends_s,
         ),
     ),
     Schedule(

@@ -1,0 +1,98 @@
+"""What embedding and head expose where their weights are gathered for every pass (ZeRO 3).
+
+What a layer needs comes in beside the layer before it, and what it made leaves beside the one after it.
+Between equal layers that is the layer's own compute; beside embedding and head, which may be many times as
+large as a layer or next to nothing, it is not: the head's weights come in beside the last layer and, in a
+backward pass, beside nothing; its gradients leave beside that layer. The embedding's come in beside the
+host's work, or the first layer's backward pass, and its gradients leave before the next pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mist_megatron.cost.phases import departure_s
+from mist_megatron.cost.terms import ZERO
+from mist_megatron.cost.work import LayerWork, PassWork
+from mist_megatron.price.overlap import overlapped_time
+from mist_megatron.price.prices import Array
+
+
+@dataclass(frozen=True)
+class EdgeWaits:
+    """Seconds beyond the compute of the edge and of the layer beside it, and beyond what that layer's own run
+    exposes: of a forward, a backward, the first forward and the last backward pass."""
+
+    forward_s: Array
+    backward_s: Array
+    first_s: Array
+    last_s: Array
+
+
+def head_waits(head: LayerWork, layer: LayerWork, host_s: Array, factors: Array) -> EdgeWaits:
+    """`layer` comes before the head, `host_s` is what the host does at the begin of a pass."""
+
+    def there(beside: PassWork, own: PassWork) -> Array:
+        without = _together(beside, (beside.reduce_s, ZERO, beside.copy_out_s), ZERO, factors)
+        arriving = own.gather_s + beside.reduce_s, own.copy_in_s, beside.copy_out_s
+        return _together(beside, arriving, ZERO, factors) - without
+
+    def back(beside: PassWork, own: PassWork) -> Array:
+        usual = beside.gather_s + beside.reduce_s, beside.copy_in_s, beside.copy_out_s
+        leaving = beside.gather_s + own.reduce_s, beside.copy_in_s, own.copy_out_s
+        added_s = layer.accumulate_s
+        more_s = _together(beside, leaving, added_s, factors) - _together(beside, usual, added_s, factors)
+        return _arrival_s(own, host_s, factors) + more_s
+
+    return EdgeWaits(
+        forward_s=there(layer.forward, head.forward),
+        backward_s=back(layer.backward, head.backward),
+        first_s=there(layer.first, head.first),
+        last_s=back(layer.last, head.last),
+    )
+
+
+def embedding_waits(
+    embedding: LayerWork, layer: LayerWork, host_s: Array, factors: Array, left_s: Array = ZERO
+) -> EdgeWaits:
+    """`layer` comes after the embedding; `left_s` is what leaves beside the first of such layers that a
+    backward pass comes to. Where that is nothing, one layer's gradients fewer leave beside them than there
+    are layers: those of the last one leave beside the embedding."""
+
+    def back(beside: PassWork, own: PassWork) -> Array:
+        added_s = layer.accumulate_s
+        without = _together(beside, (beside.reduce_s, ZERO, beside.copy_out_s), added_s, factors)
+        arriving = own.gather_s + beside.reduce_s, own.copy_in_s, beside.copy_out_s
+        leaving = overlapped_time((own.compute_s, beside.reduce_s, ZERO, beside.copy_out_s), factors)
+        quiet = beside.gather_s, beside.copy_in_s, beside.copy_out_s
+        usual = beside.gather_s + beside.reduce_s, beside.copy_in_s, beside.copy_out_s
+        fewer_s = _together(beside, usual, added_s, factors) - _together(beside, quiet, added_s, factors)
+        more_s = _together(beside, arriving, added_s, factors) - without + leaving - own.compute_s
+        return more_s - np.where(left_s > 0.0, 0.0, fewer_s)
+
+    left = embedding.backward
+    both = overlapped_time(
+        (ZERO, left.reduce_s + embedding.forward.gather_s, embedding.forward.copy_in_s, left.copy_out_s),
+        factors,
+    )
+    ended_s = departure_s(embedding.last, factors) - departure_s(layer.last, factors)
+    return EdgeWaits(
+        forward_s=np.maximum(both - host_s, 0.0),
+        backward_s=back(layer.backward, embedding.backward),
+        first_s=_arrival_s(embedding.first, host_s, factors),
+        last_s=back(layer.last, embedding.last) + ended_s,
+    )
+
+
+def _arrival_s(own: PassWork, host_s: Array, factors: Array) -> Array:
+    """With nothing beside it but the host's work."""
+    there_s = overlapped_time((ZERO, own.gather_s, own.copy_in_s, ZERO), factors)
+    return np.maximum(there_s - host_s, 0.0)
+
+
+def _together(beside: PassWork, streams: tuple[Array, Array, Array], added_s: Array, factors: Array) -> Array:
+    """A layer's pass, with these on the other streams."""
+    then = beside.tensor_s + beside.blocking_gather_s + beside.blocking_reduce_s
+    return overlapped_time((beside.compute_s + added_s, *streams), factors, then)
