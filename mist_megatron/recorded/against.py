@@ -3,7 +3,8 @@
 Where the GPU computes, the moment belongs to what it computes (forward, backward, recomputation, optimizer);
 where it only communicates, to that collective once its last rank has come; where it waits for a launch, to
 the host; the rest is waiting: for other ranks, or for what nothing in the trace names. What traffic beside
-compute costs by slowing it down lies in compute here, and in the terms of traffic in the prediction.
+compute costs by slowing it down lies in compute here, and in the terms of traffic in the prediction. Where
+nothing ran on a GPU, the host's threads compute, and collectives are gloo's.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from mist_megatron.recorded.build import Parts
 from mist_megatron.recorded.engine import Played
 from mist_megatron.recorded.graph import Floats, Ints, Role
 from mist_megatron.recorded.recording import Recording
+from mist_megatron.recorded.threads import outermost_work
 from mist_megatron.recorded.usage import Window, host_bound, stream_classes
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.term import Term
-from mist_megatron.traces.collectives import POINT_TO_POINT, message_of
+from mist_megatron.traces.collectives import POINT_TO_POINT, gloo_message, message_of
 from mist_megatron.traces.columns import NS_PER_S, Kind, Message, Trace
 from mist_megatron.traces.sizes import COLLECTIVES, PRODUCTS, listed, work_of
 
@@ -67,6 +69,7 @@ _COMPUTE = ("optimizer", "recompute", "backward", "forward")
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 _AGAIN = re.compile(r"CheckpointFunctionBackward|checkpoint.*recompute", re.IGNORECASE)
 _STEP = re.compile(r"^Optimizer\.step|optimizer.*step|::_fused_adam|multi_tensor_adam", re.IGNORECASE)
+_ASKS = re.compile(r"^(c10d|gloo|nccl|mpi)|record_param_comms", re.IGNORECASE)
 _STEP_KERNEL = re.compile(r"adam|lamb|sgd", re.IGNORECASE)
 
 
@@ -192,7 +195,8 @@ def _measured(
     """The window's time by part; it adds up."""
     nodes = recording.graph.nodes
     part = recording.parts[window.rank]
-    gpu = np.flatnonzero((nodes.role == Role.GPU) & (nodes.rank == window.rank))
+    on_host = not part.trace.on_gpu.any()
+    gpu = np.flatnonzero((nodes.role == (Role.HOST if on_host else Role.GPU)) & (nodes.rank == window.rank))
     start = np.clip(played.start_ns[gpu], window.start_ns, window.end_ns)
     end = np.clip(played.end_ns[gpu], window.start_ns, window.end_ns)
     kinds = _parts_of(part, nodes.event[gpu], plan, stage)
@@ -203,7 +207,12 @@ def _measured(
     came = np.array([begun.get(event, -np.inf) for event in nodes.event[gpu].tolist()])
     # Until the last rank has come, a collective's kernel waits.
     start = np.minimum(np.maximum(start, came), end)
-    idle = host_bound(recording, played, gpu, window)
+    idle = (np.empty(0), np.empty(0)) if on_host else host_bound(recording, played, gpu, window)
+    if on_host:
+        works, names = _host_compute(part)
+        kinds += names
+        start = np.append(start, np.clip(part.trace.start_ns[works] + part.shift_ns, *_span_of(window)))
+        end = np.append(end, np.clip(part.trace.end_ns[works] + part.shift_ns, *_span_of(window)))
     order = (
         *_COMPUTE,
         "tensor-parallel collectives",
@@ -228,6 +237,20 @@ def _measured(
     return seconds
 
 
+def _span_of(window: Window) -> tuple[float, float]:
+    return window.start_ns, window.end_ns
+
+
+def _host_compute(part: Parts) -> tuple[Ints, list[str]]:
+    """Where there is no GPU, the outermost work of the host's threads computes, but for what asks for
+    collectives or stands still for them."""
+    trace = part.trace
+    asks = trace.names_that(_ASKS.search)
+    works = np.flatnonzero(outermost_work(trace, part.links) & ~asks)
+    cache: dict[int, str] = {}
+    return works, [_pass_of(trace, part.links.parent, event, cache) for event in works.tolist()]
+
+
 def _covered(low: Floats, high: Floats) -> float:
     """Length of the union of intervals."""
     kept = high > low
@@ -249,8 +272,9 @@ def _parts_of(part: Parts, events: Ints, plan: Plan, stage: int) -> list[str]:
     parts = []
     for event in events.tolist():
         kind = int(classes[event])
-        if kind == Stream.GPU_TO_GPU:
-            parts.append(_collective(message_of(trace, links, event), groups, plan, stage))
+        if kind == Stream.GPU_TO_GPU or not trace.on_gpu[event]:
+            said = message_of(trace, links, event) or gloo_message(trace.name_of(event))
+            parts.append(_collective(said, groups, plan, stage))
         elif kind != Stream.COMPUTE:
             parts.append("copies")
         elif _STEP_KERNEL.search(trace.name_of(event)):
@@ -299,7 +323,8 @@ def _collective(said: Message | None, groups: Mapping[frozenset[int], str], plan
     kind = groups.get(ranks, "")
     if not kind:
         sizes = {"tensor": plan.stages[stage].tp, "data": plan.stages[stage].dp}
-        fitting = [one for one, size in sizes.items() if size == said.group_size > 1]
+        # Gloo does not say how many ranks meet.
+        fitting = [one for one, size in sizes.items() if size > 1 and said.group_size in (size, 0)]
         kind = fitting[0] if len(fitting) == 1 else ""
     if kind == "tensor":
         return "tensor-parallel collectives"

@@ -95,6 +95,16 @@ def message_of(trace: Trace, links: Links, event: int) -> Message | None:
     return None
 
 
+def gloo_message(name: str) -> Message | None:
+    """Gloo names a collective, and neither its sizes nor its ranks."""
+    if not name.startswith(GLOO):
+        return None
+    return Message(
+        collective=name.removeprefix(GLOO), dtype="", sent=0, received=0, group_size=0, group="", ranks="",
+        sequence=-1,
+    )  # fmt: skip
+
+
 def _from_annotation(trace: Trace, event: int, collective: str) -> Message | None:
     """Older traces say the shape of what is sent on the annotation around it, and no group."""
 

@@ -187,3 +187,41 @@ def test_slow_transfers_of_recorded_ranks_are_the_top_term(plan: Plan, tmp_path:
         first = next(line for line in told.lines if line.name != "waiting")
         assert first.name == "tensor-parallel collectives"
         assert first.measured_s == pytest.approx(2 * first.predicted_s, rel=1e-3)
+
+
+def replica_on_cpu(folder: Path, rank: int, transfer: float) -> Path:
+    """Forward 100 us, backward 300 us (50 us later on rank 1), a reduction over gloo, a step of 40 us."""
+    made, late = HandMade(rank=rank, world=2), 50.0 * rank
+    made.step(1, 0, 500 + transfer)
+    made.operator("aten::linear", 0, 100)
+    made.operator("autograd::engine::evaluate_function: AddmmBackward0", 100, 300 + late, thread=2)
+    made.operator("c10d::allreduce_", 390 + late, 5, thread=2)
+    made.event("user_annotation", "gloo:all_reduce", (100, 3), 400 + late, 50 + transfer - late)
+    made.event("user_annotation", "Optimizer.step#SGD.step", (100, 1), 452 + transfer, 42)
+    made.operator("aten::_foreach_add_", 453 + transfer, 40)
+    made.step(2, 500 + transfer, 10)
+    return made.write(folder / f"{rank}_{transfer}.json")
+
+
+def test_a_recording_without_a_gpu(tmp_path: Path) -> None:
+    """Halved bandwidth of gloo is what two recordings on CPUs differ by, and nothing else."""
+    tuned = mm.tune(model="gpt3-1.3b", gpus=2, gpu="a100-sxm-80gb", target="megatron", fix="tp=1,pp=1")
+    assert tuned.plan is not None
+    fast, slow = (
+        [
+            {line.name: line.measured_s for line in one.lines}
+            for one in replay(
+                [replica_on_cpu(tmp_path, rank, transfer) for rank in (0, 1)], step=1, against=tuned.plan
+            ).compared
+        ]
+        for transfer in (1000.0, 2000.0)
+    )
+    for rank in (0, 1):
+        assert fast[rank]["forward"] == pytest.approx(100e-6)
+        assert fast[rank]["backward"] == pytest.approx((300 + 50 * rank) * 1e-6)
+        assert fast[rank]["gradient reduction"] == pytest.approx(1000e-6, abs=1e-6)
+        assert fast[rank]["optimizer"] == pytest.approx(40e-6)
+        grown = {name: slow[rank][name] - fast[rank].get(name, 0.0) for name in slow[rank]}
+        assert max(grown, key=lambda name: grown[name]) == "gradient reduction"
+        assert grown.pop("gradient reduction") == pytest.approx(1000e-6, abs=1e-6)
+        assert all(abs(other) < 1e-6 for other in grown.values())
