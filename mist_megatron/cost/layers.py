@@ -8,6 +8,7 @@ add an operator, write such a function and put it where it runs in `block`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.chosen import captured, chosen
@@ -46,6 +47,7 @@ from mist_megatron.cost.symbols import (
     TP,
 )
 from mist_megatron.cost.works import collective_work, memory_work, products, weight_grad, with_casts
+from mist_megatron.price.scan_kernels import USUAL
 from mist_megatron.spec.experts import LatentAttention
 from mist_megatron.spec.kinds import Dispatcher, GraphModule, Quantization
 from mist_megatron.spec.layer import LayerSpec
@@ -79,7 +81,7 @@ class LayerOptions:
     """Shared experts compute beside the dispatch of tokens."""
     fused_rotary: bool = True
     """One kernel rotates queries and keys of latent attention."""
-    scan_slowdown: int = 1
+    scan_slowdown: Fraction = USUAL
     """How many times as long scans take as their passes over memory (`price/scan_kernels.py`)."""
     heads_apart: bool = False
     """Context parallelism shares out heads of attention; else keys and values pass by in a ring."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from fractions import Fraction
 
 from mist_megatron.cost.algebra import Expr, maximum, minimum, number
 from mist_megatron.cost.operators import Operator, SavedTensor, Work
@@ -305,7 +306,7 @@ def _delta_backward(net: DeltaNet) -> tuple[Work, ...]:
     )  # fmt: skip
 
 
-def slowed(operators: tuple[Operator, ...], times: int) -> tuple[Operator, ...]:
+def slowed(operators: tuple[Operator, ...], times: Fraction) -> tuple[Operator, ...]:
     """With scans that take so many times as long."""
 
     def longer(works: tuple[Work, ...]) -> tuple[Work, ...]:
@@ -318,7 +319,7 @@ def slowed(operators: tuple[Operator, ...], times: int) -> tuple[Operator, ...]:
     )
 
 
-def _longer(work: Work, times: int) -> Work:
+def _longer(work: Work, times: Fraction) -> Work:
     if work.gemm is None:
         return replace(work, moved_bytes=times * work.moved_bytes)
     m, n, k, batch = work.gemm
