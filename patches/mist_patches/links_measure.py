@@ -15,6 +15,7 @@ import datetime
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -39,6 +40,12 @@ def rounds_of_all(nodes: int) -> list[list[Way]]:
         rounds.append([(min(pair), max(pair)) for pair in met if min(pair) >= 0])
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
+
+
+def numbered(name: str) -> list[tuple[int, int | str]]:
+    """Sorts node-2 before node-10."""
+    parts = re.split(r"(\d+)", name)
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
 
 
 def matrix_document(
@@ -80,6 +87,9 @@ def measure(message_bytes: int = MESSAGE_BYTES) -> dict[str, Any]:
         raise SystemExit(
             f"mist: {world} processes on {len(hosts)} nodes; wanted as many on each of two or more"
         )
+    # Nodes came in any order; a scheduler lists them by name, and that order is what a placement has to beat.
+    by_name = sorted(hosts, key=numbered)
+    place_of = [by_name.index(host) for host in hosts]
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     buffer = torch.zeros(message_bytes, dtype=torch.uint8, device=device)
     matrices = []
@@ -107,10 +117,11 @@ def measure(message_bytes: int = MESSAGE_BYTES) -> dict[str, Any]:
         usual = median(rate for rates in figures.values() for rate in rates)
         slow = {(min(way), max(way)) for way, rates in figures.items() if min(rates) < OUTLIER * usual}
         _add(figures, one_pass([[pair] for pair in sorted(slow)]))
-        matrices.append(matrix_document(len(hosts), figures, at_once=at_once, message_bytes=message_bytes))
+        listed = {(place_of[a], place_of[b]): rates for (a, b), rates in figures.items()}
+        matrices.append(matrix_document(len(hosts), listed, at_once=at_once, message_bytes=message_bytes))
     dist.barrier()
     dist.destroy_process_group()
-    return {"schema": 1, "kind": "links", "hosts": hosts, "matrices": matrices}
+    return {"schema": 1, "kind": "links", "hosts": by_name, "matrices": matrices}
 
 
 def _add(figures: dict[Way, list[float]], rates: Mapping[Way, float]) -> None:

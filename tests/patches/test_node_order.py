@@ -12,7 +12,7 @@ import pytest
 from mist_patches.core.node_order import node_of_process, ordered, placed_gpu
 from mist_patches.core.stage_shape import shape_problems
 from mist_patches.links_check import problems, rounds_of
-from mist_patches.links_measure import matrix_document, rounds_of_all
+from mist_patches.links_measure import matrix_document, numbered, rounds_of_all
 
 from mist_megatron.formats.links_yaml import is_links, links_from_text
 
@@ -115,6 +115,10 @@ def test_rounds_never_ask_a_node_twice():
     assert not problems(document(links=[[0, 1, 10e9]]), {(0, 1): 8e9})
 
 
+def test_nodes_are_listed_as_schedulers_do():
+    assert sorted(["n10", "a-2", "n9", "a"], key=numbered) == ["a", "a-2", "n9", "n10"]
+
+
 @pytest.mark.parametrize(
     ("names", "hosts", "order"),
     [
@@ -148,7 +152,7 @@ def test_four_processes_under_made_up_names(names, hosts, order, tmp_path):
     assert result["names"] == order
     assert result["pairs"] == [[0, 1], [0, 2], [2, 3]]
     (matrix,) = links_from_text(json.dumps(result["every"], indent=1), "links.yaml")
-    assert list(matrix.hosts) == ["n1", "n9", "n3", "n4"]
+    assert list(matrix.hosts) == ["n1", "n3", "n4", "n9"]
     assert (len(matrix.rates), matrix.unmeasured, matrix.repeats) == (12, (), 2)
     assert len(result["told"]) == 1  # only the pair that was said to carry a petabyte
     warned = "".join(err for _, err in ended)
