@@ -54,7 +54,7 @@ def best_by_hand(asked: Job, searched: SearchResult, whole: StageEvaluator | Non
             if within_s is not None:
                 best[name] = within_s
                 continue
-            ways = ways_of(choices, lambda choice: evaluator_for(choice.job)[0])
+            ways = ways_of(choices, lambda choice: evaluator_for(choice.job).evaluator)
             result = search_ways(ways, space, Settings(known=known))
         except (InputError, NoFeasiblePlan):
             continue

@@ -78,7 +78,7 @@ def _with_batch(plan: Plan, factor: float) -> _Other:
     changed = replace(
         plan, grad_accum=int(micro_batches), training=replace(plan.training, global_batch=batch)
     )
-    return changed, evaluator_for(job_of(changed))[0]
+    return changed, evaluator_for(job_of(changed)).evaluator
 
 
 def _with_sequence(plan: Plan, seq: int) -> _Other:
@@ -86,7 +86,7 @@ def _with_sequence(plan: Plan, seq: int) -> _Other:
     if 0 < model.learned_positions < seq:
         model = replace(model, learned_positions=seq)
     changed = replace(plan, model=model, training=replace(plan.training, seq_len=seq))
-    return changed, evaluator_for(job_of(changed))[0]
+    return changed, evaluator_for(job_of(changed)).evaluator
 
 
 def _with_network(plan: Plan, factor: float) -> _Other:

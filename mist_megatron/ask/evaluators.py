@@ -8,7 +8,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.errors import InputError
@@ -51,7 +51,23 @@ def kept_programs() -> CacheFolder | None:
     return None if folder is None else CacheFolder(folder)
 
 
-def prices_for(job: Job) -> tuple[Prices, str]:
+class SourcedPrices(NamedTuple):
+    """Prices of a cluster."""
+
+    prices: Prices
+    origin: str
+    """The profile or datasheet that they are of, in words."""
+
+
+class SourcedEvaluator(NamedTuple):
+    """What prices the stages of a job."""
+
+    evaluator: StageEvaluator
+    origin: str
+    """Where its prices come from, in words."""
+
+
+def prices_for(job: Job) -> SourcedPrices:
     """The calibrated profile of the job's cluster, or its datasheet; and in words which."""
     from mist_megatron.price.datasheet import datasheet_prices
     from mist_megatron.price.profile_prices import prices_of
@@ -59,7 +75,7 @@ def prices_for(job: Job) -> tuple[Prices, str]:
     precision = job.training.precision
     profile = profile_of(job.cluster)
     if profile is None:
-        return datasheet_prices(job.cluster, precision), f"datasheet of {job.cluster.gpu.name}"
+        return SourcedPrices(datasheet_prices(job.cluster, precision), f"datasheet of {job.cluster.gpu.name}")
     key = job.cluster, precision
     if key not in _PRICES or _PRICES[key][0] is not profile:
         _PRICES.clear()
@@ -70,7 +86,7 @@ def prices_for(job: Job) -> tuple[Prices, str]:
         described += f", memory learned of {learned.rows} runs of {learned.program}"
     elif _part_trained(job) and profile.learned_memory:
         described += ", without the memory learned of runs that train all weights"
-    return _PRICES[key][1], described
+    return SourcedPrices(_PRICES[key][1], described)
 
 
 _PRICES: dict[tuple[ClusterSpec, Precision], tuple[Profile, Prices]] = {}
@@ -105,17 +121,17 @@ def error_bar_of(job: Job) -> ErrorBar:
     return max(bars, key=lambda bar: bar.share)
 
 
-def by_kind(job: Job, build: Callable[[Job], tuple[StageEvaluator, str]]) -> tuple[StageEvaluator, str]:
+def by_kind(job: Job, build: Callable[[Job], SourcedEvaluator]) -> SourcedEvaluator:
     """What `build` makes of a job; of a mixed cluster an evaluator of each of its kinds of nodes."""
     if not job.cluster.groups:
         return build(job)
     kinds, origins = zip(*(build(replace(job, cluster=kind)) for kind in job.cluster.kinds), strict=True)
     first = copy(kinds[0])
     first.job, first.groups = job, tuple(one.among(kinds) for one in kinds)
-    return first, " and ".join(dict.fromkeys(origins))
+    return SourcedEvaluator(first, " and ".join(dict.fromkeys(origins)))
 
 
-def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> tuple[StageEvaluator, str]:
+def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> SourcedEvaluator:
     """The evaluator of a job, and where its prices come from."""
     from mist_megatron.cost.evaluate import make_evaluator
 
@@ -124,9 +140,10 @@ def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> tuple[S
         raise InputError(f"--without: no term {unknown[0]!r}; known: {', '.join(sorted(SWITCHABLE))}")
     left_out = frozenset(term for term in SWITCHABLE if term in without)
 
-    def build(one: Job) -> tuple[StageEvaluator, str]:
+    def build(one: Job) -> SourcedEvaluator:
         prices, origin = prices_for(one)
         learned = learned_of(one)
-        return make_evaluator(one, prices, cache=kept_programs(), without=left_out, learned=learned), origin
+        made = make_evaluator(one, prices, cache=kept_programs(), without=left_out, learned=learned)
+        return SourcedEvaluator(made, origin)
 
     return by_kind(job, build)

@@ -70,6 +70,6 @@ def least_gpu_s_of(job: Job, space: Space, settings: Settings) -> float:
         said = choice.job.execution
         same = said.context_parallel, said.context_exchange
         if same not in ways:
-            ways[same] = Way(evaluator=evaluator_for(choice.job)[0], limits=choice.limits)
+            ways[same] = Way(evaluator=evaluator_for(choice.job).evaluator, limits=choice.limits)
     asked = zip(*questions_of(list(ways.values()), space, settings.step, settings.solver), strict=True)
     return min(least_gpu_s(question, way.limits) for way, question in asked)

@@ -54,7 +54,7 @@ def latencies(plan: Plan) -> Latencies:
     told = predict_plan(plan, evaluator)
     links = replace(plan.cluster.links, matrix=None)
     blind = replace(plan, rank_map=None, cluster=replace(plan.cluster, links=links))
-    uniform = predict_plan(blind, evaluator_for(job_of(blind))[0])
+    uniform = predict_plan(blind, evaluator_for(job_of(blind)).evaluator)
     return Latencies(
         closed_form_s=told.iteration_s,
         pipette_s=_pipette(told, plan.grad_accum),

@@ -85,7 +85,7 @@ def recalibrated(
 
 
 def _predicted(plan: Plan) -> float:
-    return predict_plan(plan, evaluator_for(job_of(plan))[0]).iteration_s
+    return predict_plan(plan, evaluator_for(job_of(plan)).evaluator).iteration_s
 
 
 def _best(job: Job) -> Plan | None:

@@ -208,7 +208,7 @@ def beside(recording: Recording, played: Played, step: int | None, plan: Plan) -
     """The played step of each rank, and what was predicted of its stage."""
     require_shape(recording.traces, plan)
     told = windows(recording, played, step)
-    prediction = predict_plan(plan, evaluator_for(job_of(plan))[0])
+    prediction = predict_plan(plan, evaluator_for(job_of(plan)).evaluator)
     return tuple(compared(recording, played, told, plan, prediction))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from mist_megatron.ask.evaluators import by_kind, kept_programs, learned_of, prices_for
+from mist_megatron.ask.evaluators import SourcedEvaluator, by_kind, kept_programs, learned_of, prices_for
 from mist_megatron.ask.plan_words import closed_form_words, lines_repr, title_words
 from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.ask.words import texts, with_words
@@ -185,12 +185,12 @@ def rescheduled(plan: Plan, schedule: str | None, vpp: int | None) -> Plan:
     return changed
 
 
-def scaled_evaluator(plan: Plan, scales: Scales) -> tuple[StageEvaluator, str]:
+def scaled_evaluator(plan: Plan, scales: Scales) -> SourcedEvaluator:
     """The evaluator of a plan's job at scaled prices, and where those come from."""
 
-    def build(job: Job) -> tuple[StageEvaluator, str]:
+    def build(job: Job) -> SourcedEvaluator:
         prices, origin = prices_for(job)
         scaled, cache = scaled_prices(prices, scales), kept_programs()
-        return make_evaluator(job, scaled, cache=cache, learned=learned_of(job)), origin
+        return SourcedEvaluator(make_evaluator(job, scaled, cache=cache, learned=learned_of(job)), origin)
 
     return by_kind(job_of(plan), build)

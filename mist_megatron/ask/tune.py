@@ -15,7 +15,7 @@ from typing import Any
 from mist_megatron import __version__
 from mist_megatron.ask.baselines import best_by_hand
 from mist_megatron.ask.emit import framework_files
-from mist_megatron.ask.evaluators import error_bar_of, evaluator_for, profile_hash
+from mist_megatron.ask.evaluators import SourcedEvaluator, error_bar_of, evaluator_for, profile_hash
 from mist_megatron.ask.on_links import OnLinks
 from mist_megatron.ask.plan_words import (
     faster_words,
@@ -283,7 +283,7 @@ class Means:
     at_once: int = 8
 
 
-Priced = Mapping[Execution, tuple[StageEvaluator, str]]
+Priced = Mapping[Execution, SourcedEvaluator]
 """By way of execution: prices, and where they are from."""
 
 
@@ -292,13 +292,14 @@ def searched(
     space: Space,
     settings: Settings,
     means: Means,
-    evaluator_of: Callable[[Job], tuple[StageEvaluator, str]] = evaluator_for,
+    evaluator_of: Callable[[Job], SourcedEvaluator] = evaluator_for,
 ) -> tuple[SearchResult, Priced]:
     """One search over all ways of execution, and what each was priced by."""
     if space.layerwise is not None:
-        evaluator, origin = evaluator_of(job)
-        return search_layerwise(evaluator, space, settings, means.watch), {job.execution: (evaluator, origin)}
-    origins: dict[Execution, tuple[StageEvaluator, str]] = {}
+        sourced = evaluator_of(job)
+        layerwise = search_layerwise(sourced.evaluator, space, settings, means.watch)
+        return layerwise, {job.execution: sourced}
+    origins: dict[Execution, SourcedEvaluator] = {}
     alike: dict[Execution, StageEvaluator] = {}
 
     def priced(choice: ExecutionChoice) -> StageEvaluator:
@@ -306,8 +307,9 @@ def searched(
         if execution not in origins:
             origins[execution] = evaluator_of(choice.job)
             beside = replace(execution, tp_comm_overlap=None, overlap_param_gather=None, expert_overlap=None)
-            origins[execution][0].share(alike.setdefault(beside, origins[execution][0]))
-        return origins[execution][0]
+            evaluator = origins[execution].evaluator
+            evaluator.share(alike.setdefault(beside, evaluator))
+        return origins[execution].evaluator
 
     ways = ways_of(execution_choices(job, space, settings.limits), priced)
     try:
@@ -323,10 +325,10 @@ def _told(
     job: Job, space: Space, settings: Settings, result: SearchResult, priced: Priced, seconds: float
 ) -> Tuned:
     """What a search found, as plans with prediction and provenance."""
-    evaluators = tuple(priced[one.execution][0].in_order(one.shape.order) for one in result.solutions)
+    evaluators = tuple(priced[one.execution].evaluator.in_order(one.shape.order) for one in result.solutions)
     plans = [plan_of(*pair) for pair in zip(evaluators, result.solutions, strict=True)]
     predictions = tuple(predict(*pair) for pair in zip(plans, evaluators, strict=True))
-    abouts = provenances(job, space, settings, result, priced[result.solutions[0].execution][1])
+    abouts = provenances(job, space, settings, result, priced[result.solutions[0].execution].origin)
     told = [
         replace(plan, prediction=prediction_document(prediction), provenance=about)
         for plan, prediction, about in zip(plans, predictions, abouts, strict=True)

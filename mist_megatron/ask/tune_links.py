@@ -15,7 +15,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from mist_megatron.ask.evaluators import evaluator_for, kept_programs, learned_of, prices_for
+from mist_megatron.ask.evaluators import (
+    SourcedEvaluator,
+    evaluator_for,
+    kept_programs,
+    learned_of,
+    prices_for,
+)
 from mist_megatron.ask.on_links import OnLinks
 from mist_megatron.ask.place import PlacedPlan, place_on
 from mist_megatron.ask.tune import Means, Tuned, provenances, searched
@@ -105,12 +111,12 @@ def tune_on(asked: Asked, matrix: LinkMatrix, means: Means, notes: Sequence[str]
     tried = _Tried(matrix)
 
     def look(rates: Rates, how: Settings, within: Space = space) -> tuple[SearchResult, list[_Found]]:
-        def evaluator_of(choice: Job) -> tuple[StageEvaluator, str]:
+        def evaluator_of(choice: Job) -> SourcedEvaluator:
             return _evaluator(choice, matrix, rates)
 
         result, priced = searched(job, within, how, means, evaluator_of)
         wanted = (one for one in result.solutions if rates is not best or one.value_s < tried.best_s)
-        return result, [(one, tried.add(priced[one.execution][0], one)) for one in wanted]
+        return result, [(one, tried.add(priced[one.execution].evaluator, one)) for one in wanted]
 
     def quick_look(rates: Rates, how: Settings) -> list[_Found]:
         try:
@@ -163,12 +169,13 @@ def _only(shape: EqualPipeline | MixedPipeline, limits: Limits) -> Limits:
     return replace(limits, fixed=fixed)
 
 
-def _evaluator(job: Job, matrix: LinkMatrix, rates: Rates) -> tuple[StageEvaluator, str]:
+def _evaluator(job: Job, matrix: LinkMatrix, rates: Rates) -> SourcedEvaluator:
     """Of a job that knows nothing of links, by prices that do."""
     links = replace(job.cluster.links, matrix=matrix.take(range(job.cluster.nodes)))
     prices, origin = prices_for(replace(job, cluster=replace(job.cluster, links=links)))
     linked = LinkedPrices(prices=prices, bytes_per_s=rates)
-    return make_evaluator(job, linked, cache=kept_programs(), learned=learned_of(job)), origin
+    made = make_evaluator(job, linked, cache=kept_programs(), learned=learned_of(job))
+    return SourcedEvaluator(made, origin)
 
 
 def _loaded(rates: Rates, job: Job, matrix: LinkMatrix) -> Rates:

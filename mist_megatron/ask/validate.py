@@ -163,7 +163,7 @@ def _evaluator(job: Job, row: MeasuredRow, profile: Profile | None) -> StageEval
     """By a profile, else the shipped one, else the datasheet, with what a row ran besides."""
     besides = row.attention is not None or row.wide_share or row.eight_bit_output
     if profile is None and not besides:
-        return evaluator_for(job)[0]
+        return evaluator_for(job).evaluator
     known = profile or profile_of(job.cluster) or datasheet_profile(job.cluster.gpu)
     prices: Prices = prices_of(with_attention(known, row.attention), job.cluster, job.training.precision)
     if row.attention == "eight-bit":
