@@ -3,6 +3,7 @@ number."""
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Sequence
 from decimal import Decimal
@@ -18,6 +19,9 @@ MOST_US = 3.6e9
 """An hour: nothing that a step waits for takes so long."""
 LARGEST = (1 << 62) - 1
 _FLOWS = "fwdbwd"
+_NUMBER = re.compile(r"-?[0-9]{1,30}(\.[0-9]{1,30})?")
+_AROUND = "".join(map(chr, (*range(33), 127)))
+"""Control characters and blanks, which would hide around a name what it is."""
 _SPACE = b" \t\r\n"
 """Of lists, so that those that say the same are the same; a type `long int` becomes `longint`."""
 
@@ -40,6 +44,8 @@ class Builder:
         self._messages: dict[int, Message] = {}
         self._syncs: dict[int, SaidSync] = {}
         self._flows: list[tuple[int, int, int, bool]] = []
+        self._begun: dict[tuple[Any, Any], list[Record]] = {}
+        """Events of two records (B and E) of which the second has not come."""
         self._own: dict[int, int] = {}
         self._after: dict[int, tuple[int, ...]] = {}
 
@@ -63,6 +69,11 @@ class Builder:
             if kind is None and record.args is not None and isinstance(record.args.after, list):
                 # One of our own simulations: its categories are the kinds of its events.
                 kind = Kind.KERNEL
+            if record.ph == "E":
+                ended = self._ended(record, number)
+                if ended is None:
+                    continue
+                record, kind = ended, KIND_OF.get(ended.cat)
             if kind is None or record.ph != "X":
                 self._other(record, number)
                 continue
@@ -87,9 +98,24 @@ class Builder:
             where = (record.pid, record.tid)
             at = self._nanoseconds(record.ts, number, "ts")
             self._flows.append((_whole(record.id), self._place_of(where), at, record.ph == "s"))
+        elif record.ph == "B":
+            self._begun.setdefault((record.pid, record.tid), []).append(record)
         elif record.ph == "X":
             name = str(record.cat)
             self.dropped[name] = self.dropped.get(name, 0) + 1
+
+    def _ended(self, end: Record, number: int) -> Record | None:
+        """The event that ends here, as one record; None where what began it is not here, or is not kept."""
+        begun = self._begun.get((end.pid, end.tid))
+        if not begun:
+            return None
+        record = begun.pop()
+        if not isinstance(record.cat, str) or record.cat not in KIND_OF:
+            return None
+        for key, value in (("ts", record.ts), ("dur", end.ts)):
+            self._nanoseconds(value, number, key)
+        record.ph, record.dur = "X", Decimal(str(end.ts)) - Decimal(str(record.ts))
+        return record
 
     def _place_of(self, place: tuple[Any, Any]) -> int:
         """Some versions write numbers of threads as text."""
@@ -113,6 +139,8 @@ class Builder:
         return first, last
 
     def _nanoseconds(self, value: object, number: int, key: str) -> int:
+        if isinstance(value, str) and _NUMBER.fullmatch(value):
+            value = Decimal(value)
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
             raise InputError(f"{self._at(number)}: {key} is {value!r}; wanted microseconds: cut off?")
         if not -(LARGEST // 1000) < value < LARGEST // 1000:
@@ -154,6 +182,12 @@ class Builder:
 
     def trace(self, header: dict[str, Any]) -> Trace:
         """What was collected, in order of time."""
+        open_ones = sum(
+            record.cat in KIND_OF for begun in self._begun.values() for record in begun
+            if isinstance(record.cat, str)
+        )  # fmt: skip
+        if open_ones:
+            self.notes.append(f"{open_ones:,} events begin (ph B) and do not end: left out")
         start, length = np.array(self._start, np.int64), np.array(self._length, np.int64)
         origin = int(start.min()) if len(start) else 0
         order = np.lexsort((np.arange(len(start)), -length, start))
@@ -179,7 +213,7 @@ class Builder:
             stream=np.array(self._stream, np.int32)[order],
             size=np.array(self._size, np.int64)[order],
             shapes=np.array(self._shape, np.int32)[order],
-            names=tuple(self._names),
+            names=tuple(name.strip(_AROUND) for name in self._names),
             places=self._tidy_places(),
             shape_table=tuple(Shapes(*key) for key in self._shapes),
             messages={int(moved[event]): message for event, message in self._messages.items()},

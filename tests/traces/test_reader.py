@@ -133,8 +133,29 @@ def test_what_json_does_not_know_but_profilers_write(fast: bool) -> None:
     event = '{"ph": "X", "cat": "cpu_op", "name": "a\nb\x01", "pid": 1, "tid": 1, "ts": 1, "dur": 2, '
     event += '"args": {"x": NaN}}'
     trace = read(f'{{"traceEvents": [{event}, {event}]}}', fast=fast, piece_bytes=64)
-    assert trace.name_of(0) == "a\nb\x01"
+    assert trace.name_of(0) == "a\nb"
     assert len(trace) == 2
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_events_of_two_records_and_numbers_as_text(fast: bool) -> None:
+    """One that begins inside another ends first; one that never ends is left out, and told."""
+    place = '"pid": 1, "tid": 1'
+    records = [
+        f'{{"ph": "B", "cat": "cpu_op", "name": "outer", {place}, "ts": 10, "args": {{"External id": 4}}}}',
+        f'{{"ph": "B", "cat": "cpu_op", "name": "inner", {place}, "ts": "12.5"}}',
+        f'{{"ph": "E", {place}, "ts": 14}}',
+        f'{{"ph": "E", {place}, "ts": 20.25}}',
+        f'{{"ph": "E", {place}, "ts": 21}}',
+        f'{{"ph": "X", "cat": "cpu_op", "name": "whole", {place}, "ts": "1700000000000000.125", "dur": "2"}}',
+        f'{{"ph": "B", "cat": "cpu_op", "name": "open", {place}, "ts": 30}}',
+    ]
+    trace = read("[" + ", ".join(records) + "]", fast=fast)
+    assert [trace.name_of(event) for event in range(len(trace))] == ["outer", "inner", "whole"]
+    assert trace.length_ns.tolist() == [10_250, 1_500, 2_000]
+    assert trace.start_ns.tolist() == [0, 2_500, 1_700_000_000_000_000_125 - 10_000]
+    assert trace.external.tolist() == [4, 0, 0]
+    assert trace.notes == ("1 events begin (ph B) and do not end: left out",)
 
 
 def test_what_nobody_asks_for_is_dropped() -> None:
