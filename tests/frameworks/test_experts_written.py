@@ -21,7 +21,7 @@ from mist_megatron.frameworks.megatron.command import options_of, read_command_l
 from mist_megatron.frameworks.megatron.experts import expert_environment, pattern
 from mist_megatron.frameworks.megatron.lint import lint_megatron
 from mist_megatron.frameworks.megatron.model import model_flags
-from mist_megatron.frameworks.megatron.read import plan_of, with_stages
+from mist_megatron.frameworks.megatron.read import model_of, plan_of, with_stages
 from mist_megatron.frameworks.megatron.read_parts import pattern_of, quantization_of
 from mist_megatron.frameworks.megatron.reader import Reader
 from mist_megatron.spec import catalogue, presets
@@ -115,11 +115,27 @@ PLANS = {
     "every second layer": plan(TURNS, stage(32, dp=8), execution={"expert_parallel": 4}),
 }
 
+HYBRIDS = {
+    "nemotron, layers of half a block": plan(
+        "nemotron-3-nano-30b-a3b", stage(52, dp=8), execution={"expert_parallel": 8}
+    ),
+    "nemotron, depths and chunks": plan(
+        "nemotron-3-super-120b-a12b",
+        stage(44, dp=4),
+        stage(44, dp=4),
+        schedule="interleaved",
+        vpp=2,
+        execution={"expert_parallel": 4},
+    ),
+    "nemotron without experts": plan("nemotron-h-8b", stage(26, dp=4), stage(26, dp=4)),
+}
+"""Layers of half a block, told by a pattern."""
 
-@pytest.mark.parametrize("name", PLANS)
+
+@pytest.mark.parametrize("name", [*PLANS, *HYBRIDS])
 def test_files_read_back_as_the_plan(name: str) -> None:
     """All that the flags say, and imbalance, which plan.yaml does."""
-    written = PLANS[name]
+    written = {**PLANS, **HYBRIDS}[name]
     texts = artifacts(written, SOURCES)
     document = json.loads(texts["stages.json"])
     per_stage = tuple(options_of(item["arguments"]) for item in document["stages"])
@@ -134,26 +150,53 @@ def test_files_read_back_as_the_plan(name: str) -> None:
         assert getattr(read.execution, key) == getattr(said, key), key
     for key in ("expert_overlap", "delayed_weight_grad", "shared_expert_overlap"):
         assert bool(getattr(read.execution, key)) == bool(getattr(said, key)), key
-    assert read.execution.expert_dispatcher == (said.expert_dispatcher or "alltoall")
+    usual = "alltoall" if written.model.routed else None
+    assert read.execution.expert_dispatcher == (said.expert_dispatcher or usual)
     model, own = read.model, written.model
     assert model.kinds == own.kinds and model.kind_of_layer == own.kind_of_layer
     assert model.constants == in_effect(written)
     assert (model.mtp_layers, model.tied_embeddings) == (own.mtp_layers, own.tied_embeddings)
+    assert (model.mtp_pattern, model.mtp_repeated) == (own.mtp_pattern, own.mtp_repeated)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3, tensor parallel and folded", "glm", "shared experts beside tokens", "beside other passes"],
-)
+    [
+        "qwen3, tensor parallel and folded", "glm", "shared experts beside tokens", "beside other passes",
+        "nemotron, layers of half a block", "nemotron, depths and chunks", "nemotron without experts",
+    ],
+)  # fmt: skip
 def test_lint_reads_the_plans_own_time(name: str, tmp_path: Path) -> None:
-    write_artifacts(tmp_path / "out", artifacts(PLANS[name], SOURCES))
+    written = {**PLANS, **HYBRIDS}[name]
+    write_artifacts(tmp_path / "out", artifacts(written, SOURCES))
     found = lint(tmp_path / "out")
     assert found.findings == ()
     assert found.prediction is not None
-    own = predict(PLANS[name], what_if=True).prediction
+    own = predict(written, what_if=True).prediction
     assert found.prediction.iteration_s == pytest.approx(own.iteration_s, rel=1e-12)
     for one, other in zip(found.prediction.stages, own.stages, strict=True):
         assert one.peak_memory_bytes == pytest.approx(other.peak_memory_bytes, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("M+", "wanted letters of M"),
+        ("M||*", "wanted layers in each part"),
+        ("M*/*/M", "depths that are alike"),
+        ("M*", "has 2 layers; wanted the 3 of --num-layers"),
+        ("M*E", "has layers E; wanted --num-experts"),
+        ("M**/-", "depths of layers that the model has not"),
+    ],
+)
+def test_patterns_that_say_no_model_are_refused(pattern: str, words: str) -> None:
+    said = (
+        "--num-layers 3 --hidden-size 512 --num-attention-heads 4 --vocab-size 99 "
+        f"--position-embedding-type none --hybrid-layer-pattern {pattern}"
+    )
+    with pytest.raises(InputError, match=words) as caught:
+        model_of(Reader(options=options_of(said.split()), where="x"), None)
+    assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize("name", PLANS)

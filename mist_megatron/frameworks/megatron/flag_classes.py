@@ -45,7 +45,8 @@ CLASSES: Sequence[FlagClass] = (
     _priced(
         "the shape of the model",
         "num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention "
-        "num-query-groups swiglu quick-geglu normalization disable-bias-linear add-qkv-bias "
+        "num-query-groups swiglu quick-geglu squared-relu normalization disable-bias-linear "
+        "add-qkv-bias hybrid-layer-pattern mamba-num-heads mamba-head-dim mamba-state-dim mamba-num-groups "
         "position-embedding-type use-rotary-position-embeddings max-position-embeddings "
         "untie-embeddings-and-output-weights vocab-size padded-vocab-size "
         "make-vocab-size-divisible-by qk-layernorm window-size window-attn-skip-freq "
@@ -56,7 +57,7 @@ CLASSES: Sequence[FlagClass] = (
         "num-experts moe-layer-freq moe-ffn-hidden-size moe-router-topk moe-shared-expert-intermediate-size "
         "moe-shared-expert-gate moe-latent-size expert-model-parallel-size expert-tensor-parallel-size "
         "moe-token-dispatcher-type moe-grouped-gemm multi-latent-attention q-lora-rank kv-lora-rank "
-        "qk-head-dim qk-pos-emb-head-dim v-head-dim mtp-num-layers",
+        "qk-head-dim qk-pos-emb-head-dim v-head-dim mtp-num-layers mtp-use-repeated-layer",
     ),
     _priced(
         "overlaps of experts, CUDA graphs, and widths of the optimizer's states",
@@ -110,7 +111,7 @@ CLASSES: Sequence[FlagClass] = (
     ),
     _indifferent("numbers of latent attention", "mscale mscale-all-dim cache-mla-latents"),
     _unpriced("another product than priced", "mla-down-proj-fusion"),
-    _unpriced("multi-token prediction of another kind", "mtp-use-repeated-layer mtp-detach-heads"),
+    _unpriced("multi-token prediction of another kind", "mtp-detach-heads"),
     _indifferent("acts only with --mtp-num-layers", "mtp-loss-scaling-factor"),
     _indifferent(
         "acts only with --hybrid-layer-pattern",
@@ -153,7 +154,7 @@ CLASSES: Sequence[FlagClass] = (
     _indifferent("acts only with --cpu-offloading-num-layers", "cpu-offloading-retain-pinned-cpu-buffers"),
     _unpriced(
         "layers other than attention and MLP are not priced",
-        "hybrid-layer-pattern hybrid-override-pattern is-hybrid-model experimental-attention-variant spec "
+        "hybrid-override-pattern is-hybrid-model experimental-attention-variant spec "
         "heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json",
     ),
     _unpriced("states of other optimizers have another size", "optimizer", "adam", "adamw"),
@@ -170,7 +171,7 @@ CLASSES: Sequence[FlagClass] = (
     ),
     _unpriced(
         "activations other than GELU and SwiGLU",
-        "squared-relu openai-gelu use-te-activation-func use-fused-weighted-squared-relu onnx-safe",
+        "openai-gelu use-te-activation-func use-fused-weighted-squared-relu onnx-safe",
     ),
     _indifferent(
         "numbers of a gated activation, fused as SwiGLU is", "glu-linear-offset activation-func-clamp-value"

@@ -18,6 +18,7 @@ from mist_megatron.frameworks.megatron.read_parts import (
     graphs_of,
     latent_of,
     optimizer_bytes_of,
+    pattern_parts,
     quantization_of,
     with_groups,
 )
@@ -84,7 +85,9 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
     gated = read.has("swiglu") or read.has("quick-geglu")
     kind = read.text("position-embedding-type", "learned_absolute")
     rotary = kind in {"rope", "yarn", "mrope"} or read.has("use-rotary-position-embeddings")
-    activation: Activation = "silu" if gated else "gelu"
+    squared = read.has("squared-relu")
+    activation: Activation = "silu" if gated else "squared_relu" if squared else "gelu"
+    parts, _ = pattern_parts(read)
     rms = read.text("normalization", "LayerNorm") == "RMSNorm"
     biased = not read.has("disable-bias-linear")
     window = read.text("window-size", "").strip("()").partition(",")[0]
@@ -94,7 +97,7 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
     model = ModelSpec(
         name="command-line",
         family="llama" if gated else "gpt",
-        layers=read.count("num-layers"),
+        layers=read.count("num-layers", sum(map(len, parts)) or None),
         hidden=hidden,
         ffn_hidden=ffn_hidden,
         heads=heads,
@@ -117,6 +120,7 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
         experts=experts_of(read, ffn_hidden),
         latent_attention=latent,
         mtp_layers=read.count("mtp-num-layers", 0),
+        mtp_repeated=read.has("mtp-use-repeated-layer"),
     )
     return with_groups(model, read)
 
@@ -162,13 +166,13 @@ def training_of(read: Reader) -> TrainingSpec:
 
 def stage_layers(read: Reader, stages: int) -> tuple[tuple[int, ...], int]:
     """Layers per stage and the number of virtual stages, however the command line says it."""
-    total = read.count("num-layers")
+    letters, _ = pattern_parts(read)
+    total = read.count("num-layers", sum(map(len, letters)) or None)
+    if len(letters) > 1:
+        return _cut(list(map(len, letters)), stages, f"{read.where}: the pattern")
     if read.has("pipeline-model-parallel-layout"):
         chunks = parse_layout(read.text("pipeline-model-parallel-layout"), read.where)
-        if len(chunks) % stages:
-            raise InputError(f"{read.where}: the layout has {len(chunks)} parts for {stages} pipeline stages")
-        vpp = len(chunks) // stages
-        return tuple(sum(chunks[stage::stages]) for stage in range(stages)), vpp
+        return _cut(chunks, stages, f"{read.where}: the layout")
     vpp = 1
     if read.has("num-layers-per-virtual-pipeline-stage"):
         vpp = total // stages // max(read.count("num-layers-per-virtual-pipeline-stage"), 1)
@@ -182,6 +186,13 @@ def stage_layers(read: Reader, stages: int) -> tuple[tuple[int, ...], int]:
     even = (total - first - last) // middle if middle else 0
     parts = [first] * bool(first) + [even] * middle + [last] * bool(last)
     return tuple(parts), vpp
+
+
+def _cut(chunks: Sequence[int], stages: int, what: str) -> tuple[tuple[int, ...], int]:
+    """Chunk c of all stages is before chunk c + 1 of any."""
+    if len(chunks) % stages:
+        raise InputError(f"{what} has {len(chunks)} parts for {stages} pipeline stages")
+    return tuple(sum(chunks[stage::stages]) for stage in range(stages)), len(chunks) // stages
 
 
 def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpec, where: str) -> Plan:

@@ -12,9 +12,11 @@ from typing import Any, cast, get_args
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.megatron.reader import Reader, cut
 from mist_megatron.spec.experts import Balance, ExpertSpec, LatentAttention, Router
+from mist_megatron.spec.hybrid_presets import hybrid_model
 from mist_megatron.spec.kinds import Dispatcher, GraphModule, Quantization
 from mist_megatron.spec.layer import LayerGroup, LayerKind
 from mist_megatron.spec.model import MOST_LAYERS, ModelSpec
+from mist_megatron.spec.recurrent import Mamba
 
 MOST_TURNS = 12
 """Layers after which a pattern begins anew; twice the longest of published models (Gemma 3: 6)."""
@@ -82,7 +84,9 @@ def expert_ranks(read: Reader, tp: int) -> tuple[int, int]:
 
 
 def with_groups(model: ModelSpec, read: Reader) -> ModelSpec:
-    """The same with its layers apart, where only some have experts or a window."""
+    """The same with its layers apart, where only some have experts or a window, or each is half a block."""
+    if read.has("hybrid-layer-pattern"):
+        return hybrid_of(model, read)
     experts, windows = _experts_by_layer(read, model), _windows_by_layer(read, model)
     if all(experts) and all(windows):
         return model
@@ -101,6 +105,49 @@ def with_groups(model: ModelSpec, read: Reader) -> ModelSpec:
         only = order[0]
         return replace(model, experts=only.experts, window=only.window)
     return replace(model, groups=_groups(order))
+
+
+def pattern_parts(read: Reader) -> tuple[list[str], list[str]]:
+    """Letters of each chunk of each stage, and of each depth of multi-token prediction; none for a model of
+    whole blocks."""
+    text = read.text("hybrid-layer-pattern", "")
+    main, *depths = text.split("/")
+    if set(text) - set("M*-E|/"):
+        raise InputError(
+            f"{read.where}: --hybrid-layer-pattern is {cut(text)!r}; wanted letters of M * - E, | between "
+            "chunks and / before depths: other layers are not priced"
+        )
+    if text and ("" in main.split("|") or "" in depths or len(set(depths)) > 1):
+        raise InputError(
+            f"{read.where}: --hybrid-layer-pattern is {cut(text)!r}; wanted layers in each part, and depths "
+            "that are alike"
+        )
+    return main.split("|") if text else [], depths
+
+
+def hybrid_of(model: ModelSpec, read: Reader) -> ModelSpec:
+    """The model of a pattern; heads of the scan are as many as twice the hidden size has, unless said."""
+    parts, depths = pattern_parts(read)
+    letters = "".join(parts)
+    if read.count("num-layers", len(letters)) != len(letters) or len(letters) > MOST_LAYERS:
+        raise InputError(
+            f"{read.where}: --hybrid-layer-pattern has {len(letters)} layers; wanted the "
+            f"{read.count('num-layers', MOST_LAYERS)} of --num-layers, or fewer than {MOST_LAYERS}"
+        )
+    columns = read.count("mamba-head-dim", 64)
+    mamba = Mamba(
+        heads=read.count("mamba-num-heads", 2 * model.hidden // max(columns, 1)),
+        head_dim=columns,
+        state=read.count("mamba-state-dim", 128),
+        groups=read.count("mamba-num-groups", 8),
+    )
+    if "E" in letters and model.experts is None:
+        raise InputError(f"{read.where}: --hybrid-layer-pattern has layers E; wanted --num-experts")
+    if set("".join(depths)) - set(letters):
+        raise InputError(f"{read.where}: --hybrid-layer-pattern has depths of layers that the model has not")
+    shape = replace(model, experts=None, layers=1, mtp_layers=len(depths))
+    depth = depths[0] if depths else ""
+    return hybrid_model(shape, letters, mamba if "M" in letters else None, model.experts, depth=depth)
 
 
 def _groups(order: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
