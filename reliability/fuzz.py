@@ -1,6 +1,6 @@
 """Damages what people bring and reads it: only an answer or a refusal in one line may come out.
 
-    python reliability/fuzz.py [READER ...] [--inputs 100000] [--seed 1] [--plain]
+    python reliability/fuzz.py [READER ...] [--inputs 100000] [--seed 1] [--plain] [--record]
 
 Each input is a sample, or an input kept from before, with one to three places removed, doubled, exchanged
 or filled with something unexpected. An input that reaches lines which none reached before is kept and damaged
@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from readers import READERS, ROOT, Reader
+from report import record
 
 from mist_megatron.errors import MistError
 
@@ -152,12 +153,23 @@ class Watch:
         return self.line
 
 
+def figures(outcome: Outcome) -> dict[str, float]:
+    return {
+        "inputs": outcome.inputs,
+        "answers": outcome.answers,
+        "refusals": outcome.refusals,
+        "failures": len(outcome.failed),
+        "slowest_cpu_s": round(outcome.slowest_s, 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("readers", nargs="*", choices=[*READERS, []], default=[])
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--record", action="store_true", help="into results/fuzz.json")
     asked = parser.parse_args()
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MOST_BYTES, now + MOST_BYTES))
@@ -176,6 +188,8 @@ def main() -> None:
             keep(name, text)
             print(f"  {said!r}")
         failed += len(outcome.failed)
+        if asked.record:
+            record("fuzz", {name: figures(outcome)}, "plain" if asked.plain else "guided")
     sys.exit(failed > 0)
 
 

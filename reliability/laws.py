@@ -1,6 +1,6 @@
 """Laws that hold for every job, tried on random ones through the Python API.
 
-    python reliability/laws.py [--jobs 500] [--seed 1]
+    python reliability/laws.py [--jobs 500] [--seed 1] [--brief] [--record]
 
 Each job is small, of any target, with odd batches, nodes of three GPUs, short memory and slow links among
 them. Of its best plan is asked: that `predict` tells the same of it and finds that it fits; that its target's
@@ -23,6 +23,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from report import record
 
 import mist_megatron as mm
 from mist_megatron.spec.experts import ExpertSpec
@@ -137,8 +140,8 @@ def slower(answer: mm.Tuned | None, than: mm.Tuned, by: float = ROUNDING) -> boo
     return answer is None or answer.prediction.iteration_s > than.prediction.iteration_s * (1.0 + by)
 
 
-def check(job: Mapping[str, Any], tally: Tally) -> None:
-    """All laws on one job."""
+def check(job: Mapping[str, Any], tally: Tally, *, brief: bool = False) -> None:
+    """All laws on one job, or those that its one best plan tells."""
     tuned = best(job)
     if tuned is None:
         tally.held["nothing fits"] += 1
@@ -162,6 +165,8 @@ def check(job: Mapping[str, Any], tally: Tally) -> None:
     apart = told.iteration_s / played - 1.0
     tally.apart.append(apart)
     tally.law(EVENTS, abs(apart) <= NEAR, job, f"{apart:+.1%}")
+    if brief:
+        return
     several = best(job, top=3)
     kept = several is not None and several.plan.stages == plan.stages
     tally.law("the best is the same whatever --top is", kept, job)
@@ -247,11 +252,11 @@ def easier(job: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a quicker network", {"bandwidth": {"inter": f"{2 * inter}GB/s"}}
 
 
-def tried(jobs: int, seed: int) -> Tally:
+def tried(jobs: int, seed: int, *, brief: bool = False) -> Tally:
     tally = Tally()
     for number in range(jobs):
-        check(random_job(seed * 1_000_000 + number), tally)
-        if number % ELSEWHERE_EACH == 0:
+        check(random_job(seed * 1_000_000 + number), tally, brief=brief)
+        if not brief and number % ELSEWHERE_EACH == 0:
             check_elsewhere(seed * 1_000_000 + number, tally)
     return tally
 
@@ -260,8 +265,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--jobs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--brief", action="store_true", help="one search a job: laws of its one best plan")
+    parser.add_argument("--record", action="store_true", help="into results/laws.json")
     asked = parser.parse_args()
-    tally = tried(asked.jobs, asked.seed)
+    tally = tried(asked.jobs, asked.seed, brief=asked.brief)
+    if asked.record:
+        counts = {
+            law: (tally.held[law], len(tally.broke.get(law, ()))) for law in {*tally.held, *tally.broke}
+        }
+        broken = [f"{law}: {case}" for law, cases in sorted(tally.broke.items()) for case in cases]
+        name = f"{asked.jobs} of seed {asked.seed}"
+        record("laws", {name: {"laws": counts, "broken": broken}})
     for name in sorted({*tally.held, *tally.broke}):
         print(f"{name}: {tally.held[name]} held, {len(tally.broke.get(name, ()))} broke")
     for name, cases in tally.broke.items():
