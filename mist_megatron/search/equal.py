@@ -162,7 +162,7 @@ def _told_best(
     """The best of these and what there was, as `predict` tells them: what it adds for passes before a slow
     border is more for some splits than for others."""
     for value_s, rows in least:
-        if value_s >= min(best_s, _told_s(best)) * (1 - SAME):
+        if value_s >= best_s or value_s >= _told_s(best) * (1 - SAME):
             return best
         question.tick()
         solution = told(question.evaluator, shape, rows)
