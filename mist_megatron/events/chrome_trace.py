@@ -19,7 +19,6 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 TICKS_PER_S = 8e6
 TICKS_PER_US = 8.0
@@ -101,7 +100,7 @@ def process_id(process: int) -> int:
 
 def _events(
     names: Names, slices: Iterable[Slice], arrows: Iterable[Arrow], counters: Iterable[Counter]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     for place, (process, title) in enumerate(names.processes.items()):
         yield _metadata("process_name", process, 0, {"name": title})
         yield _metadata("process_sort_index", process, 0, {"sort_index": place})
@@ -139,11 +138,11 @@ def _place(process: int, thread: int) -> dict[str, int]:
     return {"pid": process_id(process), "tid": process_id(process) + thread}
 
 
-def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+def _metadata(name: str, process: int, thread: int, args: dict[str, object]) -> dict[str, object]:
     return {"name": name, "ph": "M", **_place(process, thread), "args": args}
 
 
-def _flow(number: int, arrow: Arrow) -> tuple[dict[str, Any], dict[str, Any]]:
+def _flow(number: int, arrow: Arrow) -> tuple[dict[str, object], dict[str, object]]:
     shared = {"name": arrow.name, "cat": "transfer", "id": number}
     start = {
         "ph": "s",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ POINTS = 96
 """Intervals in which memory over time is told; each holds its largest value."""
 
 
-def simulation_document(simulation: Simulation, *, every_rank: bool = False) -> dict[str, Any]:
+def simulation_document(simulation: Simulation, *, every_rank: bool = False) -> dict[str, object]:
     """Seconds and bytes throughout."""
     closed_s = simulation.closed_form_s
     return {
@@ -34,7 +33,7 @@ def simulation_document(simulation: Simulation, *, every_rank: bool = False) -> 
     }
 
 
-def _disagreement(simulation: Simulation) -> dict[str, Any] | None:
+def _disagreement(simulation: Simulation) -> dict[str, object] | None:
     both = disagreement(simulation)
     if both is None:
         return None
@@ -46,7 +45,7 @@ def _disagreement(simulation: Simulation) -> dict[str, Any] | None:
     }
 
 
-def devices(simulation: Simulation, *, every_rank: bool) -> list[dict[str, Any]]:
+def devices(simulation: Simulation, *, every_rank: bool) -> list[dict[str, object]]:
     """One entry per stage, or one per rank: ranks of a stage do the same at the same time."""
     documents = []
     for usage in simulation.usage:
@@ -56,7 +55,7 @@ def devices(simulation: Simulation, *, every_rank: bool) -> list[dict[str, Any]]
     return documents
 
 
-def _usage(usage: DeviceUsage) -> dict[str, Any]:
+def _usage(usage: DeviceUsage) -> dict[str, object]:
     return {
         "utilisation": usage.utilisation,
         "exposed_compute_s": usage.exposed_compute_s,
@@ -68,7 +67,7 @@ def _usage(usage: DeviceUsage) -> dict[str, Any]:
     }
 
 
-def _critical_path(simulation: Simulation) -> dict[str, Any]:
+def _critical_path(simulation: Simulation) -> dict[str, object]:
     timeline, built = simulation.timeline, simulation.built
     return {
         "by_kind": [
@@ -88,7 +87,7 @@ def _critical_path(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _memory(simulation: Simulation, stage: int) -> dict[str, Any]:
+def _memory(simulation: Simulation, stage: int) -> dict[str, object]:
     curve, predicted = simulation.memory[stage], simulation.prediction.stages[stage]
     moments = np.linspace(0.0, max(simulation.timeline.makespan_s, 1e-12), POINTS + 1)
     return {

@@ -171,7 +171,7 @@ class Workload:
 def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
     """Ask the cost model for every distinct stage of a plan; `evaluator` is of `job_of(plan)`."""
     context = evaluator.time_context
-    kinds: dict[Any, tuple[_Kinds, StageTasks]] = {}
+    kinds: dict[object, tuple[_Kinds, StageTasks]] = {}
     stages = []
     grids = grids_of(plan)
     for position, stage in enumerate(plan.stages):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import parse
@@ -44,7 +44,7 @@ def _has_arguments(text: str) -> bool:
     return isinstance(document, dict) and "arguments" in document
 
 
-def mapping_of(text: str, where: str) -> Mapping[str, Any]:
+def mapping_of(text: str, where: str) -> Mapping[str, object]:
     """The mapping of a trainer's YAML."""
     if len(text) > MOST_YAML:
         raise InputError(f"{where}: {len(text)} characters; a trainer's YAML has at most {MOST_YAML}")

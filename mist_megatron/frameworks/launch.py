@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jinja2
 
@@ -53,7 +52,7 @@ ON_ALIKE_NODES = ("trainjob.yaml", "trainjob-2.1.yaml", "pytorchjob.yaml", "skyp
 """These start as many nodes of one kind, in any order."""
 
 
-def launchers(sources: LaunchSources, facts: Mapping[str, Any]) -> dict[str, str]:
+def launchers(sources: LaunchSources, facts: Mapping[str, object]) -> dict[str, str]:
     """Those that can start the plan."""
     return {
         name: render(sources, template, facts)
@@ -78,7 +77,9 @@ SHORT = ("A ?", "B ?", "GB ?", "H ?", "L ?", "T ?", "V ?", "MI ?")
 """Beginnings of model names that drivers write without a blank, unlike RTX 3090."""
 
 
-def launch_facts(plan: Plan, framework: str, *, version: str, package: bool, resized: bool) -> dict[str, Any]:
+def launch_facts(
+    plan: Plan, framework: str, *, version: str, package: bool, resized: bool
+) -> dict[str, object]:
     """What the templates may use.
 
     `package`: ranks need `mist_patches`, for patches, for arguments of their own stage or for a place of
@@ -105,7 +106,7 @@ def launch_facts(plan: Plan, framework: str, *, version: str, package: bool, res
     }
 
 
-def render(sources: LaunchSources, template: str, facts: Mapping[str, Any]) -> str:
+def render(sources: LaunchSources, template: str, facts: Mapping[str, object]) -> str:
     """One template; a name that is not given is an error, never an empty place in a script."""
     environment = jinja2.Environment(
         loader=jinja2.DictLoader(sources.templates),

@@ -8,7 +8,6 @@ are an error, as in DeepSpeed.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from mist_megatron.errors import InputError
 
@@ -34,7 +33,7 @@ _NAMED = {
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
-def read_loose(text: str, where: str) -> dict[str, Any]:
+def read_loose(text: str, where: str) -> dict[str, object]:
     """The one mapping that the text holds."""
     if len(text) > MOST_TEXT:
         raise InputError(
@@ -79,7 +78,7 @@ class _Reader:
         self.at += seen
         return seen
 
-    def value(self, depth: int) -> Any:
+    def value(self, depth: int) -> object:
         if depth > MOST_NESTED:
             raise self.wrong(f"at most {MOST_NESTED} levels")
         self.skip()
@@ -91,9 +90,9 @@ class _Reader:
             return self.quoted()
         return self.scalar()
 
-    def mapping(self, depth: int) -> dict[str, Any]:
+    def mapping(self, depth: int) -> dict[str, object]:
         self.take("{")
-        members: dict[str, Any] = {}
+        members: dict[str, object] = {}
         while True:
             self.skip()
             if self.take("}"):
@@ -108,9 +107,9 @@ class _Reader:
             self.skip()
             self.take(",")
 
-    def sequence(self, depth: int) -> list[Any]:
+    def sequence(self, depth: int) -> list[object]:
         self.take("[")
-        items: list[Any] = []
+        items: list[object] = []
         while True:
             self.skip()
             if self.take("]"):
@@ -155,7 +154,7 @@ class _Reader:
         self.at += 4
         return chr(int(digits, 16))
 
-    def scalar(self) -> Any:
+    def scalar(self) -> object:
         number = _NUMBER.match(self.text, self.at)
         if number:
             value = None if len(number.group()) > MOST_DIGITS else _number(number.group())

@@ -77,7 +77,7 @@ def follows_names(plan: Plan) -> bool:
     return plan.cluster.links.matrix is not None or rank_of_gpu(plan) is not None
 
 
-def hosts_document(plan: Plan) -> dict[str, Any]:
+def hosts_document(plan: Plan) -> dict[str, object]:
     """By name: the plan's nodes as its map counts them, and the links that it leans on."""
     matrix = plan.cluster.links.matrix
     if matrix is None:
@@ -100,7 +100,7 @@ def stages_document(
     environment: Mapping[str, str | None],
     patches: Sequence[str],
     configs: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The document described above; `arguments` has one list per stage, `configs` one file name or none."""
     return {
         "schema": SCHEMA,
@@ -139,7 +139,7 @@ def stages_document(
     }
 
 
-def stages_text(document: Mapping[str, Any]) -> str:
+def stages_text(document: Mapping[str, object]) -> str:
     """The document as the file's text."""
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 

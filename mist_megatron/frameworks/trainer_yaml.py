@@ -35,15 +35,15 @@ class NamedConfig:
     """What a trainer's file says of DeepSpeed: the name of a JSON or its content, and what fills it."""
 
     path: str | None
-    config: Mapping[str, Any]
-    fills: Mapping[str, Any]
+    config: Mapping[str, object]
+    fills: Mapping[str, object]
     """Key of the JSON -> the trainer's value."""
 
 
-def named_config(document: Mapping[str, Any], where: str) -> NamedConfig:
+def named_config(document: Mapping[str, object], where: str) -> NamedConfig:
     """The DeepSpeed part of a trainer's YAML or JSON; refused with the reason where there is none."""
     section = document.get("deepspeed_config")
-    fills: dict[str, Any] = {
+    fills: dict[str, object] = {
         key: document[name] for name, key in _TRAINERS.items() if isinstance(document.get(name), int)
     }
     fills |= {key: {"enabled": True} for key in ("bf16", "fp16") if document.get(key) is True}
@@ -58,7 +58,7 @@ def named_config(document: Mapping[str, Any], where: str) -> NamedConfig:
 
 
 def _accelerate(
-    document: Mapping[str, Any], section: Mapping[str, Any], fills: Mapping[str, Any]
+    document: Mapping[str, object], section: Mapping[str, object], fills: Mapping[str, object]
 ) -> NamedConfig:
     named = section.get("deepspeed_config_file")
     if isinstance(named, str) and named:
@@ -77,7 +77,7 @@ def _accelerate(
     return NamedConfig(path=None, config=config, fills=fills)
 
 
-def _reason(document: Mapping[str, Any]) -> str:
+def _reason(document: Mapping[str, object]) -> str:
     """Why nothing here can be read, as far as the keys tell."""
     if "fsdp_config" in document or document.get("distributed_type") == "FSDP" or document.get("fsdp"):
         return "it trains with FSDP, which is no target here"
@@ -114,12 +114,12 @@ _MODELS = ("model_name_or_path", "base_model")
 _LENGTHS = ("cutoff_len", "sequence_len", "max_seq_length", "max_length", "block_size", "model_max_length")
 
 
-def is_llama_factory(document: Mapping[str, Any]) -> bool:
+def is_llama_factory(document: Mapping[str, object]) -> bool:
     """Whether LLaMA-Factory reads it, whose defaults are LoRA and recomputation."""
     return "stage" in document and bool({"template", "cutoff_len", "finetuning_type"} & document.keys())
 
 
-def trainer_job(document: Mapping[str, Any]) -> TrainerJob:
+def trainer_job(document: Mapping[str, object]) -> TrainerJob:
     """Model, length, recomputation and adapters, by the keys of Trainer, TRL, LLaMA-Factory and axolotl."""
     names = (document.get(key) for key in _MODELS)
     lengths = (document.get(key) for key in _LENGTHS)
@@ -132,12 +132,12 @@ def trainer_job(document: Mapping[str, Any]) -> TrainerJob:
     )
 
 
-def _low_rank(document: Mapping[str, Any]) -> bool:
+def _low_rank(document: Mapping[str, object]) -> bool:
     kind = document.get("finetuning_type", "lora" if is_llama_factory(document) else None)
     return kind == "lora" or document.get("adapter") == "lora" or document.get("use_peft") is True
 
 
-def _adapter(document: Mapping[str, Any]) -> str | None:
+def _adapter(document: Mapping[str, object]) -> str | None:
     """Defaults of a rank: LLaMA-Factory's FinetuningArguments, TRL's ModelConfig; axolotl has none."""
     if not _low_rank(document):
         return None
@@ -148,7 +148,7 @@ def _adapter(document: Mapping[str, Any]) -> str | None:
     return f"{rank}:{','.join(places)}" if places else f"{rank}"
 
 
-def _places(document: Mapping[str, Any]) -> tuple[str, ...] | None:
+def _places(document: Mapping[str, object]) -> tuple[str, ...] | None:
     """Matrices with an adapter, () for all; None where they are no LLaMA's or PEFT's choice."""
     if document.get("lora_target_linear") is True:
         return ()
@@ -170,7 +170,7 @@ ADAPTER_KEYS = frozenset({"lora_target_modules", *_MORE})
 """Findings that `--lora` answers."""
 
 
-def adapter_findings(document: Mapping[str, Any]) -> tuple[Finding, ...]:
+def adapter_findings(document: Mapping[str, object]) -> tuple[Finding, ...]:
     """What is not priced of training a part of the weights, or quantized ones."""
     said = {key: value for key, value in document.items() if value not in (None, False, 0, "", [], "none")}
     part = "only a part of the weights is trained, in a way that is not priced"
@@ -199,7 +199,7 @@ def adapter_findings(document: Mapping[str, Any]) -> tuple[Finding, ...]:
     return tuple(Finding(level="unpriced", key=key, message=message) for key, message in found.items())
 
 
-def filled(config: Mapping[str, Any], fills: Mapping[str, Any]) -> dict[str, Any]:
+def filled(config: Mapping[str, object], fills: Mapping[str, object]) -> dict[str, object]:
     """The JSON with what it leaves to the trainer as the trainer's file says it."""
     return {**config, **{key: value for key, value in fills.items() if config.get(key) in ("auto", _AUTO)}}
 
@@ -210,7 +210,7 @@ _NAMERS = frozenset({"deepspeed", "config_file"})
 """Flags that name the JSON, or Accelerate's file."""
 
 
-def trainer_document(command: CommandLine) -> dict[str, Any] | None:
+def trainer_document(command: CommandLine) -> dict[str, object] | None:
     """What the flags say, as the mapping of a trainer's YAML; None where no trainer is started. Values that
     the script leaves open are left out."""
     flags = {
@@ -222,7 +222,7 @@ def trainer_document(command: CommandLine) -> dict[str, Any] | None:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _value(values: tuple[str, ...]) -> Any:
+def _value(values: tuple[str, ...]) -> object:
     """As argparse and HfArgumentParser read it: nothing is a switch that is on."""
     if any(OPEN_VALUE.search(value) for value in values):
         return None
@@ -235,7 +235,7 @@ def _value(values: tuple[str, ...]) -> Any:
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
-def processes(document: Mapping[str, Any]) -> int | None:
+def processes(document: Mapping[str, object]) -> int | None:
     """How many a launcher starts, by torchrun's flags, DeepSpeed's or Accelerate's."""
     whole = document.get("num_processes")
     if isinstance(whole, int) and whole > 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.deepspeed.read import BATCH_KEYS, Config, Reading
@@ -62,8 +62,8 @@ class Change:
     """One line of the diff."""
 
     key: str
-    old: Any
-    new: Any
+    old: object
+    new: object
     reason: str
     gain: float | None
     """Time saved by this change as a fraction of the time without it; None where it changes no time, or where
@@ -163,7 +163,7 @@ def _usual_part(total: int, gpus: int) -> int:
     return next((size for size in range(TRAINER_MICRO_BATCH, 0, -1) if per_gpu % size == 0), 1)
 
 
-def _count(value: Any, key: str) -> int | None:
+def _count(value: object, key: str) -> int | None:
     if value is None or value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -285,7 +285,7 @@ def _zero(old: Config, tuned: Plan, schema: DeepSpeedSchema) -> Config:
 
 def _drop(config: Config, path: str) -> None:
     *parents, last = path.split(".")
-    place: Any = config
+    place: object = config
     for part in parents:
         place = place.get(part) if isinstance(place, dict) else None
     if isinstance(place, dict):
@@ -302,7 +302,7 @@ def keepable(reading: Reading, schema: DeepSpeedSchema) -> set[str]:
 def _restore(config: Config, original: Config, path: str) -> None:
     """Put a kept key back as it was; a kept key that was not there is left out."""
     *parents, last = path.split(".")
-    source: Any = original
+    source: object = original
     place = config
     for part in parents:
         source = source.get(part) if isinstance(source, dict) else None
@@ -313,9 +313,9 @@ def _restore(config: Config, original: Config, path: str) -> None:
         place.pop(last, None)
 
 
-def flat(config: Config, prefix: str = "") -> dict[str, Any]:
+def flat(config: Config, prefix: str = "") -> dict[str, object]:
     """Dotted path -> value; provenance left out."""
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, object] = {}
     for key, value in config.items():
         if key == "_mist":
             continue
@@ -355,7 +355,7 @@ WRITTEN_OUT = "written out, so that it is the same under every version"
 """Why a key that the file left out stands in the new one."""
 
 
-def _reason(key: str, old: Any, now: Any, group: str | None) -> str:
+def _reason(key: str, old: object, now: object, group: str | None) -> str:
     if key in BATCH_KEYS and old is None:
         return "written out: follows from the other two"
     if key in BATCH_KEYS and now is None:

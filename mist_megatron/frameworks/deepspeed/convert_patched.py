@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from mist_megatron.frameworks.deepspeed.convert import Change
 from mist_megatron.frameworks.deepspeed.patches import Patch, patches
@@ -73,7 +72,7 @@ def patch_changes(tuned: Plan) -> tuple[Change, ...]:
     """One line per patch, with what it does; what they save together is the price without them."""
     stage = tuned.stages[0]
     offload = stage.offload
-    said: dict[Patch, tuple[Any, str]] = {
+    said: dict[Patch, tuple[object, str]] = {
         Patch.OPTIMIZER_FRACTION: (
             offload.optimizer,
             "of the optimizer in host memory; the JSON knows all or none",

@@ -7,7 +7,6 @@ DeepSpeed knows is either in one of these tables, or a test says why not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 UNPRICED: Mapping[str, tuple[str, frozenset[object]]] = {
     "tensor_parallel.autotp_size": ("AutoTP splits layers over GPUs", frozenset({0, 1})),
@@ -38,7 +37,7 @@ PRICED_OPTIMIZERS = frozenset({"adam", "adamw"})
 """States of 8 bytes for each parameter and one fused pass."""
 
 
-def unpriced_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def unpriced_keys(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Key and reason for everything that acts and is not priced."""
     for path, (why, harmless) in UNPRICED.items():
         value = _at(config, path)
@@ -54,8 +53,8 @@ def unpriced_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
-def _at(config: Mapping[str, Any], path: str) -> Any:
-    value: Any = config
+def _at(config: Mapping[str, object], path: str) -> object:
+    value: object = config
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value

@@ -72,7 +72,7 @@ def stage_findings(readings: Mapping[int, Reading], document: Mapping[str, Any])
     return tuple(dict.fromkeys(findings))
 
 
-def _common(config: Config) -> dict[str, Any]:
+def _common(config: Config) -> dict[str, object]:
     return {
         key: value
         for key, value in flat(config).items()

@@ -40,7 +40,7 @@ class Reading:
     findings: tuple[Finding, ...]
 
     @property
-    def zero(self) -> Mapping[str, Any]:
+    def zero(self) -> Mapping[str, object]:
         section = self.config.get("zero_optimization")
         return section if isinstance(section, dict) else {}
 
@@ -198,7 +198,7 @@ def _unknown(config: Config, schema: DeepSpeedSchema) -> Iterator[Finding]:
             for inner in (name for name in value if name not in known):
                 yield Finding(level="ignored", key=f"{key}.{inner}", message="DeepSpeed never reads it")
     for name, known_keys in schema.sections.items():
-        section: Any = config
+        section: object = config
         for part in name.split("."):
             section = section.get(part) if isinstance(section, dict) else None
         for inner in section if isinstance(section, dict) else ():
@@ -279,7 +279,7 @@ def _precision(config: Config) -> Iterator[Finding]:
             message = f"got {short(value)}, wanted a whole number above 0"
             yield Finding(level="rejected", key=key, message=message)
     for path in SECTIONS:
-        section: Any = config
+        section: object = config
         for part in path.split("."):
             section = section.get(part) if isinstance(section, dict) else None
         if section is not None and not isinstance(section, dict):
@@ -308,7 +308,7 @@ def _narrow_states(config: Config) -> Iterator[Finding]:
         yield Finding(level="rejected", key="bf16.bf16_optimizer_states", message=message)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and value >= 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mist_megatron.errors import EmitError
 
@@ -49,7 +48,7 @@ class DeepSpeedSchema:
     removed_zero: frozenset[str]
     gradient_clipping: float
     """Default, which changed from 0 to 1 between versions."""
-    sections: Mapping[str, Mapping[str, Any]]
+    sections: Mapping[str, Mapping[str, object]]
     """Section -> key -> default, for the sections whose unknown keys are rejected."""
     optimizers: frozenset[str]
     """Types that the engine can build: its own in small letters, those of torch.optim as they are written."""

@@ -4,7 +4,6 @@ default in the schema, as pydantic takes it (texts such as "on" for switches, 5e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 
@@ -33,10 +32,10 @@ def short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def wrong_values(config: Mapping[str, Any], schema: DeepSpeedSchema) -> Iterator[tuple[str, str]]:
+def wrong_values(config: Mapping[str, object], schema: DeepSpeedSchema) -> Iterator[tuple[str, str]]:
     """Key and message; what the trainer fills in ("auto") is nobody's to judge."""
     for name, defaults in schema.sections.items():
-        section: Any = config
+        section: object = config
         for part in name.split("."):
             section = section.get(part) if isinstance(section, Mapping) else None
         for key, value in section.items() if isinstance(section, Mapping) else ():
@@ -47,7 +46,7 @@ def wrong_values(config: Mapping[str, Any], schema: DeepSpeedSchema) -> Iterator
     yield from _loss_scale(config.get("fp16"))
 
 
-def _loss_scale(section: Any) -> Iterator[tuple[str, str]]:
+def _loss_scale(section: object) -> Iterator[tuple[str, str]]:
     """Two counts that must be above 0 while the scale is dynamic (runtime/precision_config.py:189)."""
     if not isinstance(section, Mapping) or section.get("enabled") is not True or section.get("loss_scale"):
         return
@@ -57,7 +56,7 @@ def _loss_scale(section: Any) -> Iterator[tuple[str, str]]:
             yield f"fp16.{key}", f"got {value}, wanted a whole number above 0 while loss_scale is 0"
 
 
-def _wanted(path: str, default: Any) -> str | None:
+def _wanted(path: str, default: object) -> str | None:
     key = path.rpartition(".")[2]
     if key in _CHOICES:
         *first, last = map(str, _CHOICES[key])
@@ -81,7 +80,7 @@ def _least(path: str) -> int:
     return _LEAST.get(key, 0 if bounded else -_MOST)
 
 
-def _taken(path: str, value: Any, wanted: str) -> bool:
+def _taken(path: str, value: object, wanted: str) -> bool:
     key = path.rpartition(".")[2]
     if wanted == "true or false":
         if isinstance(value, str):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import yaml
 
@@ -110,7 +109,7 @@ _NO_MIXTURE_SWITCHES = {
 """What a recipe of a mixture may say and the plan may not."""
 
 
-def _parts(plan: Plan) -> dict[str, Any]:
+def _parts(plan: Plan) -> dict[str, object]:
     """Experts, latent attention and multi-token prediction, by their fields: the flags' own names but one."""
     model = plan.model
     flags = (
@@ -130,7 +129,7 @@ def _parts(plan: Plan) -> dict[str, Any]:
     return {**_NO_MIXTURE_SWITCHES, **parts}
 
 
-def _windows(plan: Plan) -> dict[str, Any]:
+def _windows(plan: Plan) -> dict[str, object]:
     """The same words as Megatron's flags: two whole numbers, and each n-th layer or a list of them."""
     windows = as_mapping(window_flags(plan.model, plan.training))
     fields = {name.replace("-", "_"): json.loads(f"[{text}]") for name, text in windows.items()}
@@ -139,7 +138,7 @@ def _windows(plan: Plan) -> dict[str, Any]:
     return fields
 
 
-def _field(value: str | bool | list[str]) -> Any:
+def _field(value: str | bool | list[str]) -> object:
     """A number where it is one."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -147,12 +146,12 @@ def _field(value: str | bool | list[str]) -> Any:
         return value
 
 
-def _shape(plan: Plan) -> dict[str, Any]:
+def _shape(plan: Plan) -> dict[str, object]:
     """The model by GPTModelProvider's names, so that the plan's is trained whatever the recipe's defaults."""
     model, constants = plan.model, plan.model.constants
     hidden_dropout, attention_dropout = dropouts(model, plan.training)
     latent = latent_attention_of(model)
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "num_layers": model.layers,
         "hidden_size": model.hidden,
         "ffn_hidden_size": model.ffn_hidden,
@@ -192,10 +191,10 @@ def _differs(plan: Plan) -> bool:
     return len({(s.ckpt, s.recompute, s.offload, s.grid) for s in plan.stages}) > 1
 
 
-def bridge_mapping(plan: Plan) -> dict[str, Any]:
+def bridge_mapping(plan: Plan) -> dict[str, object]:
     """model (TransformerConfig), train, dataset, ddp, optimizer."""
     stage, training, execution = plan.stages[0], plan.training, plan.execution
-    model: dict[str, Any] = {
+    model: dict[str, object] = {
         **_shape(plan),
         "tensor_model_parallel_size": stage.tp,
         "pipeline_model_parallel_size": len(plan.stages),
@@ -226,7 +225,7 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
     for name, values in recompute_settings(plan, 0).items():
         model[name.replace("-", "_")] = list(values) if name == "recompute-modules" else values[0]
     offloads = offloads_optimizer(plan)
-    optimizer: dict[str, Any] = {
+    optimizer: dict[str, object] = {
         "use_distributed_optimizer": distributed_optimizer(plan),
         "optimizer_cpu_offload": offloads,
         "optimizer_offload_fraction": stage.offload.optimizer,
@@ -249,11 +248,11 @@ def bridge_mapping(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _precision(plan: Plan) -> dict[str, Any]:
+def _precision(plan: Plan) -> dict[str, object]:
     """All of it: a precision by name keeps weights in 8 bits and some layers in 16, and its word on gradients
     stands above that of `ddp`."""
     half = "float16" if plan.training.precision == "fp16" else "bfloat16"
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
         "bf16": half == "bfloat16",
         "fp16": half == "float16",
@@ -273,7 +272,7 @@ def _precision(plan: Plan) -> dict[str, Any]:
     return fields
 
 
-_NO_RECIPE: Mapping[str, Any] = {
+_NO_RECIPE: Mapping[str, object] = {
     "fp8": None,
     "fp4": None,
     "fp8_param": False,

@@ -289,7 +289,7 @@ def _target(stages: tuple[StagePlan, ...]) -> TargetName:
     return "megatron" if all(_kind(stage) == _kind(first) for stage in stages) else "megatron+patches"
 
 
-def _kind(stage: StagePlan) -> tuple[Any, ...]:
+def _kind(stage: StagePlan) -> tuple[object, ...]:
     return stage.ckpt, stage.recompute, stage.offload, stage.grid
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.megatron.reader import Reader, cut
@@ -97,7 +97,7 @@ def with_groups(model: ModelSpec, read: Reader) -> ModelSpec:
             parts.append("moe" if mixture else "dense")
         if not all(windows):
             parts.append("window" if window else "full")
-        changes: dict[str, Any] = {} if mixture else {"experts": None}
+        changes: dict[str, object] = {} if mixture else {"experts": None}
         changes |= {} if window else {"window": None}
         kinds[mixture, window] = model.kind("_".join(parts), **changes)
     order = [kinds[has] for has in zip(experts, windows, strict=True)]

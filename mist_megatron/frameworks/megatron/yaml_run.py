@@ -51,11 +51,13 @@ class YamlRun:
     """Variables that the file sets, as text."""
 
 
-Section = tuple[str, Mapping[str, Any]]
+Section = tuple[str, Mapping[str, object]]
 """Where it stands, and what it holds."""
 
 
-def yaml_run(document: Mapping[str, Any], known: frozenset[str], given: Mapping[str, str]) -> YamlRun | None:
+def yaml_run(
+    document: Mapping[str, object], known: frozenset[str], given: Mapping[str, str]
+) -> YamlRun | None:
     """The run that a document describes; None where it is none of Megatron-core's."""
     if listed := _listed(document, known):
         return listed
@@ -81,7 +83,7 @@ def yaml_run(document: Mapping[str, Any], known: frozenset[str], given: Mapping[
     )
 
 
-def _listed(document: Mapping[str, Any], known: frozenset[str]) -> YamlRun | None:
+def _listed(document: Mapping[str, object], known: frozenset[str]) -> YamlRun | None:
     """Flags by their names: our args.yaml, and the MODEL_ARGS of Megatron-LM's own tests."""
     inner = document.get("MODEL_ARGS")
     flags = inner if isinstance(inner, Mapping) else document
@@ -152,7 +154,7 @@ def _nemo_2(document: Mapping[str, Any]) -> list[Section] | None:
     if not isinstance(strategy, Mapping) or "tensor_model_parallel_size" not in strategy:
         return None
     plain_trainer = {key: value for key, value in trainer.items() if key not in ("strategy", "plugins")}
-    parts: list[tuple[str, Any]] = [
+    parts: list[tuple[str, object]] = [
         ("model.config", config),
         ("trainer.strategy", {key: value for key, value in strategy.items() if key != "ddp"}),
         *(("trainer.plugins", plugin) for plugin in _listed_of(trainer.get("plugins"))),
@@ -170,18 +172,18 @@ def _nemo_2(document: Mapping[str, Any]) -> list[Section] | None:
     return [*sections, *_of_data(document, "data")]
 
 
-def _listed_of(value: Any) -> list[Mapping[str, Any]]:
+def _listed_of(value: object) -> list[Mapping[str, object]]:
     """One mapping or several."""
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Mapping)]
 
 
-def _of_data(holder: Mapping[str, Any], name: str, before: str = "") -> Iterator[Section]:
+def _of_data(holder: Mapping[str, object], name: str, before: str = "") -> Iterator[Section]:
     data = holder.get(name)
     if isinstance(data, Mapping):
         yield f"{before}{name}", {key: data[key] for key in _DATA if key in data}
 
 
-def _size(trainer: Any, reading: _Reading) -> tuple[int | None, int | None]:
+def _size(trainer: object, reading: _Reading) -> tuple[int | None, int | None]:
     """GPUs and GPUs of a node, as far as the trainer says them."""
     if not isinstance(trainer, Mapping):
         return None, None
@@ -196,7 +198,7 @@ def _size(trainer: Any, reading: _Reading) -> tuple[int | None, int | None]:
     return devices * nodes, devices
 
 
-def _named_shape(document: Mapping[str, Any]) -> ModelSpec | None:
+def _named_shape(document: Mapping[str, object]) -> ModelSpec | None:
     """The model of a class or a factory that stands for a shape: `Llama3Config8B`, `llama31_405b`."""
     model = document.get("model")
     if not isinstance(model, Mapping):
@@ -225,10 +227,10 @@ class _Reading:
     keys: dict[str, str] = field(default_factory=dict)
     maybe: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    seen: dict[str, Any] = field(default_factory=dict)
+    seen: dict[str, object] = field(default_factory=dict)
     """Last part of a key -> its value, for what two keys say together."""
 
-    def read(self, path: str, section: Mapping[str, Any]) -> None:
+    def read(self, path: str, section: Mapping[str, object]) -> None:
         for key, value in section.items():
             where = f"{path}.{key}" if path else key
             if not key.startswith("_"):
@@ -297,7 +299,7 @@ class _Reading:
                 self._one(f"{path}.{key}", key, value)
                 self.findings[before:] = [_by_default(finding) for finding in self.findings[before:]]
 
-    def elsewhere(self, listed: Any) -> None:
+    def elsewhere(self, listed: object) -> None:
         """Other files that Hydra lays under this one."""
         for item in listed if isinstance(listed, list) else []:
             name = item if isinstance(item, str) else " ".join(map(str, item)) if item else ""
@@ -383,6 +385,6 @@ def _by_default(finding: Finding) -> Finding:
     return Finding(level=finding.level, key=finding.key, message=f"not said, {finding.message}")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -29,7 +29,7 @@ _ACTIVATIONS: Mapping[str, Said] = {
 }
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """A function, a type or an enumeration by its last name, as Hydra writes it: `torch.bfloat16`."""
     if isinstance(value, Mapping) and isinstance(value.get("_target_"), str):
         arguments = value.get("_args_")
@@ -41,7 +41,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def words_of(value: Any) -> tuple[str, ...] | None:
+def words_of(value: object) -> tuple[str, ...] | None:
     """The words behind a flag; None where a value says that the flag is not there."""
     if value is None or value is False:
         return None
@@ -52,12 +52,12 @@ def words_of(value: Any) -> tuple[str, ...] | None:
     return (_WIDTHS.get(str(value), str(value)),)
 
 
-def _pattern(flag: str) -> Callable[[Any], Said]:
+def _pattern(flag: str) -> Callable[[object], Said]:
     """A pattern of layers as one word."""
     return lambda value: {flag: (value if isinstance(value, str) else json.dumps(value),)}
 
 
-def _window(value: Any) -> Said:
+def _window(value: object) -> Said:
     text = ",".join(str(part) for part in value) if isinstance(value, list) else str(value)
     return {"window-size": (text.strip("()[]").replace(" ", ""),)}
 
@@ -72,26 +72,26 @@ def _layout(value: Any) -> Said:
     return {"pipeline-model-parallel-layout": (text,)}
 
 
-def _activation(value: Any) -> Said:
+def _activation(value: object) -> Said:
     return _ACTIVATIONS.get(str(value), "activations other than GELU and SwiGLU")
 
 
-def _norm(value: Any) -> Said:
+def _norm(value: object) -> Said:
     return _NORMS.get(str(value).lower(), "a norm of another kind")
 
 
-def _positions(value: Any) -> Said:
+def _positions(value: object) -> Said:
     if value in ("rope", "learned_absolute", "none", "yarn", "mrope"):
         return {"position-embedding-type": (value,)}
     return "positions of another kind"
 
 
-def _backend(value: Any) -> Said:
+def _backend(value: object) -> Said:
     numbers = {str(number): name for name, number in {**BACKENDS, "auto": 5}.items()}
     return {"attention-backend": (numbers.get(str(value), str(value)),)}
 
 
-def _halves(value: Any) -> Said:
+def _halves(value: object) -> Said:
     """Lightning's `precision`, and Megatron-Bridge's by name, whose word on gradients is its own. Its recipes
     of 8 and 4 bits keep weights in them, and some layers in 16."""
     text = str(value)
@@ -103,11 +103,11 @@ def _halves(value: Any) -> Said:
     return "trains in another precision than 16 bits, or by a recipe that keeps weights in fewer"
 
 
-def _fp8(value: Any) -> Said:
+def _fp8(value: object) -> Said:
     return {"fp8-format": ("hybrid" if value is True else str(value),)} if value else {}
 
 
-def _gradients(value: Any) -> Said:
+def _gradients(value: object) -> Said:
     """The type that gradients are summed in over the GPUs."""
     if value in (32, "32", "fp32", "float32"):
         return {"accumulate-allreduce-grads-in-fp32": ()}
@@ -116,11 +116,11 @@ def _gradients(value: Any) -> Said:
     return {} if value in ("fp16", "float16", 16) else "gradients of another type"
 
 
-def _reduced(value: Any) -> Said:
+def _reduced(value: object) -> Said:
     return _gradients("fp32" if value else "bf16")
 
 
-def _optimizer(value: Any) -> Said:
+def _optimizer(value: object) -> Said:
     """Adam by whom: NeMo's optimizers, and those of Megatron-core."""
     name = str(value)
     if name == "mcore_distributed_optim":
@@ -130,29 +130,29 @@ def _optimizer(value: Any) -> Said:
     return "states of other optimizers have another size"
 
 
-def _wide_weights(value: Any) -> Said:
+def _wide_weights(value: object) -> Said:
     return {} if value else "weights stay in 4 bytes and are cast wherever they are used"
 
 
-def _engine(value: Any) -> Said:
+def _engine(value: object) -> Said:
     return {} if value else {"transformer-impl": ("local",)}
 
 
-def _groups(value: Any) -> Said:
+def _groups(value: object) -> Said:
     return {"group-query-attention": (), "num-query-groups": (str(value),)}
 
 
-def _adapter(value: Any) -> Said:
+def _adapter(value: object) -> Said:
     scheme = value.get("peft_scheme") if isinstance(value, Mapping) else value
     return {} if scheme in (None, "none", "") else "only a part of the weights is trained"
 
 
-def _spec(value: Any) -> Said:
+def _spec(value: object) -> Said:
     usual = ("default_layer_spec", "transformer_engine_layer_spec", "transformer_engine_full_layer_spec")
     return {} if str(value).endswith((*usual, "with_transformer_engine_spec")) else "layers of another kind"
 
 
-SPECIAL: Mapping[str, Callable[[Any], Said]] = MappingProxyType(
+SPECIAL: Mapping[str, Callable[[object], Said]] = MappingProxyType(
     {
         "precision": _halves,
         "mixed_precision": _halves,
@@ -181,5 +181,5 @@ SPECIAL: Mapping[str, Callable[[Any], Said]] = MappingProxyType(
 """Keys whose values are no flag's; null says nothing for any of them."""
 
 
-def is_open(value: Any) -> bool:
+def is_open(value: object) -> bool:
     return isinstance(value, str) and OPEN_VALUE.search(value) is not None
