@@ -32,13 +32,21 @@ class Parts:
     nodes: list[tuple[Ints, ...]] = field(default_factory=list)
     edges: list[tuple[Ints, Ints, int, bool, float]] = field(default_factory=list)
     count: int = 0
-    node_of: dict[int, int] = field(default_factory=dict)
-    """Event on the GPU -> node."""
+    node_of: Ints = field(init=False)
+    """Node of every event on the GPU and collective of gloo; -1 of all others."""
     marks: dict[tuple[int, int], int] = field(default_factory=dict)
     """Place and moment -> node."""
     steps: list[tuple[Step, int, int]] = field(default_factory=list)
     """With the nodes of its begin and end."""
     counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.node_of = np.full(len(self.trace), -1, np.int64)
+
+    @property
+    def played(self) -> Ints:
+        """Events that are nodes, in order of time."""
+        return np.flatnonzero(self.node_of >= 0)
 
     def add(self, role: Role, event: Ints, place: Ints, start: Ints, end: Ints) -> Ints:
         """Nodes of one role; gives back their numbers."""
@@ -122,7 +130,7 @@ def rank_parts(rank: int, trace: Trace, window: Step | None, device: int | str |
         numbers = parts.add(
             role, ran, trace.place[ran].astype(np.int64), trace.start_ns[ran], trace.end_ns[ran]
         )
-        parts.node_of.update(zip(ran.tolist(), numbers.tolist(), strict=True))
+        parts.node_of[ran] = numbers
         order = np.concatenate([order, ran])
     queued, edges = queues(trace, parts.links, chosen), Found(counts=parts.counts)
     find_waits(trace, parts.links, queued, (low, high), edges)
@@ -155,7 +163,7 @@ def _own_graph(parts: Parts, chosen: Whole) -> None:
     numbers = parts.add(
         Role.GPU, chosen, trace.place[chosen].astype(np.int64), trace.start_ns[chosen], trace.end_ns[chosen]
     )
-    parts.node_of = dict(zip(chosen.tolist(), numbers.tolist(), strict=True))
+    parts.node_of[chosen] = numbers
     _streams(parts, chosen)
 
 
@@ -164,10 +172,14 @@ def own_waits(parts: Sequence[Parts], offsets: Sequence[int]) -> Edges:
     sources: list[int] = []
     targets: list[int] = []
     node_of: dict[tuple[int, int], int] = {}
-    for part, by in zip(parts, offsets, strict=True):
-        node_of.update({(id(part.trace), event): node + by for event, node in part.node_of.items()})
-    for part in parts:
-        for event in part.node_of if part.trace.after else ():
+    own = [
+        (part, by, part.played.tolist()) for part, by in zip(parts, offsets, strict=True) if part.trace.after
+    ]
+    for part, by, events in own:
+        nodes = (part.node_of[events] + by).tolist()
+        node_of.update({(id(part.trace), event): node for event, node in zip(events, nodes, strict=True)})
+    for part, _, events in own:
+        for event in events:
             for one in part.trace.after.get(event, ()):
                 sources.append(2 * node_of[id(part.trace), one] + 1)
                 targets.append(node_of[id(part.trace), event])
@@ -199,7 +211,7 @@ def _host(parts: Parts, ran: Whole, syncs: Whole, edges: Found, window: tuple[in
         slot = 2 * parts.node_of[source] + 1
         parts.join(np.array([slot]), np.array([sync_node[call]]), Edge.SYNC, at_end=True)
     launched = launch >= 0
-    gpu = np.array([parts.node_of[event] for event in ran[launched].tolist()], np.int64)
+    gpu = parts.node_of[ran[launched]]
     parts.join(2 * launch_node[launch[launched]], gpu, Edge.LAUNCH)
     over = _hand_over_marks(parts, window)
     for step in steps_of(trace):
@@ -236,13 +248,13 @@ def _hand_over_marks(parts: Parts, window: tuple[int, int]) -> set[int]:
 
 def _stand_still(parts: Parts, waiting: set[int]) -> None:
     """Threads that wait for gloo's; what ended early is waited for no longer than what ended last."""
-    events = np.array(list(parts.node_of), np.int64)
+    events = parts.played
     events = events[~parts.trace.on_gpu[events]]
     for stand in stands(parts.trace, parts.links, events) if len(events) else ():
         parts.counts["waits for collectives of gloo, by gaps"] += 1
         mark(parts, stand.place, stand.left_ns)
         target = mark(parts, stand.place, stand.returned_ns)
-        ends = np.array([2 * parts.node_of[event] + 1 for event in stand.awaited])
+        ends = 2 * parts.node_of[np.array(stand.awaited)] + 1
         late = float(stand.returned_ns - stand.ended_ns)
         parts.join(ends, np.full(len(ends), target), Edge.HAND_OVER, lag=late)
         waiting.add(target)
@@ -284,7 +296,7 @@ def _streams(parts: Parts, ran: Whole) -> None:
     trace = parts.trace
     start, end = trace.start_ns[ran], trace.end_ns[ran]
     launched = (parts.links.launch[ran] >= 0) | bool(trace.after)
-    nodes = np.array([parts.node_of[event] for event in ran.tolist()], np.int64)
+    nodes = parts.node_of[ran]
     place = trace.place[ran]
     first = np.ones(len(ran), np.bool_)
     for one in np.unique(place).tolist():

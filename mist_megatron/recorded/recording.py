@@ -33,8 +33,8 @@ class Recording:
     """Of all ranks: the step, and the nodes of its begin and end in the graph."""
     step_rank: tuple[int, ...]
     """Whose step each of these is."""
-    node_of: tuple[dict[int, int], ...]
-    """Per rank: event on the GPU -> node."""
+    node_of: tuple[Ints, ...]
+    """Per rank: node of every event on the GPU; what is none's is -1."""
     notes: tuple[str, ...]
 
     @property
@@ -62,7 +62,7 @@ def record(traces: Sequence[Trace], step: int | None = None, waits: str = WAITS[
     parts = [
         rank_parts(rank, trace, _window(trace, step), device) for rank, (trace, device) in enumerate(units)
     ]
-    chosen = [np.array(sorted(part.node_of), np.int64) for part in parts]
+    chosen = [part.played for part in parts]
     links = [part.links for part in parts]
     met, shifts = aligned(traces, meetings(traces, links, chosen, notes), notes)
     for part, shift in zip(parts, shifts, strict=True):
@@ -70,7 +70,7 @@ def record(traces: Sequence[Trace], step: int | None = None, waits: str = WAITS[
     nodes, edges, offsets = _together(parts)
     edges = _joined([edges, own_waits(parts, offsets)])
     nodes, edges = _meet(
-        nodes, edges, met, [_moved(part.node_of, by) for part, by in zip(parts, offsets, strict=True)]
+        nodes, edges, met, [part.node_of + by for part, by in zip(parts, offsets, strict=True)]
     )
     graph, order = assemble(nodes, edges)
     if waits == "inferred":
@@ -88,7 +88,7 @@ def record(traces: Sequence[Trace], step: int | None = None, waits: str = WAITS[
         ),
         step_rank=tuple(part.rank for part in parts for _ in part.steps),
         node_of=tuple(
-            {event: int(place[node + by]) for event, node in part.node_of.items()}
+            np.where(part.node_of >= 0, np.append(place, -1)[part.node_of + by], -1)
             for part, by in zip(parts, offsets, strict=True)
         ),
         notes=tuple(notes),
@@ -108,10 +108,6 @@ def _window(trace: Trace, step: int | None) -> Step | None:
         there = ", ".join(map(str, steps)) or "none: record with a schedule, and call profiler.step()"
         raise InputError(f"{trace.where}: no step {step}; steps in it: {there}")
     return steps[step]
-
-
-def _moved(nodes: dict[int, int], by: int) -> dict[int, int]:
-    return {event: node + by for event, node in nodes.items()}
 
 
 def _together(parts: Sequence[Parts]) -> tuple[Nodes, Edges, list[int]]:
@@ -142,9 +138,7 @@ def _in_old_numbers(edges: Edges, order: Ints) -> Edges:
     return replace(edges, source=source, target=order[edges.target])
 
 
-def _meet(
-    nodes: Nodes, edges: Edges, met: Sequence[Meeting], node_of: Sequence[dict[int, int]]
-) -> tuple[Nodes, Edges]:
+def _meet(nodes: Nodes, edges: Edges, met: Sequence[Meeting], node_of: Sequence[Ints]) -> tuple[Nodes, Edges]:
     """Members of a collective arrive one by one, and end when the transfer is over that begins with the
     last."""
     if not met:

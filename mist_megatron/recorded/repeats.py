@@ -154,7 +154,7 @@ def _passes(part: Parts, step: Step) -> list[tuple[int, Ints, Floats, Whole, Who
     a micro-batch is none, and neither is the optimizer.
     """
     trace, links = part.trace, part.links
-    gpu = np.array(sorted(part.node_of), np.int64)
+    gpu = part.played
     gpu = gpu[(trace.kind[gpu] == Kind.KERNEL) & ~communicates(trace)[gpu]] if len(gpu) else gpu
     gpu = gpu[links.launch[gpu] >= 0]
     if len(gpu):

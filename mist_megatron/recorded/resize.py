@@ -184,7 +184,7 @@ def with_sums(trace: Trace, part: Parts, to: Resized) -> Trace:
         )
     products = []
     backward = _backward(part)
-    for event in sorted(part.node_of):
+    for event in part.played.tolist():
         launch = int(part.links.launch[event])
         operator = int(part.links.operator[launch]) if launch >= 0 else -1
         if operator < 0 or trace.kind[event] != Kind.KERNEL or trace.shapes[operator] < 0:

@@ -188,7 +188,8 @@ class Builder:
         )  # fmt: skip
         if open_ones:
             self.notes.append(f"{open_ones:,} events begin (ph B) and do not end: left out")
-        start, length = np.array(self._start, np.int64), np.array(self._length, np.int64)
+        # Views of what was collected: only what is put in order is copied.
+        start, length = np.frombuffer(self._start, np.int64), np.frombuffer(self._length, np.int64)
         origin = int(start.min()) if len(start) else 0
         order = np.lexsort((np.arange(len(start)), -length, start))
         moved = np.empty(len(order), np.int64)
@@ -203,16 +204,16 @@ class Builder:
             world=_or_none(distributed.get("world_size")),
             header={key: value for key, value in header.items() if key != "traceEvents"},
             origin_ns=origin + (base if isinstance(base, int) else 0),
-            kind=np.array(self._kind, np.int8)[order],
-            name=np.array(self._name, np.int32)[order],
-            place=np.array(self._place, np.int32)[order],
+            kind=np.frombuffer(self._kind, np.int8)[order],
+            name=np.frombuffer(self._name, np.int32)[order],
+            place=np.frombuffer(self._place, np.int32)[order],
             start_ns=start[order] - origin,
             length_ns=length[order],
-            correlation=np.array(self._correlation, np.int64)[order],
-            external=np.array(self._external, np.int64)[order],
-            stream=np.array(self._stream, np.int32)[order],
-            size=np.array(self._size, np.int64)[order],
-            shapes=np.array(self._shape, np.int32)[order],
+            correlation=np.frombuffer(self._correlation, np.int64)[order],
+            external=np.frombuffer(self._external, np.int64)[order],
+            stream=np.frombuffer(self._stream, np.int32)[order],
+            size=np.frombuffer(self._size, np.int64)[order],
+            shapes=np.frombuffer(self._shape, np.int32)[order],
             names=tuple(name.strip(_AROUND) for name in self._names),
             places=self._tidy_places(),
             shape_table=tuple(Shapes(*key) for key in self._shapes),

@@ -17,6 +17,8 @@ from mist_megatron.traces.columns import Kind, Trace, Whole
 
 ROUNDED_NS = 1_000
 """Older traces have whole microseconds."""
+AT_ONCE = 1 << 16
+"""Events that are Python's numbers at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,25 +118,31 @@ def enclosing(trace: Trace) -> Whole:
     host = np.flatnonzero(trace.kind <= Kind.CALL)
     order = host[np.argsort(trace.place[host], kind="stable")]
     bounds = np.flatnonzero(np.diff(trace.place[order], prepend=-1)).tolist()
-    start, end = trace.start_ns.tolist(), trace.end_ns.tolist()
-    opens = (trace.kind <= Kind.ANNOTATION).tolist()
-    names = (trace.kind == Kind.ANNOTATION).tolist()
-    parents = parent.tolist()
     for low, high in pairwise([*bounds, len(order)]):
-        stack: list[int] = []
-        for event in order[low:high].tolist():
-            at = start[event]
-            while stack and end[stack[-1]] <= at:
-                stack.pop()
-            inside = len(stack) - 1
-            # What is named until something has been done (gloo's sends) outlives the call that began it.
-            while names[event] and inside > 0 and end[stack[inside]] + ROUNDED_NS < end[event]:
-                inside -= 1
-            if stack:
-                parents[event] = stack[inside]
-            if opens[event]:
-                stack.append(event)
-    return np.array(parents, np.int64)
+        stack: list[tuple[int, int]] = []
+        for first in range(low, high, AT_ONCE):
+            events = order[first : min(first + AT_ONCE, high)]
+            parent[events] = _enclosing(trace, events, stack)
+    return parent
+
+
+def _enclosing(trace: Trace, events: Whole, stack: list[tuple[int, int]]) -> list[int]:
+    """Of the next events of a thread; `stack` holds what is open, with its end."""
+    found: list[int] = []
+    kinds = trace.kind[events]
+    start, length = trace.start_ns[events], trace.length_ns[events]
+    columns = (events, start, start + length, kinds <= Kind.ANNOTATION, kinds == Kind.ANNOTATION)
+    for event, at, end, opens, names in zip(*(column.tolist() for column in columns), strict=True):
+        while stack and stack[-1][1] <= at:
+            stack.pop()
+        inside = len(stack) - 1
+        # What is named until something has been done (gloo's sends) outlives the call that began it.
+        while names and inside > 0 and stack[inside][1] + ROUNDED_NS < end:
+            inside -= 1
+        found.append(stack[inside][0] if stack else -1)
+        if opens:
+            stack.append((event, end))
+    return found
 
 
 def _operators(trace: Trace, parent: Whole, calls: Whole) -> tuple[Whole, int]:

@@ -251,7 +251,7 @@ def test_ranks_of_a_trace_on_nodes():
             trace(op(1, *MM), kernel(1, -3.0)),
             "traceEvents[3]: dur is -3.0",
         ),
-        (trace(op(1, *MM), kernel(1, "90")), "dur is '90'"),
+        (trace(op(1, *MM), kernel(1, "90 us")), "dur is '90 us'"),
         (trace(op(1, *MM), kernel(1, 90.0))[:-30], "cut off at traceEvents[3]"),
         (trace(op(1, *MM), kernel(1, 0.001)), "no hardware exceeds"),
         (trace(op(1, *MM)), "no product, attention, copy or collective"),
