@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.cli.progress import busy
 
 if TYPE_CHECKING:
     from mist_megatron.ask.fit_memory import FittedMemory
@@ -38,7 +39,8 @@ def fit_memory(
     """Learns what runs took beyond the memory that is computed, with a margin from groups held out."""
     from mist_megatron.ask.fit_memory import fit_memory_of
 
-    fitted = fit_memory_of(runs, out, base=profile, framework=framework, force=force)
+    with busy("predicting and fitting"):
+        fitted = fit_memory_of(runs, out, base=profile, framework=framework, force=force)
     output.finish(fitted.to_dict())
     if not output.json:
         for one, samples in zip(fitted.learned, fitted.samples, strict=True):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.cli.progress import busy
 from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def _measurements(
     for path in files:
         if files.count(path) > 1:
             raise InputError(f"{path} is given twice")
-    imported = _imported(files, hints, kind)
+    with busy("reading"):
+        imported = _imported(files, hints, kind)
     conditions = [item for one in imported.values() for item in one.conditions]
     points = [point for one in imported.values() for point in one.points]
     write_file(out, write_measurements(conditions, points), force=force)

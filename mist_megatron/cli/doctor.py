@@ -13,6 +13,7 @@ from typing import Literal
 import typer
 
 from mist_megatron.cli.output import OutputOptions, table
+from mist_megatron.cli.progress import busy
 from mist_megatron.errors import MistError, visible
 
 State = Literal["ok", "missing", "broken"]
@@ -73,7 +74,8 @@ class Surroundings:
 
 def doctor(*, output: OutputOptions) -> None:
     """Says what is missing here, and for which feature; exit code 2 when the tuner itself cannot work."""
-    checks = examine(Surroundings())
+    with busy("looking"):
+        checks = examine(Surroundings())
     works = not any(check.required and check.state != "ok" for check in checks)
     output.finish({"works": works, "checks": [asdict(check) for check in checks]})
     if not output.json:

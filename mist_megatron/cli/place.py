@@ -10,6 +10,7 @@ import typer
 
 from mist_megatron.cli.output import OutputOptions
 from mist_megatron.cli.output_file import check_output_file
+from mist_megatron.cli.progress import busy
 from mist_megatron.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,10 +48,11 @@ def place(
         check_output_file("--out", out, read=(plan, links), example="placed.yaml")
         if out.exists() and not force:
             raise InputError(f"{out} exists", details=("try: --force, or another --out",))
-    placed = place_plan(
-        plan, links=links, avoid=tuple(avoid or ()), spare=spare, gpus_at_once=gpus_at_once, seed=seed,
-        evaluations=evaluations,
-    )  # fmt: skip
+    with busy("pricing orders of nodes"):
+        placed = place_plan(
+            plan, links=links, avoid=tuple(avoid or ()), spare=spare, gpus_at_once=gpus_at_once, seed=seed,
+            evaluations=evaluations,
+        )  # fmt: skip
     if out is not None:
         write_file(out, plan_to_yaml(placed.plan), force=force)
     output.finish({**placed.to_dict(), "out": None if out is None else str(out)})

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from mist_megatron.cli.output import console
 
@@ -21,9 +28,17 @@ Report = Callable[[int, int], None]
 @contextmanager
 def progress_bar(what: str) -> Iterator[Report]:
     """On stderr, where that is a terminal."""
-    with _bar(what, TimeElapsedColumn()) as bar:
+    with _bar(what, MofNCompleteColumn(), TimeElapsedColumn()) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """The same where nobody knows how much there is to do."""
+    with _bar(what, TimeElapsedColumn()) as bar:
+        bar.add_task("", total=None)
+        yield
 
 
 @contextmanager
@@ -43,7 +58,9 @@ def search_watch() -> Iterator[Watch]:
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        with _bar("searching", TextColumn("{task.description}"), TimeElapsedColumn()) as bar:
+        with _bar(
+            "searching", MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        ) as bar:
             task = bar.add_task("", total=None)
 
             def progress(done: int, total: int, best_s: float) -> None:
@@ -64,10 +81,10 @@ def search_watch() -> Iterator[Watch]:
 
 
 @contextmanager
-def _bar(what: str, *more: TextColumn | TimeElapsedColumn) -> Iterator[Progress]:
+def _bar(what: str, *more: ProgressColumn) -> Iterator[Progress]:
     """One that is not shown is not started: rich before 15 ends it with an empty line even then."""
     err = console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), *more)
+    columns = (TextColumn(what), BarColumn(), *more)
     bar = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
     if not err.is_terminal:
         yield bar

@@ -12,6 +12,7 @@ from rich.markup import escape
 from mist_megatron.cli.expand import OptionGroup
 from mist_megatron.cli.output import OutputOptions
 from mist_megatron.cli.output_file import check_output_file
+from mist_megatron.cli.progress import busy
 from mist_megatron.errors import InputError
 
 PANEL = "What if"
@@ -129,12 +130,13 @@ def replay(
         raise InputError("no trace is given; wanted files or folders", details=("try: --how torch",))
     if trace is not None:
         check_output_file("--trace", trace, read=tuple(traces), example="replayed.json")
-    played = replay_traces(
-        [*traces], step=step, scale=what_if.scale, gpu=what_if.gpu, dp=what_if.dp, layers=what_if.layers,
-        micro_batches=what_if.micro_batches, pp=what_if.pp, hidden=what_if.hidden, ffn=what_if.ffn,
-        tp=what_if.tp, against=plan.against, recalibrate=plan.target(), waits=waits,
-        partial=partial, trace=trace,
-    )  # fmt: skip
+    with busy("reading and playing"):
+        played = replay_traces(
+            [*traces], step=step, scale=what_if.scale, gpu=what_if.gpu, dp=what_if.dp, layers=what_if.layers,
+            micro_batches=what_if.micro_batches, pp=what_if.pp, hidden=what_if.hidden, ffn=what_if.ffn,
+            tp=what_if.tp, against=plan.against, recalibrate=plan.target(), waits=waits,
+            partial=partial, trace=trace,
+        )  # fmt: skip
     output.finish(played.to_dict())
     if output.json:
         return

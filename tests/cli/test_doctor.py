@@ -8,8 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from mist_megatron.cli import doctor
+from mist_megatron.cli import doctor, progress
 from mist_megatron.cli.doctor import Surroundings, examine
 
 
@@ -127,3 +128,16 @@ def test_extras_are_named_as_they_are_called() -> None:
     wanted = extras["optional-dependencies"]
     for package, extra in doctor.EXTRAS.items():
         assert any(need.startswith(package) for need in wanted[extra])
+
+
+def test_what_takes_seconds_says_so_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
+    def shown(terminal):
+        monkeypatch.setattr(
+            progress, "console", lambda stderr: Console(stderr=stderr, force_terminal=terminal)
+        )
+        with progress.busy("looking"):
+            pass
+        return capsys.readouterr()
+
+    assert "looking" in shown(True).err and not shown(True).out
+    assert shown(False) == ("", "")
