@@ -314,6 +314,13 @@ WRONG = [
     ("--overlap-param-gather --overlap-grad-reduce", "--use-distributed-optimizer"),
     ("--overlap-param-gather --use-distributed-optimizer", ""),
     ("--use-megatron-fsdp", ""),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor", ""),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --optimizer muon", ""),
+    (
+        "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy no_shard "
+        "--init-model-with-meta-device",
+        "",
+    ),
     ("--tp-comm-overlap", "--sequence-parallel"),
     ("--num-layers-per-virtual-pipeline-stage 2", ""),
     ("--max-position-embeddings 128", ""),

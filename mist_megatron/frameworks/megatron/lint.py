@@ -291,8 +291,18 @@ def _sharding(read: Reader) -> Iterator[Finding]:
             yield _say("rejected", "overlap-param-gather", "needs --overlap-grad-reduce (A:1023)")
     if read.has("data-parallel-sharding-strategy") and not read.has("use-megatron-fsdp"):
         yield _say("ignored", "data-parallel-sharding-strategy", "acts with --use-megatron-fsdp only")
-    if read.has("use-megatron-fsdp") and (read.word("ckpt-format") or "torch_dist") != "fsdp_dtensor":
+    if read.has("use-megatron-fsdp"):
+        yield from _fsdp(read)
+
+
+def _fsdp(read: Reader) -> Iterator[Finding]:
+    if (read.word("ckpt-format") or "torch_dist") != "fsdp_dtensor":
         yield _say("rejected", "use-megatron-fsdp", "needs --ckpt-format fsdp_dtensor (A:1150)")
+    if (read.word("optimizer") or "adam") not in ("sgd", "adam"):
+        yield _say("rejected", "optimizer", "Megatron-FSDP takes sgd or adam (A:1127)")
+    whole = read.word("data-parallel-sharding-strategy") == "no_shard"
+    if whole and read.has("init-model-with-meta-device"):
+        yield _say("rejected", "init-model-with-meta-device", "needs sharded weights (A:1160)")
 
 
 def _parallel(read: Reader) -> Iterator[Finding]:
