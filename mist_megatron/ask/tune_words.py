@@ -229,13 +229,14 @@ def _checked_out(words: TuneWords) -> Path | None:
     out = Path(named)
     try:
         is_file, is_full = out.exists() and not out.is_dir(), out.is_dir() and any(out.iterdir())
+        whole = out.absolute()  # the working folder may have been deleted
     except OSError as error:
         raise InputError(f"--out {out} cannot be used: {error.strerror or error}") from None
     if is_file:
         raise InputError(f"--out {out} is a file; wanted a folder")
     if is_full and not words["force"]:
         raise InputError(f"output folder {out} is not empty", details=("try: --force, or another --out",))
-    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    there = next(folder for folder in (whole, *whole.parents) if folder.exists())
     if not there.is_dir():
         raise InputError(f"--out {out} cannot be made: {there} is a file")
     if not os.access(there, os.W_OK | os.X_OK):

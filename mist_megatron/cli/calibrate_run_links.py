@@ -103,6 +103,6 @@ def check_new(out: Path) -> None:
         raise InputError(f"--out is {out}; wanted a name that ends in .yaml")
     if out.exists():
         raise InputError(f"{out} exists", details=("nothing was measured", "try: another --out"))
-    folder = out.absolute().parent
+    folder = out.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"--out {out} cannot be written: {folder} is no folder that may be written to")

@@ -70,6 +70,25 @@ def test_a_folder_below_a_file_is_told_as_that(mist, tmp_path: Path) -> None:  #
     assert ran.err == f"error: --out notes/run/a cannot be made: {tmp_path / 'notes'} is a file\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["tune", "--model", "gpt3-175b", "--gpus", "1024"], "--out x.yaml cannot be used: "),
+        (["emit", "PLAN"], "cannot write x.yaml: "),
+    ],
+)
+def test_a_working_folder_that_was_deleted_is_one_line(tmp_path: Path, words: list[str], told: str) -> None:
+    """`tune` ended in a traceback."""
+    words = [recipe() if word == "PLAN" else word for word in words]
+    command = (
+        f'mkdir gone; cd gone; rmdir ../gone; exec "{sys.executable}" -m mist_megatron "$@" --out x.yaml'
+    )
+    ran = subprocess.run(["sh", "-c", command, "sh", *words], cwd=tmp_path, capture_output=True, text=True)
+    lines = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert ran.returncode == 2 and lines[0].startswith(f"error: {told}")
+    assert "Traceback" not in ran.stderr
+
+
 def test_a_trace_never_replaces_the_answer(mist, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """/dev/stdout stands for the file that the shell opened for the answer: it was replaced, and lost."""
     words = ("simulate", recipe(), "--trace", "/dev/stdout", "--json")
