@@ -14,8 +14,7 @@ from types import MappingProxyType
 from typing import cast, get_args
 
 from mist_megatron.calibrate.cells import Cells, Inexpressible, MeasuredRow
-from mist_megatron.calibrate.offloaded_modules import KNOWN, offloaded_share
-from mist_megatron.calibrate.table_models import model_named
+from mist_megatron.calibrate.table_models import KNOWN, model_named, offloaded_share
 from mist_megatron.errors import InputError
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mist_megatron.calibrate.offloaded_modules import offloaded_share
+from mist_megatron.calibrate.table_models import offloaded_share
 from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.model import ModelSpec
 

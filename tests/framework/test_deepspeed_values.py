@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mist_megatron.frameworks.deepspeed.key_classes import UNPRICED
 from mist_megatron.frameworks.deepspeed.read import read_config
 from mist_megatron.frameworks.deepspeed.schema import schema_from_text
+from mist_megatron.frameworks.deepspeed.values import UNPRICED
 
 runtime = pytest.importorskip("deepspeed.runtime.config")
 

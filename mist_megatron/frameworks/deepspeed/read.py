@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mist_megatron.errors import InputError
-from mist_megatron.frameworks.deepspeed.key_classes import unpriced_keys
 from mist_megatron.frameworks.deepspeed.patches import OF_TARGET, PATCH_OF, Patch
 from mist_megatron.frameworks.deepspeed.schema import UNMODELLED, DeepSpeedSchema
-from mist_megatron.frameworks.deepspeed.values import ON_WORDS, short, wrong_values
+from mist_megatron.frameworks.deepspeed.values import ON_WORDS, short, unpriced_keys, wrong_values
 from mist_megatron.frameworks.findings import Finding
 from mist_megatron.spec.plan import Plan
 
