@@ -199,6 +199,18 @@ def test_patterns_that_say_no_model_are_refused(pattern: str, words: str) -> Non
     assert "\n" not in caught.value.message
 
 
+def test_a_pattern_tells_how_many_layers_there_are(tmp_path: Path) -> None:
+    """Megatron needs no --num-layers beside it."""
+    texts = artifacts(HYBRIDS["nemotron without experts"], SOURCES)
+    with_it, without = tmp_path / "with.sh", tmp_path / "without.sh"
+    with_it.write_text(texts["args.sh"], "utf-8")
+    without.write_text(texts["args.sh"].replace("  --num-layers 52\n", ""), "utf-8")
+    times = [lint(path, gpu="h100-sxm-80gb", gpus=8).prediction for path in (with_it, without)]
+    assert times[0] is not None and times[1] is not None
+    assert times[1].iteration_s == times[0].iteration_s
+    assert without.read_text("utf-8") != with_it.read_text("utf-8")
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_bridge_says_the_same_as_the_arguments(name: str) -> None:
     texts = artifacts(PLANS[name], SOURCES)

@@ -157,9 +157,10 @@ def open_findings(options: Options, maybe: Mapping[str, str]) -> Iterator[Findin
 
 
 def missing_sizes(options: Options) -> Iterator[Finding]:
-    """Flags without which nothing can be priced."""
+    """Flags without which nothing can be priced; a pattern of layers tells how many there are."""
+    told = {"num-layers"} if "hybrid-layer-pattern" in options else set[str]()
     for name in _SIZES:
-        if name not in options:
+        if name not in options and name not in told:
             yield Finding(level="open", key=f"--{name}", message="missing: it is needed to price the run")
 
 
