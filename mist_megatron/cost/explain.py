@@ -37,7 +37,7 @@ class Section:
 
 def symbol_table() -> tuple[Line, ...]:
     """Every symbol and its meaning."""
-    return tuple(Line(str(symbol), meaning) for symbol, meaning in symbols.MEANINGS.items())
+    return tuple(Line(symbol.name, meaning) for symbol, meaning in symbols.MEANINGS.items())
 
 
 def explain(job: Job, role: StageRole) -> tuple[Section, ...]:
