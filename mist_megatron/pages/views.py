@@ -217,6 +217,10 @@ def busy(played: Simulation) -> Chart:
     return Chart(key="busy", title="Who is busy", note=note, bars=tuple(bars))
 
 
+def _lane(stream: int) -> str:
+    return STREAM_NAMES[stream].replace("gpu_gpu", "between GPUs").replace("_", " ")
+
+
 def timeline(played: Simulation, most: int = MOST_EVENTS) -> Timeline:
     """Events as whole microseconds; where there are too many, neighbours of one kind become one, and what is
     still too much is left out from the end."""
@@ -238,7 +242,7 @@ def timeline(played: Simulation, most: int = MOST_EVENTS) -> Timeline:
     places = {"lane": _places(lanes), "kind": _places(kinds), "name": _places(names)}
     return Timeline(
         span_us=max((event.start_us + event.us for event in bars), default=1),
-        lanes=tuple(f"stage {stage}: {STREAM_NAMES[stream].replace('_', ' ')}" for stage, stream in lanes),
+        lanes=tuple(f"stage {stage}: {_lane(stream)}" for stage, stream in lanes),
         kinds=tuple(kinds),
         names=tuple(names),
         numbers=tuple(
