@@ -63,12 +63,16 @@ def launchers(sources: LaunchSources, facts: Mapping[str, object]) -> dict[str, 
 
 def node_kinds(cluster: ClusterSpec) -> list[tuple[str, int, str]]:
     """Of each group of a mixed cluster: a pattern of what drivers call its GPUs, its nodes, and its GPU."""
-    parts = [group.gpu.name.split("-") for group in cluster.groups]
+    parts = [plain_word(group.gpu.name).split("-") for group in cluster.groups]
     models = [re.sub(r"^([a-z]+)(?=\d)", r"\1 ?", part[0]).upper() for part in parts]
     models = [model.replace(" ?", "") if model.startswith(SHORT) else model for model in models]
-    alike = len(set(models)) < len({group.gpu.name for group in cluster.groups})
+    alike = len(set(models)) < len({plain_word(group.gpu.name) for group in cluster.groups})
     return [
-        (rf"\b{model}\b" + (f".*{part[-1].upper()}" if alike else ""), group.nodes, group.gpu.name)
+        (
+            rf"\b{model}\b" + (f".*{part[-1].upper()}" if alike else ""),
+            group.nodes,
+            plain_word(group.gpu.name),
+        )
         for model, part, group in zip(models, parts, cluster.groups, strict=True)
     ]
 
@@ -85,7 +89,7 @@ def launch_facts(
     `package`: ranks need `mist_patches`, for patches, for arguments of their own stage or for a place of
     their own. `resized`: storages leave the GPU and come back.
     """
-    name = f"{plan.model.name}-{re.sub(' x ', 'x', plan.cluster.words).replace(' + ', '-')}"
+    name = plain_word(f"{plan.model.name}-{plan.cluster.words.replace(' x ', 'x')}")
     gpu = plan.cluster.gpu.name
     return {
         "framework": framework,
@@ -102,8 +106,13 @@ def launch_facts(
         "resized_storages": resized,
         # Nodes by name: ranks follow the names, wherever the launcher starts them.
         "named": plan.cluster.links.matrix is not None,
-        "sky_gpu": SKY_NAMES.get(gpu, gpu.split("-")[0].upper()),
+        "sky_gpu": SKY_NAMES.get(gpu, plain_word(gpu.split("-")[0].upper())),
     }
+
+
+def plain_word(name: str) -> str:
+    """A plan may be somebody else's: its names stand in scripts, and where sbatch reads word by word."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")
 
 
 def render(sources: LaunchSources, template: str, facts: Mapping[str, object]) -> str:

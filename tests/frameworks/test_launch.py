@@ -436,3 +436,20 @@ def test_models_of_unlike_layers_are_not_offered_to_megatron_deepspeed() -> None
     for name in ("args.sh", "train.sh", "deepspeed_launcher.sh"):
         assert "egatron" not in files[name].replace("MEGATRON_LM", ""), name
     assert "HUGGINGFACE_ARGS" in files["args.sh"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a b --mail-user=x", "$(touch OWNED)", "}`touch OWNED`", 'x"; touch OWNED; "']
+)
+def test_names_of_others_are_words_and_nothing_else(name: str, tmp_path: Path) -> None:
+    """A model's name began options of sbatch, and what it held ran when env.sh was read."""
+    plan = next(iter(PLANS.values()))
+    gpu = replace(plan.cluster.gpu, name=f"{name}-80gb")
+    plan = replace(plan, model=replace(plan.model, name=name), cluster=replace(plan.cluster, gpu=gpu))
+    write_artifacts(tmp_path, artifacts(plan, SOURCES))
+    subprocess.run(["bash", "-c", ". ./env.sh"], cwd=tmp_path, capture_output=True, check=False)
+    assert not (tmp_path / "OWNED").exists()
+    (job,) = (line for line in (tmp_path / "slurm.sbatch").read_text().splitlines() if "job-name" in line)
+    assert len(job.split()) == 2
+    sky = yaml.safe_load((tmp_path / "skypilot.yaml").read_text())
+    assert sky["resources"]["accelerators"].endswith(f":{plan.cluster.gpus_per_node}")
