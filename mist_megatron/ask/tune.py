@@ -394,7 +394,7 @@ def proof_words(tuned: Tuned) -> str:
         proof = f"{result.status.value}: within {result.gap:.1%} of the bound {result.bound_s:.4g} s"
     return (
         f"{proof} ({left_out_words(tuned)}{result.tally.priced:,} configurations priced, "
-        f"{result.shapes_solved} of {result.shapes} shapes solved, {tuned.seconds:.1f} s)"
+        f"{result.shapes_solved:,} of {result.shapes:,} shapes solved, {tuned.seconds:.1f} s)"
     )
 
 
