@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,8 +30,6 @@ from mist_megatron.traces.columns import Trace
 from mist_megatron.traces.reader import HOW, Reading, read_trace
 
 ENDINGS = (".json", ".json.gz")
-_OTHERS = re.compile(r"mtia|npu|ascend|xpu|hpu|privateuse", re.IGNORECASE)
-"""Categories of devices other than GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -270,15 +267,14 @@ def in_order(traces: Sequence[Trace]) -> tuple[list[Trace], list[str]]:
 
 def _check(trace: Trace, notes: list[str]) -> None:
     """What cannot be played, and what can only in part."""
-    if not len(trace):
-        seen = ", ".join(sorted(trace.dropped)[:4])
+    if not len(trace) and not trace.other_devices:
+        seen = ", ".join(sorted(trace.dropped.keys() - {"None"})[:4])
         others = f" (only {seen})" if seen else ""
         raise InputError(
             f"{trace.where}: {trace.events_read:,} events, but no operator, call or kernel of a GPU{others}",
             details=(HOW,),
         )
-    unknown = sorted(name for name in trace.dropped if _OTHERS.search(name))
-    gpu = trace.on_gpu
+    unknown, gpu = trace.other_devices, trace.on_gpu
     if unknown and not gpu.any():
         told = f"of a device that replay does not know ({', '.join(unknown[:3])}); wanted a GPU's"
         raise InputError(f"{trace.where}: {told}", details=(HOW,))

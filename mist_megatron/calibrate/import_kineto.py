@@ -67,11 +67,22 @@ def read_kineto(traces: Sequence[Trace], hints: Sequence[Hints]) -> list[Importe
     return [_told(trace, work, hint) for trace, work, hint in zip(traces, kept, hints, strict=True)]
 
 
+def _missing(trace: Trace) -> str:
+    """What would have had to be recorded."""
+    if trace.other_devices and not trace.on_gpu.any():
+        return (
+            f"it is of a device that is not known here ({', '.join(trace.other_devices[:3])}); wanted a GPU's"
+        )
+    if not trace.on_gpu.any():
+        return "nothing in it ran on a GPU"
+    return "none of them has usual sizes" if trace.shape_table else "shapes were not recorded"
+
+
 def _told(trace: Trace, work: _Found, hints: Hints) -> Imported:
     if not work.seconds:
         raise InputError(
             f"{trace.where}: {trace.events_read} events, but no product, attention, copy or "
-            "collective with its size",
+            f"collective with its size: {_missing(trace)}",
             details=(
                 *(f"{reason}: {count}" for reason, count in work.left_out.items()),
                 "try: torch.profiler with CUDA activities and record_shapes=True",

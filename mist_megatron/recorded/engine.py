@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
 
 from mist_megatron.recorded.graph import Floats, Graph, Ints
+
+AT_ONCE = 1 << 16
+"""Nodes whose numbers are Python's at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +38,36 @@ def play(graph: Graph, change: Change | None = None) -> Played:
     made = change or Change()
     edges = graph.edges
     count = len(graph.nodes)
-    own = (graph.nodes.own_ns if made.own_ns is None else made.own_ns).tolist()
-    lag = (edges.lag_ns if made.lag_ns is None else made.lag_ns).tolist()
-    rest = (graph.rest_ns if made.rest_ns is None else made.rest_ns).tolist()
-    end_rest = (graph.end_rest_ns if made.end_rest_ns is None else made.end_rest_ns).tolist()
-    floor, source, at_end = graph.floor_ns.tolist(), edges.source.tolist(), edges.at_end.tolist()
-    bounds = np.searchsorted(edges.target, np.arange(count + 1)).tolist()
-    times = [0.0] * (2 * count)
-    cause = [-1] * count
-    edge = 0
-    for node in range(count):
-        start, last, late, bound = floor[node], -1, float("-inf"), bounds[node + 1]
-        while edge < bound:
-            at = times[source[edge]] + lag[edge]
-            if at_end[edge]:
-                if at > late:
-                    late = at
-            elif at > start:
-                start, last = at, edge
-            edge += 1
-        start += rest[node]
-        end = start + own[node]
-        if late > end:
-            end = late
-        times[2 * node] = start
-        times[2 * node + 1] = end + end_rest[node]
-        cause[node] = last
-    played = np.array(times)
-    return Played(played[0::2], played[1::2], np.array(cause, np.int64))
+    by_node = (
+        graph.floor_ns, np.searchsorted(edges.target, np.arange(count), "right"),
+        graph.rest_ns if made.rest_ns is None else made.rest_ns,
+        graph.nodes.own_ns if made.own_ns is None else made.own_ns,
+        graph.end_rest_ns if made.end_rest_ns is None else made.end_rest_ns,
+    )  # fmt: skip
+    by_edge = (edges.source, edges.lag_ns if made.lag_ns is None else made.lag_ns, edges.at_end)
+    times, cause = array("d", bytes(16 * count)), np.empty(count, np.int64)
+    edge = slot = 0
+    for begin in range(0, count, AT_ONCE):
+        columns = [column[begin : begin + AT_ONCE].tolist() for column in by_node]
+        until = columns[1][-1]
+        source, lag, at_end = (column[edge:until].tolist() for column in by_edge)
+        before, causes = edge, []
+        for start, bound, rest, own, end_rest in zip(*columns, strict=True):
+            last, late = -1, float("-inf")
+            while edge < bound:
+                at = times[source[edge - before]] + lag[edge - before]
+                if at_end[edge - before]:
+                    if at > late:
+                        late = at
+                elif at > start:
+                    start, last = at, edge
+                edge += 1
+            start += rest
+            end = start + own
+            times[slot] = start
+            times[slot + 1] = (late if late > end else end) + end_rest
+            slot += 2
+            causes.append(last)
+        cause[begin : begin + AT_ONCE] = causes
+    played = np.frombuffer(times)
+    return Played(played[0::2], played[1::2], cause)

@@ -6,6 +6,7 @@ a trace has a hundred thousand events of a few hundred kinds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -91,6 +92,9 @@ class Flow:
     starts: bool
 
 
+_OTHERS = re.compile(r"mtia|npu|ascend|xpu|hpu|privateuse", re.IGNORECASE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """One rank's trace, ordered by start; of those that start together the longer comes first."""
@@ -144,6 +148,11 @@ class Trace:
     @property
     def on_gpu(self) -> Mask:
         return np.asarray(self.kind >= Kind.KERNEL)
+
+    @property
+    def other_devices(self) -> list[str]:
+        """Categories of what ran on devices other than GPUs, which nothing here knows."""
+        return sorted(name for name in self.dropped if _OTHERS.search(name))
 
     def name_of(self, event: int) -> str:
         return self.names[int(self.name[event])]

@@ -254,7 +254,15 @@ def test_ranks_of_a_trace_on_nodes():
         (trace(op(1, *MM), kernel(1, "90 us")), "dur is '90 us'"),
         (trace(op(1, *MM), kernel(1, 90.0))[:-30], "cut off at traceEvents[3]"),
         (trace(op(1, *MM), kernel(1, 0.001)), "no hardware exceeds"),
-        (trace(op(1, *MM)), "no product, attention, copy or collective"),
+        (
+            trace(op(1, *MM)),
+            "no product, attention, copy or collective with its size: nothing in it ran on a GPU",
+        ),
+        (
+            trace(op(1, *MM), [{**one, "cat": "mtia_ccp_events"} for one in kernel(1, 9.0)]),
+            "not known here (mtia_ccp_events)",
+        ),
+        (trace(kernel(1, 9.0)), "shapes were not recorded"),
         (trace(op(1, *MM), kernel(1, 10**400)), "wanted microseconds"),
         (trace(op(1, "aten::mm", [[10**400, 8], [8, 8]]), kernel(1, 9.0)), "no product"),
         (trace(5), "traceEvents[1] is no object"),
