@@ -346,12 +346,13 @@ def _interval(places: Places, matrix: LinkMatrix, nodes: Sequence[int], seed: in
 
 
 def _as_predicted(interval: tuple[float, float], costs: Array, gain: float) -> tuple[float, float]:
-    """The interval around what `predict` says of both orders: draws are priced by the formula that ranked
-    them, which may count a slow link more often than it stops a step."""
-    share = (1.0 + gain) * float(costs[1] / costs[0]) if costs[0] > 0.0 else 1.0
-    if not math.isfinite(share) or abs(share - 1.0) < LEAST_GAIN:
+    """The interval as `predict` would say it of both orders: draws are priced by the formula that ranked
+    them, which may count a slow link more often than it stops a step. What noise alone explains is no gain by
+    either."""
+    priced = float(costs[0] / costs[1]) - 1.0
+    if not (math.isfinite(gain) and priced > LEAST_GAIN):
         return interval
-    low, high = ((1.0 + end) * share - 1.0 for end in interval)
+    low, high = (end * gain / priced for end in interval)
     return low, high
 
 

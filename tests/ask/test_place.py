@@ -123,6 +123,18 @@ def test_what_is_within_the_noise_is_not_taken(placed):
     assert any("no pair was measured twice" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(("text", "seed"), [(CHAIN, 6), (CHUNKS, 5)])
+def test_what_noise_explains_moves_nothing_by_either_formula(placed, text, seed):
+    """Sends, which the formula of the draws and `predict` price differently: where repeats are as far apart
+    as the links, no order has a gain. An interval shifted by what tells them apart said +1 and +3 %."""
+    random = np.random.default_rng(seed)
+    rates = 0.1e9 * np.exp(random.normal(0.0, 0.15, (4, 4)))
+    found = placed(plan_from_text(text), matrix_of(np.minimum(rates, rates.T), spread=0.25, repeats=1))
+    assert found.found_gain > 0.04
+    assert found.interval == pytest.approx((0.0, 0.0), abs=1e-9)
+    assert found.kept_default
+
+
 def test_dead_and_unmeasured_links(placed):
     rates = same(4)
     rates[0, 2] = rates[2, 0] = rates[0, 3] = rates[3, 0] = 0.0
