@@ -10,7 +10,7 @@ import jinja2
 
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.flags import Flags, shell_array
-from mist_megatron.frameworks.stages_json import follows_names
+from mist_megatron.frameworks.stages_json import follows_names, hosts_document
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.plan import Plan
 
@@ -106,6 +106,7 @@ def launch_facts(
         "resized_storages": resized,
         # Nodes by name: ranks follow the names, wherever the launcher starts them.
         "named": plan.cluster.links.matrix is not None,
+        "checked": bool(hosts_document(plan).get("links")),
         "sky_gpu": SKY_NAMES.get(gpu, plain_word(gpu.split("-")[0].upper())),
     }
 

@@ -391,21 +391,58 @@ def test_rank_map_is_turned_round() -> None:
     assert json.loads(artifacts(PLANS["megatron"], SOURCES)["stages.json"])["rank_of_gpu"] is None
 
 
-def test_plans_that_name_their_nodes_say_so_to_every_launcher() -> None:
-    """Links make names: ranks follow them, a job that got other nodes is told which it got."""
-    plain = PLANS["megatron"]
+def on_named_nodes(plain: Plan) -> Plan:
+    """A plan that was placed on nodes whose links were measured."""
     count = plain.cluster.nodes
     rows = tuple(tuple(None if a == b else 1e10 for b in range(count)) for a in range(count))
     matrix = LinkMatrix(hosts=tuple(f"n{k}" for k in range(count)), bytes_per_s=rows, gpus_at_once=4)
-    links = replace(plain.cluster.links, matrix=matrix)
-    placed = replace(
+    return replace(
         plain,
-        cluster=replace(plain.cluster, links=links),
+        cluster=replace(plain.cluster, links=replace(plain.cluster.links, matrix=matrix)),
         provenance={"placement": {"hosts": list(matrix.hosts), "spares": ["n9"]}},
     )
+
+
+@pytest.mark.parametrize("script", ["train.sh", "deepspeed_launcher.sh"])
+def test_links_that_are_not_what_they_were_stop_the_run(script: str, tmp_path: Path) -> None:
+    """The check runs first, on every node; what it says ends the script before any training starts."""
+    folder, tools = tmp_path / "out", tmp_path / "bin"
+    write_artifacts(folder, artifacts(on_named_nodes(PLANS["deepspeed"]), SOURCES))
+    (folder / "hostfile").write_text("n0 slots=4\nn1 slots=4\n")
+    tools.mkdir()
+    body = 'echo "$0 $*"; [[ "$*" == *links_check* && -n "${SLOW:-}" ]] && exit 1; exit 0'
+    for name, does in {"torchrun": body, "deepspeed": body, "python3": "echo n0; echo n1"}.items():
+        (tools / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tools / name).chmod(0o755)
+
+    def started(**environment: str) -> tuple[int, list[str]]:
+        clean = {"PATH": f"{tools}:/usr/bin:/bin", "TRAINER": "huggingface", "TRAIN_SCRIPT": "/mine.py"}
+        done = subprocess.run(
+            ["bash", str(folder / script)],
+            env={**clean, "MASTER_PORT": "29500", **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, [line for line in done.stdout.splitlines() if str(tools) in line]
+
+    code, (check, training) = started()
+    assert code == 0 and "mist_patches.links_check" in check and "/mine.py" in training
+    assert check.index("29501") > check.index("29500") and "29501" not in training
+    code, calls = started(SLOW="1")
+    assert code == 1 and len(calls) == 1
+    code, calls = started(SLOW="1", CHECK_LINKS="0")
+    assert code == 0 and len(calls) == 1 and "/mine.py" in calls[0]
+
+
+def test_plans_that_name_their_nodes_say_so_to_every_launcher() -> None:
+    """Links make names: ranks follow them, a job that got other nodes is told which it got."""
+    plain = PLANS["megatron"]
+    placed = on_named_nodes(plain)
     files, before = artifacts(placed, SOURCES), artifacts(plain, SOURCES)
     document = json.loads(files["stages.json"])
-    assert (document["hosts"], document["spare_hosts"]) == (list(matrix.hosts), ["n9"])
+    hosts = [f"n{k}" for k in range(plain.cluster.nodes)]
+    assert (document["hosts"], document["spare_hosts"]) == (hosts, ["n9"])
     assert all(rate == 1e10 for _, _, rate in document["links"])
     assert not list(shape_problems(document))
     assert check_stages(document, "stages.json")
