@@ -120,7 +120,7 @@ def main() -> None:
     measured = measure(document, chosen.message_mib << 20)
     told = problems(document, measured)
     if os.environ["RANK"] == "0":
-        print("\n".join(told) or f"mist: {len(measured)} links are as measured")  # noqa: T201 - a program's answer
+        print("\n".join(told) or f"mist: links as measured: {len(measured)}")  # noqa: T201 - a program's answer
     if told:
         raise SystemExit(1)
 
