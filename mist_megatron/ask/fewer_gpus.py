@@ -17,10 +17,32 @@ from mist_megatron.search.ways import Way, questions_of
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 
+Search = Callable[[AskedJob, Settings], Tuned]
 
-def on_fewer(
-    asked: AskedJob, whole: Tuned, settings: Settings, search: Callable[[AskedJob, Settings], Tuned]
-) -> Tuned:
+
+def on_as_many(asked: AskedJob, space: Space, settings: Settings, search: Search) -> Tuned:
+    """The fastest on the job's GPUs, or on as many of them as sizes that are fixed leave in use: what was
+    told of fewer may be asked again."""
+    try:
+        whole = search(asked, settings)
+    except InputError:
+        smaller = _with_fixed_sizes(asked, space, settings)
+        if smaller is None:
+            raise
+        return search(smaller, settings)
+    return _on_fewer(asked, whole, settings, search)
+
+
+def _with_fixed_sizes(asked: AskedJob, space: Space, settings: Settings) -> AskedJob | None:
+    job, fixed = asked.job, settings.limits.fixed
+    if not may_be_fewer(job, space, settings) or not {"pp", "dp", "tp"} <= fixed.keys():
+        return None
+    gpus = fixed["pp"] * fixed["dp"] * fixed["tp"] * fixed.get("cp", 1)
+    cluster = next((one for one in _smaller(job.cluster) if one.gpus == gpus), None)
+    return None if cluster is None else replace(asked, job=replace(job, cluster=cluster))
+
+
+def _on_fewer(asked: AskedJob, whole: Tuned, settings: Settings, search: Search) -> Tuned:
     """The fastest on the job's GPUs or fewer of them. A number on which layers alone take as long as the best
     so far is passed over; the others are searched for what is faster."""
     job, best = asked.job, whole

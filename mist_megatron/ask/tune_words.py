@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Unpack, get_args
 
-from mist_megatron.ask.fewer_gpus import on_fewer
+from mist_megatron.ask.fewer_gpus import on_as_many
 from mist_megatron.ask.gpu_counts import NumberWords, on_best_number, wanted_number
 from mist_megatron.ask.job_words import AskedJob, asked_job
 from mist_megatron.ask.links import load_links
@@ -127,8 +127,7 @@ def tune(
     try:
         with worker_pool(workers) if executor is None else nullcontext(executor) as pool:
             if asked is not None:
-                searched = search(asked, settings)
-                searched = searched if nodes else on_fewer(asked, searched, settings, search)
+                searched = search(asked, settings) if nodes else on_as_many(asked, space, settings, search)
             elif number is not None:
                 searched = on_best_number(number, words, settings, search)
     except StoppedEmpty:

@@ -59,4 +59,6 @@ MEGATRON_ARGS=(
   --overlap-param-gather
   --tp-comm-overlap
   --cross-entropy-loss-fusion
+  --recompute-granularity selective
+  --recompute-modules layernorm moe_act
 )

@@ -39,7 +39,7 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend fused
-  --micro-batch-size 2
+  --micro-batch-size 1
   --global-batch-size 512
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 1
@@ -57,6 +57,4 @@ MEGATRON_ARGS=(
   --overlap-grad-reduce
   --overlap-param-gather
   --cross-entropy-loss-fusion
-  --recompute-granularity selective
-  --recompute-modules layernorm moe_act
 )

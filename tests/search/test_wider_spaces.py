@@ -130,6 +130,11 @@ def test_fewer_gpus_over_slow_links():
     assert found.plan.cluster.gpus < 8 and "of the 8 GPUs are faster than all" in found.notes[0]
     assert "on any whole nodes, or part of one" in repr(found).replace("\n    ", " ")
     assert "on all GPUs" in repr(each[8]).replace("\n    ", " ")
+    stage = found.plan.stages[0]
+    fix = [f"pp={len(found.plan.stages)},dp={stage.dp},tp={stage.tp}"]
+    assert tune_words(**{**words, "fix": fix}).iteration_s == found.iteration_s
+    with pytest.raises(InputError, match="dp=3: wanted one of"):
+        tune_words(**{**words, "fix": ["pp=1,dp=3,tp=1"]})
 
 
 def test_numbers_on_which_layers_alone_take_too_long_are_passed_over():
