@@ -33,9 +33,10 @@
       pen.clearRect(0, 0, canvas.clientWidth, height);
       pen.font = "12px system-ui, sans-serif";
       pen.fillStyle = style.getPropertyValue("--soft");
-      for (let tick = 0; tick <= 5; tick++) {
-        const us = from + (to - from) * tick / 5;
-        pen.textAlign = tick === 5 ? "right" : "left";
+      const ticks = Math.min(Math.max(Math.floor(width() / 110), 1), 5);
+      for (let tick = 0; tick <= ticks; tick++) {
+        const us = from + (to - from) * tick / ticks;
+        pen.textAlign = tick === 0 ? "left" : tick === ticks ? "right" : "center";
         pen.fillText(seconds(Math.round(us)), Math.min(across(us), canvas.clientWidth - 2), 14);
       }
       pen.textAlign = "left";
