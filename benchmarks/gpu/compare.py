@@ -17,6 +17,7 @@ from local_layers import local_differences
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost import symbols as s
+from mist_megatron.cost.compile import compile_expressions
 from mist_megatron.cost.predict import Prediction, job_of, predict
 from mist_megatron.errors import MistError
 from mist_megatron.formats.files import load_mapping
@@ -88,7 +89,8 @@ def unfused_bytes(case: dict[str, Any], plan: Plan) -> float:
         s.B: case["micro_batch"], s.S: case["seq"], s.TP: 1, s.CP: 1, s.SP: 0, s.HIDDEN: model.hidden,
         s.FFN: model.ffn_hidden, s.HEADS: model.heads, s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim,
     }  # fmt: skip
-    each = float(sum(one.subs(numbers).doit() for one in found.values()))
+    values = {symbol.name: float(value) for symbol, value in numbers.items()}
+    each = sum(float(one) for one in compile_expressions(found).run(values).values())
     return each * ((case["layers"] - case["ckpt"]) * (1.0 - case["activations"]) + case["activations"])
 
 

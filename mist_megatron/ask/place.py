@@ -225,7 +225,7 @@ def nodes_to_choose(
         matrix = matrices[counts.index(gpus_at_once)]
     if matrix.gpus_at_once < cluster.gpus_per_node:
         notes.append(
-            f"the figures are of {matrix.gpus_at_once} GPUs of a node sending at once, the plan's "
+            f"the figures are of {matrix.gpus_at_once} at once of the GPUs of a node, the plan's "
             f"{cluster.gpus_per_node} send together: measured so, links may differ less"
         )
     missing = [host for host in avoid if matrix.index(host) is None]
