@@ -114,7 +114,11 @@ UNPRICED: Mapping[str, tuple[str, frozenset[object]]] = {
     "zero_optimization.zero_quantized_nontrainable_weights": ("gathers fewer bytes", frozenset({False})),
     "zero_optimization.zero_quantized_gradients": ("reduces fewer bytes and casts them", frozenset({False})),
     "zero_optimization.zenflow": ("ZenFlow updates in another order", frozenset()),
-    "zero_optimization.offload_optimizer.super_offload": ("SuperOffload steps otherwise", frozenset({False})),
+    "zero_optimization.offload_optimizer.super_offload": (
+        "SuperOffload steps on the host during the backward pass without gradient_clipping, and with it only"
+        " once the norm is known, as without SuperOffload; a process of its own holds the states",
+        frozenset({False}),
+    ),
     "compile.deepcompile": ("DeepCompile orders gathers and offload anew", frozenset({False})),
     "bf16.bf16_master_weights_and_grads": ("states of another size", frozenset({False})),
     "bf16.bf16_optimizer_states": ("states of another size", frozenset({False})),
