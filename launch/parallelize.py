@@ -147,10 +147,11 @@ class Parallel:
         said = json.loads(Path(path).read_text())
         self.micro_batches, self.device = said["grad_accum"], device
         stages = [[Strategy(**layer) for layer in stage] for stage in said["stages"]]
+        self.first, self.last = Strategy(**said["embedding"]), Strategy(**said["head"])
         each = dist.get_world_size() // len(stages)
         self.index, self.stages = dist.get_rank() // each, len(stages)
         if each * len(stages) != dist.get_world_size() or any(
-            one.dp * one.tp != each for stage in stages for one in stage
+            one.dp * one.tp != each for stage in (*stages, (self.first, self.last)) for one in stage
         ):
             raise SystemExit(f"{path} is of other ranks than the {dist.get_world_size()} there are")
         if sum(map(len, stages)) != len(layers):
@@ -163,9 +164,9 @@ class Parallel:
             modules, own = list(layers[start : start + len(strategies)]), list(strategies)
             start += len(strategies)
             if index == 0:
-                modules, own = [embedding, *modules], [_kept(own[0]), *own]
+                modules, own = [embedding, *modules], [self.first, *own]
             if index == len(stages) - 1:
-                modules, own = [*modules, head], [*own, _kept(own[-1])]
+                modules, own = [*modules, head], [*own, self.last]
             # What leaves the stage lies as the next one takes it: ranks then send to ranks.
             after = [*own[1:], stages[index + 1][0] if index + 1 < len(stages) else own[-1]]
             moves = [
@@ -185,7 +186,6 @@ class Parallel:
                     self._apply(module.to(device), strategy, meshes[strategy.layout], tensor_plan)
             built.append(Stage(modules, own, moves))
         self.module = built[self.index]
-        self.first, self.last = stages[0][0], stages[-1][-1]
         self.pipeline = [
             dist.new_group([stage * each + rank for stage in range(self.stages)]) for rank in range(each)
         ][dist.get_rank() % each]
@@ -271,11 +271,6 @@ class Parallel:
         # Ranks of one tensor group have the same samples.
         dist.all_reduce(total)
         return total / self.last.tp
-
-
-def _kept(strategy: Strategy) -> Strategy:
-    """Embedding and head are never recomputed."""
-    return Strategy(strategy.dp, strategy.tp, strategy.tp_outside, strategy.sharded, ckpt=False)
 
 
 def _moves(one: Strategy, other: Strategy, ranks: Sequence[int], device: torch.device) -> Moves:

@@ -33,7 +33,8 @@ class Explained:
     """Which profile or datasheet the prices are of."""
     values: dict[str, float]
     """What the symbols stand for in that stage; where its layers have strategies of their own, those that
-    differ are numbered by runs of layers alike: l_0, b_0, dp_0 and tp_0 are of the first."""
+    differ are numbered by runs of layers alike: l_0, b_0, dp_0 and tp_0 are of the first, dp_head of the
+    head where it has its own."""
     general: tuple[Section, ...]
     derivation: Derivation
 
@@ -60,7 +61,7 @@ class Explained:
         for name, value in self.values.items():
             symbol, _, run = name.rpartition("_") if name not in meanings else (name, "", "")
             if symbol in meanings:
-                of_run = f", run {run}" if run else ""
+                of_run = f", {'run ' * run.isdigit()}{run}" if run else ""
                 found.append((order[symbol], (name, f"{value:g}", meanings[symbol] + of_run)))
         return [row for _, row in sorted(found)]
 

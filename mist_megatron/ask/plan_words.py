@@ -173,7 +173,14 @@ def strategy_lines(plan: Plan, prediction: Prediction) -> list[str]:
     """Where layers have strategies of their own: which, and how even time and memory of stages are (eq. 6 of
     Galvatron-BMW)."""
     lines = [
-        f"stage {index}: " + ", ".join(f"{run.count} x {run.strategy}" for run in stage.strategies)
+        f"stage {index}: "
+        + ", ".join(
+            [
+                *([f"embedding {stage.embedding}"] if stage.embedding else []),
+                *(f"{run.count} x {run.strategy}" for run in stage.strategies),
+                *([f"head {stage.head}"] if stage.head else []),
+            ]
+        )
         for index, stage in enumerate(plan.stages)
         if stage.strategies
     ]

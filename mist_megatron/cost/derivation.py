@@ -140,10 +140,15 @@ def _with_runs(grid: StageGrid, position: int) -> StageGrid:
                          for key, name in names.items()})
         for run, part in enumerate(grid.parts)
     )  # fmt: skip
+    begin, end = (
+        None if part is None else replace(part, **{key: symbol(f"{name}_{edge}", getattr(part, key), position)
+                                                   for key, name in names.items() if key != "layers"})
+        for part, edge in zip(grid.edges, ("embedding", "head"), strict=True)
+    )  # fmt: skip
     first, none = parts[0], np.zeros(())
     sizes = {key: getattr(first, key) for key in ("micro_batch", "dp", "tp")}
     counts = tuple(LayerCount(part.layers, none) for part in parts)
-    return replace(grid, **sizes, ckpt=none, parts=parts, counts=counts)
+    return replace(grid, **sizes, ckpt=none, parts=parts, edges=(begin, end), counts=counts)
 
 
 def derive(plan: Plan, evaluator: StageEvaluator) -> Derivation:

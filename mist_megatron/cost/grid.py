@@ -106,6 +106,8 @@ class StageGrid:
     parts: tuple[StagePart, ...] = ()
     """Where layers have strategies of their own: first to last. Counts and runs are of these then, and
     micro-batch, dp, tp and ZeRO level those of the first."""
+    edges: tuple[StagePart | None, StagePart | None] = (None, None)
+    """There, embedding and head where they have their own: without layers, of the kind beside them."""
 
     @property
     def by_kind(self) -> tuple[LayerCount, ...]:

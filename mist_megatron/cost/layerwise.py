@@ -3,7 +3,8 @@ to hold, which is priced as a stage of that strategy is.
 
 Every run of layers becomes a kind of layer of the stage (`StageGrid.parts`), so that the closed form and the
 events read its work as that of any stage with several kinds; between two runs activations are resharded
-(`reshard`). The embedding runs as the first layers do, the head as the last.
+(`reshard`), as between them and an embedding or a head that has a strategy of its own; else the embedding
+runs as the first layers do, the head as the last.
 
 Memory is eq. 2 of Galvatron-BMW: at the backward pass of a run all states, the other micro-batches in flight,
 of this one what runs up to here have saved, and what the pass itself needs.
@@ -27,6 +28,7 @@ from mist_megatron.cost.work import BlockWork, StageWork, stage_work
 from mist_megatron.price.prices import Prices
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.strategies import Strategy, strategy_of
 from mist_megatron.spec.term import Term
 
 STATES = ("weights", "grads", "optimizer", "activations")
@@ -50,6 +52,7 @@ def part_grid(grid: StageGrid, part: StagePart, kinds: int) -> StageGrid:
         tp=part.tp,
         zero=part.zero,
         placed=part.placed or grid.placed,
+        edges=(None, None),
     )
 
 
@@ -59,13 +62,19 @@ def part_grids(grid: StageGrid, kinds: int) -> list[StageGrid]:
     return [grids[0], *(replace(one, before=None) for one in grids[1:])]
 
 
+def edge_grids(grid: StageGrid, kinds: int) -> tuple[StageGrid | None, StageGrid | None]:
+    """Of embedding and head, where they have strategies of their own."""
+    begin, end = (None if part is None else part_grid(grid, part, kinds) for part in grid.edges)
+    return begin, end
+
+
 def ended(grid: StageGrid) -> StageGrid:
     """As the stage behind it sees it: with the strategy of its last layers."""
     if not grid.parts:
         return grid
     last = grid.parts[-1]
     kinds = ((last.kind, last.kind),)
-    alone = replace(grid, runs=kinds, counts=(), parts=())
+    alone = replace(grid, runs=kinds, counts=(), parts=(), edges=(None, None))
     return replace(alone, micro_batch=last.micro_batch, dp=last.dp, tp=last.tp)
 
 
@@ -99,18 +108,26 @@ def mixed_work(
     kinds: int,
     resharding_s: tuple[tuple[Array, Array], ...],
 ) -> StageWork:
-    """What the stage has to do; `resharding_s` is before each run but the first, forward and backward."""
+    """What the stage has to do; `resharding_s` is before each run, forward and backward, and before a head
+    with a strategy of its own."""
     grids, last = part_grids(grid, kinds), len(grid.parts) - 1
+    begin, end = edge_grids(grid, kinds)
     loads = [loads_of(one) for one in grids]
     works = [
-        part_work(one, load, context, (place == 0, place == last))
+        part_work(one, load, context, (place == 0 and begin is None, place == last and end is None))
         for place, (one, load) in enumerate(zip(grids, loads, strict=True))
     ]
+    starts, finishes = (grids[0], loads[0], works[0]), (grids[-1], loads[-1], works[-1])
+    if begin is not None:
+        starts = begin, loads_of(begin), part_work(begin, loads_of(begin), context, (True, False))
+    if end is not None:
+        finishes = end, loads_of(end), part_work(end, loads_of(end), context, (False, True))
+    edges = [of for of, own in ((starts, begin), (finishes, end)) if own is not None]
     blocks = [
         one_kind(work, part.kind, again=part.again) for work, part in zip(works, grid.parts, strict=True)
     ]
     step: dict[Term, Linear] = {}
-    for one, work in zip(grids, works, strict=True):
+    for one, work in (*zip(grids, works, strict=True), *((one, work) for one, _, work in edges)):
         for term, seconds in work.step.items():
             so_far = step[term].fixed if term in step else ZERO
             step[term] = Linear(so_far + seconds.at(one))
@@ -119,7 +136,8 @@ def mixed_work(
         loads[0],
         block=each[0],
         others={f"run{place}": load for place, load in enumerate(each[1:], 1)},
-        head=loads[-1].head,
+        embedding=starts[1].embedding,
+        head=finishes[1].head,
         sides=_sides(grid, loads),
     )
     return StageWork(
@@ -129,12 +147,12 @@ def mixed_work(
         kept=blocks[0].kept,
         recomputed=blocks[0].recomputed,
         others={f"run{place}": block for place, block in enumerate(blocks[1:], 1)},
-        embedding=works[0].embedding,
-        head=works[-1].head,
+        embedding=starts[2].embedding,
+        head=finishes[2].head,
         boundary=_boundary((grids[0], grids[-1]), (loads[0], loads[-1]), context),
         host_s=works[0].host_s,
         step=step,
-        resharding_s=((ZERO, ZERO), *resharding_s),
+        resharding_s=resharding_s,
     )
 
 
@@ -161,15 +179,18 @@ def _boundary(
 def resharding_of(
     grid: StageGrid, sample_bytes: Sequence[Array], prices: Prices
 ) -> tuple[tuple[Array, Array], ...]:
-    """Between neighbouring runs, forward and backward; `sample_bytes` is what each run gives of a sample."""
+    """Before each run, and before a head of its own strategy, forward and backward; `sample_bytes` is what
+    each run gives of a sample, as the embedding gives what the first takes."""
     samples, a_node = grid.micro_batch * grid.dp, grid.gpus_per_node
-    borders = zip(pairwise(part.layout for part in grid.parts), sample_bytes[:-1], strict=True)
+    begin, end = grid.edges
+    layouts = [part.layout for part in (begin or grid.parts[0], *grid.parts, *([end] if end else []))]
+    given = [sample_bytes[0], *sample_bytes][: len(layouts) - 1]
     return tuple(
         (
-            gather_seconds(one, other, given * samples, prices, a_node),
-            gather_seconds(other, one, given * samples, prices, a_node),
+            gather_seconds(one, other, each * samples, prices, a_node),
+            gather_seconds(other, one, each * samples, prices, a_node),
         )
-        for (one, other), given in borders
+        for (one, other), each in zip(pairwise(layouts), given, strict=True)
     )
 
 
@@ -178,12 +199,15 @@ Sizes = dict[str, Array]
 
 def mixed_memory(grid: StageGrid, kinds: int, sizes_of: Callable[[StageGrid], Sizes]) -> Sizes:
     """Named bytes of the stage, as the program of memory names them."""
-    grids, base = part_grids(grid, kinds), _base(grid, kinds, sizes_of)
+    grids, (begin, end) = part_grids(grid, kinds), edge_grids(grid, kinds)
+    base = _base(begin or _emptied(grids[0]), end or _emptied(grids[-1]), sizes_of)
     whole = [sizes_of(one) for one in grids]
+    starts = whole[0] if begin is None else sizes_of(begin)
+    finishes = whole[-1] if end is None else sizes_of(end)
     own = [_between(sizes, sizes_of(_emptied(one))) for one, sizes in zip(grids, whole, strict=True)]
     terms = {name: sum((one[name] for one in own), start=base[name]) for name in STATES}
     for name in ("buffers", "framework"):
-        terms[name] = _most([one[f"term.{name}"] for one in whole])
+        terms[name] = _most([one[f"term.{name}"] for one in (*whole, starts, finishes)])
     held: Array = ZERO
     for name, term in terms.items():
         held = held + (ZERO if name == "activations" else term)
@@ -198,11 +222,11 @@ def mixed_memory(grid: StageGrid, kinds: int, sizes_of: Callable[[StageGrid], Si
         moments.setdefault("backward", []).append(kept + live)
         moments.setdefault("forward", []).append(kept + sizes["beyond.forward"] - sizes["term.activations"])
     if grid.role.has_head:
-        loss = whole[-1]["beyond.loss"] - whole[-1]["term.activations"]
+        loss = finishes["beyond.loss"] - finishes["term.activations"]
         moments["loss"] = [terms["activations"] + loss]
-    if "beyond.embedding" in whole[0]:
-        others = (1.0 - now) * whole[0]["term.activations"]
-        moments["embedding"] = [(1.0 - now) * terms["activations"] + whole[0]["beyond.embedding"] - others]
+    if "beyond.embedding" in starts:
+        others = (1.0 - now) * starts["term.activations"]
+        moments["embedding"] = [(1.0 - now) * terms["activations"] + starts["beyond.embedding"] - others]
     return {
         "held": held,
         **{f"term.{name}": term for name, term in terms.items()},
@@ -228,15 +252,14 @@ def _between(more: Sizes, less: Sizes) -> Sizes:
     return {name: more[f"term.{name}"] - less[f"term.{name}"] for name in STATES}
 
 
-def _base(grid: StageGrid, kinds: int, sizes_of: Callable[[StageGrid], Sizes]) -> Sizes:
-    """What the stage holds without layers: the embedding as the first of them, the head as the last."""
-    grids = part_grids(grid, kinds)
-    first, last = _emptied(grids[0]), _emptied(grids[-1])
+def _base(first: StageGrid, last: StageGrid, sizes_of: Callable[[StageGrid], Sizes]) -> Sizes:
+    """What the stage holds without layers: the embedding as the first of these, the head as the last."""
+    role = first.role
     alone = {name: sizes_of(first)[f"term.{name}"] for name in STATES}
     alike = all(np.array_equal(getattr(first, name), getattr(last, name)) for name in ("dp", "tp", "zero"))
-    if alike or not grid.role.has_head:
+    if alike or not role.has_head:
         return alone
-    start = StageRole.FIRST if grid.role is StageRole.ONLY else StageRole.MIDDLE
+    start = StageRole.FIRST if role is StageRole.ONLY else StageRole.MIDDLE
     begin = sizes_of(replace(first, role=start))
     end, none = (sizes_of(replace(last, role=role)) for role in (StageRole.LAST, StageRole.MIDDLE))
     return {name: begin[f"term.{name}"] + end[f"term.{name}"] - none[f"term.{name}"] for name in STATES}
@@ -247,10 +270,11 @@ def parts_of(plan: Plan, position: int) -> dict[str, Any]:
     stage, of_layer = plan.stages[position], plan.model.kind_of_layer
     first = plan.layers_of(position)[0].start
     each = [(of_layer[first + k], strategy) for k, strategy in enumerate(stage.layer_strategies)]
-    parts = tuple(
-        StagePart(
+
+    def part(kind: int, layers: int, strategy: Strategy) -> StagePart:
+        return StagePart(
             kind=kind,
-            layers=_one(len(list(run))),
+            layers=_one(layers),
             again=strategy.ckpt,
             micro_batch=_one(stage.micro_batch * stage.dp // strategy.layout.dp),
             dp=_one(strategy.layout.dp),
@@ -259,10 +283,20 @@ def parts_of(plan: Plan, position: int) -> dict[str, Any]:
             layout=strategy.layout,
             placed=placed_layout(plan.cluster, plan.gpu_of, plan.ranks(position), strategy.layout),
         )
-        for (kind, strategy), run in groupby(each)
+
+    parts = tuple(part(kind, len(list(run)), strategy) for (kind, strategy), run in groupby(each))
+    begin, end = (
+        None if text is None else part(kind, 0, strategy_of(text))
+        for text, kind in ((stage.embedding, parts[0].kind), (stage.head, parts[-1].kind))
     )
     counts = tuple(LayerCount(part.layers, _one(0)) for part in parts)
-    return {"parts": parts, "counts": counts, "ckpt": _one(0), "runs": ((0, len(parts) - 1),)}
+    return {
+        "parts": parts,
+        "edges": (begin, end),
+        "counts": counts,
+        "ckpt": _one(0),
+        "runs": ((0, len(parts) - 1),),
+    }
 
 
 def _one(value: int) -> Array:

@@ -123,7 +123,8 @@ class StageWork:
     step: Mapping[Term, Linear]
     """Once per optimizer step, besides what the layers' own passes have of it."""
     resharding_s: tuple[tuple[Array, Array], ...] = ()
-    """Before the layers of each of `blocks`, forward and backward, where strategies are per layer."""
+    """Before the layers of each of `blocks`, and before a head whose strategy is its own, forward and
+    backward, where strategies are per layer."""
 
     @property
     def blocks(self) -> tuple[BlockWork, ...]:

@@ -226,7 +226,8 @@ class _Kinds:
     last_kept: tuple[LayerTasks, ...]
     """The last layer of a pass, if it is kept, of each kind."""
     resharding_s: tuple[tuple[float, float], ...]
-    """Before layers of each kind, forward and backward, where each run of layers is a kind of its own."""
+    """Before layers of each kind, forward and backward, where each run of layers is a kind of its own; before
+    a head with its own strategy besides."""
     embedding: LayerTasks | None
     head: LayerTasks | None
 
@@ -349,19 +350,26 @@ def _runs(plan: Plan, position: int, kinds: _Kinds) -> tuple[NamedLayer, ...]:
     """Layers of a stage whose runs have strategies of their own."""
     counts = [int(part.layers) for part in grid_of(plan, position).parts]
     layers, at = [], plan.layers_of(position)[0].start
-    for count, (work, _), (there_s, back_s) in zip(counts, kinds.blocks, kinds.resharding_s, strict=True):
-        first = replace(
-            work,
-            first=_stopped(work.first, there_s),
-            forward=_stopped(work.forward, there_s),
-            backward=_stopped(work.backward, back_s),
-            last=_stopped(work.last, back_s),
-        )
+    for count, (work, _), moved_s in zip(counts, kinds.blocks, kinds.resharding_s, strict=False):
+        first = _resharded(work, moved_s)
         layers += [NamedLayer(f"layer {at + k}", work if k else first) for k in range(count)]
         at += count
     begin = [] if kinds.embedding is None else [NamedLayer("embedding", kinds.embedding)]
-    end = [] if kinds.head is None else [NamedLayer("head", kinds.head)]
+    before_head_s = (*kinds.resharding_s[len(counts) :], (0.0, 0.0))[0]
+    end = [] if kinds.head is None else [NamedLayer("head", _resharded(kinds.head, before_head_s))]
     return (*begin, *layers, *end)
+
+
+def _resharded(work: LayerTasks, seconds: tuple[float, float]) -> LayerTasks:
+    """With what it waits for where its activations come from another layout, forward and backward."""
+    there_s, back_s = seconds
+    return replace(
+        work,
+        first=_stopped(work.first, there_s),
+        forward=_stopped(work.forward, there_s),
+        backward=_stopped(work.backward, back_s),
+        last=_stopped(work.last, back_s),
+    )
 
 
 def _stopped(work: PassTasks, seconds: float) -> PassTasks:

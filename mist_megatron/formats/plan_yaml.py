@@ -235,7 +235,8 @@ def plan_to_mapping(plan: Plan) -> dict[str, Any]:
 
 def _stage(stage: StagePlan) -> dict[str, Any]:
     """Strategies where its layers have their own."""
-    return {key: value for key, value in asdict(stage).items() if key != "strategies" or value}
+    own = ("strategies", "embedding", "head")
+    return {key: value for key, value in asdict(stage).items() if key not in own or value}
 
 
 def _gpu_words(gpu: GpuSpec) -> str | dict[str, Any]:

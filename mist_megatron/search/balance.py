@@ -17,7 +17,7 @@ import numpy as np
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import Array
 from mist_megatron.search.layer_rules import LayerRules
-from mist_megatron.search.layerwise import StagePoint, few_strategies, solve_stage
+from mist_megatron.search.layerwise import Allowed, Cell, StagePoint, few_strategies, solve_stage
 from mist_megatron.search.strategy_prices import StrategyPrices
 
 NEAR = 1.05
@@ -25,6 +25,8 @@ NEAR = 1.05
 best by eq. 1 may be the best."""
 Split = tuple[int, ...]
 """Layers of each stage."""
+NOWHERE = StagePoint(np.inf, np.inf, np.inf, ())
+"""A stage that does not fit."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Stages:
         if key not in self._known:
             self.solved += 1
             problem = self.prices.problem(position, first, count, self.border)
-            self._known[key] = solve_stage(problem, self.weight, self.allowed)
+            self._known[key] = solve_stage(problem, self.weight, Allowed(self.allowed, self.allowed))
         return self._known[key]
 
     def points(self, split: Split) -> tuple[StagePoint, ...] | None:
@@ -83,17 +85,41 @@ class Stages:
         points = self.points(split)
         if points is None:
             return None
+        edges = {cell for point in points for cell in point.of_edges}
+        if len(edges) > 1 and self.prices.evaluator.job.model.tied_embeddings:
+            return self._tied(split, points, sorted(edges))
         return Candidate(eq1_s(points, self.prices.grad_accum), self.prices, split, points, self.border)
+
+    def _tied(self, split: Split, points: tuple[StagePoint, ...], edges: Sequence[Cell]) -> Candidate | None:
+        """With one strategy of embedding and head, whose weights are one: the better of those that the two
+        have on their own."""
+        found = []
+        for cell in edges:
+            only = np.full_like(self.allowed, np.inf)
+            only[cell] = 0.0
+            allowed, ends = Allowed(self.allowed, only), list(points)
+            for position in {0, len(split) - 1}:
+                problem = self.prices.problem(position, sum(split[:position]), split[position], self.border)
+                ends[position] = solve_stage(problem, self.weight, allowed) or NOWHERE
+            if NOWHERE not in ends:
+                value_s = eq1_s(ends, self.prices.grad_accum)
+                found.append(Candidate(value_s, self.prices, split, tuple(ends), self.border))
+        return min(found, key=lambda one: one.value_s, default=None)
 
     def with_few(self, candidate: Candidate, most: int) -> Candidate | None:
         """With at most so many strategies on each stage."""
         of_stages = []
         starts = accumulate(candidate.split, initial=0)
+        tied, allowed = self.prices.evaluator.job.model.tied_embeddings, Allowed(self.allowed, self.allowed)
         for position, (first, count, point) in enumerate(
             zip(starts, candidate.split, candidate.points, strict=False)
         ):
+            if tied and point.of_edges:
+                only = np.full_like(self.allowed, np.inf)
+                only[point.of_edges[0]] = 0.0
+                allowed = Allowed(self.allowed, only)
             problem = self.prices.problem(position, first, count, self.border)
-            few = few_strategies(problem, self.weight, point, most, self.allowed)
+            few = few_strategies(problem, self.weight, point, most, allowed)
             if few is None:
                 return None
             of_stages.append(few)

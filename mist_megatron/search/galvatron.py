@@ -238,8 +238,10 @@ def _apart(near: Sequence[tuple[Stages, Candidate]]) -> list[tuple[Stages, Candi
 
 def _made(evaluator: StageEvaluator, prices: StrategyPrices, points: Sequence[StagePoint]) -> Solution:
     meshes, stages, strategies = [], [], []
+    edges = []
     for point in points:
-        each = [prices.strategy(cell) for cell in point.cells]
+        each = [prices.strategy(cell) for cell in point.of_layers]
+        edges.append(_own_edges(prices, point))
         first = each[0]
         meshes.append(
             EqualPipeline(
@@ -266,4 +268,16 @@ def _made(evaluator: StageEvaluator, prices: StrategyPrices, points: Sequence[St
         runs = groupby(map(str, each))
         strategies.append(tuple(LayerRun(count=len(list(run)), strategy=text) for text, run in runs))
     shape = MixedPipeline(grad_accum=prices.grad_accum, meshes=tuple(meshes))
-    return Solution(shape, tuple(stages), 0.0, evaluator.job.execution, tuple(strategies))
+    execution, of_layers = evaluator.job.execution, tuple(strategies)
+    return Solution(shape, tuple(stages), 0.0, execution, of_layers, tuple(edges))
+
+
+def _own_edges(prices: StrategyPrices, point: StagePoint) -> tuple[str | None, str | None]:
+    """What embedding and head run, where that is not what the layers beside them run."""
+    before, behind = point.edges
+    pairs = ((before, point.cells[0], point.of_layers[0]), (behind, point.cells[-1], point.of_layers[-1]))
+    own = []
+    for there, cell, beside in pairs:
+        edge, layer = prices.strategy(cell), prices.strategy(beside)
+        own.append(str(edge) if there and edge != replace(layer, ckpt=False) else None)
+    return own[0], own[1]

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.grid import Array
 
-Cells = tuple[tuple[int, int], ...]
+Cell = tuple[int, int]
+Cells = tuple[Cell, ...]
 """By layer: row (layout) and column (the strategies of a layout) of what it runs."""
 
 
@@ -49,7 +50,7 @@ class LayerChoices:
 
 @dataclass(frozen=True, eq=False)
 class StageProblem:
-    """The layers of a stage, first to last; equal ones are one object."""
+    """The layers of a stage, first to last, embedding and head around them; equal ones are one object."""
 
     layers: tuple[LayerChoices, ...]
     resharding_s: tuple[Array, ...]
@@ -61,6 +62,12 @@ class StageProblem:
     budget_bytes: float
     """What layers and these may take."""
     unit_bytes: float
+    edges: tuple[int, int] = (0, 0)
+    """How many of `layers` come before the first real one and behind the last: embedding and head."""
+
+    def is_edge(self, at: int) -> bool:
+        """Whether that one is embedding or head."""
+        return at < self.edges[0] or at >= len(self.layers) - self.edges[1]
 
 
 class StagePoint(NamedTuple):
@@ -71,11 +78,23 @@ class StagePoint(NamedTuple):
     peak_bytes: float
     """Of the budget."""
     cells: Cells
+    edges: tuple[int, int] = (0, 0)
+    """How many of these are of an embedding and of a head."""
+
+    @property
+    def of_layers(self) -> Cells:
+        """What layers run, ..."""
+        return self.cells[self.edges[0] : len(self.cells) - self.edges[1]]
+
+    @property
+    def of_edges(self) -> Cells:
+        """... and embedding and head."""
+        return self.cells[: self.edges[0]] + self.cells[len(self.cells) - self.edges[1] :]
 
     @property
     def distinct(self) -> int:
-        """Strategies in use."""
-        return len(set(self.cells))
+        """Strategies of layers in use."""
+        return len(set(self.of_layers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,15 +152,17 @@ class _Tables:
         return np.asarray(np.where(there >= 0, before + costs.cost_s, np.inf))
 
 
-def _tables(problem: StageProblem, weight: float, allowed: Array, capacity: int) -> _Tables:
+def _tables(problem: StageProblem, weight: float, allowed: Allowed, capacity: int) -> _Tables:
     """The dynamic program, minimising weight * t + d."""
-    cells = [(row, column) for row, column in np.argwhere(np.isfinite(allowed)).tolist()]
+    some = np.isfinite(allowed.layers) | (np.isfinite(allowed.edges) & any(problem.edges))
+    cells = [(row, column) for row, column in np.argwhere(some).tolist()]
     in_use, rows = np.unique([row for row, _ in cells], return_inverse=True)
     index = tuple(np.transpose(cells))
     costs: dict[int, _Costs] = {}
-    for layer in problem.layers:
+    for at, layer in enumerate(problem.layers):
         if id(layer) not in costs:
-            cost_s = weight * layer.t_s[index] + layer.d_s[index]
+            own = allowed.edges if problem.is_edge(at) else allowed.layers
+            cost_s = weight * layer.t_s[index] + layer.d_s[index] + own[index]
             units = np.maximum(np.ceil(layer.forward_bytes[index] / problem.unit_bytes - 1e-9), 0.0)
             runs = np.isfinite(cost_s) & (units <= capacity)
             costs[id(layer)] = _Costs(cost_s, np.where(runs, units, capacity + 1.0).astype(np.int64))
@@ -173,15 +194,30 @@ def point_of(problem: StageProblem, cells: Cells) -> StagePoint:
             t_s += problem.resharding_s[at - 1][cells[at - 1][0], cell[0]]
     most = max(most, saved + problem.end_bytes[cells[-1]])
     buffers = max(problem.buffer_bytes[cell] for cell in cells)
-    return StagePoint(float(t_s), float(d_s), float(states + most + buffers), cells)
+    return StagePoint(float(t_s), float(d_s), float(states + most + buffers), cells, problem.edges)
 
 
-def solve_stage(problem: StageProblem, weight: float, allowed: Array | None = None) -> StagePoint | None:
-    """The strategies with the least weight * t + d that fit; `allowed` adds infinity to what may not run."""
+class Allowed(NamedTuple):
+    """Infinity at strategies that may not run."""
+
+    layers: Array
+    edges: Array
+    """Of embedding and head."""
+
+    def but_for(self, more: Array) -> Allowed:
+        """Without what is infinite there."""
+        return Allowed(self.layers + more, self.edges + more)
+
+
+def solve_stage(problem: StageProblem, weight: float, allowed: Allowed | None = None) -> StagePoint | None:
+    """The strategies with the least weight * t + d that fit."""
     if allowed is None:
-        allowed = np.zeros_like(problem.buffer_bytes)
-    runs = np.min(np.stack([layer.t_s for layer in problem.layers]), axis=0)
-    moments = _moments(problem) + np.where(np.isfinite(allowed + runs), 0.0, np.inf)
+        allowed = Allowed(*[np.zeros_like(problem.buffer_bytes)] * 2)
+    runs = [
+        layer.t_s + (allowed.edges if problem.is_edge(at) else allowed.layers)
+        for at, layer in enumerate(problem.layers)
+    ]
+    moments = _moments(problem) + np.where(np.isfinite(np.min(np.stack(runs), axis=0)), 0.0, np.inf)
     levels = np.unique(moments[np.isfinite(moments)])
     if not levels.size:
         return None
@@ -198,7 +234,7 @@ def solve_stage(problem: StageProblem, weight: float, allowed: Array | None = No
         units = capacity(float(level))
         if units < 0 or (best and tables.value(units) >= _value(best, weight)):
             continue
-        few = _tables(problem, weight, allowed + np.where(moments <= level, 0.0, np.inf), units)
+        few = _tables(problem, weight, allowed.but_for(np.where(moments <= level, 0.0, np.inf)), units)
         largest = _largest_that_fits(problem, few, units)
         if largest and (best is None or _value(largest, weight) < _value(best, weight)):
             best = largest
@@ -235,21 +271,24 @@ def _largest_that_fits(problem: StageProblem, tables: _Tables, units: int) -> St
 
 
 def few_strategies(
-    problem: StageProblem, weight: float, full: StagePoint, most: int, allowed: Array | None = None
+    problem: StageProblem, weight: float, full: StagePoint, most: int, allowed: Allowed | None = None
 ) -> StagePoint | None:
-    """The best that was found with so many strategies: sets that share one with the best of all."""
+    """The best that was found with so many strategies: sets that share one with the best of all; embedding
+    and head have one of these, or what they have in the best of all."""
     if full.distinct <= most:
         return full
-    base = np.zeros_like(problem.buffer_bytes) if allowed is None else allowed
-    cells = [tuple(cell) for cell in np.argwhere(np.isfinite(base)).tolist()]
-    used = sorted(set(full.cells), key=lambda cell: -full.cells.count(cell))
+    base = Allowed(*[np.zeros_like(problem.buffer_bytes)] * 2) if allowed is None else allowed
+    cells = [tuple(cell) for cell in np.argwhere(np.isfinite(base.layers)).tolist()]
+    used = sorted(set(full.of_layers), key=lambda cell: -full.of_layers.count(cell))
     best: StagePoint | None = None
     sets = {frozenset((one, *rest)) for one in used for rest in _others(cells, used, most - 1)}
     for some in sorted(sets, key=sorted):
-        only = np.full_like(base, np.inf)
+        only, edges = np.full_like(base.layers, np.inf), np.full_like(base.edges, np.inf)
         for cell in some:
             only[cell] = 0.0
-        point = solve_stage(problem, weight, only)
+        for cell in (*some, *full.of_edges):
+            edges[cell] = base.edges[cell]
+        point = solve_stage(problem, weight, Allowed(only, edges))
         if point and (best is None or _value(point, weight) < _value(best, weight)):
             best = point
     return best

@@ -31,7 +31,9 @@ class Solution:
     execution: Execution
     """What of the target's switches is set."""
     strategies: tuple[tuple[LayerRun, ...], ...] = ()
-    """By stage, where each layer has a strategy of its own."""
+    """By stage, where each layer has a strategy of its own, ..."""
+    edges: tuple[tuple[str | None, str | None], ...] = ()
+    """... and what embedding and head run there."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,13 @@ def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
         target=job.target,
         grad_accum=shape.grad_accum,
         stages=tuple(
-            _stage_plan(mesh, choice, runs)
-            for mesh, choice, runs in zip(
-                shape.meshes, solution.stages, solution.strategies or ((),) * shape.stages, strict=True
+            _stage_plan(mesh, choice, runs, edges)
+            for mesh, choice, runs, edges in zip(
+                shape.meshes,
+                solution.stages,
+                solution.strategies or ((),) * shape.stages,
+                solution.edges or ((None, None),) * shape.stages,
+                strict=True,
             )
         ),
         schedule=usual_schedule(shape.vpp),
@@ -97,7 +103,12 @@ def _spread(model: ModelSpec, shape: EqualPipeline | MixedPipeline, execution: E
 _LEVELS: dict[int, Zero] = {0: 0, 1: 1, 2: 2, 3: 3}
 
 
-def _stage_plan(shape: EqualPipeline, choice: StageChoice, runs: tuple[LayerRun, ...]) -> StagePlan:
+def _stage_plan(
+    shape: EqualPipeline,
+    choice: StageChoice,
+    runs: tuple[LayerRun, ...],
+    edges: tuple[str | None, str | None],
+) -> StagePlan:
     return StagePlan(
         layers=int(choice["layers"]),
         nodes=shape.nodes,
@@ -110,4 +121,6 @@ def _stage_plan(shape: EqualPipeline, choice: StageChoice, runs: tuple[LayerRun,
         recompute=RECOMPUTE_KINDS[int(choice["recompute"])],
         offload=Offload(**{kind: choice[kind] for kind in KINDS}),
         strategies=runs,
+        embedding=edges[0],
+        head=edges[1],
     )

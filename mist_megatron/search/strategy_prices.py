@@ -1,8 +1,9 @@
 """What every strategy costs every layer of a stage: the tables of the dynamic program, from the evaluator.
 
 A stage's time and memory are sums over its layers and its two ends (`cost/layerwise.py`), so each part is
-priced once for all strategies: a layer inside, what the first has besides (embedding, arrivals, the border
-before it) and what the last has (head, departures, the border behind it).
+priced once for all strategies: a layer inside, what the first has besides (arrivals, the border before it),
+what the last has (departures, the border behind it), and embedding and head, which stand around the layers of
+their stages as layers of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mist_megatron.spec.schedule import ONE_F_ONE_B, in_flight
 from mist_megatron.spec.strategies import Axis, Layout, Strategy, orders
 from mist_megatron.spec.term import Term
 
-UNITS = 1024
+UNITS = 2048
 """Memory is counted in this part of a GPU's: a stage of n layers may leave n units unused."""
 COLUMNS: tuple[tuple[Axis, bool], ...] = (("dp", False), ("sdp", False), ("dp", True), ("sdp", True))
 """Strategies of a layout: what its data-parallel ranks share out, and whether layers are recomputed."""
@@ -60,7 +61,7 @@ class StrategyPrices:
         assert inside is not None
         self.nodes, self.gpus_per_node = inside
         self.rows = layouts(self.gpus, self.samples, cluster.linked_gpus)
-        self.choices = cache(self._choices)
+        self.choices, self.edge = cache(self._choices), cache(self._edge)
         self.resharding = cache(self._resharding)
         self._ends = cache(self._priced)
 
@@ -105,9 +106,19 @@ class StrategyPrices:
             sizes = {**sizes, "buffers": np.maximum(sizes["buffers"], other)}
         if border is not None:
             layers = self._bordered(layers, position, border)
+        role = role_of(position, self.stages)
+        has, moves = (int(role.has_embedding), int(role.has_head)), [self.resharding(kind) for kind in kinds]
+        if has[0]:
+            begin = self.edge(position, kinds[0], "first")
+            layers = begin, _less(layers[0], begin), *layers[1:]
+        if has[1]:
+            end = self.edge(position, kinds[-1], "last")
+            layers = *layers[:-1], _less(layers[-1], end), end
         return StageProblem(
             layers=layers,
-            resharding_s=tuple(self.resharding(kind) for kind in kinds[:-1]),
+            # An embedding gives what the first layer takes.
+            resharding_s=tuple(moves[:1] * has[0] + moves[: len(moves) - 1 + has[1]]),
+            edges=has,
             buffer_bytes=np.tile(sizes["buffers"], 2),
             end_bytes=np.tile(sizes["loss"], 2),
             budget_bytes=self.budget_bytes,
@@ -143,6 +154,18 @@ class StrategyPrices:
             columns.append((sizes["states"] + sizes["activations"] - saved, saved, sizes["moment"]))
         state, saved, moment = (np.concatenate(parts, axis=1) for parts in zip(*columns, strict=True))
         return LayerChoices(t_s + self._legal(kind), d_s, state, saved, moment)
+
+    def _edge(self, position: int, kind: int, edge: str) -> LayerChoices:
+        """Embedding (`first`) or head (`last`) beside layers of a kind; never recomputed."""
+        held, role = self._held(position), role_of(position, self.stages)
+        ends = (edge == "first", edge == "last")
+        t_s, d_s = self._ends(role, kind, *ends, None, count=0)
+        sizes = self._bytes(position, kind, again=False)
+        states, kept = sizes[f"{edge}.states"], sizes[f"{edge}.activations"]
+        rows = [[0.0 if axis == "dp" or row.dp > 1 else np.inf for axis, _ in COLUMNS] for row in self.rows]
+        legal = np.array(rows) + np.where([again for _, again in COLUMNS], np.inf, 0.0)
+        saved = np.tile(kept / held, 2)
+        return LayerChoices(t_s + legal, d_s, np.tile(states + kept, 2) - saved, saved, np.zeros_like(saved))
 
     def _legal(self, kind: int) -> Array:
         """Infinity where a layer of a kind has no such strategy."""
@@ -193,11 +216,14 @@ class StrategyPrices:
             placed=placed_layout(cluster, places, places, rows[0]),
         )
 
-    def _priced(self, role: StageRole, kind: int, begins: bool, finishes: bool, before: int | None) -> Parts:
+    def _priced(
+        self, role: StageRole, kind: int, begins: bool, finishes: bool, before: int | None, *, count: int = 1
+    ) -> Parts:
+        """Of a layer; with a count of 0 of embedding or head alone."""
         priced = []
         for start, end in self._groups():
             grid = replace(self._grid(role, kind, self.rows[start:end], 1, again=True), before=before)
-            both = self._times(grid, kind, (begins, finishes))
+            both = self._times(grid, kind, (begins, finishes), alone=count == 0)
             each = zip(*both, strict=True)
             shape = (end - start, 2)
             priced.append(
@@ -206,14 +232,20 @@ class StrategyPrices:
         t_s, d_s = (np.concatenate(parts, axis=0) for parts in zip(*priced, strict=True))
         return t_s, d_s
 
-    def _times(self, grid: StageGrid, kind: int, ends: tuple[bool, bool]) -> list[Parts]:
-        """Of one layer that a stage begins or ends with, or has inside: kept, and recomputed."""
+    def _times(
+        self, grid: StageGrid, kind: int, ends: tuple[bool, bool], *, alone: bool = False
+    ) -> list[Parts]:
+        """Of one layer that a stage begins or ends with, or has inside: kept, and recomputed. `alone` is
+        embedding or head without it."""
         work, context = self.evaluator.work(grid), self.evaluator.time_context
         begins, finishes = ends
         none = replace(work.grid, layers=NONE, counts=tuple(LayerCount(NONE, NONE) for _ in grid.counts))
         one = part_work(work.grid, work.loads, context, ends)
         empty = part_work(none, work.loads, context, (False, False))
         stage = self._terms(empty, kind, False, (-1, -1))
+        if alone:
+            edge = self._terms(part_work(none, work.loads, context, ends), kind, False, (-1, -1))
+            return [(edge[0] - stage[0], edge[1] - stage[1])] * 2
         share = _border_share(grid.role, begins, finishes)
         beyond = finishes * stage[2] + (share - finishes) * stage[3]
         times = []
@@ -283,6 +315,19 @@ class StrategyPrices:
                 for have in self.rows
             ]
         )
+
+
+def _less(layer: LayerChoices, edge: LayerChoices) -> LayerChoices:
+    """A layer at the end of a stage without the embedding or head that is counted with it: what an edge of
+    the same strategy, not recomputed, is counted as."""
+    half = edge.t_s.shape[1] // 2
+
+    def rest(name: str) -> Array:
+        edges = getattr(edge, name)[:, :half]
+        return np.asarray(getattr(layer, name) - np.tile(np.where(np.isfinite(edges), edges, 0.0), 2))
+
+    names = ("t_s", "d_s", "state_bytes", "saved_bytes")
+    return replace(layer, **{name: rest(name) for name in names})
 
 
 def _border_share(role: StageRole, begins: bool, finishes: bool) -> float:

@@ -65,15 +65,17 @@ class StagePlan:
     ckpt: int = 0
     """Layers recomputed in full; the other layers follow `recompute`."""
     recompute: Recompute = "full"
-    """What recomputation this stage uses: `full` recomputes `ckpt` whole layers and saves the rest
-    (so `ckpt: 0` recomputes nothing); `selective` recomputes the attention core of every layer
-    that is not among the `ckpt`; `none` demands `ckpt: 0`."""
+    """What it runs again: `full` recomputes `ckpt` whole layers and saves the rest (so `ckpt: 0` recomputes
+    nothing); `selective` the attention core of every layer not among the `ckpt`; `none` demands `ckpt: 0`."""
     offload: Offload = Offload()
     """Fractions of its bytes in host memory."""
     strategies: tuple[LayerRun, ...] = ()
     """Where layers do not run alike: first to last, their counts summing to `layers`. Then dp, tp, zero and
-    micro_batch are those of the first layers, which the embedding has too (the head has those of the last),
-    and ckpt counts all that are recomputed."""
+    micro_batch are those of the first layers, and ckpt counts all that are recomputed."""
+    embedding: str | None = None
+    """There, what the embedding of the first stage runs; null for what its first layers run."""
+    head: str | None = None
+    """What the output layer of the last stage runs; null for what its last layers run."""
 
     @property
     def layer_strategies(self) -> tuple[Strategy, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import permutations
 from typing import Any, Literal
@@ -132,15 +132,49 @@ def strategies(gpus: int, *, ckpt: bool = True, both: bool = False) -> tuple[Str
     )
 
 
+def edge_strategies(stages: Sequence[Any]) -> tuple[Strategy, Strategy]:
+    """What embedding and head run, where layers have strategies of their own."""
+    said = stages[0].embedding, stages[-1].head
+    beside = stages[0].layer_strategies[0], stages[-1].layer_strategies[-1]
+    begin, end = (strategy_of(one or str(replace(layer, ckpt=False)))
+                  for one, layer in zip(said, beside, strict=True))  # fmt: skip
+    return begin, end
+
+
 def check_plan_strategies(stages: Sequence[Any], model: ModelSpec) -> None:
     """Of all stages of a plan (`StagePlan`, whose file imports this one)."""
     first = 0
     for index, stage in enumerate(stages):
+        _check_edges(f"plan: stages[{index}]", stage, (index == 0, index == len(stages) - 1))
         kinds = [model.kinds[place] for place in model.kind_of_layer[first : first + stage.layers]]
         first += stage.layers
         if stage.strategies:
             said = {key: getattr(stage, key) for key in ("layers", "dp", "tp", "zero", "ckpt")}
             check_strategies(f"plan: stages[{index}]", stage.strategies, kinds, said, stage.micro_batch)
+    if model.tied_embeddings and (stages[0].embedding or stages[-1].head):
+        begin, end = edge_strategies(stages)
+        if begin != end:
+            raise InputError(
+                f"plan: the embedding runs {begin} and the head {end}; {model.name} ties their weights, "
+                "which wants one strategy of both"
+            )
+
+
+def _check_edges(where: str, stage: Any, has: tuple[bool, bool]) -> None:
+    for key, there, place in zip(("embedding", "head"), has, ("first", "last"), strict=True):
+        text = getattr(stage, key)
+        if text is None:
+            continue
+        at, strategy = f"{where}.{key}", strategy_of(text, f"{where}.{key}")
+        if not (there and stage.strategies):
+            raise InputError(
+                f"{at} is {text}; wanted it in the {place} stage only, beside strategies of its layers"
+            )
+        if strategy.ckpt or strategy.layout.dp * strategy.layout.tp != stage.gpus:
+            raise InputError(f"{at} is {text}; wanted one of the stage's {stage.gpus} GPUs, not recomputed")
+        check.divides(
+            at, ("dp", strategy.layout.dp), ("samples of a micro-step", stage.micro_batch * stage.dp)
+        )
 
 
 def check_strategies(

@@ -83,6 +83,16 @@ def test_some_recomputed_layers_hold_what_they_hold_today() -> None:
 
 JOINED = ["dp2-tp2"] * 4 + ["tp4"] * 12
 GPT, DECODER = ["sdp4"] * 6 + ["dp2-tp2"] * 8, ["sdp4+ckpt"] * 8 + ["dp2-tp2"] * 9
+EDGES = ("tp8", "dp2-tp4")
+
+
+def edged(plan: Plan, position: int, **edges: object) -> Plan:
+    """With a stage that says something else of embedding or head."""
+    stages = list(plan.stages)
+    stages[position] = replace(stages[position], **edges)
+    return replace(plan, stages=tuple(stages))
+
+
 MIXED = {
     "one stage": plan_of("gpt3-1.3b", stage(16, 8, *["sdp8+ckpt"] * 8, *["dp2-tp4"] * 8, *["sdp2-tp4"] * 8)),
     "two nodes": plan_of("gpt3-1.3b", stage(16, 16, *["sdp16+ckpt"] * 8, *["tp4-dp4"] * 8, *["dp2-tp8"] * 8)),
@@ -90,6 +100,8 @@ MIXED = {
     "decoder": plan_of("t5-large-32", stage(8, 4, *DECODER), stage(8, 4, *JOINED), seq_len=512),
     "windows": plan_of("swin-huge-32", stage(16, 8, *["dp8"] * 6, *["dp2-tp4"] * 29), seq_len=3136),
 }
+MIXED["edges"] = edged(MIXED["one stage"], 0, embedding="tp8", head="dp8")
+MIXED["edges of two stages"] = edged(edged(MIXED["two stages"], 0, embedding="tp4"), 1, head="sdp4")
 
 
 @pytest.mark.parametrize("plan", MIXED.values(), ids=MIXED)
@@ -102,6 +114,44 @@ def test_the_events_play_what_is_predicted(plan: Plan) -> None:
 def test_such_plans_come_back(plan: Plan) -> None:
     assert plan_from_text(plan_to_yaml(plan)) == plan
     assert "strategies" not in plan_to_yaml(as_today(MIXED["one stage"]))
+
+
+def test_an_embedding_and_a_head_of_their_own_cost_what_a_run_of_no_layers_would() -> None:
+    """As layers run is as today but for the update's two kernels more; elsewhere each is paid where it is."""
+    plan = plan_of("gpt3-1.3b", stage(16, 8, *["sdp2-tp4"] * 24))
+    same, apart = (edged(plan, 0, embedding=one, head=other) for one, other in (("sdp2-tp4",) * 2, EDGES))
+    now, today, own = told(same), told(plan), told(apart)
+    assert now.iteration_s == pytest.approx(today.iteration_s, rel=1e-4)
+    assert now.stages[0].memory_terms_bytes == pytest.approx(today.stages[0].memory_terms_bytes, rel=1e-12)
+    # 50,304 x 2,048 weights of two bytes: an eighth of the embedding's on each rank in both, a quarter of the
+    # head's where dp2 replicates; of 2,048 positions sdp2 has half, tp8 all of them.
+    table, positions = 50304 * 2048 * 2, 2048 * 2048 * 2
+    more = own.stages[0].memory_terms_bytes["weights"] - today.stages[0].memory_terms_bytes["weights"]
+    assert more == pytest.approx(table / 4 - table / 8 + positions / 2, rel=1e-3)
+    assert own.stages[0].stable_terms_s["resharding"] > 0.0 == now.stages[0].stable_terms_s["resharding"]
+
+
+@pytest.mark.parametrize(
+    ("edges", "words"),
+    [
+        ({"embedding": "sdp4"}, r"embedding is sdp4; wanted one of the stage's 8 GPUs"),
+        ({"head": "sdp8+ckpt"}, r"head is sdp8\+ckpt; wanted .* not recomputed"),
+        ({"head": "sdp8", "strategies": (), "ckpt": 0}, "beside strategies of its layers"),
+        ({"embedding": "tp3"}, "stages\\[0\\].embedding is 'tp3'"),
+    ],
+)
+def test_edges_that_a_plan_cannot_have(edges: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        edged(MIXED["one stage"], 0, **edges)
+
+
+def test_edges_stand_at_the_ends_and_tied_weights_have_one_strategy() -> None:
+    with pytest.raises(InputError, match="wanted it in the first stage only"):
+        edged(MIXED["two stages"], 1, embedding="tp4")
+    bert = plan_of("bert-huge-32", stage(16, 8, *["sdp8"] * 32), seq_len=512)
+    with pytest.raises(InputError, match="the embedding runs tp8 and the head sdp8; bert-huge-32 ties"):
+        edged(bert, 0, embedding="tp8")
+    assert edged(bert, 0, embedding="tp8", head="tp8").stages[0].head == "tp8"
 
 
 def test_a_layer_waits_for_what_its_rank_lacks() -> None:

@@ -23,6 +23,8 @@ CASE = Path(__file__).with_name("layerwise_case.py")
 STAGES = {
     "one": [stage(4, 4, "sdp4+ckpt", "dp2-tp2", "tp4", "tp2-sdp2")],
     "two": [stage(2, 2, "sdp2+ckpt", "tp2"), stage(2, 2, "dp2", "sdp2")],
+    "edges": [replace(stage(4, 4, "sdp4+ckpt", "dp2-tp2"), embedding="tp4", head="dp4")],
+    "edges two": [replace(stage(2, 2, "dp2"), embedding="tp2"), replace(stage(2, 2, "tp2"), head="sdp2")],
 }
 
 
@@ -55,7 +57,10 @@ def test_three_steps_as_the_model_in_one_piece_and_what_they_keep(tmp_path: Path
     pytest.importorskip("torch")
     whole = replace(preset("gpt3-1.3b"), layers=4)
     small = replace(preset("gpt3-1.3b"), attention="full", **SMALL)
-    plans = {name: plan_of(whole, *stages, seq_len=128) for name, stages in STAGES.items()}
+    plans = {
+        name: plan_of(replace(whole, layers=sum(one.layers for one in stages)), *stages, seq_len=128)
+        for name, stages in STAGES.items()
+    }
     plans |= {f"kept-{name}": plan_of(small, *stages, seq_len=128) for name, stages in KEPT.items()}
     for name, plan in plans.items():
         mm.emit(plan, out=tmp_path / name)
@@ -87,3 +92,5 @@ def test_what_it_cannot_run_is_refused() -> None:
         mm.emit(MIXED["decoder"])
     with pytest.raises(InputError, match="no strategies of their own"):
         mm.emit(as_today(MIXED["one stage"]))
+    with pytest.raises(InputError, match="ties its embedding to its output layer"):
+        mm.emit(plan_of("bert-huge-32", stage(16, 8, *["sdp8"] * 32), seq_len=512))

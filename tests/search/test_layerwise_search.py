@@ -54,13 +54,43 @@ def random_stage(seed: int, *, moments: bool) -> StageProblem:
     )
 
 
+def with_edges(problem: StageProblem, seed: int) -> StageProblem:
+    """An embedding and a head around its layers, or one of them, with strategies that layers may lack."""
+    random = np.random.default_rng(1000 + seed)
+    edges = (int(seed % 3 != 0), int(seed % 3 != 1))
+
+    def edge() -> LayerChoices:
+        legal = np.where(random.permutation(6).reshape(3, 2) < 3, 0.0, np.inf)
+        sizes = [random.integers(0, 5, (3, 2)).astype(float) for _ in range(2)]
+        return LayerChoices(
+            random.uniform(0.0, 4.0, (3, 2)) + legal, np.zeros((3, 2)), *sizes, np.full((3, 2), 2.0)
+        )
+
+    moves = tuple(random.uniform(0.0, 1.0, (3, 3)) * (1.0 - np.eye(3)) for _ in range(sum(edges)))
+    layers = (*[edge()] * edges[0], *problem.layers[:3], *[edge() for _ in range(edges[1])])
+    between = (*moves[: edges[0]], *problem.resharding_s[:2], *moves[edges[0] :])
+    return replace(problem, layers=layers, resharding_s=between, edges=edges)
+
+
+def test_edges_are_chosen_as_all_plans_say_and_few_strategies_are_of_layers() -> None:
+    for seed in range(40):
+        problem = with_edges(random_stage(seed, moments=False), seed)
+        points = all_points(problem)
+        fits = [point for point in points if point.peak_bytes <= problem.budget_bytes]
+        found = solve_stage(problem, WEIGHT)
+        assert value(found) == pytest.approx(least(fits), rel=1e-12), seed
+        few = found and few_strategies(problem, WEIGHT, found, 1)
+        if few:
+            assert few.distinct == 1 and value(few) >= value(found) * (1 - 1e-12)
+
+
 def value(point: StagePoint | None) -> float:
     return np.inf if point is None else WEIGHT * point.t_s + point.d_s
 
 
 def all_points(problem: StageProblem) -> list[StagePoint]:
-    cells = [tuple(cell) for cell in np.argwhere(np.isfinite(problem.layers[0].t_s)).tolist()]
-    return [point_of(problem, each) for each in product(cells, repeat=len(problem.layers))]
+    cells = [[tuple(cell) for cell in np.argwhere(np.isfinite(one.t_s)).tolist()] for one in problem.layers]
+    return [point_of(problem, each) for each in product(*cells)]
 
 
 def least(points: list[StagePoint]) -> float:

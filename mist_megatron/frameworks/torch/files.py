@@ -10,6 +10,7 @@ from mist_megatron.formats.plan_yaml import plan_to_yaml
 from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources
 from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.strategies import Strategy, edge_strategies
 from mist_megatron.targets.rules import require_runnable
 
 
@@ -28,6 +29,12 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
             f"plan: parallelize.py hands one tensor of one shape from layer to layer; {model.name} has "
             + (f"layers of kind {entered[0]}" if entered else "layers of several shapes")
         )
+    if model.tied_embeddings:
+        raise InputError(
+            f"plan: {model.name} ties its embedding to its output layer: their weights are one tensor in "
+            "two places; parallelize.py takes two modules with weights of their own",
+            details=("try: the model without tied_embeddings, which has more parameters",),
+        )
     if plan.rank_map is not None or plan.training.precision == "fp8":
         raise InputError("plan: parallelize.py numbers ranks node by node and knows no fp8")
     return {
@@ -40,22 +47,23 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
 
 def strategies_text(plan: Plan) -> str:
     """By stage and layer: ranks, what they share, and whether the layer is recomputed."""
-    stages = [
-        [
-            {
-                "dp": strategy.layout.dp,
-                "tp": strategy.layout.tp,
-                "tp_outside": strategy.layout.tp_outside,
-                "sharded": strategy.zero == 3,
-                "ckpt": strategy.ckpt,
-            }
-            for strategy in stage.layer_strategies
-        ]
-        for stage in plan.stages
-    ]
-    lines = [",\n".join(f"    {json.dumps(layer)}" for layer in stage) for stage in stages]
+    lines = [",\n".join(f"    {_said(layer)}" for layer in stage.layer_strategies) for stage in plan.stages]
     listed = ",\n".join(f"   [\n{text}\n   ]" for text in lines)
-    return f'{{"grad_accum": {plan.grad_accum}, "stages": [\n{listed}\n]}}\n'
+    begin, end = map(_said, edge_strategies(plan.stages))
+    edges = f'"embedding": {begin},\n "head": {end}'
+    return f'{{"grad_accum": {plan.grad_accum},\n {edges},\n "stages": [\n{listed}\n]}}\n'
+
+
+def _said(strategy: Strategy) -> str:
+    return json.dumps(
+        {
+            "dp": strategy.layout.dp,
+            "tp": strategy.layout.tp,
+            "tp_outside": strategy.layout.tp_outside,
+            "sharded": strategy.zero == 3,
+            "ckpt": strategy.ckpt,
+        }
+    )
 
 
 def _readme(plan: Plan) -> str:
@@ -63,6 +71,10 @@ def _readme(plan: Plan) -> str:
     runs = [
         f"- stage {index}: " + ", ".join(f"{run.count} x {run.strategy}" for run in stage.strategies)
         for index, stage in enumerate(plan.stages)
+    ]
+    runs += [
+        f"- {edge}: {one}"
+        for edge, one in zip(("embedding", "head"), edge_strategies(plan.stages), strict=True)
     ]
     return "\n".join(
         [
