@@ -16,10 +16,11 @@ from mist_megatron.formats.gpu_yaml import gpu_from_mapping, is_gpu
 from mist_megatron.spec import catalogue, check
 from mist_megatron.spec.adapter import adapter_of
 from mist_megatron.spec.cluster import MOST_GPUS, ClusterSpec, GpuSpec, cluster_of
-from mist_megatron.spec.job import PRECISIONS, Job, parse_bytes, parse_links
+from mist_megatron.spec.job import Job, parse_bytes, parse_links
+from mist_megatron.spec.kinds import BLACKWELL_RECIPES, RECIPES
 from mist_megatron.spec.model import ModelSpec, with_adapter
 from mist_megatron.spec.plan import MOST_IMBALANCE, TARGET_NAMES, Execution, TargetName
-from mist_megatron.spec.training import Precision, TrainingSpec
+from mist_megatron.spec.training import PRECISION_WORDS, TrainingSpec, precision_of
 
 Taken = TypeVar("Taken", str, int, float)
 
@@ -44,7 +45,7 @@ class JobWords(TypedDict, total=False):
     seq: int | None
     """Tokens per sequence."""
     precision: str | None
-    """fp16, bf16 or fp8."""
+    """fp16, bf16, fp8 (delayed scaling), fp8-tensorwise, fp8-blockwise, mxfp8 or nvfp4."""
     flash_attention: bool | None
     """Fused attention kernel."""
     dropout: float | None
@@ -86,7 +87,7 @@ def read_job(words: JobWords) -> AskedJob:
             "--model is missing", details=("try: --model gpt3-7b, or see: mist-megatron models",)
         )
     if precision is not None:
-        check.known("--precision", "precision", precision, PRECISIONS)
+        check.known("--precision", "precision", precision.lower(), PRECISION_WORDS)
     if target is not None:
         check.known("--target", "target", target, TARGET_NAMES)
     model = named if isinstance(named, ModelSpec) else load_model(named)
@@ -130,10 +131,11 @@ def _whole_batch(words: JobWords, gpus: int) -> int | None:
 
 
 def _execution(words: JobWords, model: ModelSpec) -> Execution:
-    """What of it a job may say: how unevenly experts are chosen."""
+    """What of it a job may say: the recipe of 8 or 4 bits, and how unevenly experts are chosen."""
     imbalance = words.get("moe_imbalance")
+    execution = Execution(quantization=RECIPES.get((words.get("precision") or "").lower()))
     if imbalance is None:
-        return Execution()
+        return execution
     if model.routed is None:
         raise InputError(f"--moe-imbalance is {imbalance:g}, but {model.name} has no experts")
     if not 1.0 <= imbalance <= MOST_IMBALANCE:
@@ -141,7 +143,7 @@ def _execution(words: JobWords, model: ModelSpec) -> Execution:
             f"--moe-imbalance is {imbalance:g}; wanted tokens of the busiest rank over the mean, 1 to "
             f"{MOST_IMBALANCE:g}"
         )
-    return Execution(expert_imbalance=imbalance)
+    return replace(execution, expert_imbalance=imbalance)
 
 
 @with_words
@@ -247,6 +249,7 @@ def _training(
         why = "" if longest >= SEQ_LEN else "all the model has"
         seq = _taken(defaults, "--seq", min(SEQ_LEN, longest), why)
     if precision is not None:
+        precision = precision.lower()
         for kind in cluster.kinds:
             _check_precision(precision, kind.gpu)
     else:
@@ -264,7 +267,7 @@ def _training(
     return TrainingSpec(
         global_batch=batch,
         seq_len=seq,
-        precision=cast(Precision, precision),
+        precision=precision_of(precision),
         flash_attention=flash,
         dropout=dropout,
     )
@@ -273,7 +276,11 @@ def _training(
 def _check_precision(precision: str, gpu: GpuSpec) -> None:
     """A chip that lacks a precision would train in it at another's speed, if at all."""
     rates = {"bf16": gpu.bf16_flops_per_s, "fp8": gpu.fp8_flops_per_s, "fp16": gpu.fp16_flops_per_s}
-    if rates[precision] is None:
+    if RECIPES.get(precision) in BLACKWELL_RECIPES and gpu.name not in catalogue.BLACKWELL:
+        raise InputError(
+            f"--precision is {precision}, of Blackwell's products alone; {gpu.name} has fp8-blockwise"
+        )
+    if rates[precision_of(precision)] is None:
         able = ", ".join(name for name in ("fp8", "bf16", "fp16") if rates[name] is not None)
         raise InputError(f"--precision is {precision}; {gpu.name} has {able}")
 

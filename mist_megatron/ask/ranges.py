@@ -40,6 +40,13 @@ def whole_number(option: str, given: str) -> int:
     return int(given)
 
 
+def token_count(text: str) -> int:
+    """Of one sequence: 8192, or 8k."""
+    if re.fullmatch(r"[0-9]{1,18}[kK]?", text) is None or int(text.rstrip("kK")) < 1:
+        raise InputError(f"--seq is {text!r}; wanted a whole number such as 8192, or 8k")
+    return _whole("--seq", text, binary=True)
+
+
 def _between(option: str, last: Sequence[int], end: int) -> Iterator[int]:
     """What lies between the last number that was typed and the end."""
     one, other = last

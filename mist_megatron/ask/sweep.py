@@ -53,7 +53,7 @@ class SweepWords(TypedDict, total=False):
     gpus_per_node: int | None
     """GPUs of one node."""
     precision: str | None
-    """fp16, bf16 or fp8."""
+    """fp16, bf16, fp8 (delayed scaling), fp8-tensorwise, fp8-blockwise, mxfp8 or nvfp4."""
     target: str | None
     """Framework to plan for."""
     space: str

@@ -130,6 +130,8 @@ def fabric_of(cluster: ClusterSpec) -> Fabric:
 def bar_of(job: Job, *, profiled: bool) -> ErrorBar:
     """The bar on what is said of a job; `profiled`: its prices are not a datasheet's."""
     bar = bar_among(shipped_errors(), kind_of(job), profiled=profiled)
+    if job.execution.quantization == "nvfp4" and bar.like != UNMEASURED:
+        bar = replace(bar, like=f"{bar.like}, most of which had 8 bits")
     if not job.model.plain and not any(kind.experts is not None for kind in job.model.kinds):
         return replace(bar, like=f"{bar.like}, none of which had layers of other widths or images")
     return bar
@@ -156,8 +158,9 @@ def bar_among(known: Sequence[SourceErrors], kind: Kind, *, profiled: bool) -> E
         alikes = [each for each in shipped if alike(each.kind) == alike(kind)]
         if sum(len(each.errors) for each in alikes) >= LEAST_RUNS:
             bar = _bar(alikes, words)
-            # Runs that are less alike say no more than all runs together do.
-            return bar if words == kind.words else replace(bar, share=max(bar.share, every.share))
+            # Runs that are less alike say no more than all together do, nor do those of one source of others.
+            enough = words == kind.words and bar.sources > 1
+            return bar if enough else replace(bar, share=max(bar.share, every.share))
     return every
 
 

@@ -21,13 +21,13 @@ from mist_megatron.formats.document import build
 from mist_megatron.price.attention_kernels import AttentionName
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
-from mist_megatron.spec.kinds import Quantization
+from mist_megatron.spec.kinds import RECIPES
 from mist_megatron.spec.mesh import nodes_and_gpus
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero, Zero3Name
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
 from mist_megatron.spec.schedule import ONE_F_ONE_B, ScheduleName
-from mist_megatron.spec.training import Precision, TrainingSpec
+from mist_megatron.spec.training import PRECISION_WORDS, TrainingSpec, precision_of
 from mist_megatron.targets.facts import Target
 from mist_megatron.targets.table import TARGETS
 
@@ -58,9 +58,6 @@ SCATTERING = ("megatron-lm", "megatron-deepspeed")
 """Frameworks whose stages sent each other parts: scatter_gather_tensors_in_pipeline was Megatron-LM's
 default (Narayanan et al. 2021, section 4.1), which went when its pipelines became megatron-core's."""
 
-QUANTIZATIONS: Mapping[str, Quantization] = {"fp8-tensorwise": "tensorwise", "fp8-mxfp8": "mxfp8"}
-"""Recipes of low precision that a row may name; `fp8` alone is delayed scaling, or what is not said."""
-PRECISIONS = ("fp16", "bf16", "fp8", *QUANTIZATIONS)
 ATTENTION_OF_SOURCE: Mapping[str, AttentionName] = {
     "MosaicML llm-foundry": "triton-2023",
     "InternEvo": "flash-1",
@@ -189,7 +186,7 @@ def _plan(row: Cells) -> Plan:
                 overlap_param_gather=None if framework == "fsdp" else "param-gather" in overlap,
                 tp_comm_overlap="tp" in overlap.split(", ") or _overlaps_by_recipe(row),
                 fused_cross_entropy="fused cross entropy" in row.text("note") or None,
-                quantization=QUANTIZATIONS.get(row.text("precision")),
+                quantization=RECIPES.get(row.text("precision")),
                 deterministic="deterministic mode" in row.text("note") or None,
                 scattered_boundaries=framework in SCATTERING or None,
                 zero3=ZERO3_OF_FRAMEWORK.get(framework) if row.text("zero") == "3" else None,
@@ -221,7 +218,7 @@ def _training(row: Cells) -> TrainingSpec:
     return TrainingSpec(
         global_batch=row.count("global_batch"),
         seq_len=row.count("seq_len"),
-        precision=cast(Precision, row.one_of("precision", PRECISIONS, "bf16").split("-")[0]),
+        precision=precision_of(row.one_of("precision", PRECISION_WORDS, "bf16")),
         flash_attention=row.flag("flash_attention", default=True),
         dropout=rate,
     )

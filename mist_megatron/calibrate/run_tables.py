@@ -18,7 +18,14 @@ from mist_megatron.calibrate.table_models import KNOWN, model_named, offloaded_s
 from mist_megatron.errors import InputError
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec
-from mist_megatron.spec.kinds import ContextExchange, Dispatcher, GraphModule, Offload, Quantization
+from mist_megatron.spec.kinds import (
+    RECIPES,
+    ContextExchange,
+    Dispatcher,
+    GraphModule,
+    Offload,
+    Quantization,
+)
 from mist_megatron.spec.mesh import nodes_and_gpus
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, Zero
@@ -165,26 +172,13 @@ def _precision_name(row: Cells) -> str:
     return re.sub(r"\(.*\)", "", row.text("precision"))
 
 
-_QUANTIZATIONS: Mapping[str, Quantization] = MappingProxyType(
-    {
-        "mxfp8": "mxfp8",
-        "nvfp4": "nvfp4",
-        "fp8-current": "tensorwise",
-        "fp8-tensorwise": "tensorwise",
-        "fp8-delayed": "delayed",
-        "fp8-blockwise": "blockwise",
-        "fp8": "delayed",
-    }
-)
-
-
 def _precision(row: Cells) -> tuple[Precision, Quantization | None]:
     name = _precision_name(row).lower()
     if name in ("bf16", "fp16"):
         return cast(Precision, name), None
-    if name not in _QUANTIZATIONS:
+    if name != "fp8" and name not in RECIPES:
         raise Inexpressible(f"precision {row.text('precision')!r} is not modelled")
-    return "fp8", _QUANTIZATIONS[name]
+    return "fp8", RECIPES.get(name, "delayed")
 
 
 def _gpu(row: Cells) -> GpuSpec:

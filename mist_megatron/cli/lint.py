@@ -45,7 +45,7 @@ def lint(
         rows = [(f.level, f.key, f.message) for f in linted.findings]
         output.people.print(table(("", "key", "what"), rows) if rows else linted.nothing_words())
         show_taken(output.people, linted.defaults)
-        output.people.print(linted.price_words(), soft_wrap=True)
+        output.people.print(linted.price_words())
         for line in linted.memory_words():
             output.people.print(line)
     if linted.rejected:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:  # read when a job is read: --help and completion need none of
     from mist_megatron.ask.job_words import JobWords
 
 PANEL = "Job"
+PRECISION_HELP = "fp16, bf16, fp8 (delayed scaling), fp8-tensorwise, fp8-blockwise, mxfp8 or nvfp4."
+
+
+def _tokens(text: str) -> int:
+    from mist_megatron.ask.ranges import token_count
+
+    return token_count(text)
 
 
 def complete_models(incomplete: str) -> list[str]:
@@ -82,8 +89,13 @@ class JobOptions(OptionGroup):
             rich_help_panel=PANEL,
         ),
     ] = None
-    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.", rich_help_panel=PANEL)] = None
-    precision: Annotated[str | None, typer.Option(help="fp16, bf16 or fp8.", rich_help_panel=PANEL)] = None
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per sequence: 8192, or 8k.", parser=_tokens, metavar="<int>", rich_help_panel=PANEL
+        ),
+    ] = None
+    precision: Annotated[str | None, typer.Option(help=PRECISION_HELP, rich_help_panel=PANEL)] = None
     flash_attention: Annotated[
         bool | None,
         typer.Option(

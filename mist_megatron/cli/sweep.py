@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from mist_megatron.cli.options import PRECISION_HELP
 from mist_megatron.cli.output import OutputOptions, table
 from mist_megatron.cli.output_file import check_output_file
 from mist_megatron.cli.progress import search_watch
@@ -34,7 +35,7 @@ def sweep(
     per_device_batch: Annotated[int | None, typer.Option(help="In place of it: per GPU and pass.")] = None,
     grad_accum: Annotated[int | None, typer.Option(help="Beside it: passes per optimizer step.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of one node.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp16, bf16 or fp8.")] = None,
+    precision: Annotated[str | None, typer.Option(help=PRECISION_HELP)] = None,
     target: Annotated[str | None, typer.Option(help="Framework to plan for, as in `tune`.")] = None,
     space: Annotated[
         str | None, typer.Option(help="Named space: by default full, with --strategies megatron.")

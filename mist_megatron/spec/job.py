@@ -13,8 +13,6 @@ from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.spec.training import TrainingSpec
 
-PRECISIONS = ("fp16", "bf16", "fp8")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Generic, Literal, TypeVar, get_args
 
 Dispatcher = Literal["alltoall", "allgather", "flex"]
@@ -17,6 +18,20 @@ CONTEXT_EXCHANGES: tuple[ContextExchange, ...] = get_args(ContextExchange)
 Quantization = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
 """How operands of 8 bits are scaled, by Megatron's names (--fp8-recipe): by the largest element of steps
 before, of the tensor now, of blocks of it, or of 32 elements; of `nvfp4` (--fp4-format) they have 4 bits."""
+RECIPES: Mapping[str, Quantization] = MappingProxyType(
+    {
+        "fp8-delayed": "delayed",
+        "fp8-tensorwise": "tensorwise",
+        "fp8-current": "tensorwise",
+        "fp8-blockwise": "blockwise",
+        "mxfp8": "mxfp8",
+        "fp8-mxfp8": "mxfp8",
+        "nvfp4": "nvfp4",
+    }
+)
+"""A recipe of 8 or 4 bits by what people call it, with Transformer Engine's other word for the second."""
+BLACKWELL_RECIPES: tuple[Quantization, ...] = ("mxfp8", "nvfp4")
+"""What older GPUs have no products for."""
 GraphModule = Literal[
     "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "layer", "full_iteration"
 ]

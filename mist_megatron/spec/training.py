@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.kinds import RECIPES
 
 Precision = Literal["fp16", "bf16", "fp8"]
+PRECISION_WORDS = ("fp16", "bf16", "fp8", *RECIPES)
+"""What people call a precision; fp8 alone is scaled by the largest elements of steps before."""
 
 LONGEST_SEQUENCE = 10**9
 """Ten times the longest context that anybody announced (Magic's LTM-2-mini, August 2024: 10^8 tokens)."""
@@ -40,3 +43,8 @@ class TrainingSpec:
         check.at_most("training", LARGEST_BATCH, largest, global_batch=self.global_batch)
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"training: dropout is {self.dropout}; wanted from 0 to below 1")
+
+
+def precision_of(word: str) -> Precision:
+    """Of one of PRECISION_WORDS: what a recipe of fewer bits is a layer on."""
+    return "fp8" if word in RECIPES else cast(Precision, word)

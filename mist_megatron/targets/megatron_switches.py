@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mist_megatron.spec.catalogue import BLACKWELL
-from mist_megatron.spec.kinds import Quantization
+from mist_megatron.spec.kinds import BLACKWELL_RECIPES, Quantization
 from mist_megatron.spec.plan import Plan
 
 
@@ -92,7 +92,7 @@ def _graphs(plan: Plan) -> Iterator[str]:
 
 def _recipe(plan: Plan) -> Iterator[str]:
     recipe, gpu = plan.execution.quantization, plan.cluster.gpu.name
-    if recipe in ("mxfp8", "nvfp4") and gpu not in BLACKWELL:
+    if recipe in BLACKWELL_RECIPES and gpu not in BLACKWELL:
         yield f"execution.quantization {recipe}: {gpu} has no such products, wanted a Blackwell GPU"
 
 

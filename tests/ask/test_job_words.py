@@ -288,3 +288,26 @@ def test_a_config_that_cannot_be_is_refused_by_its_own_keys(chosen, said, tmp_pa
     with pytest.raises(InputError, match=r"config\.json: .*num_experts_per_tok") as caught:
         read_job({"model": str(tmp_path), "gpus": 8})
     assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("word", "recipe"),
+    [
+        ("fp8", None),
+        ("fp8-delayed", "delayed"),
+        ("fp8-current", "tensorwise"),
+        ("fp8-blockwise", "blockwise"),
+        ("MXFP8", "mxfp8"),
+        ("nvfp4", "nvfp4"),
+    ],
+)
+def test_recipes_of_few_bits_by_their_names(word: str, recipe: str | None) -> None:
+    job = mm.job(model="llama3-8b", gpus=8, gpu="b200-sxm-180gb", precision=word)
+    assert (job.training.precision, job.execution.quantization) == ("fp8", recipe)
+    told = mm.tune(job, space="megatron", fix=["tp=1", "micro_batch=1"]).plan
+    assert told is not None and told.execution.quantization == recipe
+
+
+def test_recipes_that_a_gpu_has_no_products_for() -> None:
+    with pytest.raises(InputError, match=r"--precision is mxfp8, .*; h100-sxm-80gb has fp8-blockwise"):
+        mm.job(model="llama3-8b", gpus=8, gpu="h100-sxm-80gb", precision="mxfp8")

@@ -13,9 +13,27 @@ import pytest
 
 import mist_megatron as mm
 from mist_megatron.ask.gpu_counts import counts
-from mist_megatron.ask.ranges import most_of_any, seconds_of, tokens_of, tokens_words, whole_numbers
+from mist_megatron.ask.ranges import (
+    most_of_any,
+    seconds_of,
+    token_count,
+    tokens_of,
+    tokens_words,
+    whole_numbers,
+)
 
 JOB = {"model": "gpt3-1.3b", "gpu": "l4-24gb", "space": "megatron"}
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("8192", 8192), ("8k", 8192), ("1K", 1024)])
+def test_tokens_of_a_sequence(text: str, tokens: int) -> None:
+    assert token_count(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "8kk", "", "9" * 5000])
+def test_what_are_no_tokens(text: str) -> None:
+    with pytest.raises(mm.InputError, match=r"--seq is .*; wanted a whole number such as 8192, or 8k"):
+        token_count(text)
 
 
 def test_each_point_is_what_tune_finds() -> None:

@@ -49,6 +49,15 @@ def test_where_nothing_is_alike_less_alike_runs_say_so() -> None:
     assert bar_among(known, A100, profiled=False).words == "+-30 %: unmeasured GPU"
 
 
+def test_one_source_alone_claims_no_more_than_all_runs_of_others() -> None:
+    exact = errors("one", A100, *[0.01] * 9)
+    far = errors("far", replace(A100, family="H100"), *[0.2] * 9)
+    bar = bar_among((exact, far), A100, profiled=True)
+    assert (bar.share, bar.like) == (0.2, A100.words)
+    also = errors("another", A100, *[0.02] * 9)
+    assert bar_among((exact, also, far), A100, profiled=True).share == 0.02
+
+
 def test_mixtures_have_bars_of_mixtures() -> None:
     mixed = replace(A100, experts=True)
     known = (errors("dense", A100, *[0.02] * 9), errors("mixed", replace(mixed, family="H100"), *[0.2] * 9))

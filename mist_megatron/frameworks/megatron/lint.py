@@ -347,7 +347,7 @@ def _precision(read: Reader) -> Iterator[Finding]:
 
 def _recipe(read: Reader) -> Iterator[Finding]:
     """Casts of recipes that are priced as those of another."""
-    if read.has("fp8-format") and read.word("fp8-recipe") in {"blockwise", "mxfp8"}:
+    if read.has("fp8-format") and read.word("fp8-recipe") == "blockwise":
         told = "priced are the 8-bit products; casts and copies as those of delayed scaling"
         yield _say("note", "fp8-recipe", told)
     if read.has("fp4-format") and read.has("fp8-format"):
