@@ -296,8 +296,11 @@ def _told(message: str, details: tuple[str, ...], code: int, arguments: list[str
     _show(message, details)
     if "--json" in arguments:
         failure = {"error": {"message": message, "details": list(details), "exit_code": code}}
-        sys.stdout.write(json.dumps(failure, indent=2) + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(json.dumps(failure, indent=2) + "\n")
+            sys.stdout.flush()
+        except OSError:  # the reader left, or the disk is full: it failed all the same
+            _silence_stdout()
     return code
 
 

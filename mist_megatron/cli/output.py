@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,12 @@ class WholeWords(Console):
             for part in line.divide(_wrapped_at(line.plain, self.width)):
                 part.rstrip()
                 super().print(part, **{**settings, "soft_wrap": True})
+
+    def on_broken_pipe(self) -> None:
+        """Nobody waits for the rest of an answer; what is told beside it goes unheard, the work goes on."""
+        if not self.stderr:
+            super().on_broken_pipe()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
     def _left_whole(self, settings: Mapping[str, Any]) -> bool:
         """Sentences that pipes get in one line, for other programs; no terminal wraps between words."""

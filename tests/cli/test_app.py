@@ -167,6 +167,18 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_refusal_that_nobody_reads_is_one_all_the_same(more: tuple[str, ...], tmp_path: Path) -> None:
+    """`... 2>&1 | head -1` ended with 1, and with --json in a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    job = ("tune", "--model", "gpt3-7b", "--gpus", "1", "--gpu", "l4-24gb", *more)
+    command = [sys.executable, "-m", "mist_megatron", *job]
+    done = subprocess.run(command, stdout=write, stderr=write, cwd=tmp_path, check=False)
+    os.close(write)
+    assert done.returncode == 3
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 @pytest.mark.parametrize("arguments", [["models"], ["models", "--json"], ["--help"]])
 def test_an_answer_on_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:

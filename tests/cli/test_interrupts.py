@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -37,6 +38,45 @@ def test_the_end_of_a_job_is_one_line(tmp_path):
     code, said = ended_at(tmp_path, "numpy", signal.SIGTERM)
     assert (code, said) == (143, "error: terminated\n")
     assert os.listdir(tmp_path) == []
+
+
+SEARCH = """
+import os, signal
+from rich.progress import Progress
+from mist_megatron.cli import app
+update = Progress.update
+def interrupted(bar, task, **told):
+    update(bar, task, **told)
+    if told["description"] and not hasattr(bar, "told"):
+        bar.told = True
+        for _ in range(TIMES):
+            os.kill(os.getpid(), signal.SIGINT)
+Progress.update = interrupted
+if __name__ == "__main__":
+    app.main()
+"""
+"""A search that is interrupted, so many times, as soon as there is a first plan."""
+
+
+@pytest.mark.parametrize(("times", "workers"), [(1, 1), (1, 2), (2, 1)])
+def test_an_interrupted_search_leaves_a_whole_plan_or_nothing(tmp_path, ran_here, times, workers):
+    """The first interrupt asks for the best so far, with all its files; the second for an end."""
+    script = tmp_path / "search.py"
+    script.write_text(SEARCH.replace("TIMES", str(times)), "utf-8")
+    job = ("--model", "gpt3-7b", "--gpus", "16", "--target", "megatron+patches", "--json")
+    command = [sys.executable, str(script), "tune", *job, "--workers", str(workers), "--out", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 130, done.stderr
+    script.unlink()
+    assert done.stderr == "error: interrupted\n"
+    assert os.listdir(tmp_path) == (["run"] if times == 1 else [])
+    if times == 2:
+        return
+    told, files = json.loads(done.stdout), {path.name for path in (tmp_path / "run").iterdir()}
+    assert told["search"]["status"] == "interrupted"
+    assert set(told["files"]) == files
+    read = ran_here("predict", "run/plan.yaml", "--json")
+    assert json.loads(read.out)["iteration_s"] == told["prediction"]["iteration_s"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

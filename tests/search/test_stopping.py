@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
@@ -23,18 +19,6 @@ from mist_megatron.search.space import space_named
 
 JOB = ("--model", "gpt3-22b", "--gpus", "32", "--gpu", "l4-24gb", "--target", "mist")
 LONG = (*JOB, "--global-batch", "512")
-
-
-def start(folder, *arguments, **environment):
-    command = [sys.executable, "-m", "mist_megatron", "tune", *LONG, *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "80", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_a_time_limit_gives_the_best_so_far_with_its_bound(mist_process):
@@ -58,27 +42,6 @@ def test_a_time_limit_without_a_plan_says_so(mist_process, tmp_path):
     assert done.err.startswith("error: no plan found within --time-limit 0.001 s")
     assert "longer --time-limit" in done.err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_an_interrupt_gives_the_best_so_far(tmp_path, workers):
-    """SIGINT once a first plan exists: the answer, whole files, and the exit code of an interrupt."""
-    process = start(tmp_path, "--grid", "0.0625", "--out", "run", "--workers", workers)
-    time.sleep(7.0)
-    if process.poll() is not None:
-        process.communicate()
-        pytest.skip("this machine finished before it could be interrupted")
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert "Traceback" not in err
-    assert process.returncode == 130, err
-    if "interrupted: within" in out:
-        assert (tmp_path / "run" / "plan.yaml").is_file()
-        assert "status: interrupted" in (tmp_path / "run" / "plan.yaml").read_text()
-    else:
-        assert err == "error: interrupted\n"
-        assert not (tmp_path / "run").exists()
-    assert [path.name for path in tmp_path.iterdir()] in ([], ["run"])
 
 
 def test_an_interrupt_acts_inside_a_shape():
