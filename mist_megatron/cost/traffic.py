@@ -104,6 +104,9 @@ def _gathered(weights: Array, load: LayerLoad, grid: StageGrid, context: TimeCon
 def _reduction(message: Array, grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:
     """Gradients of a layer, where optimizer states are sharded or not."""
     scattered = bucketed("reduce_scatter", message, grid, context, group)
+    if context.facts.zero3.reduces_layers:
+        at_once = collective("reduce_scatter", message, grid, context, group)
+        scattered = np.where(grid.zero >= 3, at_once, scattered)
     return np.where(grid.zero >= 1, scattered, bucketed("all_reduce", message, grid, context, group))
 
 

@@ -217,6 +217,8 @@ class Zero3Facts:
     reuse_elements: float | None = None
     """A recomputed layer up to this many elements keeps its weights for its backward pass; None always."""
     reduce_overlaps: bool = True
+    reduces_layers: bool = False
+    """A layer's gradients are reduced at once; else in the buckets of `ReductionFacts`."""
     network_share: float = 1.0
     """Of the bandwidth between nodes that other collectives reach, what these do."""
 

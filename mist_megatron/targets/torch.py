@@ -60,7 +60,7 @@ TRAFFIC = TrafficFacts(
     # One group of parameters per layer, gathered ahead on a stream of its own; reductions on another
     # (_fsdp_param_group.py). Recomputation finds the weights that the backward pass has gathered
     # (_pre_forward of _fsdp_state.py).
-    zero3=Zero3Facts(),
+    zero3=Zero3Facts(reduces_layers=True),
     reduction=ReductionFacts(
         zero2_overlaps=True, last_overlaps=True, bucket_elements=BUCKET_ELEMENTS, accumulation_pass=True
     ),

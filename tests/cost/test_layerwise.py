@@ -6,14 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 
+import numpy as np
 import pytest
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.simulate import play
-from mist_megatron.cost.predict import Prediction, job_of, predict
+from mist_megatron.cost.predict import Prediction, grids_of, job_of, predict
 from mist_megatron.cost.reshard import Gather, gather_between
 from mist_megatron.errors import InputError
 from mist_megatron.formats.plan_yaml import plan_from_text, plan_to_yaml
+from mist_megatron.price.prices import Collective
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.model import ModelSpec
@@ -162,6 +164,20 @@ def test_a_layer_waits_for_what_its_rank_lacks() -> None:
     assert gather_between(dp8, tp8, 4) == Gather(nodes=2, ranks=8)
     # Rank 0 has samples 0 to 3 in both; rank 1 has them but needs the others, which rank 4 and further have.
     assert gather_between(dp2, Layout(2, 4, tp_outside=True), 4) == Gather(nodes=2, ranks=2)
+
+
+def test_gradients_of_a_shared_out_layer_are_reduced_at_once_and_replicas_in_buckets() -> None:
+    """foreach_reduce of FSDP2 has one reduce-scatter for a layer's group; DDP has buckets of 25 MiB."""
+    plan = plan_of("gpt3-1.3b", stage(16, 16, *["sdp16"] * 24))
+    evaluator, _ = evaluator_for(job_of(plan))
+    layer = evaluator.work(grids_of(plan)[0]).kept
+    counts = [np.asarray(number) for number in (4.0 * layer.load.parameters, 16.0, 2.0)]
+    whole = float(evaluator.prices.of(Collective("reduce_scatter", *counts)).seconds)
+    assert float(layer.backward.reduce_s) == pytest.approx(whole, rel=1e-12)
+    replicas = as_today(plan_of("gpt3-1.3b", stage(16, 16, *["dp16"] * 24)))
+    last = evaluator.work(grids_of(replicas)[0]).kept.last
+    all_reduce = float(evaluator.prices.of(Collective("all_reduce", *counts)).seconds)
+    assert float(last.reduce_s) > 1.01 * all_reduce
 
 
 def test_resharding_is_paid_between_layouts_only() -> None:
