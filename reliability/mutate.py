@@ -1,14 +1,15 @@
 """Changes the product in one place at a time and asks the tests whether they see it.
 
-    python reliability/mutate.py [ROOM ...] [--count 200] [--seed 1]
+    python reliability/mutate.py [ROOM ...] [--count 200] [--seed 1] [--record]
 
 Places are drawn at random from the syntax trees of the rooms that compute: a comparison turned, an operator
 exchanged, a number moved, min taken for max, branches exchanged. Texts, messages and annotations are left
 alone. Each change is made in a copy of the checkout, where the tests that run its line (one run under
-coverage tells which) come in the order of their time, then the files that name its module, until one fails.
+coverage tells which) come, the quickest first, then the files that name its module, until one fails.
 What no test sees is listed, to be read: it is a gap in the tests, or a change that means the same. Some ten
 seconds each after a quarter of an hour, so no part of CI; wants pytest-cov. `--quick` spares the run under
-coverage and goes by what test files import: what it sees is seen, what it does not may yet be.
+coverage and goes by what test files import: what it sees is seen, what it does not may yet be. `--record`
+adds what came of it to results/mutations.json; whoever has read what is left says there what means the same.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from types import MappingProxyType
 from xml.etree import ElementTree
 
 from coverage import CoverageData
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from report import record
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = (
@@ -59,6 +63,8 @@ FIRST = "tests/recipes/test_recipes.py"
 """What is predicted of some sixty plans, and all their files, in ten seconds."""
 FEW = 8
 """Files at each distance from the change, the shortest."""
+AT_FIRST = 30
+"""Tests that are tried before all others: most of what is seen is seen by these."""
 LIMIT_S = 1200.0
 """A change after which the tests do not end is seen."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -323,9 +329,9 @@ def seen_by(change: Change, room: str, reach: Reach, checkout: Path, quick: bool
     try:
         reached = reach.tests(change)
         known = tuple(f"--deselect={test}" for test in sorted(reach.failing))
-        return failing(reached, checkout) or next(
-            (told for files in naming(room, change, quick) if (told := failing(files, checkout, known))), ""
-        )
+        tries = [(reached[:AT_FIRST], ()), (reached[AT_FIRST:], ())]
+        tries += [(files, known) for files in naming(room, change, quick)]
+        return next((told for tests, words in tries if (told := failing(tests, checkout, words))), "")
     finally:
         home.write_text(whole, "utf-8")
 
@@ -369,8 +375,9 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="no run under coverage: test files by their imports"
     )
+    parser.add_argument("--record", action="store_true", help="into results/mutations.json")
     asked = parser.parse_args()
-    survived = []
+    survived: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder)
         for name in COPIED:
@@ -384,7 +391,12 @@ def main() -> int:
             seen = seen_by(change, room, reach[room], checkout, asked.quick)
             print(f"{change}: {seen or 'SURVIVED'} ({time.monotonic() - started:.0f} s)", flush=True)
             survived += [] if seen else [str(change)]
-    print(f"{len(chosen) - len(survived)} of {len(chosen)} seen; survived:", *survived, sep="\n  ")
+    seen_at_once = len(chosen) - len(survived)
+    print(f"{seen_at_once} of {len(chosen)} seen; survived:", *survived, sep="\n  ")
+    if asked.record:
+        told = {"tried": len(chosen), "at_once": seen_at_once, "by_new_tests": 0, "same": 0, "left": survived}
+        how = "`--quick`" if asked.quick else "the tests that run the line"
+        record("mutations", {f"{', '.join(rooms)}, seed {asked.seed}": told}, how)
     return bool(survived)
 
 
