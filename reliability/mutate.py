@@ -364,7 +364,7 @@ def failing(
     if not done.returncode:
         return ""
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else done.stdout[-200:]
+    return failed[0] if failed else f"exit {done.returncode}: {(done.stdout + done.stderr)[-200:]}"
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,12 @@ import pytest
 import warm_start_server
 from command_line import run
 from conftest_report import native_crashes
+from hypothesis import settings
+
+# The same examples each time: what fails once in a hundred runs is no news of the change that it stops.
+# Others with MIST_TEST_RANDOM=1.
+settings.register_profile("same", derandomize="MIST_TEST_RANDOM" not in os.environ)
+settings.load_profile("same")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,6 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     torch's compiled extensions: of one that was killed while it compiled a lock stays for which all others
     wait for ever. The folder's name has the number of its process: what a killed one left goes with the
     next."""
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # begun in the background: programs would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "MIST_TEST_TEMPORARY" in os.environ:  # a worker's: the folder is the one of whoever started it
         return
     for left in Path(tempfile.gettempdir()).glob("mist-tests-*-*"):
