@@ -62,7 +62,7 @@ def _head(people: Console, answer: Replayed) -> None:
         told = ", ".join(f"{number}: {_ms(seconds)}" for number, seconds in steps[:12])
         more = f" and {len(steps) - 12} more" if len(steps) > 12 else ""
         people.print(f"steps of rank {rank}: {told}{more}", soft_wrap=True)
-    if recorded.median_step_s is not None:
+    if recorded.median_step_s is not None and any(len(steps) > 1 for steps in recorded.steps.values()):
         people.print(f"median step, without the first: {_ms(recorded.median_step_s)}", soft_wrap=True)
     if changed is None:
         return

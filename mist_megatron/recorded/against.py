@@ -197,6 +197,7 @@ def _measured(
     part = recording.parts[window.rank]
     on_host = not part.trace.on_gpu.any()
     gpu = np.flatnonzero((nodes.role == (Role.HOST if on_host else Role.GPU)) & (nodes.rank == window.rank))
+    gpu = gpu[~np.isin(nodes.event[gpu], part.backlog)]
     start = np.clip(played.start_ns[gpu], window.start_ns, window.end_ns)
     end = np.clip(played.end_ns[gpu], window.start_ns, window.end_ns)
     kinds = _parts_of(part, nodes.event[gpu], plan, stage)

@@ -34,6 +34,8 @@ class Parts:
     count: int = 0
     node_of: Ints = field(init=False)
     """Node of every event on the GPU and collective of gloo; -1 of all others."""
+    backlog: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    """Events of earlier steps that were still queued or running when the played one began."""
     marks: dict[tuple[int, int], int] = field(default_factory=dict)
     """Place and moment -> node."""
     steps: list[tuple[Step, int, int]] = field(default_factory=list)
@@ -45,8 +47,10 @@ class Parts:
 
     @property
     def played(self) -> Ints:
-        """Events that are nodes, in order of time."""
-        return np.flatnonzero(self.node_of >= 0)
+        """Events that are nodes, in order of time; without the backlog."""
+        own = self.node_of >= 0
+        own[self.backlog] = False
+        return np.flatnonzero(own)
 
     def add(self, role: Role, event: Ints, place: Ints, start: Ints, end: Ints) -> Ints:
         """Nodes of one role; gives back their numbers."""
@@ -75,9 +79,12 @@ class Parts:
         return int(trace.start_ns[launch]) if launch >= 0 else 0
 
     def finished(self) -> tuple[Nodes, Edges]:
-        """What was collected, on the common clock."""
+        """What was collected, on the common clock; given away, for it is as large as the trace."""
         role, event, place, start, end = self.columns()
         own = (end - start).astype(np.float64)
+        edges = self.flat_edges()
+        self.nodes.clear()
+        self.edges.clear()
         nodes = Nodes(
             np.full(len(role), self.rank),
             role,
@@ -87,7 +94,7 @@ class Parts:
             end.astype(np.float64) + self.shift_ns,
             own,
         )
-        return _owned(nodes, self.flat_edges())
+        return _owned(nodes, edges)
 
     def flat_edges(self) -> Edges:
         if not self.edges:
@@ -124,21 +131,24 @@ def rank_parts(rank: int, trace: Trace, window: Step | None, device: int | str |
     of_host = parts.links.launch >= 0
     of_host &= ~trace.on_gpu & (trace.start_ns[parts.links.launch] >= low)
     of_host &= trace.start_ns[parts.links.launch] < high
+    parts.backlog = _backlog(trace, parts.links, low)
+    on_gpu = np.union1d(chosen, parts.backlog)
     order = np.empty(0, np.int64)
-    for role, events in ((Role.GPU, chosen), (Role.HOST, np.flatnonzero(of_host))):
+    for role, events in ((Role.GPU, on_gpu), (Role.HOST, np.flatnonzero(of_host))):
         ran = events[np.lexsort((events, trace.start_ns[events]))]
         numbers = parts.add(
             role, ran, trace.place[ran].astype(np.int64), trace.start_ns[ran], trace.end_ns[ran]
         )
         parts.node_of[ran] = numbers
         order = np.concatenate([order, ran])
-    queued, edges = queues(trace, parts.links, chosen), Found(counts=parts.counts)
+    queued, edges = queues(trace, parts.links, on_gpu), Found(counts=parts.counts)
     find_waits(trace, parts.links, queued, (low, high), edges)
     syncs = find_syncs(trace, parts.links, queued, (low, high), edges)
     copies = blocking_copies(trace, parts.links, chosen)
     parts.counts["synchronisations by copies that the host waits for"] += len(copies)
     edges.syncs += list(zip(copies.tolist(), parts.links.launch[copies].tolist(), strict=True))
-    _host(parts, order, np.union1d(syncs, parts.links.launch[copies]), edges, (low, high))
+    launched = order[~np.isin(order, parts.backlog)] if len(parts.backlog) else order
+    _host(parts, launched, np.union1d(syncs, parts.links.launch[copies]), edges, (low, high))
     _streams(parts, order)
     for source, target in edges.waits:
         slot, node = 2 * parts.node_of[source] + 1, parts.node_of[target]
@@ -155,6 +165,14 @@ def _chosen(trace: Trace, links: Links, window: Step | None) -> Whole:
     launch = links.launch[ran]
     at = np.where(launch >= 0, trace.start_ns[np.maximum(launch, 0)], trace.start_ns[ran])
     return np.asarray(ran[(at >= window.start_ns) & (at < window.end_ns)])
+
+
+def _backlog(trace: Trace, links: Links, low_ns: int) -> Whole:
+    """What was launched before a moment and ends after it: what comes later queues behind it."""
+    ran = np.flatnonzero(trace.on_gpu & (trace.end_ns > low_ns))
+    launch = links.launch[ran]
+    at = np.where(launch >= 0, trace.start_ns[np.maximum(launch, 0)], trace.start_ns[ran])
+    return np.asarray(ran[at < low_ns])
 
 
 def _own_graph(parts: Parts, chosen: Whole) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hand_made import HandMade
-from playing import recording_of
+from playing import played_with, recording_of, times_of
 
 import mist_megatron as mm
 from mist_megatron.ask.devices import device_named
@@ -20,7 +20,7 @@ from mist_megatron.recorded.graph import Role
 from mist_megatron.recorded.passes import passes_of
 from mist_megatron.recorded.repeats import Stretch, backward_runs, more_layers, windows_of
 from mist_megatron.recorded.retime import on_device
-from mist_megatron.recorded.usage import Window, top_kernels, typical_step
+from mist_megatron.recorded.usage import Window, rank_times, top_kernels, typical_step, windows
 from mist_megatron.recorded.what_if import stretched
 from mist_megatron.traces.reader import Reading, read_trace
 
@@ -196,3 +196,24 @@ def test_a_file_cut_off_behind_a_comma() -> None:
     with pytest.raises(InputError, match=r"cut off at traceEvents\[1\]"):
         read_trace(io.BytesIO(text.encode()), "t.json")
     assert len(read_trace(io.BytesIO(text.encode()), "t.json", Reading(partial=True))) == 1
+
+
+def test_a_step_begins_behind_what_the_step_before_left_to_do() -> None:
+    """300 us of step 1's kernel run into step 2: the GPU is busy, and a kernel of no length frees them."""
+    made = HandMade()
+    made.step(1, 0, 100)
+    made.kernel("long", 50, 60, 340)
+    made.step(2, 100, 500)
+    made.kernel("mine", 110, 400, 100)
+    made.call("cudaDeviceSynchronize", 120, 385)
+    recording = recording_of(made, step=2)
+    played = play(recording.graph)
+    (window,) = windows(recording, played, 2)
+    (told,) = rank_times(recording, played, (window,))
+    assert told.usage.host_s == 0.0
+    assert told.usage.exposed_compute_s == pytest.approx(400e-6, rel=0.01)
+    assert [note for note in recording.notes if "1 kernels of earlier steps" in note]
+    assert times_of(recording, played_with(recording, {"long": 0.0}), "mine")[0][0] <= 120.0
+    assert recording.parts[0].played.tolist() == [
+        event for event in range(len(recording.traces[0])) if recording.traces[0].name_of(event) == "mine"
+    ]
