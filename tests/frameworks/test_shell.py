@@ -83,6 +83,7 @@ WRITTEN = [
     'X="1 2"; A=($X "$X"); launch ${#A[@]} "${A[@]:-z}"',
     "true; launch `echo 5` $(echo a b)",
     'L=32\nQ="\\\n  --layers $L \\\n  --hidden 4 \\\n"\nlaunch $Q',
+    *(Path(__file__).parent / "written_scripts.txt").read_text("utf-8").split("\n---\n"),
 ]
 
 

@@ -58,7 +58,7 @@ def assign(variables: Variables, word: Word, match: re.Match[str], *, by_key: bo
     rest = Text(_start(word)[match.end() :], quoted=False)
     text = variables.text(Word((rest, *word.parts[1:]), word.line))
     if index is not None:
-        variables.assign(name, _with_item(before, index, text, variables))
+        variables.assign(name, _with_item(before, index, text, variables, adds=adds))
     elif not adds:
         variables.assign(name, text)
     elif isinstance(before, list):
@@ -80,16 +80,17 @@ def _array(variables: Variables, elements: tuple[Word, ...], before: Value | Non
     return [*start, *variables.fields(elements)]
 
 
-def _with_item(before: Value | None, index: str, text: str, variables: Variables) -> Value:
+def _with_item(before: Value | None, index: str, text: str, variables: Variables, *, adds: bool) -> Value:
     """An array with one item set; an index that is open or far away leaves it as it was."""
     if isinstance(before, dict):
-        return {**before, index.strip("\"'"): text}
+        key = index.strip("\"'")
+        return {**before, key: before.get(key, "") * adds + text}
     items = list(before) if isinstance(before, list) else [] if before is None else [before]
     at = variables.number_text(index)
     if OPEN.search(at) or not 0 <= int(at) <= len(items) + _MOST_GAP:
         return items
     items += [""] * (int(at) + 1 - len(items))
-    items[int(at)] = text
+    items[int(at)] = items[int(at)] * adds + text
     return items
 
 

@@ -239,6 +239,8 @@ class Variables:
         values = self._plain(name, value)
         if any(OPEN.search(one) for one in values):
             return values
+        if mark == ":" and {name, match["index"]} & {"@", "*"}:
+            return self._cut(values if match["index"] else ["", *values], argument)
         return [self._changed(one, mark, argument) for one in values]
 
     def _plain(self, name: str, value: Value | None) -> list[str]:
@@ -312,7 +314,7 @@ class Variables:
         self.spend(len(value), "${ }")
         lexed = Lexer(argument, self.where)
         if mark == ":":
-            return self._substring(value, argument)
+            return "".join(self._cut(list(value), argument))
         if mark in {"^", "^^", ",", ",,"}:
             change = str.upper if "^" in mark else str.lower
             return change(value) if len(mark) == 2 else change(value[:1]) + value[1:]
@@ -339,17 +341,17 @@ class Variables:
                     return value[:start]
         return value
 
-    def _substring(self, value: str, argument: str) -> str:
+    def _cut(self, items: list[str], argument: str) -> list[str]:
         start_text, colon, length_text = argument.partition(":")
         told = [self.number_text(start_text), self.number_text(length_text) if colon else ""]
         if any(OPEN.search(item) for item in told):
-            return self.open(_shortened(f"${{...:{argument}}}"))
+            return [self.open(_shortened(f"${{...:{argument}}}"))]
         start = int(told[0])
-        start = max(len(value) + start, 0) if start < 0 else start
+        start = max(len(items) + start, 0) if start < 0 else start
         if not colon:
-            return value[start:]
+            return items[start:]
         length = int(told[1])
-        return value[start : start + length] if length >= 0 else value[start:length]
+        return items[start : start + length] if length >= 0 else items[start:length]
 
 
 class _OpenNumberError(Unknown):
