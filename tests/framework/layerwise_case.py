@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,11 +38,34 @@ def loss_sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / TOKENS
 
 
+def in_its_order(
+    plain: nn.Sequential, said: dict[str, Any], samples: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Gradients and loss of the plain model, added up in the order of a plan whose layers all have the same
+    replicas: of shared-out layers over replicas in every micro-batch, of others over micro-batches first."""
+    layers = [said["embedding"], *(layer for stage in said["stages"] for layer in stage), said["head"]]
+    batch, replicas = samples[0].shape[0], layers[0]["dp"]
+    found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(replicas)]
+    losses: list[list[torch.Tensor]] = [[] for _ in range(replicas)]
+    for tokens, targets in zip(*(one.chunk(said["grad_accum"]) for one in samples), strict=True):
+        for replica, own in enumerate(zip(tokens.chunk(replicas), targets.chunk(replicas), strict=True)):
+            loss = loss_sum(plain(own[0]), own[1]) / batch
+            losses[replica].append(loss.detach())
+            found[replica].append(torch.autograd.grad(loss, list(plain.parameters())))
+    sharded = [layer["sharded"] for layer, own in zip(layers, plain, strict=True) for _ in own.parameters()]
+    for place, (parameter, shared) in enumerate(zip(plain.parameters(), sharded, strict=True)):
+        each = [[grads[place] for grads in replica] for replica in found]
+        orders = list(zip(*each, strict=True)) if shared else each
+        parameter.grad = reduce(torch.add, [reduce(torch.add, one) for one in orders])
+    return reduce(torch.add, [torch.stack(one).sum() for one in losses])
+
+
 def main(folder: str) -> None:
     from parallelize import Parallel
 
     torch.manual_seed(1)
-    count = sum(map(len, json.loads(Path(folder, "strategies.json").read_text())["stages"]))
+    said = json.loads(Path(folder, "strategies.json").read_text())
+    count, exact = sum(map(len, said["stages"])), Path(folder).name.startswith("exact")
     modules = [nn.Embedding(CLASSES, WIDTH), *(Layer() for _ in range(count)), nn.Linear(WIDTH, CLASSES)]
     plain = nn.Sequential(*copy.deepcopy(modules))
     parts = modules[0], modules[1:-1], modules[-1]
@@ -52,8 +77,11 @@ def main(folder: str) -> None:
         tokens = torch.randint(CLASSES, (SAMPLES, TOKENS))
         targets = torch.randint(CLASSES, (SAMPLES, TOKENS))
         optimizers[1].zero_grad()
-        alone = loss_sum(plain(tokens), targets) / SAMPLES
-        alone.backward()
+        if exact:
+            alone = in_its_order(plain, said, (tokens, targets))
+        else:
+            alone = loss_sum(plain(tokens), targets) / SAMPLES
+            alone.backward()
         losses.append((float(model.step(tokens, targets, loss_sum)), float(alone)))
         for optimizer in optimizers:
             optimizer.step()

@@ -27,6 +27,12 @@ STAGES = {
     "edges two": [replace(stage(2, 2, "dp2"), embedding="tp2"), replace(stage(2, 2, "tp2"), head="sdp2")],
 }
 
+EXACT = {
+    "exact alone": [stage(4, 1, "serial+ckpt") for _ in range(4)],
+    "exact replicas": [stage(4, 2, "dp2+ckpt", "sdp2"), replace(stage(4, 2, "dp2", "sdp2+ckpt"), head="dp2")],
+}
+"""Nothing is split and at most two ranks add up, so that the order of every sum is known. Tensor parallelism
+adds partial products where the whole model has one, and more ranks add as gloo pleases."""
 
 KEPT = {
     "one": [stage(4, 4, "sdp4", "dp2-tp2", "tp4", "tp2-sdp2")],
@@ -59,7 +65,7 @@ def test_three_steps_as_the_model_in_one_piece_and_what_they_keep(tmp_path: Path
     small = replace(preset("gpt3-1.3b"), attention="full", **SMALL)
     plans = {
         name: plan_of(replace(whole, layers=sum(one.layers for one in stages)), *stages, seq_len=128)
-        for name, stages in STAGES.items()
+        for name, stages in (STAGES | EXACT).items()
     }
     plans |= {f"kept-{name}": plan_of(small, *stages, seq_len=128) for name, stages in KEPT.items()}
     for name, plan in plans.items():
@@ -78,7 +84,10 @@ def test_three_steps_as_the_model_in_one_piece_and_what_they_keep(tmp_path: Path
     told = [json.loads("{" + part) for part in done.stdout.replace("\n", "").split("{")[1:]]
     assert sorted(rank["plan"] for rank in told) == sorted([*plans] * 4)
     for rank in told:
-        if rank["plan"] in STAGES:
+        if rank["plan"] in EXACT:
+            assert rank["furthest"] == 0.0, rank
+            assert all(parallel == alone for parallel, alone in rank["losses"]), rank
+        elif rank["plan"] in STAGES:
             assert rank["furthest"] < 5e-6
             for parallel, alone in rank["losses"]:
                 assert parallel == pytest.approx(alone, rel=1e-6)
