@@ -20,13 +20,20 @@ from mist_megatron.formats.files import files_below, open_packed, write_pieces
 from mist_megatron.recorded.against import Compared, compared, require_shape
 from mist_megatron.recorded.engine import Played, play
 from mist_megatron.recorded.recording import WAITS, Recording, record
-from mist_megatron.recorded.report import Page, links_document, page_document, page_of, retimed_document
+from mist_megatron.recorded.report import (
+    Page,
+    links_document,
+    meetings_document,
+    page_document,
+    page_of,
+    retimed_document,
+)
 from mist_megatron.recorded.steps import odd_words, steps_of
 from mist_megatron.recorded.timeline import timeline_pieces
 from mist_megatron.recorded.usage import windows
 from mist_megatron.recorded.what_if import Retimed, parse_scale
 from mist_megatron.spec.plan import Plan
-from mist_megatron.traces.columns import Trace
+from mist_megatron.traces.columns import Kind, Trace
 from mist_megatron.traces.reader import HOW, Reading, read_trace
 
 ENDINGS = (".json", ".json.gz")
@@ -73,6 +80,7 @@ class Replayed:
             "against": [asdict(one) for one in self.compared],
             "recalibrated": self._recalibrated(),
             "links": links_document(self.recording),
+            "meetings": meetings_document(self.recording),
             "clock_shifts_s": [shift / 1e9 for shift in self.recording.shifts_ns],
             "notes": list(self.notes),
             "trace": None if self.trace is None else str(self.trace),
@@ -257,7 +265,13 @@ def in_order(traces: Sequence[Trace]) -> tuple[list[Trace], list[str]]:
             f"{traces[0].where} and {traces[-1].where} are of different steps "
             f"({min(numbered[0])} and {min(numbered[-1])}); wanted the same steps of every rank"
         )
-    world = next((trace.world for trace in traces if trace.world is not None), None)
+    worlds = sorted({trace.world for trace in traces if trace.world is not None})
+    if len(worlds) > 1:
+        raise InputError(
+            f"{traces[0].where} and {traces[-1].where} are of runs of {' and '.join(map(str, worlds))} "
+            "ranks; wanted the ranks of one run"
+        )
+    world = worlds[0] if worlds else None
     if world is not None and world > len(traces):
         notes.append(
             f"{len(traces)} of {world} ranks: for ranks that are not here, waiting counts as transfer"
@@ -268,15 +282,16 @@ def in_order(traces: Sequence[Trace]) -> tuple[list[Trace], list[str]]:
 def _check(trace: Trace, notes: list[str]) -> None:
     """What cannot be played, and what can only in part."""
     if not len(trace) and not trace.other_devices:
-        seen = ", ".join(sorted(trace.dropped.keys() - {"None"})[:4])
-        others = f" (only {seen})" if seen else ""
+        seen = sorted(name for name, count in trace.dropped.items() if count and name != "None")
+        others = f"only {', '.join(seen[:4])}" if seen else "none says its category: of another profiler?"
         raise InputError(
-            f"{trace.where}: {trace.events_read:,} events, but no operator, call or kernel of a GPU{others}",
+            f"{trace.where}: no operator, call or kernel of a GPU among its {trace.events_read:,} events "
+            f"({others})",
             details=(HOW,),
         )
     unknown, gpu = trace.other_devices, trace.on_gpu
     if unknown and not gpu.any():
-        told = f"of a device that replay does not know ({', '.join(unknown[:3])}); wanted a GPU's"
+        told = f"recorded on a device that replay does not know ({', '.join(unknown[:3])}); wanted a GPU's"
         raise InputError(f"{trace.where}: {told}", details=(HOW,))
     notes += odd_words(trace)
     if unknown:
@@ -291,6 +306,5 @@ def _check(trace: Trace, notes: list[str]) -> None:
             details=(HOW,),
         )
     if gpu.any() and not len(trace.shape_table):
-        notes.append(
-            f"{trace.where}: no shapes (record_shapes was off): questions about sizes cannot be answered"
-        )
+        why = "record_shapes was off" if (trace.kind == Kind.OPERATOR).any() else "no operator is in it"
+        notes.append(f"{trace.where}: no shapes ({why}): questions about sizes cannot be answered")

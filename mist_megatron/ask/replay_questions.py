@@ -23,6 +23,7 @@ from mist_megatron.recorded.what_if import Retimed, Scale, scaled, stretched
 from mist_megatron.recorded.widths import Resized, resized, widths_of
 from mist_megatron.spec import check
 from mist_megatron.spec.plan import Plan
+from mist_megatron.traces.reader import HOW
 
 NUMBERS = ("layers", "micro_batches", "dp", "pp", "hidden", "ffn", "tp")
 """Questions that are a number each."""
@@ -81,6 +82,8 @@ def asked(
         recording = record(traces, step, waits)
     change, told = Change(), list[Retimed]()
     if questions.gpu is not None:
+        if not any(part.trace.on_gpu.any() for part in recording.parts):
+            raise InputError(f"--gpu {questions.gpu}: no kernel of a GPU is in these traces", details=(HOW,))
         change, told = on_device(recording, device_of(recording.traces), device_named(questions.gpu))
     if sizes:
         change, more = on_widths(recording, sizes, questions.device(recording), change)

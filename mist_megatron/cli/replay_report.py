@@ -11,7 +11,7 @@ from mist_megatron.ask.replay import Replayed, step_words
 from mist_megatron.cli.output import table
 from mist_megatron.errors import visible
 from mist_megatron.recorded.against import Compared
-from mist_megatron.recorded.report import Page, links_document, retimed_document
+from mist_megatron.recorded.report import Page, links_document, meetings_document, retimed_document
 from mist_megatron.recorded.usage import CommunicatorTime
 
 LONGEST_NAME = 44
@@ -43,6 +43,7 @@ def show_replay(people: Console, answer: Replayed) -> None:
     if page.communicators:
         people.print()
         people.print(_communicators(page))
+    _meetings(people, answer)
     people.print()
     people.print(_kernels(page))
     people.print()
@@ -141,6 +142,24 @@ def _busy_words(page: Page, people: Console) -> str:
     ]
     drawn = "".join(bars[min(int(share * len(bars)), len(bars) - 1)] for share in grouped)
     return f"GPU of rank {first.rank} busy, {step} ms a bar: {drawn}"
+
+
+def _meetings(people: Console, answer: Replayed) -> None:
+    """As recorded, on one clock: who came late, and how well the match agrees."""
+    met = meetings_document(answer.recording)
+    if met is None:
+        return
+    least, most = met["transfer_s"]
+    people.print(
+        f"{met['collectives']:,} collectives recorded by several ranks: on one clock their ends agree within "
+        f"{_us(met['ends_apart_s'])}, their starts lie up to {_us(met['starts_apart_s'])} apart (rank "
+        f"{met['last_rank']} last), and from the last start they take {_us(least)} to {_us(most)}",
+        soft_wrap=True,
+    )
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:,.0f} us"
 
 
 def _communicators(page: Page) -> Table:

@@ -114,6 +114,27 @@ def _rank_document(one: RankTime) -> dict[str, Any]:
     }
 
 
+def meetings_document(recording: Recording) -> dict[str, Any] | None:
+    """How well what was matched agrees: on the common clock collectives end together, whenever their members
+    began. None where no two ranks met."""
+    if not recording.meetings:
+        return None
+    by_member = [
+        ([member.start_ns for member in one.members], [member.end_ns for member in one.members])
+        for one in recording.meetings
+    ]
+    starts = [(max(begun) - min(begun)) / NS_PER_S for begun, _ in by_member]
+    transfers = [one.transfer_ns / NS_PER_S for one in recording.meetings]
+    worst = recording.meetings[starts.index(max(starts))]
+    return {
+        "collectives": len(recording.meetings),
+        "ends_apart_s": max(max(ended) - min(ended) for _, ended in by_member) / NS_PER_S,
+        "starts_apart_s": max(starts),
+        "last_rank": recording.rank_name(worst.last_rank),
+        "transfer_s": [min(transfers), max(transfers)],
+    }
+
+
 def links_document(recording: Recording) -> dict[str, Any]:
     """What the graph rests on."""
     links = [part.links for part in recording.parts]

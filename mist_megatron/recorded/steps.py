@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from mist_megatron.traces.columns import Kind, Trace
 
+OVERLAP_NS = 10_000
+"""Marks may overlap by what they are rounded to."""
 _STEP = re.compile(r"^ProfilerStep#(\d+)$")
 
 
@@ -57,4 +60,12 @@ def odd_words(trace: Trace) -> list[str]:
     name, often = Counter(name for name, _ in begins).most_common(1)[0] if begins else ("", 0)
     if often > 1:
         told.append(f"{trace.where}: {name} is marked {often} times (recordings mixed?): the first is told")
+    steps = steps_of(trace)
+    for before, after in pairwise(steps):
+        if after.start_ns < before.end_ns - OVERLAP_NS:
+            told.append(
+                f"{trace.where}: step {after.number} begins before step {before.number} ends (recordings "
+                "mixed?): their times hold each other's work"
+            )
+            break
     return told

@@ -100,6 +100,9 @@ class Builder:
             self._flows.append((_whole(record.id), self._place_of(where), at, record.ph == "s"))
         elif record.ph == "B":
             self._begun.setdefault((record.pid, record.tid), []).append(record)
+        elif record.ph == "s" and isinstance(record.cat, str):
+            # Arrows to other devices (async_npu) are all that names these.
+            self.dropped.setdefault(record.cat, 0)
         elif record.ph == "X":
             name = str(record.cat)
             self.dropped[name] = self.dropped.get(name, 0) + 1
@@ -275,4 +278,6 @@ def _tidy(part: Any) -> int | str:
 
 
 def _or_none(value: object) -> int | None:
+    if isinstance(value, str) and value.isdecimal():
+        return int(value[:18])
     return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -23,6 +23,10 @@ MOST_TRIES = 8
 MOST_UNBROKEN_BYTES = 1 << 28
 """Text without a place between two events; more is no trace."""
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_NO_LIST = re.compile(rb'"traceEvents"\s*:\s*[^\s\[]')
+_INSIDE = re.compile(rb'^\s*\{\s*"([^"\\]{1,40})"\s*:\s*\{|"([^"\\]{1,40})"\s*:\s*\{[^{}]*$')
+_WHOLE = re.compile(rb'\[\s*(\[|\{\s*"(schemaVersion|deviceProperties|distributedInfo|traceEvents)")')
+_NSIGHT = re.compile(rb'"(CudaEvent|TraceProcessEvent|targetInfo|NvtxEvent|CUPTI_\w+)"\s*:')
 HOW = "see `mist-megatron replay --how` for how to record one"
 
 
@@ -91,6 +95,8 @@ def _open(text: _Text, document: _Document, where: str) -> None:
         raise InputError(f"{where}: the file is empty")
     refuse_others(text.buffer, where)
     if start.startswith(b"["):
+        if _WHOLE.match(text.buffer.lstrip()[:4096]):
+            raise InputError(f"{where} is a list of whole traces or lists; wanted one trace", details=(HOW,))
         document.is_list = True
         text.buffer = text.buffer.lstrip()[1:]
         return
@@ -100,9 +106,9 @@ def _open(text: _Text, document: _Document, where: str) -> None:
         )
     while (match := _EVENTS.search(text.buffer)) is None:
         if text.ended or len(text.buffer) > MOST_UNBROKEN_BYTES:
+            none = "traceEvents is no list" if _NO_LIST.search(text.buffer) else "no traceEvents"
             raise InputError(
-                f"{where}: no traceEvents; wanted a trace of torch.profiler (export_chrome_trace)",
-                details=(HOW,),
+                f"{where}: {none}; wanted a trace of torch.profiler (export_chrome_trace)", details=(HOW,)
             )
         text.more()
     before = text.buffer[: match.start()]
@@ -110,17 +116,27 @@ def _open(text: _Text, document: _Document, where: str) -> None:
     try:
         document.header.update(json.loads(before.decode("utf-8", "replace") + '"x": 0}', strict=False))
     except (ValueError, RecursionError):
+        inside = _INSIDE.search(before)
+        if inside is not None:
+            key = (inside.group(1) or inside.group(2)).decode("utf-8", "replace")
+            raise InputError(
+                f"{where}: the trace lies inside of {key!r}; wanted traceEvents at the top",
+                details=(f"try: write what {key!r} holds to a file of its own",),
+            ) from None
         raise InputError(f"{where}: what stands before traceEvents is not valid JSON") from None
     document.header.pop("x", None)
 
 
 def refuse_others(start: bytes, where: str) -> None:
     """Profiles of other tools, by what only they write."""
-    if start.startswith((b"SQLite format 3", b"NSYS")):
-        raise InputError(
-            f"{where} is a report of Nsight Systems; wanted a trace of torch.profiler", details=(HOW,)
-        )
     head = start[:4096]
+    nsight = where.endswith((".nsys-rep", ".qdrep", ".qdstrm", ".ncu-rep", ".sqlite"))
+    if nsight or start.startswith((b"SQLite format 3", b"NSYS")) or _NSIGHT.search(head):
+        raise InputError(
+            f"{where} is a report of Nsight, which says nothing of operators; wanted a trace of "
+            "torch.profiler, recorded in another run",
+            details=(HOW,),
+        )
     if re.search(rb'"schema"\s*:\s*"[^"]*(chakra|-)', head) and b'"nodes"' in start[:65536]:
         raise InputError(
             f"{where} is an execution graph (Chakra), which has no times; wanted a trace of torch.profiler",

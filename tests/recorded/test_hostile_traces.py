@@ -12,7 +12,7 @@ from hand_made import HandMade, two_streams
 
 from mist_megatron.ask.replay import in_order
 from mist_megatron.ask.replay_questions import Questions, asked
-from mist_megatron.errors import MistError
+from mist_megatron.errors import InputError, MistError
 from mist_megatron.recorded.engine import play
 from mist_megatron.recorded.recording import WAITS, record
 from mist_megatron.recorded.report import links_document, page_document, page_of
@@ -96,3 +96,52 @@ def test_what_is_said_twice_is_told() -> None:
         assert [note for note in notes if words in note]
     text = json.dumps(two_streams().document()).encode()
     assert not in_order([read_trace(io.BytesIO(text), "t.json", Reading())])[1][:-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("t.json", '{"trace": {"schemaVersion": 1, "traceEvents": []}}', "the trace lies inside of 'trace'"),
+        ("t.json", '{"by": [{}], "run": {"traceEvents": []}}', "the trace lies inside of 'run'"),
+        ("t.json", '[{"schemaVersion": 1, "traceEvents": []}]', "a list of whole traces"),
+        ("t.json", "[[]]", "a list of whole traces or lists"),
+        ("t.json", '{"traceEvents": {"a": 1}}', "traceEvents is no list"),
+        ("t.nsys-rep", "??", "a report of Nsight"),
+        ("t.json", '{"CudaEvent": {"startNs": "1"}}', "a report of Nsight"),
+        ("t.json", '{"traceEvents": [{"ph": "X", "name": "fusion"}]}', "none says its category"),
+        ("t.json", '{"traceEvents": [{"ph": "X", "cat": "Trace"}]}', "(only Trace)"),
+        (
+            "t.json",
+            '{"traceEvents": [{"ph": "s", "cat": "async_npu", "id": 1}]}',
+            "does not know (async_npu)",
+        ),
+    ],
+)
+def test_what_is_no_trace_of_a_gpu(name: str, text: str, words: str) -> None:
+    with pytest.raises(InputError) as told:
+        in_order([read_trace(io.BytesIO(text.encode()), name, Reading())])
+    assert words in told.value.message
+    assert told.value.details
+
+
+def test_ranks_of_runs_of_other_sizes() -> None:
+    traces = [
+        read_trace(
+            io.BytesIO(json.dumps({**two_streams().document(), "distributedInfo": one}).encode()), "t.json"
+        )
+        for one in ({"rank": 0, "world_size": 2}, {"rank": "1", "world_size": 4})
+    ]
+    assert [trace.rank for trace in traces] == [0, 1]
+    with pytest.raises(InputError, match="of runs of 2 and 4 ranks"):
+        in_order(traces)
+
+
+def test_steps_that_overlap_are_told() -> None:
+    made = two_streams()
+    made.step(2, 200, 400)
+    text = json.dumps(made.document()).encode()
+    assert [
+        note
+        for note in in_order([read_trace(io.BytesIO(text), "t.json")])[1]
+        if "step 2 begins before" in note
+    ]

@@ -35,6 +35,11 @@ def test_eight_ranks_of_dlrm(traces: Path) -> None:
     apart = [meeting.last_start_ns - min(one.start_ns for one in meeting.members) for meeting in met]
     assert max(apart) == pytest.approx(7_624_000, abs=5_000)
     assert all(7_000 <= meeting.transfer_ns <= 90_000 for meeting in met)
+    told = answer.to_dict()["meetings"]
+    assert told["collectives"] == 8
+    assert told["ends_apart_s"] <= 8e-6
+    assert told["starts_apart_s"] == pytest.approx(7_624e-6, rel=0.01)
+    assert told["last_rank"] == 7
     waits = answer.recorded.communicators[0]
     assert waits.waited_for[0][0] == 7
     assert waits.waited_s > 50 * waits.transfer_s
