@@ -55,7 +55,7 @@ PLANS = {
     "alike": ALIKE,
     "everything": plan(
         stage(10, ckpt=3, offload=Offload(optimizer=1.0, weights=0.5, activations=0.25)),
-        stage(22, offload=Offload(optimizer=0.25)),
+        stage(22, ckpt=1, offload=Offload(optimizer=0.25)),
         execution=Execution(decoupled_step=True),
     ),
 }

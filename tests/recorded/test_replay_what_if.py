@@ -67,6 +67,8 @@ def test_scales_together_multiply() -> None:
     [
         ("gemm:2", "wanted kernel=REGEX:FACTOR"),
         ("kernel=gemm", "wanted kernel=REGEX:FACTOR"),
+        ("kernel=:2", "wanted kernel=REGEX:FACTOR"),
+        ("size=gemm:2", "wanted kernel=REGEX:FACTOR"),
         ("kernel=gemm:fast", "wanted a number"),
         ("kernel=gemm:-1", "wanted 0 or more"),
         ("kernel=gemm:nan", "wanted 0 or more"),
