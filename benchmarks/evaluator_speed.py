@@ -163,11 +163,31 @@ class PlainPython:
                 "gather": float(
                     self.prices.of(Collective("all_gather", np.asarray(2 * count), *ring)).seconds
                 ),
-                "reduce": float(
-                    self.prices.of(Collective("reduce_scatter", np.asarray(2 * count), *ring)).seconds
-                ),
+                "reduce": self.reduced(count, ring),
+                "edge_backward": 0.0,
+                "edge_reduce": 0.0,
             }
+            if loads.embedding:
+                added = float(terms.stable["gradient_accumulation"].fixed)
+                self.tables[key]["edge_backward"] = float(loads.embedding.backward_s) + added
+                self.tables[key]["edge_reduce"] = self.reduced(float(loads.embedding.parameters), ring)
         return self.tables[key]
+
+    def reduced(self, count: float, ring: tuple[np.ndarray, np.ndarray]) -> float:
+        return float(self.prices.of(Collective("reduce_scatter", np.asarray(2 * count), *ring)).seconds)
+
+    def beside(self, compute: float, reduce: float) -> float:
+        """What a reduction adds to compute beside it."""
+        return overlapped_time_of_row((compute, reduce, 0.0, 0.0), self.factors) - compute
+
+    def reductions(self, grid: StageGrid, table: dict[str, float]) -> float:
+        """Of ZeRO 1 in the last backward pass: each layer's beside the next one, the embedding's alone."""
+        layers, ckpt, reduce = float(grid.layers), float(grid.ckpt), table["reduce"]
+        kept = table["backward"] + table["accumulate"]
+        whole = kept + table["forward"]
+        total = (layers - ckpt) * self.beside(kept, reduce) + ckpt * self.beside(whole, reduce)
+        total -= self.beside(kept if ckpt < layers else whole, reduce)
+        return total + self.beside(table["edge_backward"], reduce) + table["edge_reduce"]
 
     def copy(self, copied: float, rate: float) -> float:
         return copied / rate + self.prices.profile.host.latency_s.value if copied else 0.0
@@ -232,12 +252,11 @@ class PlainPython:
         twice = table["collectives"] - then + (then if again else 0.0)
         arriving = (gather3, weights_in + grads_in + back)
         stepped = (table["gather"], step_in)
-        left = overlapped_time_of_row((0.0, table["reduce"], 0.0, grads_out), self.factors)
+        left = overlapped_time_of_row((0.0, reduce2, 0.0, grads_out), self.factors)
         first = table["embedding"]
         # The last layers are the recomputed ones: what they need for backward has not been offloaded.
         begun = self.into_backward(table, gather3, weights_in + grads_in)
         inside, _ = self.run(backward, twice, arriving, (reduce2, grads_out))
-        inside_last, _ = self.run(backward, twice, arriving, (table["reduce"], grads_out))
         inside_first, last_first = self.run(forward + table["step"], then, stepped, (0.0, out + step_out))
         if step_out:  # the last states leave beside the second forward pass of this first stage
             last_first = min(self.ending(forward + table["step"], then, 0.0, out + step_out), inside_first)
@@ -250,8 +269,8 @@ class PlainPython:
             inside_first,
             last_first,
             self.arrival(first, stepped, grads_out),
-            inside_last,
-            min(self.ending(backward, twice, table["reduce"], grads_out), inside_last),
+            inside,
+            min(self.ending(backward, twice, reduce2, grads_out), inside),
             begun + left,
         ]
 
@@ -272,6 +291,7 @@ class PlainPython:
         for begin in (0, 3):
             t += exposed(begin)
             d += exposed(begin + 6) - exposed(begin)
+        d += self.reductions(grid, table) if grid.zero <= 1 else 0.0
         values = {name: float(v) for name, v in self.evaluator.memory_values(grid).items()}
         sizes = run_plainly(self.memory, values)
         peak = sizes["held"] + max(v for name, v in sizes.items() if name.startswith("beyond."))

@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mist_megatron.cost.edges import embedding_waits, head_waits
+from mist_megatron.cost.edges import embedding_waits, head_waits, turned_at_head
 from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.last_reductions import by_chunk_s, counted_apart, last_reductions
 from mist_megatron.cost.phases import (
     NOTHING_BETWEEN,
     Between,
@@ -41,7 +42,7 @@ from mist_megatron.cost.sends import (
 )
 from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
 from mist_megatron.cost.traffic import gathers_on_arrival, reduces_by_chunk
-from mist_megatron.cost.work import LayerWork, PassWork, StageWork, edge_grid, kept_layer, last_layer_stays
+from mist_megatron.cost.work import LayerWork, StageWork, edge_grid, kept_layer, last_layer_stays
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.price.prices import Array
 from mist_megatron.spec.mesh import StageRole
@@ -97,6 +98,8 @@ def closed_form(work: StageWork) -> StageTerms:
         _edge_terms(work, work.embedding, (Term.EMBEDDING, Term.EMBEDDING_TRAFFIC), stable, delta)
     if work.head is not None:
         _edge_terms(work, work.head, (Term.HEAD, Term.HEAD_TRAFFIC), stable, delta)
+    if not reduces_by_chunk(work.grid, work.context.facts):
+        add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last_reductions(work))
     stable[Term.HOST_WORK] = Linear(work.host_s)
     if work.resharding_s:
         stable[Term.RESHARDING] = Linear(sum((there + back for there, back in work.resharding_s), start=ZERO))
@@ -165,7 +168,7 @@ def _block_terms(
         add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last)
     if reduces_by_chunk(grid, facts):
         sent_s = sent_beside_reductions(work)
-        each = [_by_chunk_s(grid, run.layer.last, sent_s, work.context.interference) for run in (kept, whole)]
+        each = [by_chunk_s(grid, run.layer.last, sent_s, work.context.interference) for run in (kept, whole)]
         add_term(delta, Term.CHUNK_REDUCTIONS, _mixed(place, *each))
     if facts.reduction.accumulation_pass:
         # Read two, write one; the first micro-batch has nothing to add to.
@@ -195,7 +198,7 @@ def _edge_terms(
     run = _run(work, layer, layer, (NOTHING_BETWEEN, NOTHING_BETWEEN), _followed(work))
     if layer is work.embedding and not gathers_on_arrival(grid, facts):
         run = _beside_host(run, work.host_s / (2 * grid.vpp))
-    if np.any(layer.forward.gather_s):
+    if np.any(layer.first.gather_s) and not (grid.vpp > 1 or _ahead(work)):
         run = _gathered(work, layer, run)
     stable[names[0]] = Linear(
         load.forward_s
@@ -222,7 +225,8 @@ def _edge_terms(
 
 
 def _gathered(work: StageWork, layer: LayerWork, run: _Run) -> _Run:
-    """An edge whose weights come in for every pass, and those of the layer next to it, where they do."""
+    """An edge whose weights come in for every pass, or for the first, and those of the layer next to it,
+    where they do."""
     grid, factors, host_s = work.grid, work.context.interference, work.host_s / (2 * work.grid.vpp)
     last = layer is work.head
     place = (grid.runs[-1][1] if last else grid.runs[0][0]) if grid.runs else -1 * last
@@ -237,11 +241,13 @@ def _gathered(work: StageWork, layer: LayerWork, run: _Run) -> _Run:
             embedding_waits(layer, one, host_s, factors, left_s) for one in (block.kept, block.recomputed)
         )
     each = (layer.forward.gather_s > 0.0) & (block.kept.forward.gather_s > 0.0)
+    once = (layer.first.gather_s > 0.0) & (block.kept.first.gather_s > 0.0)
     some = grid.by_kind[place].ckpt < grid.by_kind[place].layers
 
     def seconds(name: str, usual: Phase) -> Phase:
         waits_s = np.where(some, getattr(kept, name), getattr(whole, name))
-        return replace(usual, inside_s=np.where(each, waits_s, usual.inside_s))
+        where = once if name == "first_s" else each
+        return replace(usual, inside_s=np.where(where, waits_s, usual.inside_s))
 
     return replace(
         run,
@@ -287,14 +293,15 @@ def _run(
     step_s, step_out_s = layer.traffic.step_compute_s, layer.traffic.step_out_s
     into_forward = between[0].exposed_s(layer.forward, layer.backward, factors)
     into_backward = between[1].exposed_s(ends.backward, ends.forward, factors)
-    last = layer.backward if reduces_by_chunk(work.grid, facts) else layer.last
+    last = layer.backward if reduces_by_chunk(work.grid, facts) else counted_apart(work, layer)
     forward = phase(layer.forward, factors, ZERO, into_forward, followed=followed)
-    ahead = facts.step.taken == "while_waiting"
-    if ahead and role in (StageRole.MIDDLE, StageRole.LAST):
+    forward = turned_at_head(work, layer.forward, ends, forward, followed)
+    if _ahead(work):
         first = steps_ahead(layer, step_s, forward, factors)
     else:
         into_first = between[0].exposed_s(layer.first, layer.backward, factors)
         first = phase(layer.first, factors, ZERO, into_first, followed=followed)
+        first = turned_at_head(work, layer.first, ends, first, followed, steps=True)
         if followed and step_out_s.any() and role is StageRole.FIRST:
             # Every layer sends its states off, the last ones beside the second forward pass, which a first
             # stage takes while it waits for the first micro-batch to come back.
@@ -305,9 +312,13 @@ def _run(
     ending = replace(last, copy_out_s=ZERO) if facts.host_copies.states_visit else last
     departing_s = into_backward + departure_s(ending, factors)
     last_backward = phase(last, factors, layer.accumulate_s, departing_s)
-    if last is not layer.backward:
-        last_backward = _begun_alone(last_backward, layer)
     return _Run(forward, backward, first, last_backward, layer)
+
+
+def _ahead(work: StageWork) -> bool:
+    """Whether layers step, and gather, while the stage waits for its first input."""
+    waiting = work.context.facts.step.taken == "while_waiting"
+    return waiting and work.grid.role in (StageRole.MIDDLE, StageRole.LAST)
 
 
 @dataclass(frozen=True)
@@ -460,27 +471,6 @@ class _Way:
         and of layers that are recomputed."""
         more = [special.minus(steady) for special, steady in (kept, whole)]
         return self.exposed(*more) + self.begun(more[0].alone_s, more[1].alone_s)
-
-
-def _begun_alone(last: Phase, layer: LayerWork) -> Phase:
-    """Nothing is reduced beside the first layer of the last backward pass (what the head leaves is counted
-    with the head), and what its last layer leaves is on its own: n layers, n - 1 of them beside others."""
-    waits_s = np.maximum(layer.last.reduce_s - layer.last.compute_s, 0.0)
-    waits_s = np.where(layer.last.reduce_s > layer.backward.reduce_s, waits_s, 0.0)
-    return replace(last, alone_s=last.alone_s - waits_s)
-
-
-def _by_chunk_s(grid: StageGrid, last: PassWork, sent_s: Array, factors: Array) -> Array:
-    """A layer's share of reductions that follow their chunk's last backward pass: of the chunk that ends the
-    iteration all of it, of the others what as many passes as there are stages do not hide. Over links that
-    sends go over too, a reduction has what these leave, and the last micro-batch's sends are slowed down."""
-    chunks, count = grid.vpp, grid.stages
-    reduce, compute, tensor = last.reduce_s, count * last.compute_s, count * last.tensor_s
-    beside_s = overlapped_time((compute, reduce, ZERO, ZERO), factors, tensor) - compute - tensor
-    on_link_s = reduce + count * sent_s - np.maximum(compute + tensor, count * sent_s)
-    slowed_s = np.minimum(count * sent_s, reduce)
-    exposed_s = np.maximum(beside_s, np.where(sent_s > 0.0, np.maximum(on_link_s, slowed_s), 0.0))
-    return np.asanyarray((reduce + (chunks - 1) * exposed_s) / chunks)
 
 
 def _mixed(place: int, kept: Array, whole: Array) -> Linear:

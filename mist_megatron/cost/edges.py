@@ -9,13 +9,13 @@ host's work, or the first layer's backward pass, and its gradients leave before 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mist_megatron.cost.phases import departure_s
+from mist_megatron.cost.phases import Phase, departure_s, turned_round_s
 from mist_megatron.cost.terms import ZERO
-from mist_megatron.cost.work import LayerWork, PassWork
+from mist_megatron.cost.work import LayerWork, PassWork, StageWork
 from mist_megatron.price.overlap import overlapped_time
 from mist_megatron.price.prices import Array
 
@@ -84,6 +84,25 @@ def embedding_waits(
         first_s=_arrival_s(embedding.first, host_s, factors),
         last_s=back(layer.last, embedding.last) + ended_s,
     )
+
+
+def turned_at_head(
+    work: StageWork,
+    leaving: PassWork,
+    ends: LayerWork,
+    usual: Phase,
+    followed: bool,
+    *,
+    steps: bool = False,
+) -> Phase:
+    """A forward pass that turns round at the head: what its last layer saved leaves beside the head, and has
+    to be gone before that layer's backward pass."""
+    head = work.head
+    if head is None or work.grid.vpp > 1 or followed or not np.any(leaving.copy_out_s):
+        return usual
+    passes = head.first if steps else head.forward, head
+    departing_s = turned_round_s(leaving, ends.backward, passes, work.host_s / 2, work.context.interference)
+    return replace(usual, last_s=np.where(leaving.copy_out_s > 0.0, departing_s, usual.last_s))
 
 
 def _arrival_s(own: PassWork, host_s: Array, factors: Array) -> Array:

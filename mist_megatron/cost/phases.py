@@ -118,6 +118,23 @@ def steps_ahead(layer: LayerWork, step_s: Array, forward: Phase, factors: Array)
     return Phase(forward.inside_s + more_s, forward.last_s + more_s, there_s - late_s)
 
 
+def turned_round_s(
+    leaving: PassWork, arriving: PassWork, head: tuple[PassWork, LayerWork], host_s: Array, factors: Array
+) -> Array:
+    """What a last layer's copies out, and in again where it is not still there, add to a forward pass of the
+    head and to its backward pass, beside which they run; the host works so long between the two."""
+    there, back = head[0], head[1].backward
+    there_s, (_, left_s) = until_done(COMPUTE, there.compute_s, (ZERO, leaving.copy_out_s), factors)
+    left_s = np.maximum(left_s - there.tensor_s - host_s, 0.0)
+    gather, copy_in = dropped_if_idle(arriving.gather_s), dropped_if_idle(arriving.copy_in_s)
+    copies = (ZERO, left_s) if copy_in is ZERO else (left_s + copy_in, ZERO)
+    compute_s = back.compute_s + head[1].accumulate_s
+    back_s = overlapped_time((compute_s, gather, *copies), factors, back.tensor_s) - compute_s - back.tensor_s
+    # What comes in counts already, as if it began when the head does.
+    usual_s = overlapped_time((back.compute_s, gather, copy_in, ZERO), factors) - back.compute_s
+    return np.asarray(there_s - there.compute_s + back_s - usual_s)
+
+
 def departure_s(streams: PassWork, factors: Array) -> Array:
     """What the last layer of an iteration sends off, beside which nothing runs."""
     return overlapped_time((ZERO, streams.reduce_s, ZERO, streams.copy_out_s), factors)

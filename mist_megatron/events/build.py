@@ -59,6 +59,8 @@ class _Rank:
     """The last departure on each stream."""
     gathered: list[int] = field(default_factory=list)
     """The last gather of weights of a chunk."""
+    fetched: list[int] = field(default_factory=list)
+    """The last copy in of a backward pass: one that waits until its layer is gone keeps its place."""
     position: int = 0
 
 
@@ -152,8 +154,7 @@ class _Builder:
         handed = [] if sent is None else self.hand_on_inside(number, step, sent)
         begun = self.play_pass(number, step, handed or given, stage)
         begun = handed[0] if handed else begun
-        span = PassSpan(number, step, begun, rank.end[0])
-        self.built.spans.append(span)
+        self.built.spans.append(PassSpan(number, step, begun, rank.end[0]))
         if sent is not None:
             self.built.sends.append((sent, begun))
         if step.kind is not PassKind.WEIGHT:
@@ -220,8 +221,7 @@ class _Builder:
         """Send a pass's result to the neighbour that waits for it."""
         rank = self.ranks[number]
         key = (step.kind, virtual, step.micro_batch)
-        forward = step.kind is PassKind.FORWARD
-        rank.holds = []
+        forward, rank.holds = step.kind is PassKind.FORWARD, []
         goes = virtual < self.last_virtual if forward else virtual > 0
         peer = (number + (1 if forward else -1)) % len(self.ranks)
         if not goes or peer == number:
@@ -247,20 +247,26 @@ class _Builder:
         stepped = self.play_steps(number, step, layers) if self.steps_ahead(number, step) else None
         arriving = self.fetch(number, step, layers[0], stepped[-1] if stepped else rank.end)
         begun = None
+        # The head's two passes are one place in the line: before its backward pass nothing has to be gone.
+        turns = step.kind is PassKind.BACKWARD and layers[0].name == "head"
         if self.work.steps_on_arrival and step.kind is PassKind.FORWARD and step.micro_batch == 0:
             waits = self.add_chain(number, on_arrival(stage), waits)
         if host_s > 0.0:
             begun = len(self.built.kind)
             waits = [self.add("host work", f"host {step}", number, Stream.HOST, host_s, waits)]
         for index, layer in enumerate(layers):
-            begin = [*waits, *(stepped[index] if stepped else ()), *arriving, *rank.leaving[0]]
+            turning = turns and index == 0
+            left = () if turning else rank.leaving[0]
+            begin = [*waits, *(stepped[index] if stepped else ()), *arriving, *left]
             following = None if index + 1 == len(layers) else layers[index + 1]
             arriving = [] if following is None else self.fetch(number, step, following, waits)
             begun = len(self.built.kind) if begun is None else begun
             end = self.play_layer(number, step, layer, begin)
             waits = [end]
             rank.end = waits
-            rank.leaving = [rank.leaving[1], self.send_off(number, step, layer, end)]
+            sent = self.send_off(number, step, layer, end)
+            older, newer = rank.leaving
+            rank.leaving = [older, [*newer, *sent]] if turning else [newer, sent]
         if self.work.reduces_by_chunk and step.kind is PassKind.BACKWARD:
             self.reduce_chunk(number, step, layers)
         return rank.end[0] if begun is None else begun
@@ -333,20 +339,18 @@ class _Builder:
         if work.copy_in_s > 0.0:
             backward = step.kind is PassKind.BACKWARD
             left = self.offloaded.pop((step.micro_batch, layer.name), None) if backward else None
-            needs = after if left is None else [*after, left]
-            events.append(self.add("copy in", name, number, Stream.HOST_TO_DEVICE, work.copy_in_s, needs))
+            rank, kind = self.ranks[number], "copy in"
+            needs = [*after, *([] if left is None else [left]), *rank.fetched]
+            events.append(self.add(kind, name, number, Stream.HOST_TO_DEVICE, work.copy_in_s, needs))
+            rank.fetched = events[-1:] if backward else []
         return events
 
     def send_off(self, number: int, step: Pass, layer: NamedLayer, end: int) -> list[int]:
         """What leaves after a layer; gradients leave when all of them are made."""
         if self.split and step.kind is PassKind.BACKWARD:
             return []
-        rank, work, name = (
-            self.ranks[number],
-            self.streams_of(number, step, layer.work),
-            f"{step} {layer.name}",
-        )
-        events = []
+        rank, work = self.ranks[number], self.streams_of(number, step, layer.work)
+        name, events = f"{step} {layer.name}", []
         by_chunk = self.work.reduces_by_chunk and not layer.work.backward.reduce_s
         if work.reduce_s > 0.0 and not by_chunk:
             sent = self.add("gradient reduction", name, number, Stream.GPU_TO_GPU, work.reduce_s, [end])

@@ -81,6 +81,26 @@ def test_overlapped_reductions_of_the_last_pass_hold_nothing_up() -> None:
     assert found.closed_form_s == pytest.approx(found.iteration_s, rel=0.01)
 
 
+@pytest.mark.parametrize("vocab", [1024, 250_000])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_one_micro_batch_waits_for_its_gathers_and_reductions(vocab: int, tp: int) -> None:
+    """Those of a large head hide behind the layers that follow, or not: the longest way through the queue."""
+    execution = Execution(overlap_grad_reduce=True, overlap_param_gather=True)
+    stage = exact(target="megatron", tp=tp, execution=execution, sizes={**LARGE, "vocab": vocab})
+    found, _ = played(plan_of(4, grad_accum=1, **stage))  # type: ignore[arg-type]
+    assert found.closed_form_s == pytest.approx(found.iteration_s, rel=0.005)
+
+
+@pytest.mark.parametrize(("target", "within"), [("mist", 0.025), ("deepspeed+patches", 0.005)])
+def test_what_the_last_layer_offloads_is_gone_before_its_backward_pass(target: str, within: float) -> None:
+    """Activations of a layer leave for longer than the head computes, also where one layer is kept alone."""
+    ckpt = 0 if target == "mist" else 3
+    stage = exact(target=target, ckpt=ckpt, offload=Offload(activations=1.0))
+    for grad_accum in (1, 4):
+        found, _ = played(plan_of(4, grad_accum=grad_accum, **stage))  # type: ignore[arg-type]
+        assert found.closed_form_s == pytest.approx(found.iteration_s, rel=within)
+
+
 def test_random_plans_with_every_kind_of_traffic() -> None:
     """60 plans of benchmarks/closed_form_against_events.py, of a smaller model."""
     against = benchmark_program("closed_form_against_events")
