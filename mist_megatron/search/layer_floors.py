@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.grid import LayerCount, StageGrid
 from mist_megatron.search.bounds import LeastTimes, SearchProblem, bound_of, layer_counts, least_recompute
 from mist_megatron.search.choices import Array
 from mist_megatron.search.experts import divisors
@@ -22,8 +22,8 @@ from mist_megatron.spec.term import Term
 
 _Ranks = tuple[int, int, bool]
 """Tensor-parallel ranks, micro-batch, and whether sequence parallelism is on."""
-_Seconds = tuple[float, float]
-"""Of a layer, and of the head."""
+_Seconds = tuple[float, ...]
+"""Of a layer of each kind, and of the head."""
 COMPUTE = (Term.FORWARD, Term.BACKWARD)
 
 
@@ -57,8 +57,10 @@ def least_gpu_s(question: SearchProblem, limits: Limits) -> float:
     each = [
         [tp * cp * part / micro_batch for part in parts] for (tp, micro_batch, _), parts in seconds.items()
     ]
-    layer_s, head_s = (float(min(parts)) for parts in zip(*each, strict=True))
-    return float(batch * (job.model.layers * layer_s + head_s))
+    *kinds_s, head_s = (float(min(parts)) for parts in zip(*each, strict=True))
+    of_layer = job.model.kind_of_layer
+    layers_s = sum(of_layer.count(kind) * layer_s for kind, layer_s in enumerate(kinds_s))
+    return float(batch * (layers_s + head_s))
 
 
 def _ranks(shape: EqualPipeline) -> _Ranks:
@@ -87,18 +89,19 @@ def _seconds(
         mesh = nodes_and_gpus(one[0] * cp, cluster.gpus_per_node)
         if mesh is not None:
             groups.setdefault((*mesh, one[2]), []).append(one)
-    seconds: dict[_Ranks, _Seconds] = {}
+    seconds: dict[_Ranks, list[float]] = {}
     for (nodes, gpus, sequence_parallel), members in groups.items():
         question.tick()
         grid = _grid(question, members, (nodes, gpus), sequence_parallel)
         terms = question.evaluator.terms(grid).stable
-        layer_s = sum((terms[name].per_layer for name in of_layer if name in terms), start=np.zeros(1))
-        head_s = terms[Term.HEAD].fixed if Term.HEAD in terms else np.zeros(1)
-        each = [np.broadcast_to(part, (len(members),)) for part in (layer_s, head_s)]
-        seconds.update(
-            (one, (float(layer), float(head))) for one, layer, head in zip(members, *each, strict=True)
-        )
-    return seconds
+        parts = [
+            sum((terms[name].slopes[kind].per_layer for name in of_layer if name in terms), start=np.zeros(1))
+            for kind in range(len(grid.by_kind))
+        ]
+        parts.append(terms[Term.HEAD].fixed if Term.HEAD in terms else np.zeros(1))
+        each = [np.broadcast_to(part, (len(members),)).tolist() for part in parts]
+        seconds.update((one, each_s) for one, *each_s in zip(members, *each, strict=True))
+    return {one: tuple(each_s) for one, each_s in seconds.items()}
 
 
 def _grid(
@@ -110,6 +113,8 @@ def _grid(
         return np.array(values, dtype=np.float64)
 
     zero, one = np.zeros(1), np.ones(1)
+    model = question.evaluator.job.model
+    several = len(model.kinds) > 1
     return StageGrid(
         role=StageRole.LAST,
         nodes=mesh[0],
@@ -126,4 +131,7 @@ def _grid(
         grad_accum=one,
         offload=alike(zero),
         stages=2,
+        counts=(LayerCount(one, zero),) * len(model.kinds) if several else (),
+        runs=((0, 0),) if several else (),
+        before=None if model.alike else 0,
     )

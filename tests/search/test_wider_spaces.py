@@ -144,3 +144,13 @@ def test_numbers_on_which_layers_alone_take_too_long_are_passed_over():
     for gpus, per_node in ((4, 2), (2, 2), (1, 1)):
         part = replace(job, cluster=replace(job.cluster, nodes=gpus // per_node, gpus_per_node=per_node))
         assert 0.3 * tune(part).iteration_s < gpu_s / gpus < tune(part).iteration_s
+
+
+def test_what_layers_of_several_kinds_compute_at_least():
+    """Layers with windows and layers without: below what fewer GPUs take, and near it."""
+    words = {"model": "gemma-3-1b", "gpus": 2, "gpu": "a100-sxm-80gb", "seq": 2048, "global_batch": 8}
+    words = {**words, "target": "deepspeed"}
+    tuned = tune_words(**words)
+    gpu_s = least_gpu_s_of(job_of(tuned.plan), FULL, Settings())
+    one = tune_words(**{**words, "gpus": 1, "forbid": "fewer_gpus"})
+    assert 0.3 * one.iteration_s < gpu_s < one.iteration_s and tuned.iteration_s <= one.iteration_s
