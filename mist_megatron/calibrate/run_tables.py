@@ -79,7 +79,7 @@ def measured_run(row: Cells, line: int) -> MeasuredRow:
         plan=plan,
         skipped=skipped,
         setting=setting,
-        attention="eight-bit" if "fp8 attention" in row.text("note") else None,
+        attention="eight-bit" if "fp8 attention" in row.text("note") or _eight_bit_attention(plan) else None,
         wide_share=_wide_share(plan),
         eight_bit_output=plan is not None and _eight_bit_output(plan),
         source=row.text("source"),
@@ -100,6 +100,18 @@ _EIGHT_BIT_OUTPUT = ("deepseek-v3", "gpt-oss-120b")
 def _eight_bit_output(plan: Plan) -> bool:
     whole = "full_iteration" in (plan.execution.cuda_graphs or ())
     return whole and plan.execution.quantization == "mxfp8" and plan.model.name in _EIGHT_BIT_OUTPUT
+
+
+def _eight_bit_attention(plan: Plan | None) -> bool:
+    """Whether Megatron-Bridge's recipe of such a run has fp8_dot_product_attention, said or not: in MXFP8 by
+    a graph of the whole step those of Qwen3 and GPT-OSS, and of DeepSeek-V3 where exponentials are twice as
+    fast (0.6.2, perf_recipes: qwen, gpt_oss and deepseek)."""
+    if plan is None or plan.execution.quantization != "mxfp8":
+        return False
+    if "full_iteration" not in (plan.execution.cuda_graphs or ()):
+        return False
+    faster = "b300" in plan.cluster.gpu.name
+    return plan.model.name.startswith(("qwen3-", "gpt-oss-")) or (plan.model.name == "deepseek-v3" and faster)
 
 
 def _wide_share(plan: Plan | None) -> float:
@@ -308,9 +320,17 @@ _SHARDED: Mapping[str, Zero] = MappingProxyType(
 )
 
 
+_SHARDED_BY_DOMAIN = "nemotron_3_ultra_pretrain"
+"""Recipes with Megatron-FSDP inside each NVLink domain of 64 GPUs and the optimizer's states over all of them
+(HSDP; Megatron-Bridge 0.6.2, perf_recipes/nemotronh/common.py)."""
+
+
 def _zero(row: Cells) -> Zero:
+    """How much is sharded. Of recipes that shard by domain and spread experts over all of one, a domain has
+    one copy of each expert, which nobody gathers and which is updated between domains once a step: that is
+    level 1. Their other weights come inside a domain, behind compute, and are not counted."""
     text = row.text("fsdp")
-    if text in NO:
+    if text in NO or (_SHARDED_BY_DOMAIN in row.text("recipe") and row.count("ep", 1) >= 64):
         return 1
     if text not in _SHARDED:
         raise Inexpressible(f"fsdp {text!r} is not modelled")

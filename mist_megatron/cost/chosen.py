@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from mist_megatron.cost.operators import Operator
+from mist_megatron.cost.operators import Operator, Work, WorkKind
 from mist_megatron.cost.recurrent import is_scan
 from mist_megatron.spec.kinds import GraphModule, Place
 from mist_megatron.spec.recompute import Module
@@ -91,6 +91,18 @@ def captured(
             captured=operator.name in replayed,
             place=_place(operator.name, shared_apart=shared_apart),
         )
+        for operator in operators
+    )
+
+
+def without_gaps(operators: Sequence[Operator]) -> tuple[Operator, ...]:
+    """The same in a graph of the whole step, of which passes over memory begin right behind other kernels."""
+
+    def closed(works: tuple[Work, ...]) -> tuple[Work, ...]:
+        return tuple(replace(work, kernels=0) if work.kind is WorkKind.MEMORY else work for work in works)
+
+    return tuple(
+        replace(operator, forward=closed(operator.forward), backward=closed(operator.backward))
         for operator in operators
     )
 

@@ -61,7 +61,8 @@ class Work:
     """Of an all-to-all: bytes of one copy of all its tokens, experts that each token goes to, experts in all,
     and 1 where ranks and nodes get one copy of a token however many of its experts they have."""
     kernels: int = 1
-    """Kernel launches, for the launch-overhead floor."""
+    """Kernel launches, for the launch-overhead floor; 0 of a pass over memory that a graph of the whole step
+    begins right behind another kernel."""
     eight_bit: bool = False
     """A GEMM of 8-bit operands."""
     layout: Layout = "nt"

@@ -193,7 +193,7 @@ class _WorkTable:
 
 def _replayed(work: Work) -> Work:
     """A graph starts kernels right behind each other: the least time of one holds for all of them."""
-    return replace(work, kernels=1)
+    return replace(work, kernels=min(work.kernels, 1))
 
 
 def _sizes(work: Work) -> dict[str, Expr]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from mist_megatron.cost import layers
 from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.blocks import blocks, first_edge
-from mist_megatron.cost.chosen import captured
+from mist_megatron.cost.chosen import captured, without_gaps
 from mist_megatron.cost.compile import compile_expressions
 from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
@@ -59,11 +59,16 @@ def layer_graphs(job: Job) -> dict[str, tuple[Operator, ...]]:
     }
     if "full_iteration" in options.graphs:
         edges = {name: captured(operators, options.graphs) for name, operators in edges.items()}
-    return {
+    graphs = {
         "embedding": edges["embedding"],
         **{block.kind.name: block.operators for block in blocks(job.model, options)},
         "head": edges["head"],
     }
+    # Dense runs were what products' shares were fitted to with gaps counted, some of them graphs like these.
+    mixed = any(kind.experts is not None for kind in job.model.kinds)
+    if "full_iteration" in options.graphs and mixed:
+        return {name: without_gaps(operators) for name, operators in graphs.items()}
+    return graphs
 
 
 def size_expressions(job: Job) -> dict[str, Expr]:

@@ -106,6 +106,7 @@ class MemoryPass:
 
     moved_bytes: Array
     kernels: int = 1
+    """0: one that begins right behind another, without the gap before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,8 +333,10 @@ class ProfilePrices:
         moved = np.asarray(work.moved_bytes, dtype=np.float64)
         kernels = self.profile.kernels
         beyond_s = 0.0 if kernels.memory_latency_s is None else kernels.memory_latency_s.value
-        launched_s = work.kernels * kernels.launch_s.value
-        busy_s = np.maximum(moved / self._memory_rate + work.kernels * beyond_s, launched_s)
+        launched_s = max(work.kernels, 1) * kernels.launch_s.value
+        # What ramp-up and tail take is no more than what makes a kernel of no work last.
+        beyond_s = work.kernels * beyond_s if work.kernels else min(beyond_s, launched_s)
+        busy_s = np.maximum(moved / self._memory_rate + beyond_s, launched_s)
         seconds = np.where(moved > 0.0, busy_s, 0.0)
         return Priced(seconds, self._curve_mark(kernels.memory_fraction))
 

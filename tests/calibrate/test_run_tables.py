@@ -108,6 +108,30 @@ def test_what_nothing_prices_is_left_out_by_name(changes: dict[str, str], reason
     assert reason in (row.skipped or "")
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "eight-bit"),
+        ({"precision": "bf16"}, None),
+        ({"cuda_graphs": "transformer_engine:attn"}, None),
+        ({"model": "DeepSeek-V3", "mtp": "1"}, None),
+        ({"model": "DeepSeek-V3", "mtp": "1", "gpu": "gb300"}, "eight-bit"),
+    ],
+)
+def test_recipes_say_which_attention_has_eight_bits(changes: dict[str, str], said: str | None) -> None:
+    """Megatron-Bridge 0.6.2's perf_recipes, whether a row names it or not."""
+    graphs = {"precision": "mxfp8", "cuda_graphs": "full_iteration", "gpu": "gb200", "tp": "1", "dp": "8"}
+    row = row_of(**{**graphs, "vpp": "1", "dispatcher": "flex/hybridep", **changes})
+    assert row.plan is not None, row.skipped
+    assert row.attention == said
+
+
+def test_shards_inside_a_domain_leave_its_experts_whole() -> None:
+    rows = {row.row_id: row for row in read_rows(TABLE.read_text(), TABLE.name)}
+    found = [plan.stages[0].zero for name in ("MBR-018", "ZOO-03") if (plan := rows[name].plan) is not None]
+    assert found == [1, 3]
+
+
 def test_figures_by_setting_and_by_source() -> None:
     rows = read_rows(
         ",".join(CELLS)

@@ -9,15 +9,19 @@ from math import comb
 import numpy as np
 import pytest
 
+from mist_megatron.calibrate.profiles import profile_named
 from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.expert_traffic import REACHED
+from mist_megatron.cost.operators import WorkKind
 from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.cost.symbolic import layer_graphs
 from mist_megatron.errors import InputError
 from mist_megatron.events.iteration import simulate
 from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_from_text, plan_to_yaml
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.price.expert_prices import Curve, exchanged_bytes, grouped_s
-from mist_megatron.price.prices import AllToAll, GroupedGemm
+from mist_megatron.price.prices import AllToAll, GroupedGemm, MemoryPass
+from mist_megatron.price.profile_prices import prices_of
 from mist_megatron.spec.mesh import Group, Mesh, groups_of
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.term import Term
@@ -238,6 +242,27 @@ def test_graphs_leave_the_host_less_to_launch() -> None:
         for modules in (None, ("moe_router",), ("moe_router", "attn"), ("layer",), ("full_iteration",))
     ]
     assert all(later < earlier for earlier, later in pairwise(times)), times
+
+
+def test_a_graph_of_the_whole_step_closes_the_gaps_between_kernels() -> None:
+    """B200's tables add 30 us to each pass over memory, ramp-up, tail and gap; a graph leaves the first two.
+    Products and exchanges are what they were."""
+    plans = [
+        plan_of(gpu="b200-sxm-180gb", expert_parallel=8, cuda_graphs=(name,))
+        for name in ("layer", "full_iteration")
+    ]
+    layers = [layer_graphs(job_of(plan))[plan.model.kinds[0].name] for plan in plans]
+    for plain, closed in zip(*layers, strict=True):
+        for one, other in zip(
+            (*plain.forward, *plain.backward), (*closed.forward, *closed.backward), strict=True
+        ):
+            memory = one.kind is WorkKind.MEMORY
+            assert other == (replace(one, kernels=0) if memory else one)
+    prices = prices_of(profile_named("b200-sxm-180gb"), plans[0].cluster, "bf16")
+    kernels = prices.profile.kernels
+    assert kernels.memory_latency_s is not None
+    apart_s, behind_s = (prices.of(MemoryPass(np.asarray(1e9), count)).seconds for count in (1, 0))
+    assert apart_s - behind_s == pytest.approx(kernels.memory_latency_s.value - kernels.launch_s.value)
 
 
 def test_shared_experts_hide_beside_the_dispatch() -> None:
