@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,7 +141,7 @@ def test_no_gpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_seconds_are_seconds(programs: Any) -> None:
     timers = programs.timers
     samples = timers.CpuTimer().samples(lambda: time.sleep(0.02), timers.TRIAL)
-    assert 0.02 <= min(samples) < 0.04
+    assert 0.02 <= min(samples) < 0.2  # a busy machine may wake a sleeper late, never early
     assert timers.summary([1.0, 3.0, 2.0], parts=2).seconds == 1.0
     assert timers.summary([1.0, 3.0]).spread == 0.5
 
@@ -153,12 +154,11 @@ def bench(programs: Any) -> Any:
 def test_streams_run_at_the_same_time(programs: Any) -> None:
     streams = programs.coruns.Streams(bench(programs), torch.float32)
     streams.pieces = {"C": lambda: time.sleep(0.02), "H2D": lambda: time.sleep(0.01)}
-    counts = {"C": 3, "H2D": 4}
-    # The shortest of some: a busy machine may wake a sleeper late, never early.
-    alone = [min(streams.together({name: count}) for _ in range(3)) for name, count in counts.items()]
-    together = min(streams.together(counts) for _ in range(5))
+    alone = [streams.together({name: count}) for name, count in {"C": 3, "H2D": 4}.items()]
     assert alone[0] >= 0.06 and alone[1] >= 0.04
-    assert 0.06 <= together < 0.095
+    meeting = threading.Barrier(2)  # in turn nobody would come
+    streams.pieces = dict.fromkeys(streams.pieces, lambda: meeting.wait(timeout=60))
+    assert streams.together({"C": 3, "H2D": 3}) > 0.0
 
 
 class Spells:
