@@ -56,12 +56,13 @@ def recalibrated(
     """Writes the profile; refused where traces hold nothing that a profile has."""
     if any(trace.after for trace in traces):
         raise InputError("--recalibrate: a simulated trace measures nothing; wanted traces of a run")
-    hints = [Hints(date=written_on(Path(trace.where))) for trace in traces]
+    share = plan.cluster.gpus_per_node
+    hints = [Hints(date=written_on(Path(trace.where)), gpus_per_node=share) for trace in traces]
     imported = read_kineto(traces, hints)
     raws = [
         Raw(where=trace.where, conditions={item.identity: item for item in one.conditions}, points=one.points)
-        for trace, one in zip(traces, imported, strict=True)
-    ]
+        for trace, one in zip(traces, imported, strict=True) if one.points
+    ]  # fmt: skip
     gpu = plan.cluster.gpu
     request = FitRequest(
         name=out.stem, gpu=gpu, base=base_profile(gpu, plan.cluster.profile), overlap=overlapped_time,

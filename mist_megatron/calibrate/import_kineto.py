@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -64,7 +64,12 @@ def read_kineto(traces: Sequence[Trace], hints: Sequence[Hints]) -> list[Importe
         _operators(trace, linked, work)
     for group in _runs(traces):
         _collectives([(traces[k], links[k], kept[k], hints[k]) for k in group])
-    return [_told(trace, work, hint) for trace, work, hint in zip(traces, kept, hints, strict=True)]
+        if not any(kept[k].seconds for k in group):
+            _nothing(traces[group[0]], kept[group[0]])
+    return [
+        _imported(work, trace.header, trace.where, hint)
+        for trace, work, hint in zip(traces, kept, hints, strict=True)
+    ]  # fmt: skip
 
 
 def _missing(trace: Trace) -> str:
@@ -78,17 +83,16 @@ def _missing(trace: Trace) -> str:
     return "none of them has usual sizes" if trace.shape_table else "shapes were not recorded"
 
 
-def _told(trace: Trace, work: _Found, hints: Hints) -> Imported:
-    if not work.seconds:
-        raise InputError(
-            f"{trace.where}: {trace.events_read} events, but no product, attention, copy or "
-            f"collective with its size: {_missing(trace)}",
-            details=(
-                *(f"{reason}: {count}" for reason, count in work.left_out.items()),
-                "try: torch.profiler with CUDA activities and record_shapes=True",
-            ),
-        )
-    return _imported(work, trace.header, trace.where, hints)
+def _nothing(trace: Trace, work: _Found) -> NoReturn:
+    """No rank of a run measures anything; a collective counts for one of its ranks."""
+    raise InputError(
+        f"{trace.where}: {trace.events_read} events, but no product, attention, copy or "
+        f"collective with its size: {_missing(trace)}",
+        details=(
+            *(f"{reason}: {count}" for reason, count in work.left_out.items()),
+            "try: torch.profiler with CUDA activities and record_shapes=True",
+        ),
+    )
 
 
 def _runs(traces: Sequence[Trace]) -> list[list[int]]:

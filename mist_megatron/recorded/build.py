@@ -46,7 +46,7 @@ class Parts:
         self.node_of = np.full(len(self.trace), -1, np.int64)
 
     @property
-    def played(self) -> Ints:
+    def played(self) -> Whole:
         """Events that are nodes, in order of time; without the backlog."""
         own = self.node_of >= 0
         own[self.backlog] = False
@@ -55,7 +55,7 @@ class Parts:
     def add(self, role: Role, event: Ints, place: Ints, start: Ints, end: Ints) -> Ints:
         """Nodes of one role; gives back their numbers."""
         numbers = np.arange(self.count, self.count + len(event))
-        self.nodes.append((np.full(len(event), int(role)), event, place, start, end))
+        self.nodes.append((np.full(len(event), int(role), np.int8), event, place, start, end))
         self.count += len(event)
         return numbers
 
@@ -86,10 +86,10 @@ class Parts:
         self.nodes.clear()
         self.edges.clear()
         nodes = Nodes(
-            np.full(len(role), self.rank),
+            np.full(len(role), self.rank, np.int32),
             role,
-            event,
-            place,
+            event.astype(np.int32),
+            place.astype(np.int32),
             start.astype(np.float64) + self.shift_ns,
             end.astype(np.float64) + self.shift_ns,
             own,
@@ -102,9 +102,9 @@ class Parts:
             return Edges(empty, empty, empty, np.empty(0, np.bool_), np.empty(0))
         sizes = [len(edge[0]) for edge in self.edges]
         return Edges(
-            np.concatenate([edge[0] for edge in self.edges]),
-            np.concatenate([edge[1] for edge in self.edges]),
-            np.repeat([int(edge[2]) for edge in self.edges], sizes),
+            np.concatenate([edge[0] for edge in self.edges], dtype=np.int32),
+            np.concatenate([edge[1] for edge in self.edges], dtype=np.int32),
+            np.repeat(np.array([edge[2] for edge in self.edges], np.int8), sizes),
             np.repeat([edge[3] for edge in self.edges], sizes),
             np.repeat([edge[4] for edge in self.edges], sizes),
         )  # fmt: skip

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Ints = NDArray[np.integer[Any]]
 Flags = NDArray[np.bool_]
 EXPLAINED_NS = 10_000.0
 """A start that lies closer behind what it waited for is explained: launches take some 5 us to arrive."""
@@ -123,7 +124,7 @@ def assemble(nodes: Nodes, edges: Edges) -> tuple[Graph, Ints]:
     key = _after_meeting(key, meets)
     marks_first = np.where(nodes.role == Role.MARK, -1, nodes.role)
     order = np.lexsort((np.arange(len(nodes)), marks_first, later, key))
-    moved = np.empty(len(order), np.int64)
+    moved = np.empty(len(order), np.int32)
     moved[order] = np.arange(len(order))
     sorted_nodes = Nodes(*(column[order] for column in _columns(nodes)))  # type: ignore[arg-type]
     source = 2 * moved[edges.source // 2] + edges.source % 2

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mist_megatron.errors import InputError
 from mist_megatron.recorded.build import Parts, own_waits, rank_parts
@@ -134,12 +136,19 @@ def _together(parts: Sequence[Parts]) -> tuple[Nodes, Edges, list[int]]:
 
 def _all_nodes(parts: Sequence[Nodes]) -> Nodes:
     names = ("rank", "role", "event", "place", "start_ns", "end_ns", "own_ns")
-    return Nodes(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    return Nodes(*_columns(parts, names))
 
 
 def _joined(parts: Sequence[Edges]) -> Edges:
     names = ("source", "target", "kind", "at_end", "lag_ns")
-    return Edges(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    return Edges(*_columns(parts, names))
+
+
+def _columns(parts: Sequence[Nodes] | Sequence[Edges], names: Sequence[str]) -> Iterator[NDArray[Any]]:
+    """Each as narrow as that of the first, which is the largest."""
+    for name in names:
+        columns = [getattr(part, name) for part in parts]
+        yield np.concatenate(columns, dtype=columns[0].dtype)
 
 
 def _in_old_numbers(edges: Edges, order: Ints) -> Edges:

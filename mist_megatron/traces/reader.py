@@ -27,7 +27,7 @@ _NO_LIST = re.compile(rb'"traceEvents"\s*:\s*[^\s\[]')
 _INSIDE = re.compile(rb'^\s*\{\s*"([^"\\]{1,40})"\s*:\s*\{|"([^"\\]{1,40})"\s*:\s*\{[^{}]*$')
 _WHOLE = re.compile(rb'\[\s*(\[|\{\s*"(schemaVersion|deviceProperties|distributedInfo|traceEvents)")')
 _NSIGHT = re.compile(rb'"(CudaEvent|TraceProcessEvent|targetInfo|NvtxEvent|CUPTI_\w+)"\s*:')
-HOW = "see `mist-megatron replay --how` for how to record one"
+HOW = "see `mist-megatron replay --how torch` for how to record one"
 
 
 class Source(Protocol):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import io
 import json
 
+import numpy as np
 import pytest
 from nccl_output import FOOTER, HEADER, MATRIX, nccl_json, nccl_row, rank_lines, sweep, table
 
@@ -225,6 +227,16 @@ def test_collectives_take_what_they_take_from_the_last_rank_on():
     assert (point.label, point.sizes) == ("all_gather", {"bytes": float(2 << 23), "ranks": 2.0, "nodes": 1.0})
     assert point.seconds == pytest.approx(60e-6)
     assert not [p for p in second.points if p.kind == "collective"]  # it is told once
+
+
+def test_a_rank_that_has_nothing_but_collectives_counts_for_the_others():
+    first = gathering(0, 200.0)
+    second = gathering(1, 440.0)
+    second = dataclasses.replace(second, shapes=np.full(len(second), -1, np.int32))
+    told = read_kineto([first, second], [HINTS, HINTS])
+    assert [bool(one.points) for one in told] == [True, False]
+    with pytest.raises(InputError, match="no product, attention, copy"):
+        read_kineto([second], [HINTS])
 
 
 def test_a_collective_of_one_rank_tells_no_time():
