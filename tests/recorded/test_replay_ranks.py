@@ -12,7 +12,7 @@ from playing import played_with, recording_of, times_of, trace_of
 from mist_megatron.ask.devices import device_named
 from mist_megatron.ask.replay import in_order, replay
 from mist_megatron.errors import InputError
-from mist_megatron.price.prices import Collective
+from mist_megatron.price.prices import Collective, HostCopy
 from mist_megatron.recorded.engine import play
 from mist_megatron.recorded.report import page_of
 
@@ -186,3 +186,38 @@ def test_more_ranks(tmp_path: Path) -> None:
     path = mixed.write(tmp_path / "mixed.json", deviceProperties=device)
     with pytest.raises(InputError, match="groups of 2, 3 ranks"):
         replay(path, dp=16)
+
+
+def test_collectives_and_copies_on_another_gpu(tmp_path: Path) -> None:
+    """What prices of both say of as many bytes; what says no bytes keeps its time, and so do sends when there
+    are more data-parallel ranks."""
+    made = rank(0, 50)
+    made.number += 10
+    for at, name, said in (
+        (300, "Memcpy HtoD (Pinned -> Device)", {"bytes": 8_000_000}),
+        (330, "Memcpy HtoD (Pageable -> Device)", {"bytes": 8_000_000}),
+    ):
+        number = made.call("cudaMemcpyAsync", at)
+        made.event("gpu_memcpy", name, (0, 9), at + 5, 20, correlation=number, stream=9, device=0, **said)
+    made.kernel("ncclDevKernel_SendRecv", 305, 310, 15, stream=20, **{
+        "Collective name": "send", "dtype": "Float", "In msg nelems": 1000, "Out msg nelems": 1000,
+        "Group size": 2, "Process Group Name": "1", "Process Group Ranks": "[0, 3]", "Seq": 1,
+    })  # fmt: skip
+    path = made.write(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA A100-SXM4-80GB"}])
+    answer = replay(path, gpu="h100-sxm-80gb")
+    here, there = (device_named(name) for name in ("a100-sxm-80gb", "h100-sxm-80gb"))
+    sizes = {"all_reduce": (190.0, 3.0, 1.0), "send_recv": (15.0, 2.0, 1.0)}
+    parts = [(length, Collective(kind, *(np.array(value) for value in (4000.0, ranks, nodes))))
+             for kind, (length, ranks, nodes) in sizes.items()]  # fmt: skip
+    told = {one.what: one for one in answer.retimed}
+    for what, works in (("collectives", parts), ("copies", [(20.0, HostCopy(np.array(8e6), "h2d"))])):
+        seconds = [[device.seconds(work) for _, work in works] for device in (here, there)]
+        after = sum(length * fast / slow for (length, _), slow, fast in zip(works, *seconds, strict=True))
+        one = told[what]
+        assert (one.kernels, one.after_s) == (len(works), pytest.approx(after * 1e-6))
+        assert one.after_s != pytest.approx(one.before_s)
+    assert sum(one.kernels for one in answer.retimed if one.how == "kept") == 1
+    more = replay(path, dp=16)
+    lengths = [[end - start for start, end in times_of(more.recording, played, "ncclDevKernel_SendRecv")]
+               for played in (more.played, play(more.recording.graph))]  # fmt: skip
+    assert lengths[0] == lengths[1] == [15.0]
