@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mist_megatron.ask.evaluators import evaluator_for, kept_programs
 from mist_megatron.ask.links import load_links, on_first_nodes
 from mist_megatron.ask.plan_words import columns, lines_repr
@@ -25,7 +27,7 @@ from mist_megatron.events.iteration import simulate
 from mist_megatron.formats.files import read_text, write_pieces
 from mist_megatron.price.attention_kernels import AttentionName, EightBitAttention, with_attention
 from mist_megatron.price.datasheet import datasheet_profile
-from mist_megatron.price.prices import Prices
+from mist_megatron.price.prices import Collective, Prices
 from mist_megatron.price.profile_prices import prices_of
 from mist_megatron.price.wrappers import EightBitOutput, WideLayers
 from mist_megatron.spec.job import Job
@@ -151,12 +153,26 @@ def predictor(
         prediction = predict_plan(row.plan, evaluators[asked])
         timed = simulate(row.plan, evaluators[asked]) if by_events else prediction
         return Predicted(
-            iteration_s=timed.iteration_s,
+            iteration_s=timed.iteration_s + _broadcasts_s(row, (profiles or {}).get(job.cluster.gpu.name)),
             stage_peak_bytes=tuple(stage.peak_memory_bytes for stage in prediction.stages),
             extrapolated_share=prediction.measured_share["extrapolated"],
         )
 
     return predict
+
+
+def _broadcasts_s(row: MeasuredRow, profile: Profile | None) -> float:
+    """What a ring over all replicas waits for, once for each rank that sends: their bytes are those of the
+    gather that is priced."""
+    if row.plan is None or not row.lone_broadcasts:
+        return 0.0
+    cluster, stage = row.plan.cluster, row.plan.stages[0]
+    known = profile or profile_of(cluster) or datasheet_profile(cluster.gpu)
+    one = Collective(
+        kind="all_gather", moved_bytes=np.ones(1), ranks=np.array([stage.dp]), nodes=np.array([stage.nodes])
+    )
+    seconds = prices_of(known, cluster, row.plan.training.precision).of(one).seconds
+    return row.lone_broadcasts * float(seconds[0])
 
 
 def _evaluator(job: Job, row: MeasuredRow, profile: Profile | None) -> StageEvaluator:

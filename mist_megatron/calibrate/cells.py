@@ -38,6 +38,8 @@ class MeasuredRow:
     """Of its layers, those whose products kept operands of 16 bits."""
     eight_bit_output: bool = False
     """Its logits came from operands of 8 bits."""
+    lone_broadcasts: int = 0
+    """After its step so many ranks sent whole parameters of theirs to all others, one after the other."""
 
 
 class Inexpressible(MistError):

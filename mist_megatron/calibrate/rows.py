@@ -65,6 +65,18 @@ ATTENTION_OF_SOURCE: Mapping[str, AttentionName] = {
 """Kernels of fused attention by how a source begins: llm-foundry's tables are of attn_impl: triton, InternEvo
 of 2023 (0.1.0) calls flash_attn_unpadded_func, which is FlashAttention 1's name."""
 
+HALF_GRADIENTS = ("Zero Bubble", "Megatron-LM SC21", "Narayanan et al.", "BigScience tr3m")
+"""How the sources of Megatron-LM's runs in fp16 begin whose gradients had 16 bits. Their rows say 4 bytes,
+which is Megatron's width for bf16 alone: its arguments.py turned accumulate_allreduce_grads_in_fp32 on for
+that, and published scripts of fp16 (v2.5's for GPT-3 175B) do not ask for it."""
+
+BROADCASTING = "InternEvo"
+"""How the source of runs begins whose ZeRO 1 gives each parameter whole to one rank, and has every rank
+broadcast its own when the step is done (hybrid_zero_optim.py, broadcast_params). Where all ranks share the
+optimizer, a row's id says zero1all."""
+INTERNLM_TENSORS = (9, 3)
+"""Of a layer (two norms, qkv and output with biases, three of the MLP), and of the rest."""
+
 _NETWORK = re.compile(r"\((\d+(?:\.\d+)?) GB/s per node\)")
 
 
@@ -147,7 +159,15 @@ def _measured(row: Cells, line: int) -> MeasuredRow:
         plan=plan,
         skipped=skipped,
         attention=_attention(row),
+        lone_broadcasts=_lone_broadcasts(row),
     )
+
+
+def _lone_broadcasts(row: Cells) -> int:
+    if not row.text("source").startswith(BROADCASTING) or "zero1all" not in row.text("id"):
+        return 0
+    of_layer, others = INTERNLM_TENSORS
+    return min(row.count("dp"), row.count("layers") * of_layer + others)
 
 
 def _attention(row: Cells) -> AttentionName | None:
@@ -167,7 +187,6 @@ def _plan(row: Cells) -> Plan:
     training = _training(row)
     stages, accumulation = _stages(row, training)
     overlap = row.text("comm_overlap", "none")
-    grad_bytes = row.text("grad_bytes")
     try:
         return Plan(
             model=_model(row),
@@ -181,7 +200,7 @@ def _plan(row: Cells) -> Plan:
             sequence_parallel=row.flag("sequence_parallel", default=False),
             execution=Execution(
                 context_parallel=row.count("cp", 1),
-                grad_bytes=row.count("grad_bytes") if grad_bytes else None,
+                grad_bytes=_grad_bytes(row),
                 overlap_grad_reduce=None if framework == "fsdp" else "grad-reduce" in overlap,
                 overlap_param_gather=None if framework == "fsdp" else "param-gather" in overlap,
                 tp_comm_overlap="tp" in overlap.split(", ") or _overlaps_by_recipe(row),
@@ -196,6 +215,14 @@ def _plan(row: Cells) -> Plan:
         if error.message.startswith(f"{row.where}: "):  # a cell that cannot be read is a fault of the file
             raise
         raise Inexpressible(error.message) from None
+
+
+def _grad_bytes(row: Cells) -> int | None:
+    """Of the gradient buffer, per parameter; None where nobody says."""
+    megatron = row.text("framework") in SCATTERING and row.text("precision") == "fp16"
+    if megatron and row.text("source").startswith(HALF_GRADIENTS):
+        return 2
+    return row.count("grad_bytes") if row.text("grad_bytes") else None
 
 
 def _overlaps_by_recipe(row: Cells) -> bool:

@@ -51,6 +51,40 @@ def test_recipes_of_nvidia_overlap_tensor_parallel_collectives_unnamed(
     assert row.plan is not None and row.plan.execution.tp_comm_overlap is overlaps
 
 
+@pytest.mark.parametrize(
+    ("source", "framework", "precision", "width"),
+    [
+        ("Zero Bubble Pipeline Parallelism (ICLR 2024) Table 5", "megatron-lm", "fp16", 2),
+        ("Zero Bubble Pipeline Parallelism (ICLR 2024) Table 5", "megatron-lm", "bf16", 4),
+        ("Narayanan et al. SC'21 Table 2", "deepspeed", "fp16", 4),
+        ("somebody else", "megatron-lm", "fp16", 4),
+    ],
+)
+def test_published_runs_of_megatron_lm_in_fp16_have_gradients_of_16_bits(
+    source: str, framework: str, precision: str, width: int
+) -> None:
+    cells = changed("framework", framework).replace(",bf16,", f",{precision},").splitlines()
+    (row,) = read_rows(f"{cells[0]},source,grad_bytes\n{cells[1]},{source},4\n", "runs.csv")
+    assert row.plan is not None and row.plan.execution.grad_bytes == width
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "count"),
+    [
+        ("InternEvo doc", "tp1-zero1all-16", 4),
+        ("InternEvo doc", "tp1-zero8", 0),
+        ("another", "tp1-zero1all-16", 0),
+    ],
+)
+def test_ranks_of_internevo_send_their_parameters_one_after_the_other(
+    source: str, name: str, count: int
+) -> None:
+    """As many broadcasts as there are ranks, or parameters, each as late as a ring over all of them."""
+    cells = changed("id", name).splitlines()
+    (row,) = read_rows(f"{cells[0]},source\n{cells[1]},{source}\n", "runs.csv")
+    assert row.lone_broadcasts == count
+
+
 def test_pipelines_of_deepspeed_are_priced_as_its_engine_runs_them() -> None:
     (row,) = read_rows(changed("framework", "deepspeed-pipeline"), "runs.csv")
     assert row.plan is not None and row.plan.target == "deepspeed"
