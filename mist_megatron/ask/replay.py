@@ -178,6 +178,7 @@ def replay(traces: str | Path | Sequence[str | Path], **words: Unpack[ReplayWord
     compared_with = recording, unchanged
     if questions.any:
         recording, change, told = asked(recording, questions, step, waits)
+        notes += _unknown_waits(recording, waits)
         played = play(recording.graph, change)
         changed, retimed = page_of(recording, played, recorded.step), tuple(told)
         # A plan is of the model and the layout that were recorded.
@@ -189,6 +190,18 @@ def replay(traces: str | Path | Sequence[str | Path], **words: Unpack[ReplayWord
     answer = _held_against(answer, plan, compared_with, words, step)
     target = words.get("trace")
     return answer if target is None else answer.with_trace(Path(target))
+
+
+def _unknown_waits(recording: Recording, waits: str) -> list[str]:
+    """What a question's answer leaves out: waits between streams that the traces do not explain."""
+    counts = recording.counts
+    unknown = counts["waits without evidence"] + counts["waits whose record is not in the trace"]
+    if not unknown or waits != WAITS[0]:
+        return []
+    return [
+        f"{unknown:,} waits between streams are not explained by the traces: what waits for a changed kernel "
+        "there may keep its time; see --waits inferred, which guesses them"
+    ]
 
 
 def _held_against(

@@ -87,7 +87,7 @@ def record(traces: Sequence[Trace], step: int | None = None, waits: str = WAITS[
     graph, order = assemble(nodes, edges)
     if waits == "inferred":
         more = inferred_waits(graph, parts)
-        parts[0].counts["waits inferred from what had just ended"] += len(more)
+        parts[0].counts["waits inferred from collectives and what had just ended"] += len(more)
         joined = _joined([edges, _in_old_numbers(more, order)])
         graph, order = assemble(nodes, joined)
     place = np.empty(len(order), np.int64)

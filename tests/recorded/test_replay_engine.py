@@ -45,6 +45,25 @@ def test_every_kind_of_edge_counts(kind: Edge) -> None:
     assert np.abs(whole.end_ns - less.end_ns).max() > 5_000
 
 
+def test_collectives_wait_for_their_thread_and_are_waited_for() -> None:
+    """As torch.distributed does it, without records and on time: known waits miss what inferred ones find."""
+    made = HandMade()
+    made.kernel("gemm", 10, 15, 5)
+    made.call("cudaStreamWaitEvent", 18)
+    made.kernel("nccl_AllReduce", 22, 27, 50, stream=20)
+    made.kernel("beside", 26, 31, 5)
+    made.call("cudaStreamWaitEvent", 80)
+    made.kernel("adam", 84, 89, 30)
+    starts = {}
+    for waits in ("known", "inferred"):
+        recording = recording_of(made, waits=waits)
+        assert play(recording.graph).end_ns == pytest.approx(recording.graph.nodes.end_ns, abs=1.0)
+        played = played_with(recording, {"gemm": 300.0})
+        starts[waits] = [times_of(recording, played, name)[0][0] for name in ("nccl_AllReduce", "adam")]
+    assert starts["known"] == pytest.approx([27.0, 321.0], abs=11)
+    assert starts["inferred"] == pytest.approx([315.0, 365.0], abs=11)
+
+
 def test_as_recorded_where_nothing_changes() -> None:
     recording = recording_of(two_streams())
     played = play(recording.graph)
@@ -123,7 +142,7 @@ def test_a_wait_without_evidence_is_no_edge_unless_asked_for() -> None:
     assert known.explained == 0.5
     assert times_of(known, played_with(known, {"other": 200.0}), "late")[0][0] == pytest.approx(106.0)
     assert times_of(guessed, played_with(guessed, {"other": 200.0}), "late")[0][0] == pytest.approx(206.0)
-    assert guessed.counts["waits inferred from what had just ended"] == 1
+    assert guessed.counts["waits inferred from collectives and what had just ended"] == 1
 
 
 def test_one_step_alone() -> None:
