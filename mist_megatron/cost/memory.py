@@ -292,10 +292,9 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
         return size * (inner / _sharded(switch, ranks) * (1 - offloaded) + edges)
 
     frozen_bytes = HALF * (still + still_edges) / _sharded(Z3, ranks)
-    widest = _widest(model, options, role)
     needs_weights, needs_grads = _either(Z3, OFFLOAD.weights), _either(Z2, OFFLOAD.grads)
-    buffers = facts.weights_at_once * HALF * widest * needs_weights + _buckets(facts)
-    buffers = buffers + facts.grads_at_once * number(grad) * widest * needs_grads
+    weights, grads = _at_once(facts, _widest_layer(kinds), _widest(model, options, role), first + last)
+    buffers = HALF * weights * needs_weights + _buckets(facts) + number(grad) * grads * needs_grads
     states = {
         "weights": term(2, Z3, OFFLOAD.weights, ZERO) + frozen_bytes,
         "grads": term(grad, Z2, OFFLOAD.grads, ZERO),
@@ -322,11 +321,21 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     return states
 
 
+def _at_once(facts: MemoryFacts, layer: Expr, widest: Expr, edges: Expr) -> tuple[Expr, Expr]:
+    """Whole weights and gradients on the device of what is sharded or offloaded, in elements."""
+    if facts.units_are_layers:
+        return facts.weights_at_once * layer + edges, 2 * layer + widest
+    return facts.weights_at_once * widest, facts.grads_at_once * widest
+
+
 def _widest(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
     """Parameters of the largest of layers, embedding and head."""
-    edges, kinds = edge_weights(model, options, role), blocks(model, options)
-    layers = [_present(kind, len(kinds)) * kind.weights for kind in kinds]
-    return maximum(*layers, *(e for e in edges if e != ZERO))
+    edges = edge_weights(model, options, role)
+    return maximum(_widest_layer(blocks(model, options)), *(e for e in edges if e != ZERO))
+
+
+def _widest_layer(kinds: Sequence[Block]) -> Expr:
+    return _most([_present(kind, len(kinds)) * kind.weights for kind in kinds])
 
 
 def _once(kind: Block) -> Expr:

@@ -14,18 +14,15 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.experts import dispatchers, require_spread
 from mist_megatron.search.mixtures import MixtureWay, mixture_ways
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.space import WIDTHS, Limits, Space, apply_limits, cut_to_target
+from mist_megatron.search.space import OVERLAPS, WIDTHS, Limits, Space, apply_limits, cut_to_target
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, ContextExchange, Dispatcher
 from mist_megatron.spec.recompute import Module
 from mist_megatron.targets.facts import ExecutionVariant
 from mist_megatron.targets.megatron_rules import no_context, shares_heads
-from mist_megatron.targets.megatron_switches import state_widths
+from mist_megatron.targets.megatron_switches import state_widths, weighs_unevenly
 from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
-
-OVERLAPS = ("tp_comm_overlap", "overlap_param_gather")
-"""Switches of execution that --fix sets."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,11 @@ class ExecutionChoice:
             return False
         if self.sends and shape.ep * shape.etp == 1:
             return False
+        if self.job.execution.megatron_fsdp and self.job.model.routed is not None:
+            ranks = shape.dp * shape.cp
+            copies = shape.tp * ranks // (shape.ep * shape.etp)
+            if weighs_unevenly(max(shape.zero), shape.grad_accum, ranks, copies):
+                return False
         if self.paired is not None and self.paired != _pairs(shape):
             return False
         if not self.gathers_beside:
@@ -268,6 +270,10 @@ def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) 
         return False
     if execution.decoupled_step and not said.decoupled_step:
         return space.decoupled_step and "decoupled_step" not in limits.forbidden
+    if execution.megatron_fsdp and not said.megatron_fsdp:
+        able = "megatron_fsdp" in TARGETS[job.target].capability.switches and space.megatron_fsdp
+        if not able or {"megatron_fsdp", "overlap_param_gather"} & limits.forbidden:
+            return False
     for name in OVERLAPS:
         if not limits.allows(name, int(bool(getattr(execution, name)))):
             return False

@@ -75,6 +75,8 @@ class Space:
     """Whether graphs may replay layers of mixtures."""
     tp_comm_overlap: bool = False
     """Whether tensor-parallel traffic may run beside products, where the job leaves it open."""
+    megatron_fsdp: bool = False
+    """Whether Megatron-FSDP may shard gradients and weights, where the job leaves it open."""
     decoupled_step: bool = False
     """Whether steps are decoupled, where the target can and the job leaves it open."""
     zero: tuple[int, ...] = (1,)
@@ -116,6 +118,7 @@ class Space:
         names += ["ep", "etp"] * self.expert_parallel + ["dispatcher"] * (len(self.dispatchers) > 1)
         names += ["tokens beside passes"] * self.expert_overlap + ["CUDA graphs"] * self.cuda_graphs
         names += ["cp"] * self.context_parallel + ["tp overlap"] * self.tp_comm_overlap
+        names += ["Megatron-FSDP"] * self.megatron_fsdp
         names += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
         names += [f"offload.{kind}" for kind, allowed in self.offload.items() if allowed != "none"]
         names += ["GPUs, dp, tp and micro-batch per stage"] * self.unequal
@@ -267,6 +270,7 @@ _SPACES = (
         shared_expert_overlap=True,
         cuda_graphs=True,
         tp_comm_overlap=True,
+        megatron_fsdp=True,
         decoupled_step=True,
         zero=(0, 1, 2, 3),
         offload=ANY_FRACTION,
@@ -349,7 +353,9 @@ def cut_to_target(
 LIMIT_KEYS = ("tp", "pp", "dp", "cp", "ep", "etp", "micro_batch", "grad_accum", "vpp", "zero")
 EXPERT_SWITCHES = ("expert_overlap", "shared_expert_overlap", "cuda_graphs")
 """Switches of execution of mixtures."""
-ON_OFF_KEYS = ("sequence_parallel", "tp_comm_overlap", "overlap_param_gather", *EXPERT_SWITCHES)
+OVERLAPS = ("tp_comm_overlap", "overlap_param_gather", "megatron_fsdp")
+"""Switches of how a job is executed."""
+ON_OFF_KEYS = ("sequence_parallel", *OVERLAPS, *EXPERT_SWITCHES)
 """Switches that --fix sets: 1 for on, 0 for off."""
 SHORT = {"sp": "sequence_parallel"}
 WIDTHS = ("grad_bytes", "optimizer_bytes")
@@ -360,8 +366,7 @@ SWITCH_KEYS = (
     INTERLEAVED,
     "unequal",
     "decoupled_step",
-    "tp_comm_overlap",
-    "overlap_param_gather",
+    *OVERLAPS,
     *EXPERT_SWITCHES,
     *(f"recompute.{kind}" for kind in SEARCHED),
     *(f"dispatcher.{kind}" for kind in DISPATCHERS),

@@ -181,9 +181,9 @@ def _floors(
         distinct, index = np.unique(layer.packed(), return_inverse=True)
         grid = _grid(question, (nodes, per_node, sliced, stages), LayerSizes.unpacked(distinct))
         parts = _parts(question, grid, stages)
-        fits = np.stack([_fits(question, grid, stages, zero) for zero in (0.0, 1.0)])
+        fits = np.stack([_fits(question, grid, stages, zero) for zero in range(int(level.max()) + 1)])
         times_s = _steps(question, parts, stages, index.reshape(-1), own[:, 4], own[:, 5])
-        here = fits[(level > 0.0).astype(np.intp), index.reshape(-1)]
+        here = fits[level.astype(np.intp), index.reshape(-1)]
         if rivals:
             sends = (grid.etp == 1.0) & (grid.ep > 1.0)
             here = here & ~(sends & _outdone(rivals, grid))[index.reshape(-1)]
@@ -233,18 +233,18 @@ def _parts(question: SearchProblem, grid: StageGrid, stages: int) -> _Parts:
     first = without_sends(grid.role)
     last = wide(without_sends(StageRole.LAST).fixed) if stages > 1 else np.zeros(count)
     slopes = [*first.slopes, *[NO_SLOPE] * (len(model.kinds) - len(first.slopes))]
-    step = Times.of(evaluator, replace(grid, zero=grid.zero + 1.0)).step
-    plain = Times.of(evaluator, grid).step
+    levels = {0, 1, *question.space.zero}
+    steps = [Times.of(evaluator, replace(grid, zero=grid.zero + level)).step for level in levels]
     share = -(-model.layers // stages)
     least_s = [
         each.fixed + share * np.minimum.reduce([wide(slope.per_layer) for slope in each.slopes])
-        for each in (step, plain)
+        for each in steps
     ]
     return _Parts(
         [wide(slope.per_layer) for slope in slopes],
         wide(first.fixed),
         last,
-        np.maximum(np.minimum(*map(wide, least_s)), 0.0),
+        np.maximum(np.minimum.reduce([wide(each) for each in least_s]), 0.0),
     )
 
 
@@ -289,7 +289,7 @@ def least_maximum(loads: Array, first: Array, last: Array, stages: int) -> Array
     return np.asarray(least[layers])
 
 
-def _fits(question: SearchProblem, grid: StageGrid, stages: int, zero: float) -> NDArray[np.bool_]:
+def _fits(question: SearchProblem, grid: StageGrid, stages: int, zero: int) -> NDArray[np.bool_]:
     """Whether what stages hold throughout would fit if all held the same: on the mean they hold that, and
     embedding and head besides."""
     evaluator, model = question.evaluator, question.evaluator.job.model

@@ -129,6 +129,8 @@ class Execution:
     """Bytes per parameter of the gradient buffer: 2 or 4."""
     overlap_grad_reduce: bool | None = None
     """Gradients are averaged while the backward pass still runs."""
+    megatron_fsdp: bool | None = None
+    """Megatron-FSDP shards what `zero` says (--use-megatron-fsdp)."""
     overlap_param_gather: bool | None = None
     """Updated weights are gathered while the next forward pass already runs."""
     tp_comm_overlap: bool | None = None
@@ -136,8 +138,7 @@ class Execution:
     fused_cross_entropy: bool | None = None
     """Loss without a copy of the logits in 32 bits."""
     decoupled_step: bool | None = None
-    """Each layer's optimizer step right before its next forward pass; None where that is no choice (the
-    mist target always does it)."""
+    """Each layer's optimizer step right before its next forward pass; the mist target always does it."""
     deterministic: bool | None = None
     """Megatron's --deterministic-mode: the same bits every time, in more of it."""
     zero3: Zero3Name | None = None
@@ -157,8 +158,7 @@ class Execution:
     expert_imbalance: float | None = None
     """Tokens of the busiest expert-parallel rank over the mean; null for 1, as with forced balance."""
     expert_overlap: bool | None = None
-    """Tokens travel to experts and back beside a pass of another micro-batch
-    (--overlap-moe-expert-parallel-comm)."""
+    """Tokens travel beside a pass of another micro-batch (--overlap-moe-expert-parallel-comm)."""
     delayed_weight_grad: bool | None = None
     """Weights' gradients are made last, where tokens that travel leave time (--delay-wgrad-compute)."""
     shared_expert_overlap: bool | None = None

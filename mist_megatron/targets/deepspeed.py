@@ -153,7 +153,8 @@ def _under_switches(able: Capability, execution: Execution | None, *, without: s
         alone, piped = (tuple(level for level in known if level not in without) for known in levels)
         able = replace(able, zero=alone, zero_with_pipeline=piped)
     # engine.py switches overlap_comm off for a PipelineModule: the plan would say what nobody does.
-    return replace(able, pipeline=False) if execution.overlap_grad_reduce else able
+    why = "execution.overlap_grad_reduce is on, which DeepSpeed switches off in one"
+    return replace(able, pipeline=False, no_pipeline=why) if execution.overlap_grad_reduce else able
 
 
 def memory_facts(execution: Execution) -> MemoryFacts:

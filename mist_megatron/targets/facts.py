@@ -64,6 +64,8 @@ class Capability:
     """Levels it knows when there is more than one stage."""
     schedules: tuple[ScheduleName, ...]
     pipeline: bool = False
+    no_pipeline: str = ""
+    """Why, where it has none under some switches only."""
     tensor_parallel: bool = False
     context_parallel: bool = False
     sequence_parallel: bool = False
@@ -186,6 +188,9 @@ class MemoryFacts:
     next, and of the one before where these have changed and are on their way out."""
     grads_at_once: int = 2
     """The same of gradients."""
+    units_are_layers: bool = False
+    """Only layers' weights are let go of behind each pass of ZeRO 3: those of embedding and head stay when
+    they have been gathered. Of gradients there are those of the layer that runs and of two on their way."""
     step: StepBytes = StepBytes()
     host_activations: float = 1.0
     """Bytes of host memory for each byte of activations there: buffers that are kept and used again."""

@@ -10,7 +10,7 @@ from functools import partial
 
 from mist_megatron.spec.kinds import ANY_FRACTION, STAYS
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Execution
+from mist_megatron.spec.plan import Execution, Zero
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS
 from mist_megatron.spec.schedule import INTERLEAVED, ONE_F_ONE_B
 from mist_megatron.spec.training import Precision, TrainingSpec
@@ -30,6 +30,7 @@ from mist_megatron.targets.facts import (
     Zero3Facts,
 )
 from mist_megatron.targets.megatron_rules import model_rules, plan_rules
+from mist_megatron.targets.megatron_switches import fsdp_refusals
 
 
 def bridge_refusals(model: ModelSpec, training: TrainingSpec, execution: Execution) -> tuple[str, ...]:
@@ -93,6 +94,7 @@ CAPABILITY = Capability(
         "cuda_graphs",
         "quantization",
         "optimizer_bytes",
+        "megatron_fsdp",
     ),
     further=plan_rules,
     further_of_models=model_rules,
@@ -100,6 +102,8 @@ CAPABILITY = Capability(
 
 PATCHED_CAPABILITY = replace(
     CAPABILITY,
+    # None of the patches was tried beside Megatron-FSDP, and those that move states refuse it.
+    switches=tuple(name for name in CAPABILITY.switches if name != "megatron_fsdp"),
     # What patches add. ZeRO stays one for all stages: a distributed optimizer on some of them only hangs,
     # since the norm groups differ.
     parallel_block=True,
@@ -156,11 +160,28 @@ def memory_facts(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
         delays_weight_grads=bool(execution.delayed_weight_grad),
         graph_buffers=GRAPH_BUFFERS if execution.cuda_graphs else 0,
     )
+    if execution.megatron_fsdp:
+        # Gradients narrower than the masters are cast before the step (update_main_grads of
+        # param_and_grad_buffer.py).
+        scratch = 0 if facts.grad_bytes == 4 else 4
+        facts = replace(facts, units_are_layers=True, step=StepBytes(scratch=scratch))
     return replace(facts, weights_at_once=3) if stepped else facts
 
 
+FSDP_LEVELS: tuple[Zero, ...] = (1, 2, 3)
+"""Of --data-parallel-sharding-strategy: optim, optim_grads and optim_grads_params."""
+NO_STAGES = (
+    "execution.megatron_fsdp lays all ranks out over dp, cp and tp, so that the parser takes stages and the "
+    "run breaks (core/distributed/fsdp/mcore_fsdp_adapter.py, _get_dp_tp_mesh)"
+)
+
+
 def capability(able: Capability, execution: Execution | None) -> Capability:
-    """States in less than 12 bytes a parameter are the distributed optimizer's, on the GPU."""
+    """Megatron-FSDP has every level, and no stages. States in less than 12 bytes a parameter are the
+    distributed optimizer's, on the GPU."""
+    if execution is not None and execution.megatron_fsdp:
+        alone = replace(able, pipeline=False, no_pipeline=NO_STAGES, schedules=(ONE_F_ONE_B,))
+        return replace(alone, zero=FSDP_LEVELS, zero_with_pipeline=(), offload=STAYS)
     if execution is None or execution.optimizer_bytes in (None, 12):
         return able
     on_gpu = replace(able.offload, optimizer="none")
@@ -186,7 +207,10 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
     Pipelines align reductions (--no-align-grad-reduce is not emitted): schedules.py switches the hooks of the
     last backward pass on in the first stage only and has the others reduce after it, those of interleaved
     ones chunk by chunk, and distributed_data_parallel.py makes one bucket of a later stage's weights, which
-    is gathered by the first forward pass that needs it."""
+    is gathered by the first forward pass that needs it.
+
+    Megatron-FSDP gathers a layer ahead and reduces beside the layers behind (AllGatherPipeline and
+    GradReducePipeline of param_and_grad_buffer.py), at levels 2 and 3 in every micro-batch."""
     return TrafficFacts(
         zero3=Zero3Facts(),
         reduction=ReductionFacts(
@@ -219,7 +243,8 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
 def executions(execution: Execution) -> tuple[ExecutionVariant, ...]:
     """Gradients are reduced beside the last backward pass, but where patches may keep them on the host, which
     excludes that, also after it. The loss makes no copy of the logits in 32 bits, which gains time and memory
-    wherever it may (--deterministic-mode excludes it).
+    wherever it may (--deterministic-mode excludes it). Without a pipeline Megatron-FSDP shards gradients and
+    weights too.
 
     Tensor-parallel traffic runs beside products, which gains time and takes memory, or not. Weights are
     gathered beside the first forward pass, or after the step, where there is no pipeline or one of chunks. In
@@ -229,12 +254,23 @@ def executions(execution: Execution) -> tuple[ExecutionVariant, ...]:
     if execution.fused_cross_entropy is None and not execution.deterministic:
         execution = replace(execution, fused_cross_entropy=True)
     reducing = replace(execution, overlap_grad_reduce=True) if is_open else execution
+    sharded = _sharded(execution)
+    if execution.megatron_fsdp:
+        return sharded
     variants = [ExecutionVariant(reducing)]
     if execution.overlap_param_gather is None and reducing.overlap_grad_reduce:
         variants.append(ExecutionVariant(replace(reducing, overlap_param_gather=True), gathers_beside=True))
     if is_open:
         variants.append(ExecutionVariant(execution, for_host_gradients=True))
-    return tuple(beside for variant in variants for beside in _beside_products(variant))
+    return (*(beside for variant in variants for beside in _beside_products(variant)), *sharded)
+
+
+def _sharded(execution: Execution) -> tuple[ExecutionVariant, ...]:
+    """Megatron-FSDP, where that is left open, with its gathers and reductions beside compute."""
+    if execution.megatron_fsdp is False or fsdp_refusals(execution):
+        return ()
+    beside = replace(execution, megatron_fsdp=True, overlap_grad_reduce=True, overlap_param_gather=True)
+    return (ExecutionVariant(beside, one_stage=True),)
 
 
 def _beside_products(variant: ExecutionVariant) -> tuple[ExecutionVariant, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mist_megatron.spec.catalogue import BLACKWELL
 from mist_megatron.spec.kinds import BLACKWELL_RECIPES, Quantization
-from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.plan import Execution, Plan
 
 
 def switch_rules(plan: Plan) -> Iterator[str]:
@@ -17,6 +17,45 @@ def switch_rules(plan: Plan) -> Iterator[str]:
     yield from _graphs(plan)
     yield from _recipe(plan)
     yield from _states(plan)
+    if plan.execution.megatron_fsdp:
+        yield from _fsdp(plan)
+
+
+def _fsdp(plan: Plan) -> Iterator[str]:
+    execution, stage = plan.execution, plan.stages[0]
+    for why in fsdp_refusals(execution):
+        yield f"execution.megatron_fsdp: {why}"
+    ranks, spread = stage.dp * execution.context_parallel, execution.ep * execution.etp
+    if plan.model.routed and weighs_unevenly(stage.zero, plan.grad_accum, ranks, stage.tp * ranks // spread):
+        yield (
+            f"stages[0].zero {stage.zero}: execution.megatron_fsdp scales gradients of experts that only one "
+            "rank has once more in every further micro-batch (_bucket_group_gradient_reduce of "
+            "param_and_grad_buffer.py), wanted zero 1, one micro-batch, or two ranks with each expert"
+        )
+
+
+def weighs_unevenly(zero: int, grad_accum: int, ranks: int, copies: int) -> bool:
+    """Whether Megatron-FSDP gets the mean over micro-batches wrong: what one rank alone has is added up
+    where it is scaled, in megatron-core 0.19.2. On gloo losses differ by 5e-4 at the third step."""
+    return zero >= 2 and grad_accum > 1 and ranks > 1 and copies == 1
+
+
+def fsdp_refusals(execution: Execution) -> tuple[str, ...]:
+    """What of other switches Megatron-FSDP rules out, or nobody knows a price for beside it. It switches both
+    overlaps on by itself (megatron_fsdp.py), and needs CUDA_DEVICE_MAX_CONNECTIONS other than 1 (A:1143),
+    which traffic beside tensor-parallel products needs up to Hopper."""
+    broken = {
+        "it reduces and gathers beside compute, overlap_grad_reduce and overlap_param_gather are not false": (
+            execution.overlap_grad_reduce is False or execution.overlap_param_gather is False
+        ),
+        "excludes tp_comm_overlap, which needs CUDA_DEVICE_MAX_CONNECTIONS=1 (A:1143)": (
+            bool(execution.tp_comm_overlap)
+        ),
+        "its graphs are not priced, wanted no cuda_graphs": bool(execution.cuda_graphs),
+        "its gathers beside expert_overlap are not priced": bool(execution.expert_overlap),
+        "keeps whole masters, wanted optimizer_bytes 12": execution.optimizer_bytes not in (None, 12),
+    }
+    return tuple(why for why, applies in broken.items() if applies)
 
 
 def _modules(plan: Plan) -> tuple[str, ...]:

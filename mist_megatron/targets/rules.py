@@ -101,8 +101,7 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
     broken = list(job_rules(plan.model, plan.training.precision, plan.target))
     broken += not_modelled(plan)
     if plan.pipeline_size > 1 and not able.pipeline:
-        overlaps = ": execution.overlap_grad_reduce is on, which DeepSpeed switches off in one"
-        more = overlaps if TARGETS[plan.target].capability.pipeline else ""
+        more = f": {able.no_pipeline}" if able.no_pipeline else ""
         broken.append(
             f"{plan.pipeline_size} stages: it has no pipeline parallelism here, wanted 1 stage{more}"
         )

@@ -85,12 +85,14 @@ class Scope:
         return self.price(name, {key: np.asarray(value) for key, value in named.items()})
 
     def price(self, name: str, sizes: dict[str, Any]) -> float:
-        for whole in ("kernels", "backward", "eight_bit"):
+        for whole in ("kernels", "backward", "eight_bit", "weight_grad"):
             if whole in sizes:
                 sizes[whole] = int(sizes[whole])
         kinds: dict[str, Callable[..., Any]] = {
             "gemm": work.Gemm,
             "attention": lambda **told: work.Attention(**{"backward": False, **told}),
+            "grouped_gemm": work.GroupedGemm,
+            "all_to_all": lambda **told: work.AllToAll(**{"once": np.asarray(0.0), **told}),
             "memory_pass": work.MemoryPass,
             "host_copy_h2d": lambda **told: work.HostCopy(direction="h2d", **told),
             "host_copy_d2h": lambda **told: work.HostCopy(direction="d2h", **told),

@@ -59,7 +59,13 @@ if "RANK" in os.environ:
     inspect.getsource = functools.cache(inspect.getsource)  # Megatron reads its help texts off it, twice
     sys.path.insert(0, {here!r})
     import megatron_cpu
+    said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")  # by train.sh alone
     megatron_cpu.install(two_devices="MIST_TWO_DEVICES" in os.environ)
+    if said is None:
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    if "MIST_FSDP" in os.environ:
+        import fsdp_cpu
+        fsdp_cpu.allow_fsdp()
     if "MIST_WATCH_BYTES" in os.environ:
         import watch_bytes
         watch_bytes.start(os.environ["MIST_WATCH_BYTES"])

@@ -73,14 +73,19 @@ def _expert_choices(plan: Plan) -> list[Choice]:
                 why=f"{package} must be installed; it sends a token once to each rank that has its experts",
             )
         )
-    for name, value in environment(plan).items():
-        choices.append(Choice(what=name, value=str(value), why=_WHY[name]))
-    return choices
+    return choices + _environment_choices(plan)
+
+
+def _environment_choices(plan: Plan) -> list[Choice]:
+    return [
+        Choice(what=name, value=value or "not set", why=_WHY[name])
+        for name, value in environment(plan).items()
+    ]
 
 
 _WHY = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1 keeps kernels of tensor parallelism in order; 32 lets tokens travel "
-    "beside two passes",
+    "beside two passes; Megatron-FSDP refuses 1",
     "NVLINK_DOMAIN_SIZE": "HybridEP: GPUs that NVLink joins",
     "USE_MNNVL": "HybridEP: NVLink joins several nodes",
     "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": "HybridEP: ranks of an expert group in one such domain",
@@ -106,6 +111,15 @@ def _run_choices(plan: Plan) -> list[Choice]:
             Choice(what="FP8", value=value, why="as in NVIDIA's recipes; every GPU with FP8 has it")
         )
     choices += _expert_choices(plan)
+    if plan.execution.megatron_fsdp:
+        choices += () if plan.model.routed else _environment_choices(plan)
+        choices.append(
+            Choice(
+                what="Megatron-FSDP",
+                value="one layer's weights ahead, two layers' gradients behind",
+                why="as priced; it needs einops and Transformer Engine 2.10, and saves `fsdp_dtensor` alone",
+            )
+        )
     if any(stage.offload.optimizer for stage in plan.stages):
         choices.append(
             Choice(

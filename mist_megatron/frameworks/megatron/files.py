@@ -13,6 +13,7 @@ from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources, launch_facts, launchers, render, shell_arrays
 from mist_megatron.frameworks.megatron.bridge import SCRIPT, bridge_text
 from mist_megatron.frameworks.megatron.chosen import chosen
+from mist_megatron.frameworks.megatron.fsdp import CHECKPOINTS
 from mist_megatron.frameworks.megatron.hybrids import is_hybrid
 from mist_megatron.frameworks.megatron.model import VERSION
 from mist_megatron.frameworks.megatron.patches import Patch, patches
@@ -43,6 +44,7 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         "environment": document["environment"],
         "vocab": plan.model.vocab,
         "hybrid": hybrid,
+        "checkpoints": CHECKPOINTS if plan.execution.megatron_fsdp else "torch_dist",
     }
     listed = {
         "arguments": arguments(flags),

@@ -79,7 +79,7 @@ CLASSES: Sequence[FlagClass] = (
         "use-precision-aware-optimizer overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce "
         "overlap-param-gather "
         "accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 tp-comm-overlap cross-entropy-loss-fusion "
-        "deterministic-mode",
+        "deterministic-mode use-megatron-fsdp data-parallel-sharding-strategy megatron-fsdp-main-grads-dtype",
     ),
     # What acts only beside another flag, which is unpriced itself and so is named first.
     _indifferent(
@@ -139,7 +139,7 @@ CLASSES: Sequence[FlagClass] = (
     ),
     _indifferent(
         "acts only with --use-megatron-fsdp",
-        "data-parallel-sharding-strategy outer-dp-sharding-strategy enable-full-sharding-in-hsdp fsdp-* "
+        "outer-dp-sharding-strategy enable-full-sharding-in-hsdp fsdp-* "
         "megatron-fsdp-* init-model-with-meta-device disable-strict-fsdp-dtensor-load "
         "no-strict-fsdp-dtensor-load",
     ),
@@ -189,7 +189,9 @@ CLASSES: Sequence[FlagClass] = (
         "te-precision-config-file reuse-grad-buf-for-mxfp8-param-ag",
     ),
     _unpriced("keeps the residual in 4 bytes", "fp32-residual-connection"),
-    _unpriced("sharding of weights is not priced for Megatron", "use-torch-fsdp2 use-megatron-fsdp"),
+    _unpriced("sharding by PyTorch's FSDP2 is not priced for Megatron", "use-torch-fsdp2"),
+    _unpriced("Megatron-FSDP is priced with masters of 4 bytes", "megatron-fsdp-main-params-dtype", "fp32"),
+    _unpriced("gradients travel as wide as they are added up", "megatron-fsdp-grad-comm-dtype", "auto"),
     _unpriced("the groups of data parallelism are priced as one", "num-distributed-optimizer-instances", "1"),
     _unpriced(
         "moves activations in a way that only stages.json beside emitted files says",

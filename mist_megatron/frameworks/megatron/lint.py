@@ -16,6 +16,7 @@ from typing import Any
 from mist_megatron.frameworks.findings import Finding, Level
 from mist_megatron.frameworks.megatron.command import OPEN_VALUE, CommandLine, Options
 from mist_megatron.frameworks.megatron.flag_classes import class_of, unpriced_flags
+from mist_megatron.frameworks.megatron.fsdp import BUCKETS, fsdp_findings
 from mist_megatron.frameworks.megatron.lint_experts import expert_findings, latent_findings
 from mist_megatron.frameworks.megatron.model import VERSION as PARSER_VERSION
 from mist_megatron.frameworks.megatron.patches import Patch
@@ -113,10 +114,11 @@ def lint_megatron(
             latent_findings,
         ):
             findings += _certain(read, rule)
+        of_layers = "use-megatron-fsdp" in options
         findings += (
             Finding(level="unpriced", key=f"--{name}", message=why)
             for name, why in unpriced_flags(options)
-            if name not in _NOT_MEGATRON and f"--{name}" in known
+            if name not in _NOT_MEGATRON and f"--{name}" in known and not (of_layers and name == BUCKETS)
         )
     findings += _numbers(read)
     findings += open_findings(options, read.maybe)
@@ -289,17 +291,7 @@ def _sharding(read: Reader) -> Iterator[Finding]:
     if read.has("data-parallel-sharding-strategy") and not read.has("use-megatron-fsdp"):
         yield _say("ignored", "data-parallel-sharding-strategy", "acts with --use-megatron-fsdp only")
     if read.has("use-megatron-fsdp"):
-        yield from _fsdp(read)
-
-
-def _fsdp(read: Reader) -> Iterator[Finding]:
-    if (read.word("ckpt-format") or "torch_dist") != "fsdp_dtensor":
-        yield _say("rejected", "use-megatron-fsdp", "needs --ckpt-format fsdp_dtensor (A:1150)")
-    if (read.word("optimizer") or "adam") not in ("sgd", "adam"):
-        yield _say("rejected", "optimizer", "Megatron-FSDP takes sgd or adam (A:1127)")
-    whole = read.word("data-parallel-sharding-strategy") == "no_shard"
-    if whole and read.has("init-model-with-meta-device"):
-        yield _say("rejected", "init-model-with-meta-device", "needs sharded weights (A:1160)")
+        yield from fsdp_findings(read)
 
 
 def _parallel(read: Reader) -> Iterator[Finding]:

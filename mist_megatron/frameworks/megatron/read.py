@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.megatron.command import Options
+from mist_megatron.frameworks.megatron.fsdp import grad_bytes_of, level_of
 from mist_megatron.frameworks.megatron.patches import Patch
 from mist_megatron.frameworks.megatron.read_parts import (
     dispatcher_of,
@@ -306,6 +307,8 @@ def _stage(read: Reader, chunks: tuple[int, ...], plain: StagePlan) -> StagePlan
     moved = read.share("optimizer-offload-fraction", 1.0) if read.has("optimizer-cpu-offload") else 0.0
     offload = Offload(optimizer=min(max(moved, 0.0), 1.0))
     zero: Zero = 1 if read.has("use-distributed-optimizer") else 0
+    if read.has("use-megatron-fsdp"):
+        zero = level_of(read)
     return StagePlan(
         layers=layers,
         nodes=plain.nodes,
@@ -327,11 +330,16 @@ def _execution(read: Reader, training: TrainingSpec, context_parallel: int, tp: 
     mixture = read.count("num-experts", 0) > 0
     ep, etp = expert_ranks(read, tp) if mixture else (None, None)
     overlaps = mixture and read.has("overlap-moe-expert-parallel-comm")
+    sharded = read.has("use-megatron-fsdp")
+    if sharded:
+        wide = grad_bytes_of(read) == 4
     return Execution(
         context_parallel=context_parallel,
         grad_bytes=4 if wide else 2,
-        overlap_grad_reduce=read.has("overlap-grad-reduce"),
-        overlap_param_gather=read.has("overlap-param-gather"),
+        # Which Megatron-FSDP switches on by itself.
+        overlap_grad_reduce=sharded or read.has("overlap-grad-reduce"),
+        overlap_param_gather=sharded or read.has("overlap-param-gather"),
+        megatron_fsdp=sharded or None,
         tp_comm_overlap=read.has("tp-comm-overlap"),
         fused_cross_entropy=read.has("cross-entropy-loss-fusion"),
         deterministic=read.has("deterministic-mode"),

@@ -11,6 +11,7 @@ from typing import Any
 from mist_megatron.frameworks.findings import Refusal, refuse
 from mist_megatron.frameworks.flags import Flags, arguments, flag, when
 from mist_megatron.frameworks.megatron.experts import expert_environment, spread_flags
+from mist_megatron.frameworks.megatron.fsdp import fsdp_flags
 from mist_megatron.frameworks.megatron.hybrids import is_hybrid
 from mist_megatron.frameworks.megatron.hybrids import pattern as hybrid_pattern
 from mist_megatron.frameworks.megatron.model import (
@@ -110,15 +111,15 @@ def pipeline_flags(plan: Plan) -> Flags:
 
 
 def sharding_flags(plan: Plan) -> Flags:
-    """ZeRO 1 is the distributed optimizer."""
-    return when(distributed_optimizer(plan), flag("--use-distributed-optimizer"))
+    """ZeRO 1 is the distributed optimizer, which Megatron-FSDP is built on."""
+    return (*when(distributed_optimizer(plan), flag("--use-distributed-optimizer")), *fsdp_flags(plan))
 
 
 def distributed_optimizer(plan: Plan) -> bool:
     """Uniform over stages; optimizer offload needs it even where there is nothing to shard (A:1884)."""
     ranks = plan.execution.context_parallel
     sharded = any(stage.zero >= 1 and stage.dp * ranks > 1 for stage in plan.stages)
-    return sharded or offloads_optimizer(plan) or keeps_narrow(plan)
+    return sharded or offloads_optimizer(plan) or keeps_narrow(plan) or bool(plan.execution.megatron_fsdp)
 
 
 def offloads_optimizer(plan: Plan) -> bool:
@@ -188,8 +189,10 @@ def environment(plan: Plan) -> dict[str, str | None]:
     One hardware queue keeps kernels in launch order, which tensor and context parallelism need before
     Blackwell (A:1413). Elsewhere it would only hold copies and steps behind the kernels launched before them.
     Tokens on their way to experts beside the passes of two micro-batches need many (A:1426), as NVIDIA's
-    recipes set them.
+    recipes set them. Megatron-FSDP forbids one (A:1143), which a login shell may have set.
     """
+    if plan.execution.megatron_fsdp:
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": None, **expert_environment(plan)}
     ordered = any(stage.tp > 1 for stage in plan.stages) or plan.execution.context_parallel > 1
     needed = ordered and plan.cluster.gpu.name not in BLACKWELL
     queues = "32" if plan.execution.expert_overlap else "1" if needed else None

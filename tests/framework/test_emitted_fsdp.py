@@ -1,0 +1,159 @@
+"""Emitted folders with Megatron-FSDP: Megatron's parser takes them, and they train on gloo as one process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
+pytest.importorskip("einops", reason="which Megatron-FSDP lays its meshes out with is not installed")
+
+from test_emitted_experts_parse import _parser, parsed_of  # noqa: F401  (a fixture)
+from test_emitted_experts_training import KERNELS, MIXTRAL, mixture
+from test_emitted_megatron_training import MODEL, stage, train
+
+from mist_megatron.frameworks.flags import arguments
+from mist_megatron.frameworks.megatron import write as megatron
+from mist_megatron.frameworks.megatron.command import options_of
+from mist_megatron.frameworks.megatron.lint import lint_megatron
+from mist_megatron.frameworks.megatron.read import plan_of
+from mist_megatron.spec import catalogue, presets
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
+from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
+
+HERE = Path(__file__).parent
+KNOWN = frozenset(
+    json.loads((HERE.parents[1] / "launch" / "megatron_flags.json").read_text("utf-8"))["flags"]
+)
+SUMS_ALONE = ("--no-gradient-reduce-div-fusion",)  # gloo multiplies nothing while it sums
+
+
+def trained(folder: Path, planned: Plan) -> list[float]:
+    folder.mkdir()
+    without = KERNELS if planned.model.routed else ()
+    return train(folder, planned, without=without, more=SUMS_ALONE, variables={"MIST_FSDP": "1"})
+
+
+@pytest.mark.parametrize(
+    ("model", "zero", "spread"),
+    [
+        (MIXTRAL, 1, {"expert_parallel": 2}),
+        (MODEL, 2, {}),
+        (MIXTRAL, 3, {"expert_parallel": 1}),
+    ],
+)
+def test_sharded_ranks_train_as_one_process_does(model, zero: int, spread, tmp_path: Path) -> None:
+    plain = trained(tmp_path / "plain", mixture(model, stage(4, zero=0)))
+    sharded = mixture(model, stage(4, dp=2, zero=zero), megatron_fsdp=True, **spread)
+    assert plain[-1] < plain[0] - 0.3, f"the tiny model does not learn: {plain}"
+    assert trained(tmp_path / "sharded", sharded) == pytest.approx(plain, abs=1e-5)
+
+
+def test_experts_of_one_rank_are_refused_where_megatron_trains_something_else(tmp_path: Path) -> None:
+    """Two micro-batches: the first one's gradients are halved twice."""
+    refused = mixture(MIXTRAL, stage(4, dp=2, zero=3), megatron_fsdp=True, expert_parallel=2)
+    assert refused.grad_accum == 2
+    (broken,) = violations(refused)
+    assert "once more in every further micro-batch" in broken
+    once = replace(refused, training=replace(refused.training, global_batch=4), grad_accum=1)
+    assert not violations(once)
+
+
+def made(name: str, tp: int, cp: int, zero: int, grad_bytes: int | None) -> Plan:
+    model = presets.PRESETS[name]
+    dp = 16 // tp // cp
+    spread = {"expert_parallel": 8, "expert_tensor_parallel": 1} if model.routed else {}
+    return Plan(
+        model=model,
+        training=TrainingSpec(global_batch=dp * 2, seq_len=4096),
+        cluster=ClusterSpec(gpu=catalogue.gpu("h100-sxm-80gb"), nodes=2, gpus_per_node=8),
+        target="megatron",
+        grad_accum=2,
+        stages=(
+            StagePlan(
+                layers=model.layers, nodes=2, gpus_per_node=8, dp=dp, tp=tp, micro_batch=1, zero=zero,
+                ckpt=model.layers if zero % 2 else 0,
+            ),
+        ),
+        sequence_parallel=tp > 1,
+        execution=Execution(
+            context_parallel=cp, megatron_fsdp=True, grad_bytes=grad_bytes, overlap_grad_reduce=True,
+            overlap_param_gather=True, **spread,
+        ),
+    )  # fmt: skip
+
+
+GRID = [
+    made(name, tp, cp, zero, grad_bytes)
+    for (name, zero), (tp, cp), grad_bytes in itertools.product(
+        itertools.product(("llama3-8b", "qwen2.5-7b", "qwen3-30b-a3b", "deepseek-v2-lite"), (1, 2, 3)),
+        ((1, 1), (2, 1), (2, 2)),
+        (4, 2),
+    )
+]
+
+
+def test_the_parser_takes_every_plan_and_lint_reads_it_back() -> None:
+    plans = [plan for plan in GRID if not violations(plan)]
+    assert len(plans) >= 60, len(plans)
+    for plan in plans[:: 1 if os.environ.get("MIST_WHOLE_GRIDS") else 5]:
+        megatron.require_emittable(plan)
+        found = parsed_of(plan)
+        ddp, zero = found.ddp, plan.stages[0].zero
+        assert ddp.use_megatron_fsdp
+        assert ddp.data_parallel_sharding_strategy == "optim" + "_grads" * (zero > 1) + "_params" * (zero > 2)
+        assert str(ddp.megatron_fsdp_main_grads_dtype) == (
+            "torch.float32" if plan.execution.grad_bytes == 4 else "None"
+        )
+        assert found.args.ckpt_format == "fsdp_dtensor"
+        options = options_of(arguments(megatron.common_flags(plan)))
+        findings = lint_megatron(options, "", "args.sh", KNOWN)
+        assert not [each for each in findings if each.level in ("rejected", "ignored", "unpriced")], findings
+        back = plan_of(options, (), plan.cluster, "args.sh")
+        assert back.stages[0].zero == zero
+        wanted = replace(plan.execution, expert_dispatcher=back.execution.expert_dispatcher)
+        for key in ("megatron_fsdp", "grad_bytes", "overlap_grad_reduce", "overlap_param_gather"):
+            assert getattr(back.execution, key) == getattr(wanted, key), key
+
+
+def test_stages_are_refused_because_the_run_breaks(tmp_path: Path) -> None:
+    """Its mesh of all ranks knows no stages."""
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import megatron_cpu
+megatron_cpu.import_megatron()
+from unittest import mock
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
+class Group:
+    def __init__(self, ranks): self.ranks = ranks
+    def size(self): return len(self.ranks)
+dist = mock.Mock(get_world_size=lambda group=None: group.size() if group else 8, get_rank=lambda: 0,
+                 get_process_group_ranks=lambda group: group.ranks)
+with mock.patch.object(adapter, "dist", dist):
+    adapter._get_dp_tp_mesh(Group([0, 2, 4, 6]), Group([0, 1]))
+    print("one stage")
+    adapter._get_dp_tp_mesh(Group([0, 2]), Group([0, 1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(HERE)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "one stage"
+    assert "EinopsError" in done.stderr, done.stderr[-2000:]
+    one = made("llama3-8b", 2, 1, 3, 4)
+    half = replace(one.stages[0], layers=16, nodes=1, dp=4, ckpt=16)
+    piped = replace(one, stages=(half, half), grad_accum=4)
+    assert any("2 stages" in rule and "_get_dp_tp_mesh" in rule for rule in violations(piped))
