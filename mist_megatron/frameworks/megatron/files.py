@@ -37,14 +37,15 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         resized=Patch.STATE_OFFLOAD in named,
     )
     hybrid = is_hybrid(plan.model)
-    # No provider of Megatron-Bridge was tried with such layers.
-    usual = not hybrid and all(kind.attends for kind in plan.model.kinds)
+    # No provider of Megatron-Bridge was tried with such layers, nor its own words for Megatron-FSDP.
+    sharded = bool(plan.execution.megatron_fsdp)
+    usual = not hybrid and not sharded and all(kind.attends for kind in plan.model.kinds)
     facts = {
         **launched,
         "environment": document["environment"],
         "vocab": plan.model.vocab,
         "hybrid": hybrid,
-        "checkpoints": CHECKPOINTS if plan.execution.megatron_fsdp else "torch_dist",
+        "checkpoints": CHECKPOINTS if sharded else "torch_dist",
     }
     listed = {
         "arguments": arguments(flags),
@@ -77,7 +78,7 @@ def _notes(plan: Plan, *, package: bool, bridged: bool) -> list[str]:
         *(_GRID_NOTES if plan.grids_differ else ()),
         *(_GRAPH_NOTES if plan.execution.cuda_graphs else ()),
         "",
-        *(_BRIDGE_NOTES if bridged else _HYBRID_NOTES),
+        *(_BRIDGE_NOTES if bridged else _SHARDED_NOTES if plan.execution.megatron_fsdp else _HYBRID_NOTES),
     ]
 
 
@@ -86,6 +87,7 @@ _BRIDGE_NOTES = (
     "Megatron-Bridge takes, through `bridge.py`. `mist-megatron lint args.sh` checks the folder again",
     "after changes.",
 )
+_SHARDED_NOTES = ("`args.json` and `args.yaml` hold the same arguments as `args.sh`.",)
 _HYBRID_NOTES = (
     "`args.json` and `args.yaml` hold the same arguments as `args.sh`. A model of a layer pattern needs",
     "Megatron-LM's `pretrain_hybrid.py` (`pretrain_mamba.py` before) and mamba-ssm, one with delta nets",
