@@ -108,6 +108,7 @@ def _plan_sections() -> list[tuple[str, str, type[Any]]]:
     from mist_megatron.spec.cluster import LinkOverrides
     from mist_megatron.spec.kinds import Offload
     from mist_megatron.spec.plan import Execution, StagePlan
+    from mist_megatron.spec.strategies import LayerRun
     from mist_megatron.spec.training import TrainingSpec
 
     return [
@@ -116,13 +117,14 @@ def _plan_sections() -> list[tuple[str, str, type[Any]]]:
         ("`cluster`", "", ClusterDocument),
         ("`cluster.links`", "Bytes per second in one direction.", LinkOverrides),
         ("`stages[]`", "nodes * gpus_per_node = dp * tp * context_parallel.", StagePlan),
+        ("`stages[].strategies[]`", "Only target torch runs layers that differ.", LayerRun),
         ("`stages[].offload`", "Fractions from 0 to 1.", Offload),
         ("`execution`", "null takes what the target does by default.", Execution),
     ]
 
 
 def _model_sections() -> list[tuple[str, str, type[Any]]]:
-    from mist_megatron.formats.model_yaml import ModelDocument
+    from mist_megatron.formats.model_yaml import GroupDocument, ModelDocument
     from mist_megatron.spec.adapter import Adapter
     from mist_megatron.spec.constants import ModelConstants
     from mist_megatron.spec.entry import EncoderOutput, Entry
@@ -131,6 +133,7 @@ def _model_sections() -> list[tuple[str, str, type[Any]]]:
 
     return [
         ("The document", "", ModelDocument),
+        ("`groups[]`", "Such as `{layers: 6, pattern: [window, full]}`, of keys of `kinds`.", GroupDocument),
         ("`kinds.NAME.entry`", "Of a layer between groups of other widths or tokens.", Entry),
         ("`kinds.NAME.cross_attention`", "An encoder's output, behind an entry.", EncoderOutput),
         ("`adapter`", "", Adapter),

@@ -53,13 +53,18 @@ def search_layerwise(
         if not solutions:
             raise StoppedEmpty(stopped.status) from None
         search.status = stopped.status
+    if not solutions and not np.isfinite(search.bound_s(space)):
+        raise NoFeasiblePlan(
+            f"no strategy of space {space.name} shares out every layer of {job.model.name} over "
+            f"{job.cluster.gpus} GPUs under these limits, whatever their memory",
+            details=("try: GPUs that divide heads and --global-batch" + _wider(space),),
+        )
     if not solutions:
         least = evaluator.limit_bytes / 2**30
-        wider = "" if space.name == "galvatron-bmw" else ", or --space galvatron-bmw"
         raise NoFeasiblePlan(
             f"no plan of space {space.name} fits {job.model.name} on {job.cluster.gpus} GPUs",
             details=(f"{search.tally.priced} stages were solved; each GPU may hold {least:.1f} GiB",
-                     "try: more GPUs, a smaller --global-batch" + wider),
+                     "try: more GPUs, a smaller --global-batch" + _wider(space)),
         )  # fmt: skip
     best = solutions[0]
     return LayerwiseResult(
@@ -75,6 +80,10 @@ def search_layerwise(
         tally=search.tally,
         known=(),
     )
+
+
+def _wider(space: Space) -> str:
+    return "" if space.name == "galvatron-bmw" else ", or --space galvatron-bmw"
 
 
 def best_of_each(
@@ -221,7 +230,7 @@ class _Search:
     def bound_s(self, space: Space) -> float:
         """No plan is faster."""
         assert space.layerwise is not None
-        return min((least_s for least_s, _, _ in self._pipelines(space.layerwise)), default=0.0)
+        return min((least_s for least_s, _, _ in self._pipelines(space.layerwise)), default=np.inf)
 
     def _pipelines(self, rules: LayerRules) -> list[tuple[float, StrategyPrices, Array]]:
         return pipelines(self.evaluator, rules, self.settings.limits.allows, self.priced)

@@ -231,5 +231,12 @@ def test_limits_that_it_does_not_know_are_refused() -> None:
         mm.tune(**words, space="galvatron")
 
 
+def test_what_no_strategy_shares_out_is_told_apart_from_what_does_not_fit() -> None:
+    with pytest.raises(NoFeasiblePlan, match="no strategy of space galvatron-dp shares out every layer"):
+        mm.tune(**{**MODEL, "global_batch": 4}, gpus=8, space="galvatron-dp")
+    with pytest.raises(NoFeasiblePlan, match="no plan of space galvatron-dp fits"):
+        mm.tune(**MODEL, gpus=8, space="galvatron-dp", memory_limit="1GiB")
+
+
 def test_spaces_by_hand_that_torch_does_not_run_are_left_out() -> None:
     assert mm.tune(**MODEL, gpus=4, space="deepspeed").to_dict()["gain"] == {}
