@@ -37,6 +37,8 @@ from mist_megatron.traces.columns import Kind, Trace
 from mist_megatron.traces.reader import HOW, Reading, read_trace
 
 ENDINGS = (".json", ".json.gz")
+LEAST_MOVE = 0.02
+"""Of a whole recording that is worth a word."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -181,6 +183,7 @@ def replay(traces: str | Path | Sequence[str | Path], **words: Unpack[ReplayWord
         notes += _unknown_waits(recording, waits)
         played = play(recording.graph, change)
         changed, retimed = page_of(recording, played, recorded.step), tuple(told)
+        notes += _marks_that_stay(recorded, changed)
         # A plan is of the model and the layout that were recorded.
         compared_with = compared_with if questions.of_another_shape else (recording, played)
     answer = Replayed(
@@ -201,6 +204,22 @@ def _unknown_waits(recording: Recording, waits: str) -> list[str]:
     return [
         f"{unknown:,} waits between streams are not explained by the traces: what waits for a changed kernel "
         "there may keep its time; see --waits inferred, which guesses them"
+    ]
+
+
+def _marks_that_stay(recorded: Page, changed: Page) -> list[str]:
+    """A host that does not wait for its GPU ends its steps when it did, whatever the GPU takes."""
+    spans = [max(page.span_s.values(), default=0.0) for page in (recorded, changed)]
+    steps = [
+        sum(seconds for one in page.steps.values() for _, seconds in one) for page in (recorded, changed)
+    ]
+    ranks = max(len(recorded.steps), 1)
+    moved_s, marks_s = spans[1] - spans[0], (steps[1] - steps[0]) / ranks
+    if not recorded.steps or abs(moved_s) < LEAST_MOVE * spans[0] or abs(marks_s) >= abs(moved_s) / 2.0:
+        return []
+    return [
+        "the host does not wait for the GPU in these steps, so that their marks hardly move: from first to "
+        f"last all of it takes {spans[0] * 1e3:.4g} -> {spans[1] * 1e3:.4g} ms, which tells more"
     ]
 
 

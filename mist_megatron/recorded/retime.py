@@ -9,6 +9,7 @@ What has no price keeps its time, and is told.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from mist_megatron.traces.columns import NS_PER_S, Kind, Message, Trace
 from mist_megatron.traces.nesting import Links
 from mist_megatron.traces.sizes import COLLECTIVES, TYPES, OperatorWork, knows_sizes_of, listed, work_of
 
+_PRODUCT = re.compile(r"gemm|xmma|nvjet|^Cijk_|flash|fmha|attention", re.IGNORECASE)
+"""Kernels that compute more than they move, by their names."""
 LARGE_BYTES = 1e9
 """A pass over memory at its full rate."""
 
@@ -96,10 +99,10 @@ def on_more_ranks(
                 messages.append((node, said))
     sizes = {said.group_size for _, said in messages}
     if len(sizes) != 1 or min(sizes) < 2:
-        told = ", ".join(map(str, sorted(sizes))) or "none that is said"
-        raise InputError(
-            f"--dp {ranks}: collectives have groups of {told} ranks; wanted one size, of 2 or more"
+        told = (
+            f"groups of {', '.join(map(str, sorted(sizes)))} ranks" if max(sizes, default=0) else "no group"
         )
+        raise InputError(f"--dp {ranks}: collectives name {told}; wanted one size, of 2 or more")
     chosen = np.array([node for node, _ in messages], np.int64)
     factors = np.array([_grown(said, ranks, device) for _, said in messages])
     before = float(work_ns(graph, own, lag, chosen).sum()) / NS_PER_S
@@ -131,7 +134,7 @@ def _ways(
     trace: Trace, links: Links, events: np.ndarray, here: Device, there: Device
 ) -> tuple[list[str], np.ndarray]:
     """How each of these events is re-timed, and by which factor."""
-    comm = communicates(trace)
+    comm, product = communicates(trace), trace.names_that(_PRODUCT.search)
     memory = _ratio(MemoryPass(np.array(LARGE_BYTES)), here, there) or 1.0
     kernels = trace.length_ns[events][(trace.kind[events] == Kind.KERNEL) & (trace.length_ns[events] > 0)]
     least_ns = float(kernels.min()) if len(kernels) else 0.0
@@ -151,7 +154,7 @@ def _ways(
             key = (int(trace.name[operator]), int(trace.shapes[operator])) if operator >= 0 else (-1, -1)
             if operator < 0 or not knows_sizes_of(name):
                 way, factor = (
-                    "other kernels, by memory rate",
+                    f"{'products without sizes' if product[event] else 'other kernels'}, by memory rate",
                     moved(float(trace.length_ns[event]), least_ns, memory),
                 )
             else:

@@ -217,3 +217,19 @@ def test_a_step_begins_behind_what_the_step_before_left_to_do() -> None:
     assert recording.parts[0].played.tolist() == [
         event for event in range(len(recording.traces[0])) if recording.traces[0].name_of(event) == "mine"
     ]
+
+
+def test_marks_of_a_host_that_runs_ahead_are_told(tmp_path: Path) -> None:
+    """A kernel takes 300 us longer, its step ends as it did: all of it tells more."""
+    made = HandMade()
+    made.step(1, 0, 100)
+    made.kernel("gemm", 10, 15, 300)
+    made.step(2, 100, 100)
+    path = made.write(tmp_path / "t.json")
+    answer = replay(path, scale="kernel=gemm:2")
+    (told,) = [note for note in answer.notes if "does not wait for the GPU" in note]
+    assert "0.315 -> 0.615 ms" in told
+    made.call("cudaDeviceSynchronize", 110, 210)
+    made.events[-2]["dur"] = 230.0 if made.events[-2]["name"] == "ProfilerStep#2" else 0.0
+    path = made.write(tmp_path / "waits.json")
+    assert not [note for note in replay(path, scale="kernel=gemm:2").notes if "does not wait" in note]
