@@ -14,13 +14,13 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.experts import dispatchers, require_spread
 from mist_megatron.search.mixtures import MixtureWay, mixture_ways
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.space import OVERLAPS, WIDTHS, Limits, Space, apply_limits, cut_to_target
+from mist_megatron.search.space import EXPERT_SWITCHES, OVERLAPS, WIDTHS, Limits, Space, cut_to_target
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, ContextExchange, Dispatcher
 from mist_megatron.spec.recompute import Module
 from mist_megatron.targets.facts import ExecutionVariant
 from mist_megatron.targets.megatron_rules import no_context, shares_heads
-from mist_megatron.targets.megatron_switches import state_widths, weighs_unevenly
+from mist_megatron.targets.megatron_switches import FSDP_EXCLUDES, state_widths, weighs_unevenly
 from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
 
@@ -272,7 +272,8 @@ def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) 
         return space.decoupled_step and "decoupled_step" not in limits.forbidden
     if execution.megatron_fsdp and not said.megatron_fsdp:
         able = "megatron_fsdp" in TARGETS[job.target].capability.switches and space.megatron_fsdp
-        if not able or {"megatron_fsdp", "overlap_param_gather"} & limits.forbidden:
+        asked = any(limits.fixed.get(name) for name in EXPERT_SWITCHES if name in FSDP_EXCLUDES)
+        if not able or asked or {"megatron_fsdp", "overlap_param_gather"} & limits.forbidden:
             return False
     for name in OVERLAPS:
         if not limits.allows(name, int(bool(getattr(execution, name)))):
@@ -285,5 +286,6 @@ def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) 
     if variant.gathers_beside and "overlap_param_gather" in limits.forbidden:
         return False
     if variant.for_host_gradients:
-        return apply_limits(cut_to_target(space, job.target), limits).offload.grads != "none"
+        grads = cut_to_target(space, job.target).offload.grads
+        return grads != "none" and "offload.grads" not in limits.forbidden
     return True

@@ -30,7 +30,7 @@ from mist_megatron.targets.facts import (
     Zero3Facts,
 )
 from mist_megatron.targets.megatron_rules import model_rules, plan_rules
-from mist_megatron.targets.megatron_switches import fsdp_refusals
+from mist_megatron.targets.megatron_switches import FSDP_EXCLUDES, fsdp_refusals
 
 
 def bridge_refusals(model: ModelSpec, training: TrainingSpec, execution: Execution) -> tuple[str, ...]:
@@ -181,7 +181,8 @@ def capability(able: Capability, execution: Execution | None) -> Capability:
     distributed optimizer's, on the GPU."""
     if execution is not None and execution.megatron_fsdp:
         alone = replace(able, pipeline=False, no_pipeline=NO_STAGES, schedules=(ONE_F_ONE_B,))
-        return replace(alone, zero=FSDP_LEVELS, zero_with_pipeline=(), offload=STAYS)
+        switches = tuple(name for name in able.switches if name not in FSDP_EXCLUDES)
+        return replace(alone, zero=FSDP_LEVELS, zero_with_pipeline=(), offload=STAYS, switches=switches)
     if execution is None or execution.optimizer_bytes in (None, 12):
         return able
     on_gpu = replace(able.offload, optimizer="none")

@@ -40,6 +40,10 @@ def weighs_unevenly(zero: int, grad_accum: int, ranks: int, copies: int) -> bool
     return zero >= 2 and grad_accum > 1 and ranks > 1 and copies == 1
 
 
+FSDP_EXCLUDES = ("expert_overlap", "delayed_weight_grad", "cuda_graphs", "optimizer_bytes")
+"""Switches that are none beside Megatron-FSDP, for the reasons that `fsdp_refusals` tells."""
+
+
 def fsdp_refusals(execution: Execution) -> tuple[str, ...]:
     """What of other switches Megatron-FSDP rules out, or nobody knows a price for beside it. It switches both
     overlaps on by itself (megatron_fsdp.py), and needs CUDA_DEVICE_MAX_CONNECTIONS other than 1 (A:1143),

@@ -120,7 +120,7 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
     if plan.execution.decoupled_step and not able.decoupled_step:
         broken.append("execution.decoupled_step: it has no such switch")
     for name in OWN_SWITCHES:
-        if getattr(plan.execution, name) and name not in able.switches:
+        if getattr(plan.execution, name) and name not in TARGETS[plan.target].capability.switches:
             broken.append(f"execution.{name}: it has no such switch")
     if plan.execution.zero3 not in (None, "deepspeed"):
         broken.append(f"execution.zero3 {plan.execution.zero3}: told of measured runs only, wanted deepspeed")
