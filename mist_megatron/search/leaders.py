@@ -69,8 +69,8 @@ class Leaders:
 
 
 def _alike(execution: Execution) -> object:
-    shared = execution.shared_expert_overlap
-    return execution.context_parallel, execution.dispatcher, execution.ep, execution.etp, shared
+    shared, sharded = execution.shared_expert_overlap, execution.megatron_fsdp
+    return execution.context_parallel, execution.dispatcher, execution.ep, execution.etp, shared, sharded
 
 
 def _sizes(limits: Limits) -> object:
