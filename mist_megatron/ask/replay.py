@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -308,7 +309,13 @@ def in_order(traces: Sequence[Trace]) -> tuple[list[Trace], list[str]]:
         notes.append(
             f"{len(traces)} of {world} ranks: for ranks that are not here, waiting counts as transfer"
         )
-    return sorted(traces, key=lambda trace: -1 if trace.rank is None else trace.rank), notes
+    return sorted(traces, key=_place_among_ranks), notes
+
+
+def _place_among_ranks(trace: Trace) -> tuple[int, list[tuple[int, str]]]:
+    """By rank, else by name, with the numbers in it as numbers: worker2 before worker10."""
+    parts = re.split(r"(\d+)", trace.where) if trace.rank is None else []
+    return trace.rank or 0, [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _check(trace: Trace, notes: list[str]) -> None:

@@ -13,6 +13,7 @@ from mist_megatron.events.engine import Program, Stream, Timeline
 from mist_megatron.recorded.engine import Played
 from mist_megatron.recorded.graph import Edge, Floats, Ints, Role
 from mist_megatron.recorded.recording import Recording
+from mist_megatron.recorded.steps import Step
 from mist_megatron.traces.collectives import communicates
 from mist_megatron.traces.columns import NS_PER_S, Kind, Trace
 
@@ -126,9 +127,15 @@ def _is_last(recording: Recording, rank: int, number: int) -> bool:
 
 
 def typical_step(recording: Recording) -> int | None:
-    """Of rank 0's steps the one of median length."""
-    steps = [one for (one, _, _), of in zip(recording.steps, recording.step_rank, strict=True) if of == 0]
-    steps = sorted(steps, key=lambda one: one.start_ns)
+    """Of rank 0's steps that all ranks recorded the one of median length."""
+    by_rank: dict[int, dict[int, Step]] = defaultdict(dict)
+    for (one, _, _), rank in zip(recording.steps, recording.step_rank, strict=True):
+        by_rank[rank][one.number] = one
+    everywhere = set.intersection(*(set(steps) for steps in by_rank.values())) if by_rank else set()
+    steps = sorted(
+        (one for one in by_rank[0].values() if one.number in everywhere or not everywhere),
+        key=lambda one: one.start_ns,
+    )
     told = steps[1:-1] or steps[1:] or steps
     if not told:
         return None

@@ -145,3 +145,25 @@ def test_steps_that_overlap_are_told() -> None:
         for note in in_order([read_trace(io.BytesIO(text), "t.json")])[1]
         if "step 2 begins before" in note
     ]
+
+
+def test_ranks_without_numbers_go_by_the_numbers_in_their_names() -> None:
+    text = json.dumps(two_streams().document()).encode()
+    names = [f"worker{number}.json" for number in (10, 2, 1)]
+    traces, _ = in_order([read_trace(io.BytesIO(text), name) for name in names])
+    assert [trace.where for trace in traces] == ["worker1.json", "worker2.json", "worker10.json"]
+
+
+def test_the_step_that_is_told_is_one_that_all_ranks_have() -> None:
+    """Rank 0 recorded steps 1 to 3, rank 1 the third alone."""
+    ranks = []
+    for rank, steps in enumerate(((1, 2, 3), (3,))):
+        made = HandMade(rank=rank, world=2)
+        for number in steps:
+            made.step(number, 400 * number, 400)
+            made.kernel("gemm", 400 * number + 10, 400 * number + 15, 100)
+        ranks.append(read_trace(io.BytesIO(json.dumps(made.document()).encode()), f"{rank}.json"))
+    recording = record(ranks)
+    page = page_of(recording, play(recording.graph), None)
+    assert page.step == 3
+    assert [one.window_s for one in page.ranks] == pytest.approx([400e-6, 400e-6])
