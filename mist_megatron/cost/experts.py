@@ -71,9 +71,9 @@ def mixture(
         *shared,
         *(_latent_in(eight_bit) if experts.latent else ()),
         _permute(dispatcher),
-        _exchange("dispatch", dispatcher, forward=True),
+        _exchange("dispatch", experts, dispatcher, forward=True),
         *_routed(gates, bias=bias, eight_bit=eight_bit, fused=fused),
-        _exchange("combine", dispatcher, forward=False),
+        _exchange("combine", experts, dispatcher, forward=False),
         _unpermute(dispatcher),
         *(_latent_out(eight_bit) if experts.latent else ()),
     )
@@ -253,7 +253,7 @@ def _unpermute(dispatcher: Dispatcher) -> Operator:
     )
 
 
-def _exchange(name: str, dispatcher: Dispatcher, *, forward: bool) -> Operator:
+def _exchange(name: str, experts: ExpertSpec, dispatcher: Dispatcher, *, forward: bool) -> Operator:
     """Tokens to the ranks of their experts, or their outputs back; gradients go the other way. In 0.19 every
     dispatcher sends 16 bits. `allgather` gives every rank all tokens of the group."""
     first, then = (WorkKind.ALL_GATHER, WorkKind.REDUCE_SCATTER)[:: 1 if forward else -1]
@@ -272,7 +272,7 @@ def _exchange(name: str, dispatcher: Dispatcher, *, forward: bool) -> Operator:
             name=named,
             kind=WorkKind.ALL_TO_ALL,
             moved_bytes=copy * TOP_K,
-            exchange=(copy, TOP_K, EXPERTS, once),
+            exchange=(copy, TOP_K, EXPERTS, once, number(experts.groups), number(experts.group_top_k)),
             group=Group.EXPERT,
         )
 

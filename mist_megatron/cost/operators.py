@@ -59,7 +59,8 @@ class Work:
     causal one's; it takes that share of its time."""
     exchange: tuple[Expr, ...] | None = None
     """Of an all-to-all: bytes of one copy of all its tokens, experts that each token goes to, experts in all,
-    and 1 where ranks and nodes get one copy of a token however many of its experts they have."""
+    1 where ranks and nodes get one copy of a token however many of its experts they have, groups of experts,
+    and of how many of them a token's come."""
     kernels: int = 1
     """Kernel launches, for the launch-overhead floor; 0 of a pass over memory that a graph of the whole step
     begins right behind another kernel."""

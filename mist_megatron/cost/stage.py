@@ -49,7 +49,7 @@ _FIELDS = {
     "gemm": ("m", "n", "k", "batch"),
     "grouped": ("m", "n", "k", "batch"),
     "grouped_weight": ("m", "n", "k", "batch"),
-    "all_to_all": ("copy", "top_k", "experts", "once"),
+    "all_to_all": ("copy", "top_k", "experts", "once", "groups", "group_top_k"),
     "attention": ("batch", "seq", "heads", "kv_heads", "head_dim"),
 }
 COMPUTED = ("gemm", "grouped", "grouped_weight", "attention", "memory")
@@ -378,9 +378,9 @@ def _price(
         weights = item.kind == "grouped_weight"
         return prices.of(GroupedGemm(m, n, k, batch, weights, item.eight_bit, at.grad_bytes))
     if item.kind == "all_to_all":
-        copy, top_k, experts, once = (sizes[f"w{index}.{name}"] for name in _FIELDS[item.kind])
+        copy, top_k, experts, once, *limit = (sizes[f"w{index}.{name}"] for name in _FIELDS[item.kind])
         ranks, nodes = mesh.size(item.group), mesh.nodes(item.group)
-        exchange = AllToAll(copy, top_k, experts, once, np.asarray(ranks), np.asarray(nodes))
+        exchange = AllToAll(copy, top_k, experts, once, np.asarray(ranks), np.asarray(nodes), *limit)
         return prices.of(exchange) if placed is None else slowest(exchange, placed.of(item.group), prices)
     moved = sizes[f"w{index}.bytes"]
     if item.kind == "memory":

@@ -29,7 +29,7 @@ def all_to_all(name: str, columns: Expr) -> Work:
     """Tokens of all context-parallel ranks for some columns, in place of own tokens for all, or back: each
     rank gets one copy of a part of them, as of a token that goes to one expert of as many as ranks."""
     copy = HALF * TOKENS * columns
-    exchange = (copy, ONE, CP, number(0))
+    exchange = (copy, ONE, CP, number(0), ONE, ONE)
     return Work(name=name, kind=WorkKind.ALL_TO_ALL, moved_bytes=copy, exchange=exchange, group=Group.CONTEXT)
 
 

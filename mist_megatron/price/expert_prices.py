@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import comb
 from typing import NamedTuple
 
 import numpy as np
@@ -56,9 +57,28 @@ def grouped_s(work: GroupedGemm, curve: Curve) -> Array:
     return np.asarray(work.experts * (curve.launch_s + longest * blend ** (1.0 / SHARPNESS)))
 
 
-def _missed(experts: Array, parts: Array, top_k: Array) -> Array:
-    """Chance that none of a token's experts is in one of so many equal parts of them."""
-    own = experts / parts
+def _missed(work: AllToAll, parts: Array) -> Array:
+    """Chance that none of a token's experts is in one of so many equal parts of them. Where a token's experts
+    come from a few groups, a part has whole groups or lies in one of them; experts of the groups that a token
+    has are as likely as each other."""
+    kept = round(float(np.max(work.group_top_k)))
+    if np.max(work.groups) <= 1.0:
+        return _none_of(work.experts, work.experts / parts, work.top_k)
+    each = work.experts / work.groups
+    own, whole = np.minimum(work.experts / parts, each), np.maximum(work.groups / parts, 1.0)
+    missed: Array = np.zeros(())
+    for met in range(kept + 1):
+        chance: Array = np.full((), float(comb(kept, met)))
+        for place in range(met):
+            chance = chance * np.maximum(whole - place, 0.0) / (work.groups - place)
+        for place in range(kept - met):
+            chance = chance * np.maximum(work.groups - whole - place, 0.0) / (work.groups - met - place)
+        missed = missed + chance * _none_of(kept * each, met * own, work.top_k)
+    return missed
+
+
+def _none_of(experts: Array, own: Array, top_k: Array) -> Array:
+    """Chance that so many different ones of all experts are none of a rank's own."""
     chance: Array = np.ones(np.broadcast_shapes(np.shape(own), np.shape(top_k)))
     for chosen in range(int(np.max(top_k))):
         left = np.maximum(experts - own - chosen, 0.0) / np.maximum(experts - chosen, 1.0)
@@ -75,8 +95,8 @@ def exchanged_bytes(work: AllToAll) -> tuple[Array, Array]:
     each = copy * work.top_k / ranks
     inside, outside = each * (per_node - 1.0), each * (ranks - per_node)
     if np.any(work.once):
-        met = copy * (1.0 - _missed(work.experts, ranks, work.top_k))
-        node_met = copy * (1.0 - _missed(work.experts, nodes, work.top_k))
+        met = copy * (1.0 - _missed(work, ranks))
+        node_met = copy * (1.0 - _missed(work, nodes))
         once_outside = node_met * (nodes - 1.0)
         passed_on = np.maximum(met * (ranks - per_node) - once_outside, 0.0)
         inside = np.where(work.once > 0.0, met * (per_node - 1.0) + passed_on, inside)

@@ -73,6 +73,10 @@ class AllToAll:
     """1 where a rank, and a node, gets one copy of a token however many of its experts it has; else 0."""
     ranks: Array
     nodes: Array
+    groups: Array | float = 1.0
+    """Experts stand in so many groups, one after another ..."""
+    group_top_k: Array | float = 1.0
+    """... of which those of one token come from so many."""
     bytes_per_s: Array | None = None
     """What a GPU sends over the slowest link between its nodes, as measured; None for the cluster's."""
 

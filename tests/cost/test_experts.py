@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import comb
 
 import numpy as np
@@ -108,6 +108,20 @@ def test_copies_of_tokens_that_leave_a_rank():
     assert 8 * met == pytest.approx(5.3, abs=0.05)
     node = 1 - comb(128, 8) / comb(256, 8)
     assert sent(ranks=16, nodes=2, once=1)[1] == pytest.approx(node)
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8, 16])
+def test_tokens_that_choose_groups_first_meet_fewer_nodes(nodes):
+    """DeepSeek-V3: 8 of 256 experts, out of 4 of 8 groups. By all ways to choose the groups."""
+    given = (np.asarray(float(value)) for value in (1.0, 8, 256, 1, 16 * nodes, nodes))
+    outside = float(exchanged_bytes(AllToAll(*given, 8.0, 4.0))[1])
+    of_a_node = 256 // nodes
+    missed = []
+    for groups in combinations(range(8), 4):
+        own = sum(32 * group <= expert < 32 * group + 32 for group in groups for expert in range(of_a_node))
+        missed.append(comb(128 - own, 8) / comb(128, 8))
+    assert outside == pytest.approx((nodes - 1) * (1 - sum(missed) / len(missed)))
+    assert outside < sent(ranks=16 * nodes, nodes=nodes, once=1)[1]
 
 
 GROUPED = (
