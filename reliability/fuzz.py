@@ -18,7 +18,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -34,6 +34,7 @@ CORPUS = ROOT / "reliability" / "corpus"
 MOST_S, MOST_BYTES = 10.0, 1 << 30
 """CPU of one input, and memory beyond what the program has when it begins."""
 WATCHED_FIRST, WATCHED_EACH = 1000, 20
+TOLD_EACH = 10_000
 PIECES = (
     *("${", "}", "$((", "))", "(", ")", '"', "'", "\\", "$", "`", "<<EOF\n", "fi", "done", ";;", "esac"),
     *("&&", "||", "9" * 400, "9" * 5000, "1e9999", "1e308", "-1", "0", "-0", "[", "]", "{", "[" * 100),
@@ -99,8 +100,15 @@ def try_one(reader: Reader, text: str, outcome: Outcome) -> None:
         outcome.failed.append((f"{seconds:.0f} CPU-seconds", text))
 
 
-def fuzz(name: str, inputs: int, seed: int, *, guided: bool = True) -> Outcome:
-    """So many inputs of one reader, the corpus first."""
+def fuzz(
+    name: str,
+    inputs: int,
+    seed: int,
+    *,
+    guided: bool = True,
+    told: Callable[[Outcome], None] = lambda now: None,
+) -> Outcome:
+    """So many inputs of one reader, the corpus first; every 10,000 are `told`, should this be ended."""
     reader, outcome, random_ = READERS[name], Outcome(), random.Random(f"{seed} {name}")
     sound = [path.read_text("utf-8") for path in reader.samples]
     kept = list(sound)
@@ -110,6 +118,8 @@ def fuzz(name: str, inputs: int, seed: int, *, guided: bool = True) -> Outcome:
     for number in range(inputs):
         # Half of them from what is sound: what was kept for its new lines is broken in some way, most of it.
         text = damaged(random_.choice(sound if number % 2 else kept), random_)
+        if number and number % TOLD_EACH == 0:
+            told(outcome)
         if not guided or (number >= WATCHED_FIRST and number % WATCHED_EACH):
             try_one(reader, text, outcome)
         elif watch.new_lines(reader, text, outcome):
@@ -175,8 +185,13 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + MOST_BYTES, now + MOST_BYTES))
     failed = 0
     for name in asked.readers or READERS:
-        begun = time.process_time()
-        outcome = fuzz(name, asked.inputs, asked.seed, guided=not asked.plain)
+        begun, how = time.process_time(), "plain" if asked.plain else "guided"
+
+        def told(now: Outcome, name: str = name, how: str = how) -> None:
+            if asked.record:
+                record("fuzz", {name: figures(now)}, how)
+
+        outcome = fuzz(name, asked.inputs, asked.seed, guided=not asked.plain, told=told)
         print(
             f"{name}: {outcome.inputs} inputs, {outcome.answers} answers, {outcome.refusals} refusals, "
             f"{len(outcome.failed)} failures; slowest {outcome.slowest_s:.2f} CPU-s, all "
@@ -188,8 +203,7 @@ def main() -> None:
             keep(name, text)
             print(f"  {said!r}")
         failed += len(outcome.failed)
-        if asked.record:
-            record("fuzz", {name: figures(outcome)}, "plain" if asked.plain else "guided")
+        told(outcome)
     sys.exit(failed > 0)
 
 
