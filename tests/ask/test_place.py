@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import mist_megatron as mm
+from mist_megatron.ask import place
 from mist_megatron.errors import InputError
 from mist_megatron.formats.links_yaml import links_to_text
 from mist_megatron.formats.plan_yaml import plan_from_text
+from mist_megatron.search.place import Order
 from mist_megatron.spec.links import LinkMatrix
 
 PLAN = """
@@ -200,3 +202,20 @@ def test_what_links_do_not_price_is_told(placed):
     assert not any(
         "what experts exchange" in note for note in placed(plan_from_text(PLAN), matrix_of(same(4))).notes
     )
+
+
+@pytest.mark.parametrize(("seconds", "wanted"), [
+    ((2.0, 2.0, 2.0), 0),
+    ((2.0, 1.9999999, 2.0), 0),
+    ((2.0, 1.5, 1.9), 1),
+    ((2.0, 1.9, 1.5), 2),
+])  # fmt: skip
+def test_of_orders_that_are_close_the_first_stays_unless_another_gains(monkeypatch, seconds, wanted):
+    orders = [(0, 1), (1, 0), (2, 1)]
+    told = iter(seconds)
+    monkeypatch.setattr(place, "on_nodes", lambda plan, matrix, nodes: None)
+    monkeypatch.setattr(place, "_seconds", lambda plan: next(told))
+    order = Order(
+        nodes=orders[0], close=tuple(orders[1:]), cost=1.0, first_cost=1.0, proved=True, evaluations=1
+    )
+    assert place._fastest(None, None, order) == (seconds[wanted], orders[wanted])

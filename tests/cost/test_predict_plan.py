@@ -10,10 +10,11 @@ import pytest
 
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.flops import model_flops
-from mist_megatron.cost.predict import grid_of, job_of, predict, prediction_document
+from mist_megatron.cost.predict import grid_of, job_of, predict, prediction_document, recomputed_layers
 from mist_megatron.formats.plan_yaml import plan_from_text
 from mist_megatron.price.datasheet import datasheet_prices
-from mist_megatron.spec import presets
+from mist_megatron.spec import catalogue, presets
+from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.plan import Plan, StagePlan
@@ -203,3 +204,34 @@ def test_a_damaged_cache_changes_nothing(mist, tmp_path) -> None:  # type: ignor
         file.write_text(file.read_text()[:-40] + "}" * 40)
     assert mist("predict", str(path), "--json", MIST_MEGATRON_CACHE=str(cache)).out == first.out
     assert mist("predict", str(path), "--json", MIST_MEGATRON_CACHE="").out == first.out
+
+
+def test_depths_of_multi_token_prediction_are_counted_each() -> None:
+    """Each is a layer of experts, a projection from two hidden states to one, and an output layer
+    (DeepSeek-V3, arXiv:2412.19437, equation 21 to 24)."""
+    model, training = presets.PRESETS["deepseek-v3"], TrainingSpec(global_batch=1, seq_len=4096)
+    none, one, two = (model_flops(replace(model, mtp_layers=depths), training) for depths in (0, 1, 2))
+    (kind,) = model.mtp_kinds
+    latent = kind.latent_attention
+    columns = kind.heads * (latent.qk_head_dim + latent.v_head_dim) / 2
+    weights = kind.active_block_parameters + 2 * 7168**2 + 7168 * model.vocab
+    per_token = 6.0 * weights + 12.0 * columns * training.seq_len
+    assert one - none == pytest.approx(4096 * per_token, rel=1e-9)
+    assert two - one == pytest.approx(one - none, rel=1e-9)
+
+
+@pytest.mark.parametrize(("target", "wanted"), [
+    ("megatron", ((0, 1), (0,))), ("mist", ((2, 3), (3,))),
+])  # fmt: skip
+def test_what_does_not_divide_over_chunks_is_recomputed_in_the_first(
+    target: str, wanted: tuple[tuple[int, ...], ...]
+) -> None:
+    stage = StagePlan(layers=8, nodes=1, gpus_per_node=4, dp=4, tp=1, micro_batch=1, ckpt=3)
+    cluster = ClusterSpec(gpu=catalogue.gpu("a100-sxm-80gb"), nodes=2, gpus_per_node=4)
+    model = replace(presets.PRESETS["gpt3-1.3b"], layers=16)
+    plan = Plan(model=model, training=TrainingSpec(global_batch=32, seq_len=2048), cluster=cluster, vpp=2,
+                schedule="interleaved",
+                target=target, grad_accum=8, stages=(stage, stage))  # fmt: skip
+    layers = recomputed_layers(plan, 0)
+    assert [len(chunk) for chunk in layers] == [2, 1]
+    assert tuple(tuple(layer % 8 for layer in chunk) for chunk in layers) == wanted

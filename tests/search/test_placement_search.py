@@ -17,6 +17,7 @@ from mist_megatron.search.place import (
     Curve,
     Places,
     Use,
+    _along,
     best_chain_gain,
     best_order,
     chain_places,
@@ -163,3 +164,10 @@ def test_a_search_does_not_pretend_to_know_links():
     job = replace(job, cluster=replace(job.cluster, links=replace(job.cluster.links, matrix=matrix)))
     with pytest.raises(InputError, match="prices all nodes alike"):
         search(evaluator_of(job), space_named("3d"), Settings())
+
+
+def test_beyond_what_was_priced_time_grows_as_it_did():
+    asked = np.array([0.5, 1.5, 3.0, 5.0])
+    at, values = np.array([0.0, 1.0, 2.0]), np.array([1.0, 1.0, 3.0])
+    assert _along(asked, at, values).tolist() == [1.0, 2.0, 5.0, 9.0]
+    assert _along(asked, at[:1], values[:1]).tolist() == [1.0] * 4
