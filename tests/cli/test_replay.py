@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from hand_made import two_streams
+
+from mist_megatron.ask.recalibrate import Recalibrated
+from mist_megatron.recorded.against import Compared, Line
 
 
 @pytest.fixture
@@ -41,6 +46,23 @@ def test_the_document(ran_here, trace, tmp_path):  # type: ignore[no-untyped-def
     assert (tmp_path / "new.json").exists()
     again = json.loads(ran_here("replay", "new.json", "--json").out)
     assert again["recorded"]["step_s"] == pytest.approx(500e-6)
+
+
+def test_every_key_of_the_document_is_described(ran_here, trace):  # type: ignore[no-untyped-def]
+    text = (Path(__file__).parents[2] / "docs" / "tutorials" / "traces.md").read_text()
+    document = json.loads(ran_here("replay", trace, "--json", "--scale", "kernel=gemm:2").out)
+    document["links"]["evidence"] = {}
+    keys = {key for key in keys_of(document) if not key.isdigit()}
+    keys |= {field.name for kind in (Compared, Line, Recalibrated) for field in fields(kind)}
+    assert not sorted(key for key in keys if not re.search(rf"[`.]{key}`", text))
+
+
+def keys_of(value: object) -> set[str]:
+    if isinstance(value, list):
+        return set().union(*map(keys_of, value))
+    if not isinstance(value, dict):
+        return set()
+    return {*value, *set().union(*map(keys_of, value.values()))}
 
 
 @pytest.mark.parametrize("framework", ["torch", "megatron", "deepspeed"])
