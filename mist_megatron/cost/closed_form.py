@@ -241,7 +241,7 @@ def _gathered(work: StageWork, layer: LayerWork, run: _Run) -> _Run:
             embedding_waits(layer, one, host_s, factors, left_s) for one in (block.kept, block.recomputed)
         )
     each = (layer.forward.gather_s > 0.0) & (block.kept.forward.gather_s > 0.0)
-    once = (layer.first.gather_s > 0.0) & (block.kept.first.gather_s > 0.0)
+    once = layer.first.gather_s > 0.0
     some = grid.by_kind[place].ckpt < grid.by_kind[place].layers
 
     def seconds(name: str, usual: Phase) -> Phase:
