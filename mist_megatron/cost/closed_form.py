@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mist_megatron.cost.by_chunk import Round
 from mist_megatron.cost.edges import embedding_waits, head_waits, turned_at_head
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.last_reductions import by_chunk_s, counted_apart, last_reductions
+from mist_megatron.cost.last_reductions import counted_apart, last_reductions
 from mist_megatron.cost.phases import (
     NOTHING_BETWEEN,
     Between,
@@ -36,6 +37,7 @@ from mist_megatron.cost.phases import (
 )
 from mist_megatron.cost.sends import (
     least_sent,
+    mean_hop_s,
     sent_beside_reductions,
     sent_to_neighbours,
     slowed_by_reduction,
@@ -167,8 +169,8 @@ def _block_terms(
         add_term(delta, Term.FIRST_FORWARD_TRAFFIC, first)
         add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last)
     if reduces_by_chunk(grid, facts):
-        sent_s = sent_beside_reductions(work)
-        each = [by_chunk_s(grid, run.layer.last, sent_s, work.context.interference) for run in (kept, whole)]
+        chunks = Round.of(work, mean_hop_s(work), sent_beside_reductions(work))
+        each = [chunks.reduced_s(run.layer) for run in (kept, whole)]
         add_term(delta, Term.CHUNK_REDUCTIONS, _mixed(place, *each))
     if facts.reduction.accumulation_pass:
         # Read two, write one; the first micro-batch has nothing to add to.

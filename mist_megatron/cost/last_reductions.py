@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.terms import ZERO, Linear, of_kind
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork
 from mist_megatron.price.overlap import COMPUTE, GPU_GPU, overlapped_time
@@ -56,19 +55,6 @@ def last_reductions(work: StageWork) -> Linear:
         beside = ZERO if work.embedding is None else _compute_s(work.embedding)
         added = added + Linear(beside_s(beside, blocks[first]) + edges[1])
     return added
-
-
-def by_chunk_s(grid: StageGrid, last: PassWork, sent_s: Array, factors: Array) -> Array:
-    """A layer's share of reductions that follow their chunk's last backward pass: of the chunk that ends the
-    iteration all of it, of the others what as many passes as there are stages do not hide. Over links that
-    sends go over too, a reduction has what these leave, and the last micro-batch's sends are slowed down."""
-    chunks, count = grid.vpp, grid.stages
-    reduce, compute, tensor = last.reduce_s, count * last.compute_s, count * last.tensor_s
-    beside_s = overlapped_time((compute, reduce, ZERO, ZERO), factors, tensor) - compute - tensor
-    on_link_s = reduce + count * sent_s - np.maximum(compute + tensor, count * sent_s)
-    slowed_s = np.minimum(count * sent_s, reduce)
-    exposed_s = np.maximum(beside_s, np.where(sent_s > 0.0, np.maximum(on_link_s, slowed_s), 0.0))
-    return np.asanyarray((reduce + (chunks - 1) * exposed_s) / chunks)
 
 
 def _reduced_s(work: StageWork, layer: LayerWork | None) -> Array:

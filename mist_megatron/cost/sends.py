@@ -36,8 +36,7 @@ def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
     if grid.placed is not None:
         sides = _placed_hops(work, (grid.placed.before, grid.placed.after))
         if overlaps:
-            every = _placed_hops(work, grid.placed.every_border)
-            return _sent_beside_chunks(_Sends(work, _mean(every), (sides[0], sides[-1])))
+            return _sent_beside_chunks(_Sends(work, mean_hop_s(work), (sides[0], sides[-1])))
         hop = _mean(sides)
     elif overlaps:
         # At a border of nodes a stage has one neighbour on each side of it.
@@ -46,6 +45,15 @@ def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     each = 2.0 if context.facts.pipeline.sends_in_turn else 1.0
     return Linear(each * exchanges * grid.vpp * hop), None
+
+
+def mean_hop_s(work: StageWork) -> Array:
+    """A boundary tensor of a micro-batch that passes all borders, each time."""
+    grid, boundary = work.grid, work.boundary
+    if grid.placed is not None:
+        return _mean(_placed_hops(work, grid.placed.every_border))
+    share = _crossing_share(grid, work.context, None)
+    return (1.0 - share) * boundary.inside_s + share * boundary.across_s + boundary.handed_on_s
 
 
 def least_sent(work: StageWork) -> Linear:
