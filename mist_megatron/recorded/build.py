@@ -13,7 +13,7 @@ from mist_megatron.recorded.graph import Edge, Edges, Ints, Nodes, Role
 from mist_megatron.recorded.steps import Step, steps_of
 from mist_megatron.recorded.threads import hand_overs
 from mist_megatron.recorded.waits import ROUNDING_NS, Found, blocking_copies, find_syncs, find_waits, queues
-from mist_megatron.traces.columns import Trace, Whole
+from mist_megatron.traces.columns import Trace, Whole, distinct
 from mist_megatron.traces.nesting import Links, link
 
 SYNC_OWN_NS = 5_000.0
@@ -132,7 +132,7 @@ def rank_parts(rank: int, trace: Trace, window: Step | None, device: int | str |
     of_host &= ~trace.on_gpu & (trace.start_ns[parts.links.launch] >= low)
     of_host &= trace.start_ns[parts.links.launch] < high
     parts.backlog = _backlog(trace, parts.links, low)
-    on_gpu = np.union1d(chosen, parts.backlog)
+    on_gpu = np.union1d(chosen, parts.backlog) if len(parts.backlog) else chosen
     order = np.empty(0, np.int64)
     for role, events in ((Role.GPU, on_gpu), (Role.HOST, np.flatnonzero(of_host))):
         ran = events[np.lexsort((events, trace.start_ns[events]))]
@@ -213,7 +213,7 @@ def _host(parts: Parts, ran: Whole, syncs: Whole, edges: Found, window: tuple[in
     """Launches, synchronisations and hand-overs of all threads, and what they launch."""
     trace, links = parts.trace, parts.links
     launch = links.launch[ran]
-    calls = np.unique(launch[launch >= 0])
+    calls = distinct(launch[launch >= 0])
     start, end = trace.start_ns, trace.end_ns
     blocking = np.isin(calls, syncs)
     place = trace.place.astype(np.int64)
@@ -317,7 +317,7 @@ def _streams(parts: Parts, ran: Whole) -> None:
     nodes = parts.node_of[ran]
     place = trace.place[ran]
     first = np.ones(len(ran), np.bool_)
-    for one in np.unique(place).tolist():
+    for one in distinct(place).tolist():
         here = np.flatnonzero(place == one)
         if len(here) < 2:
             first[here[1:]] = False

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mist_megatron.recorded.threads import Busy, busy_on, outermost_work
-from mist_megatron.traces.columns import Trace, Whole
+from mist_megatron.traces.columns import Trace, Whole, distinct
 from mist_megatron.traces.nesting import Links
 
 LATE_NS = 1_000_000
@@ -40,7 +40,7 @@ def stands(trace: Trace, links: Links, events: Whole) -> list[Stand]:
     calls = links.launch[events]
     outermost = outermost_work(trace, links)
     found: list[Stand] = []
-    for place in np.unique(trace.place[calls]).tolist():
+    for place in distinct(trace.place[calls]).tolist():
         mine = events[trace.place[calls] == place]
         mine = mine[np.argsort(trace.start_ns[links.launch[mine]], kind="stable")]
         found += _on_thread(trace, links, mine, busy_on(trace, outermost, place), place)

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mist_megatron.traces.columns import distinct
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer[Any]]
 Flags = NDArray[np.bool_]
@@ -181,7 +183,7 @@ def _typical_starts(nodes: Nodes, edges: Edges, seen: Floats, lag: Floats) -> No
     np.maximum.at(last, edges.target[starts], arrived[starts])
     for kind in (Edge.LAUNCH, Edge.STREAM, Edge.WAIT, Edge.INFERRED):
         mine = edges.kind == kind
-        for rank in np.unique(nodes.rank[edges.target[mine]]):
+        for rank in distinct(nodes.rank[edges.target[mine]]):
             here = mine & (nodes.rank[edges.target] == rank)
             bound = here & (arrived >= last[edges.target] - 1.0)
             usual = usual_delay(seen[bound] if bound.any() else seen[here])

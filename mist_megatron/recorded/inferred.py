@@ -16,7 +16,7 @@ from mist_megatron.recorded.build import Parts
 from mist_megatron.recorded.graph import EXPLAINED_NS, Edge, Edges, Graph, Ints, Role
 from mist_megatron.recorded.waits import ROUNDING_NS, WAITS, called
 from mist_megatron.traces.collectives import communicates
-from mist_megatron.traces.columns import Whole
+from mist_megatron.traces.columns import Whole, distinct
 
 NEAR_NS = 10_000.0
 """A kernel starts so soon after what it waited for."""
@@ -87,7 +87,7 @@ def _of_collectives(part: Parts, waiting: set[int]) -> Iterator[tuple[int, int]]
     moved = ran[comm[ran]]
     moved = moved[np.argsort(trace.end_ns[moved], kind="stable")]
     order = np.array(sorted({*first, *waiting}), np.int64)
-    for place in np.unique(trace.place[order]).tolist():
+    for place in distinct(trace.place[order]).tolist():
         before, asked, source = -1, -1, -1
         for call in order[trace.place[order] == place].tolist():
             if call in waiting:

@@ -49,7 +49,9 @@ class Recording:
         """Share of what ran on the GPU whose start edges explain; to keep a distance explains nothing."""
         nodes, edges = self.graph.nodes, self.graph.edges
         starts = ~edges.at_end & (edges.kind != Edge.NEIGHBOUR)
-        known = np.isin(np.arange(len(nodes)), edges.target[starts]) & (self.graph.rest_ns <= EXPLAINED_NS)
+        known = np.zeros(len(nodes), np.bool_)
+        known[edges.target[starts]] = True
+        known &= self.graph.rest_ns <= EXPLAINED_NS
         arrive = np.flatnonzero(starts & (edges.kind == Edge.COLLECTIVE))
         known[edges.target[arrive]] &= known[edges.source[arrive] // 2]
         gpu = nodes.role == Role.GPU

@@ -19,7 +19,7 @@ from mist_megatron.recorded.build import Parts
 from mist_megatron.recorded.graph import Floats, Ints
 from mist_megatron.recorded.steps import Step, steps_of
 from mist_megatron.traces.collectives import POINT_TO_POINT, communicates, message_of
-from mist_megatron.traces.columns import Kind, Mask, Trace, Whole
+from mist_megatron.traces.columns import Kind, Mask, Trace, Whole, distinct
 
 LONGEST_PERIOD = 4_000
 """Kernels of one layer; no layer has more."""
@@ -143,7 +143,7 @@ def windows_of(trace: Trace) -> Sequence[Step]:
 
 
 def _host_places(trace: Trace) -> list[int]:
-    return [int(place) for place in np.unique(trace.place[trace.kind <= Kind.CALL])]
+    return [int(place) for place in distinct(trace.place[trace.kind <= Kind.CALL])]
 
 
 def _passes(part: Parts, step: Step) -> list[tuple[int, Ints, Floats, Whole, Whole]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mist_megatron.traces.columns import Kind, Mask, Trace, Whole
+from mist_megatron.traces.columns import Kind, Mask, Trace, Whole, distinct
 from mist_megatron.traces.nesting import Links
 
 SHORTEST_GAP_NS = 20_000
@@ -81,13 +81,13 @@ def _pairs(trace: Trace) -> list[tuple[int, int, str]]:
         pairs.setdefault(back, (forward, "fwdbwd"))
     operators = trace.kind == Kind.OPERATOR
     backward = operators & trace.names_that(_BACKWARD.search)
-    for place in np.unique(trace.place[backward]).tolist():
+    for place in distinct(trace.place[backward]).tolist():
         if place in pairs:
             continue
         process = trace.places[place][0]
         others = [
             (int((operators & ~backward & (trace.place == other)).sum()), other)
-            for other in np.unique(trace.place[operators]).tolist()
+            for other in distinct(trace.place[operators]).tolist()
             if other != place and trace.places[other][0] == process
             if not (backward & (trace.place == other)).any()
         ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mist_megatron.traces.columns import Kind, Trace, Whole
+from mist_megatron.traces.columns import Kind, Trace, Whole, distinct
 from mist_megatron.traces.nesting import Links
 
 RECORDS = {"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord", "cuEventRecord"}
@@ -66,7 +66,7 @@ def queues(trace: Trace, links: Links, chosen: Whole) -> Queues:
     launch = links.launch[chosen]
     launched = np.where(launch >= 0, trace.start_ns[np.maximum(launch, 0)], trace.start_ns[chosen])
     at, events, by_number = {}, {}, {}
-    for place in np.unique(trace.place[chosen]).tolist():
+    for place in distinct(trace.place[chosen]).tolist():
         here = trace.place[chosen] == place
         mine = chosen[here]
         order = np.argsort(trace.start_ns[mine], kind="stable")
@@ -141,7 +141,7 @@ def _pairs(
     waiting, recording = set(calls.tolist()), set(records.tolist())
     pairs: dict[int, tuple[int, int, int]] = {}
     order = np.array(sorted({*stream_of, *waiting, *recording}), np.int64)
-    for place in np.unique(trace.place[order]).tolist():
+    for place in distinct(trace.place[order]).tolist():
         last_stream, record, open_waits = -1, (-1, -1), list[tuple[int, int, int]]()
         for call in order[trace.place[order] == place].tolist():
             if call in recording:

@@ -21,7 +21,7 @@ from mist_megatron.recorded.graph import Edge, Floats, Graph, Ints, Role
 from mist_megatron.recorded.recording import Recording
 from mist_megatron.recorded.repeats import Stretch
 from mist_megatron.traces.collectives import communicates
-from mist_megatron.traces.columns import NS_PER_S, Kind, Mask
+from mist_megatron.traces.columns import NS_PER_S, Kind, Mask, distinct
 
 WANTED = "wanted kernel=REGEX:FACTOR or op=REGEX:FACTOR"
 
@@ -216,7 +216,7 @@ def _scale_host(recording: Recording, own: Floats, lag: Floats, scale: Scale) ->
         trace = part.trace
         named = trace.names_that(scale.pattern.search) & (trace.kind <= Kind.ANNOTATION)
         calls += int(named.sum())
-        for place in np.unique(trace.place[named]).tolist():
+        for place in distinct(trace.place[named]).tolist():
             mine = np.flatnonzero(named & (trace.place == place))
             covered = Covered(*(at[mine].astype(np.float64) + shift for at in (trace.start_ns, trace.end_ns)))
             changed = _thread(graph, own, lag, (part.rank, place), covered, scale.factor)

@@ -43,6 +43,11 @@ KIND_OF = {
 """Categories of today and of 2021; all others are dropped while they are read."""
 
 
+def distinct(numbers: NDArray[np.integer[Any]]) -> Whole:
+    """Each of some events, places or ranks once, in order: they are many, and small numbers."""
+    return np.flatnonzero(np.bincount(numbers)).astype(np.int64, copy=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """What an operator was called with, as the trace writes it (JSON); empty where it was not recorded."""
@@ -167,7 +172,7 @@ class Trace:
         at = np.array(behind, np.int64)
         count = len(self)
         start = self.end_ns[at]
-        for place in np.unique(self.place[at]).tolist():
+        for place in distinct(self.place[at]).tolist():
             there = np.flatnonzero(self.on_gpu & (self.place == place))
             mine = self.place[at] == place
             following = there[np.minimum(np.searchsorted(there, at[mine], "right"), len(there) - 1)]

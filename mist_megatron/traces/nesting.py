@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.traces.columns import Kind, Trace, Whole
+from mist_megatron.traces.columns import Kind, Trace, Whole, distinct
 
 ROUNDED_NS = 1_000
 """Older traces have whole microseconds."""
@@ -45,7 +45,7 @@ def link(trace: Trace) -> Links:
     """All links of one rank."""
     launch = launches(trace)
     parent = enclosing(trace)
-    called = np.unique(launch[launch >= 0])
+    called = distinct(launch[launch >= 0])
     operator, by_external = _operators(trace, parent, called)
     linked = operator[called] >= 0
     unlaunched = int((trace.on_gpu & (launch < 0)).sum())
@@ -178,4 +178,4 @@ def _external_is_own(trace: Trace, calls: Whole) -> bool:
 
 def streams_of(trace: Trace) -> NDArray[np.int64]:
     """Places on which something ran on the GPU."""
-    return np.unique(trace.place[trace.on_gpu]).astype(np.int64)
+    return distinct(trace.place[trace.on_gpu])
