@@ -1,14 +1,18 @@
 """Tables of runs with their whole layout: what their columns mean, and what is left out for which reason."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.validate import predictor
 from mist_megatron.calibrate.cells import MeasuredRow
 from mist_megatron.calibrate.rows import read_rows
 from mist_megatron.calibrate.run_tables import NATURAL_IMBALANCE, chunk_counts, stage_layers
 from mist_megatron.calibrate.validate import outcomes_of, summary
+from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.spec.recompute import Module
 
 TABLE = Path(__file__).resolve().parents[2] / "benchmarks" / "runs" / "moe_perf.csv"
 
@@ -130,6 +134,29 @@ def test_shards_inside_a_domain_leave_its_experts_whole() -> None:
     rows = {row.row_id: row for row in read_rows(TABLE.read_text(), TABLE.name)}
     found = [plan.stages[0].zero for name in ("MBR-018", "ZOO-03") if (plan := rows[name].plan) is not None]
     assert found == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("modules", "ran"),
+    [
+        (("moe",), True),
+        (("moe", "layernorm"), True),
+        (None, False),
+        (("core_attn",), False),
+        (("moe_act",), False),
+        (("layernorm", "moe_act"), False),
+    ],
+)
+def test_runs_that_ran_out_of_memory_are_told_to(modules: tuple[Module, ...] | None, ran: bool) -> None:
+    """Nemotron 3 Nano on 16 H100 (Megatron-Bridge, skill activation-recompute): what was tried beside the two
+    rows that ran."""
+    rows = {row.row_id: row for row in read_rows(TABLE.read_text(), TABLE.name)}
+    plan = rows["SKN-1"].plan
+    assert plan is not None
+    stages = tuple(replace(stage, recompute="selective" if modules else "none") for stage in plan.stages)
+    execution = replace(plan.execution, recompute_modules=modules)
+    tried = replace(plan, stages=stages, execution=execution)
+    assert predict(tried, evaluator_for(job_of(tried)).evaluator).fits is ran
 
 
 def test_figures_by_setting_and_by_source() -> None:
