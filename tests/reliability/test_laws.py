@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "reliability"))
-from laws import EVENTS, TARGETS, Tally, check, check_elsewhere, random_job
+from laws import TARGETS, Tally, check, check_elsewhere, random_job
 
 import mist_megatron as mm
 
 JOBS_EACH = 4
-FAR = 0.2
-"""Six of 39 such jobs are more than 3 % apart, the worst 13 %."""
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -23,9 +21,7 @@ def test_laws_hold_on_random_jobs(target: str) -> None:
     tally = Tally()
     for number in range(JOBS_EACH):
         check(random_job(len(TARGETS) * number + TARGETS.index(target)), tally)
-    tally.broke.pop(EVENTS, None)
     assert not tally.broke, tally.broke
-    assert max(map(abs, tally.apart)) < FAR
     assert tally.held["the plan fits"] + tally.held["nothing fits"] == JOBS_EACH
 
 
@@ -33,7 +29,6 @@ def test_traffic_beside_products_wants_the_sequence_shared_out() -> None:
     """Three unequal stages of one GPU each once had it, which `predict` and `emit` refused."""
     tally = Tally()
     check(random_job(102_000_012), tally)
-    tally.broke.pop(EVENTS, None)
     assert not tally.broke and tally.held["predict tells what tune told"] == 1
 
 
