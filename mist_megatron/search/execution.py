@@ -37,6 +37,9 @@ class ExecutionChoice:
     """Only shapes whose micro-batch has no divisor in common with the ranks that split sequences."""
     sends: bool = False
     """Only shapes whose tokens go to other ranks."""
+    shards: bool = False
+    """Only shapes whose gradients are sharded: at level 1 Megatron-FSDP takes and holds what the distributed
+    optimizer does, which is searched too."""
     paired: bool | None = None
     """Only shapes whose neighbouring micro-batches can be paired layer by layer, or only others."""
     after: tuple[ExecutionChoice, ...] = ()
@@ -53,6 +56,8 @@ class ExecutionChoice:
         if self.coprime and math.gcd(shape.micro_batch, shape.cp) > 1:
             return False
         if self.sends and shape.ep * shape.etp == 1:
+            return False
+        if self.shards and max(shape.zero) < 2:
             return False
         if self.job.execution.megatron_fsdp and self.job.model.routed is not None:
             ranks = shape.dp * shape.cp
@@ -94,6 +99,9 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
                 _switched(job, variant, (cp, exchange), dispatcher),
                 alone if variant.one_stage else limits,
                 gathers_beside=variant.gathers_beside,
+                shards=bool(variant.execution.megatron_fsdp)
+                and job.execution.megatron_fsdp is None
+                and not limits.fixed.get("megatron_fsdp"),
                 coprime=cp > 1 and limits.allows("cp", 1) and job.execution.context_parallel == 1,
             ),
             space,
