@@ -15,6 +15,8 @@ import megatron_parser
 
 from mist_megatron.frameworks.megatron.command import options_of
 from mist_megatron.frameworks.megatron.lint import lint_megatron
+from mist_megatron.frameworks.megatron.read import constants_of
+from mist_megatron.frameworks.megatron.reader import Reader
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 KNOWN = frozenset(json.loads((LAUNCH / "megatron_flags.json").read_text("utf-8"))["flags"])
@@ -60,3 +62,14 @@ def test_lint_and_megatron_agree(flags: str) -> None:
         refused = True
     assert refused == REFUSED[flags]
     assert told == {"rejected" if refused else "ignored"}
+
+
+def test_what_no_flag_says_is_megatrons_default() -> None:
+    megatron_parser.shim().import_megatron()
+    words = [*SHAPE.split(), "--position-embedding-type", "rope", "--no-rope-fusion"]
+    parsed = megatron_parser.parse(words, world=8, environment={})
+    read = constants_of(Reader(options=options_of(words), where="x"), rotary=True)
+    wanted = parsed.config
+    assert (read.norm_epsilon, read.init_std) == (wanted.layernorm_epsilon, wanted.init_method_std)
+    assert (read.hidden_dropout, read.attention_dropout) == (wanted.hidden_dropout, wanted.attention_dropout)
+    assert (read.rotary_base, read.rotary_share) == (parsed.args.rotary_base, parsed.args.rotary_percent)
