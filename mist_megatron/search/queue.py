@@ -39,15 +39,16 @@ Pair = tuple[Bound, Item]
 Bounded = Callable[[Sequence[Item]], Sequence[Pair]]
 """Items that may fit, with their bounds."""
 
-AT_ONCE, WIDER = 1.02, 2.0
+AT_ONCE, WIDER = 1.05, 2.0
 """Items whose floors are so near the least are looked at in one batch, and further on each time that was not
-enough: floors far below the bounds must not cost a call for each few of them."""
+enough: floors far below the bounds must not cost a call for each few of them. Not further than what is next
+in another way of execution, but for the first such step: a call costs more than the items it may spare."""
 
 
 class Queue:
     """Items of one kind."""
 
-    at_once, wider = AT_ONCE, WIDER
+    near, at_once, wider = AT_ONCE, AT_ONCE, WIDER
 
     def __init__(self, items: Sequence[Item], least_s: Sequence[float], bounded: Bounded) -> None:
         self._bounded = bounded
@@ -89,7 +90,8 @@ class Queue:
             if known or floor_s >= limit_s:
                 break
             ahead_s = self._ready[position][0] if position < len(self._ready) else math.inf
-            self._look(max(floor_s, min(floor_s * self.at_once, most_s, limit_s, ahead_s)))
+            next_s = max(floor_s * self.near, min(limit_s, ahead_s))
+            self._look(max(floor_s, min(floor_s * self.at_once, most_s, next_s)))
             self.at_once = min(self.at_once**self.wider, 2.0)
         if position < len(self._ready) and self._ready[position][0] < limit_s:
             return self._ready[position][2]
@@ -136,7 +138,7 @@ class HandedQueue(Queue):
 class SpreadQueue(Queue):
     """Shapes of models with experts, which are made when their bound is the least."""
 
-    at_once, wider = 1.1, 1.0
+    near, at_once, wider = 1.1, 1.1, 1.0
 
     def __init__(
         self, shapes: Callable[[], SpreadShapes], bounded: Bounded, least_s: float, count: int
