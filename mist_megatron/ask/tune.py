@@ -34,7 +34,7 @@ from mist_megatron.cost.predict import Prediction, predict, prediction_document
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_mapping, plan_to_yaml
-from mist_megatron.search.execution import ExecutionChoice, execution_choices
+from mist_megatron.search.execution import ExecutionChoice, contexts, execution_choices
 from mist_megatron.search.galvatron import LayerwiseResult, search_layerwise
 from mist_megatron.search.search import (
     SearchResult,
@@ -415,7 +415,9 @@ def left_out_words(tuned: Tuned) -> str:
         words.append(f"offload in steps of {tuned.settings.step:g}")
     if space.near_even:
         words.append("stages that are alike split layers near evenly")
-    if space.context_parallel:
+    if space.context_parallel and all(cp == 1 for cp, _ in contexts(tuned.job, space, Limits())):
+        words += ["no context parallelism"] * (cluster.gpus > 1)
+    elif space.context_parallel:
         kinds = "a ring" if routed or len(space.context_exchanges) == 1 else "a ring or all-to-all"
         words.append(f"context parallelism is {kinds} over powers of two")
     if routed:

@@ -2,7 +2,7 @@
 
 Plans are listed here one by one, from loops of their own, and priced by `predict`: every spread of experts
 and every dispatcher beside every pipeline, mesh and micro-batch. MIST_TEST_EXPERT_JOBS=100 tries so
-many jobs.
+many jobs; MIST_TEST_NARROW_EXPERT_JOBS=100 as many that cost seconds: two GPUs, one number of stages.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -39,8 +39,11 @@ from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
 
 JOBS = int(os.environ.get("MIST_TEST_EXPERT_JOBS", "2"))
-SPACE = replace(space_named("full"), near_even=False, decoupled_step=False, tp_comm_overlap=False)
-"""Even splits, which have a list of their own (`test_alike_stages.py`)."""
+NARROW_JOBS = int(os.environ.get("MIST_TEST_NARROW_EXPERT_JOBS", "1"))
+SPACE = replace(
+    space_named("full"), near_even=False, decoupled_step=False, tp_comm_overlap=False, megatron_fsdp=False
+)
+"""Even splits, which have a list of their own (`test_alike_stages.py`); Megatron-FSDP is not listed here."""
 
 
 def small_mixture(rng: np.random.Generator) -> ModelSpec:
@@ -221,11 +224,11 @@ def splits(job: Job, stages: int) -> list[tuple[int, ...]]:
     return [split for split in found if sum(split) == layers]
 
 
-def least_of_all(job: Job) -> float:
+def least_of_all(job: Job, plans: Iterable[Plan] | None = None) -> float:
     """Seconds of the fastest plan that fits, from all of them."""
     evaluators: dict[Execution, StageEvaluator] = {}
     least_s = math.inf
-    for plan in every_plan(job):
+    for plan in every_plan(job) if plans is None else plans:
         if plan.execution not in evaluators:
             evaluators[plan.execution] = evaluator_of(replace(job, execution=plan.execution))
         told = predict(plan, evaluators[plan.execution])
@@ -238,6 +241,25 @@ def least_of_all(job: Job) -> float:
 def test_the_best_of_all_plans_is_found(seed: int) -> None:
     job = random_job(seed)
     found, least_s = searched(job), least_of_all(job)
+    assert (found is None) == math.isinf(least_s)
+    if found is not None:
+        assert found.objective_s == pytest.approx(least_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(NARROW_JOBS))
+def test_the_best_of_few_plans_is_found(seed: int) -> None:
+    """One dispatcher, one number of stages, no graphs and nothing beside tokens, on two GPUs."""
+    rng = np.random.default_rng(seed)
+    dispatcher, stages = DISPATCHERS[int(rng.integers(2))], int(rng.integers(1, 3))
+    drawn = (random_job(len(CLOSED) * number) for number in itertools.count(1000 * seed))
+    job = next(job for job in drawn if job.cluster.gpus == 2)
+    found = searched(job, Limits(dispatcher=dispatcher, fixed={"pp": stages}))
+    few = (
+        plan
+        for plan in every_plan(job)
+        if len(plan.stages) == stages and plan.execution.expert_dispatcher == dispatcher
+    )
+    least_s = least_of_all(job, few)
     assert (found is None) == math.isinf(least_s)
     if found is not None:
         assert found.objective_s == pytest.approx(least_s, rel=1e-9)
