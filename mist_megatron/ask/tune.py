@@ -425,6 +425,8 @@ def left_out_words(tuned: Tuned) -> str:
         words.append("graphs replay all that they can or nothing")
         words.append("of layers with experts all is recomputed or one of a few sets of modules")
         words.append("nothing is in host memory")
+        if space.megatron_fsdp and "megatron_fsdp" in TARGETS[tuned.job.target].capability.switches:
+            words.append("Megatron-FSDP of mixtures only where --fix asks for it")
     elif space.recompute_modules:
         words.append("of parts of layers attention, MLP or both are recomputed")
     if tuned.on_links is not None:

@@ -200,7 +200,8 @@ def _edge_terms(
     run = _run(work, layer, layer, (NOTHING_BETWEEN, NOTHING_BETWEEN), _followed(work))
     if layer is work.embedding and not gathers_on_arrival(grid, facts):
         run = _beside_host(run, work.host_s / (2 * grid.vpp))
-    if np.any(layer.first.gather_s) and not (grid.vpp > 1 or _ahead(work)):
+    traffic = np.any(layer.first.gather_s) or np.any(layer.backward.reduce_s)
+    if traffic and not (grid.vpp > 1 or _ahead(work)):
         run = _gathered(work, layer, run)
     stable[names[0]] = Linear(
         load.forward_s
@@ -244,11 +245,12 @@ def _gathered(work: StageWork, layer: LayerWork, run: _Run) -> _Run:
         )
     each = (layer.forward.gather_s > 0.0) & (block.kept.forward.gather_s > 0.0)
     once = layer.first.gather_s > 0.0
+    reduces = (layer.backward.reduce_s > 0.0) & (block.kept.backward.reduce_s > 0.0)
     some = grid.by_kind[place].ckpt < grid.by_kind[place].layers
 
     def seconds(name: str, usual: Phase) -> Phase:
         waits_s = np.where(some, getattr(kept, name), getattr(whole, name))
-        where = once if name == "first_s" else each
+        where = {"first_s": once, "forward_s": each}.get(name, each | reduces)
         return replace(usual, inside_s=np.where(where, waits_s, usual.inside_s))
 
     return replace(
