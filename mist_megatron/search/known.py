@@ -14,16 +14,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.traffic import bucketed
 from mist_megatron.search.bounds import SearchProblem, least_recompute
 from mist_megatron.search.choices import Array
 from mist_megatron.search.families import MixedFamily
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.kinds import alike, narrower
-from mist_megatron.spec.mesh import StageRole
+from mist_megatron.spec.kinds import narrower
 from mist_megatron.targets.table import TARGETS
 
 Item = EqualPipeline | MixedFamily
@@ -49,13 +46,10 @@ def floors(question: SearchProblem, items: Sequence[Item], known: Iterable[Known
         if not _covers(one, question):
             continue
         same = _without_modules(one, one.job) == _without_modules(one, question.evaluator.job)
-        if same or beside_products(one.job, question.evaluator):
-            slack = np.zeros(len(items))
-        elif reduces_beside(one.job, question.evaluator):
-            slack = late_reduction_s(question.evaluator, items)
-        else:
+        switched = (beside_products, reduces_beside)
+        if not same and not any(beside(one.job, question.evaluator) for beside in switched):
             continue
-        floors_s = np.maximum(floors_s, (_of_items(items, one.bounds) - slack) * (1 - 1e-9))
+        floors_s = np.maximum(floors_s, _of_items(items, one.bounds) * (1 - 1e-9))
         if one.solved and one.job == question.evaluator.job and _within(question, one):
             # The same configurations are priced here, so that nothing need be left for rounding.
             floors_s = np.maximum(floors_s, _of_items(items, one.solved))
@@ -168,52 +162,3 @@ def beside_products(job: Job, after: StageEvaluator) -> bool:
 def _together_gains(evaluator: StageEvaluator) -> bool:
     slow_compute, slow_traffic = (float(factor) for factor in evaluator.time_context.interference[0b0011, :2])
     return 1.0 / slow_compute + 1.0 / slow_traffic >= 1.0 and min(slow_compute, slow_traffic) >= 1.0
-
-
-def late_reduction_s(evaluator: StageEvaluator, items: Sequence[Item]) -> Array:
-    """Of each item the reduction of one layer's gradients, of its slowest mesh: what a stage that reduces
-    beside its last backward pass waits for at most when that has ended."""
-    meshes = list(dict.fromkeys(mesh for item in items for mesh in _meshes(item)))
-    groups: dict[tuple[object, ...], list[EqualPipeline]] = {}
-    for mesh in meshes:
-        groups.setdefault((mesh.nodes, mesh.gpus_per_node, mesh.sequence_parallel), []).append(mesh)
-    seconds: dict[EqualPipeline, float] = {}
-    for members in groups.values():
-        seconds.update(zip(members, _reductions_s(evaluator, members), strict=True))
-    return np.array([max(mesh.vpp * seconds[mesh] for mesh in _meshes(item)) for item in items])
-
-
-def _meshes(item: Item) -> tuple[EqualPipeline, ...]:
-    return item.meshes if isinstance(item, MixedFamily) else (item,)
-
-
-def _reductions_s(evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) -> list[float]:
-    """One layer's share of full buckets, whichever way the level reduces."""
-
-    def column(values: list[int]) -> Array:
-        return np.array(values, dtype=np.float64)
-
-    zero = np.zeros(1)
-    grid = StageGrid(
-        role=StageRole.MIDDLE,
-        nodes=meshes[0].nodes,
-        gpus_per_node=meshes[0].gpus_per_node,
-        sequence_parallel=meshes[0].sequence_parallel,
-        recompute="full",
-        layers=zero + 1.0,
-        ckpt=zero,
-        in_flight=zero + 1.0,
-        micro_batch=column([mesh.micro_batch for mesh in meshes]),
-        dp=column([mesh.dp for mesh in meshes]),
-        tp=column([mesh.tp for mesh in meshes]),
-        ep=column([mesh.ep for mesh in meshes]),
-        etp=column([mesh.etp for mesh in meshes]),
-        zero=zero,
-        grad_accum=zero + 1.0,
-        offload=alike(zero),
-    )
-    context = evaluator.time_context
-    layer_bytes = context.grad_bytes * evaluator.loads(grid).block.parameters
-    kinds = [bucketed(kind, layer_bytes, grid, context) for kind in ("all_reduce", "reduce_scatter")]
-    seconds = np.broadcast_to(np.maximum(*kinds), (len(meshes),))
-    return [float(value) for value in seconds]

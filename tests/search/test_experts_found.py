@@ -133,9 +133,10 @@ def divisors(number: int) -> list[int]:
 
 
 def executions(job: Job, cp: int) -> Iterator[Execution]:
-    """Every switch, however few of them the rules leave."""
-    gpus, experts = job.cluster.gpus, job.model.routed
-    spreads = itertools.product(divisors(gpus), divisors(gpus), DISPATCHERS, (None, True), switches(job))
+    """Every switch, however few of them the rules leave; experts are split over fast links only, as the line
+    of the proof says."""
+    gpus, experts, linked = job.cluster.gpus, job.model.routed, job.cluster.linked_gpus
+    spreads = itertools.product(divisors(gpus), divisors(linked), DISPATCHERS, (None, True), switches(job))
     for ep, etp, dispatcher, gather, execution in spreads:
         if experts.count % ep == 0 and experts.ffn_hidden % etp == 0:
             yield replace(
