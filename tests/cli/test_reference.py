@@ -38,7 +38,7 @@ def sections(capsys, of="plan"):
 
 def test_every_key_has_a_meaning(capsys):
     found = sections(capsys)
-    assert len(found) == 7
+    assert len(found) == 8
     for of in ("model", "profile"):
         found |= {f"{of} {title}": rows for title, rows in sections(capsys, of).items()}
     assert not [row["key"] for rows in found.values() for row in rows if not row["meaning"]]

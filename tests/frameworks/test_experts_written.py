@@ -350,10 +350,11 @@ def test_a_window_that_no_token_is_outside_of_is_told() -> None:
 
 
 def test_recipes_whose_casts_are_priced_as_others_are_noted() -> None:
-    words = f"{BASE} --fp8-format e4m3 --fp8-recipe mxfp8 --moe-grouped-gemm".split()
-    findings = lint_megatron(options_of(words), "", "x", KNOWN)
-    assert "--fp8-recipe" in [one.key for one in findings if one.level == "note"]
-    read = quantization_of(Reader(options=options_of(words), where="x"))
+    for recipe, noted in (("blockwise", True), ("mxfp8", False), ("tensorwise", False)):
+        words = f"{BASE} --fp8-format e4m3 --fp8-recipe {recipe} --moe-grouped-gemm".split()
+        findings = lint_megatron(options_of(words), "", "x", KNOWN)
+        assert ("--fp8-recipe" in [one.key for one in findings if one.level == "note"]) == noted
+    read = quantization_of(Reader(options={"fp8-format": ("e4m3",), "fp8-recipe": ("mxfp8",)}, where="x"))
     assert read == "mxfp8"
     assert quantization_of(Reader(options={"fp4-format": ("e2m1",)}, where="x")) == "nvfp4"
 
