@@ -16,7 +16,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.formats.huggingface_config import Config, even, gated_model
 from mist_megatron.formats.huggingface_constants import constants_from_huggingface, window_from_huggingface
 from mist_megatron.formats.huggingface_experts import EXPERT_READERS
-from mist_megatron.formats.huggingface_groups import GROUP_READERS, HEADS, text_values
+from mist_megatron.formats.huggingface_groups import GROUP_READERS, HEADS, text_alone, text_values
 from mist_megatron.formats.huggingface_hybrids import HYBRID_READERS
 from mist_megatron.spec import check
 from mist_megatron.spec.model import ModelSpec
@@ -205,14 +205,10 @@ _READERS: dict[str, Callable[[Config, str], ModelSpec]] = {
 _REASONS = {
     "olmo": "norms without weights are not modelled",
     "olmo2": "query-key norms are not modelled",
-    "gemma2": "capped logits are not modelled",
-    "gemma3": "its text model alone is modelled; give its text_config, of model_type gemma3_text",
     "bloom": "ALiBi positions are not modelled",
     "mpt": "ALiBi positions are not modelled",
     "gptj": "a bias on the output projection is not modelled",
     "phi": "a bias on the output projection is not modelled",
-    "llama4": "neither a model that sees images nor attention in chunks on some layers is modelled",
-    "llama4_text": "attention in chunks on some layers only is not modelled",
     "phimoe": "biases on the attention alone are not modelled",
 }
 """Why some well-known architectures are refused; the others are simply not known."""
@@ -225,6 +221,7 @@ def is_huggingface(values: Mapping[str, object]) -> bool:
 
 def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpec:
     """Read a config.json; the architecture decides which reader, or is refused by name."""
+    values = text_alone(values, where)
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
         shown = kind if isinstance(kind, str) else values.get("architectures")
@@ -234,7 +231,7 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
         )
     values = text_values(values)
     config = Config(values, where)
-    if kind not in {*EXPERT_READERS, *HYBRID_READERS, "gpt_oss"}:
+    if kind not in {*EXPERT_READERS, *HYBRID_READERS, "gpt_oss", "llama4_text"}:
         for experts in ("num_local_experts", "num_experts", "n_routed_experts"):
             config.refuse(experts, f"no architecture {kind} has experts")
     config.refuse("add_cross_attention", "attention to an encoder is not modelled")

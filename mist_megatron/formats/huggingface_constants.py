@@ -41,6 +41,7 @@ _KEYS: Mapping[str, _Keys] = MappingProxyType(
             window=("sliding_window", 0),
         ),
         "gpt_oss": _Keys(norm_epsilon=("rms_norm_eps", 1e-5), rotary_base=("rope_theta", 150_000)),
+        "llama4_text": _Keys(norm_epsilon=("rms_norm_eps", 1e-5), rotary_base=("rope_theta", 500_000)),
         "glm4_moe": _Keys(norm_epsilon=("rms_norm_eps", 1e-5), rotary_share=("partial_rotary_factor", 0.5)),
         "phi3": _Keys(
             norm_epsilon=("rms_norm_eps", 1e-5),
@@ -121,6 +122,7 @@ def constants_from_huggingface(values: Mapping[str, object], where: str) -> Mode
         rotary_share=_number(rope, "partial_rotary_factor", number(keys.rotary_share), where),
         rotary_scaling=kind,
         rotary_factor=1.0 if kind == "none" else _number(scaling, "factor", 1.0, where),
+        rotary_high=_number(scaling, "high_freq_factor", 4.0, where) if kind == "llama3" else 4.0,
         rotary_mscale=_number(scaling, "mscale_all_dim", 1.0, where) or 1.0,
         norm_epsilon=number(keys.norm_epsilon),
         init_std=number(keys.init_std),
@@ -158,7 +160,7 @@ def _number(values: Mapping[str, object], name: str, default: float, where: str)
     return number_of(value, f"{where}: {name}")
 
 
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
+_LLAMA3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192.0}
 
 
 def _scaling(values: Mapping[str, object], where: str) -> RotaryScaling:

@@ -15,6 +15,7 @@ from typing import Any
 from mist_megatron.errors import InputError
 from mist_megatron.formats.huggingface_config import Config, even, gated_model
 from mist_megatron.spec.entry import Entry
+from mist_megatron.spec.expert_presets import llama4_groups
 from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.group_presets import (
     IMAGE_PATCHES,
@@ -161,6 +162,95 @@ def _t5(config: Config, name: str) -> ModelSpec:
     return t5_groups(model, layers, config.integer("num_decoder_layers", default=layers))
 
 
+def _gemma2(config: Config, name: str) -> ModelSpec:
+    config.demand("attention_bias", False, "biases on the attention alone are not modelled")
+    config.demand("use_bidirectional_attention", False, "attention without a causal mask is not modelled")
+    layers = config.integer("num_hidden_layers", default=26)
+    values = {"hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "vocab_size": 256000}
+    said = Config({**values, "num_hidden_layers": layers, **config.values}, config.where)
+    model = gated_model(
+        said,
+        name,
+        kv_heads=4,
+        head_dim=config.integer("head_dim", default=256),
+        activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+        post_norms=True,
+        score_cap=_cap(config, "attn_logit_softcapping", 50.0),
+        logit_cap=_cap(config, "final_logit_softcapping", 30.0),
+    )
+    window = config.integer("sliding_window", default=4096, null=0)
+    near = model.kind("sliding", window=window) if window else model.kind("full")
+    kinds = {"sliding_attention": near, "full_attention": model.kind("full")}
+    usual = ["full_attention" if k % 2 else "sliding_attention" for k in range(layers)]
+    return with_groups(model, *_runs([kinds[kind] for kind in _layer_types(config, kinds, usual)]))
+
+
+def _cap(config: Config, key: str, default: float) -> float | None:
+    """Null is none."""
+    if key in config.values and config.values[key] is None:
+        return None
+    return config.number(key, default)
+
+
+def _llama4(config: Config, name: str) -> ModelSpec:
+    config.demand("attention_bias", False, "biases on the attention alone are not modelled")
+    layers = config.integer("num_hidden_layers", default=48)
+    values = {
+        "hidden_size": 5120, "num_attention_heads": 40, "vocab_size": 202048, "num_hidden_layers": layers,
+        "head_dim": 128,
+    }  # fmt: skip
+    dense = config.integer("intermediate_size_mlp", default=16384)
+    said = Config({**values, **config.values, "intermediate_size": dense}, config.where)
+    share = config.number("router_aux_loss_coef", 0.001)
+    normed = config.flag("use_qk_norm", True)
+    model = gated_model(
+        said,
+        name,
+        kv_heads=8,
+        qk_norm=normed,
+        qk_norm_weights=not normed,
+        chunk=config.integer("attention_chunk_size", default=8192, null=0) or None,
+        experts=ExpertSpec(
+            count=config.integer("num_local_experts", default=16),
+            top_k=config.integer("num_experts_per_tok", default=1),
+            ffn_hidden=config.integer("intermediate_size", default=8192),
+            shared_ffn_hidden=config.integer("intermediate_size", default=8192),
+            router="sigmoid",
+            weighs_input=True,
+            balance="aux_loss" if share else "none",
+            balance_loss=share,
+        ),
+    )
+    every = config.integer("no_rope_layer_interval", default=4)
+    usual = [int((k + 1) % max(every, 1) != 0) for k in range(layers)]
+    near = _places(config, "no_rope_layers", usual)[:layers]
+    _require_same_turns(config, near)
+    step = max(config.integer("interleave_moe_layer_step", default=1), 1)
+    mixed = config.values.get("moe_layers")
+    places = set(range(step - 1, layers, step)) if mixed is None else {*_places(config, "moe_layers", [])}
+    return llama4_groups(model, [bool(k) for k in near], [k in places for k in range(layers)])
+
+
+def _places(config: Config, name: str, usual: list[int]) -> list[int]:
+    value = config.values.get(name) or usual
+    if isinstance(value, list) and all(type(one) is int and one >= 0 for one in value):
+        return value
+    raise InputError(f"{config.where}: {name} is {str(value)[:60]!r}; wanted a list of whole numbers")
+
+
+def _require_same_turns(config: Config, rotated: list[int]) -> None:
+    """Layers that rotate are those that attend in chunks, as transformers takes it where nothing is said."""
+    kinds = {"chunked_attention": 1, "full_attention": 0}
+    usual = ["chunked_attention" if near else "full_attention" for near in rotated]
+    said = [kinds[kind] for kind in _layer_types(config, kinds, usual)]
+    if said != [int(bool(near)) for near in rotated]:
+        raise InputError(
+            f"{config.where}: layer_types and no_rope_layers differ; wanted layers in chunks to be those "
+            "with rotary positions"
+        )
+
+
 def _gemma3(config: Config, name: str) -> ModelSpec:
     config.demand("attention_bias", False, "biases on the attention alone are not modelled")
     config.demand("use_bidirectional_attention", False, "attention without a causal mask is not modelled")
@@ -292,7 +382,9 @@ GROUP_READERS: dict[str, Callable[[Config, str], ModelSpec]] = {
     "vit": _vit,
     "swin": _swin,
     "t5": _t5,
+    "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "llama4_text": _llama4,
     "gpt_oss": _gpt_oss,
     "qwen2_vl": _qwen_vl,
     "qwen2_5_vl": _qwen_vl,
@@ -306,6 +398,24 @@ HEADS: Mapping[str, str] = {
     "qwen2_5_vl": "ForConditionalGeneration",
 }
 """What these are trained as; all others are causal language models."""
+
+
+TEXT_ALONE: Mapping[str, str] = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+"""Models that see images, of which the text model alone is modelled, and what that is."""
+
+
+def text_alone(values: Mapping[str, object], where: str) -> Mapping[str, object]:
+    """The config of the text model of one whose encoder of images is left out, by a name that says so."""
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in TEXT_ALONE:
+        return values
+    text = values.get("text_config")
+    if not isinstance(text, Mapping):
+        raise InputError(f"{where}: {kind} has no text_config, which alone is modelled of it")
+    name = values.get("_name_or_path")
+    kept = {key: values[key] for key in ("quantization_config", "tie_word_embeddings") if key in values}
+    stem = name.rstrip("/") if isinstance(name, str) and name.strip("/. ") else kind
+    return {**kept, **text, "model_type": TEXT_ALONE[kind], "_name_or_path": f"{stem}-text"}
 
 
 def text_values(values: Mapping[str, object]) -> Mapping[str, object]:

@@ -84,6 +84,8 @@ class ModelDocument:
     """Multi-head latent attention; give kv_heads = heads and head_dim = nope + rope columns."""
     qk_norm: bool = False
     """A norm on each query and key head."""
+    qk_norm_weights: bool = True
+    """That norm has weights."""
     sinks: bool = False
     """A trained number per head in the attention's softmax."""
     mtp_layers: int = 0
@@ -96,6 +98,12 @@ class ModelDocument:
     """Whether a token sees those before it only, or, `full`, all of them."""
     window: int | None = None
     """Keys that a token sees, its own among them; null for all that its attention lets it see."""
+    chunk: int | None = None
+    """Tokens of a chunk, of which a token sees those before it only; null for one chunk."""
+    score_cap: float | None = None
+    """Scores of attention are kept between minus and plus this by a tanh."""
+    logit_cap: float | None = None
+    """The same of logits."""
     post_norms: bool = False
     """Norms of what attention and MLP give, too."""
     attention_gate: bool = False
@@ -138,10 +146,10 @@ def json_schema() -> dict[str, Any]:
 
 
 PARTS = (
-    "experts", "latent_attention", "qk_norm", "sinks", "mtp_layers", "attention", "window", "post_norms",
-    "tokens", "cross_attention", "entry", "frozen", "patch_elements", "patch_bias", "head_tokens",
-    "head_transform", "adapter", "attention_gate", "mamba", "delta_net", "half", "mtp_pattern",
-    "mtp_repeated",
+    "experts", "latent_attention", "qk_norm", "qk_norm_weights", "chunk", "score_cap", "logit_cap",
+    "sinks", "mtp_layers", "attention", "window", "post_norms", "tokens", "cross_attention", "entry",
+    "frozen", "patch_elements", "patch_bias", "head_tokens", "head_transform", "adapter",
+    "attention_gate", "mamba", "delta_net", "half", "mtp_pattern", "mtp_repeated",
 )  # fmt: skip
 """Keys that few models have; written only where they say something."""
 

@@ -21,7 +21,9 @@ class ModelConstants:
     """Part of a head that is rotated."""
     rotary_scaling: RotaryScaling = "none"
     """How positions beyond those of a first training are made; llama3 with its published figures (low 1,
-    high 4, 8,192 original positions)."""
+    8,192 original positions)."""
+    rotary_high: float = 4.0
+    """Of llama3 scaling: its high_freq_factor. Llama 4 has 1, Llama 3.1 and later 4."""
     rotary_factor: float = 1.0
     """Of that scaling."""
     rotary_mscale: float = 1.0
@@ -43,6 +45,7 @@ class ModelConstants:
                 raise InputError(f"model constants: {name} is {value}; wanted from 0 to below 1")
         above = {
             "rotary_factor": self.rotary_factor,
+            "rotary_high": self.rotary_high,
             "rotary_mscale": self.rotary_mscale,
             "norm_epsilon": self.norm_epsilon,
             "init_std": self.init_std,

@@ -6,7 +6,7 @@ scalings, groups and what evens loads, which of Mixtral are those of Megatron-LM
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,12 @@ PUBLISHED: Mapping[str, tuple[float, float, str]] = MappingProxyType(
         "gpt-oss-120b": (116.829e9, 5.71e9, "Hugging Face openai/gpt-oss-120b"),
         "glm-4.5": (352.798e9, 33.63e9, "Hugging Face zai-org/GLM-4.5"),
         "glm-4.5-air": (106.852e9, 13.42e9, "Hugging Face zai-org/GLM-4.5-Air"),
+        "llama-4-scout-17b-16e": (107.770e9, 17.17e9, "Hugging Face meta-llama/Llama-4-Scout-17B-16E, text"),
+        "llama-4-maverick-17b-128e": (
+            400.712e9,
+            17.19e9,
+            "Hugging Face meta-llama/Llama-4-Maverick-17B-128E, text",
+        ),
         "qwen3-0.6b": (596_049_920, 596_049_920, "Hugging Face Qwen/Qwen3-0.6B"),
         "qwen3-1.7b": (1_720_574_976, 1_720_574_976, "Hugging Face Qwen/Qwen3-1.7B"),
         "qwen3-4b": (4_022_468_096, 4_022_468_096, "Hugging Face Qwen/Qwen3-4B"),
@@ -141,6 +147,35 @@ def _grouped() -> tuple[ModelSpec, ...]:
     )  # fmt: skip
 
 
+def llama4_groups(model: ModelSpec, attention: Sequence[bool], mixtures: Sequence[bool]) -> ModelSpec:
+    """Llama 4: layer by layer, whether it attends in chunks with rotary positions, or to all without any and
+    without norms of heads; and whether it has experts."""
+    chunk = model.chunk
+    kinds = {
+        (near, mixed): model.kind(
+            f"{'moe' if mixed else 'dense'}_{'chunk' if near else 'full'}",
+            experts=model.experts if mixed else None,
+            **({} if near else {"rotary": False, "chunk": None, "qk_norm": False, "qk_norm_weights": True}),
+        )
+        for near in (True, False)
+        for mixed in (True, False)
+    }
+    order = [kinds[key] for key in zip(attention, mixtures, strict=True)]
+    turns = (p for p in range(1, len(order) + 1) if all(k == order[i % p] for i, k in enumerate(order)))
+    group = LayerGroup(layers=len(order), pattern=tuple(order[: next(turns)]))
+    return replace(model, experts=None, chunk=chunk, groups=(group,))
+
+
+def _llama4(name: str, experts: int, every: int, **norm: Any) -> ModelSpec:
+    """The text model of Llama 4; the encoder of its images is not modelled."""
+    even: dict[str, Any] = {"balance": "aux_loss", "balance_loss": 1e-3}
+    mixture = _experts(experts, 1, 8192, 8192, router="sigmoid", weighs_input=True, **even)
+    shape = 48, 5120, 40, 8, 128
+    model = _model(name, shape, 16384, 202048, chunk=8192, experts=mixture, **norm)
+    layers = range(1, 49)
+    return llama4_groups(model, [k % 4 > 0 for k in layers], [k % every == 0 for k in layers])
+
+
 def _dense() -> tuple[ModelSpec, ...]:
     tied = {"qk_norm": True, "tied_embeddings": True}
     return (
@@ -155,4 +190,9 @@ def _dense() -> tuple[ModelSpec, ...]:
 
 def expert_presets() -> tuple[ModelSpec, ...]:
     """All of them."""
-    return (*_grouped(), *_deepseek(), *_dense())
+    bare = {"qk_norm": True, "qk_norm_weights": False}
+    llama4 = (
+        _llama4("llama-4-scout-17b-16e", 16, 1, **bare),
+        _llama4("llama-4-maverick-17b-128e", 128, 2),
+    )
+    return (*_grouped(), *_deepseek(), *llama4, *_dense())

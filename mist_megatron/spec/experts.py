@@ -43,6 +43,8 @@ class ExpertSpec:
     """... of which each token's come from so many."""
     scaling: float = 1.0
     """By which the weights of a token's experts are multiplied."""
+    weighs_input: bool = False
+    """A token's weight multiplies what its one expert reads, not what it gives (Llama 4)."""
     balance: Balance = "none"
     """What the loss that evens loads looks at."""
     balance_loss: float = 0.0
@@ -92,6 +94,8 @@ class ExpertSpec:
         for name, value in (("scaling", self.scaling), ("balance_loss", self.balance_loss)):
             if not 0.0 <= value < float("inf") or (name == "scaling" and not value):
                 raise InputError(f"{where}: {name} is {value}; wanted a number above 0")
+        if self.weighs_input and self.top_k > 1:
+            raise InputError(f"{where}: weighs_input is true with top_k {self.top_k}; wanted top_k 1")
         if self.balance_bias and self.router != "sigmoid":
             raise InputError(f"{where}: balance_bias goes with router: sigmoid; got router {self.router}")
 

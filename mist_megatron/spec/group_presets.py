@@ -180,6 +180,18 @@ def _gemma3(name: str, shape: tuple[int, int, int, int], ffn: int, **more: Any) 
     return with_groups(model, _group(layers, *(near,) * 5, far))
 
 
+def _gemma2(name: str, shape: tuple[int, int, int, int], ffn: int, head_dim: int) -> ModelSpec:
+    """Gemma 2 (arXiv:2408.00118): every second layer, the first among them, looks through a window; scores
+    and logits are capped."""
+    layers, hidden, heads, kv_heads = shape
+    model = ModelSpec(
+        name=name, family="llama", layers=layers, hidden=hidden, ffn_hidden=ffn, heads=heads,
+        kv_heads=kv_heads, head_dim=head_dim, vocab=256_000, gated_mlp=True, activation="gelu",
+        norm="rmsnorm", post_norms=True, tied_embeddings=True, score_cap=50.0, logit_cap=30.0,
+    )  # fmt: skip
+    return with_groups(model, _group(layers, model.kind("sliding", window=4096), model.kind("full")))
+
+
 def group_presets() -> tuple[ModelSpec, ...]:
     """All of them."""
     return (
@@ -195,6 +207,9 @@ def group_presets() -> tuple[ModelSpec, ...]:
         _llava(),
         _qwen_vl("qwen2.5-vl-7b", frozen=False),
         _qwen_vl("qwen2.5-vl-7b-frozen-vision", frozen=True),
+        _gemma2("gemma-2-2b", (26, 2304, 8, 4), 9216, 256),
+        _gemma2("gemma-2-9b", (42, 3584, 16, 8), 14336, 256),
+        _gemma2("gemma-2-27b", (46, 4608, 32, 16), 36864, 128),
         _gemma3("gemma-3-1b", (26, 1152, 4, 1), 6912, vocab=262_144, window=512),
         _gemma3("gemma-3-4b", (34, 2560, 8, 4), 10240),
         _gemma3("gemma-3-12b", (48, 3840, 16, 8), 15360),

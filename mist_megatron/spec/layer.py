@@ -83,12 +83,19 @@ class LayerSpec:
     """Whether a token sees those before it only (`causal`), or all of them (`full`: BERT, ViT, encoders)."""
     window: int | None = None
     """Keys that a token sees, its own among them; null for all that its attention lets it see."""
+    chunk: int | None = None
+    """Tokens of a chunk: a token sees those before it in its own chunk only (Llama 4); null for one chunk.
+    Only sequences of one chunk are known to run."""
+    score_cap: float | None = None
+    """Scores of attention are kept between minus and plus this by a tanh (Gemma 2); null for as they are."""
     experts: ExpertSpec | None = None
     """A mixture of experts in place of the MLP of `ffn_hidden`."""
     latent_attention: LatentAttention | None = None
     """In place of separate projections for queries, keys and values."""
     qk_norm: bool = False
     """A norm on each query and key head (Qwen3)."""
+    qk_norm_weights: bool = True
+    """That norm has weights; Llama 4's has none."""
     sinks: bool = False
     """A trained number per head in the attention's softmax (GPT-OSS)."""
     attention_gate: bool = False
@@ -122,9 +129,11 @@ class LayerSpec:
         check.divides(where, ("kv_heads", self.kv_heads), ("heads", self.heads))
         if self.parallel_norms > 2:
             raise InputError(f"{where}: parallel_norms is {self.parallel_norms}; wanted 1 or 2")
-        for name in ("window", "tokens"):
+        for name in ("window", "tokens", "chunk"):
             if getattr(self, name) is not None:
                 check.at_least(where, 1, **{name: getattr(self, name)})
+        if self.score_cap is not None:
+            check.positive(where, score_cap=self.score_cap)
         if self.entry is not None:
             self.entry.check(where)
         if self.cross_attention is not None:
@@ -159,6 +168,14 @@ class LayerSpec:
                 f"nope_head_dim + rope_head_dim ({latent.qk_head_dim}); got kv_heads {self.kv_heads} of "
                 f"{self.heads} and head_dim {self.head_dim}"
             )
+        if not self.qk_norm and not self.qk_norm_weights:
+            raise InputError(f"{where}: qk_norm_weights is false without qk_norm; wanted both or neither")
+        if self.chunk is not None and (self.window is not None or self.attention == "full"):
+            raise InputError(f"{where}: chunk is of causal attention without a window; wanted neither")
+        if self.score_cap is not None and (latent is not None or self.sinks or self.cross_attention):
+            raise InputError(
+                f"{where}: score_cap is of plain attention; wanted no latents, sinks nor encoder"
+            )
         if latent is not None and (self.linear_bias or self.qkv_bias or self.qk_norm):
             raise InputError(f"{where}: latent attention with biases or norms of its heads is not modelled")
 
@@ -179,6 +196,11 @@ class LayerSpec:
     def still(self) -> bool:
         """Whether its own weights are not trained."""
         return self.frozen or self.adapter is not None
+
+    @property
+    def looks_up_shared(self) -> bool:
+        """Whether it looks tokens up in the embedding's table."""
+        return self.entry is not None and self.entry.table == "shared"
 
     @property
     def attends(self) -> bool:
@@ -231,7 +253,8 @@ class LayerSpec:
             return mixer.parameters(self.hidden)
         if not self.attends:
             return 0
-        extra = (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
+        normed = self.qk_norm and self.qk_norm_weights
+        extra = (2 * self.head_dim if normed else 0) + (self.heads if self.sinks else 0)
         if self.latent_attention is not None:
             return self.latent_attention.parameters(self.hidden, self.heads) + extra
         columns = self.query_width * (2 if self.attention_gate else 1) + 2 * self.kv_width

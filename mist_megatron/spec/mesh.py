@@ -42,6 +42,12 @@ class Group(StrEnum):
     """Both together: all ranks that tokens can go to."""
     EXPERT_DATA = "expert_data"
     """They hold the same experts."""
+    SHARDS = "shards"
+    """Of those that hold the same weights, a sub-group that shares out optimizer states ..."""
+    EXPERT_SHARDS = "expert_shards"
+    """... and of those that hold the same experts."""
+    INSTANCES = "instances"
+    """They hold the same part of the optimizer states, one of each such sub-group."""
 
 
 AXES = ("tp", "cp", "dp")
@@ -49,6 +55,12 @@ AXES = ("tp", "cp", "dp")
 EXPERT_AXES = ("etp", "ep", "edp")
 """The same ranks once more, as the experts of a layer are spread over them: Megatron folds these axes over
 tp, cp and dp, and they come first."""
+SHARD_AXES = ("tp", "shards", "instances")
+EXPERT_SHARD_AXES = ("etp", "ep", "expert_shards", "instances")
+"""And once more, as optimizer states are: Megatron cuts the ranks that hold the same weights into runs of
+neighbours (parallel_state.py, intra_partial_data_parallel_size), so that the sub-groups of experts and of the
+rest of a layer lie on the same ranks."""
+FOLDS = (AXES, EXPERT_AXES, SHARD_AXES, EXPERT_SHARD_AXES)
 ALONG: Mapping[Group, tuple[str, ...]] = MappingProxyType(
     {
         Group.TENSOR: ("tp",),
@@ -58,9 +70,17 @@ ALONG: Mapping[Group, tuple[str, ...]] = MappingProxyType(
         Group.EXPERT_TENSOR: ("etp",),
         Group.EXPERT_ALL: ("etp", "ep"),
         Group.EXPERT_DATA: ("edp",),
+        Group.SHARDS: ("shards",),
+        Group.EXPERT_SHARDS: ("expert_shards",),
+        Group.INSTANCES: ("instances",),
     }
 )
-"""Axes along which the ranks of a group differ: neighbours in AXES, or in EXPERT_AXES."""
+"""Axes along which the ranks of a group differ: neighbours in one of FOLDS."""
+WHOLE: Mapping[Group, Group] = MappingProxyType(
+    {Group.SHARDS: Group.DATA, Group.EXPERT_SHARDS: Group.EXPERT_DATA}
+)
+"""What sub-groups are where there is one of them."""
+SUB_GROUPS = (*WHOLE, Group.INSTANCES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +98,8 @@ class Mesh(Generic[N]):
     """Ranks that share out experts ..."""
     etp: N
     """... and that split each of them."""
+    instances: N
+    """Sub-groups of replicas that hold all optimizer states."""
 
     def _product(self, axes: Sequence[str]) -> N:
         product: N = math.prod(getattr(self, axis) for axis in axes)
@@ -93,13 +115,25 @@ class Mesh(Generic[N]):
         copies: N = self.gpus // (self.ep * self.etp)
         return copies
 
+    @property
+    def shards(self) -> N:
+        """Replicas of one sub-group."""
+        ranks: N = self.cp * self.dp // self.instances
+        return ranks
+
+    @property
+    def expert_shards(self) -> N:
+        """Copies of each expert in one sub-group."""
+        ranks: N = self.edp // self.instances
+        return ranks
+
     def size(self, group: Group) -> N:
         """Ranks of each such group."""
         return self._product(ALONG[group])
 
     def stride(self, group: Group) -> N:
         """By how much the numbers of neighbours in such a group differ."""
-        axes = AXES if ALONG[group][0] in AXES else EXPERT_AXES
+        axes = next(axes for axes in FOLDS if ALONG[group][0] in axes)
         return self._product(axes[: axes.index(ALONG[group][0])])
 
     def nodes(self, group: Group) -> N:

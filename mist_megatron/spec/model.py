@@ -33,6 +33,9 @@ Part = Literal[
     "latent attention",
     "norms of query and key heads",
     "attention sinks",
+    "capped attention scores",
+    "capped logits",
+    "attention in chunks",
     "multi-token prediction",
     "norms after attention and MLP",
     "Mamba-2 layers",
@@ -77,6 +80,8 @@ class ModelSpec(LayerSpec):
     """Rows of a learned position table; 0 for none."""
     tied_embeddings: bool = False
     final_norm: bool = True
+    logit_cap: float | None = None
+    """Logits are kept between minus and plus this by a tanh (Gemma 2); null for as they are."""
     constants: ModelConstants = ModelConstants()
     """Rotary base, norm epsilon, dropout and other numbers that no shape tells."""
     mtp_layers: int = 0
@@ -110,6 +115,8 @@ class ModelSpec(LayerSpec):
         check.at_most(where, WIDEST, "far above any known model", patch_elements=self.patch_elements)
         if self.head_tokens is not None:
             check.at_least(where, 1, head_tokens=self.head_tokens)
+        if self.logit_cap is not None:
+            check.positive(where, logit_cap=self.logit_cap)
         check.at_most(where, MOST_LAYERS, "ten times the deepest known model", layers=self.layers)
         check.at_most(where, WIDEST, "far above any known model", vocab=self.vocab)
         # A row per token of the longest sequence.
@@ -202,6 +209,12 @@ class ModelSpec(LayerSpec):
                 f"{where}: seq_len is {seq_len}; a sample of {self.name} has {self.tokens} tokens"
             )
         for kind in self.kinds:
+            if kind.chunk is not None and seq_len > kind.chunk:
+                raise InputError(
+                    f"{where}: seq_len is {seq_len}; layers of {self.name} attend in chunks of {kind.chunk} "
+                    "tokens, which no framework here trains beyond the first (Megatron-core 0.19 has no such "
+                    f"attention); wanted {kind.chunk} or less"
+                )
             entry = kind.entry
             if entry is not None and entry.table == "own" and entry.tokens is not None:
                 given, room = entry.tokens // entry.merged, kind.sequence(seq_len)
@@ -302,6 +315,9 @@ class ModelSpec(LayerSpec):
             "latent attention": any(kind.latent_attention is not None for kind in self.kinds),
             "norms of query and key heads": any(kind.qk_norm for kind in self.kinds),
             "attention sinks": any(kind.sinks for kind in self.kinds),
+            "capped attention scores": any(kind.score_cap is not None for kind in self.kinds),
+            "capped logits": self.logit_cap is not None,
+            "attention in chunks": any(kind.chunk is not None for kind in self.kinds),
             "multi-token prediction": self.mtp_layers > 0,
             "norms after attention and MLP": any(kind.post_norms for kind in self.kinds),
             "Mamba-2 layers": any(kind.mamba is not None for kind in self.kinds),

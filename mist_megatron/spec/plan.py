@@ -10,9 +10,11 @@ from typing import Any, Literal, get_args
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.expert_checks import check_experts
 from mist_megatron.spec.expert_rules import ExpertCase, broken
 from mist_megatron.spec.kinds import ContextExchange, Dispatcher, GraphModule, Offload, Quantization
 from mist_megatron.spec.mesh import (
+    SUB_GROUPS,
     Group,
     Mesh,
     Ranks,
@@ -39,9 +41,6 @@ TargetName = Literal["mist", "megatron", "megatron+patches", "deepspeed", "deeps
 TARGET_NAMES: tuple[TargetName, ...] = get_args(TargetName)
 """What is known of each stands in `targets/`."""
 Zero = Literal[0, 1, 2, 3]
-
-MOST_IMBALANCE = 64.0
-"""A rank with all tokens of 64; published runs without forced balance are at 1.1 to 1.2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +98,16 @@ class StagePlan:
         last = self.layer_strategies[-1].layout
         return last.dp, last.tp, self.micro_batch * self.dp // last.dp
 
-    def mesh(self, context_parallel: int, *, ep: int = 1, etp: int = 1) -> Mesh[int]:
+    def mesh(self, execution: Execution) -> Mesh[int]:
         """Its ranks."""
         return Mesh(
-            tp=self.tp, cp=context_parallel, dp=self.dp, gpus_per_node=self.gpus_per_node, ep=ep, etp=etp
+            tp=self.tp,
+            cp=execution.context_parallel,
+            dp=self.dp,
+            gpus_per_node=self.gpus_per_node,
+            ep=execution.ep,
+            etp=execution.etp,
+            instances=execution.instances,
         )
 
     @property
@@ -142,8 +147,8 @@ class Execution:
     deterministic: bool | None = None
     """Megatron's --deterministic-mode: the same bits every time, in more of it."""
     zero3: Zero3Name | None = None
-    """Whose ZeRO 3 runs, which decides what of the network between nodes its collectives reach: that of
-    DeepSpeed since 2022, DeepSpeed's of 2021, or PyTorch's FSDP; None takes the first."""
+    """Whose ZeRO runs, which decides what of the network between nodes its collectives reach and what they
+    do around them: DeepSpeed's of today, that of 2021, or PyTorch's first FSDP; None takes the first."""
     scattered_boundaries: bool | None = None
     """What stages send is split over tensor-parallel ranks and gathered behind, where sequences are not
     split: Megatron-LM until its pipelines moved to megatron-core; told of measured runs only."""
@@ -169,6 +174,9 @@ class Execution:
     """How operands are scaled where precision is fp8; null for delayed."""
     optimizer_bytes: int | None = None
     """Bytes per parameter of master weight and moments: 12, or less with --use-precision-aware-optimizer."""
+    optimizer_instances: int | None = None
+    """Sub-groups of the replicas, each of which shards all optimizer states among its own ranks
+    (--num-distributed-optimizer-instances); null for 1, all replicas together."""
 
     @property
     def ep(self) -> int:
@@ -179,6 +187,11 @@ class Execution:
     def etp(self) -> int:
         """Expert-tensor-parallel ranks."""
         return self.expert_tensor_parallel or 1
+
+    @property
+    def instances(self) -> int:
+        """Sub-groups of replicas that hold all optimizer states."""
+        return self.optimizer_instances or 1
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -221,6 +234,8 @@ class Plan:
             raise InputError("plan: stages is empty; wanted at least one stage")
         if self.execution.grad_bytes not in (None, 2, 4):
             raise InputError(f"plan: execution.grad_bytes is {self.execution.grad_bytes}; wanted 2 or 4")
+        if self.execution.optimizer_instances is not None:
+            check.at_least("plan: execution", 1, optimizer_instances=self.execution.optimizer_instances)
         _check_numbers(self.training, self.execution)
         self.model.check_sequence("plan", self.training.seq_len)
         check_experts("plan", self.model, self.execution)
@@ -292,12 +307,16 @@ class Plan:
         first = sum(stage.gpus for stage in self.stages[:index])
         return range(first, first + self.stages[index].gpus)
 
+    @property
+    def kinds_of_groups(self) -> tuple[Group, ...]:
+        """Those whose ranks differ from one another's."""
+        apart = self.execution.instances > 1
+        return tuple(group for group in Group if apart or group not in SUB_GROUPS)
+
     def groups(self, index: int, group: Group) -> tuple[Ranks, ...]:
         """Logical ranks of a stage that talk to each other."""
         first = self.ranks(index).start
-        execution = self.execution
-        mesh = self.stages[index].mesh(execution.context_parallel, ep=execution.ep, etp=execution.etp)
-        return groups_of(mesh, group, first)
+        return groups_of(self.stages[index].mesh(self.execution), group, first)
 
     def nodes_of(self, ranks: Iterable[int]) -> frozenset[int]:
         """Nodes, or domains of them, on which these logical ranks run."""
@@ -308,7 +327,7 @@ class Plan:
         rings = [
             pair
             for stage in range(len(self.stages))
-            for group in Group
+            for group in self.kinds_of_groups
             for ranks in self.groups(stage, group)
             for pair in pairwise([*ranks, ranks[0]])
         ]
@@ -413,7 +432,7 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
             "wanted ckpt 0 or recompute full"
         )
     check.fraction(f"{where}.offload", **dict(stage.offload.items()))
-    mesh = stage.mesh(plan.execution.context_parallel)
+    mesh = stage.mesh(plan.execution)
     if mesh.gpus != stage.gpus:
         raise InputError(
             f"{where}: dp * tp * context_parallel = {mesh.dp} * {mesh.tp} * {mesh.cp} = {mesh.gpus} "
@@ -438,32 +457,6 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
             )
         if unsplit := kind.unsplit(stage.tp, plan.execution.context_parallel):
             raise InputError(f"{where}: {owner}: {unsplit}")
-
-
-def check_experts(where: str, model: ModelSpec, execution: Execution) -> None:
-    """What of a job's switches its model rules out, whatever the stages."""
-    said, experts = execution, model.routed
-    where = f"{where}: execution"
-    for key in ("expert_parallel", "expert_tensor_parallel"):
-        value = getattr(said, key)
-        if value is not None and value < 1:
-            raise InputError(f"{where}.{key} is {value}; wanted at least 1")
-        if value is not None and value > 1 and experts is None:
-            raise InputError(f"{where}.{key} is {value}, but {model.name} has no experts; wanted 1")
-    imbalance = said.expert_imbalance
-    if imbalance is not None and not 1.0 <= imbalance <= MOST_IMBALANCE:
-        raise InputError(f"{where}.expert_imbalance is {imbalance:g}; wanted 1 to {MOST_IMBALANCE:g}")
-    if (said.expert_overlap or said.shared_expert_overlap) and experts is None:
-        raise InputError(f"{where}: tokens travel to experts, of which {model.name} has none; wanted null")
-    if said.delayed_weight_grad and not said.expert_overlap:
-        raise InputError(f"{where}.delayed_weight_grad is true without expert_overlap, which it is part of")
-    if said.expert_overlap and said.shared_expert_overlap:
-        raise InputError(f"{where}: expert_overlap and shared_expert_overlap exclude each other")
-    if experts is None:
-        return
-    case = ExpertCase(model=model, ep=said.ep, etp=said.etp, dispatcher=said.dispatcher, imbalance=imbalance)
-    for rule in broken(case):
-        raise InputError(f"{where}.{rule.words(case)}")
 
 
 def _check_expert_stage(where: str, stage: StagePlan, plan: Plan) -> None:

@@ -60,6 +60,10 @@ _BY_BEGINNING: Mapping[str, ModelConstants] = MappingProxyType(
         "gpt-oss-": _GPT_OSS,
         "glm-4.5": _HALF_ROTATED,
         "t5-": replace(_DROPPED, norm_epsilon=1e-6),
+        "gemma-2-": ModelConstants(norm_epsilon=1e-6),
+        "llama-4-": _LLAMA3,
+        # The factor of Megatron-LM and Megatron-Bridge, which know no other high frequency than 4.
+        "llama-4-scout": _LLAMA31,
         # The base of layers without a window; those with one have 10,000.
         "gemma-3-": replace(_MILLION, norm_epsilon=1e-6, rotary_scaling="linear", rotary_factor=8.0),
         "gemma-3-1b": replace(_MILLION, norm_epsilon=1e-6),
@@ -100,6 +104,9 @@ PUBLISHED_PARAMETERS: Mapping[str, tuple[int, str]] = MappingProxyType(
         "qwen2.5-vl-7b": (8_292_166_656, "Hugging Face Qwen/Qwen2.5-VL-7B-Instruct"),
         "qwen2.5-vl-7b-frozen-vision": (8_292_166_656, "Hugging Face Qwen/Qwen2.5-VL-7B-Instruct"),
         "llava-1.5-13b": (13_350_000_000, "Hugging Face llava-hf/llava-1.5-13b-hf"),
+        "gemma-2-2b": (2_614_341_888, "Hugging Face google/gemma-2-2b"),
+        "gemma-2-9b": (9_241_705_984, "Hugging Face google/gemma-2-9b"),
+        "gemma-2-27b": (27_227_128_320, "Hugging Face google/gemma-2-27b"),
         "gemma-3-1b": (1_000_000_000, _GEMMA3),
         "gemma-3-4b": (3_884_000_000, _GEMMA3),
         "gemma-3-12b": (11_771_000_000, _GEMMA3),

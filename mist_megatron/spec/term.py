@@ -82,7 +82,11 @@ class Term(StrEnum):
         "expert_traffic", T, EXPERTS, EACH, "tokens on their way to experts and back that stop compute"
     )
     BLOCKING_DATA_PARALLEL = _facts(
-        "blocking_data_parallel", T, DATA, EACH, "data-parallel collectives that stop compute"
+        "blocking_data_parallel",
+        T,
+        DATA,
+        EACH,
+        "data-parallel collectives, and copies around them, that stop compute",
     )
     EXPOSED_TRAFFIC = _facts(
         "exposed_traffic", T, EXPOSED, EACH, "traffic beside the layers that compute does not hide"

@@ -20,6 +20,7 @@ from mist_megatron.targets.facts import (
     MemoryFacts,
     PipelineFacts,
     ReductionFacts,
+    ShardPasses,
     StepBytes,
     StepFacts,
     Target,
@@ -41,6 +42,21 @@ ZERO3_NETWORK_SHARES: Mapping[Zero3Name, float] = MappingProxyType(
 Microsoft's 54 runs on Azure of 2022 reach all of it, its three of 2021 (SC'21, table 2) 0.37. llm-foundry's
 33 FSDP runs between nodes fit about as well with 0.35 as with 1."""
 
+
+def flat_passes(grad_bytes: int) -> ShardPasses:
+    """Of PyTorch's first FSDP, FullyShardedDataParallel (torch/distributed/fsdp), of 32-bit shards and layers
+    in 16 bits. A shard is cast before it is gathered (_use_low_precision_shard of _flat_param.py). A unit's
+    weights are views of one flat parameter, so that autograd lays its gradients side by side (the backward of
+    split is a concatenation); these are cast to the width of the reduction and divided by about the root of
+    the number of ranks, and the reduced shard by the rest and cast to 32 bits (_post_backward_hook,
+    _reduce_grad and _accumulate_sharded_grad of _runtime_utils.py)."""
+    laid, divided = 2 + 2, 2 * grad_bytes
+    cast, cast_back = (2 + 4, 0) if grad_bytes == 4 else (0, 2 + 4)
+    return ShardPasses(
+        before_gather=4 + 2, before_reduction=laid + cast + divided, after_reduction=divided + cast_back
+    )
+
+
 CAPABILITY = Capability(
     zero=(0, 1, 2, 3),
     zero_with_pipeline=(0, 1),
@@ -50,7 +66,13 @@ CAPABILITY = Capability(
     layer_kinds=True,
     full_attention=True,
     layer_widths=True,
-    model_parts=("norms of query and key heads", "norms after attention and MLP", "low-rank adapters"),
+    model_parts=(
+        "norms of query and key heads",
+        "norms after attention and MLP",
+        "capped attention scores",
+        "capped logits",
+        "low-rank adapters",
+    ),
     offload=STATES_WHOLE,
     offload_needs_zero=1,
     grads_follow_optimizer=True,
@@ -174,6 +196,20 @@ def _memory_under(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
     return replace(facts.with_grad_bytes(execution), reductions_overlap=bool(execution.overlap_grad_reduce))
 
 
+def _zero3_facts(execution: Execution) -> Zero3Facts:
+    """Of DeepSpeed, or of FSDP, which gathers and reduces unit by unit, each of which is a layer."""
+    overlap, flat = execution.overlap_grad_reduce, execution.zero3 == "fsdp"
+    return Zero3Facts(
+        # Without overlap_comm stage 3 gathers on the compute stream too.
+        gather_overlaps=overlap is not False,
+        gather_elements=None if flat else PREFETCH_ELEMENTS,
+        reuse_elements=None if flat else REUSE_ELEMENTS,
+        reduce_overlaps=overlap is not False,
+        reduces_layers=flat,
+        network_share=ZERO3_NETWORK_SHARES[execution.zero3 or "deepspeed"],
+    )
+
+
 def traffic_facts(execution: Execution) -> TrafficFacts:
     """DeepSpeed: `overlap_comm` defaults to stage 3 only (runtime/zero/config.py), the step is taken at
     the end, offloaded states by DeepSpeedCPUAdam; reduce_bucket_size is 5e8 elements. all_gather_params
@@ -181,27 +217,26 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
     copied in, added to and copied out on the stream that reduces (partition_grads of stage3.py,
     async_accumulate_grad_in_cpu_via_gpu of stage_1_and_2.py), and in the last backward pass go to the
     optimizer's in fp32 (async_inplace_copy_grad_to_fp32_buffer_from_gpu)."""
-    overlap = execution.overlap_grad_reduce
+    overlap, flat = execution.overlap_grad_reduce, execution.zero3 == "fsdp"
     return TrafficFacts(
-        zero3=Zero3Facts(
-            # Without overlap_comm stage 3 gathers on the compute stream too.
-            gather_overlaps=overlap is not False,
-            gather_elements=PREFETCH_ELEMENTS,
-            reuse_elements=REUSE_ELEMENTS,
-            reduce_overlaps=overlap is not False,
-            network_share=ZERO3_NETWORK_SHARES[execution.zero3 or "deepspeed"],
-        ),
+        zero3=_zero3_facts(execution),
         reduction=ReductionFacts(
-            zero2_overlaps=bool(overlap),
+            zero2_overlaps=bool(overlap) or flat,
             last_overlaps=bool(overlap),
             bucket_elements=BUCKET_ELEMENTS,
             accumulation_pass=True,
+            # partition_grads of stage3.py; stage_1_and_2.py: _add_full_reduction_to_compact_grad_partition.
+            adds_shards=True,
+            # use_multi_rank_bucket_allreduce is on unless switched off (runtime/zero/config.py), whatever
+            # reduce_scatter says: average_tensor of stage_1_and_2.py calls allreduce_and_scatter. In 2021 it
+            # reduced each part to its rank.
+            on_all_ranks=execution.zero3 in (None, "deepspeed"),
             tied_first=True,
         ),
         step=StepFacts(
             taken="at_end",
             norm_pass=True,
-            gather_overlaps=False,
+            gather_overlaps=flat,
             adam_on_host=True,
             # Weights are copied back after the update.
             host_copies_overlap=False,
@@ -211,6 +246,7 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
         # (non_reentrant_checkpoint) runs layers to their end.
         pipeline=PipelineFacts(sends_in_turn=True, recomputes_to_end=True),
         host_copies=HostCopyFacts(in_collectives=True, last_stays=True),
+        shard_passes=flat_passes(execution.grad_bytes or MEMORY.grad_bytes) if flat else ShardPasses(),
         # transformers' gradient checkpointing (from release 5), llm-foundry's, and that of our patches.
         recompute_stops_early=True,
     )

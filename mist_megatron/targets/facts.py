@@ -158,6 +158,8 @@ class MemoryFacts:
     """Per parameter of the gradient buffer."""
     optimizer_bytes: int = 12
     """fp32 master weight and two Adam moments."""
+    instances: bool = False
+    """Sub-groups of replicas may hold all optimizer states each."""
     recomputes_first_layers: bool = True
     """Megatron's block method recomputes a stage's first layers; Mist its last, whose recomputation then
     meets all kept activations."""
@@ -229,6 +231,20 @@ class Zero3Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardPasses:
+    """Passes over memory around collectives of what is shared out (ZeRO 2 and 3), in bytes read and written
+    per parameter, each time. They need the multiprocessors that compute has, whatever stream they are on, so
+    that they stop it."""
+
+    before_gather: float = 0.0
+    """Of a rank's shard: casts."""
+    before_reduction: float = 0.0
+    """Of the whole: gradients laid side by side, cast and divided."""
+    after_reduction: float = 0.0
+    """Of a rank's shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReductionFacts:
     """How gradients are added up and averaged."""
 
@@ -241,6 +257,10 @@ class ReductionFacts:
     bucket_elements_per_rank: float = 0.0
     accumulation_pass: bool
     """Gradients are added in a pass of their own; fused into the weight-gradient GEMM otherwise."""
+    adds_shards: bool = False
+    """Gradients that are reduced every micro-batch (ZeRO 2 and 3) are added to shards of them, else whole."""
+    on_all_ranks: bool = False
+    """ZeRO 1 and 2 reduce every gradient on all ranks, each of which then keeps its part."""
     tied_first: bool = False
     """Gradients of tied embeddings are summed over their stages before each stage reduces its own."""
 
@@ -360,6 +380,7 @@ class TrafficFacts:
     step: StepFacts
     pipeline: PipelineFacts
     host_copies: HostCopyFacts
+    shard_passes: ShardPasses = ShardPasses()
     host: HostWork = EAGER_PYTORCH
     edges_follow: bool = True
     """Embedding and head follow the stage's ZeRO level and offload; Mist keeps them at ZeRO 1 on the GPU."""

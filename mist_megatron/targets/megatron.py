@@ -80,6 +80,8 @@ CAPABILITY = Capability(
         "latent attention",
         "norms of query and key heads",
         "attention sinks",
+        # Sequences of one chunk, beyond which no plan goes (spec/model.py, check_sequence).
+        "attention in chunks",
         "multi-token prediction",
         "Mamba-2 layers",
         "gated delta nets",
@@ -95,6 +97,7 @@ CAPABILITY = Capability(
         "quantization",
         "optimizer_bytes",
         "megatron_fsdp",
+        "optimizer_instances",
     ),
     further=plan_rules,
     further_of_models=model_rules,
@@ -102,8 +105,11 @@ CAPABILITY = Capability(
 
 PATCHED_CAPABILITY = replace(
     CAPABILITY,
-    # None of the patches was tried beside Megatron-FSDP, and those that move states refuse it.
-    switches=tuple(name for name in CAPABILITY.switches if name != "megatron_fsdp"),
+    # None of the patches was tried beside Megatron-FSDP, and those that move states refuse it; nor with
+    # optimizer states in sub-groups of the replicas.
+    switches=tuple(
+        name for name in CAPABILITY.switches if name not in ("megatron_fsdp", "optimizer_instances")
+    ),
     # What patches add. ZeRO stays one for all stages: a distributed optimizer on some of them only hangs,
     # since the norm groups differ.
     parallel_block=True,
@@ -123,6 +129,7 @@ PATCHED_CAPABILITY = replace(
 MEMORY = MemoryFacts(
     modules="transformer_engine",
     grad_bytes=4,
+    instances=True,
     # cuBLAS workspace of 32 MiB on sm_90 and newer (8 MiB before) through the caching allocator.
     framework_bytes=32 * MIB,
     # HybridDeviceOptimizer copies gradients into pinned memory as wide as its masters (cpu_copy_map_grad).
@@ -130,6 +137,7 @@ MEMORY = MemoryFacts(
 )
 PATCHED_MEMORY = replace(
     MEMORY,
+    instances=False,
     gradients_return=True,
     grads_at_once=3,
     # The pool of patch activation_offload keeps at most so many times what was in use at once.

@@ -17,6 +17,7 @@ def switch_rules(plan: Plan) -> Iterator[str]:
     yield from _graphs(plan)
     yield from _recipe(plan)
     yield from _states(plan)
+    yield from _instances(plan)
     if plan.execution.megatron_fsdp:
         yield from _fsdp(plan)
 
@@ -40,7 +41,13 @@ def weighs_unevenly(zero: int, grad_accum: int, ranks: int, copies: int) -> bool
     return zero >= 2 and grad_accum > 1 and ranks > 1 and copies == 1
 
 
-FSDP_EXCLUDES = ("expert_overlap", "delayed_weight_grad", "cuda_graphs", "optimizer_bytes")
+FSDP_EXCLUDES = (
+    "expert_overlap",
+    "delayed_weight_grad",
+    "cuda_graphs",
+    "optimizer_bytes",
+    "optimizer_instances",
+)
 """Switches that are none beside Megatron-FSDP, for the reasons that `fsdp_refusals` tells."""
 
 
@@ -57,6 +64,7 @@ def fsdp_refusals(execution: Execution) -> tuple[str, ...]:
         ),
         "its graphs are not priced, wanted no cuda_graphs": bool(execution.cuda_graphs),
         "its gathers beside expert_overlap are not priced": bool(execution.expert_overlap),
+        "its hybrid sharding is not priced, wanted no optimizer_instances": execution.instances > 1,
         "keeps whole masters, wanted optimizer_bytes 12": execution.optimizer_bytes not in (None, 12),
     }
     return tuple(why for why, applies in broken.items() if applies)
@@ -149,6 +157,32 @@ def state_widths(quantization: Quantization | None) -> tuple[int, ...]:
     """Bytes below 12 that a parameter's master weight and moments can have: moments of 1, 2 or 4 each."""
     master = master_bytes(quantization)
     return tuple(master + moments for moments in (2, 4, 8) if master + moments < 12)
+
+
+def shares_instances(instances: int, ranks: int, copies: int) -> bool:
+    """Whether so many sub-groups have as many replicas each, of all that is not experts and of experts
+    (parallel_state.py, "should be divisible by partial DistOpt shard factor")."""
+    return ranks % instances == 0 and copies % instances == 0
+
+
+def _instances(plan: Plan) -> Iterator[str]:
+    execution, instances = plan.execution, plan.execution.instances
+    if instances == 1:
+        return
+    key = f"execution.optimizer_instances {instances}"
+    for index, stage in enumerate(plan.stages):
+        ranks = stage.dp * execution.context_parallel
+        copies = ranks
+        if plan.model.routed is not None:
+            copies = stage.tp * ranks // (execution.ep * execution.etp)
+        if stage.zero == 0:
+            yield f"stages[{index}].zero 0: {key} needs zero 1, the distributed optimizer"
+        if not shares_instances(instances, ranks, copies):
+            of_experts = "" if copies == ranks else f" and the {copies} copies of each expert"
+            yield (
+                f"{key}: must divide dp x context_parallel {ranks} of stages[{index}]{of_experts} "
+                "(core/parallel_state.py)"
+            )
 
 
 def _states(plan: Plan) -> Iterator[str]:

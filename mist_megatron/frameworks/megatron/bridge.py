@@ -20,11 +20,13 @@ from mist_megatron.frameworks.megatron.experts import (
     prediction_flags,
     spread_flags,
 )
+from mist_megatron.frameworks.megatron.hybrids import is_hybrid, pattern, scan_flags
 from mist_megatron.frameworks.megatron.model import (
     attention_backend,
     dropouts,
     has_sinks,
     position_flags,
+    unrotated_flags,
     window_flags,
 )
 from mist_megatron.frameworks.megatron.recompute import recompute_settings
@@ -65,6 +67,13 @@ def bridge_text(plan: Plan) -> str:
         )
     if has_sinks(plan.model):
         note += "# Attention sinks, their activation and yarn are the recipe's: one of GPT-OSS.\n"
+    if is_hybrid(plan.model):
+        note += (
+            "# For a recipe whose model is a HybridModelProvider, as those of Nemotron are (Megatron-Bridge\n"
+            "# 0.6); 0.3 has another word for the pattern of layers.\n"
+        )
+    if any(kind.delta_net for kind in plan.model.kinds):
+        note += "# Delta nets are of the recipe's layers: one of Qwen3-Next.\n"
     if keeps_narrow(plan):
         note += (
             f"# The optimizer keeps {plan.execution.optimizer_bytes} bytes a parameter: set its "
@@ -138,6 +147,33 @@ def _windows(plan: Plan) -> dict[str, object]:
     return fields
 
 
+def _unrotated(plan: Plan) -> dict[str, object]:
+    """Layers without rotary positions: each n-th, or a list."""
+    said = as_mapping(unrotated_flags(plan.model)).get("no-rope-freq")
+    return {} if said is None else {"no_rope_freq": json.loads(str(said))}
+
+
+def no_bridge(plan: Plan) -> str:
+    """Why Megatron-Bridge cannot be told a plan, or nothing."""
+    if plan.execution.megatron_fsdp:
+        return "its own words for Megatron-FSDP are not known"
+    if is_hybrid(plan.model) and plan.vpp > 1:
+        return "its HybridModelProvider (0.6.2) has no interleaved stages"
+    return ""
+
+
+def _scans(plan: Plan) -> dict[str, object]:
+    """Layers that are no blocks of attention and an MLP, by fields of the flags' names. A pattern of layers
+    says stages and depths of prediction itself, and is no layout beside it (HybridModelProvider.finalize of
+    Megatron-Bridge 0.6.2)."""
+    flags = as_mapping(scan_flags(plan.model))
+    fields = {name.replace("-", "_"): _field(value) for name, value in flags.items()}
+    if not is_hybrid(plan.model):
+        return fields
+    own: dict[str, object] = {"hybrid_layer_pattern": pattern(plan), "mtp_hybrid_override_pattern": None}
+    return {**fields, **own, "pipeline_model_parallel_layout": None}
+
+
 def _field(value: str | bool | list[str]) -> object:
     """A number where it is one."""
     try:
@@ -161,7 +197,7 @@ def _shape(plan: Plan) -> dict[str, object]:
         "gated_linear_unit": model.gated_mlp,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "layernorm_epsilon": constants.norm_epsilon,
-        "qk_layernorm": model.qk_norm or latent is not None,
+        "qk_layernorm": (model.qk_norm and model.qk_norm_weights) or latent is not None,
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias or model.linear_bias,
         "share_embeddings_and_output_weights": model.tied_embeddings,
@@ -173,8 +209,8 @@ def _shape(plan: Plan) -> dict[str, object]:
         "init_method_std": constants.init_std,
         "make_vocab_size_divisible_by": TARGETS[plan.target].memory(plan.execution).vocabulary_multiple,
     }
-    if any(kind.attention_gate for kind in model.kinds):
-        fields["attention_output_gate"] = True
+    if model.qk_norm and not model.qk_norm_weights:
+        fields["qk_l2_norm"] = True
     if model.rotary:
         linear = constants.rotary_scaling == "linear"
         fields |= {
@@ -210,6 +246,9 @@ def bridge_mapping(plan: Plan) -> dict[str, object]:
         **dict.fromkeys(_TAKEN_BACK),
         **_parts(plan),
     }
+    if execution.context_parallel > 1:
+        # Transformer Engine's own exchange is a ring, which is said by nothing.
+        model["cp_comm_type"] = "a2a" if execution.context_exchange == "a2a" else None
     # Names of megatron.core.ModelParallelConfig.
     switches = {
         "tp_comm_overlap": execution.tp_comm_overlap,
@@ -221,7 +260,7 @@ def bridge_mapping(plan: Plan) -> dict[str, object]:
         model["pipeline_model_parallel_layout"] = layout(plan)
     if plan.vpp > 1:
         model["virtual_pipeline_model_parallel_size"] = plan.vpp
-    model |= _windows(plan)
+    model |= {**_windows(plan), **_unrotated(plan), **_scans(plan)}
     for name, values in recompute_settings(plan, 0).items():
         model[name.replace("-", "_")] = list(values) if name == "recompute-modules" else values[0]
     offloads = offloads_optimizer(plan)
@@ -242,6 +281,7 @@ def bridge_mapping(plan: Plan) -> dict[str, object]:
             "grad_reduce_in_fp32": execution.grad_bytes != 2,
             "overlap_grad_reduce": bool(execution.overlap_grad_reduce),
             "overlap_param_gather": bool(execution.overlap_param_gather),
+            "num_distributed_optimizer_instances": execution.instances,
         },
         "optimizer": optimizer,
         "mixed_precision": _precision(plan),

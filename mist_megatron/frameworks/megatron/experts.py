@@ -52,6 +52,7 @@ def expert_flags(model: ModelSpec) -> Flags:
         *when(shared, flag("--moe-shared-expert-intermediate-size", experts.shared_ffn_hidden)),
         *when(experts.shared_gate, flag("--moe-shared-expert-gate")),
         *when(experts.latent > 0, flag("--moe-latent-size", experts.latent)),
+        *when(experts.weighs_input, flag("--moe-apply-probs-on-input")),
     )
 
 

@@ -11,7 +11,7 @@ from mist_megatron.formats.plan_yaml import plan_to_yaml
 from mist_megatron.frameworks.flags import arguments, as_mapping
 from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources, launch_facts, launchers, render, shell_arrays
-from mist_megatron.frameworks.megatron.bridge import SCRIPT, bridge_text
+from mist_megatron.frameworks.megatron.bridge import SCRIPT, bridge_text, no_bridge
 from mist_megatron.frameworks.megatron.chosen import chosen
 from mist_megatron.frameworks.megatron.fsdp import CHECKPOINTS
 from mist_megatron.frameworks.megatron.hybrids import is_hybrid
@@ -37,9 +37,7 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         resized=Patch.STATE_OFFLOAD in named,
     )
     hybrid = is_hybrid(plan.model)
-    # No provider of Megatron-Bridge was tried with such layers, nor its own words for Megatron-FSDP.
-    sharded = bool(plan.execution.megatron_fsdp)
-    usual = not hybrid and not sharded and all(kind.attends for kind in plan.model.kinds)
+    sharded, unbridged = bool(plan.execution.megatron_fsdp), no_bridge(plan)
     facts = {
         **launched,
         "environment": document["environment"],
@@ -57,7 +55,7 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
             plan,
             "Megatron-core",
             script="MEGATRON_LM",
-            notes=_notes(plan, package=facts["package"], bridged=usual),
+            notes=_notes(plan, package=facts["package"]),
             choices=chosen(plan),
         ),
         "plan.yaml": plan_to_yaml(plan),
@@ -65,20 +63,23 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         "args.sh": shell_arrays({"MEGATRON_ARGS": flags}),
         "args.json": json.dumps(listed, indent=2) + "\n",
         "args.yaml": yaml.safe_dump(as_mapping(flags), sort_keys=False),
-        **({"bridge.yaml": bridge_text(plan), "bridge.py": SCRIPT} if usual else {}),
+        **({"bridge.yaml": bridge_text(plan), "bridge.py": SCRIPT} if not unbridged else {}),
         "stages.json": stages_text(document),
         **({"pretrain.py": sources.entries["pretrain.py"]} if facts["package"] else {}),
         **launchers(sources, facts),
     }
 
 
-def _notes(plan: Plan, *, package: bool, bridged: bool) -> list[str]:
+def _notes(plan: Plan, *, package: bool) -> list[str]:
+    why = no_bridge(plan)
     return [
         *(_package_notes(plan) if package else _STOCK_NOTES),
         *(_GRID_NOTES if plan.grids_differ else ()),
         *(_GRAPH_NOTES if plan.execution.cuda_graphs else ()),
         "",
-        *(_BRIDGE_NOTES if bridged else _SHARDED_NOTES if plan.execution.megatron_fsdp else _HYBRID_NOTES),
+        *(_UNBRIDGED_NOTES if why else _BRIDGE_NOTES),
+        *((f"There is no `bridge.yaml` for Megatron-Bridge: {why}.",) if why else ()),
+        *(() if all(kind.attends and kind.half is None for kind in plan.model.kinds) else _HYBRID_NOTES),
     ]
 
 
@@ -87,11 +88,10 @@ _BRIDGE_NOTES = (
     "Megatron-Bridge takes, through `bridge.py`. `mist-megatron lint args.sh` checks the folder again",
     "after changes.",
 )
-_SHARDED_NOTES = ("`args.json` and `args.yaml` hold the same arguments as `args.sh`.",)
+_UNBRIDGED_NOTES = ("`args.json` and `args.yaml` hold the same arguments as `args.sh`.",)
 _HYBRID_NOTES = (
-    "`args.json` and `args.yaml` hold the same arguments as `args.sh`. A model of a layer pattern needs",
-    "Megatron-LM's `pretrain_hybrid.py` (`pretrain_mamba.py` before) and mamba-ssm, one with delta nets",
-    "flash-linear-attention, on every node.",
+    "A model of a layer pattern needs Megatron-LM's `pretrain_hybrid.py` (`pretrain_mamba.py` before) and",
+    "mamba-ssm, one with delta nets flash-linear-attention, on every node.",
 )
 
 

@@ -50,12 +50,17 @@ CLASSES: Sequence[FlagClass] = (
         "position-embedding-type use-rotary-position-embeddings max-position-embeddings "
         "untie-embeddings-and-output-weights vocab-size padded-vocab-size "
         "make-vocab-size-divisible-by qk-layernorm window-size window-attn-skip-freq "
-        "attention-output-gate",
+        "qk-l2-norm no-rope-freq "
+        "attention-output-gate linear-attention-freq linear-key-head-dim linear-num-key-heads "
+        "linear-num-value-heads linear-value-head-dim",
     ),
+    _unpriced("layers of another kind", "experimental-attention-variant", "gated_delta_net"),
+    _unpriced("a convolution of another width", "linear-conv-kernel-dim", "4"),
     _priced(
         "experts, latent attention and multi-token prediction",
         "num-experts moe-layer-freq moe-ffn-hidden-size moe-router-topk moe-shared-expert-intermediate-size "
-        "moe-shared-expert-gate moe-latent-size expert-model-parallel-size expert-tensor-parallel-size "
+        "moe-shared-expert-gate moe-apply-probs-on-input moe-latent-size "
+        "expert-model-parallel-size expert-tensor-parallel-size "
         "moe-token-dispatcher-type moe-grouped-gemm multi-latent-attention q-lora-rank kv-lora-rank "
         "qk-head-dim qk-pos-emb-head-dim v-head-dim mtp-num-layers mtp-use-repeated-layer",
     ),
@@ -75,7 +80,8 @@ CLASSES: Sequence[FlagClass] = (
         "pipeline-model-parallel-layout num-layers-per-virtual-pipeline-stage "
         "num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers "
         "decoder-last-pipeline-num-layers recompute-activations recompute-granularity recompute-method "
-        "recompute-num-layers use-distributed-optimizer optimizer-cpu-offload optimizer-offload-fraction "
+        "recompute-num-layers use-distributed-optimizer num-distributed-optimizer-instances "
+        "optimizer-cpu-offload optimizer-offload-fraction "
         "use-precision-aware-optimizer overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce "
         "overlap-param-gather "
         "accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 tp-comm-overlap cross-entropy-loss-fusion "
@@ -119,8 +125,7 @@ CLASSES: Sequence[FlagClass] = (
     ),
     _indifferent(
         "acts only with --experimental-attention-variant",
-        "dsa-* disable-dsa-* no-dsa-* linear-attention-freq linear-conv-kernel-dim linear-key-head-dim "
-        "linear-num-key-heads linear-num-value-heads linear-value-head-dim",
+        "dsa-* disable-dsa-* no-dsa-*",
     ),
     _indifferent("acts only with --optimizer muon, lion or sgd", "muon-* lion-beta1 lion-beta2 sgd-momentum"),
     _indifferent("acts only with --fp4-format", "fp4-*"),
@@ -154,7 +159,7 @@ CLASSES: Sequence[FlagClass] = (
     _indifferent("acts only with --cpu-offloading-num-layers", "cpu-offloading-retain-pinned-cpu-buffers"),
     _unpriced(
         "layers other than attention and MLP are not priced",
-        "hybrid-override-pattern is-hybrid-model experimental-attention-variant spec "
+        "hybrid-override-pattern is-hybrid-model spec "
         "heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json",
     ),
     _unpriced("states of other optimizers have another size", "optimizer", "adam", "adamw"),
@@ -167,7 +172,7 @@ CLASSES: Sequence[FlagClass] = (
     _unpriced("attention of another kind than the priced one", "softmax-type", "vanilla", "learnable"),
     _unpriced(
         "attention of another kind than the priced one",
-        "qk-l2-norm qk-clip use-kitchen-attention kitchen-attention-backend log-max-attention-logit ",
+        "qk-clip use-kitchen-attention kitchen-attention-backend log-max-attention-logit ",
     ),
     _unpriced(
         "activations other than GELU and SwiGLU",
@@ -192,7 +197,6 @@ CLASSES: Sequence[FlagClass] = (
     _unpriced("sharding by PyTorch's FSDP2 is not priced for Megatron", "use-torch-fsdp2"),
     _unpriced("Megatron-FSDP is priced with masters of 4 bytes", "megatron-fsdp-main-params-dtype", "fp32"),
     _unpriced("gradients travel as wide as they are added up", "megatron-fsdp-grad-comm-dtype", "auto"),
-    _unpriced("the groups of data parallelism are priced as one", "num-distributed-optimizer-instances", "1"),
     _unpriced(
         "moves activations in a way that only stages.json beside emitted files says",
         "cpu-offloading-num-layers fine-grained-activation-offloading",
@@ -265,7 +269,7 @@ CLASSES: Sequence[FlagClass] = (
         "adam-* lr lr-* min-lr decoupled-* weight-decay* start-weight-decay end-weight-decay "
         "no-weight-decay-cond-type head-lr-mult clip-grad init-method-* embedding-init-method-std seed "
         "loss-scale loss-scale-window initial-loss-scale min-loss-scale hysteresis norm-epsilon rotary-* "
-        "use-rope-scaling rope-* yarn-* no-yarn-* mrope-section no-rope-freq apply-layernorm-1p "
+        "use-rope-scaling rope-* yarn-* no-yarn-* mrope-section apply-layernorm-1p "
         "apply-residual-connection-post-layernorm apply-query-key-layer-scaling apply-wd-to-qk-layernorm "
         "attention-softmax-in-fp32 fp8-amax-* fp8-margin fp8-interval data-parallel-random-init "
         "override-opt* use-checkpoint-opt* calculate-per-token-loss eod-mask-loss reset-position-ids "

@@ -288,6 +288,12 @@ def _sharding(read: Reader) -> Iterator[Finding]:
             yield _say("rejected", "overlap-param-gather", "needs --use-distributed-optimizer (A:1023)")
         if not read.has("overlap-grad-reduce"):
             yield _say("rejected", "overlap-param-gather", "needs --overlap-grad-reduce (A:1023)")
+    if (read.number("num-distributed-optimizer-instances", 1) or 1) > 1 and not sharded:
+        yield _say(
+            "rejected",
+            "num-distributed-optimizer-instances",
+            "needs --use-distributed-optimizer (DDP)",
+        )
     if read.has("data-parallel-sharding-strategy") and not read.has("use-megatron-fsdp"):
         yield _say("ignored", "data-parallel-sharding-strategy", "acts with --use-megatron-fsdp only")
     if read.has("use-megatron-fsdp"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from mist_megatron.frameworks.findings import Refusal
 from mist_megatron.frameworks.flags import Flags, flag, when
@@ -28,12 +29,13 @@ def model_refusals(model: ModelSpec) -> tuple[Refusal, ...]:
 
 
 def _kind_refusals(model: ModelSpec) -> list[Refusal]:
-    """Layers that no flag is written for: of those that differ, some may have windows of one size, and some
-    experts of one kind."""
+    """Layers that no flag is written for: of those that differ, some may have windows of one size, some
+    experts of one kind, and some no positions. Sequences are of one chunk wherever there is a plan."""
     # What a model with kinds of its own says of its own shape is that of none of its layers.
     kinds = model.kinds if model.groups else (kind_of(model, "own"), *model.kinds)
     whole = [replace(k, half=None, mamba=None, delta_net=None, attention_gate=False) for k in kinds]
-    alike = {replace(kind, name="alike", window=None, experts=None) for kind in whole}
+    same: dict[str, Any] = {"window": None, "chunk": None, "experts": None, "rotary": True}
+    alike = {replace(kind, name="alike", **same) for kind in whole}
     windows, experts = (
         {kind.window for kind in kinds} - {None},
         {kind.experts for kind in model.kinds} - {None},
@@ -43,8 +45,8 @@ def _kind_refusals(model: ModelSpec) -> list[Refusal]:
         return []
     return [
         Refusal(
-            rule="flags are written for causal attention, layers that differ in having a window, experts or "
-            "a delta net alone, and layers of half a block",
+            rule="flags are written for causal attention, layers that differ in having a window, experts, "
+            "rotary positions or a delta net alone, and layers of half a block",
             got=f"{model.name} has layers of kind {', '.join(kind.name for kind in model.kinds)}",
             instead="predict and simulate, which take its plans, and tune, which finds them",
         )
@@ -94,14 +96,16 @@ def _constant_refusals(model: ModelSpec) -> list[Refusal]:
     kind, factor = model.constants.rotary_scaling, model.constants.rotary_factor
     if latent_attention_of(model) is not None:
         return _latent_constant_refusals(model)
-    said = kind in ("none", "llama3") or (kind == "linear" and factor.is_integer())
+    said = kind == "none" or (kind == "linear" and factor.is_integer())
+    said = said or (kind == "llama3" and model.constants.rotary_high == 4.0)
     if said or not model.rotary or _turns_by_yarn(model):
         return []
     return [
         Refusal(
-            rule=f"megatron-core {VERSION} has flags for llama3 and whole linear scaling of rotary "
-            "positions; of yarn those of GPT-OSS are known",
-            got=f"{model.name} scales them by {kind} {factor:g}",
+            rule=f"megatron-core {VERSION} has flags for llama3 (rotary_high 4) and whole linear scaling of "
+            "rotary positions; of yarn those of GPT-OSS are known",
+            got=f"{model.name} scales them by {kind} {factor:g}"
+            + (f" and rotary_high {model.constants.rotary_high:g}" if kind == "llama3" else ""),
             instead="--target deepspeed with the Hugging Face implementation of the model",
         )
     ]
@@ -164,7 +168,8 @@ def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
         *when(grouped, flag("--group-query-attention"), flag("--num-query-groups", model.kv_heads)),
         flag("--normalization", "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"),
         flag("--norm-epsilon", model.constants.norm_epsilon),
-        *when(model.qk_norm or latent is not None, flag("--qk-layernorm")),
+        *when((model.qk_norm and model.qk_norm_weights) or latent is not None, flag("--qk-layernorm")),
+        *when(model.qk_norm and not model.qk_norm_weights, flag("--qk-l2-norm")),
         *when(model.gated_mlp and not has_sinks(model), flag("--swiglu")),
         *when(has_sinks(model), *SINK_FLAGS),
         *when(model.activation == "squared_relu", flag("--squared-relu")),
@@ -207,6 +212,18 @@ def window_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
     return size, flag("--window-attn-skip-freq", each if in_turns else str(has).replace(" ", ""))
 
 
+def unrotated_flags(model: ModelSpec) -> Flags:
+    """Which layers have no rotary positions: each n-th, or a list."""
+    without = [int(not model.kinds[place].rotary) for place in model.kind_of_layer]
+    if not any(without) or all(kind.half is not None for kind in model.kinds):
+        return ()
+    each = without.index(1) + 1
+    in_turns = model.layers % each == 0 and without == [
+        int(layer % each == 0) for layer in range(1, model.layers + 1)
+    ]
+    return (flag("--no-rope-freq", each if in_turns and each > 1 else str(without).replace(" ", "")),)
+
+
 def windowed_attention(model: ModelSpec, training: TrainingSpec) -> bool:
     """Whether layers have a window that is shorter than the sequence: a longer one does nothing."""
     return any(kind.window is not None and kind.window < training.seq_len for kind in model.kinds)
@@ -219,7 +236,7 @@ def position_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
     return (
         flag("--position-embedding-type", "yarn" if _turns_by_yarn(model) else kind),
         flag("--max-position-embeddings", rows),
-        *when(model.rotary, *rotary_flags(model.constants)),
+        *when(model.rotary, *rotary_flags(model.constants), *unrotated_flags(model)),
         *when(
             _turns_by_yarn(model),
             flag("--rotary-scaling-factor", model.constants.rotary_factor),

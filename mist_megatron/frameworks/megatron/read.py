@@ -113,7 +113,8 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
         rotary=rotary,
         learned_positions=0 if rotary or kind == "none" else read.count("max-position-embeddings"),
         tied_embeddings=not read.has("untie-embeddings-and-output-weights"),
-        qk_norm=read.has("qk-layernorm") and latent is None,
+        qk_norm=(read.has("qk-layernorm") or read.has("qk-l2-norm")) and latent is None,
+        qk_norm_weights=not read.has("qk-l2-norm"),
         sinks=sinks,
         attention_gate=read.has("attention-output-gate"),
         constants=constants_of(read, rotary=rotary),
@@ -175,10 +176,12 @@ def stage_layers(read: Reader, stages: int) -> tuple[tuple[int, ...], int]:
         chunks = parse_layout(read.text("pipeline-model-parallel-layout"), read.where)
         return _cut(chunks, stages, f"{read.where}: the layout")
     vpp = 1
-    if read.has("num-layers-per-virtual-pipeline-stage"):
-        vpp = total // stages // max(read.count("num-layers-per-virtual-pipeline-stage"), 1)
-    elif read.has("num-virtual-stages-per-pipeline-rank"):
-        vpp = read.count("num-virtual-stages-per-pipeline-rank")
+    ways = ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank")
+    if used := next((way for way in ways if read.has(way)), ""):
+        asked = max(read.count(used), 1)
+        vpp = total // stages // asked if used == ways[0] else asked
+        if not 0 < vpp <= max(total, 1):
+            raise InputError(f"{read.where}: --{used} is {asked}; {stages} stages have {total} layers")
     first = read.count("decoder-first-pipeline-num-layers", 0)
     last = read.count("decoder-last-pipeline-num-layers", 0)
     middle = stages - bool(first) - bool(last)
@@ -211,6 +214,7 @@ def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpe
             f"{where}: global batch {training.global_batch} is no multiple of micro-batch {micro} x dp {dp}",
             details=("Megatron rejects this (num_microbatches_calculator.py:381)",),
         )
+    model = model_of(read, _vocab(read))  # first: it knows how many layers there can be
     layers, vpp = stage_layers(read, pp)
     stages = tuple(
         _stage(reader, chunks, _plain_stage(sum(chunks), grid, cp, cluster.gpus_per_node))
@@ -220,7 +224,7 @@ def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpe
         reader.has("sequence-parallel") and tp > 1 for reader, (_, tp, _) in zip(readers, grids, strict=True)
     )
     return Plan(
-        model=model_of(read, _vocab(read)),
+        model=model,
         training=training,
         cluster=cluster,
         target=_target(stages),
@@ -323,6 +327,9 @@ def _stage(read: Reader, chunks: tuple[int, ...], plain: StagePlan) -> StagePlan
     )
 
 
+INSTANCES = "num-distributed-optimizer-instances"
+
+
 def _execution(read: Reader, training: TrainingSpec, context_parallel: int, tp: int) -> Execution:
     wide = read.has("accumulate-allreduce-grads-in-fp32") or (
         training.precision != "fp16" and not read.has("grad-reduce-in-bf16")
@@ -354,6 +361,7 @@ def _execution(read: Reader, training: TrainingSpec, context_parallel: int, tp: 
         cuda_graphs=graphs_of(read),
         quantization=quantization_of(read),
         optimizer_bytes=optimizer_bytes_of(read),
+        optimizer_instances=instances if (instances := read.count(INSTANCES, 1)) > 1 else None,
     )
 
 

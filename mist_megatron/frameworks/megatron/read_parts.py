@@ -16,7 +16,7 @@ from mist_megatron.spec.hybrid_presets import hybrid_model
 from mist_megatron.spec.kinds import Dispatcher, GraphModule, Quantization
 from mist_megatron.spec.layer import LayerGroup, LayerKind
 from mist_megatron.spec.model import MOST_LAYERS, ModelSpec
-from mist_megatron.spec.recurrent import Mamba
+from mist_megatron.spec.recurrent import DeltaNet, Mamba
 
 MOST_TURNS = 12
 """Layers after which a pattern begins anew; twice the longest of published models (Gemma 3: 6)."""
@@ -45,6 +45,7 @@ def experts_of(read: Reader, ffn_hidden: int) -> ExpertSpec | None:
         balance=even,
         balance_loss=loss if even != "none" else 0.0,
         balance_bias=read.has("moe-router-enable-expert-bias"),
+        weighs_input=read.has("moe-apply-probs-on-input"),
     )
 
 
@@ -88,22 +89,31 @@ def with_groups(model: ModelSpec, read: Reader) -> ModelSpec:
     if read.has("hybrid-layer-pattern"):
         return hybrid_of(model, read)
     experts, windows = _experts_by_layer(read, model), _windows_by_layer(read, model)
-    if all(experts) and all(windows):
+    rotated, nets = _rotated_by_layer(read, model), _nets_by_layer(read, model)
+    if all(experts) and all(windows) and all(rotated) and not any(nets):
         return model
     kinds = {}
-    for mixture, window in sorted(set(zip(experts, windows, strict=True)), reverse=True):
+    net = _delta_net(read)
+    layers = list(zip(experts, windows, rotated, nets, strict=True))
+    for mixture, window, turns, delta in sorted(set(layers), reverse=True):
         parts = []
         if not all(experts):
             parts.append("moe" if mixture else "dense")
         if not all(windows):
             parts.append("window" if window else "full")
+        if not all(rotated):
+            parts.append("rotary" if turns else "unrotated")
+        if any(nets):
+            parts.append("delta" if delta else "attention")
         changes: dict[str, object] = {} if mixture else {"experts": None}
+        changes |= {"delta_net": net, "attention_gate": False} if delta else {}
         changes |= {} if window else {"window": None}
-        kinds[mixture, window] = model.kind("_".join(parts), **changes)
-    order = [kinds[has] for has in zip(experts, windows, strict=True)]
-    if len(kinds) == 1:
+        changes |= {} if turns or not model.rotary else {"rotary": False}
+        kinds[mixture, window, turns, delta] = model.kind("_".join(parts), **changes)
+    order = [kinds[has] for has in layers]
+    if len(kinds) == 1 and not any(nets):
         only = order[0]
-        return replace(model, experts=only.experts, window=only.window)
+        return replace(model, experts=only.experts, window=only.window, rotary=only.rotary)
     return replace(model, groups=_groups(order))
 
 
@@ -182,6 +192,36 @@ def _windows_by_layer(read: Reader, model: ModelSpec) -> list[bool]:
     if "[" in said:
         return _list(read, "window-attn-skip-freq", model.layers)
     every = max(read.count("window-attn-skip-freq"), 1)
+    return [layer % every != 0 for layer in range(1, model.layers + 1)]
+
+
+def _delta_net(read: Reader) -> DeltaNet:
+    """Sizes of delta nets; the flags' own defaults where they say nothing."""
+    return DeltaNet(
+        key_heads=read.count("linear-num-key-heads", 16),
+        value_heads=read.count("linear-num-value-heads", 32),
+        key_dim=read.count("linear-key-head-dim", 128),
+        value_dim=read.count("linear-value-head-dim", 128),
+    )
+
+
+def _nets_by_layer(read: Reader, model: ModelSpec) -> list[bool]:
+    """Which layers have delta nets: a whole number means all but each n-th."""
+    if not read.has("experimental-attention-variant"):
+        return [False] * model.layers
+    if "[" in read.text("linear-attention-freq"):
+        return _list(read, "linear-attention-freq", model.layers)
+    every = max(read.count("linear-attention-freq"), 1)
+    return [layer % every != 0 for layer in range(1, model.layers + 1)]
+
+
+def _rotated_by_layer(read: Reader, model: ModelSpec) -> list[bool]:
+    """Which layers have rotary positions: a whole number means all but each n-th."""
+    if not model.rotary or not read.has("no-rope-freq"):
+        return [True] * model.layers
+    if "[" in read.text("no-rope-freq"):
+        return [not without for without in _list(read, "no-rope-freq", model.layers)]
+    every = max(read.count("no-rope-freq"), 1)
     return [layer % every != 0 for layer in range(1, model.layers + 1)]
 
 

@@ -111,8 +111,14 @@ def pipeline_flags(plan: Plan) -> Flags:
 
 
 def sharding_flags(plan: Plan) -> Flags:
-    """ZeRO 1 is the distributed optimizer, which Megatron-FSDP is built on."""
-    return (*when(distributed_optimizer(plan), flag("--use-distributed-optimizer")), *fsdp_flags(plan))
+    """ZeRO 1 is the distributed optimizer, which Megatron-FSDP is built on; in how many sub-groups of the
+    replicas its states are whole."""
+    instances = plan.execution.instances
+    return (
+        *when(distributed_optimizer(plan), flag("--use-distributed-optimizer")),
+        *when(instances > 1, flag("--num-distributed-optimizer-instances", instances)),
+        *fsdp_flags(plan),
+    )
 
 
 def distributed_optimizer(plan: Plan) -> bool:

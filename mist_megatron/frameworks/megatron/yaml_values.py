@@ -171,6 +171,8 @@ SPECIAL: Mapping[str, Callable[[object], Said]] = MappingProxyType(
         "transformer_engine": _engine,
         "num_query_groups": _groups,
         "moe_layer_freq": _pattern("moe-layer-freq"),
+        "no_rope_freq": _pattern("no-rope-freq"),
+        "linear_attention_freq": _pattern("linear-attention-freq"),
         "window_attn_skip_freq": _pattern("window-attn-skip-freq"),
         "window_size": _window,
         "pipeline_model_parallel_layout": _layout,

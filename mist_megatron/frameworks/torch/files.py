@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.plan_yaml import plan_to_yaml
 from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources
+from mist_megatron.spec.layer import LayerKind
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.strategies import Strategy, edge_strategies
 from mist_megatron.targets.rules import require_runnable
@@ -22,19 +25,7 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
             "plan: its layers have no strategies of their own, which is what files for torch are about",
             details=("try: mist-megatron tune --target torch --space galvatron-bmw",),
         )
-    model = plan.model
-    entered = sorted(kind.name for kind in model.kinds if kind.entry or kind.cross_attention or kind.frozen)
-    if entered or not model.alike:
-        raise InputError(
-            f"plan: parallelize.py hands one tensor of one shape from layer to layer; {model.name} has "
-            + (f"layers of kind {entered[0]}" if entered else "layers of several shapes")
-        )
-    if model.tied_embeddings:
-        raise InputError(
-            f"plan: {model.name} ties its embedding to its output layer: their weights are one tensor in "
-            "two places; parallelize.py takes two modules with weights of their own",
-            details=("try: the model without tied_embeddings, which has more parameters",),
-        )
+    _require_joined(plan.model)
     if plan.rank_map is not None or plan.training.precision == "fp8":
         raise InputError("plan: parallelize.py numbers ranks node by node and knows no fp8")
     return {
@@ -45,25 +36,62 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
     }
 
 
+def _require_joined(model: ModelSpec) -> None:
+    """Refuse what parallelize.py cannot hand from layer to layer, or would train otherwise."""
+    for kind in model.kinds:
+        if kind.entry is not None and kind.entry.projects and kind.cross_attention is not None:
+            raise InputError(
+                f"plan: layer {kind.name} of {model.name} has an entry that projects, and attends to an "
+                "encoder: parallelize.py knows layers that do one of the two"
+            )
+    if shares_weights(model) and model.first_shape.frozen:
+        raise InputError(
+            f"plan: the embedding of {model.name} is frozen and its table is shared with layers that are "
+            "trained; wanted it trained, or tables of their own"
+        )
+
+
+def shares_weights(model: ModelSpec) -> bool:
+    """Whether modules of the model have a weight in common."""
+    return model.tied_embeddings or any(kind.looks_up_shared for kind in model.kinds)
+
+
 def strategies_text(plan: Plan) -> str:
-    """By stage and layer: ranks, what they share, and whether the layer is recomputed."""
-    lines = [",\n".join(f"    {_said(layer)}" for layer in stage.layer_strategies) for stage in plan.stages]
+    """By stage and layer: ranks, what they share, whether the layer is recomputed, and what it takes."""
+    model = plan.model
+    kinds = iter([model.kinds[place] for place in model.kind_of_layer])
+    lines = [
+        ",\n".join(f"    {_said(layer, next(kinds))}" for layer in stage.layer_strategies)
+        for stage in plan.stages
+    ]
     listed = ",\n".join(f"   [\n{text}\n   ]" for text in lines)
-    begin, end = map(_said, edge_strategies(plan.stages))
-    edges = f'"embedding": {begin},\n "head": {end}'
+    ends = [
+        _said(strategy, replace(model.kind("edge"), frozen=beside.frozen))
+        for strategy, beside in zip(
+            edge_strategies(plan.stages), (model.first_shape, model.head_shape), strict=True
+        )
+    ]
+    shares = json.dumps(shares_weights(model))
+    edges = f'"embedding": {ends[0]},\n "head": {ends[1]},\n "shares_weights": {shares}'
     return f'{{"grad_accum": {plan.grad_accum},\n {edges},\n "stages": [\n{listed}\n]}}\n'
 
 
-def _said(strategy: Strategy) -> str:
-    return json.dumps(
-        {
-            "dp": strategy.layout.dp,
-            "tp": strategy.layout.tp,
-            "tp_outside": strategy.layout.tp_outside,
-            "sharded": strategy.zero == 3,
-            "ckpt": strategy.ckpt,
-        }
-    )
+def _said(strategy: Strategy, kind: LayerKind) -> str:
+    """Without what a layer is not."""
+    said: dict[str, object] = {
+        "dp": strategy.layout.dp,
+        "tp": strategy.layout.tp,
+        "tp_outside": strategy.layout.tp_outside,
+        "sharded": strategy.zero == 3,
+        "ckpt": strategy.ckpt,
+    }
+    marks = {
+        "frozen": kind.frozen,
+        "takes_tokens": kind.entry is not None and kind.entry.table != "none",
+        "gives_encoder": kind.entry is not None and kind.cross_attention is not None,
+        "takes_encoder": kind.entry is None and kind.cross_attention is not None,
+    }
+    return json.dumps(said | {name: True for name, marked in marks.items() if marked})
 
 
 def _readme(plan: Plan) -> str:
