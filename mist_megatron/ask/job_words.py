@@ -16,10 +16,11 @@ from mist_megatron.formats.gpu_yaml import gpu_from_mapping, is_gpu
 from mist_megatron.spec import catalogue, check
 from mist_megatron.spec.adapter import adapter_of
 from mist_megatron.spec.cluster import MOST_GPUS, ClusterSpec, GpuSpec, cluster_of
+from mist_megatron.spec.expert_checks import MOST_IMBALANCE
 from mist_megatron.spec.job import Job, parse_bytes, parse_links
 from mist_megatron.spec.kinds import BLACKWELL_RECIPES, RECIPES
 from mist_megatron.spec.model import ModelSpec, with_adapter
-from mist_megatron.spec.plan import MOST_IMBALANCE, TARGET_NAMES, Execution, TargetName
+from mist_megatron.spec.plan import TARGET_NAMES, Execution, TargetName
 from mist_megatron.spec.training import PRECISION_WORDS, TrainingSpec, precision_of
 
 Taken = TypeVar("Taken", str, int, float)

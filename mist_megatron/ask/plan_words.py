@@ -74,6 +74,8 @@ def shape_words(plan: Plan) -> str:
     words += ["sequence parallel"] * plan.sequence_parallel
     words += ["tensor-parallel overlap"] * bool(plan.execution.tp_comm_overlap)
     words += ["decoupled steps"] * bool(plan.execution.decoupled_step)
+    instances = plan.execution.instances
+    words += [f"optimizer states in each of {instances} sub-groups of replicas"] * (instances > 1)
     return ", ".join(words)
 
 

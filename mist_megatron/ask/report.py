@@ -9,6 +9,7 @@ from typing import Any
 from mist_megatron import __version__
 from mist_megatron.ask.changes import changes_of, under_less_memory
 from mist_megatron.ask.evaluators import error_bar_of, evaluator_for
+from mist_megatron.ask.left_out import left_out_words
 from mist_megatron.ask.next_steps import next_steps
 from mist_megatron.ask.plan_words import (
     GIB,
@@ -21,7 +22,7 @@ from mist_megatron.ask.plan_words import (
 )
 from mist_megatron.ask.plans import PlanLike, load_plan
 from mist_megatron.ask.simulate import play
-from mist_megatron.ask.tune import Tuned, left_out_words, proof_words
+from mist_megatron.ask.tune import Tuned, proof_words
 from mist_megatron.ask.words import with_words
 from mist_megatron.cost.predict import Prediction, grid_of, job_of, predict
 from mist_megatron.errors import InputError

@@ -16,6 +16,7 @@ from mist_megatron import __version__
 from mist_megatron.ask.baselines import best_by_hand
 from mist_megatron.ask.emit import framework_files
 from mist_megatron.ask.evaluators import SourcedEvaluator, error_bar_of, evaluator_for, profile_hash
+from mist_megatron.ask.left_out import left_out_words
 from mist_megatron.ask.on_links import OnLinks
 from mist_megatron.ask.plan_words import (
     faster_words,
@@ -26,15 +27,17 @@ from mist_megatron.ask.plan_words import (
     stage_lines,
     title_words,
 )
+from mist_megatron.ask.second_opinion import opinion_words
 from mist_megatron.ask.simulate import play
 from mist_megatron.ask.verify import Verification
 from mist_megatron.calibrate.error_bars import ErrorBar
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import Prediction, predict, prediction_document
 from mist_megatron.errors import InputError
+from mist_megatron.events.iteration import played_s
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_mapping, plan_to_yaml
-from mist_megatron.search.execution import ExecutionChoice, contexts, execution_choices
+from mist_megatron.search.execution import ExecutionChoice, execution_choices
 from mist_megatron.search.galvatron import LayerwiseResult, search_layerwise
 from mist_megatron.search.search import (
     SearchResult,
@@ -45,7 +48,7 @@ from mist_megatron.search.search import (
     search_ways,
 )
 from mist_megatron.search.solution import plan_of
-from mist_megatron.search.space import WIDTHS, Limits, Space, space_named
+from mist_megatron.search.space import Limits, Space, space_named
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.ways import ways_of
 from mist_megatron.spec.job import Job
@@ -184,6 +187,13 @@ class Tuned:
             evaluators=self.evaluators[:count],
             on_links=self.on_links and self.on_links.ranked(range(len(self.plans[:count]))),
         )
+
+    def played(self) -> Tuned:
+        """With a note where the events, which play each plan, say another thing than `predict`."""
+        pairs = zip(self.plans, self.evaluators, strict=True)
+        seconds = [played_s(plan, evaluator) for plan, evaluator in pairs]
+        words = opinion_words([one.iteration_s for one in self.predictions], seconds)
+        return replace(self, notes=(*self.notes, *words))
 
     def verified(self, watch: Watch | None = None) -> Tuned:
         """The same plans in the order of the events, which play each of them."""
@@ -396,39 +406,3 @@ def proof_words(tuned: Tuned) -> str:
         f"{proof} ({left_out_words(tuned)}{result.tally.priced:,} configurations priced, "
         f"{result.shapes_solved:,} of {result.shapes:,} shapes solved, {tuned.seconds:.1f} s)"
     )
-
-
-def left_out_words(tuned: Tuned) -> str:
-    """What the proof is not about."""
-    space, cluster, words = tuned.space, tuned.job.cluster, ["to a millionth"]
-    if cluster.gpus > 1:
-        words.append("on any whole nodes, or part of one" if tuned.on_fewer else "on all GPUs")
-    routed = tuned.job.model.routed is not None
-    if cluster.nodes > 1 and (routed or not space.tensor_over_nodes):
-        words.append(
-            "tensor parallelism inside nodes" if routed else "tensor parallelism over fast links only"
-        )
-    narrow = sorted({*WIDTHS} & {*tuned.settings.limits.fixed})
-    widths = f"the {' and '.join(narrow)} that --fix says" if narrow else "the usual widths"
-    words.append(f"gradients and optimizer states of {widths}, sharded over all replicas or none")
-    if "any" in dict(space.offload.items()).values():
-        words.append(f"offload in steps of {tuned.settings.step:g}")
-    if space.near_even:
-        words.append("stages that are alike split layers near evenly")
-    if space.context_parallel and all(cp == 1 for cp, _ in contexts(tuned.job, space, Limits())):
-        words += ["no context parallelism"] * (cluster.gpus > 1)
-    elif space.context_parallel:
-        kinds = "a ring" if routed or len(space.context_exchanges) == 1 else "a ring or all-to-all"
-        words.append(f"context parallelism is {kinds} over powers of two")
-    if routed:
-        words.append("experts are split over fast links only")
-        words.append("graphs replay all that they can or nothing")
-        words.append("of layers with experts all is recomputed or one of a few sets of modules")
-        words.append("nothing is in host memory")
-        if space.megatron_fsdp and "megatron_fsdp" in TARGETS[tuned.job.target].capability.switches:
-            words.append("Megatron-FSDP of mixtures only where --fix asks for it")
-    elif space.recompute_modules:
-        words.append("of parts of layers attention, MLP or both are recomputed")
-    if tuned.on_links is not None:
-        words.append("on any of the nodes, by the best links that groups can have")
-    return "; ".join([*words, ""])

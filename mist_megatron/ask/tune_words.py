@@ -25,8 +25,9 @@ from mist_megatron.ask.workers import within, worker_pool
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.bounds import Solver
 from mist_megatron.search.layer_rules import Balance, PerLayer
+from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.search import Settings, StoppedEmpty, Watch
-from mist_megatron.search.space import Space, parse_limits, space_named
+from mist_megatron.search.space import Space, space_named
 from mist_megatron.spec import check
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.links import LinkMatrix
@@ -136,8 +137,7 @@ def tune(
             f"no plan found within {limit}", details=("try: a longer --time-limit",)
         ) from None
     tuned = searched.first(top)
-    if verify is not None:
-        tuned = tuned.verified(watch)
+    tuned = tuned.played() if verify is None else tuned.verified(watch)
     if out is not None:
         tuned = tuned.written(out, force=words["force"])
     if report is not None:

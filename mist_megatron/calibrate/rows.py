@@ -208,13 +208,22 @@ def _plan(row: Cells) -> Plan:
                 quantization=RECIPES.get(row.text("precision")),
                 deterministic="deterministic mode" in row.text("note") or None,
                 scattered_boundaries=framework in SCATTERING or None,
-                zero3=ZERO3_OF_FRAMEWORK.get(framework) if row.text("zero") == "3" else None,
+                zero3=_whose_zero3(row),
             ),
         )
     except InputError as error:
         if error.message.startswith(f"{row.where}: "):  # a cell that cannot be read is a fault of the file
             raise
         raise Inexpressible(error.message) from None
+
+
+def _whose_zero3(row: Cells) -> Zero3Name | None:
+    """FSDP is one program whether it shards weights or gradients alone (SHARD_GRAD_OP); pipelines of rows are
+    of the DeepSpeed of 2021, whatever ZeRO they have."""
+    framework, zero = row.text("framework"), row.text("zero")
+    if framework == "deepspeed-pipeline":
+        return "deepspeed-2021"
+    return ZERO3_OF_FRAMEWORK.get(framework) if zero == "3" or (framework, zero) == ("fsdp", "2") else None
 
 
 def _grad_bytes(row: Cells) -> int | None:

@@ -27,39 +27,16 @@ ALSO_CALLED: Mapping[str, str] = MappingProxyType(
     {
         "llama31405b": "llama3405b",
         "llama3370b": "llama370b",
+        "llama4maverick": "llama4maverick17b128e",
+        "llama4scout": "llama4scout17b16e",
         "nemotron3ultra550b": "nemotron3ultra550ba55b",
     }
 )
-CHUNK = 8192
-"""Tokens of a chunk of Llama 4's attention: shorter sequences see all of themselves."""
-
-
-def _llama4(name: str, experts: ExpertSpec) -> ModelSpec:
-    """Text model of Meta's Llama 4, by Megatron-Bridge's providers."""
-    return ModelSpec(
-        name=name,
-        family="llama",
-        layers=48,
-        hidden=5120,
-        ffn_hidden=16384,
-        heads=40,
-        kv_heads=8,
-        head_dim=128,
-        vocab=202048,
-        gated_mlp=True,
-        activation="silu",
-        norm="rmsnorm",
-        experts=experts,
-    )
 
 
 def _others() -> Mapping[str, ModelSpec]:
-    """Shapes that no preset has, because no framework's files for them can be written: chunks of attention
-    (Llama 4), gated GELU and scaled logits (Grok-1, github.com/xai-org/grok-1)."""
-    maverick = ExpertSpec(
-        count=128, top_k=1, ffn_hidden=8192, shared_ffn_hidden=8192, every=2, router="sigmoid"
-    )
-    scout = ExpertSpec(count=16, top_k=1, ffn_hidden=8192, shared_ffn_hidden=8192, router="sigmoid")
+    """Shapes that no preset has, because no framework's files for them can be written: gated GELU and scaled
+    logits (Grok-1, github.com/xai-org/grok-1)."""
     grok = ModelSpec(
         name="grok-1",
         family="llama",
@@ -76,8 +53,6 @@ def _others() -> Mapping[str, ModelSpec]:
         experts=ExpertSpec(count=8, top_k=2, ffn_hidden=32768),
     )
     return {
-        "llama4maverick": _llama4("llama4-maverick", maverick),
-        "llama4scout": _llama4("llama4-scout", scout),
         "grok1314b": grok,
         "grok1": grok,
     }
@@ -92,8 +67,10 @@ def model_named(name: str, note: str, *, mtp: int | None, seq_len: int) -> Model
         if re.match(pattern, name, re.IGNORECASE):
             raise Inexpressible(f"model {name}: {reason}")
     base, cut = _base(name)
-    if base.name.startswith("llama4") and seq_len > CHUNK:
-        raise Inexpressible(f"model {name}: attention in chunks of {CHUNK} is not modelled, seq is {seq_len}")
+    if base.chunk is not None and seq_len > base.chunk:
+        raise Inexpressible(
+            f"model {name}: attention in chunks of {base.chunk} is not modelled, seq is {seq_len}"
+        )
     model = _changed(base if cut is None else _of_layers(base, cut), note)
     return model if mtp is None else replace(model, mtp_layers=mtp)
 

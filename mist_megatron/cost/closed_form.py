@@ -22,8 +22,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mist_megatron.cost.by_chunk import Round
-from mist_megatron.cost.edges import embedding_waits, head_waits, turned_at_head
+from mist_megatron.cost.by_chunk import Round, gathered_apart
+from mist_megatron.cost.edges import (
+    begun_beside,
+    embedding_waits,
+    head_waits,
+    still_leaving,
+    turned_at_head,
+)
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.last_reductions import counted_apart, last_reductions
 from mist_megatron.cost.phases import (
@@ -37,13 +43,11 @@ from mist_megatron.cost.phases import (
 )
 from mist_megatron.cost.sends import (
     least_sent,
-    mean_hop_s,
-    sent_beside_reductions,
     sent_to_neighbours,
     slowed_by_reduction,
 )
 from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
-from mist_megatron.cost.traffic import gathers_on_arrival, reduces_by_chunk
+from mist_megatron.cost.traffic import gathers_by_chunk, gathers_on_arrival, reduces_by_chunk
 from mist_megatron.cost.work import LayerWork, StageWork, edge_grid, kept_layer, last_layer_stays
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.price.prices import Array
@@ -162,15 +166,16 @@ def _block_terms(
     add_term(stable, Term.PIPELINE_FILL_OF_LAYERS, _arrivals(forward, backward, kept, whole))
     first = forward.beyond((kept.first, kept.forward), (whole.first, whole.forward))
     last = backward.beyond((kept.last, kept.backward), (whole.last, whole.backward))
+    add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last)
     if gathers_on_arrival(grid, facts):
-        add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last)
         add_term(delta, Term.FIRST_GATHER, first + of_kind(place, kept.gather_before_s))
     else:
         add_term(delta, Term.FIRST_FORWARD_TRAFFIC, first)
-        add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last)
+    if gathers_by_chunk(grid, facts):
+        gathered = Round.of(work).gathered_s(work.blocks[place].kept, place)
+        add_term(delta, Term.FIRST_FORWARD_TRAFFIC, gathered)
     if reduces_by_chunk(grid, facts):
-        chunks = Round.of(work, mean_hop_s(work), sent_beside_reductions(work))
-        each = [chunks.reduced_s(run.layer) for run in (kept, whole)]
+        each = [Round.of(work).reduced_s(run.layer) for run in (kept, whole)]
         add_term(delta, Term.CHUNK_REDUCTIONS, _mixed(place, *each))
     if facts.reduction.accumulation_pass:
         # Read two, write one; the first micro-batch has nothing to add to.
@@ -250,7 +255,9 @@ def _gathered(work: StageWork, layer: LayerWork, run: _Run) -> _Run:
 
     def seconds(name: str, usual: Phase) -> Phase:
         waits_s = np.where(some, getattr(kept, name), getattr(whole, name))
-        where = {"first_s": once, "forward_s": each}.get(name, each | reduces)
+        # What an embedding has reduced last goes before the next pass; a head's gradients never wait for one.
+        there = each if last else each | reduces
+        where = {"first_s": once, "forward_s": there}.get(name, each | reduces)
         return replace(usual, inside_s=np.where(where, waits_s, usual.inside_s))
 
     return replace(
@@ -277,7 +284,7 @@ def _followed(work: StageWork) -> bool:
 
 def _runs(work: StageWork, place: int, between: tuple[Between, Between]) -> tuple[_Run, _Run]:
     """Layers of the kind at that place, kept and recomputed."""
-    block = work.blocks[place]
+    block = gathered_apart(work, place)
     kept, ends, followed = block.kept, block.kept, _followed(work)
     if (followed or last_layer_stays(work)) and np.any(work.grid.offload.activations):
         # The recomputed layers' backward pass comes first: nothing that they saved has to come in before it.
@@ -296,14 +303,14 @@ def _run(
     factors, facts, role = work.context.interference, work.context.facts, work.grid.role
     step_s, step_out_s = layer.traffic.step_compute_s, layer.traffic.step_out_s
     into_forward = between[0].exposed_s(layer.forward, layer.backward, factors)
-    into_backward = between[1].exposed_s(ends.backward, ends.forward, factors)
-    last = layer.backward if reduces_by_chunk(work.grid, facts) else counted_apart(work, layer)
+    into_backward = between[1].exposed_s(ends.backward, still_leaving(work, ends.forward, followed), factors)
+    last = layer.backward if reduces_by_chunk(work.grid, facts) else counted_apart(layer)
     forward = phase(layer.forward, factors, ZERO, into_forward, followed=followed)
     forward = turned_at_head(work, layer.forward, ends, forward, followed)
     if _ahead(work):
         first = steps_ahead(layer, step_s, forward, factors)
     else:
-        into_first = between[0].exposed_s(layer.first, layer.backward, factors)
+        into_first = begun_beside(work, between[0]).exposed_s(layer.first, layer.backward, factors)
         first = phase(layer.first, factors, ZERO, into_first, followed=followed)
         first = turned_at_head(work, layer.first, ends, first, followed, steps=True)
         if followed and step_out_s.any() and role is StageRole.FIRST:
@@ -361,7 +368,7 @@ def refinement(work: StageWork) -> Refinement:
 
 def _refinement(work: StageWork, place: int) -> Refinement:
     """The part of the kind of layer at that place."""
-    grid, block = work.grid, work.blocks[place]
+    grid, block = work.grid, gathered_apart(work, place)
     between = _between_passes(work, least_sent(work))
     counted, whole = _runs(work, place, between)
     kept, none = counted, grid.ckpt == 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mist_megatron.cost.algebra import Expr
+from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.latent import CORE_DIM, QUERY_WIDTH, VALUE_WIDTH, latent_core_inputs
 from mist_megatron.cost.operators import Operator, SavedTensor, Work, WorkKind
 from mist_megatron.cost.shapes import FULL, HALF, KEY, QUERY, SCORES, TOKENS
@@ -118,6 +118,7 @@ def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
     share, visited = _pairs_share(layer), _visited_share(layer)
     if layer.window is not None:
         full = full * (WINDOW / S if layer.attention == "full" or share is None else share)
+    capped = None if layer.score_cap is None else number(1)
     # A context-parallel rank computes its share of the square: priced as that share of the heads.
     size: tuple[Expr, ...] = (B, S, heads / CP, kv_heads, width)
     if in_blocks(layer):
@@ -125,7 +126,14 @@ def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
     return Operator(
         name="attention",
         forward=(
-            Work(name="attention", kind=WorkKind.ATTENTION, flops=full, attention=size, pairs_share=visited),
+            Work(
+                name="attention",
+                kind=WorkKind.ATTENTION,
+                flops=full,
+                attention=size,
+                pairs_share=visited,
+                capped=capped,
+            ),
         ),
         backward=(
             Work(
@@ -134,6 +142,7 @@ def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
                 flops=full * 5 / 2,
                 attention=size,
                 pairs_share=visited,
+                capped=capped,
                 kernels=3,
             ),
         ),
@@ -141,6 +150,23 @@ def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
             *_attention_inputs(latent=latent),
             SavedTensor(key="attention_output", size_bytes=HALF * TOKENS * output),
             SavedTensor(key="core_log_sum", size_bytes=FULL * TOKENS * heads, inner=True),
+        ),
+        part=CORE,
+    )
+
+
+def _score_cap(scores: Expr) -> Operator:
+    """What transformers' Gemma 2 does in separate kernels (modeling_gemma2.py): division, tanh, product, the
+    mask added, scores widened for a softmax in 32 bits and rounded again, keys and values copied for each
+    query head. Kept are the tanh, the wide softmax and the copies."""
+    return Operator(
+        name="score_cap",
+        forward=(memory_work("score_cap", 12 * scores, kernels=6),),
+        backward=(memory_work("score_cap_backward", 13 * scores, kernels=5),),
+        saved=(
+            SavedTensor(key="core_capped", size_bytes=scores, inner=True),
+            SavedTensor(key="core_wide_softmax", size_bytes=2 * scores, inner=True),
+            SavedTensor(key="core_copies", size_bytes=2 * HALF * TOKENS * (QUERY - KEY), inner=True),
         ),
         part=CORE,
     )
@@ -173,6 +199,7 @@ def plain_attention(
             saved=_attention_inputs(latent=latent)[:2],
             part=CORE,
         ),
+        *((_score_cap(scores),) if layer is not None and layer.score_cap is not None else ()),
         Operator(
             name="softmax",
             forward=(memory_work("softmax", passes * scores, kernels=2 if dropped else 1),),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mist_megatron.cost.phases import Phase, departure_s, turned_round_s
+from mist_megatron.cost.phases import Between, Phase, departure_s, turned_round_s
 from mist_megatron.cost.terms import ZERO
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork
 from mist_megatron.price.overlap import overlapped_time
@@ -78,12 +78,21 @@ def embedding_waits(
         factors,
     )
     ended_s = departure_s(embedding.last, factors) - departure_s(layer.last, factors)
+    # Where nothing is gathered, it computes beside what it has sent off before, and its neighbour waits.
+    beside_s = np.where(embedding.forward.gather_s > 0.0, 0.0, embedding.forward.compute_s)
     return EdgeWaits(
-        forward_s=np.maximum(both - host_s, 0.0),
+        forward_s=np.maximum(both - host_s - beside_s, 0.0),
         backward_s=back(layer.backward, embedding.backward),
         first_s=_arrival_s(embedding.first, host_s, factors),
         last_s=back(layer.last, embedding.last) + ended_s,
     )
+
+
+def begun_beside(work: StageWork, usual: Between) -> Between:
+    """What the first layer's arrival hides behind in the very first pass: an embedding may step before it."""
+    if work.embedding is None or not work.context.facts.step.in_first_forward:
+        return usual
+    return replace(usual, beside_s=work.embedding.first.compute_s)
 
 
 def turned_at_head(
@@ -98,11 +107,21 @@ def turned_at_head(
     """A forward pass that turns round at the head: what its last layer saved leaves beside the head, and has
     to be gone before that layer's backward pass."""
     head = work.head
-    if head is None or work.grid.vpp > 1 or followed or not np.any(leaving.copy_out_s):
+    if head is None or not _turns(work, followed) or not np.any(leaving.copy_out_s):
         return usual
     passes = head.first if steps else head.forward, head
     departing_s = turned_round_s(leaving, ends.backward, passes, work.host_s / 2, work.context.interference)
     return replace(usual, last_s=np.where(leaving.copy_out_s > 0.0, departing_s, usual.last_s))
+
+
+def still_leaving(work: StageWork, usual: PassWork, followed: bool) -> PassWork:
+    """What leaves when a backward pass begins: of one that follows its forward pass at once nothing comes in
+    before that has left, which `turned_at_head` counts."""
+    return replace(usual, copy_out_s=ZERO) if work.head is not None and _turns(work, followed) else usual
+
+
+def _turns(work: StageWork, followed: bool) -> bool:
+    return work.grid.vpp == 1 and not followed
 
 
 def _arrival_s(own: PassWork, host_s: Array, factors: Array) -> Array:

@@ -80,7 +80,12 @@ def make_evaluator(
     training = job.training
     eight_bit = training.precision == "fp8"
     # Sizes that are symbols in the program.
-    sizes = {"expert_parallel": None, "expert_tensor_parallel": None, "expert_imbalance": None}
+    sizes = {
+        "expert_parallel": None,
+        "expert_tensor_parallel": None,
+        "expert_imbalance": None,
+        "optimizer_instances": None,
+    }
     # When weights are gathered changes neither what a layer does nor what a stage holds.
     execution = replace(job.execution, context_parallel=1, overlap_param_gather=None, **sizes)
     described = repr(
@@ -329,10 +334,12 @@ class StageEvaluator:
     def _computed(self, grid: StageGrid, wanted: tuple[str, ...]) -> dict[str, Array]:
         """The same of what tensors explain."""
         if grid.parts:
-            return mixed_memory(grid, len(self.kinds), lambda part: self._computed(part, ("",)))
+            tables = [k for k, kind in enumerate(self.job.model.kinds) if kind.looks_up_shared]
+            return mixed_memory(grid, len(self.kinds), lambda part: self._computed(part, ("",)), tables)
         values = self.memory_values(grid)
         alone = [OFFLOAD_SYMBOLS[kind] for kind, fraction in grid.offload.items() if np.size(fraction) == 1]
-        choices = [(name, float(np.asarray(values[name]).reshape(()))) for name in ("sp", *alone)]
+        once = ["inst"] * (np.size(grid.instances) == 1)
+        choices = [(name, float(np.asarray(values[name]).reshape(()))) for name in ("sp", *once, *alone)]
         key = (grid.role, grid.recompute, tuple(choices), wanted)
         if key not in self._bound:
             if len(self._bound) > MOST_BOUND:
@@ -360,6 +367,7 @@ class StageEvaluator:
         return {
             **self.layer_values(grid, LayerSizes.of(grid)),
             "dp": grid.dp,
+            "inst": grid.instances,
             **self._counts(grid),
             "p": grid.in_flight,
             "z1": np.where(grid.zero >= 1, 1.0, 0.0),
@@ -481,4 +489,5 @@ class StageEvaluator:
             gpus_per_node=grid.gpus_per_node,
             ep=sizes.ep,
             etp=sizes.etp,
+            instances=np.ones(()),
         )

@@ -7,7 +7,7 @@ import numpy as np
 
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.terms import ZERO, Again, LayerLoad, Linear, StageLoads, TimeContext
-from mist_megatron.cost.traffic import whole_buckets
+from mist_megatron.cost.traffic import scattered_whole, whole_buckets
 from mist_megatron.price.overlap import overlapped_time
 from mist_megatron.price.prices import Array
 from mist_megatron.spec.mesh import Group
@@ -67,13 +67,14 @@ def expert_count(grid: StageGrid, loads: StageLoads) -> Array:
 def expert_gather(grid: StageGrid, experts: Array, context: TimeContext) -> Linear:
     """Updated weights of experts, when nothing hides it."""
     width = context.weight_bytes
-    once = whole_buckets("all_gather", width * experts, width, grid, context, Group.EXPERT_DATA)
+    once = whole_buckets("all_gather", width * experts, width, grid, context, Group.EXPERT_SHARDS)
     return Linear(np.where(grid.zero == 1, once, 0.0))
 
 
 def reduced_once(count: Array, grid: StageGrid, context: TimeContext, group: Group) -> Array:
     """Gradients of a whole stage, over the ranks that have the same weights."""
     whole = context.grad_bytes * count
-    scatter = whole_buckets("reduce_scatter", whole, context.grad_bytes, grid, context, group)
+    scatter = scattered_whole(whole, grid, context, group)
     reduce = whole_buckets("all_reduce", whole, context.grad_bytes, grid, context, group)
-    return np.where(grid.zero == 1, scatter, np.where(grid.zero == 0, reduce, 0.0))
+    sharded = reduce if context.facts.reduction.on_all_ranks else scatter
+    return np.where(grid.zero == 1, sharded, np.where(grid.zero == 0, reduce, 0.0))

@@ -66,13 +66,15 @@ def mixture(
     fuser makes one kernel of the experts' products, their activation and the casts between them."""
     gates = 2 if gated else 1
     shared = _shared(experts, gates, bias=bias, eight_bit=eight_bit) if experts.shared_ffn_hidden else ()
+    routed = _routed(gates, bias=bias, eight_bit=eight_bit, fused=fused and not experts.weighs_input)
     operators = (
         _router(experts),
         *shared,
         *(_latent_in(eight_bit) if experts.latent else ()),
         _permute(dispatcher),
         _exchange("dispatch", experts, dispatcher, forward=True),
-        *_routed(gates, bias=bias, eight_bit=eight_bit, fused=fused),
+        *((_weighed_input(),) if experts.weighs_input else ()),
+        *routed,
         _exchange("combine", experts, dispatcher, forward=False),
         _unpermute(dispatcher),
         *(_latent_out(eight_bit) if experts.latent else ()),
@@ -351,6 +353,19 @@ def with_clamp(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     )
     at = [operator.name for operator in operators].index("expert_activation")
     return (*operators[:at], clamp, *operators[at:])
+
+
+def _weighed_input() -> Operator:
+    """Rows times their weights in 32 bits, rounded to 16 (experts.py, moe_apply_probs_on_input): forward they
+    are read, written wide, read and written; backward the gradient is widened, multiplied for the rows and
+    rounded, and multiplied and summed for the weights. Rows as they came are kept."""
+    elements = EXPERT_ROWS * EXPERT_WIDTH
+    return Operator(
+        name="weighed_input",
+        forward=(memory_work("weighed_input", 12 * elements, kernels=2),),
+        backward=(memory_work("weighed_input_backward", 34 * elements, kernels=5),),
+        saved=(SavedTensor(key="expert_unweighed", size_bytes=HALF * elements),),
+    )
 
 
 def _output_bias() -> Operator:

@@ -85,6 +85,8 @@ class StageGrid:
     """Ranks that share out experts ..."""
     etp: Array = field(default_factory=lambda: ONE)
     """... and that split each of them."""
+    instances: Array = field(default_factory=lambda: ONE)
+    """Sub-groups of replicas that hold all optimizer states."""
     stages: int = 1
     vpp: int = 1
     bridged: bool = False

@@ -18,19 +18,18 @@ from mist_megatron.price.overlap import COMPUTE, GPU_GPU, overlapped_time
 from mist_megatron.price.prices import Array
 
 
-def counted_apart(work: StageWork, layer: LayerWork) -> PassWork:
+def counted_apart(layer: LayerWork) -> PassWork:
     """The last backward pass without them."""
     if layer.last is layer.backward:
         return layer.last
-    reduce_s = np.where(work.grid.zero <= 1.0, layer.backward.reduce_s, layer.last.reduce_s)
-    return replace(layer.last, reduce_s=reduce_s)
+    return replace(layer.last, reduce_s=layer.backward.reduce_s)
 
 
 def last_reductions(work: StageWork) -> Linear:
     """In d, of a stage that is no chunks; of single layers (`StageGrid.runs`) what each adds."""
     grid, factors = work.grid, work.context.interference
-    edges = [_reduced_s(work, layer) for layer in (work.head, work.embedding)]
-    blocks = [_reduced_s(work, block.kept) for block in work.blocks]
+    edges = [_reduced_s(layer) for layer in (work.head, work.embedding)]
+    blocks = [_reduced_s(block.kept) for block in work.blocks]
     if not any(np.any(seconds) for seconds in (*edges, *blocks)):
         return Linear()
 
@@ -41,11 +40,24 @@ def last_reductions(work: StageWork) -> Linear:
     for place, (block, reduce_s) in enumerate(zip(work.blocks, blocks, strict=True)):
         kept_s, whole_s = (beside_s(_compute_s(one), reduce_s) for one in (block.kept, block.recomputed))
         added = added + of_kind(place, kept_s, whole_s - kept_s)
-        spare_s = spare_s + grid.by_kind[place].layers * np.maximum(_at_end_s(work, place) - reduce_s, 0.0)
+        own_s = reduce_s + block.kept.backward.reduce_s + block.kept.backward.gather_s
+        left_s = np.maximum(_at_end_s(work, place) - own_s, 0.0)
+        spare_s = spare_s + grid.by_kind[place].layers * left_s
+    for place in range(len(blocks) - 1) if work.resharding_s else ():
+        # Runs of layers are behind each other: those of the first of a run leave beside another run.
+        compute_s = _at_end_s(work, place)
+        more_s = beside_s(compute_s, blocks[place + 1]) - beside_s(compute_s, blocks[place])
+        added = added + Linear(more_s)
     first, last = (grid.runs[0][0], grid.runs[-1][1]) if grid.runs else (0, 0)
     if last >= 0:
         compute_s = _at_end_s(work, last)
         added = added + Linear(beside_s(compute_s, edges[0]) - beside_s(compute_s, blocks[last]))
+        held_s = work.blocks[last].kept.backward.reduce_s
+        if np.any(edges[0]) and np.any(held_s):
+            waits_s = _behind_head_s(work, last, edges[0], held_s) - beside_s(compute_s, edges[0])
+            both = (held_s > 0.0) & (edges[0] > 0.0)
+            added = added + Linear(np.where(both, waits_s, 0.0))
+            spare_s = np.where(both, 0.0, spare_s)
         if first >= 0 and np.any(edges[0]):
             own_s = np.maximum(compute_s - blocks[last], 0.0)
             hidden_s = np.minimum(np.maximum(edges[0] - compute_s, 0.0), np.maximum(spare_s - own_s, 0.0))
@@ -54,14 +66,27 @@ def last_reductions(work: StageWork) -> Linear:
     if first >= 0:
         beside = ZERO if work.embedding is None else _compute_s(work.embedding)
         added = added + Linear(beside_s(beside, blocks[first]) + edges[1])
+        leaves_s = work.blocks[first].kept.backward.reduce_s
+        if np.any(beside) and np.any(edges[1]) and np.any(leaves_s):
+            # Counted as leaving when nothing else runs.
+            added = added + Linear(np.where(edges[1] > 0.0, beside_s(beside, leaves_s) - leaves_s, 0.0))
     return added
 
 
-def _reduced_s(work: StageWork, layer: LayerWork | None) -> Array:
+def _behind_head_s(work: StageWork, place: int, head_s: Array, held_s: Array) -> Array:
+    """Where gradients of layers leave in every pass, and the layer after the next waits for them, but those
+    of the head do not: these are before the last layer's, which the third layer from the end waits for."""
+    compute_s, factors = _at_end_s(work, place), work.context.interference
+    both_s = overlapped_time((2.0 * compute_s, head_s + held_s, ZERO, ZERO), factors)
+    usual_s = overlapped_time((compute_s, held_s, ZERO, ZERO), factors)
+    return both_s - 2.0 * usual_s
+
+
+def _reduced_s(layer: LayerWork | None) -> Array:
     """Gradients of a layer that leave in the last backward pass only."""
     if layer is None or layer.last is layer.backward:
         return ZERO
-    return np.where(work.grid.zero <= 1.0, layer.last.reduce_s - layer.backward.reduce_s, 0.0)
+    return layer.last.reduce_s - layer.backward.reduce_s
 
 
 def _compute_s(layer: LayerWork) -> Array:

@@ -135,7 +135,7 @@ def latent_core_inputs() -> tuple[SavedTensor, ...]:
     )
 
 
-def head_norms(statistics_bytes: int) -> Operator:
+def head_norms(statistics_bytes: int, *, weights: bool = True) -> Operator:
     """RMSNorm or LayerNorm over each query and key head: keeps them as they were before it."""
     moved = HALF * TOKENS * (QUERY + KEY)
     return Operator(
@@ -148,7 +148,7 @@ def head_norms(statistics_bytes: int) -> Operator:
                 key="head_norms_statistics", size_bytes=statistics_bytes * TOKENS * (QUERY + KEY) / HEAD_DIM
             ),
         ),
-        parameters=2 * HEAD_DIM,
+        parameters=2 * HEAD_DIM if weights else ZERO,
     )
 
 

@@ -53,7 +53,7 @@ def layer_memory(
 ) -> LayerMemory:
     """Saved and transient bytes of a transformer layer, or of one between groups."""
     if model.entry is not None:
-        return _entry_memory(model, options, passes_back=passes_back)
+        return _entry_memory(model, options, modules, passes_back=passes_back)
     memory = _block_memory(model, options, modules)
     mixer = model.mamba or model.delta_net
     if mixer is not None:
@@ -70,7 +70,9 @@ def layer_memory(
     return memory
 
 
-def _entry_memory(model: LayerSpec, options: LayerOptions, *, passes_back: bool) -> LayerMemory:
+def _entry_memory(
+    model: LayerSpec, options: LayerOptions, modules: Modules, *, passes_back: bool
+) -> LayerMemory:
     entry = model.entry
     assert entry is not None
     operators = block(model, options)
@@ -81,7 +83,10 @@ def _entry_memory(model: LayerSpec, options: LayerOptions, *, passes_back: bool)
     forward = came + 2 * inner + ACTIVATION
     if not passes_back:
         return LayerMemory(ZERO, ZERO, forward, ZERO)
-    return LayerMemory(saved_bytes(operators), came, forward, 2 * came + 2 * inner + 2 * ACTIVATION + table)
+    saved = saved_bytes(operators)
+    if modules == "plain_torch" and entry.norm:
+        saved = saved + _plain_norm(model) / HALF * came
+    return LayerMemory(saved, came, forward, 2 * came + 2 * inner + 2 * ACTIVATION + table)
 
 
 def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> LayerMemory:
@@ -155,20 +160,24 @@ def _plain_modules(model: LayerSpec) -> Expr:
 
 
 def _plain_norms(model: LayerSpec) -> Expr:
-    """Of RMSNorms, beyond the input in half precision. That of T5, whose models have no rotary positions,
-    multiplies the input itself, which so stays beside its fp32 copy; that of Gemma 3 keeps input and result
-    in fp32."""
+    """Of all norms of a layer, beyond their inputs in half precision."""
+    count = (4 if model.post_norms else 2) + (model.cross_attention is not None)
+    heads = TOKENS * (QUERY + KEY) if model.qk_norm else ZERO
+    return _plain_norm(model) * (count * ROWS * HIDDEN + heads)
+
+
+def _plain_norm(model: LayerSpec) -> Expr:
+    """Of one element of an RMSNorm. That of T5, whose models have no rotary positions, multiplies the input
+    itself, which so stays beside its fp32 copy; that of Gemma 3 keeps input and result in fp32."""
     if model.norm != "rmsnorm":
         return ZERO
-    count = (4 if model.post_norms else 2) + (model.cross_attention is not None)
     each = FULL + (ZERO if model.rotary else HALF)
     if model.post_norms:
         each = 2 * FULL - HALF
     if model.still:
         # The normalised input is for the gradient of the norm's weight.
         each = each - (FULL if model.post_norms else HALF)
-    heads = TOKENS * (QUERY + KEY) if model.qk_norm else ZERO
-    return each * (count * ROWS * HIDDEN + heads)
+    return each
 
 
 def _composite_gelu(model: LayerSpec) -> bool:

@@ -211,7 +211,11 @@ def _attention(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
             saves="normed1",
             eight_bit=options.eight_bit,
         ),
-        *((head_norms(options.norm_statistics_bytes or 4),) if model.qk_norm else ()),
+        *(
+            (head_norms(options.norm_statistics_bytes or 4, weights=model.qk_norm_weights),)
+            if model.qk_norm
+            else ()
+        ),
         *((_rotary(),) if model.rotary else ()),
         *((sinks(),) if model.sinks else ()),
         context_exchange(heads_apart=options.heads_apart),
@@ -356,7 +360,19 @@ def head(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
         backward=(memory_work("cross_entropy_backward", 10 * logits, kernels=2),),
         saved=(SavedTensor(key="softmax", size_bytes=FULL * logits),),
     )
-    return (*last, gathered_rows("head_gather"), *projection, loss)
+    cap = () if model.logit_cap is None else (_logit_cap(HALF * logits),)
+    return (*last, gathered_rows("head_gather"), *projection, *cap, loss)
+
+
+def _logit_cap(logits: Expr) -> Operator:
+    """Division, tanh, product, one kernel each (transformers, modeling_gemma2.py); the tanh keeps what it
+    gives."""
+    return Operator(
+        name="logit_cap",
+        forward=(memory_work("logit_cap", 6 * logits, kernels=3),),
+        backward=(memory_work("logit_cap_backward", 7 * logits, kernels=3),),
+        saved=(SavedTensor(key="capped_logits", size_bytes=logits),),
+    )
 
 
 def unneeded_again(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:

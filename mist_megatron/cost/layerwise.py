@@ -12,7 +12,7 @@ of this one what runs up to here have saved, and what the pass itself needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -197,14 +197,27 @@ def resharding_of(
 Sizes = dict[str, Array]
 
 
-def mixed_memory(grid: StageGrid, kinds: int, sizes_of: Callable[[StageGrid], Sizes]) -> Sizes:
-    """Named bytes of the stage, as the program of memory names them."""
+def mixed_memory(
+    grid: StageGrid, kinds: int, sizes_of: Callable[[StageGrid], Sizes], tables: Collection[int] = ()
+) -> Sizes:
+    """Named bytes of the stage, as the program of memory names them; `tables` are kinds that look tokens up
+    in the embedding's table, of which they have a copy where they run otherwise than embedding and head."""
     grids, (begin, end) = part_grids(grid, kinds), edge_grids(grid, kinds)
+    copies = [part.kind in tables and not _as_an_edge(grid, part) for part in grid.parts]
+    grids_apart = [
+        replace(one, role=StageRole.MIDDLE) if copy else one for one, copy in zip(grids, copies, strict=True)
+    ]
     base = _base(begin or _emptied(grids[0]), end or _emptied(grids[-1]), sizes_of)
     whole = [sizes_of(one) for one in grids]
     starts = whole[0] if begin is None else sizes_of(begin)
     finishes = whole[-1] if end is None else sizes_of(end)
-    own = [_between(sizes, sizes_of(_emptied(one))) for one, sizes in zip(grids, whole, strict=True)]
+    own = [
+        # What all layers of a kind keep once, an encoder's output, is not kept again in the same layout.
+        _between(sizes_of(_doubled(one)), sizes)
+        if any(part.kind == other.kind and part.layout == other.layout for other in grid.parts[:place])
+        else _between(sizes_of(one) if copies[place] else sizes, sizes_of(_emptied(one)))
+        for place, (part, one, sizes) in enumerate(zip(grid.parts, grids_apart, whole, strict=True))
+    ]
     terms = {name: sum((one[name] for one in own), start=base[name]) for name in STATES}
     for name in ("buffers", "framework"):
         terms[name] = _most([one[f"term.{name}"] for one in (*whole, starts, finishes)])
@@ -246,6 +259,21 @@ def _emptied(grid: StageGrid) -> StageGrid:
     none = np.zeros_like(grid.layers)
     counts = tuple(LayerCount(none, none) for _ in grid.counts)
     return replace(grid, layers=none, ckpt=none, counts=counts)
+
+
+def _as_an_edge(grid: StageGrid, part: StagePart) -> bool:
+    """Whether layers run as the embedding or the head of their stage does, neither of which is recomputed."""
+    begin, end = grid.edges
+    ends = [begin or grid.parts[0]] * grid.role.has_embedding + [end or grid.parts[-1]] * grid.role.has_head
+    return not part.again and any(
+        part.layout == one.layout and np.array_equal(part.zero, one.zero) for one in ends
+    )
+
+
+def _doubled(grid: StageGrid) -> StageGrid:
+    """The same with twice as many layers."""
+    counts = tuple(LayerCount(2.0 * count.layers, 2.0 * count.ckpt) for count in grid.counts)
+    return replace(grid, layers=2.0 * grid.layers, ckpt=2.0 * grid.ckpt, counts=counts)
 
 
 def _between(more: Sizes, less: Sizes) -> Sizes:

@@ -34,6 +34,7 @@ from mist_megatron.cost.symbols import (
     ETP,
     HIDDEN,
     IN_FLIGHT,
+    INSTANCES,
     OFFLOAD,
     SP,
     TP,
@@ -141,7 +142,7 @@ def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, ro
         live = _most([kind.present * (kind.recomputing * kind.saved + kind.backward) for kind in kinds])
         peaks["backward"] = held + activations + live
     if role.has_head:
-        at_loss = _head_transients(options, facts.modules) + depths_kept(model, options)
+        at_loss = _head_transients(model, options, facts.modules) + depths_kept(model, options)
         at_loss = head_edge(model, options).own(at_loss)
         peaks["loss"] = held + activations + at_loss - pipe.own_logits
     if role.has_embedding and facts.table_gradient and not model.patch_elements:
@@ -271,7 +272,9 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     first, last = edge_parameters(model, options, role)
     still_edges = sum(edge_weights(model, options, role), start=ZERO) - first - last if still else ZERO
     first = first + shared_table(model, options, role)
-    ranks = DP * CP
+    # Levels above 1 know no sub-groups.
+    instances = INSTANCES if facts.instances else ONE
+    ranks = DP * CP / instances
     follow = facts.edges_follow
     grad, optimizer = facts.grad_bytes, facts.optimizer_bytes
 
@@ -279,7 +282,7 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     of_layers = sum((kind.layers * kind.expert_parameters for kind in kinds), start=ZERO)
     experts = of_layers + of_head
     # Split over the ranks that have copies of the same experts.
-    copies = TP * CP * DP / (EP * ETP)
+    copies = TP * CP * DP / (EP * ETP) / instances
     inner, last = inner - of_layers, last - of_head
 
     def term(size: int, switch: Expr, offloaded: Expr, edge_switch: Expr) -> Expr:
@@ -372,7 +375,7 @@ def _edge_activations(model: ModelSpec, options: LayerOptions, facts: MemoryFact
     return kept
 
 
-def _head_transients(options: LayerOptions, modules: Modules) -> Expr:
+def _head_transients(model: ModelSpec, options: LayerOptions, modules: Modules) -> Expr:
     """From the last layer's output to the loss and back to its gradient."""
     logits = TOKENS * VOCAB_SHARE
     if modules == "mist_runtime":
@@ -381,8 +384,9 @@ def _head_transients(options: LayerOptions, modules: Modules) -> Expr:
         return ACTIVATION + 2 * HALF * logits + 16 * B * S + scores
     if modules == "plain_torch":
         # Hugging Face and plain torch: the model's output keeps the half-precision logits; their fp32 copy,
-        # the logarithm of the softmax and its gradient are live together.
-        return (HALF + 3 * FULL) * logits + 3 * ACTIVATION
+        # the logarithm of the softmax and its gradient are live together. Capped ones keep their tanh.
+        capped = ZERO if model.logit_cap is None else HALF * logits
+        return (HALF + 3 * FULL) * logits + capped + 3 * ACTIVATION
     # Loss: logits in half and in single precision; maximum, exponent and division work in place.
     at_loss = (HALF + FULL) * logits
     # Head's backward: the logits' gradient and Megatron's unused weight gradient of the whole table.

@@ -57,6 +57,8 @@ class Work:
     pairs_share: Expr | None = None
     """Of an attention core that is not causal over the whole sequence: its pairs of tokens, as a share of a
     causal one's; it takes that share of its time."""
+    capped: Expr | None = None
+    """1 where scores of an attention core pass a tanh; None elsewhere."""
     exchange: tuple[Expr, ...] | None = None
     """Of an all-to-all: bytes of one copy of all its tokens, experts that each token goes to, experts in all,
     1 where ranks and nodes get one copy of a token however many of its experts they have, groups of experts,

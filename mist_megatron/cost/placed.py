@@ -18,7 +18,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.price.prices import AllToAll, Array, Collective, Priced, Prices
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.links import LinkMatrix
-from mist_megatron.spec.mesh import Group, Ranks, neighbours
+from mist_megatron.spec.mesh import SUB_GROUPS, WHOLE, Group, Ranks, neighbours
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.strategies import Layout
 
@@ -56,7 +56,8 @@ class Placed:
 
     def of(self, group: Group) -> Spans:
         """Of one kind of group."""
-        return dict(self.groups)[group]
+        spans = dict(self.groups)
+        return spans[group] if group in spans else spans[WHOLE[group]]
 
     def nodes(self, group: Group) -> int:
         """Most that a group of a kind touches."""
@@ -85,7 +86,8 @@ def _placed(plan: Plan, position: int) -> Placed:
     around = plan.vpp > 1
     return Placed(
         groups=tuple(
-            (group, _spans(plan.cluster, plan.gpu_of, plan.groups(position, group))) for group in Group
+            (group, _spans(plan.cluster, plan.gpu_of, plan.groups(position, group)))
+            for group in plan.kinds_of_groups
         ),
         before=every[position - 1] if (position or around) and last else (),
         after=every[position] if (position < last or around) and last else (),
@@ -106,7 +108,7 @@ def placed_layout(
     apart = [layout.dp if layout.tp_outside else 1, 1 if layout.tp_outside else layout.tp]
     sizes = {Group.TENSOR: (apart[0], layout.tp), Group.DATA: (apart[1], layout.dp)}
     groups = []
-    for group in Group:
+    for group in (each for each in Group if each not in SUB_GROUPS):
         step, size = sizes.get(group, (1, 1))
         first = [k for k in places if k // step % size == 0]
         alike = [tuple(ranks[k + step * each] for each in range(size)) for k in first]

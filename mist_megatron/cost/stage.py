@@ -202,7 +202,8 @@ def _sizes(work: Work) -> dict[str, Expr]:
     if values is None:
         return {"bytes": work.moved_bytes}
     share = {} if work.pairs_share is None else {"share": work.pairs_share}
-    return {**dict(zip(_FIELDS[kind], values, strict=True)), **share}
+    capped = {} if work.capped is None else {"capped": work.capped}
+    return {**dict(zip(_FIELDS[kind], values, strict=True)), **share, **capped}
 
 
 @dataclass(frozen=True)
@@ -370,7 +371,7 @@ def _price(
         return prices.of(Gemm(m, n, k, batch, item.kernels, item.eight_bit))
     if item.kind == "attention":
         b, s, a, kv, e = (sizes[f"w{index}.{name}"] for name in _FIELDS["attention"])
-        priced = prices.of(Attention(b, s, a, kv, e, item.backward))
+        priced = prices.of(Attention(b, s, a, kv, e, item.backward, f"w{index}.capped" in sizes))
         share = sizes.get(f"w{index}.share")
         return priced if share is None else priced.times(share)
     if item.kind in ("grouped", "grouped_weight"):

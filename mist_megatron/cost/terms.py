@@ -174,7 +174,15 @@ class TimeContext:
     def mesh(self, grid: StageGrid) -> Mesh[Array]:
         """Ranks of the stages of a grid."""
         cp = np.asarray(float(self.context_parallel))
-        return Mesh(tp=grid.tp, cp=cp, dp=grid.dp, gpus_per_node=grid.gpus_per_node, ep=grid.ep, etp=grid.etp)
+        return Mesh(
+            tp=grid.tp,
+            cp=cp,
+            dp=grid.dp,
+            gpus_per_node=grid.gpus_per_node,
+            ep=grid.ep,
+            etp=grid.etp,
+            instances=grid.instances,
+        )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -12,7 +14,7 @@ from mist_megatron.cost.placed import slowest
 from mist_megatron.cost.terms import ZERO, LayerLoad, TimeContext
 from mist_megatron.price.overlap import overlapped_time
 from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostCopy, MemoryPass
-from mist_megatron.spec.mesh import Group
+from mist_megatron.spec.mesh import WHOLE, Group
 from mist_megatron.spec.profile import CollectiveKind
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.facts import TrafficFacts
@@ -39,7 +41,7 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     weights = context.weight_bytes * count
     weight_shard = weights / np.where(zero >= 3, dp, 1.0)
     grad_shard = context.grad_bytes * count / np.where(zero >= 2, dp, 1.0)
-    step_share = count / np.where(zero >= 1, dp, 1.0)
+    step_share = count / np.where(zero >= 1, replicas(grid, context, Group.SHARDS), 1.0)
     weights_out = grid.offload.weights * weight_shard
     grads_out = grid.offload.grads * grad_shard
     states_out = grid.offload.optimizer * context.optimizer_bytes * step_share
@@ -103,11 +105,14 @@ def _gathered(weights: Array, load: LayerLoad, grid: StageGrid, context: TimeCon
 
 def _reduction(message: Array, grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:
     """Gradients of a layer, where optimizer states are sharded or not."""
-    scattered = bucketed("reduce_scatter", message, grid, context, group)
+    in_buckets = scattered_buckets(message, grid, context, group)
+    if context.facts.reduction.on_all_ranks and np.any(grid.zero < 3):
+        on_all = bucketed("all_reduce", message, grid, context, group)
+        in_buckets = np.where(grid.zero >= 3, in_buckets, on_all)
     if context.facts.zero3.reduces_layers:
         at_once = collective("reduce_scatter", message, grid, context, group)
-        scattered = np.where(grid.zero >= 3, at_once, scattered)
-    return np.where(grid.zero >= 1, scattered, bucketed("all_reduce", message, grid, context, group))
+        in_buckets = np.where(grid.zero >= 3, at_once, in_buckets)
+    return np.where(grid.zero >= 1, in_buckets, bucketed("all_reduce", message, grid, context, group))
 
 
 def _with_experts(load: LayerLoad, grid: StageGrid, context: TimeContext) -> tuple[Array, Array]:
@@ -116,7 +121,9 @@ def _with_experts(load: LayerLoad, grid: StageGrid, context: TimeContext) -> tup
     reduce: Array = ZERO
     experts = load.expert_parameters
     for count, group in ((load.parameters - experts, Group.DATA), (experts, Group.EXPERT_DATA)):
-        gather = gather + collective("all_gather", context.weight_bytes * count, grid, context, group)
+        gather = gather + collective(
+            "all_gather", context.weight_bytes * count, grid, context, SUB_GROUP[group]
+        )
         reduce = reduce + _reduction(context.grad_bytes * count, grid, context, group)
     return gather, reduce
 
@@ -167,12 +174,13 @@ LARGEST_SHARE = 1.0 / 3.0
 def _weight_gather(weights: Array, grid: StageGrid, context: TimeContext) -> Array:
     """A layer's weights, at once or matrix by matrix where that is more than the least that is fetched."""
     least = context.facts.zero3.gather_elements
-    whole = collective("all_gather", weights, grid, context)
+    whole = collective("all_gather", weights, grid, context, Group.SHARDS)
     if least is None or not np.any(grid.zero >= 3):
         return whole
     piece = np.minimum(np.maximum(LARGEST_SHARE * weights, context.weight_bytes * least), weights)
     pieces = np.where(weights > 0.0, weights / np.maximum(piece, 1.0), 0.0)
-    return np.where(grid.zero >= 3, pieces * collective("all_gather", piece, grid, context), whole)
+    by_piece = collective("all_gather", piece, grid, context, Group.SHARDS)
+    return np.where(grid.zero >= 3, pieces * by_piece, whole)
 
 
 def collective(
@@ -189,7 +197,7 @@ def collective(
     nodes = replica_nodes(grid, context, group)
     share = context.facts.zero3.network_share
     if share < 1.0:
-        message_bytes = message_bytes / np.where((grid.zero >= 3) & (nodes > 1.0), share, 1.0)
+        message_bytes = message_bytes / np.where((grid.zero >= 2) & (nodes > 1.0), share, 1.0)
     work = Collective(
         kind, message_bytes, ranks, nodes, strided=np.asarray(context.mesh(grid).stride(group) > 1.0)
     )
@@ -215,10 +223,43 @@ def replica_nodes(grid: StageGrid, context: TimeContext, group: Group = Group.DA
 
 def shares(count: Array, experts: Array, grid: StageGrid, context: TimeContext) -> Array:
     """Of so many parameters, some of them experts', those that a rank updates."""
-    share = (count - experts) / np.where(grid.zero >= 1, replicas(grid, context), 1.0)
+    share = (count - experts) / np.where(grid.zero >= 1, replicas(grid, context, Group.SHARDS), 1.0)
     if np.any(experts):
-        share = share + experts / np.where(grid.zero >= 1, replicas(grid, context, Group.EXPERT_DATA), 1.0)
+        share = share + experts / np.where(grid.zero >= 1, replicas(grid, context, Group.EXPERT_SHARDS), 1.0)
     return np.asarray(share)
+
+
+SUB_GROUP: Mapping[Group, Group] = MappingProxyType({whole: part for part, whole in WHOLE.items()})
+"""Of ranks with the same weights, those among which optimizer states are shared out."""
+
+
+def scattered(message: Array, grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:
+    """Gradients of a message, reduced among the ranks that share out optimizer states, then each rank's part
+    over the sub-groups, one after the other (start_grad_sync of Megatron-core's param_and_grad_buffer.py)."""
+    part = SUB_GROUP[group]
+    seconds = collective("reduce_scatter", message, grid, context, part)
+    if np.any(grid.instances > 1.0):
+        own = message / replicas(grid, context, part)
+        seconds = seconds + collective("all_reduce", own, grid, context, Group.INSTANCES)
+    return seconds
+
+
+def scattered_buckets(
+    layer_bytes: Array, grid: StageGrid, context: TimeContext, group: Group = Group.DATA
+) -> Array:
+    """A layer's share of full buckets, where optimizer states are sharded."""
+    if context.facts.reduction.bucket_elements is None:
+        return scattered(layer_bytes, grid, context, group)
+    bucket = _bucket_bytes(context.grad_bytes, grid, context)
+    return scattered(bucket, grid, context, group) * (layer_bytes / bucket)
+
+
+def scattered_whole(whole_bytes: Array, grid: StageGrid, context: TimeContext, group: Group) -> Array:
+    """A whole stage at once, in full buckets or one smaller message."""
+    if context.facts.reduction.bucket_elements is None:
+        return scattered(whole_bytes, grid, context, group)
+    bucket = np.minimum(_bucket_bytes(context.grad_bytes, grid, context), whole_bytes)
+    return scattered(bucket, grid, context, group) * (whole_bytes / np.maximum(bucket, 1.0))
 
 
 def bucketed(
@@ -288,11 +329,29 @@ def reduces_by_chunk(grid: StageGrid, facts: TrafficFacts) -> bool:
     return facts.reduction.last_overlaps and facts.pipeline.later_stages_at_once and grid.vpp > 1
 
 
+def shard_passes_s(parameters: Array, grid: StageGrid, context: TimeContext) -> tuple[Array, Array]:
+    """Seconds of the passes over memory around one gather and one reduction of a layer's shards."""
+    facts, of = context.facts.shard_passes, context.prices.of
+    ranks = replicas(grid, context)
+    shared = (grid.zero >= 2) & (ranks > 1.0)
+
+    def seconds(whole: float, shard: float) -> Array:
+        if not (whole or shard):
+            return ZERO
+        moved = of(MemoryPass((whole + shard / ranks) * parameters)).seconds
+        return np.where(shared & (parameters > 0.0), moved, 0.0)
+
+    gathered_s = seconds(0.0, facts.before_gather)
+    return gathered_s, seconds(facts.before_reduction, facts.after_reduction)
+
+
 def accumulation_seconds(parameters: Array, grid: StageGrid, context: TimeContext) -> Array:
     """Adding a layer's new gradients to its old ones, where that is a pass of its own and there are any."""
     if not context.facts.reduction.accumulation_pass:
         return ZERO
-    added_s = context.prices.of(MemoryPass(3.0 * context.grad_bytes * parameters)).seconds
+    shards = (grid.zero >= 2) & context.facts.reduction.adds_shards
+    added = parameters / np.where(shards, replicas(grid, context), 1.0)
+    added_s = context.prices.of(MemoryPass(3.0 * context.grad_bytes * added)).seconds
     return added_s if np.all(grid.grad_accum > 1.0) else np.where(grid.grad_accum > 1.0, added_s, 0.0)
 
 

@@ -37,6 +37,7 @@ from mist_megatron.cost.traffic import (
     layer_traffic,
     reduces_in_passes,
     replicas,
+    shard_passes_s,
     shares,
     step_copies_s,
     whole_buckets,
@@ -183,7 +184,7 @@ def layer_work(
 ) -> LayerWork:
     """One kind of layer; `again` is the compute and the collectives that its backward pass does again, and
     `saved_bytes` what of its activations may be offloaded."""
-    traffic = layer_traffic(grid, load, context)
+    traffic, around = layer_traffic(grid, load, context), shard_passes_s(load.parameters, grid, context)
     shared = _data_parallel(grid, traffic, context.facts)
     gathers = 1.0 + _gathers_again(load, context.facts, again[0]) if load.passes_back else ZERO
     saved = grid.offload.activations * saved_bytes
@@ -198,7 +199,7 @@ def layer_work(
         tensor_s=forward_tp + forward_sent,
         sent_s=forward_sent,
         inside_s=load.forward_inside_s,
-        blocking_gather_s=shared.blocking_gather_s,
+        blocking_gather_s=shared.blocking_gather_s + around[0],
     )
     backward = PassWork(
         compute_s=backward_s,
@@ -209,14 +210,14 @@ def layer_work(
         tensor_s=backward_tp + backward_sent,
         sent_s=backward_sent,
         inside_s=load.backward_inside_s,
-        blocking_gather_s=gathers * shared.blocking_gather_s,
-        blocking_reduce_s=shared.blocking_reduce_s,
+        blocking_gather_s=gathers * (shared.blocking_gather_s + np.where(grid.zero >= 3, around[0], 0.0)),
+        blocking_reduce_s=shared.blocking_reduce_s + around[1],
     )
     first = replace(
         forward,
         compute_s=load.forward_s + traffic.step_compute_s,
         gather_s=shared.gather_s + shared.first_gather_s,
-        blocking_gather_s=shared.blocking_gather_s + shared.first_blocking_gather_s,
+        blocking_gather_s=forward.blocking_gather_s + shared.first_blocking_gather_s,
         # With a swapped step the new weights are made here, so old ones need not come in.
         copy_in_s=traffic.step_in_s if context.facts.step.in_first_forward else traffic.weights_in_s,
         copy_out_s=saved_out + traffic.step_out_s,
@@ -394,7 +395,7 @@ def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: Ti
     facts = context.facts
     sharded = (grid.zero == 1) | (grid.zero == 2)
     whole = context.weight_bytes * count
-    gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context)
+    gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context, Group.SHARDS)
     if not facts.step.by_place:
         return Linear(np.where(sharded, gather, 0.0))
     by_layer = sharded & ((grid.offload.weights > 0.0) | facts.step.in_first_forward)

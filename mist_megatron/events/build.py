@@ -39,6 +39,7 @@ from mist_megatron.events.tasks import (
     launches,
     on_arrival,
     reduced,
+    sends_tokens,
     waited_for,
 )
 from mist_megatron.spec.passes import Order, Pass, PassKind
@@ -82,6 +83,7 @@ class _Builder:
         self.offloaded: dict[tuple[int, str], int] = {}
         stops = work.sends_in_turn and SCHEDULES[schedule].stops_for_neighbours
         self.in_turn = stops and len(work.stages) > 1
+        self.sending = {number for number, stage in enumerate(work.stages) if sends_tokens(stage)}
         # Where neighbours stop for each other: stage -> the pass whose result nobody has taken yet, and
         # stage -> the transfer that its next pass is for.
         self.outgoing: dict[int, Pass] = {}
@@ -322,7 +324,7 @@ class _Builder:
         """Weights that come in beside compute, over a communicator of their own: tokens on their way to
         experts, for which compute stops, do not wait behind them."""
         event = self.add("weight gather", name, number, Stream.GPU_TO_GPU, work.gather_s, after)
-        if work.sent_s > 0.0:
+        if number in self.sending:
             self.built.program.yielding.add(event)
         return event
 
@@ -355,9 +357,10 @@ class _Builder:
         if work.reduce_s > 0.0 and not by_chunk:
             sent = self.add("gradient reduction", name, number, Stream.GPU_TO_GPU, work.reduce_s, [end])
             rank.unfinished[Stream.GPU_TO_GPU] = sent
-            if layer.work.backward.reduce_s > 0.0:
+            each_time = layer.work.backward.reduce_s > 0.0
+            if each_time:
                 events.append(sent)
-            else:
+            if number in self.sending or not each_time:
                 self.built.program.yielding.add(sent)
         if work.copy_out_s > 0.0:
             sent = self.add("copy out", name, number, Stream.DEVICE_TO_HOST, work.copy_out_s, [end])

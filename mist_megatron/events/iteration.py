@@ -19,7 +19,7 @@ from mist_megatron.events.build import build, last_iteration
 from mist_megatron.events.built import Built
 from mist_megatron.events.engine import Progress, Timeline, critical_path, run_program
 from mist_megatron.events.memory_curve import MemoryCurve, memory_curves
-from mist_megatron.events.tasks import StageTasks, workload_of
+from mist_megatron.events.tasks import StageTasks, Workload, workload_of
 from mist_megatron.spec.passes import PassCosts
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.schedule import ONE_F_ONE_B, SCHEDULES, ScheduleName, schedule_orders
@@ -27,6 +27,10 @@ from mist_megatron.spec.schedule import ONE_F_ONE_B, SCHEDULES, ScheduleName, sc
 MOST_LAYER_PASSES = 1_000_000
 """Some 3 to 5 million events: minutes, and 1 to 4 GB (benchmarks/simulator_speed.py: 400 to 800 bytes and
 10 to 20 microseconds an event)."""
+
+
+QUICK_LAYER_PASSES = 40_000
+"""Some 2 CPU-seconds."""
 
 
 @dataclass(frozen=True, eq=False)  # it holds arrays: two simulations are two things
@@ -70,11 +74,7 @@ def simulate(
     played = schedule or plan.schedule
     _check_size(plan)
     work = workload_of(plan, evaluator)
-    orders = schedule_orders(
-        played, len(plan.stages), plan.grad_accum, plan.vpp, _mean_costs(work.stages) if work.stages else None
-    )
-    built = build(work, orders, played)
-    built, timeline, period_s = last_iteration(built, run_program(built.program, work.interference, progress))
+    built, timeline, period_s = _run(work, played, progress)
     prediction = predict(plan, evaluator)
     return Simulation(
         plan=plan,
@@ -88,6 +88,42 @@ def simulate(
         closed_form_s=prediction.iteration_s if played == plan.schedule else None,
         prices=work.prices,
     )
+
+
+def _run(work: Workload, schedule: str, progress: Progress | None = None) -> tuple[Built, Timeline, float]:
+    """One iteration, and how long one takes in a row of them."""
+    plan = work.plan
+    costs = _mean_costs(work.stages) if work.stages else None
+    orders = schedule_orders(schedule, len(plan.stages), plan.grad_accum, plan.vpp, costs)
+    built = build(work, orders, schedule)
+    return last_iteration(built, run_program(built.program, work.interference, progress))
+
+
+FULL_PIPELINES = (2, 3)
+"""Of so many micro-batches a stage, another pipeline full adds what every further one does: schedules repeat,
+and so do their events (to 1e-12 on recipes with up to 256 micro-batches, 16 stages and 16 chunks)."""
+
+
+def played_s(plan: Plan, evaluator: StageEvaluator) -> float | None:
+    """Seconds of a step by the events alone; of many micro-batches some are played, and the others take as
+    long as the last of these. None where even that is long work."""
+    stages = len(plan.stages)
+    few, more = (times * stages for times in FULL_PIPELINES)
+    counts = (few, more) if plan.grad_accum > few + more else (plan.grad_accum,)
+    if 2 * sum(counts) * plan.model.layers > QUICK_LAYER_PASSES:
+        return None
+    some = (_with_micro_batches(plan, count) for count in counts)
+    seconds = [_run(workload_of(one, evaluator), plan.schedule)[2] for one in some]
+    if len(seconds) == 1:
+        return seconds[0]
+    less_s, more_s = seconds
+    return more_s + (plan.grad_accum - more) * (more_s - less_s) / (more - few)
+
+
+def _with_micro_batches(plan: Plan, count: int) -> Plan:
+    """The same stages with fewer micro-batches."""
+    batch = plan.training.global_batch * count // plan.grad_accum
+    return replace(plan, grad_accum=count, training=replace(plan.training, global_batch=batch))
 
 
 def with_schedule(plan: Plan, schedule: str, vpp: int | None = None) -> Plan:

@@ -207,7 +207,7 @@ def _between_nodes(plan: Plan, position: int) -> frozenset[str]:
         "tensor-parallel collective": Group.TENSOR,
         "dispatch": Group.EXPERT_ALL,
         "combine": Group.EXPERT_ALL,
-        "weight gather": Group.DATA,
+        "weight gather": Group.SHARDS,
         "gradient reduction": Group.DATA,
     }
     return frozenset(
@@ -406,6 +406,11 @@ def waited_for(layers: Sequence[NamedLayer], gathers: Sequence[int], *, bucketed
     return {
         layer.name: gather if bucketed else gathers[-1] for layer, gather in zip(layers, gathers, strict=True)
     }
+
+
+def sends_tokens(stage: StageTasks) -> bool:
+    """Whether any of its layers stops for tokens on their way to experts."""
+    return any(layer.work.forward.sent_s > 0.0 for chunk in stage.chunks for layer in chunk)
 
 
 Chain = tuple[tuple[str, str, Stream, float], ...]

@@ -44,6 +44,16 @@ def narrow_heads(gpu: str, head_dim: Array) -> Array:
     return np.asarray(np.maximum(with_exponentials(gpu, head_dim) / usual, 1.0))
 
 
+def capped_scores(gpu: str, head_dim: Array) -> Array:
+    """How many times as long a core takes whose scores pass a tanh: one more instruction of the units that
+    make exponentials, for each score (tanh.approx, as FlashAttention-2.6 has it; assumed of others). Before
+    Hopper products hide it like these."""
+    twice = 2.0 * with_exponentials(gpu, head_dim) - 1.0
+    return np.asarray(
+        np.maximum(twice / with_exponentials(gpu, USUAL_HEAD), 1.0) / narrow_heads(gpu, head_dim)
+    )
+
+
 EIGHT_BIT_SPEED = 1.5
 """Attention with operands of 8 bits over that of 16: cuDNN 9 is up to three times as fast as eager PyTorch
 in FP8 where it is twice in bf16 (NVIDIA, Accelerating Transformers with cuDNN 9, 2024); FlashAttention-3's

@@ -91,6 +91,8 @@ class Attention:
     kv_heads: Array
     head_dim: Array
     backward: bool
+    capped: bool = False
+    """Each score passes a tanh before its exponential."""
 
     @property
     def sizes(self) -> tuple[Array, ...]:

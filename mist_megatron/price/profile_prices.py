@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.errors import ProfileError
-from mist_megatron.price.attention_kernels import narrow_heads
+from mist_megatron.price.attention_kernels import capped_scores, narrow_heads
 from mist_megatron.price.expert_prices import Curve, exchange_s, grouped_s
 from mist_megatron.price.prices import (
     BACKWARD_KERNELS,
@@ -221,7 +221,8 @@ class ProfilePrices:
             case Gemm():
                 return self._product(work)
             case Attention():
-                return self._looked_up(work)
+                usual = self._looked_up(work)
+                return usual.times(capped_scores(self.profile.gpu, work.head_dim)) if work.capped else usual
             case DeviceAdam():
                 moved = np.asarray(work.parameters) * self.profile.adam_bytes_per_parameter.value
                 return self._memory_pass(MemoryPass(moved))

@@ -164,7 +164,7 @@ def sides_of(evaluator: StageEvaluator, meshes: Sequence[EqualPipeline]) -> dict
 def _grid(meshes: Sequence[EqualPipeline], role: StageRole) -> StageGrid:
     """Some configuration on meshes of one size: what it sends does not depend on which."""
     none, first = np.zeros(1), meshes[0]
-    values = {**dict.fromkeys(AXES, none), "zero": np.full(1, float(first.zero[0]))}
+    values = {**dict.fromkeys(AXES, none), "zero": np.full(1, float(first.zero[0])), "instances": np.ones(1)}
     grid = stage_grid(first, StageSlot(role=role, layers=1, held=1.0), values, recompute="full")
 
     def column(name: str) -> Array:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.search.choices import fractions
+from mist_megatron.search.choices import Ints, fractions
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, Front
 from mist_megatron.search.points import steady_s as steady_of
@@ -309,6 +309,15 @@ def least_recompute(space: Space) -> Recompute:
     return partial[0] if len(space.recompute) == 1 and partial else "full"
 
 
+def _with_instances(meshes: Sequence[EqualPipeline]) -> tuple[list[EqualPipeline], Array, Ints]:
+    """Each mesh once for each number of sub-groups of its replicas, these numbers, and where the rows of each
+    begin."""
+    counts = [len(mesh.instances) for mesh in meshes]
+    rows = [mesh for mesh, count in zip(meshes, counts, strict=True) for _ in range(count)]
+    column = np.array([float(each) for mesh in meshes for each in mesh.instances]).reshape(-1, 1, 1, 1)
+    return rows, column, np.cumsum([0, *counts[:-1]], dtype=np.intp)
+
+
 def least_times(
     question: SearchProblem,
     meshes: Sequence[EqualPipeline],
@@ -320,9 +329,9 @@ def least_times(
     evaluator, first = question.evaluator, meshes[0]
     levels = sorted({level for mesh in meshes for level in mesh.zero})
     layers = np.array(counts or range(1, evaluator.job.model.layers + 1), dtype=np.float64)
-
     zero = np.zeros((1, 1, 1, 1))
     shares = fractions(question.space.offload.optimizer, question.step)
+    own, (meshes, instances, starts) = meshes, _with_instances(meshes)
     grid = StageGrid(
         role=role,
         nodes=max(mesh.nodes for mesh in meshes),
@@ -339,6 +348,7 @@ def least_times(
         grad_accum=_column(meshes, "grad_accum"),
         ep=_column(meshes, "ep"),
         etp=_column(meshes, "etp"),
+        instances=instances,
         # The optimizer's share may make d smaller.
         offload=replace(alike(zero), optimizer=shares.reshape(1, 1, 1, -1)),
         stages=first.stages,
@@ -352,19 +362,19 @@ def least_times(
     if facts.step.in_first_forward and facts.step.by_place:
         # Offloaded weights save copies of a step between forward passes.
         extra = np.minimum(extra, 0.0)
-    size = (len(meshes), len(layers), len(levels))
+    size, one = (len(meshes), len(layers), len(levels)), (len(meshes), 1, 1, 1)
     parts = [
-        np.broadcast_to(part.min(axis=-1) if np.ndim(part) else part, size)
+        np.minimum.reduceat(np.broadcast_to(part.min(axis=-1) if np.ndim(part) else part, size), starts)
         for part in (stable, stable + extra, step)
     ]
     of_levels = {}
-    for zero_levels in {mesh.zero for mesh in meshes}:
+    for zero_levels in {mesh.zero for mesh in own}:
         mine = [levels.index(level) for level in zero_levels]
         of_levels[zero_levels] = [part[:, :, mine].min(axis=-1) for part in parts]
-    in_turn_s = np.broadcast_to(times.in_turn_s, (len(meshes), 1, 1, 1)).reshape(-1)
-    backward_s = np.broadcast_to(evaluator.loads(grid).block.backward_s, (len(meshes), 1, 1, 1)).reshape(-1)
+    once_s = times.in_turn_s, evaluator.loads(grid).block.backward_s
+    in_turn_s, backward_s = (np.broadcast_to(part, one).reshape(-1)[starts] for part in once_s)
     least = []
-    for row, mesh in enumerate(meshes):
+    for row, mesh in enumerate(own):
         t_s, both_s, step_s = (part[row] for part in of_levels[mesh.zero])
         least.append(LeastTimes(t_s, both_s, step_s, float(in_turn_s[row]), float(backward_s[row])))
     return least

@@ -25,7 +25,7 @@ Rows = tuple[Ints, ...]
 """One position per axis of AXES: which configurations."""
 LINEAR = "optimizer"
 """The kind of bytes in whose fraction peaks are linear; it comes last."""
-AXES = ("ckpt", "zero", *(kind for kind in KINDS if kind != LINEAR), LINEAR)
+AXES = ("ckpt", "zero", "instances", *(kind for kind in KINDS if kind != LINEAR), LINEAR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,7 @@ def stage_grid(
         offload=per_kind(values.__getitem__),
         ep=np.asarray(float(shape.ep)),
         etp=np.asarray(float(shape.etp)),
+        instances=values["instances"],
         stages=shape.stages,
         vpp=shape.vpp,
         bridged=shape.bridged,
@@ -128,6 +129,7 @@ class Choices:
         flat = {
             "ckpt": counts,
             "zero": np.array(self.shape.zero, dtype=np.float64),
+            "instances": np.array(self.shape.instances, dtype=np.float64),
             **{kind: fractions(allowed, self.step) for kind, allowed in self.space.offload.items()},
         }
         return {

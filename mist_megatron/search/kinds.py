@@ -220,6 +220,7 @@ def _least_alike_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> 
     """The same of shapes that differ in what a grid has axes for."""
     model, first = question.evaluator.job.model, shapes[0]
     axes = {name: np.zeros((1,) * len(AXES)) for name in AXES}
+    axes["instances"] = axes["instances"] + 1.0
     some = [(0, first.vpp)], (((0, 0),) * first.vpp, None)
     grid = _grid(question, first, some, axes, 0, least_recompute(question.space))
 

@@ -107,13 +107,13 @@ def _without_modules(known: Known, job: Job) -> Job:
     return replace(job, execution=replace(job.execution, recompute_modules=None))
 
 
-_Sizes = tuple[int, ...]
+_Sizes = tuple[object, ...]
 
 
 def _sizes(shape: EqualPipeline) -> _Sizes:
     """All but the levels of ZeRO."""
     pipeline = (shape.grad_accum, shape.stages, shape.nodes, shape.gpus_per_node, shape.vpp)
-    split = (shape.dp, shape.tp, shape.cp, shape.ep, shape.etp, shape.micro_batch)
+    split = (shape.dp, shape.tp, shape.cp, shape.ep, shape.etp, shape.micro_batch, shape.instances)
     return (*pipeline, *split, shape.sequence_parallel, shape.bridged)
 
 

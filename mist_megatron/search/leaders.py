@@ -4,7 +4,6 @@ that has all of them set is a floor of the others, which are looked at when it i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from mist_megatron.search.bounds import SearchProblem
@@ -37,7 +36,7 @@ class Leaders:
             for members in groups.values()
             for place in members
         }
-        self._floors: dict[tuple[int, int], float] = {}
+        self._spread: dict[tuple[int, int], SpreadShapes] = {}
         self._of_shapes: Floors = {}
 
     def _execution(self, place: int) -> Execution:
@@ -61,11 +60,15 @@ class Leaders:
         leader, widest = self._leader[place], self._widest[place]
         if not _gains(self._execution(place)) <= _gains(self._execution(leader)):
             return 0.0
-        if (leader, widest) not in self._floors:
-            shapes = SpreadShapes(self._pairs[leader][1], self.families(widest), every, known=self._of_shapes)
-            self._floors[leader, widest] = float(min(shapes.floors_s, default=math.inf))
         own, most = self.families(place), self.families(widest)
-        return self._floors[leader, widest] if own is most or set(own) <= set(most) else 0.0
+        if own is not most and not set(own) <= set(most):
+            return 0.0
+        if (leader, widest) not in self._spread:
+            question = self._pairs[leader][1]
+            self._spread[leader, widest] = SpreadShapes(question, most, every, known=self._of_shapes)
+        searched = self._pairs[place][0].keeps
+        some = None if own is most else {shape for shape, _ in own}
+        return self._spread[leader, widest].least_s(searched, some)
 
 
 def _alike(execution: Execution) -> object:

@@ -37,6 +37,7 @@ class StageSizes(NamedTuple):
     tp: int
     ep: int
     etp: int
+    instances: tuple[int, ...]
     held: float
 
 
@@ -74,7 +75,7 @@ def stages_of(shape: EqualPipeline, space: Space, layers: int) -> list[StageSize
 
 def sizes_of(mesh: EqualPipeline, role: StageRole, held: float) -> StageSizes:
     """What a stage on this mesh asks for."""
-    sizes = mesh.micro_batch, mesh.dp, mesh.tp, mesh.ep, mesh.etp
+    sizes = mesh.micro_batch, mesh.dp, mesh.tp, mesh.ep, mesh.etp, mesh.instances
     return StageSizes(role, mesh.sequence_parallel, mesh.zero, *sizes, float(held))
 
 
@@ -151,6 +152,8 @@ def _moments(
             tp=column([sizes.tp for sizes in members]),
             ep=column([sizes.ep for sizes in members]),
             etp=column([sizes.etp for sizes in members]),
+            # States that are shared out among fewer ranks only take more.
+            instances=column([min(sizes.instances) for sizes in members]),
         )
     )
     # Fractions of activations are kept where nothing is left to offload: that only lowers the bound.

@@ -77,6 +77,9 @@ def _assign_milp(
     if np.isfinite(best_s):
         problem += total <= best_s / scale
     problem.solve(_solver(solver))
+    if problem.status == pulp.LpStatusNotSolved and solver == "highs":
+        # HiGHS 1.16.0 ends with an error in some problems that its presolve has made smaller.
+        problem.solve(_solver(solver, presolve="off"))
     # `status` says Optimal for any incumbent; `sol_status` tells a proved one from the rest.
     if problem.sol_status != pulp.LpSolutionOptimal:
         if problem.status == pulp.LpStatusInfeasible:
@@ -165,10 +168,10 @@ def _step(front: Front, index: int) -> float:
     return 0.0 if front.step_s is None else float(front.step_s[index])
 
 
-def _solver(name: MilpSolver) -> Any:
+def _solver(name: MilpSolver, **words: str) -> Any:
     if name == "cbc":
         return pulp.PULP_CBC_CMD(msg=False, gapRel=1e-9)
-    highs = pulp.HiGHS(msg=False, gapRel=1e-9)
+    highs = pulp.HiGHS(msg=False, gapRel=1e-9, **words)
     if not highs.available():
         raise InputError("--solver milp: HiGHS is not installed; pip install 'mist-megatron[milp]'")
     return highs

@@ -156,8 +156,8 @@ class _Ways:
         if not self.graphed:
             return lower
         graphs = self._graphs(tokens)
-        attention: tuple[GraphModule, ...] = tuple(one for one in graphs if one == "attn")
-        apart = self._again(tokens, attention, heavy, paired) if attention else ()
+        mixers: tuple[GraphModule, ...] = tuple(one for one in graphs if one in ("attn", "mamba"))
+        apart = self._again(tokens, mixers, heavy, paired) if mixers else ()
         return self._level(tokens, graphs, light, (*apart, *lower), paired)
 
     def _level(
@@ -192,7 +192,9 @@ class _Ways:
         if said:
             return said
         dense = tokens != "beside passes" and _some_dense(self.job)
-        return ("attn", *(("mlp",) if dense else ()), "moe_router", "moe_preprocess")
+        scans = any(kind.mamba is not None for kind in self.job.model.kinds)
+        mixers: tuple[GraphModule, ...] = ("attn", *(("mamba",) if scans else ()))
+        return (*mixers, *(("mlp",) if dense else ()), "moe_router", "moe_preprocess")
 
     def _way(
         self,

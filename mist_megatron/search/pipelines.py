@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from mist_megatron.errors import InputError
 from mist_megatron.search.experts import divisors, expert_sizes
@@ -38,6 +39,8 @@ class EqualPipeline:
     """Ranks that share out experts ..."""
     etp: int = 1
     """... and that split each of them."""
+    instances: tuple[int, ...] = (1,)
+    """Sub-groups of replicas that hold all optimizer states: numbers that all stages may choose from."""
     bridged: bool = False
     """Stands beside stages on other grids, on a target that bridges them."""
     order: tuple[int, ...] = ()
@@ -213,7 +216,49 @@ def _with_batches(
                     ep=widest[0],
                     etp=widest[1],
                 )
-                yield shape, spreads
+                yield from _in_sub_groups(job, (shape, spreads), space, limits)
+
+
+def _in_sub_groups(job: Job, family: Family, space: Space, limits: Limits) -> Iterator[Family]:
+    """A family with the numbers of sub-groups in which optimizer states may be whole; of those that spread
+    experts where each sub-group has all of them."""
+    shape, spreads = family
+    instances = optimizer_instances(job, space, limits, shape)
+    if instances and instances != (1,) and job.model.routed is not None:
+        spreads = tuple(each for each in spreads if shape.gpus // math.prod(each) % instances[0] == 0)
+    if instances and spreads:
+        ep, etp = max(spreads, key=math.prod)
+        yield shape if instances == (1,) else replace(shape, ep=ep, etp=etp, instances=instances), spreads
+
+
+def optimizer_instances(job: Job, space: Space, limits: Limits, shape: EqualPipeline) -> tuple[int, ...]:
+    """Sub-groups of replicas in which optimizer states may be whole: as the job or --fix says, or those that
+    lie on fewer nodes than all replicas do, of as many nodes the largest: smaller ones hold more and send
+    more over the same links. Of as many as there are replicas nothing is shared out, which is level 0 where
+    nothing else asks for level 1. Of models with experts, and on nodes of several kinds, only what is asked
+    for is searched."""
+    ranks, sharded = shape.dp * shape.cp, shape.zero == (1,)
+    asked = limits.fixed.get("instances", job.execution.optimizer_instances)
+    if asked is not None:
+        able = asked == 1 or (sharded and ranks % asked == 0)
+        return (asked,) if able and limits.allows("instances", asked) else ()
+    if not (space.optimizer_instances and sharded) or space.per_stage or job.model.routed is not None:
+        return (1,)
+    sizes = (1,) if job.cluster.groups else _on_fewer_nodes(ranks, shape.tp, job.cluster.linked_gpus)
+    if 0 in space.zero and space.offload.optimizer == "none":
+        sizes = tuple(size for size in sizes if size < max(ranks, 2))
+    return tuple(size for size in sizes if limits.allows("instances", size))
+
+
+@lru_cache(maxsize=4096)
+def _on_fewer_nodes(ranks: int, apart: int, linked_gpus: int) -> tuple[int, ...]:
+    """Numbers of sub-groups of ranks that are so far apart, by the nodes (or domains that fast links join) of
+    one of them: of each number of nodes the fewest."""
+    together = max(linked_gpus // apart, 1)
+    fewest: dict[int, int] = {}
+    for size in divisors(ranks):
+        fewest.setdefault(-(-(ranks // size) // together), size)
+    return tuple(fewest.values())
 
 
 def _sequence_parallel(job: Job, space: Space, limits: Limits, tp: int) -> tuple[bool, ...]:

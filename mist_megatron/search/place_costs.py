@@ -97,7 +97,7 @@ def uniform_links(plan: Plan, matrix: LinkMatrix, bytes_per_s: float) -> Plan:
 def _parts(plan: Plan, stage: int) -> Iterable[_Asked]:
     """What of a stage lies on several nodes."""
     last = len(plan.stages) - 1
-    for group in Group:
+    for group in plan.kinds_of_groups:
         pairs = {pair for ranks in plan.groups(stage, group) for pair in _ring(plan, ranks)}
         if pairs:
             yield _Asked(stage, group, Use(tuple(sorted(pairs))))

@@ -18,7 +18,7 @@ from mist_megatron.cost.predict import grids_of
 from mist_megatron.search.place import DEAD, Array, Curve, Places, Use, best_order
 from mist_megatron.search.place_costs import AFTER, BEFORE, Part, times_of, with_part
 from mist_megatron.spec.links import LinkMatrix
-from mist_megatron.spec.mesh import Group, neighbours
+from mist_megatron.spec.mesh import neighbours
 from mist_megatron.spec.plan import Plan
 
 ALIKE = 0.95
@@ -93,7 +93,7 @@ def _pairs(plan: Plan, stage: int, node: int) -> Iterable[tuple[Part, set[tuple[
         gpus = [plan.gpu_of[rank] for rank in ranks]
         return [gpu % a_node for gpu in gpus] if all(gpu // a_node == node for gpu in gpus) else []
 
-    for group in Group:
+    for group in plan.kinds_of_groups:
         rings = [here for ranks in plan.groups(stage, group) if len(here := places(ranks)) > 1]
         yield group, {(a, b) for ring in rings for a, b in pairwise([*ring, ring[0]])}
     for part, other in ((BEFORE, stage - 1), (AFTER, stage + 1)):

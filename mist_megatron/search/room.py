@@ -172,6 +172,8 @@ def _grid(shapes: Sequence[EqualPipeline], role: StageRole, recompute: Recompute
         offload=alike(0.0 * one),
         ep=column("ep"),
         etp=column("etp"),
+        # Of models with experts all shapes of a search have as many.
+        instances=one * first.instances[0],
         stages=first.stages,
         vpp=first.vpp,
     )

@@ -84,7 +84,7 @@ def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
         schedule=usual_schedule(shape.vpp),
         vpp=shape.vpp,
         sequence_parallel=shape.sequence_parallel,
-        execution=_spread(job.model, shape, solution.execution),
+        execution=_with_instances(solution, _spread(job.model, shape, solution.execution)),
     )
 
 
@@ -97,6 +97,14 @@ def _spread(model: ModelSpec, shape: EqualPipeline | MixedPipeline, execution: E
         expert_parallel=shape.ep,
         expert_tensor_parallel=shape.etp,
         expert_dispatcher=execution.dispatcher,
+    )
+
+
+def _with_instances(solution: Solution, execution: Execution) -> Execution:
+    """With the sub-groups of replicas that its stages chose together."""
+    instances = int(solution.stages[0].get("instances", 1.0))
+    return (
+        execution if instances == execution.instances else replace(execution, optimizer_instances=instances)
     )
 
 

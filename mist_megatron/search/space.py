@@ -24,7 +24,7 @@ from mist_megatron.spec.kinds import (
     narrower,
 )
 from mist_megatron.spec.plan import Execution, TargetName
-from mist_megatron.spec.recompute import PARTIAL, RECOMPUTE_KINDS, SEARCHED, WHOLE, Recompute
+from mist_megatron.spec.recompute import PARTIAL, SEARCHED, WHOLE, Recompute
 from mist_megatron.spec.schedule import INTERLEAVED
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import HostGradients
@@ -75,6 +75,8 @@ class Space:
     """Whether graphs may replay layers of mixtures."""
     tp_comm_overlap: bool = False
     """Whether tensor-parallel traffic may run beside products, where the job leaves it open."""
+    optimizer_instances: bool = False
+    """Whether optimizer states may be whole in sub-groups of replicas, where the job leaves it open."""
     megatron_fsdp: bool = False
     """Whether Megatron-FSDP may shard gradients and weights, where the job leaves it open."""
     decoupled_step: bool = False
@@ -119,6 +121,7 @@ class Space:
         names += ["tokens beside passes"] * self.expert_overlap + ["CUDA graphs"] * self.cuda_graphs
         names += ["cp"] * self.context_parallel + ["tp overlap"] * self.tp_comm_overlap
         names += ["Megatron-FSDP"] * self.megatron_fsdp
+        names += ["sub-groups of optimizer states"] * self.optimizer_instances
         names += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
         names += [f"offload.{kind}" for kind, allowed in self.offload.items() if allowed != "none"]
         names += ["GPUs, dp, tp and micro-batch per stage"] * self.unequal
@@ -271,6 +274,7 @@ _SPACES = (
         cuda_graphs=True,
         tp_comm_overlap=True,
         megatron_fsdp=True,
+        optimizer_instances=True,
         decoupled_step=True,
         zero=(0, 1, 2, 3),
         offload=ANY_FRACTION,
@@ -338,6 +342,7 @@ def cut_to_target(
         context_parallel=space.context_parallel and able.context_parallel,
         expert_parallel=space.expert_parallel and "mixtures of experts" in able.model_parts,
         interleaved=space.interleaved and INTERLEAVED in able.schedules,
+        optimizer_instances=space.optimizer_instances and "optimizer_instances" in able.switches,
         zero=zero,
         zero_with_pipeline=piped,
         offload=offload,
@@ -350,7 +355,7 @@ def cut_to_target(
     )
 
 
-LIMIT_KEYS = ("tp", "pp", "dp", "cp", "ep", "etp", "micro_batch", "grad_accum", "vpp", "zero")
+LIMIT_KEYS = ("tp", "pp", "dp", "cp", "ep", "etp", "micro_batch", "grad_accum", "vpp", "zero", "instances")
 EXPERT_SWITCHES = ("expert_overlap", "shared_expert_overlap", "cuda_graphs")
 """Switches of execution of mixtures."""
 OVERLAPS = ("tp_comm_overlap", "overlap_param_gather", "megatron_fsdp")
@@ -394,73 +399,6 @@ class Limits:
     def allows(self, key: str, value: int) -> bool:
         """Whether a size respects --fix and --max."""
         return self.fixed.get(key, value) == value and value <= self.most.get(key, value)
-
-
-def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str, ...]) -> Limits:
-    """`--fix tp=2 --max pp=8 --forbid offload.weights` -> Limits; contradictions are named."""
-    said = _pairs("--fix", fix, FIX_KEYS)
-    forbid = tuple(part.strip() for text in forbid for part in text.split(","))
-    recompute = said.pop("recompute", None)
-    if recompute is not None:
-        check.known("--fix recompute", "kind", recompute, RECOMPUTE_KINDS)
-    dispatcher = said.pop("dispatcher", None)
-    if dispatcher is not None:
-        check.known("--fix dispatcher", "dispatcher", dispatcher, DISPATCHERS)
-        if f"dispatcher.{dispatcher}" in forbid:
-            raise InputError(f"--fix dispatcher={dispatcher} contradicts --forbid dispatcher.{dispatcher}")
-    exchange = said.pop("context_exchange", None)
-    if exchange is not None:
-        check.known("--fix context_exchange", "kind", exchange, CONTEXT_EXCHANGES)
-        if (banned := f"context_exchange.{exchange}") in forbid:
-            raise InputError(f"--fix context_exchange={exchange} contradicts --forbid {banned}")
-    fixed = {SHORT.get(key, key): _size("--fix", key, text) for key, text in said.items()}
-    bounds = {key: _size("--max", key, text) for key, text in _pairs("--max", most, LIMIT_KEYS).items()}
-    for name in forbid:
-        check.known("--forbid", "key", name, SWITCH_KEYS)
-    for key, value in fixed.items():
-        if value > bounds.get(key, value):
-            raise InputError(f"--fix {key}={value} contradicts --max {key}={bounds[key]}")
-        if value and key in forbid:
-            raise InputError(f"--fix {key}={value} contradicts --forbid {key}")
-    if recompute is not None and f"recompute.{recompute}" in forbid:
-        raise InputError(f"--fix recompute={recompute} contradicts --forbid recompute.{recompute}")
-    if fixed.get("vpp", 1) > 1 and INTERLEAVED in forbid:
-        raise InputError(f"--fix vpp={fixed['vpp']} contradicts --forbid interleaved")
-    if fixed.get("vpp", 1) > 1 and fixed.get("pp", 2) == 1:
-        raise InputError(f"--fix vpp={fixed['vpp']} contradicts --fix pp=1: interleaving needs stages")
-    return Limits(
-        fixed=fixed,
-        most=bounds,
-        recompute=next((kind for kind in RECOMPUTE_KINDS if kind == recompute), None),
-        dispatcher=next((kind for kind in DISPATCHERS if kind == dispatcher), None),
-        context_exchange=next((kind for kind in CONTEXT_EXCHANGES if kind == exchange), None),
-        forbidden=frozenset(forbid),
-    )
-
-
-def _pairs(option: str, items: tuple[str, ...], keys: tuple[str, ...]) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for item in (part.strip() for text in items for part in text.split(",")):
-        key, equals, text = item.partition("=")
-        if not equals:
-            raise InputError(f"{option}: {item!r}; wanted KEY=NUMBER such as tp=2")
-        check.known(option, "key", key, keys)
-        if pairs.get(key, text) != text:
-            raise InputError(f"{option}: {key} is both {pairs[key]} and {text}")
-        pairs[key] = text
-    return pairs
-
-
-def _size(option: str, key: str, text: str) -> int:
-    name = SHORT.get(key, key)
-    if name in ON_OFF_KEYS:
-        if text not in ("0", "1"):
-            raise InputError(f"{option} {key}: {text!r}; wanted 1 for on or 0 for off")
-    elif not (text.isascii() and text.isdecimal()) or (int(text) < 1 and key != "zero"):
-        raise InputError(f"{option} {key}: {text!r} is not a positive whole number")
-    elif name == "grad_bytes" and text not in ("2", "4"):
-        raise InputError(f"{option} {key}: {text!r}; wanted 2 or 4")
-    return int(text)
 
 
 def apply_limits(space: Space, limits: Limits) -> Space:

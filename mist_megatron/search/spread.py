@@ -7,7 +7,8 @@ are made from their families when their bound is the least.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,6 +113,18 @@ class SpreadShapes:
         """Their bounds, the least first."""
         return self.floors_s[self._taken :]
 
+    def least_s(
+        self, keeps: Callable[[EqualPipeline], bool], families: Collection[EqualPipeline] | None
+    ) -> float:
+        """The least bound of those that are kept, of some families or of all; infinite where none is."""
+        for place, row in enumerate(self._order):
+            shape = self._families[self._rows[row]][0]
+            if families is None or shape in families:
+                ep, etp = self._spreads[row]
+                if keeps(replace(shape, ep=int(ep), etp=int(etp))):
+                    return float(self.floors_s[place])
+        return math.inf
+
     def below(self, limit_s: float) -> list[tuple[float, EqualPipeline]]:
         """Those whose bounds are no larger, with these; they count as taken after `take`."""
         end = int(np.searchsorted(self.floors_s, limit_s, side="right"))
@@ -180,6 +193,8 @@ def _floors(
         layer = LayerSizes(own[:, 6], own[:, 7], spreads[mine, 0], spreads[mine, 1])
         distinct, index = np.unique(layer.packed(), return_inverse=True)
         grid = _grid(question, (nodes, per_node, sliced, stages), LayerSizes.unpacked(distinct))
+        # Of models with experts all shapes of a search have as many.
+        grid = replace(grid, instances=np.asarray(float(shapes[0].instances[0])))
         parts = _parts(question, grid, stages)
         fits = np.stack([_fits(question, grid, stages, zero) for zero in range(int(level.max()) + 1)])
         times_s = _steps(question, parts, stages, index.reshape(-1), own[:, 4], own[:, 5])

@@ -118,11 +118,11 @@ class RolePrices:
     @cached_property
     def _host(self) -> dict[str, tuple[Array, Array]]:
         """Of each kind of bytes, were all of it in host memory: what is there with nothing in flight, and
-        more with each micro-batch, over layers, recomputed layers and levels."""
+        more with each micro-batch, over layers, recomputed layers, levels and sub-groups."""
         in_flight = np.array([0.0, 1.0]).reshape(2, *(1,) * (len(AXES) + 1))
         parts = self.evaluator.host_parts(replace(self._counted, in_flight=in_flight))
         ends = {kind: with_axes(part, len(AXES) + 2) for kind, part in parts.items()}
-        flat = {kind: end.reshape(end.shape[:4]) for kind, end in ends.items()}
+        flat = {kind: end.reshape(end.shape[:5]) for kind, end in ends.items()}
         return {kind: (end[0], end[-1] - end[0]) for kind, end in flat.items()}
 
     def host_bytes(self, slot: StageSlot, rows: Rows) -> Array:
@@ -134,6 +134,7 @@ class RolePrices:
                     row if end.shape[0] > 1 else 0,
                     rows[0] if end.shape[1] > 1 else 0,
                     rows[1] if end.shape[2] > 1 else 0,
+                    rows[2] if end.shape[3] > 1 else 0,
                 ]
                 for end in ends
             )

@@ -102,8 +102,13 @@ class StrategyPrices:
         )
         sizes = self._bytes(position, kinds[-1], again=False)
         for kind in set(kinds):
-            other = self._bytes(position, kind, again=False)["buffers"]
-            sizes = {**sizes, "buffers": np.maximum(sizes["buffers"], other)}
+            other = self._bytes(position, kind, again=False)
+            sizes = {**sizes, "buffers": np.maximum(sizes["buffers"], other["buffers"])}
+            if model.kinds[kind].cross_attention is not None:
+                # The encoder's output stays with the first of the layers that read it.
+                at, more = kinds.index(kind), np.tile(other["passing"] / self._held(position), 2)
+                reads = replace(layers[at], saved_bytes=layers[at].saved_bytes + more)
+                layers = *layers[:at], reads, *layers[at + 1 :]
         if border is not None:
             layers = self._bordered(layers, position, border)
         role = role_of(position, self.stages)
@@ -296,6 +301,16 @@ class StrategyPrices:
             for kinds, terms in (("states", STATES[:-1]), ("activations", STATES[-1:])):
                 each = [more[f"term.{t}"] - (0.0 if less is None else less[f"term.{t}"]) for t in terms]
                 sized[name + kinds] = np.asarray(sum(each))
+        if self.evaluator.job.model.kinds[kind].looks_up_shared:
+            # As if it ran otherwise than embedding and head, and had a copy of their table.
+            apart = sizes_of(replace(one, role=StageRole.MIDDLE))
+            sized["states"] = np.asarray(sum(apart[f"term.{t}"] - bare[f"term.{t}"] for t in STATES[:-1]))
+        sized["passing"] = NONE
+        if self.evaluator.job.model.kinds[kind].cross_attention is not None:
+            # What a stage keeps once is not a layer's.
+            two = sizes_of(replace(self._grid(role, kind, rows, 2, again), in_flight=held))
+            once = sized["activations"] - (two["term.activations"] - whole["term.activations"])
+            sized |= {"passing": once, "activations": sized["activations"] - once}
         shape = (len(rows), 2)
         return {name: np.broadcast_to(size, shape) for name, size in sized.items()}
 

@@ -1,0 +1,195 @@
+"""What a proof is not about: one table, from which the line of `tune` is made and which docs/limits.md tells.
+
+Every key of a plan's `execution` is here, or among those that a search sets or a job says: a test holds that,
+so that a new one cannot be forgotten in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from mist_megatron.search.execution import contexts, sizes_in_turn
+from mist_megatron.search.search import Settings
+from mist_megatron.search.space import WIDTHS, Limits, Space
+from mist_megatron.spec.job import Job
+from mist_megatron.targets.table import TARGETS
+
+
+class Proved(Protocol):
+    """What was searched."""
+
+    @property
+    def job(self) -> Job: ...
+    @property
+    def space(self) -> Space: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def on_fewer(self) -> object: ...
+    @property
+    def on_links(self) -> object: ...
+
+
+SEARCHED = (
+    "context_parallel",
+    "context_exchange",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "tp_comm_overlap",
+    "fused_cross_entropy",
+    "megatron_fsdp",
+    "decoupled_step",
+    "recompute_modules",
+    "expert_parallel",
+    "expert_tensor_parallel",
+    "expert_dispatcher",
+    "expert_overlap",
+    "shared_expert_overlap",
+    "cuda_graphs",
+    "optimizer_instances",
+)
+"""Keys of `execution` that a search sets where target and job leave them open."""
+OF_THE_JOB = ("quantization", "deterministic", "expert_imbalance", "zero3", "scattered_boundaries")
+"""Those that say what is trained, or how a framework was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A part of the space that is not searched."""
+
+    keys: tuple[str, ...] = ()
+    """Of `execution`, or of the plan, that it is about, where these are set by no search."""
+    told: str
+    """For the page of limits."""
+    words: Callable[[Proved], str]
+    """For the line; empty where nothing of the job is left out by it."""
+
+
+def _routed(tuned: Proved) -> bool:
+    return tuned.job.model.routed is not None
+
+
+def _gpus(tuned: Proved) -> str:
+    if tuned.job.cluster.gpus == 1:
+        return ""
+    return "on any whole nodes, or part of one" if tuned.on_fewer else "on all GPUs"
+
+
+def _ranks(tuned: Proved) -> str:
+    if tuned.on_links is not None:
+        return "on any of the nodes, by the best links that groups can have"
+    return "ranks in the order of the framework" if tuned.job.cluster.gpus > 1 else ""
+
+
+def _tensor(tuned: Proved) -> str:
+    if tuned.job.cluster.nodes == 1 or (tuned.space.tensor_over_nodes and not _routed(tuned)):
+        return ""
+    return "tensor parallelism inside nodes" if _routed(tuned) else "tensor parallelism over fast links only"
+
+
+def _states(tuned: Proved) -> str:
+    cluster = tuned.job.cluster
+    narrow = sorted({*WIDTHS} & {*tuned.settings.limits.fixed})
+    widths = f"the {' and '.join(narrow)} that --fix says" if narrow else "the usual widths"
+    apart = tuned.space.optimizer_instances and not _routed(tuned)
+    parts = ", sub-groups of them on fewer nodes," * (apart and not cluster.groups and cluster.nodes > 1)
+    return f"gradients and optimizer states of {widths}, sharded over all replicas{parts} or none"
+
+
+def _offload(tuned: Proved) -> str:
+    some = "any" in dict(tuned.space.offload.items()).values()
+    return f"offload in steps of {tuned.settings.step:g}" if some else ""
+
+
+def _layers(tuned: Proved) -> str:
+    return "stages that are alike split layers near evenly" if tuned.space.near_even else ""
+
+
+def _chunks(tuned: Proved) -> str:
+    several = tuned.space.interleaved and tuned.space.pipeline and tuned.job.cluster.gpus > 1
+    return "chunks take turns by as many micro-batches as there are stages" if several else ""
+
+
+def _context(tuned: Proved) -> str:
+    space = tuned.space
+    if not space.context_parallel:
+        return ""
+    if all(cp == 1 for cp, _ in contexts(tuned.job, space, Limits())):
+        return "no context parallelism" if tuned.job.cluster.gpus > 1 else ""
+    either = len(space.context_exchanges) > 1 and not _routed(tuned)
+    return f"context parallelism is a ring{' or all-to-all' * either} over powers of two"
+
+
+def _modules(tuned: Proved) -> str:
+    if _routed(tuned):
+        return "of layers with experts all is recomputed or one of a few sets of modules"
+    modules = tuned.space.recompute_modules
+    return "of parts of layers attention, MLP or both are recomputed" if modules else ""
+
+
+def _of_experts(words: str) -> Callable[[Proved], str]:
+    return lambda tuned: words if _routed(tuned) else ""
+
+
+def _delayed(tuned: Proved) -> str:
+    return "weights' gradients with all others" if _routed(tuned) and tuned.space.expert_overlap else ""
+
+
+def _sharded(tuned: Proved) -> str:
+    able = tuned.space.megatron_fsdp and "megatron_fsdp" in TARGETS[tuned.job.target].capability.switches
+    if able and sizes_in_turn(tuned.job.model):
+        return "Megatron-FSDP of layers of unlike sizes only where --fix asks for it"
+    return ""
+
+
+LEFT_OUT = (
+    LeftOut(told="plans that are faster by less than a millionth", words=lambda tuned: "to a millionth"),
+    LeftOut(told="idle GPUs that are no whole nodes, but for parts of the only one", words=_gpus),
+    LeftOut(
+        keys=("rank_map",),
+        told="other orders of ranks than the framework's own, but with `--links`",
+        words=_ranks,
+    ),
+    LeftOut(told="tensor parallelism over nodes, of models with experts", words=_tensor),
+    LeftOut(
+        keys=("grad_bytes", "optimizer_bytes"),
+        told="other widths of gradients and optimizer states than the usual ones, which train with other "
+        "numbers, and sub-groups of replicas with all optimizer states but the largest on as many nodes",
+        words=_states,
+    ),
+    LeftOut(told="fractions of offload between the steps of `--grid`", words=_offload),
+    LeftOut(told="splits of layers over stages that are alike which are not near even", words=_layers),
+    LeftOut(
+        told="interleaving whose chunks take turns by more micro-batches than there are stages "
+        "(`--microbatch-group-size-per-virtual-pipeline-stage`)",
+        words=_chunks,
+    ),
+    LeftOut(
+        told="context parallelism by all-gather or in levels (a2a+p2p), over numbers of ranks that are no "
+        "powers of two, and of models with experts by all-to-all",
+        words=_context,
+    ),
+    LeftOut(
+        told="experts that are split over slow links",
+        words=_of_experts("experts are split over fast links only"),
+    ),
+    LeftOut(
+        told="graphs of some modules only", words=_of_experts("graphs replay all that they can or nothing")
+    ),
+    LeftOut(told="most sets of recomputed modules", words=_modules),
+    LeftOut(told="offload of models with experts", words=_of_experts("nothing is in host memory")),
+    LeftOut(told="Megatron-FSDP of layers of unlike sizes in turn (hybrids)", words=_sharded),
+    LeftOut(
+        keys=("delayed_weight_grad",),
+        told="weights' gradients that are made later than the others (`--delay-wgrad-compute`)",
+        words=_delayed,
+    ),
+)
+
+
+def left_out_words(tuned: Proved) -> str:
+    """All of it that is left out of a job's search."""
+    words = [part.words(tuned) for part in LEFT_OUT]
+    return "; ".join([*(each for each in words if each), ""])

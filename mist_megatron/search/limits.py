@@ -1,0 +1,77 @@
+"""What --fix, --forbid and --max say, read: contradictions are named before anything is searched."""
+
+from __future__ import annotations
+
+from mist_megatron.errors import InputError
+from mist_megatron.search.space import FIX_KEYS, LIMIT_KEYS, ON_OFF_KEYS, SHORT, SWITCH_KEYS, Limits
+from mist_megatron.spec import check
+from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, DISPATCHERS
+from mist_megatron.spec.recompute import RECOMPUTE_KINDS
+from mist_megatron.spec.schedule import INTERLEAVED
+
+
+def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str, ...]) -> Limits:
+    """`--fix tp=2 --max pp=8 --forbid offload.weights` -> Limits; contradictions are named."""
+    said = _pairs("--fix", fix, FIX_KEYS)
+    forbid = tuple(part.strip() for text in forbid for part in text.split(","))
+    recompute = said.pop("recompute", None)
+    if recompute is not None:
+        check.known("--fix recompute", "kind", recompute, RECOMPUTE_KINDS)
+    dispatcher = said.pop("dispatcher", None)
+    if dispatcher is not None:
+        check.known("--fix dispatcher", "dispatcher", dispatcher, DISPATCHERS)
+        if f"dispatcher.{dispatcher}" in forbid:
+            raise InputError(f"--fix dispatcher={dispatcher} contradicts --forbid dispatcher.{dispatcher}")
+    exchange = said.pop("context_exchange", None)
+    if exchange is not None:
+        check.known("--fix context_exchange", "kind", exchange, CONTEXT_EXCHANGES)
+        if (banned := f"context_exchange.{exchange}") in forbid:
+            raise InputError(f"--fix context_exchange={exchange} contradicts --forbid {banned}")
+    fixed = {SHORT.get(key, key): _size("--fix", key, text) for key, text in said.items()}
+    bounds = {key: _size("--max", key, text) for key, text in _pairs("--max", most, LIMIT_KEYS).items()}
+    for name in forbid:
+        check.known("--forbid", "key", name, SWITCH_KEYS)
+    for key, value in fixed.items():
+        if value > bounds.get(key, value):
+            raise InputError(f"--fix {key}={value} contradicts --max {key}={bounds[key]}")
+        if value and key in forbid:
+            raise InputError(f"--fix {key}={value} contradicts --forbid {key}")
+    if recompute is not None and f"recompute.{recompute}" in forbid:
+        raise InputError(f"--fix recompute={recompute} contradicts --forbid recompute.{recompute}")
+    if fixed.get("vpp", 1) > 1 and INTERLEAVED in forbid:
+        raise InputError(f"--fix vpp={fixed['vpp']} contradicts --forbid interleaved")
+    if fixed.get("vpp", 1) > 1 and fixed.get("pp", 2) == 1:
+        raise InputError(f"--fix vpp={fixed['vpp']} contradicts --fix pp=1: interleaving needs stages")
+    return Limits(
+        fixed=fixed,
+        most=bounds,
+        recompute=next((kind for kind in RECOMPUTE_KINDS if kind == recompute), None),
+        dispatcher=next((kind for kind in DISPATCHERS if kind == dispatcher), None),
+        context_exchange=next((kind for kind in CONTEXT_EXCHANGES if kind == exchange), None),
+        forbidden=frozenset(forbid),
+    )
+
+
+def _pairs(option: str, items: tuple[str, ...], keys: tuple[str, ...]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for item in (part.strip() for text in items for part in text.split(",")):
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise InputError(f"{option}: {item!r}; wanted KEY=NUMBER such as tp=2")
+        check.known(option, "key", key, keys)
+        if pairs.get(key, text) != text:
+            raise InputError(f"{option}: {key} is both {pairs[key]} and {text}")
+        pairs[key] = text
+    return pairs
+
+
+def _size(option: str, key: str, text: str) -> int:
+    name = SHORT.get(key, key)
+    if name in ON_OFF_KEYS:
+        if text not in ("0", "1"):
+            raise InputError(f"{option} {key}: {text!r}; wanted 1 for on or 0 for off")
+    elif not (text.isascii() and text.isdecimal()) or (int(text) < 1 and key != "zero"):
+        raise InputError(f"{option} {key}: {text!r} is not a positive whole number")
+    elif name == "grad_bytes" and text not in ("2", "4"):
+        raise InputError(f"{option} {key}: {text!r}; wanted 2 or 4")
+    return int(text)
