@@ -166,11 +166,15 @@ class PlainPython:
                 "reduce": self.reduced(count, ring),
                 "edge_backward": 0.0,
                 "edge_reduce": 0.0,
+                "edge_step": 0.0,
             }
             if loads.embedding:
                 added = float(terms.stable["gradient_accumulation"].fixed)
                 self.tables[key]["edge_backward"] = float(loads.embedding.backward_s) + added
-                self.tables[key]["edge_reduce"] = self.reduced(float(loads.embedding.parameters), ring)
+                elements = float(loads.embedding.parameters)
+                self.tables[key]["edge_reduce"] = self.reduced(elements, ring)
+                stepped = self.prices.of(DeviceAdam(np.asarray(elements / dp)))
+                self.tables[key]["edge_step"] = float(stepped.seconds)
         return self.tables[key]
 
     def reduced(self, count: float, ring: tuple[np.ndarray, np.ndarray]) -> float:
@@ -181,8 +185,11 @@ class PlainPython:
         return overlapped_time_of_row((compute, reduce, 0.0, 0.0), self.factors) - compute
 
     def reductions(self, grid: StageGrid, table: dict[str, float]) -> float:
-        """Of ZeRO 1 in the last backward pass: each layer's beside the next one, the embedding's alone."""
+        """In the last backward pass: of ZeRO 1 each layer's beside the next one, the first's beside the
+        embedding at any level, whose own leave alone."""
         layers, ckpt, reduce = float(grid.layers), float(grid.ckpt), table["reduce"]
+        if grid.zero >= 2:
+            return self.beside(table["edge_backward"], reduce) - reduce + table["edge_reduce"]
         kept = table["backward"] + table["accumulate"]
         whole = kept + table["forward"]
         total = (layers - ckpt) * self.beside(kept, reduce) + ckpt * self.beside(whole, reduce)
@@ -268,7 +275,7 @@ class PlainPython:
             begun,
             inside_first,
             last_first,
-            self.arrival(first, stepped, grads_out),
+            self.arrival(first + table["edge_step"], stepped, grads_out),
             inside,
             min(self.ending(backward, twice, reduce2, grads_out), inside),
             begun + left,
@@ -291,7 +298,7 @@ class PlainPython:
         for begin in (0, 3):
             t += exposed(begin)
             d += exposed(begin + 6) - exposed(begin)
-        d += self.reductions(grid, table) if grid.zero <= 1 else 0.0
+        d += self.reductions(grid, table)
         values = {name: float(v) for name, v in self.evaluator.memory_values(grid).items()}
         sizes = run_plainly(self.memory, values)
         peak = sizes["held"] + max(v for name, v in sizes.items() if name.startswith("beyond."))

@@ -121,6 +121,8 @@ def halved(name: str) -> GpuSpec:
     return replace(
         whole,
         bf16_flops_per_s=None,
+        # Four elements of 32 bits are a whole load of tensor cores, and CUDA cores ask for none.
+        vector_flops_per_s=Figure(value=FLOPS_32_BITS[name], source="datasheet, 32 bits"),
         fp16_flops_per_s=Figure(value=FLOPS_32_BITS[name], source="datasheet, 32 bits"),
         memory_bytes=half(whole.memory_bytes),
         memory_bytes_per_s=half(whole.memory_bytes_per_s),

@@ -39,8 +39,8 @@ NEAR = 0.03
 ELSEWHERE_EACH = 10
 """Of so many jobs one is asked in two more processes."""
 EVENTS = "events tell the time within 3 %"
-"""The one law that is known to break: where a large head or embedding reduces in every pass (ZeRO 2 of
-Megatron-FSDP) and where interleaved chunks gather weights over slow links."""
+"""The one law that is known to break, of plans that are seldom the best: where Megatron's patches offload
+activations and where one border of interleaved stages lies between nodes. `tune` says so then."""
 SMALLER_SPACES = {
     "mist": ("mist-zero", "mist-ckpt", "3d"),
     "megatron": ("megatron", "megatron-expert", "3d"),

@@ -8,7 +8,8 @@ alone. Each change is made in a copy of the checkout, where the tests that run i
 coverage tells which) come, the quickest first, then the files that name its module, until one fails.
 What no test sees is listed, to be read: it is a gap in the tests, or a change that means the same. Some ten
 seconds each after a quarter of an hour, so no part of CI; wants pytest-cov. `--quick` spares the run under
-coverage and goes by what test files import: what it sees is seen, what it does not may yet be. `--record`
+coverage and goes by what test files import: what it sees is seen, what it does not may yet be. A test that
+fails without the change too sees nothing, and is left out from then on. `--record`
 adds what came of it to results/mutations.json; whoever has read what is left says there what means the same.
 """
 
@@ -26,11 +27,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from xml.etree import ElementTree
 
+import pytest
 from coverage import CoverageData
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -225,7 +227,7 @@ class Reach:
     contexts: Mapping[str, Mapping[int, frozenset[str]]]
     """File, from the root, -> line -> tests."""
     seconds: Mapping[str, float]
-    failing: frozenset[str] = frozenset()
+    failing: set[str] = field(default_factory=set)
     """Those that fail without any change: they can see nothing."""
 
     def tests(self, change: Change) -> list[str]:
@@ -267,14 +269,9 @@ def read_reach(data: Path, report: Path, checkout: Path) -> Reach:
     What a fixture of a whole file computes runs once, under the name of the file's first test: all tests of
     that file count as reaching it.
     """
-    cases, failing = list[tuple[str, float]](), set[str]()
-    for case in ElementTree.parse(report).iter("testcase"):
-        test = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
-        cases.append((test, float(case.attrib["time"])))
-        if case.find("failure") is not None or case.find("error") is not None:
-            failing.add(test)
+    told = list(cases(report))
     of_file: dict[str, set[str]] = {}
-    for test, _ in cases:
+    for test, _, _ in told:
         of_file.setdefault(test.split("::")[0], set()).add(test)
     contexts: dict[str, dict[int, frozenset[str]]] = {}
     lines = CoverageData(basename=str(data))
@@ -286,7 +283,8 @@ def read_reach(data: Path, report: Path, checkout: Path) -> Reach:
             for test, _, moment in (name.rpartition("|") for name in names if name):
                 reached |= {test} if moment == "run" else of_file.get(test.split("::")[0], set())
             own[line] = frozenset(reached)
-    return Reach(contexts, dict(cases), frozenset(failing))
+    seconds = {test: taken for test, taken, _ in told}
+    return Reach(contexts, seconds, {test for test, _, failed in told if failed})
 
 
 def naming(room: str, change: Change, quick: bool) -> list[list[str]]:
@@ -322,18 +320,52 @@ def _test_files(home: Path) -> list[Path]:
 
 
 def seen_by(change: Change, room: str, reach: Reach, checkout: Path, quick: bool) -> str:
-    """The first test that fails, or nothing."""
+    """The first test that fails with the change and not without it, or nothing."""
     home = checkout / change.path
     whole = home.read_text("utf-8")
-    home.write_text(whole[: change.start] + change.new + whole[change.end :], "utf-8")
+    changed = whole[: change.start] + change.new + whole[change.end :]
+    reached = reach.tests(change)
+    tries = [reached[:AT_FIRST], reached[AT_FIRST:], *naming(room, change, quick)]
     try:
-        reached = reach.tests(change)
-        known = tuple(f"--deselect={test}" for test in sorted(reach.failing))
-        tries = [(reached[:AT_FIRST], ()), (reached[AT_FIRST:], ())]
-        tries += [(files, known) for files in naming(room, change, quick)]
-        return next((told for tests, words in tries if (told := failing(tests, checkout, words))), "")
+        for tests in tries:
+            while True:
+                home.write_text(changed, "utf-8")
+                words = tuple(f"--deselect={test}" for test in sorted(reach.failing))
+                told = failing([test for test in tests if test not in reach.failing], checkout, words)
+                test = named_in(told)
+                if not told or not test:
+                    break
+                home.write_text(whole, "utf-8")
+                if not failing([test], checkout):
+                    break
+                reach.failing.add(test)
+            if told:
+                return told
+        return ""
     finally:
         home.write_text(whole, "utf-8")
+
+
+def broken(tests: list[str], checkout: Path) -> set[str]:
+    """Those of them that fail without any change."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "tests.xml"
+        failing(tests, checkout, ("--maxfail=0", f"--junitxml={report}"))
+        return {test for test, _, failed in cases(report) if failed}
+
+
+def cases(report: Path) -> Iterator[tuple[str, float, bool]]:
+    """Tests of a run, their seconds, and whether they failed."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        test = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
+        failed = case.find("failure") is not None or case.find("error") is not None
+        yield test, float(case.attrib["time"]), failed
+
+
+def named_in(told: str) -> str:
+    """The test in pytest's line about it; nothing where the run ended in another way."""
+    found = re.match(r"(?:FAILED|ERROR) (\S+::\w+(?:\[.*?\])?)(?: - |$)", told)
+    return found[1] if found else ""
 
 
 def failing(
@@ -361,7 +393,7 @@ def failing(
         )
     except subprocess.TimeoutExpired:
         return "no end"
-    if not done.returncode:
+    if done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failed[0] if failed else f"exit {done.returncode}: {(done.stdout + done.stderr)[-200:]}"
@@ -385,7 +417,8 @@ def main() -> int:
             copy(ROOT / name, checkout / name)
         rooms = asked.rooms or list(ROOMS)
         chosen = drawn(rooms, asked.count, asked.seed)
-        reach = {room: Reach({}, {}) if asked.quick else measured(room, checkout) for room in rooms}
+        known = Reach({}, {}, broken([FIRST], checkout)) if asked.quick else None
+        reach = {room: known or measured(room, checkout) for room in rooms}
         for room, change in chosen:
             started = time.monotonic()
             seen = seen_by(change, room, reach[room], checkout, asked.quick)

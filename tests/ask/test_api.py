@@ -20,8 +20,9 @@ from mist_megatron.ask.job_words import JobWords
 from mist_megatron.ask.tune import tune
 from mist_megatron.ask.tune_words import TuneWords
 from mist_megatron.formats.plan_yaml import plan_to_mapping
+from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.search import Settings
-from mist_megatron.search.space import parse_limits, space_named
+from mist_megatron.search.space import space_named
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gpt3-7b-2x8-l4" / "plan.yaml"

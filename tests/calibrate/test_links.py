@@ -9,7 +9,7 @@ import pytest
 from nccl_output import MATRIX, nccl_row, table
 
 from mist_megatron.calibrate.imported import Hints
-from mist_megatron.calibrate.links import matrices_of, read_links
+from mist_megatron.calibrate.links import Link, matrices_of, read_links
 from mist_megatron.errors import InputError
 from mist_megatron.formats.links_yaml import is_links, links_from_text, links_to_text
 from mist_megatron.spec.links import LinkMatrix
@@ -258,3 +258,30 @@ def test_where_a_placed_plan_goes_is_checked_before_the_work(tmp_path, ran_here)
     refused = ran_here("place", "p.yaml", "--links", "none.yaml", "--out", str(tmp_path / "there.yaml"))
     assert (refused.code, "exists" in refused.err) == (2, True)
     assert (tmp_path / "there.yaml").read_text() == "mine"
+
+
+def test_figures_that_say_their_own_noise_are_as_sure_as_the_least_sure() -> None:
+    """Beside each other: the widest spread, the fewest repeats; a link that was dead once is dead."""
+    said = {"source": "x", "run": "1"}
+    links = [
+        Link(sender="a", receiver="b", bytes_per_s=9e9, spread=0.05, repeats=4, **said),
+        Link(sender="b", receiver="a", bytes_per_s=8e9, spread=0.10, repeats=2, **said),
+        Link(sender="b", receiver="c", bytes_per_s=7e9, **said),
+        Link(sender="b", receiver="c", bytes_per_s=0.0, **said),
+    ]
+    matrices, notes = matrices_of(links)
+    assert (matrices[0].spread, matrices[0].repeats) == (0.10, 1)
+    assert (matrices_of(links[:2])[0][0].spread, matrices_of(links[:2])[0][0].repeats) == (0.10, 2)
+    assert matrices[0].bytes_per_s == ((None, 9e9, None), (8e9, None, 0.0), (None, None, None))
+    assert any("1 dead links" in note and "b to c" in note for note in notes)
+
+
+@pytest.mark.parametrize(("short", "told"), [(6, 6), (7, 6)])
+def test_pairs_that_were_cut_short_are_named_up_to_six(short: int, told: int) -> None:
+    links = [
+        Link(sender="a", receiver=f"n{k}", bytes_per_s=1e9, message_bytes=2**20 if k < short else 2**30)
+        for k in range(short + 1)
+    ]
+    (note,) = (one for one in matrices_of(links)[1] if "cut off" in one)
+    assert note.startswith(f"{short} pairs") and "1 MiB" in note and "1,024 MiB" in note
+    assert note.count("a - n") == told and note.endswith(", ...") == (short > told)

@@ -17,11 +17,13 @@ from mist_megatron.cost.iteration import balance
 from mist_megatron.cost.layer_memory import _plain_norms
 from mist_megatron.cost.operators import Operator, WorkKind
 from mist_megatron.cost.projections import with_adapters
+from mist_megatron.cost.recurrent import group_columns, states_elements
 from mist_megatron.cost.shapes import EXPERT_ROWS, ROWS
 from mist_megatron.cost.work import _edges_on_host
 from mist_megatron.spec.adapter import Adapter
 from mist_megatron.spec.entry import Entry
 from mist_megatron.spec.presets import preset
+from mist_megatron.spec.recurrent import DeltaNet, Mamba
 
 SIZES = {
     symbols.B: 2, symbols.S: 1024, symbols.HIDDEN: 512, symbols.TP: 2, symbols.CP: 1, symbols.HEADS: 8,
@@ -110,3 +112,19 @@ def test_updates_on_the_host_that_nothing_hides() -> None:
     )
     told = _edges_on_host(grid, loads, np.asarray(2.0), context)
     assert float(told.fixed) == pytest.approx(2.5 + 3.5)
+
+
+def test_states_between_chunks_are_a_matrix_of_each_head() -> None:
+    """2,048 tokens are 16 chunks of 128 for Mamba-2 and 32 of 64 for a delta net; a rank of two has half the
+    heads, each with a state of its columns by the width of the keys."""
+    mamba = Mamba(heads=16, head_dim=64, state=128, groups=8)
+    assert number(states_elements(mamba)) == 16 * (16 // 2) * 64 * 128
+    delta = DeltaNet(key_heads=4, value_heads=8, key_dim=128, value_dim=64)
+    assert number(states_elements(delta)) == 32 * (8 // 2) * 64 * 128
+
+
+@pytest.mark.parametrize(("ranks", "columns"), [(1, 4 * 128), (4, 4 * 128), (8, 8 * 128)])
+def test_groups_that_several_ranks_need_are_copied(ranks: int, columns: int) -> None:
+    """Of eight groups a rank of two has four, which go round four ranks of the context once."""
+    mamba = Mamba(heads=16, head_dim=64, state=128, groups=8)
+    assert number(group_columns(mamba), CP=ranks) == columns

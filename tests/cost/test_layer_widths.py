@@ -269,6 +269,14 @@ def test_what_cannot_run_or_is_not_modelled_is_told():
     tower = preset("qwen2.5-vl-7b-frozen-vision")
     assert "begin with a token table" in job_rules(tower, "bf16", "megatron")[-1]
     assert "norms after attention" in job_rules(preset("gemma-3-4b"), "bf16", "megatron")[-1]
+    assert (
+        "no capped attention scores nor capped logits"
+        in job_rules(preset("gemma-2-9b"), "bf16", "megatron")[-1]
+    )
+    assert job_rules(preset("gemma-2-9b"), "bf16", "deepspeed") == ()
+    preset("llama-4-scout-17b-16e").check_sequence("training", 8192)
+    with pytest.raises(InputError, match="attend in chunks of 8192 tokens"):
+        preset("llama-4-scout-17b-16e").check_sequence("training", 8193)
     assert not job_rules(tower, "bf16", "deepspeed")
     plan = plan_of(tower, (61,), seq_len=1024, tp=1, target="deepspeed", zero=2)
     assert not violations(plan)

@@ -217,3 +217,31 @@ def test_strategies_that_say_something_else(changes: dict[str, object], words: s
     plan = MIXED["one stage"]
     with pytest.raises(InputError, match=words):
         replace(plan, stages=(replace(plan.stages[0], **changes),))
+
+
+@pytest.mark.parametrize(("entry", "share"), [("sdp4", 0.0), ("dp4", 1.0), ("sdp4+ckpt", 0.25)])
+def test_a_decoder_that_runs_otherwise_has_a_copy_of_the_token_table(entry: str, share: float) -> None:
+    """32,128 rows of 1,024: two bytes of a weight, four of its gradient, twelve of its optimizer's."""
+    alike, own = (
+        told(plan_of("t5-large-32", stage(8, 4, *["sdp4"] * 16, kind, *["sdp4"] * 16), seq_len=512))
+        for kind in ("sdp4", entry)
+    )
+    more = {
+        name: own.stages[0].memory_terms_bytes[name] - alike.stages[0].memory_terms_bytes[name]
+        for name in ("weights", "grads", "optimizer")
+    }
+    table = 32128 * 1024
+    norm = 1024 * (0.0 if entry.startswith("sdp") else 0.75)
+    for name, width in (("weights", 2), ("grads", 4), ("optimizer", 12)):
+        assert more[name] == pytest.approx(width * (share * table + norm), rel=1e-9)
+
+
+def test_an_encoders_output_is_kept_once_in_each_layout() -> None:
+    """Replicated and shared-out layers of a decoder lie alike, in turns or not."""
+    decoders = ["sdp4"] * 14
+    runs, turns = (
+        told(plan_of("t5-large-32", stage(8, 4, *["sdp4"] * 17, *decoders, *pair), seq_len=512))
+        for pair in (("dp4", "dp4"), ("dp4", "sdp4"))
+    )
+    kept = [one.stages[0].memory_terms_bytes["activations"] for one in (runs, turns)]
+    assert kept[0] == pytest.approx(kept[1], rel=1e-12)

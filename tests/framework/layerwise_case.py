@@ -1,63 +1,94 @@
-"""Run by four gloo processes: a small model by launch/parallelize.py, and the same model in one piece."""
+"""Run by four gloo processes: small models by launch/parallelize.py, and the same models in one piece."""
 
 from __future__ import annotations
 
 import copy
 import json
 import sys
+from bisect import bisect_right
+from collections.abc import Sequence
 from functools import reduce
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from layerwise_models import loss_sum, modules_of, samples_of, tensor_plan, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-SAMPLES, TOKENS, WIDTH, CLASSES = 16, 4, 16, 11
+from mist_megatron.formats.plan_yaml import plan_from_text
 
-
-class Layer(nn.Module):
-    """Norm and MLP around a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+Inputs = tuple[list[torch.Tensor], torch.Tensor]
 
 
-def tensor_plan(module: nn.Module) -> dict[str, object]:
-    return {"up": ColwiseParallel(), "down": RowwiseParallel()} if isinstance(module, Layer) else {}
+class Alone:
+    """The model in one piece, its sums in the order of a plan whose layers all have the same replicas."""
 
+    def __init__(self, modules: Sequence[nn.Module], said: dict[str, Any]) -> None:
+        self.modules, self.grad_accum = modules, said["grad_accum"]
+        self.layers = [said["embedding"], *(one for stage in said["stages"] for one in stage), said["head"]]
+        ends = list(accumulate(len(stage) + (index == 0) for index, stage in enumerate(said["stages"])))
+        self.stage = [min(bisect_right(ends, place), len(ends) - 1) for place in range(len(modules))]
+        self.ties = self._by_stage()
+        for module, layer in zip(modules, self.layers, strict=True):
+            module.requires_grad_(not layer.get("frozen", False))
+        self.sharded = {
+            one: layer["sharded"]
+            for module, layer in zip(modules, self.layers, strict=True)
+            for one in module.parameters()
+            if one.requires_grad
+        }
 
-def loss_sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / TOKENS
+    def _by_stage(self) -> list[list[nn.Parameter]]:
+        """A copy of a shared weight for each stage that has it."""
+        found: dict[nn.Parameter, dict[int, nn.Parameter]] = {}
+        for module, stage in zip(self.modules, self.stage, strict=True):
+            for inner in module.modules():
+                for name, one in list(inner.named_parameters(recurse=False)):
+                    copies = found.setdefault(one, {stage: one})
+                    inner.register_parameter(
+                        name, copies.setdefault(stage, nn.Parameter(one.detach().clone()))
+                    )
+        return [list(copies.values()) for copies in found.values() if len(copies) > 1]
 
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.sharded)
 
-def in_its_order(
-    plain: nn.Sequential, said: dict[str, Any], samples: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
-    """Gradients and loss of the plain model, added up in the order of a plan whose layers all have the same
-    replicas: of shared-out layers over replicas in every micro-batch, of others over micro-batches first."""
-    layers = [said["embedding"], *(layer for stage in said["stages"] for layer in stage), said["head"]]
-    batch, replicas = samples[0].shape[0], layers[0]["dp"]
-    found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(replicas)]
-    losses: list[list[torch.Tensor]] = [[] for _ in range(replicas)]
-    for tokens, targets in zip(*(one.chunk(said["grad_accum"]) for one in samples), strict=True):
-        for replica, own in enumerate(zip(tokens.chunk(replicas), targets.chunk(replicas), strict=True)):
-            loss = loss_sum(plain(own[0]), own[1]) / batch
-            losses[replica].append(loss.detach())
-            found[replica].append(torch.autograd.grad(loss, list(plain.parameters())))
-    sharded = [layer["sharded"] for layer, own in zip(layers, plain, strict=True) for _ in own.parameters()]
-    for place, (parameter, shared) in enumerate(zip(plain.parameters(), sharded, strict=True)):
-        each = [[grads[place] for grads in replica] for replica in found]
-        orders = list(zip(*each, strict=True)) if shared else each
-        parameter.grad = reduce(torch.add, [reduce(torch.add, one) for one in orders])
-    return reduce(torch.add, [torch.stack(one).sum() for one in losses])
+    def joined(self) -> None:
+        """Gradients of a weight in several stages."""
+        for copies in self.ties:
+            total = reduce(torch.add, [one.grad for one in copies])
+            for one in copies:
+                one.grad = total.clone()
+
+    def step(self, given: Inputs) -> torch.Tensor:
+        inputs, targets = given
+        loss = loss_sum(whole(self.modules, inputs), targets) / len(targets)
+        grads = torch.autograd.grad(loss, self.parameters())
+        for one, grad in zip(self.parameters(), grads, strict=True):
+            one.grad = grad
+        self.joined()
+        return loss.detach()
+
+    def step_in_order(self, given: Inputs) -> torch.Tensor:
+        """Of shared-out layers over replicas in every micro-batch, of others over micro-batches first."""
+        inputs, targets = given
+        replicas = self.layers[0]["dp"]
+        found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(replicas)]
+        losses: list[list[torch.Tensor]] = [[] for _ in range(replicas)]
+        for parts in zip(*(one.chunk(self.grad_accum) for one in (*inputs, targets)), strict=True):
+            for replica, own in enumerate(zip(*(one.chunk(replicas) for one in parts), strict=True)):
+                loss = loss_sum(whole(self.modules, own[:-1]), own[-1]) / len(targets)
+                losses[replica].append(loss.detach())
+                found[replica].append(torch.autograd.grad(loss, self.parameters()))
+        for place, (one, shared) in enumerate(self.sharded.items()):
+            each = [[grads[place] for grads in replica] for replica in found]
+            orders = list(zip(*each, strict=True)) if shared else each
+            one.grad = reduce(torch.add, [reduce(torch.add, order) for order in orders])
+        self.joined()
+        return reduce(torch.add, [torch.stack(one).sum() for one in losses])
 
 
 def main(folder: str) -> None:
@@ -65,32 +96,33 @@ def main(folder: str) -> None:
 
     torch.manual_seed(1)
     said = json.loads(Path(folder, "strategies.json").read_text())
-    count, exact = sum(map(len, said["stages"])), Path(folder).name.startswith("exact")
-    modules = [nn.Embedding(CLASSES, WIDTH), *(Layer() for _ in range(count)), nn.Linear(WIDTH, CLASSES)]
-    plain = nn.Sequential(*copy.deepcopy(modules))
+    plan = plan_from_text(Path(folder, "plan.yaml").read_text())
+    spec, seq_len, batch = plan.model, plan.training.seq_len, plan.training.global_batch
+    exact = "exact" in Path(folder).name
+    modules = modules_of(spec, seq_len)
+    alone = Alone(copy.deepcopy(modules), said)
     parts = modules[0], modules[1:-1], modules[-1]
     model = Parallel(Path(folder, "strategies.json"), parts, tensor_plan, torch.device("cpu"))
-    optimizers = [torch.optim.Adam(one.parameters(), lr=1e-2, foreach=False) for one in (model, plain)]
+    # Adam would make steps of rounding errors where a gradient is none, as of biases of keys.
+    optimizers = [
+        torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, foreach=False) for one in (model, alone)
+    ]
     losses = []
     for step in range(3):
         torch.manual_seed(10 + step)
-        tokens = torch.randint(CLASSES, (SAMPLES, TOKENS))
-        targets = torch.randint(CLASSES, (SAMPLES, TOKENS))
-        optimizers[1].zero_grad()
-        if exact:
-            alone = in_its_order(plain, said, (tokens, targets))
-        else:
-            alone = loss_sum(plain(tokens), targets) / SAMPLES
-            alone.backward()
-        losses.append((float(model.step(tokens, targets, loss_sum)), float(alone)))
+        given = samples_of(spec, batch, seq_len)
+        in_one_piece = (alone.step_in_order if exact else alone.step)(given)
+        losses.append((float(model.step(*given, loss_sum)), float(in_one_piece)))
         for optimizer in optimizers:
             optimizer.step()
-    furthest, same = 0.0, dict(zip([id(one) for one in modules], plain, strict=True))
-    for layer in model.module.layers:
-        for own, whole in zip(layer.parameters(), same[id(layer)].parameters(), strict=True):
+    furthest, still = 0.0, True
+    for layer, same in zip(model.module.layers, alone.modules[model.own.start :], strict=False):
+        for own, one in zip(layer.parameters(), same.parameters(), strict=True):
             full = own.full_tensor() if isinstance(own, DTensor) else own
-            furthest = max(furthest, float((full - whole).detach().abs().max()))
-    print(json.dumps({"plan": Path(folder).name, "losses": losses, "furthest": furthest}), flush=True)
+            furthest = max(furthest, float((full - one).detach().abs().max()))
+            still &= own.requires_grad or own.grad is None
+    told = {"plan": Path(folder).name, "losses": losses, "furthest": furthest, "still": still}
+    print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":

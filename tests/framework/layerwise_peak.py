@@ -6,43 +6,20 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from layerwise_models import loss_sum, modules_of, samples_of, tensor_plan
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-SAMPLES, TOKENS, WIDTH, HEAD, CLASSES = 16, 128, 64, 16, 64
-
-
-class Layer(nn.Module):
-    """A transformer layer in plain PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norms[0](x)
-        heads = [part(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v)]
-        core = nn.functional.scaled_dot_product_attention(*heads)
-        x = x + self.o(core.transpose(1, 2).flatten(-2))
-        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
-
-
-def tensor_plan(module: nn.Module) -> dict[str, object]:
-    if not isinstance(module, Layer):
-        return {}
-    columns = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
-    return {**columns, "o": RowwiseParallel(), "down": RowwiseParallel()}
+from mist_megatron.formats.plan_yaml import plan_from_text
 
 
 class Kept:
-    """Saved tensors that live: each storage once, from its first tensor to its last."""
+    """Saved tensors that live: each once however often it is saved, from its first tensor to its last."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.now, self.most = module, 0, 0
@@ -54,7 +31,8 @@ class Kept:
         own = (p.to_local() if isinstance(p, DTensor) else p for p in self.module.parameters())
         if storage.data_ptr() in {parameter.untyped_storage().data_ptr() for parameter in own}:
             return tensor
-        key, size = storage.data_ptr(), storage.nbytes()
+        # Micro-batches are views of one batch.
+        key, size = local.data_ptr(), local.nbytes
         self.users[key] += 1
         self.now += size * (self.users[key] == 1)
         self.most = max(self.most, self.now)
@@ -78,21 +56,17 @@ def unpack(packed: Any) -> torch.Tensor:
     return packed.tensor if isinstance(packed, Held) else packed
 
 
-def loss_sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / TOKENS
-
-
 def main(folder: str) -> None:
     from parallelize import Parallel
 
     torch.set_default_dtype(torch.bfloat16)
-    count = sum(map(len, json.loads(Path(folder, "strategies.json").read_text())["stages"]))
-    modules = [nn.Embedding(CLASSES, WIDTH), *(Layer() for _ in range(count)), nn.Linear(WIDTH, CLASSES)]
-    parts = modules[0], modules[1:-1], modules[-1]
-    model = Parallel(Path(folder, "strategies.json"), parts, tensor_plan, torch.device("cpu"))
-    tokens = torch.randint(CLASSES, (SAMPLES, TOKENS))
+    plan = plan_from_text(Path(folder, "plan.yaml").read_text())
+    modules = modules_of(plan.model, plan.training.seq_len)
+    parts, split = (modules[0], modules[1:-1], modules[-1]), partial(tensor_plan, edges=False)
+    model = Parallel(Path(folder, "strategies.json"), parts, split, torch.device("cpu"))
+    given = samples_of(plan.model, plan.training.global_batch, plan.training.seq_len)
     kept = Kept(model.module)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, unpack):
-        model.step(tokens, tokens, loss_sum)
+        model.step(*given, loss_sum)
     torch.set_default_dtype(torch.float32)
     print(json.dumps({"plan": Path(folder).name, "stage": model.index, "most": kept.most}), flush=True)

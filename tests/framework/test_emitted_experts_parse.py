@@ -21,7 +21,7 @@ pytest.importorskip("megatron", reason="megatron-core is not installed")
 import megatron_parser
 from test_emitted_megatron_parse import USER_ARGS
 
-from mist_megatron.errors import InputError
+from mist_megatron.errors import EmitError, InputError
 from mist_megatron.frameworks.megatron import write as megatron
 from mist_megatron.frameworks.megatron.command import options_of
 from mist_megatron.frameworks.megatron.lint import lint_megatron
@@ -175,6 +175,33 @@ def test_sinks_their_activation_and_yarn_are_those_of_gpt_oss() -> None:
     mine, own = ([(k.window, k.sinks, k.block_parameters) for k in some] for some in kinds)
     assert mine == own
     assert read.constants == plan.model.constants
+
+
+@pytest.mark.parametrize("switches", [{}, {"shared_expert_overlap": True}])
+def test_llama4_is_written_layer_by_layer_and_read_back(switches) -> None:
+    """Maverick; of Scout only layers with positions have norms of heads, which Megatron gives all or none."""
+    plan = replace(
+        made(presets.PRESETS["llama-4-maverick-17b-128e"], GRIDS[5], switches, 2),
+        training=TrainingSpec(global_batch=32, seq_len=8192),
+    )
+    assert violations(plan) == ()
+    megatron.require_emittable(plan)
+    config = parsed_of(plan).config
+    kinds = [plan.model.kinds[place] for place in plan.model.kind_of_layer]
+    assert config.no_rope_freq == [int(not kind.rotary) for kind in kinds] == [0, 0, 0, 1] * 12
+    assert config.moe_layer_freq == [int(kind.experts is not None) for kind in kinds] == [0, 1] * 24
+    assert config.moe_apply_probs_on_input
+    assert config.moe_router_topk == 1
+    words = [*megatron_parser.rank_arguments(plan, 0), "--vocab-size", str(plan.model.vocab)]
+    assert lint_megatron(options_of(words), "", "x", KNOWN) == ()
+    read = plan_of(options_of(words), (), plan.cluster, "x").model
+    mine = [read.kinds[place] for place in read.kind_of_layer]
+    assert [(k.rotary, k.experts, k.block_parameters) for k in mine] == [
+        (k.rotary, k.experts, k.block_parameters) for k in kinds
+    ]
+    scout = replace(plan, model=presets.PRESETS["llama-4-scout-17b-16e"])
+    with pytest.raises(EmitError, match="layers that differ"):
+        megatron.require_emittable(scout)
 
 
 def check_experts(plan: Plan, parsed) -> None:

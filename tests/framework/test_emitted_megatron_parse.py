@@ -254,7 +254,7 @@ def test_every_preset_is_built_with_its_constants(name: str) -> None:
     model = serial(name)
     if model_refusals(model):
         usual = model.plain and model.attention == "causal" and not model.post_norms
-        said = model.activation != "relu" and not model.experts and usual
+        said = model.activation != "relu" and not model.routed and usual
         assert not said, f"{name} can be said"
         return
     tp = max(tp for tp in (1, 2, 4, 8) if model.heads % tp == 0 and model.kv_heads % tp == 0)
@@ -442,3 +442,18 @@ def test_bridge_names_the_attention_backend_that_megatron_has() -> None:
         node = bridge_mapping(chosen)["model"]["attention_backend"]
         assert node["_target_"] == f"{AttnBackend.__module__}.{AttnBackend.__qualname__}"
         assert AttnBackend(*node["_args_"]) is backend
+
+
+def test_optimizer_states_in_sub_groups_are_taken_by_the_parser() -> None:
+    plan = make(serial("llama2-7b"), (2, 4, 1, 1), "none", (0.0, 0.0), target="megatron", number=0)
+    stages = tuple(replace(stage, zero=1) for stage in plan.stages)
+    plan = replace(plan, stages=stages, execution=replace(plan.execution, optimizer_instances=2))
+    assert not violations(plan)
+    parsed = megatron_parser.parse(
+        megatron_parser.rank_arguments(plan, 0) + USER_ARGS.split(),
+        world=plan.gpus,
+        environment=megatron.environment(plan),
+    )
+    assert parsed.args.num_distributed_optimizer_instances == 2
+    assert parsed.args.use_distributed_optimizer
+    assert bridge_mapping(plan)["ddp"]["num_distributed_optimizer_instances"] == 2

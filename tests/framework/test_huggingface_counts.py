@@ -301,6 +301,10 @@ VIT = {"model_type": "vit", "hidden_size": 64, "intermediate_size": 96, "num_hid
 SWIN = {"model_type": "swin", "embed_dim": 32, "depths": [1, 2], "num_heads": [2, 4], "image_size": 56}
 GEMMA3 = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 8, "num_key_value_heads": 2,
           "head_dim": 24, "sliding_window": 8}  # fmt: skip
+GEMMA2 = {**GEMMA3, "model_type": "gemma2"}
+LLAMA4 = {"model_type": "llama4_text", "hidden_size": 64, "intermediate_size": 48,
+          "intermediate_size_mlp": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "num_local_experts": 4}  # fmt: skip
 TOWER = {"depth": 3, "num_heads": 4, "hidden_size": 32}
 QWEN_VL = {"text_config": {**QWEN2, **GROUPED, "model_type": "qwen2_vl_text"}}
 QWEN2_VL = {**QWEN_VL, "model_type": "qwen2_vl",
@@ -320,6 +324,17 @@ GROUPS = {
     "gemma3_text, all full": (
         {**GEMMA3, "layer_types": ["full_attention"] * 8}, "AutoModelForCausalLM", 0
     ),
+    "gemma2": (GEMMA2, "AutoModelForCausalLM", 0),
+    "gemma2, no caps": (
+        {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None},
+        "AutoModelForCausalLM", 0,
+    ),
+    "gemma2, by default": ({"model_type": "gemma2", "num_hidden_layers": 2}, "AutoModelForCausalLM", 0),
+    "llama4_text": (LLAMA4, "AutoModelForCausalLM", 0),
+    "llama4_text, every second": ({**LLAMA4, "interleave_moe_layer_step": 2}, "AutoModelForCausalLM", 0),
+    "llama4_text, at places": ({**LLAMA4, "moe_layers": [1, 2, 5]}, "AutoModelForCausalLM", 0),
+    "llama4_text, by default": ({"model_type": "llama4_text", "num_hidden_layers": 4},
+                                "AutoModelForCausalLM", 0),
     "qwen2_vl": (QWEN2_VL, "AutoModelForImageTextToText", 0),
     "qwen2_5_vl": (QWEN25_VL, "AutoModelForImageTextToText", 0),
 }  # fmt: skip
@@ -345,9 +360,48 @@ def test_layers_of_gemma3_have_the_windows_that_transformers_gives_them():
         assert read.constants.rotary_base == theirs.rope_parameters["full_attention"]["rope_theta"]
 
 
+def test_layers_of_gemma2_have_the_windows_and_caps_of_transformers():
+    theirs = transformers.Gemma2Config()
+    read = model_from_huggingface({"model_type": "gemma2"}, "config.json")
+    windows = [read.kinds[place].window for place in read.kind_of_layer]
+    assert windows == [4096 if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert {kind.score_cap for kind in read.kinds} == {theirs.attn_logit_softcapping}
+    assert read.logit_cap == theirs.final_logit_softcapping
+
+
+@pytest.mark.parametrize("change", [{}, {"no_rope_layer_interval": 2}, {"no_rope_layers": [0, 1] * 4}])
+def test_layers_of_llama4_attend_as_transformers_says(change):
+    for more in ({}, {"interleave_moe_layer_step": 2, "use_qk_norm": False}):
+        config = {**LLAMA4, **change, **more}
+        read, theirs = model_from_huggingface(config, "config.json"), read_by_transformers(config)
+        kinds = [read.kinds[place] for place in read.kind_of_layer]
+        assert [int(kind.rotary) for kind in kinds] == theirs.no_rope_layers
+        chunks = {"chunked_attention": theirs.attention_chunk_size, "full_attention": None}
+        assert [kind.chunk for kind in kinds] == [chunks[name] for name in theirs.layer_types]
+        assert [layer for layer, kind in enumerate(kinds) if kind.experts] == theirs.moe_layers
+        # Norms of heads are of layers that rotate alone (Llama4TextAttention).
+        assert [kind.qk_norm for kind in kinds] == [kind.rotary and theirs.use_qk_norm for kind in kinds]
+        assert read.constants.rotary_base == theirs.rope_parameters["rope_theta"]
+
+
+def test_texts_of_models_that_see_images_are_read_by_a_name_that_says_so():
+    for kind, text in (("llama4", LLAMA4), ("gemma3", GEMMA3)):
+        whole = {"model_type": kind, "architectures": ["X"], "text_config": text, "vision_config": {}}
+        read = model_from_huggingface({**whole, "_name_or_path": "some/model"}, "config.json")
+        assert read.name == "model-text"
+        assert read.parameters == model_from_huggingface(text, "config.json").parameters
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        ({"model_type": "llama4", "text_config": 3}, "llama4 has no text_config"),
+        ({**LLAMA4, "layer_types": ["full_attention"] * 8}, "layer_types and no_rope_layers differ"),
+        ({**LLAMA4, "moe_layers": "all"}, "moe_layers is 'all'"),
+        ({**LLAMA4, "num_experts_per_tok": 2}, "wanted num_experts_per_tok 1"),
+        ({**LLAMA4, "attention_bias": True}, "attention_bias is true"),
+        ({**GEMMA2, "use_bidirectional_attention": True}, "causal mask"),
+        ({**GEMMA2, "final_logit_softcapping": -1.0}, "logit_cap is -1.0"),
         ({**BERT, "is_decoder": True}, "is_decoder is true"),
         ({**BERT, "architectures": ["BertForSequenceClassification"]}, "is no model ForMaskedLM"),
         ({**VIT, "image_size": 30}, "must divide image_size"),

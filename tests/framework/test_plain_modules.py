@@ -10,8 +10,17 @@ import pytest
 pytest.importorskip("transformers", reason="needs the test framework environment")
 import torch
 from plain_values import value_of
-from transformers import BertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, T5Config, ViTConfig
+from transformers import (
+    BertConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    T5Config,
+    ViTConfig,
+)
 from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2RotaryEmbedding
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RotaryEmbedding
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -183,6 +192,17 @@ def test_gemma3_layer() -> None:
     given, more, tables = rotated(Gemma3RotaryEmbedding(config), 256, "full_attention")
     measured = saved_bytes(Gemma3DecoderLayer(config, 5).bfloat16(), given, **more) - tables
     assert kept_by(read("gemma3_text", OF_GEMMA), "full", fused=True) == pytest.approx(measured, rel=0.002)
+
+
+@pytest.mark.parametrize("cap", [50.0, None])
+def test_gemma2_layer(cap: float | None) -> None:
+    """Statistics and weights in fp32 aside; without a cap the core is fused."""
+    said = {**OF_GEMMA, "attn_logit_softcapping": cap}
+    config = implemented(Gemma2Config(**said), fused=cap is None)
+    given, more, tables = rotated(Gemma2RotaryEmbedding(config), 256)
+    measured = saved_bytes(Gemma2DecoderLayer(config, 5).bfloat16(), given, **more) - tables
+    model = read("gemma2", {**OF_GEMMA, "attn_logit_softcapping": cap})
+    assert kept_by(model, "full", fused=cap is None) == pytest.approx(measured, rel=0.002)
 
 
 def test_t5_layers() -> None:

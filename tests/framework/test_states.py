@@ -31,7 +31,7 @@ def terms(model, facts, ranks, zero):
     numbers = {
         s.LAYERS: model.layers, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
         s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,
-        s.DP: ranks, s.Z1: int(zero >= 1), s.Z2: int(zero >= 2), s.Z3: int(zero >= 3),
+        s.DP: ranks, s.INSTANCES: 1, s.Z1: int(zero >= 1), s.Z2: int(zero >= 2), s.Z3: int(zero >= 3),
         **dict.fromkeys(s.OFFLOAD.values(), 0), s.CKPT: 0,
     }  # fmt: skip
     return {name: float(value_of(memory.terms[name], numbers)) for name in ("weights", "grads", "optimizer")}

@@ -24,6 +24,7 @@ from mist_megatron.frameworks.megatron.model import model_flags
 from mist_megatron.frameworks.megatron.read import model_of, plan_of, with_stages
 from mist_megatron.frameworks.megatron.read_parts import pattern_of, quantization_of
 from mist_megatron.frameworks.megatron.reader import Reader
+from mist_megatron.frameworks.megatron.yaml_run import yaml_run
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
@@ -128,8 +129,21 @@ HYBRIDS = {
         execution={"expert_parallel": 4},
     ),
     "nemotron without experts": plan("nemotron-h-8b", stage(26, dp=4), stage(26, dp=4)),
+    "nemotron, depths and stages": plan(
+        "nemotron-3-super-120b-a12b", stage(40, dp=4), stage(48, dp=4), execution={"expert_parallel": 4}
+    ),
 }
 """Layers of half a block, told by a pattern."""
+NETS = {
+    "delta nets": plan(
+        "qwen3-next-80b-a3b", stage(24, dp=4), stage(24, dp=4), execution={"expert_parallel": 4}
+    ),
+    "no positions in each fourth layer": plan(
+        "llama-4-maverick-17b-128e", stage(24, dp=4), stage(24, dp=4), execution={"expert_parallel": 4}
+    ),
+}
+HYBRID_PROVIDER = set(FIELDS["hybrid"])
+"""Fields that HybridModelProvider of Megatron-Bridge 0.6.2 has itself; all others are TransformerConfig's."""
 
 
 @pytest.mark.parametrize("name", [*PLANS, *HYBRIDS])
@@ -229,6 +243,38 @@ def test_bridge_says_the_same_as_the_arguments(name: str) -> None:
         assert str(model.get(key)) == said.get(flag, "0.0" if key == "moe_aux_loss_coeff" else "None"), key
     for switch in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_pre_softmax", "qk_layernorm"):
         assert model[switch] is (switch.replace("_", "-") in said), switch
+
+
+def lint_of_bridge(texts: dict[str, str], written: Plan) -> Plan:
+    """The plan that lint reads from bridge.yaml, which has nothing to say of it."""
+    run = yaml_run(yaml.safe_load(texts["bridge.yaml"]), KNOWN, {})
+    assert not [f for f in run.findings if f.level in ("rejected", "unpriced", "open")]
+    assert not lint_megatron(run.options, "", "x", KNOWN)
+    return plan_of(run.options, (), written.cluster, "x")
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *NETS])
+def test_bridge_says_the_layers_of_hybrids(name: str) -> None:
+    written = {**HYBRIDS, **NETS}[name]
+    texts = artifacts(written, SOURCES)
+    if written.vpp > 1:
+        assert "bridge.yaml" not in texts and "no interleaved stages" in texts["README.md"]
+        return
+    found = yaml.safe_load(texts["bridge.yaml"])["model"]
+    if written.model.kinds[0].half:
+        assert set(found) - set(FIELDS["model"]) <= HYBRID_PROVIDER
+        assert not {"rope_scaling", "rope_scaling_factor"} & set(found), "fields of GPTModelProvider alone"
+        assert found["pipeline_model_parallel_layout"] is None
+        assert found["hybrid_layer_pattern"].count("|") == len(written.stages) - 1
+    else:
+        assert set(found) <= set(FIELDS["model"])
+    read = lint_of_bridge(texts, written)
+    told = [read.model.kinds[place] for place in read.model.kind_of_layer]
+    own = [written.model.kinds[place] for place in written.model.kind_of_layer]
+    shape = [(k.block_parameters, k.rotary, k.delta_net, k.mamba, k.half) for k in own]
+    assert [(k.block_parameters, k.rotary, k.delta_net, k.mamba, k.half) for k in told] == shape
+    assert read.model.mtp_layers == written.model.mtp_layers
+    assert [stage.layers for stage in read.stages] == [stage.layers for stage in written.stages]
 
 
 def test_racks_tell_hybridep_of_their_domain() -> None:

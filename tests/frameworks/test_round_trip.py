@@ -84,6 +84,8 @@ PLANS = {
         "llama3-8b", stage(32, tp=2, cp=2), target="megatron", execution=Execution(context_parallel=2)
     ),
 }
+_ring = PLANS["context parallel"]
+PLANS["heads apart"] = replace(_ring, execution=replace(_ring.execution, context_exchange="a2a"))
 _whole = PLANS["tensor parallel"]
 PLANS["gated attention"] = replace(_whole, model=replace(_whole.model, attention_gate=True))
 
@@ -96,6 +98,7 @@ def same(read: Plan, written: Plan) -> None:
     assert read.training == written.training
     assert read.target == written.target
     assert read.execution.context_parallel == written.execution.context_parallel
+    assert read.execution.context_exchange == written.execution.context_exchange
     assert (read.execution.grad_bytes or 4) == (written.execution.grad_bytes or 4)
     for switch in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "fused_cross_entropy"):
         assert bool(getattr(read.execution, switch)) == bool(getattr(written.execution, switch)), switch

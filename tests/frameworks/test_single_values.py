@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from mist_megatron.ask.emit import launch_sources
+from mist_megatron.errors import InputError
 from mist_megatron.frameworks.deepspeed.convert_patched import patch_changes
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.frameworks.megatron.chosen import chosen
 from mist_megatron.frameworks.megatron.command import options_of, read_command_line
 from mist_megatron.frameworks.megatron.lint_experts import expert_findings
-from mist_megatron.frameworks.megatron.read import stage_layers
+from mist_megatron.frameworks.megatron.read import plan_of, stage_layers
 from mist_megatron.frameworks.megatron.reader import Reader
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
@@ -102,3 +103,23 @@ def test_what_experts_are_cut_into_is_told_where_tensors_are(flags: str, said: b
 def test_a_window_of_some_layers_is_the_models() -> None:
     told = {choice.what: choice.value for choice in chosen(plan(model="gpt-oss-20b"))}
     assert told["attention window"] == "128 tokens"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-layers 24 --num-layers-per-virtual-pipeline-stage 13",
+        "--num-layers 24 --num-virtual-stages-per-pipeline-rank 1000000000000",
+        "--num-layers 1000000000000 --num-layers-per-virtual-pipeline-stage 1",
+        "--num-layers 1000000000000 --num-virtual-stages-per-pipeline-rank 100000000000",
+    ],
+)
+def test_virtual_stages_that_no_layer_fills_are_refused_at_once(flags: str) -> None:
+    """Each once divided by nothing, or listed what no memory holds."""
+    rest = (
+        "--hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
+        "--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 2 --bf16"
+    )
+    cluster = ClusterSpec(gpu=catalogue.gpu("a100-sxm-80gb"), nodes=2, gpus_per_node=8)
+    with pytest.raises(InputError, match="layers"):
+        plan_of(options_of(f"{flags} {rest}".split()), (), cluster, "run.sh")

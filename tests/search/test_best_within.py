@@ -10,8 +10,9 @@ from jobs import small_job
 from mist_megatron.ask.tune import tune
 from mist_megatron.errors import InputError
 from mist_megatron.search.execution import execution_choices
+from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.search import Settings
-from mist_megatron.search.space import Limits, parse_limits, space_named
+from mist_megatron.search.space import Limits, space_named
 from mist_megatron.search.within import best_within
 from mist_megatron.spec.experts import ExpertSpec
 

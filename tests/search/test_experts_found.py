@@ -41,9 +41,15 @@ from mist_megatron.targets.rules import violations
 JOBS = int(os.environ.get("MIST_TEST_EXPERT_JOBS", "2"))
 NARROW_JOBS = int(os.environ.get("MIST_TEST_NARROW_EXPERT_JOBS", "1"))
 SPACE = replace(
-    space_named("full"), near_even=False, decoupled_step=False, tp_comm_overlap=False, megatron_fsdp=False
+    space_named("full"), near_even=False, decoupled_step=False, tp_comm_overlap=False, megatron_fsdp=True
 )
-"""Even splits, which have a list of their own (`test_alike_stages.py`); Megatron-FSDP is not listed here."""
+"""Even splits, which have a list of their own (`test_alike_stages.py`)."""
+WAYS = (
+    Execution(),
+    Execution(overlap_param_gather=True),
+    Execution(overlap_param_gather=True, megatron_fsdp=True),
+)
+"""When updated weights are gathered, and who shards; not Megatron-FSDP where dense layers come in between."""
 
 
 def small_mixture(rng: np.random.Generator) -> ModelSpec:
@@ -136,9 +142,11 @@ def executions(job: Job, cp: int) -> Iterator[Execution]:
     """Every switch, however few of them the rules leave; experts are split over fast links only, as the line
     of the proof says."""
     gpus, experts, linked = job.cluster.gpus, job.model.routed, job.cluster.linked_gpus
-    spreads = itertools.product(divisors(gpus), divisors(linked), DISPATCHERS, (None, True), switches(job))
-    for ep, etp, dispatcher, gather, execution in spreads:
-        if experts.count % ep == 0 and experts.ffn_hidden % etp == 0:
+    in_turn = sum(one != other for one, other in itertools.pairwise(job.model.kind_of_layer)) > 1
+    spreads = itertools.product(divisors(gpus), divisors(linked), DISPATCHERS, WAYS, switches(job))
+    for ep, etp, dispatcher, way, execution in spreads:
+        excluded = way.megatron_fsdp and (in_turn or execution.expert_overlap or execution.cuda_graphs)
+        if experts.count % ep == 0 and experts.ffn_hidden % etp == 0 and not excluded:
             yield replace(
                 execution,
                 context_parallel=cp,
@@ -146,7 +154,8 @@ def executions(job: Job, cp: int) -> Iterator[Execution]:
                 expert_tensor_parallel=etp,
                 expert_dispatcher=dispatcher,
                 overlap_grad_reduce=True,
-                overlap_param_gather=gather,
+                overlap_param_gather=way.overlap_param_gather,
+                megatron_fsdp=way.megatron_fsdp,
                 fused_cross_entropy=True,
             )
 
@@ -176,10 +185,12 @@ def every_plan(job: Job) -> Iterator[Plan]:
         dp, of_stage = gpus // (stages * tp * cp), gpus // stages
         inside = min(of_stage, job.cluster.gpus_per_node)
         for micro_batch, zero, vpp, split, execution in itertools.product(
-            divisors(batch), (0, 1), divisors(layers), splits(job, stages), executions(job, cp)
+            divisors(batch), (0, 1, 2, 3), divisors(layers), splits(job, stages), executions(job, cp)
         ):
             chunks = [count // vpp for count in split]
             if batch % (dp * micro_batch) or tp > inside or any(count % vpp for count in split):
+                continue
+            if zero > 1 and not (execution.megatron_fsdp and stages == 1):
                 continue
             for again, kind in [*((k, "full") for k in range(min(chunks) + 1)), (0, "selective")]:
                 if kind == "selective" and execution.recompute_modules is None:
@@ -199,7 +210,7 @@ def every_plan(job: Job) -> Iterator[Plan]:
                                 dp=dp,
                                 tp=tp,
                                 micro_batch=micro_batch,
-                                zero=1 if zero else 0,
+                                zero=zero,  # type: ignore[arg-type]
                                 ckpt=again * vpp,
                                 recompute=kind,
                             )

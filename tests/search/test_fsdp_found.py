@@ -5,6 +5,13 @@ from __future__ import annotations
 import pytest
 
 import mist_megatron
+from mist_megatron.search.execution import execution_choices
+from mist_megatron.search.space import Limits, space_named
+from mist_megatron.spec.catalogue import gpu
+from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.presets import PRESETS
+from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
 
 LLAMA = {"model": "llama3-8b", "gpu": "h100-sxm-80gb", "gpus": 8, "global_batch": 64, "seq": 8192}
@@ -32,6 +39,24 @@ def test_mixtures_have_none_of_what_it_excludes() -> None:
     assert not plan.execution.cuda_graphs and not plan.execution.expert_overlap
     ranks = plan.cluster.gpus // (plan.execution.ep * plan.execution.etp)
     assert ranks > 1 or plan.grad_accum == 1
+
+
+def test_layers_of_unlike_sizes_in_turn_take_it_only_where_asked() -> None:
+    """The closed form of hybrids is up to 9 % quicker than the events; dense layers first do not matter."""
+    space = space_named("full")
+
+    def taken(name: str, **fixed: int) -> bool:
+        job = Job(
+            model=PRESETS[name],
+            training=TrainingSpec(global_batch=64, seq_len=4096),
+            cluster=cluster_of(gpu("h100-sxm-80gb"), 16),
+            target="megatron",
+        )
+        choices = execution_choices(job, space, Limits(fixed=fixed))
+        return any(choice.job.execution.megatron_fsdp for choice in choices)
+
+    assert not taken("nemotron-3-nano-30b-a3b") and taken("nemotron-3-nano-30b-a3b", megatron_fsdp=1)
+    assert taken("qwen3-30b-a3b") and taken("deepseek-v2-lite") and taken("llama3-8b")
 
 
 @pytest.mark.parametrize(

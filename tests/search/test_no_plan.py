@@ -17,10 +17,11 @@ from mist_megatron.search.bounds import SearchProblem, shape_bounds
 from mist_megatron.search.equal import solve_equal
 from mist_megatron.search.families import mixed_families, possible_mixtures
 from mist_megatron.search.infeasible import possible_shapes
+from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.mixed import mixture_bounds, solve_mixed
 from mist_megatron.search.pipelines import shapes
 from mist_megatron.search.search import Settings, search
-from mist_megatron.search.space import Limits, cut_to_target, parse_limits, space_named
+from mist_megatron.search.space import Limits, cut_to_target, space_named
 
 TARGETS = {
     "mist": "mist",

@@ -16,8 +16,9 @@ from mist_megatron.ask.tune import tune
 from mist_megatron.ask.tune_words import tune as tune_words
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import InputError
+from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.search import Settings
-from mist_megatron.search.space import parse_limits, space_named
+from mist_megatron.search.space import space_named
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.rules import violations

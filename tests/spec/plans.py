@@ -23,7 +23,8 @@ def sequences(model: ModelSpec) -> st.SearchStrategy[int]:
     given = [
         kind.entry.tokens // kind.entry.merged for kind in model.kinds if kind.entry and kind.entry.tokens
     ]
-    return st.integers(max(given, default=1), 1 << 17)
+    chunks = [kind.chunk for kind in model.kinds if kind.chunk is not None]
+    return st.integers(max(given, default=1), min(chunks, default=1 << 17))
 
 
 @st.composite

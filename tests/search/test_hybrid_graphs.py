@@ -1,0 +1,68 @@
+"""CUDA graphs of hybrids with experts: what the search replays, and that it takes no longer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mist_megatron
+from mist_megatron.search.mixtures import MixtureWay, mixture_ways
+from mist_megatron.search.space import Limits, space_named
+from mist_megatron.spec.catalogue import gpu
+from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.job import Job
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
+from mist_megatron.spec.presets import PRESETS
+from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
+
+NEMOTRON, QWEN = PRESETS["nemotron-3-nano-30b-a3b"], PRESETS["qwen3-30b-a3b"]
+
+
+def replayed(model) -> set[tuple[str, ...] | None]:
+    cluster = cluster_of(gpu("h100-sxm-80gb"), 16)
+    job = Job(
+        model=model,
+        training=TrainingSpec(global_batch=16, seq_len=8192),
+        cluster=cluster,
+        target="megatron",
+        execution=Execution(expert_dispatcher="flex"),
+    )
+
+    def every(way: MixtureWay):
+        yield way.execution.cuda_graphs
+        for other in way.after:
+            yield from every(other)
+
+    ways = mixture_ways(job, space_named("full"), Limits())
+    return {graphs for way in ways for graphs in every(way)}
+
+
+def test_scans_are_replayed_where_there_are_some() -> None:
+    """Also where all of a mixture is run again, which leaves graphs of what comes before it alone."""
+    router = ("moe_router", "moe_preprocess")
+    assert replayed(NEMOTRON) == {("attn", "mamba", *router), ("attn", "mamba"), None}
+    assert replayed(QWEN) == {("attn", *router), ("attn",), None}
+
+
+def test_a_graph_of_scans_gains_time_and_holds_no_less() -> None:
+    """Of short sequences, whose kernels the host cannot launch quickly enough."""
+
+    def told(*graphs: str):
+        stage = StagePlan(
+            layers=NEMOTRON.layers, nodes=2, gpus_per_node=8, dp=16, tp=1, micro_batch=1, zero=1
+        )
+        plan = Plan(
+            model=NEMOTRON,
+            training=TrainingSpec(global_batch=16, seq_len=1024),
+            cluster=cluster_of(gpu("h100-sxm-80gb"), 16),
+            target="megatron",
+            grad_accum=1,
+            stages=(stage,),
+            execution=Execution(expert_parallel=8, cuda_graphs=graphs, overlap_grad_reduce=True),  # type: ignore[arg-type]
+        )
+        assert not violations(plan)
+        return mist_megatron.predict(replace(plan))
+
+    without, whole = told("attn"), told("attn", "mamba")
+    assert whole.iteration_s < without.iteration_s
+    assert whole.prediction.stages[0].peak_memory_bytes >= without.prediction.stages[0].peak_memory_bytes
