@@ -1,16 +1,16 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034  # read by train.sh
 HUGGINGFACE_ARGS=(
-  --per_device_train_batch_size 2
-  --gradient_accumulation_steps 8
+  --per_device_train_batch_size 4
+  --gradient_accumulation_steps 4
   --bf16 True
   --gradient_checkpointing False
 )
 
 MEGATRON_DEEPSPEED_ARGS=(
   --deepspeed
-  --zero-stage 1
-  --micro-batch-size 2
+  --zero-stage 3
+  --micro-batch-size 4
   --global-batch-size 128
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 1

@@ -9,7 +9,7 @@ HUGGINGFACE_ARGS=(
 
 MEGATRON_DEEPSPEED_ARGS=(
   --deepspeed
-  --zero-stage 1
+  --zero-stage 3
   --micro-batch-size 1
   --global-batch-size 128
   --tensor-model-parallel-size 1

@@ -42,7 +42,7 @@ MEGATRON_ARGS=(
   --moe-grouped-gemm
   --moe-permute-fusion
   --overlap-moe-expert-parallel-comm
-  --pipeline-model-parallel-layout 'Ettt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|tt|tt|tt|ttL'
+  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
   --use-distributed-optimizer
   --cuda-graph-impl transformer_engine
   --cuda-graph-modules attn moe_router moe_preprocess
