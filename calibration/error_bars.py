@@ -1,18 +1,20 @@
 """Makes calibration/error_bars.json: how far predictions are off on sources that they have not seen.
 
     python calibration/error_bars.py MEASURED/end_to_end/*.csv MEASURED/other/published_perf.csv \\
-        MEASURED/other/moe_perf.csv [--table]
+        MEASURED/other/moe_perf.csv --write calibration/README.md
 
 Of a publication that is in no fit the shipped profiles predict every run. Of one that is, its chip's figures
 are fitted anew to the other sources of the fit (`fit_end_to_end.py`), or, where there is no other, are those
 from which that fit starts. All runs are predicted once more from datasheets alone: that is the bar of a GPU
-that nobody has measured. `--table` prints errors by source for calibration/README.md.
+that nobody has measured. `--write calibration/README.md` puts errors by source and bars by kind of runs
+there; with `--told` they are those of the file that is there, and nothing is fitted.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from mist_megatron.calibrate.error_bars import (
     UNMEASURED,
     Kind,
     SourceErrors,
+    bar_among,
     errors_from_text,
     errors_to_text,
     kind_of,
@@ -39,6 +42,7 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.plan import Plan
 
 HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- error_bars.py -->", "<!-- end of error_bars.py -->"
 Predict = Callable[[MeasuredRow], Predicted]
 
 
@@ -126,39 +130,70 @@ def datasheet_errors(sources: Mapping[str, Sequence[MeasuredRow]]) -> list[Sourc
 
 
 def told(found: Sequence[SourceErrors]) -> str:
-    """A table for people."""
+    """Errors by source, what they come to, and the bars, as tables for people."""
+    seen = [each for each in found if each.how != UNMEASURED]
     lines = [
         "| source | runs | nothing of it seen because | rows | error | bias |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for each in found:
-        if each.how != UNMEASURED:
-            errors = np.array(each.errors)
-            kind = f"{each.kind.words}, {each.kind.framework}"
-            lines.append(
-                f"| {each.source} | {kind} | {each.how} | {len(errors)} | {np.abs(errors).mean():.1%} | "
-                f"{errors.mean():+.1%} |"
-            )
+    for each in seen:
+        errors = np.array(each.errors)
+        kind = f"{each.kind.words}, {each.kind.framework}"
+        lines.append(
+            f"| {each.source} | {kind} | {each.how} | {len(errors)} | {np.abs(errors).mean():.1%} | "
+            f"{errors.mean():+.1%} |"
+        )
+    sums = {
+        "mixtures": [each for each in seen if each.kind.experts],
+        "dense": [each for each in seen if not each.kind.experts],
+        "dense without vTrain's, which are of one machine": [
+            each for each in seen if not each.kind.experts and each.source != "vtrain_a100"
+        ],
+    }
+    lines += ["", "| all | rows | error | median |", "| --- | --- | --- | --- |"]
+    for name, own in sums.items():
+        errors = np.abs([error for each in own for error in each.errors])
+        lines.append(f"| {name} | {len(errors):,} | {errors.mean():.1%} | {np.median(errors):.1%} |")
+    lines += ["", "| runs | bar | sources | rows |", "| --- | --- | --- | --- |"]
+    for runs in dict.fromkeys(each.kind for each in seen):
+        bar = bar_among(found, runs, profiled=True)
+        like = "" if bar.like == runs.words else f" (of {bar.like})"
+        lines.append(
+            f"| {runs.words}, {runs.framework} | {bar.share:.0%}{like} | {bar.sources} | {bar.rows} |"
+        )
     return "\n".join(lines)
+
+
+def written(page: str, tables: str) -> str:
+    """The page with these tables between their marks."""
+    if BEGIN not in page or END not in page:
+        raise SystemExit(f"the page has no lines {BEGIN} and {END}")
+    pattern = f"{re.escape(BEGIN)}.*{re.escape(END)}"
+    return re.sub(pattern, lambda _: f"{BEGIN}\n{tables}\n{END}", page, flags=re.DOTALL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--rows", type=int, default=30, help="most rows of one source that are fitted to")
     parser.add_argument("--only", action="append", help="make this source anew, keep the others; repeatable")
-    parser.add_argument("--table", action="store_true", help="print the errors by source")
+    parser.add_argument("--told", action="store_true", help="only tell what --out has")
+    parser.add_argument("--write", type=Path, help="put the tables in the place of those in this file")
     parser.add_argument("--out", type=Path, default=HERE / "error_bars.json")
     options = parser.parse_args()
-    sources = read(options.files)
-    wanted = {name: rows for name, rows in sources.items() if name in (options.only or sources)}
-    kept = errors_from_text(options.out.read_text()) if options.only else ()
-    known = [each for each in kept if each.source not in wanted]
-    known += unseen_errors(wanted, options.files, options) + datasheet_errors(wanted)
-    options.out.write_text(errors_to_text(known))
-    if options.table:
-        print(told(known))
+    known = list(errors_from_text(options.out.read_text()) if options.told or options.only else ())
+    if not options.told:
+        sources = read(options.files)
+        wanted = {name: rows for name, rows in sources.items() if name in (options.only or sources)}
+        known = [each for each in known if each.source not in wanted]
+        known += unseen_errors(wanted, options.files, options) + datasheet_errors(wanted)
+        options.out.write_text(errors_to_text(known))
+    tables = told(known)
+    if options.write is None:
+        print(tables)
+    else:
+        options.write.write_text(written(options.write.read_text("utf-8"), tables), "utf-8")
 
 
 if __name__ == "__main__":
