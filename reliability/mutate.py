@@ -6,17 +6,19 @@ Places are drawn at random from the syntax trees of the rooms that compute: a co
 exchanged, a number moved, min taken for max, branches exchanged. Texts, messages and annotations are left
 alone. Each change is made in a copy of the checkout, where the tests that run its line (one run under
 coverage tells which) come, the quickest first, then the files that name its module, until one fails.
-What no test sees is listed, to be read: it is a gap in the tests, or a change that means the same. Some ten
+What no test sees is listed, to be read: it is a gap in the tests, or a change that means the same, which
+whoever has read it says in same.json, with the reason, by the text of its line. Some ten
 seconds each after a quarter of an hour, so no part of CI; wants pytest-cov. `--quick` spares the run under
 coverage and goes by what test files import: what it sees is seen, what it does not may yet be. A test that
 fails without the change too sees nothing, and is left out from then on. `--record`
-adds what came of it to results/mutations.json; whoever has read what is left says there what means the same.
+adds what came of it to results/mutations.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import math
 import os
 import random
@@ -36,7 +38,7 @@ import pytest
 from coverage import CoverageData
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from report import record
+from report import SAME, record
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = (
@@ -346,6 +348,16 @@ def seen_by(change: Change, room: str, reach: Reach, checkout: Path, quick: bool
         home.write_text(whole, "utf-8")
 
 
+def same_as(change: Change) -> str:
+    """Why a change means the same, where somebody has said it of this line; else nothing."""
+    line = (ROOT / change.path).read_text("utf-8").splitlines()[change.line - 1].strip()
+    told = (change.path, line, change.old.strip(), change.new.strip())
+    for one in json.loads(SAME.read_text("utf-8")):
+        if told == (one["file"], one["line"], one["old"], one["new"]):
+            return str(one["why"])
+    return ""
+
+
 def broken(tests: list[str], checkout: Path) -> set[str]:
     """Those of them that fail without any change."""
     with tempfile.TemporaryDirectory() as folder:
@@ -410,6 +422,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="into results/mutations.json")
     asked = parser.parse_args()
     survived: list[str] = []
+    same = 0
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder)
         for name in COPIED:
@@ -422,12 +435,17 @@ def main() -> int:
         for room, change in chosen:
             started = time.monotonic()
             seen = seen_by(change, room, reach[room], checkout, asked.quick)
-            print(f"{change}: {seen or 'SURVIVED'} ({time.monotonic() - started:.0f} s)", flush=True)
-            survived += [] if seen else [str(change)]
-    seen_at_once = len(chosen) - len(survived)
-    print(f"{seen_at_once} of {len(chosen)} seen; survived:", *survived, sep="\n  ")
+            why = "" if seen else same_as(change)
+            told = seen or (f"the same: {why}" if why else "SURVIVED")
+            print(f"{change}: {told} ({time.monotonic() - started:.0f} s)", flush=True)
+            same += bool(why)
+            survived += [] if seen or why else [str(change)]
+    seen_at_once = len(chosen) - len(survived) - same
+    print(f"{seen_at_once} of {len(chosen)} seen, {same} mean the same; survived:", *survived, sep="\n  ")
     if asked.record:
-        told = {"tried": len(chosen), "at_once": seen_at_once, "by_new_tests": 0, "same": 0, "left": survived}
+        told = {
+            "tried": len(chosen), "at_once": seen_at_once, "by_new_tests": 0, "same": same, "left": survived,
+        }  # fmt: skip
         how = "`--quick`" if asked.quick else "the tests that run the line"
         record("mutations", {f"{', '.join(rooms)}, seed {asked.seed}": told}, how)
     return bool(survived)

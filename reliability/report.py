@@ -20,6 +20,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PAGE, RESULTS = HERE / "README.md", HERE / "results"
+SAME = HERE / "same.json"
+"""Changes of a line that no test can see, each with the reason."""
 
 
 def recorded(name: str) -> dict[str, dict[str, Any]]:
@@ -77,6 +79,23 @@ def mutation_rows() -> Iterator[tuple[Any, ...]]:
         yield name, *figures, len(told["left"]), told["date"], told["conditions"]
 
 
+def seen_share() -> str:
+    """Of all changes that do not mean the same, those that tests see by now."""
+    rows = recorded("mutations").values()
+    tried = sum(told["tried"] - told["same"] for told in rows)
+    seen = sum(told["at_once"] + told["by_new_tests"] for told in rows)
+    at_once = sum(told["at_once"] for told in rows)
+    return (
+        f"Of {tried} that do not mean the same, {at_once} ({at_once / tried:.0%}) were seen when they were "
+        f"drawn, {seen} ({seen / tried:.0%}) are seen now."
+    )
+
+
+def same_lines() -> Iterator[str]:
+    for one in json.loads(SAME.read_text("utf-8")):
+        yield f"- `{one['file']}`, `{one['line']}`: `{one['old']}` -> `{one['new']}`: {one['why']}"
+
+
 def branch_rows() -> Iterator[tuple[Any, ...]]:
     for room, told in recorded("branches").items():
         share = f"{100 * told['seen'] / told['branches']:.1f} %"
@@ -107,8 +126,11 @@ def page() -> str:
         "## Mutations",
         "200 are wanted, of which tests should see 92 %.",
         table(MUTATIONS, mutation_rows()),
+        seen_share(),
         "Left, to be seen by tests that do not exist yet:",
         "\n".join(cases("mutations", "left")) or "none.",
+        "Mean the same, as somebody has read them (those of before 2026-11-24 were counted, not noted):",
+        "\n".join(same_lines()),
         "## Branches",
         "At least so many: tests of other rooms and programs that tests start run more.",
         table(BRANCHES, branch_rows()),

@@ -285,3 +285,12 @@ def test_pairs_that_were_cut_short_are_named_up_to_six(short: int, told: int) ->
     (note,) = (one for one in matrices_of(links)[1] if "cut off" in one)
     assert note.startswith(f"{short} pairs") and "1 MiB" in note and "1,024 MiB" in note
     assert note.count("a - n") == told and note.endswith(", ...") == (short > told)
+
+
+def test_a_matrix_between_nodes_alone_is_read_as_links() -> None:
+    """Nothing is said of the GPUs inside, and nothing is told of them."""
+    matrix = LinkMatrix(hosts=("a", "b"), bytes_per_s=((None, 2e9), (1e9, None)))
+    links = read_links(links_to_text([matrix]), "links.yaml", HINTS).links
+    assert [(link.sender, link.receiver, link.bytes_per_s) for link in links] == [
+        ("a", "b", 2e9), ("b", "a", 1e9),
+    ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +12,22 @@ import pytest
 from plain_values import value_of
 
 from mist_megatron.cost import symbols
-from mist_megatron.cost.entries import entry_operators
-from mist_megatron.cost.experts import _output_bias
+from mist_megatron.cost.entries import _lookup, entry_operators
+from mist_megatron.cost.experts import _output_bias, _rows_moved, _shared
+from mist_megatron.cost.formula import _fraction
 from mist_megatron.cost.iteration import balance
+from mist_megatron.cost.latent import head_norms
 from mist_megatron.cost.layer_memory import _plain_norms
-from mist_megatron.cost.operators import Operator, WorkKind
+from mist_megatron.cost.needed_shapes import MEMORY_SIZES, _thinned
+from mist_megatron.cost.operators import Operator, Work, WorkKind
 from mist_megatron.cost.projections import with_adapters
-from mist_megatron.cost.recurrent import group_columns, states_elements
+from mist_megatron.cost.recurrent import _delta_norm, _mamba_forward, group_columns, states_elements
 from mist_megatron.cost.shapes import EXPERT_ROWS, ROWS
+from mist_megatron.cost.stage import _WorkTable
 from mist_megatron.cost.work import _edges_on_host
 from mist_megatron.spec.adapter import Adapter
 from mist_megatron.spec.entry import Entry
+from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.recurrent import DeltaNet, Mamba
 
@@ -128,3 +134,77 @@ def test_groups_that_several_ranks_need_are_copied(ranks: int, columns: int) -> 
     """Of eight groups a rank of two has four, which go round four ranks of the context once."""
     mamba = Mamba(heads=16, head_dim=64, state=128, groups=8)
     assert number(group_columns(mamba), CP=ranks) == columns
+
+
+def test_scans_go_over_their_heads_and_columns() -> None:
+    """Mamba-2's 16 heads of 64 columns on two ranks: 10 bytes a step of each head, and a pass over what the
+    gate reads and writes, 2 bytes each way."""
+    mamba = Mamba(heads=16, head_dim=64, state=128, groups=8)
+    told = {work.name: number(work.moved_bytes) for work in _mamba_forward(mamba)}
+    assert told["scan_steps"] == TOKENS * 8 * 10
+    assert told["scan_gate"] == TOKENS * 8 * 64 * (2 + 2)
+
+
+def test_norms_of_heads_keep_a_figure_of_each() -> None:
+    """Of every token and head one in fp32: a rank of two has half of a delta net's 8 value heads, and of
+    the 8 query and 4 key heads of an attention."""
+    net = DeltaNet(key_heads=4, value_heads=8, key_dim=128, value_dim=64)
+    kept = [{one.key: number(one.size_bytes) for one in operator.saved}
+            for operator in (_delta_norm(net, 4), head_norms(4))]  # fmt: skip
+    assert kept[0]["mixer_norm_statistics"] == 4 * TOKENS * 4
+    assert kept[1]["head_norms_statistics"] == 4 * TOKENS * (4 + 2)
+
+
+def test_rows_of_experts_are_copied_and_sorted() -> None:
+    """Two tokens in three experts each: read once and written for each of their experts, then what has come
+    is read and written in order, as often as ranks split an expert; at 4/3 of a plain pass."""
+    sizes = {"TOP_K": 3, "ETP": 2, "EXPERT_WIDTH": 512, "EP": 1, "SP": 1, "IMBALANCE": 1}
+    one = 2 * (TOKENS // 2) * 512
+    sent_out, sorted_once = one + 3 * one, 2 * 3 * one
+    assert number(_rows_moved("alltoall"), **sizes) == pytest.approx(4 / 3 * (sent_out + 2 * sorted_once))
+    assert number(_rows_moved("flex"), **sizes) == pytest.approx(4 / 3 * 2 * sorted_once)
+
+
+def test_shared_experts_scatter_their_tokens() -> None:
+    """Beside sequence parallelism the two ranks add up and share out all tokens of the hidden size."""
+    experts = ExpertSpec(count=4, top_k=2, ffn_hidden=64, shared_ffn_hidden=256)
+    moved = {
+        work.name: number(work.moved_bytes, SP=1)
+        for operator in _shared(experts, 1, bias=False, eight_bit=False)
+        for work in (*operator.forward, *operator.backward)
+        if work.kind in (WorkKind.ALL_GATHER, WorkKind.REDUCE_SCATTER, WorkKind.ALL_REDUCE)
+    }
+    assert moved["shared_scatter"] == moved["shared_back"] == 2 * TOKENS * 512
+    assert moved["shared_reduce"] == 0
+
+
+def test_a_table_is_added_to_where_tokens_were_looked_up() -> None:
+    """T5's decoder: gradients of all tokens are read and written in 16 bits, and added (6 bytes an element)
+    to the rank's half of the table."""
+    added = _lookup(own=True).backward[-1]
+    assert number(added.moved_bytes, SP=0, VOCAB=1000) == 2 * (2 * TOKENS * 512) + 6 * (1000 // 2) * 512
+    assert added.kernels == 2
+
+
+def test_lists_of_sizes_span_their_range() -> None:
+    """The least and the largest are measured whatever is left out between."""
+    sizes = {3 * size for size in range(1, 500)}
+    thinned = _thinned(sizes)
+    assert (thinned[0], thinned[-1]) == (3, 3 * 499)
+    assert len(thinned) <= MEMORY_SIZES and set(thinned) <= sizes
+    assert _thinned({5, 7}) == (5, 7)
+
+
+def test_a_fraction_has_its_numbers_first() -> None:
+    assert _fraction(Fraction(3, 2), {"x": 1, "y": -1, "z": -2}) == "3*x/(2*y*z^2)"
+
+
+def test_attention_is_priced_by_its_direction_and_products_are_not() -> None:
+    """A product takes as long in either pass; an attention of the same sizes runs another kernel back."""
+    product = Work(name="product", kind=WorkKind.GEMM, gemm=(ROWS,) * 4)
+    core = Work(name="core", kind=WorkKind.ATTENTION, attention=(ROWS,) * 5)
+    operator, table = Operator(name="both", forward=(product, core), backward=(product, core)), _WorkTable()
+    for run in ("forward", "backward"):
+        table.add("layer", run, operator)
+    told = [(item.kind, item.backward) for item in table.items]
+    assert told == [("gemm", False), ("attention", False), ("attention", True)]

@@ -319,6 +319,26 @@ def test_interleaved_sends_between_the_two_passes() -> None:
     assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 8 * GRID.layers * 2.25 / 2 / 2, abs=5 * HOST_S)
 
 
+def test_what_is_made_again_hides_sends_with_all_its_work() -> None:
+    """Of 5.25 s a forward pass of 1 s and its collective leave 3.25; where the layer is made again, a
+    backward pass of 1 s, its collective and both of the layer's once more leave 1.25."""
+    each = ("forward_s", "forward_collective_s", "backward_s", "backward_collective_s")
+    block = replace(BLOCK, **{name: array(1) for name in each})
+    stable, _ = terms_of("megatron", replace(GRID, vpp=2, ckpt=GRID.layers), block=block)
+    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * (3.25 + 1.25), abs=HOST_S)
+
+
+def test_of_two_stages_a_chunk_sends_once() -> None:
+    """2 chunks on 2 stages of a model of 8 layers: a layer has half a send, 3.5 s. One chunk waits for both
+    of its sends, 2.5 and 0.5 s; the one at the pipeline's end for half of the longer, which the other hides
+    while it still sends."""
+    slow = {"forward_s": 1, "forward_collective_s": 0, "backward_s": 3, "backward_collective_s": 0}
+    block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
+    grid = replace(GRID, stages=2, vpp=2, role=StageRole.FIRST)
+    stable, _ = terms_of("megatron", grid, block=block)
+    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * (3.0 + 1.25) / 2, abs=HOST_S)
+
+
 def test_a_head_fills_waits_for_the_link() -> None:
     """Two sends of 5.25 s a layer and pair against 6 s of passes leave 4.5 s, in which the head may run."""
     slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 2, "backward_collective_s": 1}

@@ -89,3 +89,23 @@ def test_offloaded_gradients_are_all_there_for_the_reduction():
         at(memory.terms["buffers"], 1.0) - at(memory.terms["buffers"], 0.0)
     )
     assert at(memory.peak, 1.0) >= at(memory.peak, 0.0) - on_device / 2
+
+
+def test_a_layer_that_is_made_again_has_all_that_it_keeps_and_its_gradients() -> None:
+    """Of one recomputed layer beside the input that it kept: more than what it keeps when it is not."""
+    model = PRESETS["gpt3-1.3b"]
+    memory = stage_memory(model, LayerOptions(), PATCHED_MEMORY, StageRole.MIDDLE)
+    numbers = {
+        s.LAYERS: 1, s.HIDDEN: model.hidden, s.FFN: model.ffn_hidden, s.HEADS: model.heads,
+        s.KV_HEADS: model.kv_heads, s.HEAD_DIM: model.head_dim, s.VOCAB: model.vocab, s.TP: 1, s.CP: 1,
+        s.DP: 1, s.Z1: 1, s.Z2: 0, s.Z3: 0, s.B: 4, s.S: 2048, s.SP: 0,
+        s.RECOMPUTE["selective"]: 0, s.IN_FLIGHT: 1, **dict.fromkeys(s.OFFLOAD.values(), 0),
+    }  # fmt: skip
+
+    def at(expression, recomputed):
+        return float(value_of(expression, {**numbers, s.CKPT: recomputed}))
+
+    states = {name: term for name, term in memory.terms.items() if name != "activations"}
+    held = sum(at(term, 1) for term in states.values())
+    made_again = at(memory.peaks["recompute"], 1) - held - at(memory.terms["activations"], 1)
+    assert made_again > at(memory.terms["activations"], 0) > 0

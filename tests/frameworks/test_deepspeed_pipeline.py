@@ -92,6 +92,7 @@ def test_stages_that_are_alike_share_one() -> None:
     document = json.loads(texts["stages.json"])
     assert [s["config"] for s in document["stages"]] == ["ds_config.json"] * 2
     assert "JSON of all stages" in texts["README.md"]
+    assert "PipelineModule" in texts["env.sh"] and "ds_config_auto" not in texts["env.sh"]
 
 
 def test_without_a_pipeline_nothing_is_said_of_one() -> None:

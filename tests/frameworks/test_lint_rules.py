@@ -160,6 +160,7 @@ FSDP_RULES = (
     ("use-megatron-fsdp", "--ckpt-format torch_dist", ""),
     ("use-megatron-fsdp", "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"),
     ("optimizer", "--optimizer muon", "--optimizer sgd"),
+    ("optimizer", "--optimizer lion", ""),
     ("init-model-with-meta-device", "--init-model-with-meta-device", ""),
     ("fsdp-double-buffer", "--fsdp-double-buffer", ""),
     ("data-parallel-sharding-strategy", "--data-parallel-sharding-strategy no_shard",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mist_megatron.errors import InputError
+from mist_megatron.frameworks.shell.arithmetic import MOST_DEEP
 from mist_megatron.frameworks.shell.script import read_script
 
 BASH = shutil.which("bash")
@@ -279,3 +280,29 @@ def test_ways_that_depend_on_what_is_open_are_joined() -> None:
 def test_what_bash_refuses_is_refused(script: str) -> None:
     with pytest.raises(InputError, match="line 1"):
         read_script(script, "run.sh")
+
+
+@pytest.mark.parametrize("deep", [0, 1], ids=["as deep as may be", "deeper"])
+@pytest.mark.parametrize("nested", ["({})", "!{}", "2**{}"])
+def test_arithmetic_is_read_as_deep_as_it_says(nested: str, deep: int) -> None:
+    """The whole is one level, and so is each pair of brackets, each sign and each power."""
+    text = "1"
+    for _ in range(MOST_DEEP - 1 + deep):
+        text = nested.format(text)
+    read = read_script(f"launch $(({text}))", "script")
+    assert bool(read.opens) is bool(deep)
+
+
+def test_all_that_is_read_is_open() -> None:
+    (command,) = (read := read_script("A=1 B=2; read A B; launch $A $B", "script")).commands
+    assert [read.names_in(word) for word in command.words[1:]] == [("$A",), ("$B",)]
+
+
+def test_an_open_word_inside_an_open_text_keeps_what_it_may_be() -> None:
+    """The second condition decides about a text that holds what the first one decided about."""
+    script = "if [ $1 = a ]; then A=x; else A=y; fi\nif [ $2 = b ]; then B=$A; else B=z; fi\nlaunch $B $A"
+    read = read_script(script, "script")
+    of_b, of_a = (read.opens[int(word.strip("\0"))].alternatives for word in read.commands[0].words[1:])
+    assert of_a == ("x", "y") and of_b == ("x y", "z")
+    bare = read_script("if [ $2 = b ]; then B=$1; else B=z; fi\nlaunch $B", "script")
+    assert bare.opens[int(bare.commands[0].words[1].strip("\0"))].alternatives == ("?", "z")

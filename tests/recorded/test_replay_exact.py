@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from hand_made import HandMade
 from playing import played_with, recording_of, times_of
@@ -16,13 +20,17 @@ from mist_megatron.ask.devices import device_named
 from mist_megatron.ask.replay import replay
 from mist_megatron.errors import InputError
 from mist_megatron.recorded.engine import play
-from mist_megatron.recorded.graph import Role
-from mist_megatron.recorded.passes import passes_of
+from mist_megatron.recorded.graph import Edge, Role
+from mist_megatron.recorded.passes import _calls, _on_gpu, _on_host, passes_of
 from mist_megatron.recorded.repeats import Stretch, backward_runs, more_layers, windows_of
+from mist_megatron.recorded.resize import SUM, _parameters, _Ratios, on_widths, with_sums
 from mist_megatron.recorded.retime import on_device
 from mist_megatron.recorded.usage import Window, rank_times, top_kernels, typical_step, windows
+from mist_megatron.recorded.waits import RECORDS, called
 from mist_megatron.recorded.what_if import stretched
+from mist_megatron.recorded.widths import Widths, _hidden, _Seen, resized
 from mist_megatron.traces.reader import Reading, read_trace
+from mist_megatron.traces.sizes import OperatorWork
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 
@@ -233,3 +241,156 @@ def test_marks_of_a_host_that_runs_ahead_are_told(tmp_path: Path) -> None:
     made.events[-2]["dur"] = 230.0 if made.events[-2]["name"] == "ProfilerStep#2" else 0.0
     path = made.write(tmp_path / "waits.json")
     assert not [note for note in replay(path, scale="kernel=gemm:2").notes if "does not wait" in note]
+
+
+def test_a_window_has_the_calls_of_its_first_and_last_moment() -> None:
+    made = HandMade()
+    for at in (0, 10, 20, 30):
+        made.call("cudaEventRecord", at)
+    trace = recording_of(made).traces[0]
+    calls = called(trace, RECORDS, 10_000, 20_000)
+    assert trace.start_ns[calls].tolist() == [10_000, 20_000]
+
+
+@pytest.mark.parametrize(("begins", "how"), [(114, "waits said by cuda_sync"),
+                                             (113, "waits that recorded times contradict")])  # fmt: skip
+def test_recorded_times_are_rounded_by_a_microsecond(begins: int, how: str) -> None:
+    """A kernel that ends at 115 may be waited for by one that begins as much as a microsecond before."""
+    made = HandMade()
+    made.kernel("first", 0, 15, 100)
+    record = made.call("cudaEventRecord", 4)
+    made.wait(8, 20, 7, record)
+    made.kernel("late", 12, begins, 10, stream=20)
+    counts = recording_of(made).counts
+    assert {name: counts[name] for name in counts if name.startswith("waits")} == {how: 1}
+
+
+def test_a_synchronisation_whose_record_is_not_known_waits_for_what_ended_with_it() -> None:
+    """It names a stream that was idle long before; the other one's kernel ended when the call returned."""
+    made = HandMade()
+    made.kernel("idle", 0, 5, 10)
+    made.kernel("busy", 4, 9, 191, stream=20)
+    number = made.call("cudaEventSynchronize", 50, 152)
+    made.event(
+        "cuda_sync", "Event Sync", (0, 7), 50, 152, correlation=number, stream=-1,
+        wait_on_stream=7, wait_on_cuda_event_record_corr_id=999,
+    )  # fmt: skip
+    recording = recording_of(made)
+    assert recording.counts["synchronisations by their common end"] == 1
+    played = played_with(recording, {"busy": 391.0})
+    assert float(played.end_ns.max()) >= 400e3
+
+
+def test_what_begins_with_a_step_is_the_step_s() -> None:
+    """Host work, kernels and transfers of its first moment; what begins with its end is the next step's."""
+    made = HandMade()
+    made.step(1, 0, 100)
+    made.operator("aten::mm", 0, 10)
+    made.kernel("work", 0, 5, 20)
+    made.operator("aten::send", 100, 10)
+    made.kernel("nccl_SendRecv", 100, 105, 20)
+    made.step(2, 100, 100)
+    recording = recording_of(made)
+    part, nobody = recording.parts[0], np.zeros(len(recording.parts[0].trace), np.bool_)
+    sends = part.trace.names_that("nccl_SendRecv".__eq__)
+    first, second = windows_of(part.trace)
+    assert (_calls(part, first, sends), _calls(part, second, sends)) == (0, 1)
+    played = play(recording.graph)
+    hosts = [_on_gpu(recording, played, 0, step, nobody).host_ns.tolist() for step in (first, second)]
+    assert hosts == [[0], [100_000]]
+    hosts = [_on_host(part, step, nobody, []).start_ns.tolist() for step in (first, second)]
+    assert hosts == [[0], [100_000]]
+
+
+def test_synchronisations_return_as_long_after_the_gpu_as_is_usual() -> None:
+    """3, 5 and 40 us after what they waited for: the last waited for something else too, 4 are usual. One
+    whose kernel had ended before waited for nothing, and says nothing of what is usual."""
+    made, at = HandMade(), 0.0
+    for late in (3, 5, 40):
+        made.kernel("work", at, at + 5, 100)
+        made.call("cudaStreamSynchronize", at + 10, 95 + late)
+        at += 200
+    made.kernel("short", at, at + 5, 10)
+    made.call("cudaStreamSynchronize", at + 50, 30)
+    edges = recording_of(made).graph.edges
+    lags = edges.lag_ns[edges.at_end & (edges.kind == Edge.SYNC)]
+    assert sorted((lags / 1e3).tolist()) == [3.0, 4.0, 4.0, 4.0]
+
+
+def test_the_first_launch_alone_is_stretched_where_it_was_made() -> None:
+    made = HandMade()
+    made.kernel("first", 0, 5, 50)
+    made.kernel("second", 10, 60, 20)
+    recording = recording_of(made)
+    part = recording.parts[0]
+    begin, place = int(part.trace.start_ns.min()), int(part.trace.place[0])
+    _, told = stretched(recording, [[Stretch(place, begin, begin + 3_000, 2.0)]], "all")
+    (_, kernels) = told
+    assert (kernels.kernels, kernels.before_s) == (1, pytest.approx(50e-6))
+
+
+@pytest.mark.parametrize(("calls", "clear"), [((5, 2), True), ((4, 2), True), ((3, 2), False)])
+def test_a_hidden_size_is_clear_where_twice_as_many_products_have_it(
+    calls: tuple[int, int], clear: bool
+) -> None:
+    sizes = ((64.0, 16.0, 512.0, 1.0), (64.0, 16.0, 256.0, 1.0))
+    products = Counter({OperatorWork("gemm", "bf16", size): n for size, n in zip(sizes, calls, strict=True)})
+    seen = _Seen(products, Counter(), Counter({(64, 512): 1, (64, 256): 1}), Counter())
+    trace = recording_of(on_the_host(1, 1)).traces[0]
+    if clear:
+        assert _hidden(trace, seen) == 512
+    else:
+        with pytest.raises(InputError, match="512 or 256 is not clear"):
+            _hidden(trace, seen)
+
+
+def test_a_product_that_is_the_first_event_is_resized_and_summed() -> None:
+    """An MLP's second product, 64 tokens from 1,024 columns to 256, is all that a trace has: at twice the
+    hidden size it has twice the parameters, and two ranks would add it up."""
+    made = HandMade()
+    made.operator("aten::mm", 0, 20, **{
+        "Input Dims": [[64, 1024], [1024, 256]], "Input type": ["c10::BFloat16"] * 2,
+    })  # fmt: skip
+    made.kernel("gemm", 5, 10, 50)
+    recording = recording_of(made)
+    part = recording.parts[0]
+    assert part.trace.shapes[0] == 0
+    old = Widths(
+        hidden=256, rows=frozenset({64}), local_rows=frozenset(), attention=frozenset(),
+        ffn=frozenset({1024}), vocab=frozenset(), heads=frozenset(), batches=frozenset(), tp=1,
+    )  # fmt: skip
+    wider = resized("t", old, hidden=512)
+    assert _parameters(part.trace, wider) == pytest.approx(2.0)
+    _, told = on_widths(recording, [wider], device_named("a100-sxm-80gb"))
+    assert [(one.what, one.kernels) for one in told] == [("products", 1)]
+    summed = with_sums(part.trace, part, resized("t", old, tp=2))
+    assert summed.names_that(SUM.__eq__).sum() == 1
+
+
+def test_what_waits_for_its_stream_says_nothing_of_launches() -> None:
+    """Launches take 5 us to an idle stream; two kernels that stood in a queue came 14 and 22 us after."""
+    made = HandMade()
+    for launch, begin in ((0, 5), (4, 18), (8, 30)):
+        made.kernel("work", launch, begin, 11)
+    edges = recording_of(made).graph.edges
+    assert (edges.lag_ns[edges.kind == Edge.LAUNCH] / 1e3).tolist() == [5.0, 5.0, 5.0]
+
+
+def test_a_rank_has_a_key_head_at_least() -> None:
+    """8 query heads and 2 key heads of a rank, shared out among four: 2 and 1."""
+    asked: list[tuple[float, ...]] = []
+
+    def seconds(work: OperatorWork) -> float:
+        asked.append(work.sizes)
+        return 1.0
+
+    part = recording_of(on_the_host(1, 1)).parts[0]
+    old = Widths(
+        hidden=512, rows=frozenset({64}), local_rows=frozenset(), attention=frozenset(), ffn=frozenset(),
+        vocab=frozenset(), heads=frozenset({8}), batches=frozenset(), tp=1,
+    )  # fmt: skip
+    device: Any = SimpleNamespace(operator_s=seconds, source="made")
+    way = _Ratios(part, resized("t", old, tp=4), device)._sized(
+        OperatorWork("attention_forward", "bf16", (1.0, 64.0, 8.0, 2.0, 64.0))
+    )
+    assert (way.what, asked[-1]) == ("attention", (1.0, 64.0, 2.0, 1.0, 64.0))

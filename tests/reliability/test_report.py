@@ -26,6 +26,14 @@ def test_a_figure_is_kept_with_its_date(tmp_path: Path, monkeypatch: pytest.Monk
     assert rows["model"][1] == "2,000" and rows["model"][-2].startswith("20")
 
 
+def test_what_means_the_same_is_still_there() -> None:
+    """A line that was rewritten has to be read again."""
+    for one in json.loads(report.SAME.read_text("utf-8")):
+        lines = (report.HERE.parent / one["file"]).read_text("utf-8").splitlines()
+        assert one["line"] in [line.strip() for line in lines]
+        assert one["old"] in one["line"] and one["why"]
+
+
 def test_of_two_reports_a_room_has_its_best(tmp_path: Path) -> None:
     paths = []
     for number, seen in enumerate((3, 9)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from mist_megatron.search.place import (
     Places,
     Use,
     _along,
+    _moved,
     best_chain_gain,
     best_order,
     chain_places,
@@ -171,3 +172,33 @@ def test_beyond_what_was_priced_time_grows_as_it_did():
     at, values = np.array([0.0, 1.0, 2.0]), np.array([1.0, 1.0, 3.0])
     assert _along(asked, at, values).tolist() == [1.0, 2.0, 5.0, 9.0]
     assert _along(asked, at[:1], values[:1]).tolist() == [1.0] * 4
+
+
+def moves(places: int, nodes: int, of: str) -> set[tuple[int, ...]]:
+    """All orders that one move makes of 0, 1, 2, ..., built one by one."""
+    start, found = list(range(nodes)), set[tuple[int, ...]]()
+    for one, other in product(range(places), repeat=2):
+        order = list(start)
+        low, high = sorted((one, other))
+        if of == "exchanged":
+            order[one], order[other] = order[other], order[one]
+        elif of == "moved":
+            order.insert(other, order.pop(one))
+        else:
+            order[low : high + 1] = order[low : high + 1][::-1]
+        found.add(tuple(order))
+    if of == "spared":
+        found = set()
+        for one, spare in product(range(places), range(places, nodes)):
+            order = list(start)
+            order[one], order[spare] = order[spare], order[one]
+            found.add(tuple(order))
+    return found
+
+
+@pytest.mark.parametrize(("places", "nodes"), [(7, 7), (6, 8)])
+def test_annealing_makes_every_move_and_no_other(places: int, nodes: int) -> None:
+    orders = np.tile(np.arange(nodes), (20_000, 1))
+    made = {tuple(order) for order in _moved(orders, places, np.random.default_rng(5)).tolist()}
+    every = [moves(places, nodes, of) for of in ("exchanged", "moved", "turned")]
+    assert made == set().union(*every, moves(places, nodes, "spared"))
