@@ -163,10 +163,19 @@ def _t5(config: Config, name: str) -> ModelSpec:
 
 
 def _gemma2(config: Config, name: str) -> ModelSpec:
+    caps = {
+        "score_cap": _cap(config, "attn_logit_softcapping", 50.0),
+        "logit_cap": _cap(config, "final_logit_softcapping", 30.0),
+    }
+    return _gemma(config, name, vocab=256000, full_each=2, **caps)
+
+
+def _gemma(config: Config, name: str, *, vocab: int, full_each: int, **shape: Any) -> ModelSpec:
+    """Windows in turns with full attention, the last of so many layers; norms behind attention and MLP."""
     config.demand("attention_bias", False, "biases on the attention alone are not modelled")
     config.demand("use_bidirectional_attention", False, "attention without a causal mask is not modelled")
     layers = config.integer("num_hidden_layers", default=26)
-    values = {"hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "vocab_size": 256000}
+    values = {"hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "vocab_size": vocab}
     said = Config({**values, "num_hidden_layers": layers, **config.values}, config.where)
     model = gated_model(
         said,
@@ -176,13 +185,12 @@ def _gemma2(config: Config, name: str) -> ModelSpec:
         activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
         tied_embeddings=config.flag("tie_word_embeddings", True),
         post_norms=True,
-        score_cap=_cap(config, "attn_logit_softcapping", 50.0),
-        logit_cap=_cap(config, "final_logit_softcapping", 30.0),
+        **shape,
     )
     window = config.integer("sliding_window", default=4096, null=0)
     near = model.kind("sliding", window=window) if window else model.kind("full")
     kinds = {"sliding_attention": near, "full_attention": model.kind("full")}
-    usual = ["full_attention" if k % 2 else "sliding_attention" for k in range(layers)]
+    usual = ["sliding_attention" if (k + 1) % full_each else "full_attention" for k in range(layers)]
     return with_groups(model, *_runs([kinds[kind] for kind in _layer_types(config, kinds, usual)]))
 
 
@@ -252,32 +260,12 @@ def _require_same_turns(config: Config, rotated: list[int]) -> None:
 
 
 def _gemma3(config: Config, name: str) -> ModelSpec:
-    config.demand("attention_bias", False, "biases on the attention alone are not modelled")
-    config.demand("use_bidirectional_attention", False, "attention without a causal mask is not modelled")
     for capping in ("attn_logit_softcapping", "final_logit_softcapping"):
         config.refuse(capping, "capped logits are not modelled")
-    layers = config.integer("num_hidden_layers", default=26)
-    values = {"hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "vocab_size": 262208}
-    said = Config({**values, "num_hidden_layers": layers, **config.values}, config.where)
-    model = gated_model(
-        said,
-        name,
-        kv_heads=4,
-        head_dim=config.integer("head_dim", default=256),
-        activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
-        tied_embeddings=config.flag("tie_word_embeddings", True),
-        qk_norm=True,
-        post_norms=True,
-    )
-    window = config.integer("sliding_window", default=4096)
-    kinds = {
-        "sliding_attention": model.kind("sliding", window=window),
-        "full_attention": model.kind("full"),
-    }
     each = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    usual = ["full_attention" if (k + 1) % each == 0 else "sliding_attention" for k in range(layers)]
-    names = _layer_types(config, kinds, usual)
-    return with_groups(model, *_runs([kinds[kind] for kind in names]))
+    if each < 1:
+        raise InputError(f"{config.where}: sliding_window_pattern is {each}; wanted 1 or more layers a turn")
+    return _gemma(config, name, vocab=262208, full_each=each, qk_norm=True)
 
 
 def _layer_types(config: Config, kinds: Collection[str], usual: list[str]) -> list[str]:

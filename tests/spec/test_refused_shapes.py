@@ -36,6 +36,7 @@ YARN = {"rope_type": "llama3", "factor": 8.0}
     (NEMOTRON, {"layers_block_type": "mamba"}, "wanted a list of kinds"),
     (NEMOTRON, {"use_conv_bias": False}, "convolution without bias"),
     (NEMOTRON, {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}, "of multi-token"),
+    (PUBLISHED["gemma-3-1b"], {"sliding_window_pattern": 0}, "wanted 1 or more layers a turn"),
     (NEXT, {"decoder_sparse_step": 2}, "decoder_sparse_step is not 1"),
     (NEXT, {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim is not 4"),
     (NEXT, {"layer_types": ["full_attention", "linear_attention"] * 2}, "not in turns of one length"),
