@@ -66,7 +66,7 @@ def _labels(config: Config) -> int:
 def _image(config: Config, patch: int) -> int:
     """Patches along a side."""
     size = config.integer("image_size", default=224)
-    if size % patch:
+    if patch < 1 or size < patch or size % patch:
         raise InputError(f"{config.where}: patch_size ({patch}) must divide image_size ({size})")
     return size // patch
 
@@ -114,9 +114,9 @@ def _swin(config: Config, name: str) -> ModelSpec:
     side, window = _image(config, patch), config.integer("window_size", default=7)
     for stage in range(len(depths)):
         across = side >> stage
-        if side % (1 << stage) or across % min(window, across):
+        if window < 1 or side % (1 << stage) or across % min(window, across):
             raise InputError(
-                f"{config.where}: window_size ({window}) must divide the {side / (1 << stage):g} tokens "
+                f"{config.where}: window_size ({window}) must divide the {side}/{1 << stage} tokens "
                 f"along a side of stage {stage + 1}; padded windows are not modelled"
             )
     return swin_groups(

@@ -143,6 +143,10 @@ def _full_attention_every(config: Config, layers: int) -> int:
     listed = config.values.get("layer_types")
     if isinstance(listed, list) and "full_attention" in listed:
         every = listed.index("full_attention") + 1
+    if not 1 <= every <= max(layers, 1):
+        raise InputError(
+            f"{config.where}: full_attention_interval is {str(every)[:40]}; wanted 1 to the {layers} layers"
+        )
     wanted = ["linear_attention" if (k + 1) % every else "full_attention" for k in range(layers)]
     if listed is not None and listed != wanted:
         raise InputError(

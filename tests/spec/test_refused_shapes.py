@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ LLAMA = {"model_type": "llama", **SHAPE}
 FALCON, OPT = {"model_type": "falcon", **SHAPE}, {"model_type": "opt", "ffn_dim": 96, **SHAPE}
 NEXT, NEMOTRON = {"model_type": "qwen3_next", **SHAPE}, PUBLISHED["nemotron-h-8b"]
 DEEPSEEK = {"model_type": "deepseek_v3", **SHAPE}
+VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
+SWIN = {"model_type": "swin", "architectures": ["SwinForImageClassification"]}
 YARN = {"rope_type": "llama3", "factor": 8.0}
 
 
@@ -37,6 +40,11 @@ YARN = {"rope_type": "llama3", "factor": 8.0}
     (NEMOTRON, {"use_conv_bias": False}, "convolution without bias"),
     (NEMOTRON, {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}, "of multi-token"),
     (PUBLISHED["gemma-3-1b"], {"sliding_window_pattern": 0}, "wanted 1 or more layers a turn"),
+    (NEXT, {"full_attention_interval": 0}, "wanted 1 to the 4 layers"),
+    (NEXT, {"full_attention_interval": 10**400}, "wanted 1 to the 4 layers"),
+    (VIT, {"patch_size": 0}, "must divide image_size"),
+    (SWIN, {"window_size": 0}, "must divide the 56/1 tokens"),
+    (SWIN, {"image_size": 10**400}, "must divide the"),
     (NEXT, {"decoder_sparse_step": 2}, "decoder_sparse_step is not 1"),
     (NEXT, {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim is not 4"),
     (NEXT, {"layer_types": ["full_attention", "linear_attention"] * 2}, "not in turns of one length"),
@@ -133,3 +141,13 @@ def test_heads_are_whole_on_every_rank(mixer: Mamba | DeltaNet, tp: int, cp: int
 def test_kinds_of_layers(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         replace(kind_of(PRESETS["llama2-7b"], "own"), **changed)
+
+
+def test_no_number_of_a_config_ends_in_a_traceback():
+    """Each key of each published config with what nobody writes: a model or one line."""
+    strange = (0, -1, 10**400, -0.5, "x", [], [0], {}, None, True)
+    for name, config in PUBLISHED.items():
+        for key in config:
+            for value in strange:
+                with suppress(InputError):
+                    model_from_huggingface({**config, key: value}, name)
