@@ -126,6 +126,10 @@ def _check_chunks(layers: Sequence[int], grad_accum: int, vpp: int) -> None:
     """Every chunk has a layer, or embedding or head; and every round as many micro-batches as stages."""
     if len(layers) < 2:
         raise InputError("plan: the interleaved schedule needs at least 2 stages, got 1")
+    if vpp > max(layers) + 2:
+        raise InputError(
+            f"plan: vpp is {vpp}; wanted no more chunks than the largest stage has layers, {max(layers)}"
+        )
     for index, chunks in enumerate(chunk_layers(layers, vpp)):
         # The embedding may be a chunk of its own, and so may the head.
         full = chunks[index == 0 : vpp - (index == len(layers) - 1)]

@@ -97,9 +97,14 @@ def test_plans(model: str, execution: dict[str, Any], said: str) -> None:
         plan_from_mapping({**document, "execution": execution}, "x")
 
 
-def test_a_plan_has_stages() -> None:
+def test_a_plan_has_stages_and_as_many_chunks_as_layers() -> None:
     with pytest.raises(InputError, match="stages is empty"):
         replace(plan_from_mapping(PLAN, "x"), stages=())
+    halves = [{**PLAN["stages"][0], "gpus_per_node": 2, "dp": 2, "layers": 12}] * 2
+    with pytest.raises(InputError, match="no more chunks than the largest stage has layers, 12"):
+        plan_from_mapping(
+            {**PLAN, "stages": halves, "schedule": "interleaved", "grad_accum": 16, "vpp": 10**12}, "x"
+        )
     stage = {**PLAN["stages"][0], "ckpt": 2, "recompute": "none"}
     with pytest.raises(InputError, match="ckpt is 2 but recompute is none"):
         plan_from_mapping({**PLAN, "stages": [stage]}, "x")
