@@ -16,7 +16,7 @@ from mist_megatron.ask.recipe_build import build_recipe
 from mist_megatron.ask.recipe_jobs import RecipeJob, read_jobs
 from mist_megatron.ask.recipe_pages import HAND_MADE, index_page, speed_up
 from mist_megatron.ask.words import with_words
-from mist_megatron.errors import InputError
+from mist_megatron.ask.workers import check_workers
 from mist_megatron.formats.document import parse
 from mist_megatron.formats.files import load_plan, read_text, write_artifacts, write_file
 from mist_megatron.formats.plan_yaml import plan_to_mapping
@@ -121,8 +121,7 @@ class Rebuild:
 
 def rebuild(names: Sequence[str], *, folder: Path | None, workers: int, write: bool) -> Rebuild:
     """Some recipes of a folder's jobs.yaml, or all; the folder is the package's by default."""
-    if workers < 1:
-        raise InputError(f"--workers is {workers}; wanted at least 1")
+    check_workers(workers)
     root = folder or data_folder("recipes")
     jobs = read_jobs(root)
     for name in names:

@@ -21,7 +21,7 @@ from mist_megatron.ask.tune import tune as search_ways
 from mist_megatron.ask.tune_links import Asked, tune_on
 from mist_megatron.ask.verify import VERIFIERS
 from mist_megatron.ask.words import Texts, texts, with_words
-from mist_megatron.ask.workers import within, worker_pool
+from mist_megatron.ask.workers import check_workers, within, worker_pool
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.bounds import Solver
 from mist_megatron.search.layer_rules import Balance, PerLayer
@@ -214,8 +214,9 @@ def check_numbers(grid: float, top: int, workers: int, time_limit: float | None)
     """What a search is told in figures."""
     if not 0.0 < grid <= 1.0 or abs(1.0 / grid - round(1.0 / grid)) > 1e-9:
         raise InputError(f"--grid is {grid:g}; wanted 1 divided by a whole number, such as 0.125")
-    if top < 1 or workers < 1:
-        raise InputError(f"--top is {top} and --workers is {workers}; wanted at least 1 of each")
+    if top < 1:
+        raise InputError(f"--top is {top}; wanted at least 1")
+    check_workers(workers)
     if time_limit is not None and not 0.0 < time_limit < float("inf"):
         raise InputError(f"--time-limit is {time_limit:g}; wanted more than 0 seconds")
 

@@ -11,10 +11,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import active_children, get_context
 
+from mist_megatron.errors import InputError
 from mist_megatron.search.search import Status, Watch
+
+MOST_WORKERS = 256
+"""Each holds 0.1 GB and more; no machine gains by as many."""
 
 QUIET = "ignore:resource_tracker:UserWarning"
 """Semaphores that an interrupt leaves are cleared by their tracker, which would tell users of it."""
+
+
+def check_workers(workers: int) -> None:
+    """Before any of them begins."""
+    if not 1 <= workers <= MOST_WORKERS:
+        raise InputError(f"--workers is {workers}; wanted 1 to {MOST_WORKERS}")
 
 
 @contextmanager
