@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import BrokenExecutor, Executor, as_completed
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, TypedDict, Unpack, cast
@@ -200,20 +200,34 @@ def sweep(*, watch: Watch | None = None, **words: Unpack[SweepWords]) -> Swept:
         read_job(job_words)  # what is wrong of all points is told once
     points: dict[int, SweepPoint] = {}
     with worker_pool(workers) as pool:
-        if pool is None:
-            for place, (known, job_words) in enumerate(asked):
-                points[place] = _solved(known, job_words, space, watch)
-                watch.progress(len(points), len(asked), math.inf)
-        else:
-            waiting = {pool.submit(_solved, *one, space): place for place, one in enumerate(asked)}
-            for done in as_completed(waiting):
-                points[waiting[done]] = done.result()
-                watch.progress(len(points), len(asked), math.inf)
-                if watch.stop() is Status.INTERRUPTED:
-                    raise KeyboardInterrupt
+        if pool is not None:
+            try:
+                _side_by_side(pool, asked, space, points, watch)
+            except BrokenExecutor:
+                watch.tell("a worker process died (killed for its memory?); the sweep goes on without them")
+    for place, (known, job_words) in enumerate(asked):
+        if place not in points:
+            points[place] = _solved(known, job_words, space, watch)
+            watch.progress(len(points), len(asked), math.inf)
     return Swept(
         model=str(words.get("model")), points=_scaled([points[place] for place in sorted(points)], prices)
     )
+
+
+def _side_by_side(
+    pool: Executor,
+    asked: Sequence[tuple[_Known, JobWords]],
+    space: str,
+    points: dict[int, SweepPoint],
+    watch: Watch,
+) -> None:
+    """Points in processes of their own, put to the others as they get ready."""
+    waiting = {pool.submit(_solved, *one, space): place for place, one in enumerate(asked)}
+    for done in as_completed(waiting):
+        points[waiting[done]] = done.result()
+        watch.progress(len(points), len(asked), math.inf)
+        if watch.stop() is Status.INTERRUPTED:
+            raise KeyboardInterrupt
 
 
 _Known = dict[str, Any]

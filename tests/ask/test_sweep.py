@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from dying_pool import Dying
 
 import mist_megatron as mm
 from mist_megatron.ask.gpu_counts import counts
@@ -21,6 +23,7 @@ from mist_megatron.ask.ranges import (
     tokens_words,
     whole_numbers,
 )
+from mist_megatron.search.search import Watch
 
 JOB = {"model": "gpt3-1.3b", "gpu": "l4-24gb", "space": "megatron"}
 
@@ -50,6 +53,17 @@ def test_each_point_is_what_tune_finds() -> None:
         assert point.efficiency == pytest.approx(
             point.tokens_per_s / base.tokens_per_s * base.gpus / point.gpus
         )
+
+
+@pytest.mark.parametrize("lives", [0, 1])
+def test_a_sweep_goes_on_where_a_worker_was_killed(lives: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {**JOB, "gpus": [1, 2, 4], "seq": "1k"}
+    whole = mm.sweep(**asked)
+    said: list[str] = []
+    monkeypatch.setattr("mist_megatron.ask.sweep.worker_pool", lambda workers: nullcontext(Dying(lives)))
+    found = mm.sweep(**asked, workers=2, watch=Watch(tell=said.append))
+    assert found.points == whole.points
+    assert len(said) == 1 and "worker process died" in said[0]
 
 
 def test_a_sweep_as_it_is_typed(ran_here, tmp_path: Path) -> None:

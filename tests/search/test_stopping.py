@@ -6,10 +6,9 @@ import itertools
 import json
 import statistics
 import time
-from concurrent.futures import Executor, Future
-from concurrent.futures.process import BrokenProcessPool
 
 import pytest
+from dying_pool import Dying
 from jobs import evaluator_of, small_job
 
 from mist_megatron.ask.tune_words import check_numbers
@@ -72,24 +71,6 @@ def test_an_interrupt_acts_inside_a_shape():
     assert half.objective_s >= whole.objective_s
     assert half.bound_s <= whole.objective_s
     assert half.shapes_solved <= whole.shapes_solved
-
-
-class Dying(Executor):
-    """Answers some, then loses what it has under way, as a pool does whose process was killed."""
-
-    def __init__(self, lives: int) -> None:
-        self.lives = lives
-
-    def submit(self, function, /, *arguments, **named):
-        self.lives -= 1
-        if self.lives < -1:
-            raise BrokenProcessPool
-        future = Future()
-        if self.lives < 0:
-            future.set_exception(BrokenProcessPool())
-        else:
-            future.set_result(function(*arguments, **named))
-        return future
 
 
 @pytest.mark.parametrize("lives", [0, 1, 6])
