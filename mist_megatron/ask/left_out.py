@@ -35,6 +35,7 @@ class Proved(Protocol):
 SEARCHED = (
     "context_parallel",
     "context_exchange",
+    "context_inner",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "tp_comm_overlap",
@@ -116,10 +117,12 @@ def _context(tuned: Proved) -> str:
     space = tuned.space
     if not space.context_parallel:
         return ""
-    if all(cp == 1 for cp, _ in contexts(tuned.job, space, Limits())):
+    if all(one.ranks == 1 for one in contexts(tuned.job, space, Limits())):
         return "no context parallelism" if tuned.job.cluster.gpus > 1 else ""
-    either = len(space.context_exchanges) > 1 and not _routed(tuned)
-    return f"context parallelism is a ring{' or all-to-all' * either} over powers of two"
+    kinds = "a ring"
+    if len(space.context_exchanges) > 1 and not _routed(tuned):
+        kinds = "a ring, all-to-all or both in levels (to gather keys never beats the ring)"
+    return f"context parallelism is {kinds} over powers of two"
 
 
 def _modules(tuned: Proved) -> str:
@@ -167,8 +170,8 @@ LEFT_OUT = (
         words=_chunks,
     ),
     LeftOut(
-        told="context parallelism by all-gather or in levels (a2a+p2p), over numbers of ranks that are no "
-        "powers of two, and of models with experts by all-to-all",
+        told="context parallelism over numbers of ranks that are no powers of two, and of models with "
+        "experts by anything but a ring (unless `--fix context_exchange=a2a` asks for it)",
         words=_context,
     ),
     LeftOut(

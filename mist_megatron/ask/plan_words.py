@@ -66,6 +66,7 @@ def shape_words(plan: Plan) -> str:
     words += [f"GPUs {_each(s.gpus for s in stages)}"] * (len({s.gpus for s in stages}) > 1)
     words += [f"dp {_each(s.dp for s in stages)}", f"tp {_each(s.tp for s in stages)}"]
     by = f" by {kind}" if (kind := plan.execution.context_exchange) else ""
+    by += f" (heads over {inner}, rings of the rest)" if (inner := plan.execution.context_inner) else ""
     words += [f"cp {plan.execution.context_parallel}{by}"] * (plan.execution.context_parallel > 1)
     words += _expert_words(plan)
     words += [f"micro-batch {_each(s.micro_batch for s in stages)}"]

@@ -19,8 +19,8 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec
 from mist_megatron.spec.kinds import (
+    CONTEXT_EXCHANGES,
     RECIPES,
-    ContextExchange,
     Dispatcher,
     GraphModule,
     Offload,
@@ -216,12 +216,14 @@ def _execution(row: Cells, model: ModelSpec, quantization: Quantization | None) 
     tp, together = row.count("tp"), "no overlap of DP" not in row.text("note")
     cp = row.count("cp", 1)
     exchange = row.text("cp_comm", "p2p")
-    if cp > 1 and exchange not in get_args(ContextExchange):
-        raise Inexpressible(f"context parallelism by {exchange} is not modelled")
+    kind = next((one for one in CONTEXT_EXCHANGES if one == exchange), None)
+    if cp > 1 and kind in (None, "a2a+p2p"):
+        why = "is not modelled" if kind is None else "has no levels in the table"
+        raise Inexpressible(f"context parallelism by {exchange} {why}")
     grad = row.text("grad_dtype")
     execution = Execution(
         context_parallel=cp,
-        context_exchange="a2a" if cp > 1 and exchange == "a2a" else None,
+        context_exchange=kind if cp > 1 and kind != "p2p" else None,
         grad_bytes={"bf16": 2, "bfloat16": 2, "fp16": 2}.get(grad, 4) if grad else None,
         overlap_grad_reduce=together,
         overlap_param_gather=together,

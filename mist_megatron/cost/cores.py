@@ -1,4 +1,4 @@
-"""Attention cores: from queries, keys and values to outputs of heads, and the ring of a split sequence."""
+"""Attention cores: from queries, keys and values to outputs of heads; how split sequences meet in them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mist_megatron.cost.symbols import (
     CP,
     HEAD_DIM,
     HEADS,
+    INNER_CP,
     NOPE_DIM,
     ROPE_DIM,
     TP,
@@ -21,6 +22,7 @@ from mist_megatron.cost.symbols import (
     S,
 )
 from mist_megatron.cost.works import all_to_all, collective_work, gemm_work, memory_work
+from mist_megatron.spec.kinds import ContextExchange
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.recompute import Part
@@ -30,18 +32,28 @@ TILE = 128
 """Rows of queries, and of keys, that kernels of fused attention take at once."""
 
 
-def context_exchange(*, latent: bool = False, heads_apart: bool = False) -> Operator:
+def context_exchange(kind: ContextExchange, *, latent: bool = False) -> tuple[Operator, ...]:
     """What context-parallel ranks send each other."""
-    return _heads_exchange(latent=latent) if heads_apart else _context_ring(latent=latent)
+    both = whole_keys_bytes(latent=latent)
+    match kind:
+        case "p2p":
+            return (_context_ring(both),)
+        case "a2a":
+            return (_heads_exchange(Group.CONTEXT, latent=latent),)
+        case "all_gather":
+            return (_context_gather(both),)
+        case "a2a+p2p":
+            return _heads_exchange(Group.HEADS, latent=latent), _context_ring(both / INNER_CP)
 
 
-def _heads_exchange(*, latent: bool) -> Operator:
+def _heads_exchange(group: Group, *, latent: bool) -> Operator:
     """Queries, keys and values go to the ranks of their heads and outputs come back, gradients the other way;
     nothing hides it. Transformer Engine keeps what came, in place of what was sent, and the outputs on both
-    ends (AttnFuncWithCPAndQKVOA2A)."""
+    ends (AttnFuncWithCPAndQKVOA2A; AttnFuncWithCPAndKVP2P where rings follow)."""
     output = VALUE_WIDTH if latent else QUERY
     inputs = 2 * QUERY_WIDTH + VALUE_WIDTH if latent else QUERY + 2 * KEY
-    there, back = all_to_all("context_heads", inputs), all_to_all("context_together", output)
+    there = all_to_all("context_heads", inputs, group)
+    back = all_to_all("context_together", output, group)
     return Operator(
         name="context_heads",
         forward=(there, back),
@@ -51,19 +63,43 @@ def _heads_exchange(*, latent: bool) -> Operator:
     )
 
 
-def _context_ring(*, latent: bool = False) -> Operator:
-    """Keys and values of the whole sequence pass by every context-parallel rank, their gradients on the way
-    back too; attention on the part at hand hides it as far as it lasts (priced in `stage.py`)."""
-    both = HALF * B * S * (QUERY_WIDTH + VALUE_WIDTH if latent else 2 * KEY)
+def _context_ring(both: Expr) -> Operator:
+    """Keys and values of the whole sequence pass by every rank of a ring, their gradients on the way back
+    too; attention on the part at hand hides it as far as it lasts (priced in `stage.py`)."""
     return Operator(
         name="context_ring",
-        forward=(collective_work("context_gather", WorkKind.ALL_GATHER, both, Group.CONTEXT),),
+        forward=(collective_work("context_gather", WorkKind.ALL_GATHER, both, Group.RINGS),),
         backward=(
-            collective_work("context_gather", WorkKind.ALL_GATHER, both, Group.CONTEXT),
+            collective_work("context_gather", WorkKind.ALL_GATHER, both, Group.RINGS),
+            collective_work("context_scatter", WorkKind.REDUCE_SCATTER, both, Group.RINGS),
+        ),
+        part=CORE,
+    )
+
+
+def _context_gather(both: Expr) -> Operator:
+    """Keys and values of the whole sequence are gathered before attention, again in the backward pass, whose
+    gradients of all of them are then summed and shared out. Nothing runs beside it.
+
+    Transformer Engine 2.5 (AttnFuncWithCPAndKVAllGather) puts what came into the order of the sequence and
+    copies what each half of the queries attends to: all of it together, since a rank has a half from either
+    end. Its gradients are zeroed, summed from both halves, and put back into the order of ranks."""
+    gather = collective_work("context_gather", WorkKind.ALL_GATHER, both, Group.CONTEXT)
+    return Operator(
+        name="context_gathered",
+        forward=(gather, memory_work("context_order", 4 * both, kernels=6)),
+        backward=(
+            replace(gather, name="context_gather_again"),
+            memory_work("context_order_back", 12 * both, kernels=18),
             collective_work("context_scatter", WorkKind.REDUCE_SCATTER, both, Group.CONTEXT),
         ),
         part=CORE,
     )
+
+
+def whole_keys_bytes(*, latent: bool = False) -> Expr:
+    """Keys and values of the whole sequence."""
+    return HALF * B * S * (QUERY_WIDTH + VALUE_WIDTH if latent else 2 * KEY)
 
 
 def _attention_inputs(*, latent: bool = False) -> tuple[SavedTensor, ...]:

@@ -84,6 +84,7 @@ def make_evaluator(
         "expert_parallel": None,
         "expert_tensor_parallel": None,
         "expert_imbalance": None,
+        "context_inner": None,
         "optimizer_instances": None,
     }
     # When weights are gathered changes neither what a layer does nor what a stage holds.
@@ -490,4 +491,5 @@ class StageEvaluator:
             ep=sizes.ep,
             etp=sizes.etp,
             instances=np.ones(()),
+            inner=np.asarray(float(self.job.execution.inner)),
         )

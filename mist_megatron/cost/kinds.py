@@ -121,6 +121,7 @@ def model_values(job: Job) -> dict[str, float]:
     return {
         "s": seq_len,
         "cp": float(job.execution.context_parallel),
+        "cpi": float(job.execution.inner),
         **size_values(job.model, seq_len),
         **expert_values(job.model, job.execution),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mist_megatron.cost.algebra import Expr, maximum, number
-from mist_megatron.cost.cores import CORE, scores_of
+from mist_megatron.cost.cores import CORE, scores_of, whole_keys_bytes
 from mist_megatron.cost.entries import CROSS_SCORES, frozen, outside_bytes
 from mist_megatron.cost.layers import LayerOptions, block, saved_bytes
 from mist_megatron.cost.operators import ZERO
@@ -55,6 +55,8 @@ def layer_memory(
     if model.entry is not None:
         return _entry_memory(model, options, modules, passes_back=passes_back)
     memory = _block_memory(model, options, modules)
+    if options.context_exchange == "all_gather" and model.attends:
+        memory = _with_gathered_keys(model, memory)
     mixer = model.mamba or model.delta_net
     if mixer is not None:
         forward, backward = scan_transients(mixer)
@@ -68,6 +70,22 @@ def layer_memory(
         # The gradients of an encoder's output, of this layer and of those after it.
         return replace(memory, backward=memory.backward + 2 * outside_bytes(model.cross_attention))
     return memory
+
+
+def _with_gathered_keys(model: LayerSpec, memory: LayerMemory) -> LayerMemory:
+    """Where keys and values of all tokens are gathered: they and the copies that both halves of a rank's
+    queries attend to; in the backward pass the gradients of either too, when what the MLP kept is gone
+    (Transformer Engine 2.5, AttnFuncWithCPAndKVAllGather). What experts kept is not counted as gone."""
+    whole = whole_keys_bytes()
+    of_mlp = ZERO
+    if model.has_mlp and model.experts is None:
+        of_mlp = (3 if model.gated_mlp else 2) * HALF * TOKENS * INNER
+    around = 2 * ACTIVATION + 2 * HALF * TOKENS * (QUERY + KEY) - of_mlp
+    return replace(
+        memory,
+        forward=maximum(memory.forward, 2 * whole),
+        backward=maximum(memory.backward, 4 * whole + around),
+    )
 
 
 def _entry_memory(

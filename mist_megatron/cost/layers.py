@@ -49,7 +49,7 @@ from mist_megatron.cost.symbols import (
 from mist_megatron.cost.works import collective_work, memory_work, products, weight_grad, with_casts
 from mist_megatron.price.scan_kernels import USUAL
 from mist_megatron.spec.experts import LatentAttention
-from mist_megatron.spec.kinds import Dispatcher, GraphModule, Quantization
+from mist_megatron.spec.kinds import ContextExchange, Dispatcher, GraphModule, Quantization
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import RECOMPUTES, USUAL_MODULES, Module, Recompute
@@ -83,8 +83,8 @@ class LayerOptions:
     """One kernel rotates queries and keys of latent attention."""
     scan_slowdown: Fraction = USUAL
     """How many times as long scans take as their passes over memory (`price/scan_kernels.py`)."""
-    heads_apart: bool = False
-    """Context parallelism shares out heads of attention; else keys and values pass by in a ring."""
+    context_exchange: ContextExchange = "p2p"
+    """How context-parallel ranks attend to each other's tokens."""
 
 
 def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
@@ -108,7 +108,7 @@ def _latent_block_attention(
     core = flash_attention(model, latent=True) if options.flash_attention else None
     return (
         *latent_inputs(latent, statistics, eight_bit=options.eight_bit, fused_rotary=options.fused_rotary),
-        context_exchange(latent=True, heads_apart=options.heads_apart),
+        *context_exchange(options.context_exchange, latent=True),
         *((core,) if core else plain_attention(dropped=options.dropout, latent=True)),
         *projection_out(
             "attention_out",
@@ -218,7 +218,7 @@ def _attention(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
         ),
         *((_rotary(),) if model.rotary else ()),
         *((sinks(),) if model.sinks else ()),
-        context_exchange(heads_apart=options.heads_apart),
+        *context_exchange(options.context_exchange),
         *(flash_attention(model),) * options.flash_attention,
         *(() if options.flash_attention else plain_attention(dropped=options.dropout, layer=model)),
         *gate,

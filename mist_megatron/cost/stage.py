@@ -215,8 +215,10 @@ class PassTime:
     """Tensor-parallel collectives inside the pass."""
     context_s: Array
     """The context-parallel ring, alone."""
+    apart_s: Array
+    """What else context-parallel ranks send each other, beside which nothing runs."""
     attention_s: Array
-    """Part of compute behind which the ring hides; nothing where heads are shared out instead."""
+    """Part of compute behind which the ring hides."""
     exact_s: Array
     interpolated_s: Array
     extrapolated_s: Array
@@ -240,9 +242,14 @@ class PassTime:
         )
 
     @property
+    def exposed_context_s(self) -> Array:
+        """What ranks that split sequences send each other while they compute nothing."""
+        return self.apart_s + np.maximum(self.context_s - self.attention_s, 0.0)
+
+    @property
     def stopping_s(self) -> Array:
         """Collectives during which the rank computes nothing."""
-        return self.collective_s + np.maximum(self.context_s - self.attention_s, 0.0)
+        return self.collective_s + self.exposed_context_s
 
     def waiting_s(self, host_s_per_launch: float, host_s_per_peer: float) -> Array:
         """Time in which the GPU waits for the host: launches queue up ahead of it, so a pass takes the
@@ -320,7 +327,7 @@ def price_passes(
     result: dict[tuple[str, str], PassTime] = {}
     for layer in dict.fromkeys((*EDGES, *(use.layer for use in stage.uses))):
         for run in PASSES:
-            sums = {name: np.zeros(shape) for name in (*PassTime.__dataclass_fields__, "apart_s")}
+            sums = {name: np.zeros(shape) for name in PassTime.__dataclass_fields__}
             for use in stage.uses:
                 if use.layer == layer and use.run == run:
                     item = stage.items[use.item]
@@ -328,12 +335,12 @@ def price_passes(
                     if item.kind not in COMPUTED and item.group is Group.TENSOR and not use.captured:
                         happens = priced[use.item].seconds > 0.0
                         sums["peers"] += use.count * happens * (mesh.tp - 1.0)
-            if sums.pop("apart_s").any():
-                sums["attention_s"] = np.zeros(shape)
             result[layer, run] = PassTime(**sums)
     return result
 
 
+COLLECTIVES = {Group.RINGS: "context_s", Group.CONTEXT: "apart_s", Group.HEADS: "apart_s"}
+"""Where collectives of a group are summed that are not like those of tensor-parallel ranks."""
 EXCHANGED = (Group.EXPERT, Group.EXPERT_TENSOR, Group.EXPERT_ALL)
 """Groups in which tokens go to their experts."""
 
@@ -345,11 +352,9 @@ def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced) -
         if use.place:
             sums[f"{use.place}_s"] += use.count * priced.seconds
     else:
-        sums["context_s" if item.group is Group.CONTEXT else "collective_s"] += use.count * priced.seconds
+        sums[COLLECTIVES.get(item.group, "collective_s")] += use.count * priced.seconds
         if item.group in EXCHANGED:
             sums["exchange_s"] += use.count * priced.seconds
-        if item.group is Group.CONTEXT and item.kind == "all_to_all":
-            sums["apart_s"] += priced.seconds
     if item.kind == "attention":
         sums["attention_s"] += use.count * priced.seconds
     sums["exact_s"] += use.count * priced.exact_s

@@ -46,7 +46,7 @@ def layer_options(job: Job) -> LayerOptions:
         shared_apart=bool(job.execution.shared_expert_overlap),
         fused_rotary=job.model.constants.rotary_scaling == "yarn",
         scan_slowdown=scan_slowdown(job.cluster.gpu.name),
-        heads_apart=job.execution.context_exchange == "a2a",
+        context_exchange=job.execution.context_exchange or "p2p",
     )
 
 

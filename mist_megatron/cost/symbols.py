@@ -22,6 +22,7 @@ OUTSIDE = Symbol("sx")
 TP = Symbol("tp")
 DP = Symbol("dp")
 CP = Symbol("cp")
+INNER_CP = Symbol("cpi")
 SP = Symbol("sp")
 RECOMPUTE = {kind: Symbol(name) for kind, name in RECOMPUTE_SYMBOLS.items()}
 LAYERS = Symbol("l")
@@ -61,6 +62,7 @@ MEANINGS: dict[Symbol, str] = {
     TP: "tensor-parallel size of the stage",
     DP: "data-parallel size of the stage",
     CP: "context-parallel size",
+    INNER_CP: "context-parallel ranks of one group that shares out heads among themselves",
     SP: "1 with sequence parallelism, else 0",
     **{
         symbol: f"1 when layers that are not fully recomputed recompute their {parts_in_words(kind)}, else 0"

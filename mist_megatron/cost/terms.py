@@ -83,7 +83,9 @@ class Again(NamedTuple):
     compute_s: Array
     collective_s: Array
     exchange_s: Array
-    """Of the collectives, those that take tokens to experts and back."""
+    """Of the collectives, those that take tokens to experts and back ..."""
+    context_s: Array = ZERO
+    """... and those of ranks that split sequences."""
 
 
 NOTHING_AGAIN = Again(ZERO, ZERO, ZERO)
@@ -118,6 +120,15 @@ class LayerLoad:
     """... and backward."""
     dropped_exchange_s: Array = field(default_factory=lambda: ZERO)
     """The same of the parts that are run again."""
+    forward_context_s: Array = field(default_factory=lambda: ZERO)
+    """Of the collectives, those of ranks that split sequences as far as attention does not hide them,
+    forward, ..."""
+    backward_context_s: Array = field(default_factory=lambda: ZERO)
+    """... backward, ..."""
+    dropped_context_s: Array = field(default_factory=lambda: ZERO)
+    """... of the parts that are run again, ..."""
+    unneeded_context_s: Array = field(default_factory=lambda: ZERO)
+    """... and of what full recomputation leaves out."""
     forward_inside_s: Array = field(default_factory=lambda: ZERO)
     """Of compute, what is done while tokens are with their experts, forward ..."""
     backward_inside_s: Array = field(default_factory=lambda: ZERO)
@@ -136,13 +147,15 @@ class LayerLoad:
     @property
     def dropped(self) -> Again:
         """What is run again of a layer that is not in whole."""
-        return Again(self.dropped_s, self.dropped_collective_s, self.dropped_exchange_s)
+        collectives = self.dropped_collective_s, self.dropped_exchange_s, self.dropped_context_s
+        return Again(self.dropped_s, *collectives)
 
     @property
     def again(self) -> Again:
         """Full recomputation."""
         collective_s = self.forward_collective_s - self.unneeded_collective_s
-        return Again(self.forward_s - self.unneeded_s, collective_s, self.forward_exchange_s)
+        context_s = self.forward_context_s - self.unneeded_context_s
+        return Again(self.forward_s - self.unneeded_s, collective_s, self.forward_exchange_s, context_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +176,8 @@ class TimeContext:
     model_layers: int
     without: frozenset[Term]
     """Terms that are left out, for comparison with models that leave them out."""
+    context_inner: int = 1
+    """Context-parallel ranks of one group that shares out heads."""
     expert_overlap: bool = False
     """Tokens travel beside a pass of another micro-batch."""
     recomputes_first_layers: bool = True
@@ -182,6 +197,7 @@ class TimeContext:
             ep=grid.ep,
             etp=grid.etp,
             instances=grid.instances,
+            inner=np.asarray(float(self.context_inner)),
         )
 
 
@@ -286,6 +302,7 @@ def time_context_of(job: Job, prices: Prices, facts: MemoryFacts, without: froze
         cluster_gpus=job.cluster.gpus,
         cluster_gpus_per_node=job.cluster.linked_gpus,
         context_parallel=execution.context_parallel,
+        context_inner=execution.inner,
         model_layers=job.model.layers,
         without=without,
         expert_overlap=bool(execution.expert_overlap),

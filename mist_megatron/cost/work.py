@@ -252,8 +252,14 @@ def _stopping(
         backward_tp = backward_tp - load.backward_exchange_s - again.exchange_s
     if context.tensor_collectives_overlap:
         each, ranks = context.interference, grid.tp
+        if context.context_parallel > 1:
+            # Userbuffers move what tensor-parallel ranks send, and nothing else.
+            forward_cp, backward_cp = load.forward_context_s, load.backward_context_s + again.context_s
+            forward_tp, backward_tp = forward_tp - forward_cp, backward_tp - backward_cp
         forward_tp = exposed_beside_products(load.forward_s, forward_tp, ranks, each)
         backward_tp = exposed_beside_products(load.backward_s + again[0], backward_tp, ranks, each)
+        if context.context_parallel > 1:
+            forward_tp, backward_tp = forward_tp + forward_cp, backward_tp + backward_cp
     return (forward_tp, forward_sent), (backward_tp, backward_sent)
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.operators import Operator, Work, WorkKind
 from mist_megatron.cost.shapes import EIGHTH, HALF, TOKENS
-from mist_megatron.cost.symbols import CP
+from mist_megatron.cost.symbols import CP, INNER_CP
 from mist_megatron.spec.mesh import Group
 
 ONE = number(1)
@@ -25,12 +25,13 @@ def collective_work(name: str, kind: WorkKind, message: Expr, group: Group = Gro
     return Work(name=name, kind=kind, moved_bytes=message, group=group)
 
 
-def all_to_all(name: str, columns: Expr) -> Work:
-    """Tokens of all context-parallel ranks for some columns, in place of own tokens for all, or back: each
-    rank gets one copy of a part of them, as of a token that goes to one expert of as many as ranks."""
+def all_to_all(name: str, columns: Expr, group: Group = Group.CONTEXT) -> Work:
+    """Tokens of all ranks of a group for some columns, in place of own tokens for all, or back: each rank
+    gets one copy of a part of them, as of a token that goes to one expert of as many as ranks."""
     copy = HALF * TOKENS * columns
-    exchange = (copy, ONE, CP, number(0), ONE, ONE)
-    return Work(name=name, kind=WorkKind.ALL_TO_ALL, moved_bytes=copy, exchange=exchange, group=Group.CONTEXT)
+    ranks = CP if group is Group.CONTEXT else INNER_CP
+    exchange = (copy, ONE, ranks, number(0), ONE, ONE)
+    return Work(name=name, kind=WorkKind.ALL_TO_ALL, moved_bytes=copy, exchange=exchange, group=group)
 
 
 def weight_grad(work: Work) -> Work:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from mist_megatron.errors import InputError
 from mist_megatron.search.experts import dispatchers, require_spread
@@ -21,7 +22,7 @@ from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, ContextExchange, Dispatc
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import Module
 from mist_megatron.targets.facts import ExecutionVariant
-from mist_megatron.targets.megatron_rules import no_context, shares_heads
+from mist_megatron.targets.megatron_rules import head_ranks, no_context, shares_heads
 from mist_megatron.targets.megatron_switches import FSDP_EXCLUDES, state_widths, weighs_unevenly
 from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
@@ -51,9 +52,8 @@ class ExecutionChoice:
 
     def keeps(self, shape: EqualPipeline) -> bool:
         """Whether a shape is searched in this way."""
-        if self.job.execution.context_exchange == "a2a" and not all(
-            shares_heads(kind, shape.tp, shape.cp) for kind in self.job.model.kinds if kind.attends
-        ):
+        ranks = head_ranks(self.job.execution)
+        if not all(shares_heads(kind, shape.tp, ranks) for kind in self.job.model.kinds if kind.attends):
             return False
         if self.coprime and math.gcd(shape.micro_batch, shape.cp) > 1:
             return False
@@ -94,17 +94,17 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
         choice
         for variant in TARGETS[job.target].executions(job.execution)
         if _is_open(variant, job, space, limits)
-        for cp, exchange in contexts(job, space, limits)
+        for context in contexts(job, space, limits)
         for dispatcher in kinds
         for choice in _choices(
             ExecutionChoice(
-                _switched(job, variant, (cp, exchange), dispatcher),
+                _switched(job, variant, context, dispatcher),
                 alone if variant.one_stage else limits,
                 gathers_beside=variant.gathers_beside,
                 shards=bool(variant.execution.megatron_fsdp)
                 and job.execution.megatron_fsdp is None
                 and not limits.fixed.get("megatron_fsdp"),
-                coprime=cp > 1 and limits.allows("cp", 1) and job.execution.context_parallel == 1,
+                coprime=context.ranks > 1 and limits.allows("cp", 1) and job.execution.context_parallel == 1,
             ),
             space,
         )
@@ -142,12 +142,13 @@ def _none_open(job: Job, space: Space, limits: Limits) -> str:
     """What was fixed to what none of the ways has."""
     where = f"space {space.name} on {job.target}"
     if not contexts(job, space, limits):
-        able = ", ".join(str(cp) for cp in dict(contexts(job, space, Limits())))
+        sizes = dict.fromkeys(context.ranks for context in contexts(job, space, Limits()))
+        able = ", ".join(map(str, sizes))
         tokens = f"{job.training.seq_len} tokens of a sequence"
         why = _why_whole(job, space, limits.context_exchange)
         because = f" ({why})" if why else ""
         told = f"{where} splits {tokens} over {able}{because}"
-        fixed = [f"cp={limits.fixed['cp']}"] if "cp" in limits.fixed else []
+        fixed = [f"{key}={limits.fixed[key]}" for key in ("cp", "context_inner") if key in limits.fixed]
         fixed += [f"context_exchange={limits.context_exchange}"] if limits.context_exchange else []
         return f"--fix {','.join(fixed)}: {told}; wanted one of these"
     if not dispatchers(job, space, limits):
@@ -184,9 +185,12 @@ def _with_widths(job: Job, limits: Limits) -> Job:
 
 
 def _switched(job: Job, variant: ExecutionVariant, context: Context, dispatcher: Dispatcher | None) -> Job:
-    cp, exchange = context
     execution = replace(
-        variant.execution, context_parallel=cp, context_exchange=exchange, expert_dispatcher=dispatcher
+        variant.execution,
+        context_parallel=context.ranks,
+        context_exchange=context.exchange,
+        context_inner=context.inner,
+        expert_dispatcher=dispatcher,
     )
     return job if execution == job.execution else replace(job, execution=execution)
 
@@ -213,12 +217,17 @@ def _limits_of(limits: Limits, job: Job, modules: _Modules) -> Limits:
     return replace(limits, recompute="selective")
 
 
-Context = tuple[int, ContextExchange | None]
-"""Ranks that split each sequence, and how they attend to each other's tokens."""
+class Context(NamedTuple):
+    """Ranks that split each sequence, and how they attend to each other's tokens."""
+
+    ranks: int
+    exchange: ContextExchange | None
+    inner: int | None = None
+    """Of an exchange in two levels."""
 
 
 def contexts(job: Job, space: Space, limits: Limits) -> list[Context]:
-    """Ranks that may split each sequence, those that the job names or powers of two, by ring and all-to-all.
+    """Ranks that may split each sequence, those that the job names or powers of two, and their exchanges.
     Megatron gives each rank two pieces of every sequence, from either end, and splits attention only where it
     is fused.
 
@@ -230,25 +239,47 @@ def contexts(job: Job, space: Space, limits: Limits) -> list[Context]:
         sizes = [asked] if limits.allows("cp", asked) else []
     else:
         sizes = [cp for cp in _powers_of_two(job) if limits.allows("cp", cp)]
-    split: list[Context] = [
-        (cp, kind if kind == said else None if kind == "p2p" else kind)
+    split = [
+        context
         for kind in _exchanges(job, space, limits)
         for cp in sizes
         if cp > 1 and (asked > 1 or _why_whole(job, space, kind) is None)
+        for context in _in_levels(job, limits, cp, kind if kind == said or kind != "p2p" else None)
     ]
-    return [(cp, said) for cp in sizes if cp == 1] + split
+    whole = [Context(cp, said, job.execution.context_inner) for cp in sizes if cp == 1]
+    return [each for each in (*whole, *split) if limits.allows("context_inner", _head_ranks(each))]
+
+
+def _in_levels(job: Job, limits: Limits, cp: int, kind: ContextExchange | None) -> Iterator[Context]:
+    """One exchange; of one in two levels the sizes that the job or --fix names, or powers of two."""
+    if kind != "a2a+p2p":
+        yield Context(cp, kind)
+        return
+    asked = job.execution.context_inner or limits.fixed.get("context_inner")
+    sizes = [1 << k for k in range(1, cp.bit_length())] if asked is None else [asked]
+    yield from (Context(cp, kind, inner) for inner in sizes if 1 < inner < cp and cp % inner == 0)
+
+
+def _head_ranks(context: Context) -> int:
+    """Among how many ranks heads are shared out."""
+    return context.ranks if context.exchange == "a2a" else context.inner or 1
 
 
 def _exchanges(job: Job, space: Space, limits: Limits) -> list[ContextExchange]:
     """How ranks that split sequences may attend to each other's tokens: as the job says or, for layers
-    without experts, every way of the space that the target has and that is left open."""
+    without experts, every way of the space that the target has and that is left open.
+
+    To gather keys and values sends what the ring sends, with nothing beside it, and holds more: it is
+    searched where it is asked for, and where windows keep keys from going round a ring."""
     said, wanted = job.execution.context_exchange, limits.context_exchange
     able = TARGETS[job.target].capability.switches
     kinds: list[ContextExchange] = ["p2p"]
     if said is not None:
         kinds = [said]
-    elif "context_exchange" in able and job.model.routed is None:
+    elif "context_exchange" in able and (job.model.routed is None or wanted is not None):
         kinds = [kind for kind in CONTEXT_EXCHANGES if kind == wanted or kind in space.context_exchanges]
+        if no_context(job.model, job.training, "p2p") is None and wanted != "all_gather":
+            kinds = [kind for kind in kinds if kind != "all_gather"]
     banned = limits.forbidden
     return [kind for kind in kinds if wanted in (None, kind) and f"context_exchange.{kind}" not in banned]
 

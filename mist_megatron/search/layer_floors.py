@@ -6,7 +6,7 @@ thousands of shapes that they are too slow, before anything else of them is pric
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole, nodes_and_gpus
 from mist_megatron.spec.term import Term
 
-_Ranks = tuple[int, int, bool]
+Ranks = tuple[int, int, bool]
 """Tensor-parallel ranks, micro-batch, and whether sequence parallelism is on."""
 _Seconds = tuple[float, ...]
 """Of a layer of each kind, and of the head."""
@@ -29,11 +29,11 @@ COMPUTE = (Term.FORWARD, Term.BACKWARD)
 
 def layer_floors(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
     """Seconds that no plan of each shape beats."""
-    seconds = _seconds(question, {_ranks(shape) for shape in shapes}, (*COMPUTE, Term.TENSOR_PARALLEL))
+    seconds = _seconds(question, {ranks_of(shape) for shape in shapes}, (*COMPUTE, Term.TENSOR_PARALLEL))
     floors_s: dict[tuple[int, int, int, _Seconds | None], float] = {}
     every = []
     for shape in shapes:
-        each = seconds.get(_ranks(shape))
+        each = seconds.get(ranks_of(shape))
         key = shape.stages, shape.vpp, shape.grad_accum, each
         if key not in floors_s:
             floors_s[key] = _floor_s(question, shape, each)
@@ -63,7 +63,8 @@ def least_gpu_s(question: SearchProblem, limits: Limits) -> float:
     return float(batch * (layers_s + head_s))
 
 
-def _ranks(shape: EqualPipeline) -> _Ranks:
+def ranks_of(shape: EqualPipeline) -> Ranks:
+    """What of a shape its layers depend on."""
     return shape.tp, shape.micro_batch, shape.sequence_parallel
 
 
@@ -79,20 +80,10 @@ def _floor_s(question: SearchProblem, shape: EqualPipeline, seconds: _Seconds | 
     return bound_of(question, shape, (last if shape.stages == 1 else others, others, last)).value_s
 
 
-def _seconds(
-    question: SearchProblem, ranks: set[_Ranks], of_layer: tuple[Term, ...]
-) -> dict[_Ranks, _Seconds]:
+def _seconds(question: SearchProblem, ranks: set[Ranks], of_layer: tuple[Term, ...]) -> dict[Ranks, _Seconds]:
     """By ranks whose group fills whole nodes, or a part of one."""
-    cluster, cp = question.evaluator.job.cluster, question.evaluator.job.execution.context_parallel
-    groups: dict[tuple[int, int, bool], list[_Ranks]] = {}
-    for one in sorted(ranks):
-        mesh = nodes_and_gpus(one[0] * cp, cluster.gpus_per_node)
-        if mesh is not None:
-            groups.setdefault((*mesh, one[2]), []).append(one)
-    seconds: dict[_Ranks, list[float]] = {}
-    for (nodes, gpus, sequence_parallel), members in groups.items():
-        question.tick()
-        grid = _grid(question, members, (nodes, gpus), sequence_parallel)
+    seconds: dict[Ranks, list[float]] = {}
+    for members, grid in grids_of(question, ranks):
         terms = question.evaluator.terms(grid).stable
         parts = [
             sum((terms[name].slopes[kind].per_layer for name in of_layer if name in terms), start=np.zeros(1))
@@ -104,8 +95,21 @@ def _seconds(
     return {one: tuple(each_s) for one, each_s in seconds.items()}
 
 
+def grids_of(question: SearchProblem, ranks: set[Ranks]) -> Iterator[tuple[list[Ranks], StageGrid]]:
+    """One replica of each, those together that lie on as many nodes."""
+    cluster, cp = question.evaluator.job.cluster, question.evaluator.job.execution.context_parallel
+    groups: dict[tuple[int, int, bool], list[Ranks]] = {}
+    for one in sorted(ranks):
+        mesh = nodes_and_gpus(one[0] * cp, cluster.gpus_per_node)
+        if mesh is not None:
+            groups.setdefault((*mesh, one[2]), []).append(one)
+    for (nodes, gpus, sequence_parallel), members in groups.items():
+        question.tick()
+        yield members, _grid(question, members, (nodes, gpus), sequence_parallel)
+
+
 def _grid(
-    question: SearchProblem, members: Sequence[_Ranks], mesh: tuple[int, int], sequence_parallel: bool
+    question: SearchProblem, members: Sequence[Ranks], mesh: tuple[int, int], sequence_parallel: bool
 ) -> StageGrid:
     """One replica of one stage that has the head."""
 

@@ -14,8 +14,8 @@ from functools import partial
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.bounds import SearchProblem, Solver
-from mist_megatron.search.families import mixed_families
 from mist_megatron.search.infeasible import Asked, no_plan
+from mist_megatron.search.items import ItemsOfWays
 from mist_megatron.search.known import Item, Known
 from mist_megatron.search.layer_rules import PER_LAYER, PerLayer
 from mist_megatron.search.leaders import Leaders
@@ -23,7 +23,6 @@ from mist_megatron.search.pipelines import (
     EqualPipeline,
     MixedPipeline,
     explain_no_pipeline,
-    shapes,
 )
 from mist_megatron.search.queue import (
     Bounded,
@@ -244,10 +243,10 @@ class _Run:
     def ordered(self) -> Orders:
         """All shapes and mixtures of all ways; what is known of the first bounds those after it."""
         orders: list[Order] = []
+        made = ItemsOfWays(self.ways, self.questions, self.tick)
         known, items = list(self.settings.known), 0
         leaders = Leaders(self.ways, self.questions) if _routed(self.questions) else None
         for place, (way, question) in enumerate(zip(self.ways, self.questions, strict=True)):
-            job, cut = question.evaluator.job, question.space
             if leaders is not None:
                 spread = leaders.families(place)
                 least = None if way.least is None else self._asked([way.least])[0][1]
@@ -257,18 +256,10 @@ class _Run:
                 )
                 items += sum(map(way.keeps, (shape for shape, _ in spread)))
                 continue
-            mixed = []
-            for mixture in mixed_families(job, cut, way.limits) if way.mixes else ():
-                self.tick()
-                mixed.append(mixture)
-            queues = []
-            for shape in shapes(job, cut, way.limits):
-                self.tick()
-                if way.keeps(shape):
-                    queues.append(shape)
-            orders.append(ordered(question, queues, mixed, known))
+            equal, mixed = made.equal(place), made.mixed(place)
+            orders.append(ordered(question, equal, mixed, known))
             known.append(orders[-1].known(question))
-            items += len(queues) + len(mixed)
+            items += len(equal) + len(mixed)
         if not items:
             asked = self.questions[-1]
             raise explain_no_pipeline(asked.evaluator.job, asked.space, self.ways[-1].limits)

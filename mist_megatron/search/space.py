@@ -355,7 +355,10 @@ def cut_to_target(
     )
 
 
-LIMIT_KEYS = ("tp", "pp", "dp", "cp", "ep", "etp", "micro_batch", "grad_accum", "vpp", "zero", "instances")
+LIMIT_KEYS = (
+    *("tp", "pp", "dp", "cp", "context_inner", "ep", "etp", "micro_batch", "grad_accum", "vpp", "zero"),
+    "instances",
+)
 EXPERT_SWITCHES = ("expert_overlap", "shared_expert_overlap", "cuda_graphs")
 """Switches of execution of mixtures."""
 OVERLAPS = ("tp_comm_overlap", "overlap_param_gather", "megatron_fsdp")

@@ -11,9 +11,10 @@ Dispatcher = Literal["alltoall", "allgather", "flex"]
 """How tokens reach their experts, by Megatron's names. `alltoall` sends a token to each of them; `flex`
 (DeepEP, HybridEP) once to each rank and each node that has any; `allgather` all tokens to all."""
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
-ContextExchange = Literal["p2p", "a2a"]
+ContextExchange = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
 """How context-parallel ranks attend to each other's tokens, by Megatron's names (--cp-comm-type): keys and
-values pass by in a ring, or each rank gets all tokens of some heads."""
+values pass by in a ring, each rank gets all tokens of some heads, keys and values of all tokens are gathered
+before attention, or neighbours share out heads and rings join their groups."""
 CONTEXT_EXCHANGES: tuple[ContextExchange, ...] = get_args(ContextExchange)
 Quantization = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
 """How operands of 8 bits are scaled, by Megatron's names (--fp8-recipe): by the largest element of steps

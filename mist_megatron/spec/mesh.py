@@ -32,6 +32,10 @@ class Group(StrEnum):
     """They split the same matrices."""
     CONTEXT = "context"
     """They split the same sequences."""
+    HEADS = "heads"
+    """Of those, neighbours that share out heads among themselves where rings join such groups ..."""
+    RINGS = "rings"
+    """... and those that keys and values pass by, one of each such group."""
     DATA = "data"
     """They hold the same weights: data-parallel ranks, and context-parallel ones, which see other tokens."""
     EXPERT = "expert"
@@ -55,16 +59,21 @@ AXES = ("tp", "cp", "dp")
 EXPERT_AXES = ("etp", "ep", "edp")
 """The same ranks once more, as the experts of a layer are spread over them: Megatron folds these axes over
 tp, cp and dp, and they come first."""
+LEVEL_AXES = ("tp", "inner", "outer")
+"""The ranks that split sequences once more: Megatron numbers those of an inner group one after another
+(parallel_state.py, create_hierarchical_groups)."""
 SHARD_AXES = ("tp", "shards", "instances")
 EXPERT_SHARD_AXES = ("etp", "ep", "expert_shards", "instances")
 """And once more, as optimizer states are: Megatron cuts the ranks that hold the same weights into runs of
 neighbours (parallel_state.py, intra_partial_data_parallel_size), so that the sub-groups of experts and of the
 rest of a layer lie on the same ranks."""
-FOLDS = (AXES, EXPERT_AXES, SHARD_AXES, EXPERT_SHARD_AXES)
+FOLDS = (AXES, EXPERT_AXES, LEVEL_AXES, SHARD_AXES, EXPERT_SHARD_AXES)
 ALONG: Mapping[Group, tuple[str, ...]] = MappingProxyType(
     {
         Group.TENSOR: ("tp",),
         Group.CONTEXT: ("cp",),
+        Group.HEADS: ("inner",),
+        Group.RINGS: ("outer",),
         Group.DATA: ("cp", "dp"),
         Group.EXPERT: ("ep",),
         Group.EXPERT_TENSOR: ("etp",),
@@ -77,10 +86,12 @@ ALONG: Mapping[Group, tuple[str, ...]] = MappingProxyType(
 )
 """Axes along which the ranks of a group differ: neighbours in one of FOLDS."""
 WHOLE: Mapping[Group, Group] = MappingProxyType(
-    {Group.SHARDS: Group.DATA, Group.EXPERT_SHARDS: Group.EXPERT_DATA}
+    {Group.SHARDS: Group.DATA, Group.EXPERT_SHARDS: Group.EXPERT_DATA, Group.RINGS: Group.CONTEXT}
 )
-"""What sub-groups are where there is one of them."""
-SUB_GROUPS = (*WHOLE, Group.INSTANCES)
+"""What sub-groups are where there is one of them; and rings that join single ranks."""
+LEVELS = (Group.HEADS, Group.RINGS)
+INSTANCE_GROUPS = (Group.SHARDS, Group.EXPERT_SHARDS, Group.INSTANCES)
+SUB_GROUPS = (*LEVELS, *INSTANCE_GROUPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +111,8 @@ class Mesh(Generic[N]):
     """... and that split each of them."""
     instances: N
     """Sub-groups of replicas that hold all optimizer states."""
+    inner: N
+    """Context-parallel ranks of one group that shares out heads; 1 where rings join single ranks."""
 
     def _product(self, axes: Sequence[str]) -> N:
         product: N = math.prod(getattr(self, axis) for axis in axes)
@@ -108,6 +121,12 @@ class Mesh(Generic[N]):
     @property
     def gpus(self) -> N:
         return self._product(AXES)
+
+    @property
+    def outer(self) -> N:
+        """Ranks of each ring."""
+        ranks: N = self.cp // self.inner
+        return ranks
 
     @property
     def edp(self) -> N:
@@ -140,6 +159,13 @@ class Mesh(Generic[N]):
         """Nodes that each such group touches."""
         per_node = self.gpus_per_node // self.stride(group)
         return -(-self.size(group) // (per_node + (per_node < 1)))
+
+
+def distinct_groups(instances: int, inner: int) -> tuple[Group, ...]:
+    """Those whose ranks differ from one another's, with so many sub-groups of replicas, and so many ranks
+    that share out heads."""
+    same = INSTANCE_GROUPS * (instances == 1) + LEVELS * (inner == 1)
+    return tuple(group for group in Group if group not in same)
 
 
 def groups_of(mesh: Mesh[int], group: Group, first_rank: int) -> tuple[Ranks, ...]:

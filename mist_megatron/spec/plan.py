@@ -10,14 +10,15 @@ from typing import Any, Literal, get_args
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.context_checks import check_context
 from mist_megatron.spec.expert_checks import check_experts
 from mist_megatron.spec.expert_rules import ExpertCase, broken
 from mist_megatron.spec.kinds import ContextExchange, Dispatcher, GraphModule, Offload, Quantization
 from mist_megatron.spec.mesh import (
-    SUB_GROUPS,
     Group,
     Mesh,
     Ranks,
+    distinct_groups,
     groups_of,
     lies_across,
     neighbours,
@@ -108,6 +109,7 @@ class StagePlan:
             ep=execution.ep,
             etp=execution.etp,
             instances=execution.instances,
+            inner=execution.inner,
         )
 
     @property
@@ -130,6 +132,8 @@ class Execution:
     """Ranks that split each sequence."""
     context_exchange: ContextExchange | None = None
     """How these attend to each other's tokens; null for p2p, the ring."""
+    context_inner: int | None = None
+    """Of a2a+p2p: neighbours that share out heads among themselves; rings join their groups."""
     grad_bytes: int | None = None
     """Bytes per parameter of the gradient buffer: 2 or 4."""
     overlap_grad_reduce: bool | None = None
@@ -189,9 +193,14 @@ class Execution:
         return self.expert_tensor_parallel or 1
 
     @property
+    def inner(self) -> int:
+        """Ranks that share out heads before keys and values pass by."""
+        return self.context_inner or 1
+
+    @property
     def instances(self) -> int:
         """Sub-groups of replicas that hold all optimizer states."""
-        return self.optimizer_instances or 1
+        return 1 if self.optimizer_instances is None else self.optimizer_instances
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -229,13 +238,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         check.at_least("plan", 1, grad_accum=self.grad_accum, vpp=self.vpp)
-        check.at_least("plan", 1, context_parallel=self.execution.context_parallel)
+        check_context("plan", self.execution)
         if not self.stages:
             raise InputError("plan: stages is empty; wanted at least one stage")
         if self.execution.grad_bytes not in (None, 2, 4):
             raise InputError(f"plan: execution.grad_bytes is {self.execution.grad_bytes}; wanted 2 or 4")
-        if self.execution.optimizer_instances is not None:
-            check.at_least("plan: execution", 1, optimizer_instances=self.execution.optimizer_instances)
+        check.at_least("plan: execution", 1, optimizer_instances=self.execution.instances)
         _check_numbers(self.training, self.execution)
         self.model.check_sequence("plan", self.training.seq_len)
         check_experts("plan", self.model, self.execution)
@@ -310,8 +318,7 @@ class Plan:
     @property
     def kinds_of_groups(self) -> tuple[Group, ...]:
         """Those whose ranks differ from one another's."""
-        apart = self.execution.instances > 1
-        return tuple(group for group in Group if apart or group not in SUB_GROUPS)
+        return distinct_groups(self.execution.instances, self.execution.inner)
 
     def groups(self, index: int, group: Group) -> tuple[Ranks, ...]:
         """Logical ranks of a stage that talk to each other."""

@@ -90,6 +90,7 @@ CAPABILITY = Capability(
     ),
     switches=(
         "context_exchange",
+        "context_inner",
         "expert_overlap",
         "delayed_weight_grad",
         "shared_expert_overlap",

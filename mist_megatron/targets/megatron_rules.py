@@ -6,14 +6,14 @@ core/transformer/transformer_config.py, MPC = core/model_parallel_config.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from mist_megatron.spec.kinds import ContextExchange
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.mesh import shares_out
 from mist_megatron.spec.model import ModelSpec
-from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.plan import Execution, Plan
 from mist_megatron.spec.recompute import PARTIAL, Module
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.megatron_switches import switch_rules
@@ -143,8 +143,8 @@ def _context(plan: Plan) -> Iterator[str]:
     cp = plan.execution.context_parallel
     if cp > 1 and plan.training.seq_len % (2 * cp):
         yield f"context_parallel {cp}: twice it must divide the sequence of {plan.training.seq_len} (A:1336)"
-    if plan.execution.context_exchange == "a2a":
-        yield from _heads_apart(plan)
+    yield from _levels(plan)
+    yield from _heads_apart(plan)
     reason = no_context(plan.model, plan.training, plan.execution.context_exchange)
     if cp > 1 and reason is not None:
         yield f"context_parallel {cp}: {reason}"
@@ -155,27 +155,46 @@ def no_context(model: ModelSpec, training: TrainingSpec, exchange: ContextExchan
     get_attention_backend, and context_parallel.py, attn_forward_func_with_cp)."""
     if not training.flash_attention:
         return "attention that is not fused knows no split sequences, wanted flash_attention: true"
-    if exchange == "a2a" and any(kind.latent_attention is not None for kind in model.kinds):
-        return "latent attention was not tried with context_exchange: a2a, wanted p2p"
-    if exchange != "a2a" and any(kind.attends and kind.window is not None for kind in model.kinds):
-        return "attention over a window cannot go round the ring, wanted context_exchange: a2a"
+    if exchange not in (None, "p2p") and any(kind.latent_attention is not None for kind in model.kinds):
+        return f"latent attention was not tried with context_exchange: {exchange}, wanted p2p"
+    windows = any(kind.attends and kind.window is not None for kind in model.kinds)
+    if exchange not in WHOLE_KEYS and windows:
+        return f"attention over a window cannot go round a ring, wanted context_exchange: {WHOLE_KEYS[0]}"
     return None
 
 
-def shares_heads(kind: LayerSpec, tp: int, cp: int) -> bool:
-    """Whether context-parallel ranks get whole heads of what each tensor-parallel rank has."""
-    return kind.kv_heads >= tp and shares_out(kind.heads // tp, cp) and shares_out(kind.kv_heads // tp, cp)
+WHOLE_KEYS: Sequence[ContextExchange] = ("a2a", "all_gather")
+"""What gives a rank all keys of a head before it attends."""
+
+
+def head_ranks(execution: Execution) -> int:
+    """Neighbours among which the heads of each tensor-parallel rank are shared out."""
+    return execution.context_parallel if execution.context_exchange == "a2a" else execution.inner
+
+
+def shares_heads(kind: LayerSpec, tp: int, ranks: int) -> bool:
+    """Whether so many ranks get whole heads of what each tensor-parallel rank has."""
+    if ranks == 1:
+        return True
+    own = kind.heads // tp, kind.kv_heads // tp
+    return kind.kv_heads >= tp and all(shares_out(heads, ranks) for heads in own)
+
+
+def _levels(plan: Plan) -> Iterator[str]:
+    execution = plan.execution
+    if execution.context_parallel == 1 and execution.context_exchange not in (None, "p2p"):
+        yield "execution.context_exchange: nothing is exchanged without context parallelism"
 
 
 def _heads_apart(plan: Plan) -> Iterator[str]:
     """Where context parallelism shares out heads, as Transformer Engine demands it."""
-    cp = plan.execution.context_parallel
-    if cp == 1:
-        yield "execution.context_exchange: nothing is exchanged without context parallelism"
+    execution, ranks = plan.execution, head_ranks(plan.execution)
+    name = "context_parallel" if execution.context_inner is None else "context_inner"
     for kind in (kind for kind in plan.model.kinds if kind.attends):
         for tp in sorted({stage.tp for stage in plan.stages}):
-            if not shares_heads(kind, tp, cp):
+            if not shares_heads(kind, tp, ranks):
+                heads = f"{kind.heads} heads and {kind.kv_heads} key-value heads"
                 yield (
-                    f"execution.context_exchange a2a: context_parallel {cp} must divide the {kind.heads} "
-                    f"heads and {kind.kv_heads} key-value heads of {plan.model.name} over tp {tp}"
+                    f"execution.context_exchange {execution.context_exchange}: {name} {ranks} must divide "
+                    f"the {heads} of {plan.model.name} over tp {tp}"
                 )

@@ -400,7 +400,7 @@ def test_stages_cross_as_many_node_borders_as_there_are(
 
 def test_groups_and_nodes() -> None:
     def mesh(**sizes: float) -> Mesh[Any]:
-        arrays = {axis: array(sizes.get(axis, 1)) for axis in (*AXES, "ep", "etp", "instances")}
+        arrays = {axis: array(sizes.get(axis, 1)) for axis in (*AXES, "ep", "etp", "instances", "inner")}
         return Mesh(**arrays, gpus_per_node=8)
 
     assert mesh(tp=8).nodes(Group.TENSOR) == 1

@@ -86,6 +86,13 @@ PLANS = {
 }
 _ring = PLANS["context parallel"]
 PLANS["heads apart"] = replace(_ring, execution=replace(_ring.execution, context_exchange="a2a"))
+PLANS["gathered keys"] = replace(_ring, execution=replace(_ring.execution, context_exchange="all_gather"))
+PLANS["levels"] = plan(
+    "llama3-8b",
+    stage(32, dp=1, tp=1, cp=4),
+    target="megatron",
+    execution=Execution(context_parallel=4, context_exchange="a2a+p2p", context_inner=2),
+)
 _whole = PLANS["tensor parallel"]
 PLANS["gated attention"] = replace(_whole, model=replace(_whole.model, attention_gate=True))
 
@@ -99,6 +106,7 @@ def same(read: Plan, written: Plan) -> None:
     assert read.target == written.target
     assert read.execution.context_parallel == written.execution.context_parallel
     assert read.execution.context_exchange == written.execution.context_exchange
+    assert read.execution.context_inner == written.execution.context_inner
     assert (read.execution.grad_bytes or 4) == (written.execution.grad_bytes or 4)
     for switch in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "fused_cross_entropy"):
         assert bool(getattr(read.execution, switch)) == bool(getattr(written.execution, switch)), switch

@@ -1,4 +1,4 @@
-"""Context parallelism by all-to-all, tensor parallelism over nodes, narrow states: against every plan, one by
+"""Exchanges of context parallelism, tensor parallelism over nodes, narrow states: against every plan, one by
 one, as `predict` has them; and a larger space is never slower."""
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.rules import violations
 
 FULL = space_named("full")
+EXCHANGES = ((None, None), ("a2a", None), ("all_gather", None), ("a2a+p2p", 2))
 NARROW = replace(FULL, tensor_over_nodes=False, context_exchanges=("p2p",))
 
 
@@ -46,8 +47,10 @@ def every_plan(job):
         nodes = max(1, gpus // pp // per_node)
         mesh = {"nodes": nodes, "gpus_per_node": gpus // pp // nodes}
         stage = StagePlan(layers=job.model.layers // pp, dp=dp, tp=tp, micro_batch=micro_batch, **mesh)
-        switches = itertools.product((0, 1), (False, True), (False, True), (False, True), (None, "a2a"))
-        for zero, sequence, beside, gathers, exchange in switches:
+        switches = itertools.product((0, 1), (False, True), (False, True), (False, True), EXCHANGES)
+        for zero, sequence, beside, gathers, (exchange, inner) in switches:
+            if inner is not None and inner >= cp:
+                continue
             plan = Plan(
                 model=job.model,
                 training=job.training,
@@ -60,6 +63,7 @@ def every_plan(job):
                     job.execution,
                     context_parallel=cp,
                     context_exchange=exchange,
+                    context_inner=inner,
                     tp_comm_overlap=beside,
                     overlap_grad_reduce=True,
                     overlap_param_gather=gathers,
@@ -111,10 +115,10 @@ def test_states_that_nobody_keeps_are_refused(target, precision, width):
 def test_either_exchange_can_be_asked_for():
     job = spread_job(1, batch=1, seq=8192)
     told = []
-    for kind in ("p2p", "a2a"):
+    for kind in ("p2p", "a2a", "all_gather", "a2a+p2p"):
         limits = parse_limits((f"cp=4,context_exchange={kind}",), (), ())
         told.append(tune(job, settings=Settings(limits=limits)).plan.execution.context_exchange)
-    assert told == [None, "a2a"]
+    assert told == [None, "a2a", "all_gather", "a2a+p2p"]
     with pytest.raises(InputError, match="contradicts"):
         parse_limits(("context_exchange=a2a",), ("context_exchange.a2a",), ())
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import yaml
 
 from mist_megatron.frameworks.flags import as_mapping
+from mist_megatron.frameworks.megatron.context import exchange_fields
 from mist_megatron.frameworks.megatron.experts import (
     expert_flags,
     has_experts,
@@ -247,8 +248,7 @@ def bridge_mapping(plan: Plan) -> dict[str, object]:
         **_parts(plan),
     }
     if execution.context_parallel > 1:
-        # Transformer Engine's own exchange is a ring, which is said by nothing.
-        model["cp_comm_type"] = "a2a" if execution.context_exchange == "a2a" else None
+        model |= exchange_fields(execution)
     # Names of megatron.core.ModelParallelConfig.
     switches = {
         "tp_comm_overlap": execution.tp_comm_overlap,

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from mist_megatron.frameworks.megatron.context import KIND
+from mist_megatron.spec.kinds import CONTEXT_EXCHANGES
 from mist_megatron.spec.recompute import MODULES
 
 FlagKind = Literal["priced", "indifferent", "unpriced"]
@@ -245,10 +247,11 @@ CLASSES: Sequence[FlagClass] = (
         "disable-tp-comm-overlap-rs disable-tp-comm-split-ag disable-tp-comm-split-rs no-tp-comm-* "
         "tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad tensor-parallel-num-weight-shards",
     ),
-    _unpriced("another exchange of context parallelism than priced", "cp-comm-type", "p2p", "a2a"),
+    _unpriced("another exchange of context parallelism than priced", "cp-comm-type", *CONTEXT_EXCHANGES),
+    _priced("ranks of both levels of that exchange", "hierarchical-context-parallel-sizes"),
     _unpriced(
         "another exchange of context parallelism than priced",
-        "hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank",
+        "hybrid-context-parallel max-seqlen-per-dp-cp-rank",
     ),
     _unpriced(
         "samples of one batch are cut otherwise than priced",
@@ -380,3 +383,5 @@ def unpriced_flags(options: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str
             yield name, "nothing is known about what it does"
         elif group.kind == "unpriced" and not (values and set(values) <= group.harmless):
             yield name, group.why
+        elif name == KIND and len(set(values)) > 1:
+            yield name, "layers that exchange in different ways"

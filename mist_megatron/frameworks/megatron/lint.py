@@ -15,6 +15,7 @@ from typing import Any
 
 from mist_megatron.frameworks.findings import Finding, Level
 from mist_megatron.frameworks.megatron.command import OPEN_VALUE, CommandLine, Options
+from mist_megatron.frameworks.megatron.context import context_findings
 from mist_megatron.frameworks.megatron.flag_classes import class_of, unpriced_flags
 from mist_megatron.frameworks.megatron.fsdp import BUCKETS, fsdp_findings
 from mist_megatron.frameworks.megatron.lint_experts import expert_findings, latent_findings
@@ -106,6 +107,7 @@ def lint_megatron(
             _offload,
             _sharding,
             _parallel,
+            context_findings,
             _precision,
             _recipe,
             _interleaving,

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.megatron.command import Options
+from mist_megatron.frameworks.megatron.context import with_exchange
 from mist_megatron.frameworks.megatron.fsdp import grad_bytes_of, level_of
 from mist_megatron.frameworks.megatron.patches import Patch
 from mist_megatron.frameworks.megatron.read_parts import (
@@ -340,7 +341,7 @@ def _execution(read: Reader, training: TrainingSpec, context_parallel: int, tp: 
     sharded = read.has("use-megatron-fsdp")
     if sharded:
         wide = grad_bytes_of(read) == 4
-    return Execution(
+    execution = Execution(
         context_parallel=context_parallel,
         grad_bytes=4 if wide else 2,
         # Which Megatron-FSDP switches on by itself.
@@ -357,12 +358,12 @@ def _execution(read: Reader, training: TrainingSpec, context_parallel: int, tp: 
         expert_overlap=overlaps,
         delayed_weight_grad=overlaps and read.has("delay-wgrad-compute"),
         shared_expert_overlap=mixture and not overlaps and read.has("moe-shared-expert-overlap"),
-        context_exchange="a2a" if read.word("cp-comm-type") == "a2a" else None,
         cuda_graphs=graphs_of(read),
         quantization=quantization_of(read),
         optimizer_bytes=optimizer_bytes_of(read),
         optimizer_instances=instances if (instances := read.count(INSTANCES, 1)) > 1 else None,
     )
+    return with_exchange(read, execution)
 
 
 def with_stages(plan: Plan, document: Mapping[str, Any], where: str) -> Plan:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mist_megatron.frameworks.findings import Refusal, refuse
 from mist_megatron.frameworks.flags import Flags, arguments, flag, when
+from mist_megatron.frameworks.megatron.context import exchange_flags
 from mist_megatron.frameworks.megatron.experts import expert_environment, spread_flags
 from mist_megatron.frameworks.megatron.fsdp import fsdp_flags
 from mist_megatron.frameworks.megatron.hybrids import is_hybrid
@@ -81,7 +82,7 @@ def grid_flags(plan: Plan) -> Flags:
         flag("--tensor-model-parallel-size", tp),
         flag("--pipeline-model-parallel-size", len(plan.stages)),
         *when(cp > 1, flag("--context-parallel-size", cp)),
-        *when(plan.execution.context_exchange == "a2a", flag("--cp-comm-type", "a2a")),
+        *exchange_flags(plan.execution),
         *when(sliced, flag("--sequence-parallel")),
     )
 

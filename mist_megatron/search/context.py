@@ -1,0 +1,61 @@
+"""Shapes on which a ring of keys and values is hidden whole behind attention, so that no other exchange of
+ranks that split sequences gains anything.
+
+Where all of it is hidden the ring adds nothing to a pass, forward or backward. Every other exchange adds what
+it sends, keeps no less, and changes nothing else: on the same shape it has no faster plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.layer_floors import Ranks, grids_of, ranks_of
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.ways import Way
+from mist_megatron.spec.plan import Execution
+
+
+def ring_of(execution: Execution) -> Execution:
+    """The same with the ring in place of another exchange."""
+    return replace(execution, context_exchange=None, context_inner=None)
+
+
+class HiddenRings:
+    """What rings hide in the ways of one search."""
+
+    def __init__(self, ways: Sequence[Way], questions: Sequence[SearchProblem]) -> None:
+        self._rings = {
+            question.evaluator.job.execution: (way, question)
+            for way, question in zip(ways, questions, strict=True)
+            if question.evaluator.job.execution.context_exchange in (None, "p2p")
+        }
+        self._hidden: dict[Execution, dict[Ranks, bool]] = {}
+
+    def left(self, way: Way, shapes: Sequence[EqualPipeline]) -> list[EqualPipeline]:
+        """Of the shapes of a way those that the same way with a ring does not outdo."""
+        job = way.evaluator.job
+        ring = ring_of(job.execution)
+        found = self._rings.get(ring)
+        if ring == job.execution or found is None or not job.model.alike or way.evaluator.groups:
+            return list(shapes)
+        other, question = found
+        if other.limits != way.limits:
+            return list(shapes)
+        hidden = self._hidden.setdefault(ring, {})
+        new = {ranks_of(shape) for shape in shapes} - hidden.keys()
+        hidden.update(_hidden(question, new))
+        return [shape for shape in shapes if not (hidden.get(ranks_of(shape), False) and other.keeps(shape))]
+
+
+def _hidden(question: SearchProblem, ranks: set[Ranks]) -> dict[Ranks, bool]:
+    """Whether attention hides all that a ring sends; of ranks that lie on no whole nodes nothing is said."""
+    hidden: dict[Ranks, bool] = {}
+    for members, grid in grids_of(question, ranks):
+        block = question.evaluator.loads(grid).block
+        exposed_s = np.broadcast_to(block.forward_context_s + block.backward_context_s, (len(members),))
+        hidden.update(zip(members, (exposed_s == 0.0).tolist(), strict=True))
+    return hidden

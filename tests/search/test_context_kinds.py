@@ -1,0 +1,105 @@
+"""Which exchange of ranks that split sequences is searched, and that none is missed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from jobs import small_job
+
+from mist_megatron.ask.tune import tune
+from mist_megatron.errors import InputError
+from mist_megatron.search import context
+from mist_megatron.search.execution import contexts, execution_choices
+from mist_megatron.search.limits import parse_limits
+from mist_megatron.search.search import Settings
+from mist_megatron.search.space import Limits, space_named
+from mist_megatron.spec.cluster import LinkOverrides, cluster_of
+from mist_megatron.spec.kinds import CONTEXT_EXCHANGES
+
+FULL = replace(space_named("full"), near_even=False)
+
+
+def split_job(gpus: int, per_node: int, *, seq: int, kv_heads: int = 16, batch: int = 1, window=None):
+    job = small_job("megatron", layers=4, batch=batch)
+    cluster = replace(cluster_of(job.cluster.gpu, gpus, per_node), memory_limit_bytes=1e12)
+    model = replace(job.model, kv_heads=kv_heads, window=window)
+    return replace(job, model=model, cluster=cluster, training=replace(job.training, seq_len=seq))
+
+
+def best_s(job, *kinds: str, fix: tuple[str, ...] = ()) -> float:
+    space = replace(FULL, context_exchanges=kinds)
+    return tune(job, space=space, settings=Settings(limits=parse_limits(fix, (), ()))).iteration_s
+
+
+JOBS = [
+    split_job(8, 4, seq=2048, kv_heads=4),
+    split_job(8, 2, seq=4096),
+    split_job(8, 4, seq=8192, kv_heads=2, batch=2),
+    split_job(8, 8, seq=1024, kv_heads=4),
+]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_more_kinds_never_give_a_slower_plan(job) -> None:
+    ring, two, all_of_them = (best_s(job, *kinds) for kinds in (("p2p",), ("p2p", "a2a"), CONTEXT_EXCHANGES))
+    assert all_of_them <= two <= ring
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("fix", [(), ("pp=1,tp=1,dp=1",)])
+def test_no_plan_is_lost_where_attention_hides_the_ring(job, fix, monkeypatch) -> None:
+    """The same answer as with every exchange of every shape looked at."""
+    cut = tune(job, space=FULL, settings=Settings(limits=parse_limits(fix, (), ())))
+    monkeypatch.setattr(context.HiddenRings, "left", lambda self, way, shapes: list(shapes))
+    whole = tune(job, space=FULL, settings=Settings(limits=parse_limits(fix, (), ())))
+    assert cut.iteration_s == whole.iteration_s and cut.plan.execution == whole.plan.execution
+    assert cut.result.shapes <= whole.result.shapes
+
+
+def test_shapes_are_passed_over_where_attention_hides_the_ring(monkeypatch) -> None:
+    """Long sequences inside a node, which leave hardly any."""
+    job = split_job(8, 8, seq=65536)
+    cut = tune(job, space=FULL)
+    monkeypatch.setattr(context.HiddenRings, "left", lambda self, way, shapes: list(shapes))
+    whole = tune(job, space=FULL)
+    assert cut.iteration_s == whole.iteration_s and cut.plan.execution == whole.plan.execution
+    assert cut.result.shapes < 0.6 * whole.result.shapes
+
+
+def test_levels_win_where_heads_are_few_and_nodes_are_slow() -> None:
+    """Eight ranks of two nodes share two key heads inside them; a ring alone would cross at every step."""
+    job = split_job(8, 4, seq=2048, kv_heads=2)
+    slow = replace(job, cluster=replace(job.cluster, links=LinkOverrides(inter_bytes_per_s=2e9)))
+    found = tune(slow, space=FULL, settings=Settings(limits=parse_limits(("cp=8",), (), ())))
+    assert found.plan.execution.context_exchange == "a2a+p2p"
+    assert found.plan.execution.context_inner == 2
+    assert best_s(slow, "p2p", "a2a", fix=("cp=8",)) > found.iteration_s
+
+
+def test_keys_are_gathered_where_windows_keep_them_from_a_ring() -> None:
+    """All-to-all wants a key head for each rank; of one there is, only all keys will do."""
+    job = split_job(4, 4, seq=8192, kv_heads=1, window=1024)
+    found = tune(job, space=FULL, settings=Settings(limits=parse_limits(("cp=4",), (), ())))
+    assert found.plan.execution.context_exchange == "all_gather"
+    kinds = {one.exchange for one in contexts(job, FULL, Limits()) if one.ranks > 1}
+    assert kinds == {"a2a", "all_gather"}
+    whole = {one.exchange for one in contexts(split_job(4, 4, seq=8192), FULL, Limits())}
+    assert whole == {None, "a2a", "a2a+p2p"}
+
+
+def test_levels_are_fixed_bounded_and_forbidden() -> None:
+    job = split_job(8, 8, seq=2048)
+
+    def inner(*fix: str, most: tuple[str, ...] = (), forbid: tuple[str, ...] = ()) -> set[int | None]:
+        choices = execution_choices(job, FULL, parse_limits(fix, forbid, most))
+        split = (choice.job.execution for choice in choices if choice.job.execution.context_parallel == 8)
+        return {one.context_inner for one in split if one.context_exchange == "a2a+p2p"}
+
+    assert inner() == {2, 4}
+    assert inner("context_inner=4") == {4}
+    assert inner("context_inner=4,context_exchange=a2a+p2p") == {4}
+    assert inner(most=("context_inner=2",)) == {2}
+    assert inner(forbid=("context_exchange.a2a+p2p",)) == set()
+    with pytest.raises(InputError, match="context_inner=3"):
+        execution_choices(job, FULL, parse_limits(("cp=8,context_inner=3",), (), ()))
