@@ -137,7 +137,9 @@ def _of_experts(words: str) -> Callable[[Proved], str]:
 
 
 def _delayed(tuned: Proved) -> str:
-    return "weights' gradients with all others" if _routed(tuned) and tuned.space.expert_overlap else ""
+    asked = tuned.settings.limits.fixed.get("delayed_weight_grad")
+    able = _routed(tuned) and tuned.space.expert_overlap and not asked
+    return "weights' gradients with all others" if able else ""
 
 
 def _sharded(tuned: Proved) -> str:
@@ -186,7 +188,8 @@ LEFT_OUT = (
     LeftOut(told="Megatron-FSDP of layers of unlike sizes in turn (hybrids)", words=_sharded),
     LeftOut(
         keys=("delayed_weight_grad",),
-        told="weights' gradients that are made later than the others (`--delay-wgrad-compute`)",
+        told="weights' gradients that are made later than the others (`--delay-wgrad-compute`), unless "
+        "`--fix delayed_weight_grad=1` asks for it",
         words=_delayed,
     ),
 )

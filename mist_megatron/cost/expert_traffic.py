@@ -26,33 +26,52 @@ def exposed_exchange(
     Beside another micro-batch (Megatron's model_chunk_schedule_plan.py) each of the four journeys of a pair
     of passes has one piece of compute of the other pass: the gradient of the combine the attention's forward
     pass, the dispatch the experts' backward pass, its gradient their forward pass, and the combine the
-    attention's backward pass. The first and the last passes of a step have no partner."""
+    attention's backward pass. Where gradients of weights are delayed (--delay-wgrad-compute) they run beside
+    whichever of two journeys leaves them time. The first and the last passes of a step have no partner."""
     forward_s, backward_s = load.forward_exchange_s, load.backward_exchange_s
     if not (context.expert_overlap or np.any(load.forward_beside_s)):
         return forward_s, backward_s + again.exchange_s
-    hidden_s: Array = ZERO
+    factors = context.interference
     if context.expert_overlap:
-        before_s = load.forward_s - load.forward_inside_s
-        after_s = load.backward_s + again.compute_s - load.backward_inside_s
-        pieces = (
-            (backward_s / 2.0, before_s),
-            (forward_s / 2.0, load.backward_inside_s),
-            (backward_s / 2.0, load.forward_inside_s),
-            (forward_s / 2.0, after_s),
-        )
-        for sent_s, compute_s in pieces:
-            together_s = overlapped_time((compute_s, sent_s, ZERO, ZERO), context.interference)
-            hidden_s = hidden_s + compute_s + sent_s - together_s
+        hidden_s = _beside_passes(load, again, factors)
+        if context.delayed_weight_grad:
+            late_s = load.weight_grad_s - load.inside_weight_grad_s, load.inside_weight_grad_s
+            hidden_s = np.maximum(hidden_s, _beside_passes(load, again, factors, late_s))
         hidden_s = hidden_s * np.maximum(1.0 - grid.stages / grid.grad_accum, 0.0)
     else:
-        for sent_s, compute_s in (
-            (forward_s, load.forward_beside_s),
-            (backward_s, load.backward_beside_s),
-        ):
-            together_s = overlapped_time((compute_s, sent_s, ZERO, ZERO), context.interference)
-            hidden_s = hidden_s + compute_s + sent_s - together_s
+        hidden_s = ZERO + _hidden(load.forward_beside_s, forward_s, factors)
+        hidden_s = hidden_s + _hidden(load.backward_beside_s, backward_s, factors)
     share = 1.0 - REACHED * hidden_s / np.maximum(forward_s + backward_s, 1e-12)
     return forward_s * share, backward_s * share + again.exchange_s
+
+
+def _beside_passes(
+    load: LayerLoad, again: Again, factors: Array, late_s: tuple[Array, Array] = (ZERO, ZERO)
+) -> Array:
+    """What of a layer's four journeys passes of another micro-batch hide. `late_s` are gradients of weights
+    of attention and of experts that are made last (backward_dw): the journey behind sets out before they are
+    made, and they compute beside it as far as the journey beside their own pass is over by then."""
+    there_s, back_s = load.forward_exchange_s / 2.0, load.backward_exchange_s / 2.0
+    before_s = load.forward_s - load.forward_inside_s
+    after_s = load.backward_s + again.compute_s - load.backward_inside_s
+    beside_s = there_s * factors[0b0011, 1] / factors[0b0011, 0]
+    moved_s = np.clip(after_s - beside_s, 0.0, late_s[0])
+    moved_inside_s = np.clip(load.backward_inside_s - beside_s, 0.0, late_s[1])
+    pieces = (
+        (before_s + moved_s, back_s),
+        (load.backward_inside_s - moved_inside_s, there_s),
+        (load.forward_inside_s + moved_inside_s, back_s),
+        (after_s - moved_s, there_s),
+    )
+    hidden_s: Array = ZERO
+    for compute_s, sent_s in pieces:
+        hidden_s = hidden_s + _hidden(compute_s, sent_s, factors)
+    return hidden_s
+
+
+def _hidden(compute_s: Array, sent_s: Array, factors: Array) -> Array:
+    """What running beside each other saves."""
+    return compute_s + sent_s - overlapped_time((compute_s, sent_s, ZERO, ZERO), factors)
 
 
 def expert_count(grid: StageGrid, loads: StageLoads) -> Array:

@@ -80,6 +80,7 @@ class Pairs:
             dropped_s=ZERO if dropped is None else dropped.compute_s + dropped.waiting_s(*host_s),
             dropped_collective_s=ZERO if dropped is None else dropped.stopping_s,
             weight_grad_s=backward.weight_grad_s,
+            inside_weight_grad_s=backward.inside_weight_grad_s,
             unneeded_s=forward_s - again.compute_s - again.waiting_s(*host_s),
             unneeded_collective_s=forward.stopping_s - again.stopping_s,
             still=still,

@@ -223,6 +223,8 @@ class PassTime:
     interpolated_s: Array
     extrapolated_s: Array
     weight_grad_s: Array
+    inside_weight_grad_s: Array
+    """Of that, what is done while tokens are with their experts."""
     launches: Array
     """Kernels that the host has to launch. Collectives are not counted: the calls around them are made
     without tensor parallelism too, and published floors do not rise with it."""
@@ -362,6 +364,8 @@ def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced) -
     sums["extrapolated_s"] += use.count * priced.extrapolated_s
     if use.weight_grad:
         sums["weight_grad_s"] += use.count * priced.seconds
+        if use.place == "inside":
+            sums["inside_weight_grad_s"] += use.count * priced.seconds
 
 
 def _price(

@@ -107,6 +107,8 @@ class LayerLoad:
     dropped_collective_s: Array = field(default_factory=lambda: ZERO)
     """... collectives of the parts of such a layer that are run again."""
     weight_grad_s: Array = field(default_factory=lambda: ZERO)
+    inside_weight_grad_s: Array = field(default_factory=lambda: ZERO)
+    """Of that, what is done while tokens are with their experts."""
     unneeded_s: Array = field(default_factory=lambda: ZERO)
     """Compute and ..."""
     unneeded_collective_s: Array = field(default_factory=lambda: ZERO)
@@ -179,7 +181,9 @@ class TimeContext:
     context_inner: int = 1
     """Context-parallel ranks of one group that shares out heads."""
     expert_overlap: bool = False
-    """Tokens travel beside a pass of another micro-batch."""
+    """Tokens travel beside a pass of another micro-batch ..."""
+    delayed_weight_grad: bool = False
+    """... and beside gradients of weights, which nothing waits for."""
     recomputes_first_layers: bool = True
     """Of a stage's layers the first are the recomputed ones; its last ones otherwise."""
     tied_prices: tuple[Prices, ...] = ()
@@ -306,6 +310,7 @@ def time_context_of(job: Job, prices: Prices, facts: MemoryFacts, without: froze
         model_layers=job.model.layers,
         without=without,
         expert_overlap=bool(execution.expert_overlap),
+        delayed_weight_grad=bool(execution.delayed_weight_grad),
         recomputes_first_layers=facts.recomputes_first_layers,
     )
 

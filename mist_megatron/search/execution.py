@@ -16,14 +16,15 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.experts import dispatchers, require_spread
 from mist_megatron.search.mixtures import MixtureWay, mixture_ways
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.space import EXPERT_SWITCHES, OVERLAPS, WIDTHS, Limits, Space, cut_to_target
+from mist_megatron.search.said import with_said
+from mist_megatron.search.space import EXPERT_SWITCHES, OVERLAPS, SAID, Limits, Space, cut_to_target
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, ContextExchange, Dispatcher
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import Module
 from mist_megatron.targets.facts import ExecutionVariant
 from mist_megatron.targets.megatron_rules import head_ranks, no_context, shares_heads
-from mist_megatron.targets.megatron_switches import FSDP_EXCLUDES, state_widths, weighs_unevenly
+from mist_megatron.targets.megatron_switches import FSDP_EXCLUDES, weighs_unevenly
 from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
 
@@ -86,7 +87,7 @@ def _pairs(shape: EqualPipeline) -> bool:
 
 def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
     """The job under each way of execution to be searched."""
-    job = _with_widths(job, limits)
+    job = with_said(job, limits)
     alone = replace(limits, fixed={**limits.fixed, "pp": 1})
     require_spread(job, space, limits)
     kinds = dispatchers(job, space, limits)
@@ -155,33 +156,13 @@ def _none_open(job: Job, space: Space, limits: Limits) -> str:
         able = ", ".join(str(kind) for kind in dispatchers(job, space, Limits()))
         said = f"--fix dispatcher={limits.dispatcher}" if limits.dispatcher else "--forbid"
         return f"{said}: {where} reaches experts on {job.cluster.gpu.name} by {able}; wanted one of these"
-    said = ", ".join(f"{key}={limits.fixed[key]}" for key in OVERLAPS if key in limits.fixed)
+    said = ", ".join(
+        f"{key}={limits.fixed[key]}" for key in (*OVERLAPS, *EXPERT_SWITCHES, *SAID) if key in limits.fixed
+    )
     return f"--fix {said}: {where} has no such way to train {job.model.name} on {job.cluster.gpu.name}"
 
 
 _Modules = tuple[Module, ...] | None
-
-
-def _with_widths(job: Job, limits: Limits) -> Job:
-    """Gradients and optimizer states as wide as --fix says."""
-    said = {key: limits.fixed[key] for key in WIDTHS if key in limits.fixed}
-    if not said:
-        return job
-    kept, able = said.get("optimizer_bytes", 12), TARGETS[job.target].capability.switches
-    wanted: tuple[int, ...] = (12,)
-    if "optimizer_bytes" in able and job.training.precision != "fp16":
-        wanted = (*state_widths(job.execution.quantization), 12)
-    if kept not in wanted:
-        raise InputError(
-            f"--fix optimizer_bytes={kept}: {job.target} keeps {' or '.join(map(str, wanted))} bytes a "
-            f"parameter of master weight and moments in {job.training.precision}"
-        )
-    narrow = replace(
-        job.execution,
-        grad_bytes=said.get("grad_bytes", job.execution.grad_bytes),
-        optimizer_bytes=said.get("optimizer_bytes", job.execution.optimizer_bytes),
-    )
-    return replace(job, execution=narrow)
 
 
 def _switched(job: Job, variant: ExecutionVariant, context: Context, dispatcher: Dispatcher | None) -> Job:

@@ -6,7 +6,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.space import FIX_KEYS, LIMIT_KEYS, ON_OFF_KEYS, SHORT, SWITCH_KEYS, Limits
 from mist_megatron.spec import check
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, DISPATCHERS
-from mist_megatron.spec.recompute import RECOMPUTE_KINDS
+from mist_megatron.spec.recompute import MODULES, RECOMPUTE_KINDS, Module
 from mist_megatron.spec.schedule import INTERLEAVED
 
 
@@ -17,6 +17,7 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
     recompute = said.pop("recompute", None)
     if recompute is not None:
         check.known("--fix recompute", "kind", recompute, RECOMPUTE_KINDS)
+    modules = _modules(said.pop("recompute_modules", None))
     dispatcher = said.pop("dispatcher", None)
     if dispatcher is not None:
         check.known("--fix dispatcher", "dispatcher", dispatcher, DISPATCHERS)
@@ -46,10 +47,21 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
         fixed=fixed,
         most=bounds,
         recompute=next((kind for kind in RECOMPUTE_KINDS if kind == recompute), None),
+        recompute_modules=modules,
         dispatcher=next((kind for kind in DISPATCHERS if kind == dispatcher), None),
         context_exchange=next((kind for kind in CONTEXT_EXCHANGES if kind == exchange), None),
         forbidden=frozenset(forbid),
     )
+
+
+def _modules(text: str | None) -> tuple[Module, ...] | None:
+    """`core_attn+mlp`, since a comma begins another key; in one order, whatever is said first."""
+    if text is None:
+        return None
+    names = text.split("+")
+    for name in names:
+        check.known("--fix recompute_modules", "module", name, MODULES)
+    return tuple(module for module in MODULES if module in names)
 
 
 def _pairs(option: str, items: tuple[str, ...], keys: tuple[str, ...]) -> dict[str, str]:

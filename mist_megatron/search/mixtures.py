@@ -124,6 +124,8 @@ class _Ways:
             "beside passes": sends and model.mtp_layers <= 1 and "moe" not in asked,
             "beside shared experts": sends and shared,
         }
+        if said.delayed_weight_grad:
+            return ["beside passes"] if possible["beside passes"] else []
         routes: list[Tokens] = []
         for kind, name in SWITCHES.items():
             own: bool | None = getattr(said, name)

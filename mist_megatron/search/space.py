@@ -24,7 +24,7 @@ from mist_megatron.spec.kinds import (
     narrower,
 )
 from mist_megatron.spec.plan import Execution, TargetName
-from mist_megatron.spec.recompute import PARTIAL, SEARCHED, WHOLE, Recompute
+from mist_megatron.spec.recompute import PARTIAL, SEARCHED, WHOLE, Module, Recompute
 from mist_megatron.spec.schedule import INTERLEAVED
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import HostGradients
@@ -363,12 +363,15 @@ EXPERT_SWITCHES = ("expert_overlap", "shared_expert_overlap", "cuda_graphs")
 """Switches of execution of mixtures."""
 OVERLAPS = ("tp_comm_overlap", "overlap_param_gather", "megatron_fsdp")
 """Switches of how a job is executed."""
-ON_OFF_KEYS = ("sequence_parallel", *OVERLAPS, *EXPERT_SWITCHES)
+SAID = ("fused_cross_entropy", "delayed_weight_grad")
+"""Switches that are as the target does, unless --fix says otherwise."""
+ON_OFF_KEYS = ("sequence_parallel", *OVERLAPS, *EXPERT_SWITCHES, *SAID)
 """Switches that --fix sets: 1 for on, 0 for off."""
 SHORT = {"sp": "sequence_parallel"}
 WIDTHS = ("grad_bytes", "optimizer_bytes")
 """Bytes a parameter, as usual unless --fix says otherwise: narrower ones change what is learnt."""
-FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *SHORT, *WIDTHS, "recompute", "dispatcher", "context_exchange")
+WORDS = ("recompute", "recompute_modules", "dispatcher", "context_exchange")
+FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *SHORT, *WIDTHS, *WORDS)
 SWITCH_KEYS = (
     "sequence_parallel",
     INTERLEAVED,
@@ -393,6 +396,8 @@ class Limits:
     most: Mapping[str, int] = field(default_factory=dict)
     recompute: Recompute | None = None
     """What every stage recomputes: all layers in full, parts of all, or nothing."""
+    recompute_modules: tuple[Module, ...] | None = None
+    """What selective recomputation runs again."""
     dispatcher: Dispatcher | None = None
     """How tokens reach their experts."""
     context_exchange: ContextExchange | None = None

@@ -73,6 +73,8 @@ class Capability:
     """Kinds of recomputation."""
     recompute_modules: tuple[tuple[Module, ...], ...] = ()
     """Modules of plain layers that `selective` can run again together, besides the usual ones."""
+    loss_fusion: bool = False
+    """The loss with or without a copy of the logits in 32 bits."""
     partial_ckpt: bool = False
     """Any number of a stage's layers recomputed in full, not only none or all."""
     fp8: bool = False

@@ -65,6 +65,8 @@ CAPABILITY = Capability(
     sequence_parallel=True,
     recompute=RECOMPUTE_KINDS,
     recompute_modules=(("mlp",), ("core_attn", "mlp")),
+    # --cross-entropy-loss-fusion.
+    loss_fusion=True,
     partial_ckpt=True,
     # No parallel_block: TransformerLayer of megatron-core 0.19 always adds attention before the MLP reads its
     # input. The patch of that name changes it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Protocol
 
 from mist_megatron.spec.kinds import ContextExchange
 from mist_megatron.spec.layer import LayerSpec
@@ -56,24 +57,41 @@ NEEDS: Mapping[Module, str] = MappingProxyType(
 """What a model must have for a module to be run again: elsewhere nothing happens, without a word."""
 
 
+class Asked(Protocol):
+    """A job, or a plan."""
+
+    @property
+    def model(self) -> ModelSpec: ...
+    @property
+    def training(self) -> TrainingSpec: ...
+    @property
+    def execution(self) -> Execution: ...
+
+
 def _modules(plan: Plan) -> Iterator[str]:
     """What --recompute-modules would be rejected for, or do nothing at."""
-    for module in _idle_modules(plan):
-        yield (
-            f"execution.recompute_modules: to run {module} again needs {NEEDS[module]} (TC:1750), which "
-            f"{plan.model.name} has not"
-        )
-    delayed = {"moe_act", "layernorm"} & set(plan.execution.recompute_modules or ())
-    if delayed and plan.training.precision == "fp8" and plan.execution.quantization in (None, "delayed"):
-        yield (
-            f"execution.recompute_modules: delayed scaling cannot run {' and '.join(sorted(delayed))} "
-            "again (TC:1821)"
-        )
+    asked = any(stage.recompute in PARTIAL for stage in plan.stages)
+    where = "execution.recompute_modules"
+    idle = _idle_modules(plan.model, plan.execution.modules if asked else ())
+    delayed = _scaled_late(plan, plan.execution.recompute_modules or ())
+    yield from (f"{where}: {why}" for why in (*idle, *delayed))
 
 
-def _idle_modules(plan: Plan) -> list[Module]:
-    """Modules that the plan asks for and that its model has none of."""
-    kinds = plan.model.kinds
+def modules_refused(job: Asked, modules: Sequence[Module]) -> Iterator[str]:
+    """Why layers of a job cannot run some modules again."""
+    yield from _idle_modules(job.model, modules)
+    yield from _scaled_late(job, modules)
+
+
+def _scaled_late(job: Asked, modules: Sequence[Module]) -> Iterator[str]:
+    late = {"moe_act", "layernorm"} & {*modules}
+    if late and job.training.precision == "fp8" and job.execution.quantization in (None, "delayed"):
+        yield f"delayed scaling cannot run {' and '.join(sorted(late))} again (TC:1821)"
+
+
+def _idle_modules(model: ModelSpec, modules: Sequence[Module]) -> Iterator[str]:
+    """Of modules that a model has none of."""
+    kinds = model.kinds
     experts = [kind.experts for kind in kinds if kind.experts is not None]
     latent = any(kind.latent_attention is not None for kind in kinds)
     has: Mapping[Module, bool] = {
@@ -86,8 +104,9 @@ def _idle_modules(plan: Plan) -> list[Module]:
         "shared_experts": any(one.shared_ffn_hidden for one in experts),
         "gdn_norm_out": any(kind.delta_net is not None for kind in kinds),
     }
-    asked = any(stage.recompute in PARTIAL for stage in plan.stages)
-    return [module for module in plan.execution.modules if asked and not has[module]]
+    for module in modules:
+        if not has[module]:
+            yield f"to run {module} again needs {NEEDS[module]} (TC:1750), which {model.name} has not"
 
 
 def _experts(plan: Plan) -> Iterator[str]:

@@ -82,7 +82,7 @@ def test_experts_without_other_copies_have_no_gradient_traffic():
 
 def test_groups_of_experts_fold_over_all_axes():
     """Megatron's expert grid: expert-tensor ranks fastest, then expert-parallel, then copies."""
-    mesh = Mesh(tp=4, cp=1, dp=4, gpus_per_node=8, ep=4, etp=2, instances=1)
+    mesh = Mesh(tp=4, cp=1, dp=4, gpus_per_node=8, ep=4, etp=2, instances=1, inner=1)
     assert groups_of(mesh, Group.EXPERT_TENSOR, 0)[0] == (0, 1)
     assert groups_of(mesh, Group.EXPERT, 0)[:2] == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert groups_of(mesh, Group.EXPERT_DATA, 0)[0] == (0, 8)

@@ -25,18 +25,19 @@ from mist_megatron.spec.plan import Execution
 from mist_megatron.spec.presets import preset
 
 SIZES = {
-    "b": 2, "s": 4096, "sx": 4096, "tp": 4, "cp": 2, "sp": 1, "dp": 8, "h": 4096, "f": 8192, "a": 64, "k": 16,
+    "b": 2, "s": 4096, "sx": 4096, "tp": 4, "cp": 2, "cpi": 2, "sp": 1, "dp": 8, "h": 4096, "f": 8192, "a": 64,
+    "k": 16,
     "e": 128, "v": 65536, "w": 1024, "E": 64, "K": 4, "fe": 1024, "he": 512, "fs": 2048, "ep": 8, "etp": 2,
     "im": 1, "lq": 512, "lk": 256, "en": 64, "er": 32, "ev": 128,
 }  # fmt: skip
-RANKS, EXPERT_RANKS, SEQUENCE = {"tp", "cp"}, {"ep", "etp"}, {"s", "sx"}
+RANKS, EXPERT_RANKS, SEQUENCE = {"tp", "cp", "cpi"}, {"ep", "etp"}, {"s", "sx"}
 DOUBLED = [name for name in SIZES if name != "sp"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "usual": {},
     "plain": {"flash_attention": False, "dropout": True, "dispatcher": "allgather"},
     "eight bits": {
         "eight_bit": True, "quantization": "mxfp8", "dispatcher": "flex", "fused_experts": True,
-        "fused_rotary": False, "heads_apart": True,
+        "fused_rotary": False, "context_exchange": "a2a+p2p",
     },
 }  # fmt: skip
 MODELS = (
@@ -144,7 +145,7 @@ def test_backward_products_are_twice_the_forward_ones(model: str, options: str) 
 def test_operators_have_the_parameters_that_were_published(model: str) -> None:
     """Those of a kind of layer add up to what tests/spec holds against published counts of whole models."""
     spec = preset(model)
-    alone = dict.fromkeys(("b", "tp", "cp", "sp", "ep", "etp"), 1.0)
+    alone = dict.fromkeys(("b", "tp", "cp", "cpi", "sp", "ep", "etp"), 1.0)
     for kind in spec.kinds:
         own = {name: of(kind, 4096) for name, of in SHAPES.items()}
         told = alone | {"v": float(spec.vocab)} | own | expert_values(spec, Execution())
