@@ -25,8 +25,8 @@ from mist_megatron.spec.plan import Execution
 from mist_megatron.spec.presets import preset
 
 SIZES = {
-    "b": 2, "s": 4096, "sx": 4096, "tp": 4, "cp": 2, "cpi": 2, "sp": 1, "dp": 8, "h": 4096, "f": 8192, "a": 64,
-    "k": 16,
+    "b": 2, "s": 4096, "sx": 4096, "tp": 4, "cp": 2, "cpi": 2, "sp": 1, "dp": 8, "h": 4096, "f": 8192,
+    "a": 64, "k": 16,
     "e": 128, "v": 65536, "w": 1024, "E": 64, "K": 4, "fe": 1024, "he": 512, "fs": 2048, "ep": 8, "etp": 2,
     "im": 1, "lq": 512, "lk": 256, "en": 64, "er": 32, "ev": 128,
 }  # fmt: skip
