@@ -186,12 +186,15 @@ def _with_batches(
     batch = job.training.global_batch
     if not dp or batch % dp or not limits.allows("dp", dp):
         return
+    spread_over = {
+        sliced: expert_sizes(job, space, limits, (nodes * gpus_per_node, tp, sliced))
+        for sliced in _sequence_parallel(job, space, limits, tp)
+    }
     for micro_batch in divisors(batch // dp):
         grad_accum = batch // dp // micro_batch
         if not limits.allows("micro_batch", micro_batch) or not limits.allows("grad_accum", grad_accum):
             continue
-        for sequence_parallel in _sequence_parallel(job, space, limits, tp):
-            spreads = expert_sizes(job, space, limits, (nodes * gpus_per_node, tp, sequence_parallel))
+        for sequence_parallel, spreads in spread_over.items():
             if not spreads:
                 continue
             widest = max(spreads, key=math.prod)

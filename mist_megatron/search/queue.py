@@ -49,6 +49,8 @@ class Queue:
     """Items of one kind."""
 
     near, at_once, wider = AT_ONCE, AT_ONCE, WIDER
+    head_s = 0.0
+    """The bound of the next item is no less, as far as is known: of many ways few may have the next."""
 
     def __init__(self, items: Sequence[Item], least_s: Sequence[float], bounded: Bounded) -> None:
         self._bounded = bounded
@@ -97,6 +99,14 @@ class Queue:
             return self._ready[position][2]
         return None
 
+    def head(self, limit_s: float, most_s: float) -> Pair | None:
+        """The next item, where it is below the limit."""
+        if self.head_s >= limit_s:
+            return None
+        pair = self.at(self.given, limit_s, most_s)
+        self.head_s = max(self.head_s, limit_s if pair is None else pair[0].value_s)
+        return pair
+
     def next(self, limit_s: float) -> Pair | None:
         """The most promising item that was not given yet."""
         pair = self.at(self.given, limit_s)
@@ -132,6 +142,7 @@ class HandedQueue(Queue):
                 self._place[item] = len(self._place)
                 self._open.append(item)
             self._floors[item] = min(floor_s, self._floors.get(item, floor_s))
+            self.head_s = min(self.head_s, floor_s)
         self._open.sort(key=lambda item: -self._floors[item])
 
 
@@ -211,8 +222,9 @@ class Orders:
     def __init__(self, orders: list[Order]) -> None:
         self.orders = orders
         self._levels = [list(queues) for queues in zip(*(order.queues for order in orders), strict=True)]
-        self.done = 0
-        """Items that were given or passed over."""
+        self._level = 0
+        """Of the queues that gave the last item."""
+        self._told_s = 0.0
 
     def __len__(self) -> int:
         return sum(map(len, self.orders))
@@ -225,21 +237,30 @@ class Orders:
 
     def next(self, limit_s: float) -> tuple[int, Pair] | None:
         """The next item whose bound is below a limit, and which way it is of."""
-        self.done = 0
-        for queues in self._levels:
+        for level, queues in enumerate(self._levels):
             least: int | None = None
             least_s = limit_s
             for way, queue in enumerate(queues):
-                pair = queue.at(queue.given, least_s, limit_s)
+                pair = queue.head(least_s, limit_s)
                 if pair is not None:
                     least, least_s = way, pair[0].value_s
-            self.done += sum(queue.given for queue in queues)
             if least is not None:
+                self._level = level
                 pair = queues[least].next(limit_s)
                 assert pair is not None
                 return least, pair
-            self.done += sum(len(queue) - queue.given for queue in queues)
+        self._level = len(self._levels)
         return None
+
+    def tell(self, progress: Callable[[int, int, float], None], solved: int, best_s: float) -> None:
+        """How many items were given or passed over, of how many: when there is a better plan, and else as
+        often as is no burden, since those of many ways take long to count."""
+        if best_s != self._told_s or solved % (1 + len(self.orders) // 32) == 0:
+            self._told_s = best_s
+            done = sum(len(queue) for queues in self._levels[: self._level] for queue in queues)
+            for queues in self._levels[self._level : self._level + 1]:
+                done += sum(queue.given for queue in queues)
+            progress(done, len(self), best_s)
 
     def __iter__(self) -> Iterator[tuple[int, Pair]]:
         """All that may fit."""

@@ -364,7 +364,7 @@ class _Run:
                     while slow:
                         self.keep(slow.pop())
                 best_s = self.best[0].value_s if self.best else float("inf")
-                self.watch.progress(order.done, len(order), best_s)
+                order.tell(self.watch.progress, self.solved, best_s)
         except _Stopped as stopped:
             bounds = [*self.under_way_s, *order.left_s()]
             if self.best:

@@ -103,6 +103,15 @@ class SpreadShapes:
         self._order = order[: int(np.isfinite(floors_s).sum())]
         self.floors_s = floors_s[self._order]
         self._taken = 0
+        self._shapes: dict[int, EqualPipeline] = {}
+
+    def _shape(self, row: int) -> EqualPipeline:
+        """Made when it is asked for, and once: many ways of execution ask for the same."""
+        if row not in self._shapes:
+            ep, etp = self._spreads[row]
+            shape = self._families[self._rows[row]][0]
+            self._shapes[row] = replace(shape, ep=int(ep), etp=int(etp))
+        return self._shapes[row]
 
     def __len__(self) -> int:
         """Shapes that were not taken yet."""
@@ -119,10 +128,8 @@ class SpreadShapes:
         """The least bound of those that are kept, of some families or of all; infinite where none is."""
         for place, row in enumerate(self._order):
             shape = self._families[self._rows[row]][0]
-            if families is None or shape in families:
-                ep, etp = self._spreads[row]
-                if keeps(replace(shape, ep=int(ep), etp=int(etp))):
-                    return float(self.floors_s[place])
+            if (families is None or shape in families) and keeps(self._shape(int(row))):
+                return float(self.floors_s[place])
         return math.inf
 
     def below(self, limit_s: float) -> list[tuple[float, EqualPipeline]]:
@@ -130,9 +137,7 @@ class SpreadShapes:
         end = int(np.searchsorted(self.floors_s, limit_s, side="right"))
         under = []
         for place in range(self._taken, end):
-            row = self._order[place]
-            ep, etp = self._spreads[row]
-            shape = replace(self._families[self._rows[row]][0], ep=int(ep), etp=int(etp))
+            shape = self._shape(int(self._order[place]))
             if self._keeps(shape):
                 under.append((float(self.floors_s[place]), shape))
         return under

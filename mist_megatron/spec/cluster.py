@@ -7,6 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
@@ -214,7 +215,7 @@ class ClusterSpec:
         usual = self.gpu.host_bytes
         return None if usual is None else 0.9 * usual.value / self.gpu.usual_gpus_per_node
 
-    @property
+    @cached_property
     def linked_gpus(self) -> int:
         """GPUs that the fast links join: of a node, or of as many whole nodes of a domain as share the
         cluster out evenly."""
