@@ -8,7 +8,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import narrower
+from mist_megatron.spec.plan import Execution
 from mist_megatron.targets.table import TARGETS
 
 Item = EqualPipeline | MixedFamily
@@ -39,10 +40,40 @@ class Known:
     """The same of items that were solved: seconds that no plan of the item, of this space, beats."""
 
 
-def floors(question: SearchProblem, items: Sequence[Item], known: Iterable[Known]) -> list[float]:
+class KnownBounds:
+    """Those of many ways of execution, of which few say anything of one: found by what they execute."""
+
+    def __init__(self, known: Iterable[Known] = ()) -> None:
+        self._of: dict[Execution, list[Known]] = {}
+        for one in known:
+            self.append(one)
+
+    def append(self, one: Known) -> None:
+        self._of.setdefault(_runs_nothing_again(one.job.execution), []).append(one)
+
+    def near(self, execution: Execution) -> Iterator[Known]:
+        """Of ways that execute the same, but for what is run again and for switches that only gain time."""
+        ways = (execution, _products_beside(execution), _reduced_beside(execution))
+        for way in dict.fromkeys(map(_runs_nothing_again, ways)):
+            yield from self._of.get(way, ())
+
+
+def _runs_nothing_again(execution: Execution) -> Execution:
+    return replace(execution, recompute_modules=None)
+
+
+def _products_beside(execution: Execution) -> Execution:
+    return replace(execution, tp_comm_overlap=True)
+
+
+def _reduced_beside(execution: Execution) -> Execution:
+    return replace(execution, overlap_grad_reduce=True)
+
+
+def floors(question: SearchProblem, items: Sequence[Item], known: KnownBounds) -> list[float]:
     """What is known of each item without pricing its stages; 0 where nothing is."""
     floors_s = np.zeros(len(items))
-    for one in known:
+    for one in known.near(question.evaluator.job.execution):
         if not _covers(one, question):
             continue
         same = _without_modules(one, one.job) == _without_modules(one, question.evaluator.job)
@@ -104,7 +135,7 @@ def _without_modules(known: Known, job: Job) -> Job:
     """What is run again is no matter to bounds that have nothing of it."""
     if least_recompute(known.space) != "full":
         return job
-    return replace(job, execution=replace(job.execution, recompute_modules=None))
+    return replace(job, execution=_runs_nothing_again(job.execution))
 
 
 _Sizes = tuple[object, ...]
@@ -143,7 +174,7 @@ def reduces_beside(job: Job, after: StageEvaluator) -> bool:
     and after it here, and running together gains: of two streams that are slowed down by f and g each gets
     1/f and 1/g of the time."""
     execution, target = after.job.execution, TARGETS[job.target]
-    switched = replace(execution, overlap_grad_reduce=True)
+    switched = _reduced_beside(execution)
     late = target.traffic(execution)
     beside = replace(late, reduction=replace(late.reduction, last_overlaps=True))
     if late == beside or target.traffic(switched) != beside:
@@ -154,7 +185,7 @@ def reduces_beside(job: Job, after: StageEvaluator) -> bool:
 def beside_products(job: Job, after: StageEvaluator) -> bool:
     """Whether `job` is the evaluator's but for tensor-parallel traffic that runs beside products there and
     stops compute here, and running together gains."""
-    switched = replace(after.job.execution, tp_comm_overlap=True)
+    switched = _products_beside(after.job.execution)
     differs = not after.job.execution.tp_comm_overlap and job == replace(after.job, execution=switched)
     return differs and _together_gains(after)
 

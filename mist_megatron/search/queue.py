@@ -26,7 +26,7 @@ from mist_megatron.search.bounds import (
 from mist_megatron.search.families import MixedFamily, possible_mixtures
 from mist_megatron.search.infeasible import possible_of
 from mist_megatron.search.kinds import least_steps_s
-from mist_megatron.search.known import Item, Known, floors
+from mist_megatron.search.known import Item, Known, KnownBounds, floors
 from mist_megatron.search.layer_floors import layer_floors
 from mist_megatron.search.mixed import MixedBound, mixture_bounds
 from mist_megatron.search.pipelines import EqualPipeline, Family
@@ -381,7 +381,7 @@ def ordered(
     question: SearchProblem,
     pipelines: Sequence[EqualPipeline],
     mixed: Sequence[MixedFamily],
-    known: Sequence[Known],
+    known: KnownBounds,
 ) -> Order:
     """All of these that may fit."""
     if question.evaluator.groups:
@@ -401,7 +401,7 @@ def ordered(
     return Order(equal, Queue(mixed, floors(question, mixed, known), of_mixtures))
 
 
-def _least_s(question: SearchProblem, shapes: Sequence[EqualPipeline], known: Sequence[Known]) -> list[float]:
+def _least_s(question: SearchProblem, shapes: Sequence[EqualPipeline], known: KnownBounds) -> list[float]:
     """What is known of each, or what its layers take."""
     least_s = floors(question, shapes, known)
     unknown = [shape for shape, floor_s in zip(shapes, least_s, strict=True) if floor_s == 0.0]

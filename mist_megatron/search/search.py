@@ -16,7 +16,7 @@ from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.bounds import SearchProblem, Solver
 from mist_megatron.search.infeasible import Asked, no_plan
 from mist_megatron.search.items import ItemsOfWays
-from mist_megatron.search.known import Item, Known
+from mist_megatron.search.known import Item, Known, KnownBounds
 from mist_megatron.search.layer_rules import PER_LAYER, PerLayer
 from mist_megatron.search.leaders import Leaders
 from mist_megatron.search.pipelines import (
@@ -244,7 +244,7 @@ class _Run:
         """All shapes and mixtures of all ways; what is known of the first bounds those after it."""
         orders: list[Order] = []
         made = ItemsOfWays(self.ways, self.questions, self.tick)
-        known, items = list(self.settings.known), 0
+        known, items = KnownBounds(self.settings.known), 0
         leaders = Leaders(self.ways, self.questions) if _routed(self.questions) else None
         for place, (way, question) in enumerate(zip(self.ways, self.questions, strict=True)):
             if leaders is not None:

@@ -14,7 +14,7 @@ from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
 from mist_megatron.search.families import mixed_families
-from mist_megatron.search.known import Known, floors, reduces_beside
+from mist_megatron.search.known import Known, KnownBounds, floors, reduces_beside
 from mist_megatron.search.mixed import mixture_bounds
 from mist_megatron.search.pipelines import EqualPipeline, shapes
 from mist_megatron.search.queue import Order, Orders, Queue
@@ -89,7 +89,7 @@ def test_what_is_reduced_beside_a_pass_bounds_what_is_reduced_after_it(seed):
     assert reduces_beside(beside_job, after.evaluator)
     known = Known(job=beside_job, space=beside.space, step=beside.step, bounds=bounds_of(beside))
     own = bounds_of(after)
-    least = floors(after, list(own), [known])
+    least = floors(after, list(own), KnownBounds([known]))
     assert (
         sum(floor_s > 0.5 * bound_s for floor_s, bound_s in zip(least, own.values(), strict=True))
         > len(own) / 2
@@ -149,13 +149,13 @@ def test_a_smaller_space_has_no_smaller_bound(target):
     known = Known(job=job, space=large.space, step=large.step, bounds=bounds_of(large))
     small = asked(job, evaluator, space_named("deepspeed" if target == "deepspeed" else "megatron-expert"))
     own = bounds_of(small)
-    least = floors(small, list(own), [known])
+    least = floors(small, list(own), KnownBounds([known]))
     assert any(least)
     assert all(floor_s <= own_s for floor_s, own_s in zip(least, own.values(), strict=True))
     # The other way round nothing is known: stages may have other numbers of layers, and states may leave.
     if target != "deepspeed":
         back = Known(job=job, space=small.space, step=small.step, bounds=own)
-        assert not any(floors(large, items_of(large)[0], [back]))
+        assert not any(floors(large, items_of(large)[0], KnownBounds([back])))
 
 
 @pytest.mark.parametrize("limit_gib", [5.0, 1000.0])
