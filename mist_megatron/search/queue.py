@@ -11,7 +11,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from heapq import merge
 
 import numpy as np
 
@@ -263,18 +262,23 @@ class Orders:
             progress(done, len(self), best_s)
 
     def __iter__(self) -> Iterator[tuple[int, Pair]]:
-        """All that may fit."""
-
-        def each(way: int, queue: Queue) -> Iterator[tuple[int, Pair]]:
-            position = 0
-            while (pair := queue.at(position)) is not None:
-                yield way, pair
-                position += 1
-
+        """All that may fit, none of them given. Ways that begin with nothing better are not looked at."""
         for queues in self._levels:
-            yield from merge(
-                *(each(way, queue) for way, queue in enumerate(queues)), key=lambda entry: entry[1][0].value_s
-            )
+            positions, heads_s = [0] * len(queues), [0.0] * len(queues)
+            while True:
+                best: tuple[int, Pair] | None = None
+                least_s = math.inf
+                for way, queue in enumerate(queues):
+                    if heads_s[way] >= least_s:
+                        continue
+                    pair = queue.at(positions[way], least_s)
+                    heads_s[way] = max(heads_s[way], least_s if pair is None else pair[0].value_s)
+                    if pair is not None:
+                        best, least_s = (way, pair), pair[0].value_s
+                if best is None:
+                    break
+                positions[best[0]] += 1
+                yield best
 
     def left_s(self) -> list[float]:
         return [value_s for order in self.orders for value_s in order.left_s()]
