@@ -104,11 +104,10 @@ def least_memory(
 
 def _lines(evaluator: StageEvaluator, space: Space, members: Sequence[StageSizes]) -> list[StageLines]:
     layers = evaluator.job.model.layers
-    least: Array | None = None
-    for recompute in space.recompute:
-        moments = _moments(evaluator, space, members, recompute=recompute)
-        least = moments if least is None else np.minimum(least, moments)
-    assert least is not None
+    by_kind = [_moments(evaluator, space, members, recompute=recompute) for recompute in space.recompute]
+    # The host's moments come last, and are not told where its limit is far: then they rule nothing out.
+    told = min(moments.shape[-1] for moments in by_kind)
+    least = np.min([moments[..., :told] for moments in by_kind], axis=0)
     one, whole = least[:, 0], least[:, 1]
     more = (whole - one) / max(layers - 1, 1)
     return [StageLines(*pair) for pair in zip(one, more, strict=True)]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.tune import tune
 from mist_megatron.cost.predict import predict
 from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.search.least_memory import StageSizes, least_memory
 from mist_megatron.search.search import Settings
+from mist_megatron.search.space import space_named
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.kinds import Offload
+from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.plan import Plan, StagePlan
 from tests.search.jobs import evaluator_of, small_job
 
@@ -112,3 +116,21 @@ def every_plan(job):
             model=job.model, training=job.training, cluster=job.cluster, target=job.target,
             grad_accum=4 // micro, stages=(stage,),
         )  # fmt: skip
+
+
+def test_a_moment_that_one_kind_of_recomputation_does_not_tell_rules_nothing_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host's moments are left out where its limit is far: here for layers that run again alone. Of the
+    moments that both tell the lesser counts."""
+    told = {"full": [[[6.0, 9.0], [16.0, 19.0]]], "selective": [[[5.0, 7.0, 50.0], [20.0, 17.0, 90.0]]]}
+    monkeypatch.setattr(
+        "mist_megatron.search.least_memory._moments",
+        lambda *of, recompute: np.array(told[recompute]),
+    )
+    evaluator, _ = evaluator_for(small_job("megatron+patches", gpus=1, layers=6))
+    space = replace(space_named("full"), recompute=("full", "selective"))
+    sizes = StageSizes(StageRole.ONLY, False, (1,), 8, 1, 1, 1, 1, (1,), 1.0)
+    (line,) = least_memory(evaluator, space, [sizes]).values()
+    assert line.one_bytes.tolist() == [5.0, 7.0]
+    assert line.more_bytes.tolist() == pytest.approx([(16 - 5) / 5, (17 - 7) / 5])
