@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import Sharing
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.execution import execution_choices
@@ -43,7 +43,7 @@ def best_by_hand(asked: Job, searched: SearchResult, whole: StageEvaluator | Non
         return {}
     job = replace(asked, execution=replace(asked.execution, decoupled_step=None))
     best: dict[str, float] = {}
-    known = searched.known
+    known, sharing = searched.known, Sharing()
     for name in hand_made_spaces(job):
         if name == searched.space.name:
             continue
@@ -54,7 +54,7 @@ def best_by_hand(asked: Job, searched: SearchResult, whole: StageEvaluator | Non
             if within_s is not None:
                 best[name] = within_s
                 continue
-            ways = ways_of(choices, lambda choice: evaluator_for(choice.job).evaluator)
+            ways = ways_of(choices, lambda choice: sharing.of(choice.job))
             result = search_ways(ways, space, Settings(known=known))
         except (InputError, NoFeasiblePlan):
             continue

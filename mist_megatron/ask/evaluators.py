@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mist_megatron.spec.cluster import ClusterSpec
     from mist_megatron.spec.job import Job
     from mist_megatron.spec.learned_memory import LearnedMemory
+    from mist_megatron.spec.plan import Execution
     from mist_megatron.spec.profile import Profile
     from mist_megatron.spec.training import Precision
 
@@ -147,3 +148,23 @@ def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> Sourced
         return SourcedEvaluator(made, origin)
 
     return by_kind(job, build)
+
+
+class Sharing:
+    """Evaluators of the ways in which a job is executed, each made once; those whose layers do the same share
+    what was priced of them."""
+
+    def __init__(self, evaluator_of: Callable[[Job], SourcedEvaluator] = evaluator_for) -> None:
+        self._evaluator_of = evaluator_of
+        self.made: dict[Execution, SourcedEvaluator] = {}
+        self._alike: dict[Execution, StageEvaluator] = {}
+
+    def of(self, job: Job) -> StageEvaluator:
+        """The evaluator of a way; jobs differ in nothing else."""
+        execution = job.execution
+        if execution not in self.made:
+            self.made[execution] = self._evaluator_of(job)
+            evaluator = self.made[execution].evaluator
+            beside = replace(execution, tp_comm_overlap=None, overlap_param_gather=None, expert_overlap=None)
+            evaluator.share(self._alike.setdefault(beside, evaluator))
+        return self.made[execution].evaluator

@@ -15,7 +15,7 @@ from typing import Any
 from mist_megatron import __version__
 from mist_megatron.ask.baselines import best_by_hand
 from mist_megatron.ask.emit import framework_files
-from mist_megatron.ask.evaluators import SourcedEvaluator, error_bar_of, evaluator_for, profile_hash
+from mist_megatron.ask.evaluators import Sharing, SourcedEvaluator, error_bar_of, evaluator_for, profile_hash
 from mist_megatron.ask.left_out import left_out_words
 from mist_megatron.ask.on_links import OnLinks
 from mist_megatron.ask.plan_words import (
@@ -37,7 +37,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.events.iteration import played_s
 from mist_megatron.formats.files import write_artifacts
 from mist_megatron.formats.plan_yaml import plan_to_mapping, plan_to_yaml
-from mist_megatron.search.execution import ExecutionChoice, execution_choices
+from mist_megatron.search.execution import execution_choices
 from mist_megatron.search.galvatron import LayerwiseResult, search_layerwise
 from mist_megatron.search.search import (
     SearchResult,
@@ -309,26 +309,15 @@ def searched(
         sourced = evaluator_of(job)
         layerwise = search_layerwise(sourced.evaluator, space, settings, means.watch)
         return layerwise, {job.execution: sourced}
-    origins: dict[Execution, SourcedEvaluator] = {}
-    alike: dict[Execution, StageEvaluator] = {}
-
-    def priced(choice: ExecutionChoice) -> StageEvaluator:
-        execution = choice.job.execution
-        if execution not in origins:
-            origins[execution] = evaluator_of(choice.job)
-            beside = replace(execution, tp_comm_overlap=None, overlap_param_gather=None, expert_overlap=None)
-            evaluator = origins[execution].evaluator
-            evaluator.share(alike.setdefault(beside, evaluator))
-        return origins[execution].evaluator
-
-    ways = ways_of(execution_choices(job, space, settings.limits), priced)
+    sharing = Sharing(evaluator_of)
+    ways = ways_of(execution_choices(job, space, settings.limits), lambda choice: sharing.of(choice.job))
     try:
         result = search_ways(ways, space, settings, means.watch, means.executor, means.at_once)
     except StoppedEmpty as stopped:
         if stopped.status is Status.INTERRUPTED:
             raise KeyboardInterrupt from None
         raise
-    return result, origins
+    return result, sharing.made
 
 
 def _told(

@@ -14,7 +14,7 @@ from mist_megatron.cost.placed import slowest
 from mist_megatron.cost.terms import ZERO, LayerLoad, TimeContext
 from mist_megatron.price.overlap import overlapped_time
 from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostCopy, MemoryPass
-from mist_megatron.spec.mesh import WHOLE, Group
+from mist_megatron.spec.mesh import WHOLE, Group, Mesh
 from mist_megatron.spec.profile import CollectiveKind
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.facts import TrafficFacts
@@ -191,16 +191,15 @@ def collective(
     group: Group = Group.DATA,
 ) -> Array:
     """Over the data-parallel group of the stage, or that of its experts; nothing for a group of one."""
-    ranks = replicas(grid, context, group)
+    mesh = context.mesh(grid)
+    ranks = mesh.size(group)
     if not np.any(ranks > 1.0):
         return ZERO
-    nodes = replica_nodes(grid, context, group)
+    nodes = _nodes(mesh, grid, group)
     share = context.facts.zero3.network_share
     if share < 1.0:
         message_bytes = message_bytes / np.where((grid.zero >= 2) & (nodes > 1.0), share, 1.0)
-    work = Collective(
-        kind, message_bytes, ranks, nodes, strided=np.asarray(context.mesh(grid).stride(group) > 1.0)
-    )
+    work = Collective(kind, message_bytes, ranks, nodes, strided=np.asarray(mesh.stride(group) > 1.0))
     if grid.placed is not None:
         priced = slowest(work, grid.placed.of(group), context.prices)
     else:
@@ -216,9 +215,13 @@ def replicas(grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -
 
 def replica_nodes(grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:
     """Nodes on which they lie."""
+    return _nodes(context.mesh(grid), grid, group)
+
+
+def _nodes(mesh: Mesh[Array], grid: StageGrid, group: Group) -> Array:
     if grid.placed is not None:
         return np.asarray(float(grid.placed.nodes(group)))
-    return np.minimum(context.mesh(grid).nodes(group), grid.nodes)
+    return np.minimum(mesh.nodes(group), grid.nodes)
 
 
 def shares(count: Array, experts: Array, grid: StageGrid, context: TimeContext) -> Array:

@@ -7,6 +7,7 @@ thousands of shapes that they are too slow, before anything else of them is pric
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,18 +28,35 @@ _Seconds = tuple[float, ...]
 COMPUTE = (Term.FORWARD, Term.BACKWARD)
 
 
-def layer_floors(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
-    """Seconds that no plan of each shape beats."""
-    seconds = _seconds(question, {ranks_of(shape) for shape in shapes}, (*COMPUTE, Term.TENSOR_PARALLEL))
-    floors_s: dict[tuple[int, int, int, _Seconds | None], float] = {}
-    every = []
-    for shape in shapes:
-        each = seconds.get(ranks_of(shape))
-        key = shape.stages, shape.vpp, shape.grad_accum, each
-        if key not in floors_s:
-            floors_s[key] = _floor_s(question, shape, each)
-        every.append(floors_s[key])
-    return every
+class LayerFloors:
+    """Those of one search, whose ways of execution have prices of layers in common: when weights are gathered
+    is no matter to them, nor is what may be run again and is not."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[object, dict[Ranks, _Seconds]] = {}
+
+    def of(self, question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
+        """Seconds that no plan of each shape beats."""
+        known = self._seconds.setdefault(_alike(question), {})
+        new = {ranks_of(shape) for shape in shapes} - known.keys()
+        known.update(_seconds(question, new, (*COMPUTE, Term.TENSOR_PARALLEL)))
+        floors_s: dict[tuple[int, int, int, _Seconds | None], float] = {}
+        every = []
+        for shape in shapes:
+            each = known.get(ranks_of(shape))
+            key = shape.stages, shape.vpp, shape.grad_accum, each
+            if key not in floors_s:
+                floors_s[key] = _floor_s(question, shape, each)
+            every.append(floors_s[key])
+        return every
+
+
+def _alike(question: SearchProblem) -> object:
+    """All that a layer's seconds follow from beside its ranks."""
+    recompute, execution = least_recompute(question.space), question.evaluator.job.execution
+    modules = None if recompute == "full" else execution.recompute_modules
+    same = replace(execution, overlap_param_gather=None, recompute_modules=modules)
+    return same, recompute, min(question.space.zero)
 
 
 def least_gpu_s(question: SearchProblem, limits: Limits) -> float:
@@ -51,7 +69,14 @@ def least_gpu_s(question: SearchProblem, limits: Limits) -> float:
         for micro_batch in divisors(batch)
         for on in (False, True)[: 1 + (tp > 1)]
     }
-    seconds = _seconds(question, ranks, COMPUTE)
+    seconds: dict[Ranks, tuple[float, ...]] = {}
+    for members, grid in grids_of(question, ranks):
+        loads = question.evaluator.loads(grid)
+        passes = [
+            load.forward_s + load.backward_s for load in (*loads.blocks, loads.head) if load is not None
+        ]
+        each_s = [np.broadcast_to(part, (len(members),)).tolist() for part in passes]
+        seconds.update((one, tuple(parts)) for one, *parts in zip(members, *each_s, strict=True))
     if len(seconds) < len(ranks):
         return 0.0
     each = [

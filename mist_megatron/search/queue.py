@@ -26,7 +26,7 @@ from mist_megatron.search.families import MixedFamily, possible_mixtures
 from mist_megatron.search.infeasible import possible_of
 from mist_megatron.search.kinds import least_steps_s
 from mist_megatron.search.known import Item, Known, KnownBounds, floors
-from mist_megatron.search.layer_floors import layer_floors
+from mist_megatron.search.layer_floors import LayerFloors
 from mist_megatron.search.mixed import MixedBound, mixture_bounds
 from mist_megatron.search.pipelines import EqualPipeline, Family
 from mist_megatron.search.room import rooms, with_room
@@ -386,6 +386,7 @@ def ordered(
     pipelines: Sequence[EqualPipeline],
     mixed: Sequence[MixedFamily],
     known: KnownBounds,
+    layers: LayerFloors,
 ) -> Order:
     """All of these that may fit."""
     if question.evaluator.groups:
@@ -399,15 +400,17 @@ def ordered(
         fit = [item for item in items if isinstance(item, MixedFamily)]
         return list(zip(mixture_bounds(question, fit), fit, strict=True))
 
-    equal = Queue(pipelines, _least_s(question, pipelines, known), partial(_of_shapes, question))
+    equal = Queue(pipelines, _least_s(question, pipelines, known, layers), partial(_of_shapes, question))
     if not len(equal):
         mixed = possible_mixtures(question, mixed)
     return Order(equal, Queue(mixed, floors(question, mixed, known), of_mixtures))
 
 
-def _least_s(question: SearchProblem, shapes: Sequence[EqualPipeline], known: KnownBounds) -> list[float]:
+def _least_s(
+    question: SearchProblem, shapes: Sequence[EqualPipeline], known: KnownBounds, layers: LayerFloors
+) -> list[float]:
     """What is known of each, or what its layers take."""
     least_s = floors(question, shapes, known)
     unknown = [shape for shape, floor_s in zip(shapes, least_s, strict=True) if floor_s == 0.0]
-    own = dict(zip(unknown, layer_floors(question, unknown), strict=True))
+    own = dict(zip(unknown, layers.of(question, unknown), strict=True))
     return [own.get(shape, floor_s) for shape, floor_s in zip(shapes, least_s, strict=True)]

@@ -17,6 +17,7 @@ from mist_megatron.search.bounds import SearchProblem, Solver
 from mist_megatron.search.infeasible import Asked, no_plan
 from mist_megatron.search.items import ItemsOfWays
 from mist_megatron.search.known import Item, Known, KnownBounds
+from mist_megatron.search.layer_floors import LayerFloors
 from mist_megatron.search.layer_rules import PER_LAYER, PerLayer
 from mist_megatron.search.leaders import Leaders
 from mist_megatron.search.pipelines import (
@@ -243,7 +244,7 @@ class _Run:
     def ordered(self) -> Orders:
         """All shapes and mixtures of all ways; what is known of the first bounds those after it."""
         orders: list[Order] = []
-        made = ItemsOfWays(self.ways, self.questions, self.tick)
+        made, layers = ItemsOfWays(self.ways, self.questions, self.tick), LayerFloors()
         known, items = KnownBounds(self.settings.known), 0
         leaders = Leaders(self.ways, self.questions) if _routed(self.questions) else None
         for place, (way, question) in enumerate(zip(self.ways, self.questions, strict=True)):
@@ -257,7 +258,7 @@ class _Run:
                 items += sum(map(way.keeps, (shape for shape, _ in spread)))
                 continue
             equal, mixed = made.equal(place), made.mixed(place)
-            orders.append(ordered(question, equal, mixed, known))
+            orders.append(ordered(question, equal, mixed, known, layers))
             known.append(orders[-1].known(question))
             items += len(equal) + len(mixed)
         if not items:

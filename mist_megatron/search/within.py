@@ -11,6 +11,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.errors import InputError
 from mist_megatron.search.execution import ExecutionChoice
 from mist_megatron.search.known import KnownBounds
+from mist_megatron.search.layer_floors import LayerFloors
 from mist_megatron.search.pipelines import EqualPipeline, shapes
 from mist_megatron.search.queue import ordered
 from mist_megatron.search.search import ROUNDING, SearchResult, Settings, Status
@@ -60,7 +61,7 @@ def _solved(choice: ExecutionChoice, evaluator: StageEvaluator, space: Space, sh
         return math.inf
     fixed = replace(limits, fixed={**limits.fixed, **sizes})
     alike = [one for one in shapes(choice.job, question.space, fixed) if _covers(one, shape)]
-    pair = ordered(question, alike[:1], [], KnownBounds()).queues[0].next(math.inf)
+    pair = ordered(question, alike[:1], [], KnownBounds(), LayerFloors()).queues[0].next(math.inf)
     if pair is None:
         return math.inf
     solution = solve(question, pair[1], pair[0], math.inf).solution

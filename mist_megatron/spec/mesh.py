@@ -6,12 +6,13 @@ No other file computes with ranks. A new axis is a field of Mesh, its place in A
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from functools import reduce
+from operator import mul
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.model import ModelSpec
@@ -115,7 +116,8 @@ class Mesh(Generic[N]):
     """Context-parallel ranks of one group that shares out heads; 1 where rings join single ranks."""
 
     def _product(self, axes: Sequence[str]) -> N:
-        product: N = math.prod(getattr(self, axis) for axis in axes)
+        sizes: list[Any] = [getattr(self, axis) for axis in axes]
+        product: N = reduce(mul, sizes or [1])
         return product
 
     @property

@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 from jobs import small_job
 
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.tune import tune
+from mist_megatron.ask.tune_words import tune as tune_words
+from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import InputError
 from mist_megatron.search import context
 from mist_megatron.search.execution import contexts, execution_choices
@@ -16,6 +19,7 @@ from mist_megatron.search.search import Settings
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.cluster import LinkOverrides, cluster_of
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES
+from mist_megatron.targets.rules import violations
 
 FULL = replace(space_named("full"), near_even=False)
 
@@ -103,3 +107,22 @@ def test_levels_are_fixed_bounded_and_forbidden() -> None:
     assert inner(forbid=("context_exchange.a2a+p2p",)) == set()
     with pytest.raises(InputError, match="context_inner=3"):
         execution_choices(job, FULL, parse_limits(("cp=8,context_inner=3",), (), ()))
+
+
+@pytest.mark.parametrize("kind", ["a2a", "a2a+p2p", "all_gather"])
+def test_mixtures_take_an_exchange_that_is_asked_for(kind: str) -> None:
+    """As fast at least as the plan with a ring is once its exchange is another one, where that runs."""
+    words = {"model": "mixtral-8x7b", "gpus": 16, "gpu": "h100-sxm-80gb", "seq": 32768, "global_batch": 16}
+    fix = "cp=4,tp=2,pp=1,ep=8,zero=1,micro_batch=1,expert_overlap=0,cuda_graphs=0"
+    asked = tune_words(**words, target="megatron", fix=f"{fix},context_exchange={kind}", forbid="fewer_gpus")
+    ring = tune_words(**words, target="megatron", fix=fix, forbid="fewer_gpus")
+    assert asked.plan.execution.context_exchange == kind and ring.plan.execution.context_exchange is None
+    assert asked.iteration_s >= ring.iteration_s * (1 - 1e-9) or kind != "all_gather"
+    changed = replace(
+        ring.plan.execution, context_exchange=kind, context_inner=2 if kind == "a2a+p2p" else None
+    )
+    other = replace(ring.plan, execution=changed)
+    assert not violations(other)
+    evaluator = evaluator_for(job_of(other))[0]
+    if predict(other, evaluator).fits:
+        assert asked.iteration_s <= predict(other, evaluator).iteration_s

@@ -9,7 +9,7 @@ from jobs import small_job
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
-from mist_megatron.search.layer_floors import layer_floors
+from mist_megatron.search.layer_floors import LayerFloors
 from mist_megatron.search.pipelines import shapes
 from mist_megatron.search.space import Limits, cut_to_target, space_named
 from mist_megatron.spec.cluster import cluster_of
@@ -26,6 +26,6 @@ def test_no_shape_is_bounded_below_what_its_layers_take(target, gpus, per_node, 
     question = SearchProblem(evaluator=evaluator_for(job)[0], space=space, step=0.5)
     every = list(shapes(job, space, Limits()))
     bounds = [bound.value_s for bound in shape_bounds(question, every)]
-    floors = layer_floors(question, every)
+    floors = LayerFloors().of(question, every)
     assert every and all(0.0 < low <= high for low, high in zip(floors, bounds, strict=True))
     assert max(low / high for low, high in zip(floors, bounds, strict=True)) > 0.2, "it prunes"
