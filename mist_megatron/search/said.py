@@ -31,6 +31,7 @@ def _refused(job: Job, limits: Limits) -> Iterator[str]:
     yield from _widths(job, limits)
     yield from _modules(job, limits)
     yield from _fused_loss(job, limits)
+    yield from _exchange(job, limits)
     if limits.fixed.get("delayed_weight_grad"):
         yield from _delayed(job, limits)
 
@@ -69,6 +70,13 @@ def _fused_loss(job: Job, limits: Limits) -> Iterator[str]:
         yield f"--fix fused_cross_entropy={wanted}: {job.target} knows no other loss than its own"
     if wanted and job.execution.deterministic:
         yield "--fix fused_cross_entropy=1: deterministic excludes it"
+
+
+def _exchange(job: Job, limits: Limits) -> Iterator[str]:
+    said = [f"context_exchange={limits.context_exchange}"] if limits.context_exchange else []
+    said += [f"context_inner={n}"] if (n := limits.fixed.get("context_inner", 1)) > 1 else []
+    if said and not TARGETS[job.target].capability.context_parallel:
+        yield f"--fix {','.join(said)}: {job.target} has no context parallelism"
 
 
 def _delayed(job: Job, limits: Limits) -> Iterator[str]:

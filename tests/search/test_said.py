@@ -84,6 +84,8 @@ def test_delayed_gradients_are_written_and_never_slower() -> None:
         ("mist", "fused_cross_entropy=0", "no other loss than its own"),
         ("megatron", "delayed_weight_grad=1", "has no experts"),
         ("deepspeed", "delayed_weight_grad=1", "deepspeed delays none"),
+        ("deepspeed", "context_exchange=a2a", "context_exchange=a2a: deepspeed has no context parallelism"),
+        ("mist", "context_inner=2", "context_inner=2: mist has no context parallelism"),
     ],
 )
 def test_what_cannot_be_fixed_is_refused_in_a_line(target: str, fix: str, words: str) -> None:
