@@ -120,7 +120,7 @@ def _context(tuned: Proved) -> str:
     if all(one.ranks == 1 for one in contexts(tuned.job, space, Limits())):
         return "no context parallelism" if tuned.job.cluster.gpus > 1 else ""
     kinds = "a ring"
-    if len(space.context_exchanges) > 1 and not _routed(tuned):
+    if len(space.context_exchanges) > 1:
         kinds = "a ring, all-to-all or both in levels (to gather keys never beats the ring)"
     return f"context parallelism is {kinds} over powers of two"
 
@@ -172,8 +172,7 @@ LEFT_OUT = (
         words=_chunks,
     ),
     LeftOut(
-        told="context parallelism over numbers of ranks that are no powers of two, and of models with "
-        "experts by anything but a ring (unless `--fix context_exchange=a2a` asks for it)",
+        told="context parallelism over numbers of ranks that are no powers of two",
         words=_context,
     ),
     LeftOut(

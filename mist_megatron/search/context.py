@@ -37,25 +37,31 @@ class HiddenRings:
 
     def left(self, way: Way, shapes: Sequence[EqualPipeline]) -> list[EqualPipeline]:
         """Of the shapes of a way those that the same way with a ring does not outdo."""
+        hidden = self.hidden(way, shapes)
+        return [shape for shape in shapes if shape not in hidden] if hidden else list(shapes)
+
+    def hidden(self, way: Way, shapes: Sequence[EqualPipeline]) -> set[EqualPipeline]:
+        """Of the shapes of a way those that the same way with a ring outdoes."""
         job = way.evaluator.job
         ring = ring_of(job.execution)
         found = self._rings.get(ring)
         if ring == job.execution or found is None or not job.model.alike or way.evaluator.groups:
-            return list(shapes)
+            return set()
         other, question = found
         if other.limits != way.limits:
-            return list(shapes)
+            return set()
         hidden = self._hidden.setdefault(ring, {})
         new = {ranks_of(shape) for shape in shapes} - hidden.keys()
         hidden.update(_hidden(question, new))
-        return [shape for shape in shapes if not (hidden.get(ranks_of(shape), False) and other.keeps(shape))]
+        return {shape for shape in shapes if hidden.get(ranks_of(shape), False) and other.keeps(shape)}
 
 
 def _hidden(question: SearchProblem, ranks: set[Ranks]) -> dict[Ranks, bool]:
     """Whether attention hides all that a ring sends; of ranks that lie on no whole nodes nothing is said."""
     hidden: dict[Ranks, bool] = {}
     for members, grid in grids_of(question, ranks):
-        block = question.evaluator.loads(grid).block
-        exposed_s = np.broadcast_to(block.forward_context_s + block.backward_context_s, (len(members),))
+        blocks = question.evaluator.loads(grid).blocks
+        each_s = [block.forward_context_s + block.backward_context_s for block in blocks]
+        exposed_s = np.broadcast_to(sum(each_s, start=np.zeros(1)), (len(members),))
         hidden.update(zip(members, (exposed_s == 0.0).tolist(), strict=True))
     return hidden

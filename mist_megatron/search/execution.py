@@ -247,8 +247,8 @@ def _head_ranks(context: Context) -> int:
 
 
 def _exchanges(job: Job, space: Space, limits: Limits) -> list[ContextExchange]:
-    """How ranks that split sequences may attend to each other's tokens: as the job says or, for layers
-    without experts, every way of the space that the target has and that is left open.
+    """How ranks that split sequences may attend to each other's tokens: as the job says, or every way of the
+    space that the target has and that is left open.
 
     To gather keys and values sends what the ring sends, with nothing beside it, and holds more: it is
     searched where it is asked for, and where windows keep keys from going round a ring."""
@@ -257,7 +257,7 @@ def _exchanges(job: Job, space: Space, limits: Limits) -> list[ContextExchange]:
     kinds: list[ContextExchange] = ["p2p"]
     if said is not None:
         kinds = [said]
-    elif "context_exchange" in able and (job.model.routed is None or wanted is not None):
+    elif "context_exchange" in able:
         kinds = [kind for kind in CONTEXT_EXCHANGES if kind == wanted or kind in space.context_exchanges]
         if no_context(job.model, job.training, "p2p") is None and wanted != "all_gather":
             kinds = [kind for kind in kinds if kind != "all_gather"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.context import HiddenRings, ring_of
 from mist_megatron.search.families import MixedFamily, mixed_families
-from mist_megatron.search.pipelines import EqualPipeline, shapes
+from mist_megatron.search.pipelines import EqualPipeline, Family, shapes
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.ways import Way
 from mist_megatron.spec.plan import Execution
@@ -43,6 +43,11 @@ class ItemsOfWays:
             every.append(shape)
         made.append((space, limits, every))
         return every
+
+    def spread(self, place: int, families: Sequence[Family]) -> list[Family]:
+        """Of the families of a way those that no other way outdoes: where experts are is no matter to it."""
+        hidden = self._rings.hidden(self._ways[place], [shape for shape, _ in families])
+        return [family for family in families if family[0] not in hidden]
 
     def mixed(self, place: int) -> list[MixedFamily]:
         """Families of stages on different meshes, where a way has them."""

@@ -249,7 +249,7 @@ class _Run:
         leaders = Leaders(self.ways, self.questions) if _routed(self.questions) else None
         for place, (way, question) in enumerate(zip(self.ways, self.questions, strict=True)):
             if leaders is not None:
-                spread = leaders.families(place)
+                spread = made.spread(place, leaders.families(place))
                 least = None if way.least is None else self._asked([way.least])[0][1]
                 bounded, told = of_possible(least, self._bounded(place)), leaders.told(place)
                 orders.append(

@@ -39,8 +39,13 @@ def test_the_page_tells_all_of_it() -> None:
         (
             "qwen3-30b-a3b",
             16,
-            ("graphs replay", "weights' gradients", "tensor parallelism inside nodes", "is a ring over"),
-            ("sub-groups", "all-to-all"),
+            (
+                "graphs replay",
+                "weights' gradients",
+                "tensor parallelism inside nodes",
+                "is a ring, all-to-all",
+            ),
+            ("sub-groups",),
         ),
     ],
 )

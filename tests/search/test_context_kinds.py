@@ -18,6 +18,7 @@ from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.search import Settings
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.cluster import LinkOverrides, cluster_of
+from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES
 from mist_megatron.targets.rules import violations
 
@@ -55,7 +56,7 @@ def test_more_kinds_never_give_a_slower_plan(job) -> None:
 def test_no_plan_is_lost_where_attention_hides_the_ring(job, fix, monkeypatch) -> None:
     """The same answer as with every exchange of every shape looked at."""
     cut = tune(job, space=FULL, settings=Settings(limits=parse_limits(fix, (), ())))
-    monkeypatch.setattr(context.HiddenRings, "left", lambda self, way, shapes: list(shapes))
+    monkeypatch.setattr(context.HiddenRings, "hidden", lambda self, way, shapes: set())
     whole = tune(job, space=FULL, settings=Settings(limits=parse_limits(fix, (), ())))
     assert cut.iteration_s == whole.iteration_s and cut.plan.execution == whole.plan.execution
     assert cut.result.shapes <= whole.result.shapes
@@ -65,7 +66,7 @@ def test_shapes_are_passed_over_where_attention_hides_the_ring(monkeypatch) -> N
     """Long sequences inside a node, which leave hardly any."""
     job = split_job(8, 8, seq=65536)
     cut = tune(job, space=FULL)
-    monkeypatch.setattr(context.HiddenRings, "left", lambda self, way, shapes: list(shapes))
+    monkeypatch.setattr(context.HiddenRings, "hidden", lambda self, way, shapes: set())
     whole = tune(job, space=FULL)
     assert cut.iteration_s == whole.iteration_s and cut.plan.execution == whole.plan.execution
     assert cut.result.shapes < 0.6 * whole.result.shapes
@@ -126,3 +127,27 @@ def test_mixtures_take_an_exchange_that_is_asked_for(kind: str) -> None:
     evaluator = evaluator_for(job_of(other))[0]
     if predict(other, evaluator).fits:
         assert asked.iteration_s <= predict(other, evaluator).iteration_s
+
+
+def mixture(gpus: int, per_node: int, *, seq: int, inter_bytes_per_s: float):
+    """Two layers of eight experts, few key heads, slow links between nodes."""
+    job = split_job(gpus, per_node, seq=seq, kv_heads=4, batch=8)
+    experts = ExpertSpec(count=8, top_k=2, ffn_hidden=1024)
+    model = replace(job.model, layers=2, gated_mlp=True, activation="silu", experts=experts)
+    links = LinkOverrides(inter_bytes_per_s=inter_bytes_per_s)
+    return replace(job, model=model, cluster=replace(job.cluster, links=links))
+
+
+@pytest.mark.parametrize(("seq", "rate"), [(2048, 5e9), (8192, 25e9), (16384, 2e9)])
+def test_mixtures_are_searched_with_every_exchange(seq: int, rate: float, monkeypatch) -> None:
+    """None that is slower with more of them, and none lost where attention hides the ring."""
+    job = mixture(8, 4, seq=seq, inter_bytes_per_s=rate)
+    fix = ("cp=8,cuda_graphs=0",)
+    ring, every = best_s(job, "p2p", fix=fix), best_s(job, *CONTEXT_EXCHANGES, fix=fix)
+    each = [
+        best_s(job, *CONTEXT_EXCHANGES, fix=(f"{fix[0]},context_exchange={kind}",))
+        for kind in ("p2p", "all_gather", "a2a+p2p")
+    ]
+    assert every == min(each) <= ring
+    monkeypatch.setattr(context.HiddenRings, "hidden", lambda self, way, shapes: set())
+    assert best_s(job, *CONTEXT_EXCHANGES, fix=fix) == every
