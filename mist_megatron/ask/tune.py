@@ -362,8 +362,8 @@ def provenances(
     return [{**about, "rank": rank, **proof} for rank in range(1, len(result.solutions) + 1)]
 
 
-EFFORT = ("configs", "over_memory", "milp_solved", "seconds")
-"""Of a proof, what it took."""
+EFFORT = ("configs", "over_memory", "shapes", "milp_solved", "seconds")
+"""Of a proof, what it took: also how many shapes were seen to be possible, of those that were looked at."""
 
 
 def _proof(result: SearchResult, seconds: float) -> Proof:

@@ -478,9 +478,9 @@ worth a look, not every one that fits."""
 
 
 def _rank(solution: Solution) -> tuple[float, tuple[float, ...]]:
-    """The fastest first; of equally fast ones the same whichever process was done first: on one replica
+    """The fastest first; of plans that differ in rounding the same whichever was found first: on one replica
     ZeRO 0 and 1 are the same."""
-    return solution.value_s, tuple(stage.get("zero", 0.0) for stage in solution.stages)
+    return float(f"{solution.value_s:.12g}"), tuple(stage.get("zero", 0.0) for stage in solution.stages)
 
 
 def _is_its_own(solution: Solution) -> bool:
