@@ -132,6 +132,13 @@ def _modules(tuned: Proved) -> str:
     return "of parts of layers attention, MLP or both are recomputed" if modules else ""
 
 
+def _graphs(tuned: Proved) -> str:
+    able = "cuda_graphs" in TARGETS[tuned.job.target].capability.switches and tuned.space.cuda_graphs
+    if _routed(tuned):
+        return "graphs replay all that they can or nothing"
+    return "no CUDA graphs" if able and not tuned.job.execution.cuda_graphs else ""
+
+
 def _of_experts(words: str) -> Callable[[Proved], str]:
     return lambda tuned: words if _routed(tuned) else ""
 
@@ -179,9 +186,7 @@ LEFT_OUT = (
         told="experts that are split over slow links",
         words=_of_experts("experts are split over fast links only"),
     ),
-    LeftOut(
-        told="graphs of some modules only", words=_of_experts("graphs replay all that they can or nothing")
-    ),
+    LeftOut(told="graphs of some modules only, and all graphs of models without experts", words=_graphs),
     LeftOut(told="most sets of recomputed modules", words=_modules),
     LeftOut(told="offload of models with experts", words=_of_experts("nothing is in host memory")),
     LeftOut(told="Megatron-FSDP of layers of unlike sizes in turn (hybrids)", words=_sharded),
